@@ -46,6 +46,15 @@ LAYOUTS: Final[tuple[tuple[str, dict[str, tuple[object, ...]]], ...]] = (
     ("mirrored", {"strategy.replicas": (2, 3, 4), "numerics.reproducible": ("true",)}),
     ("fsdp", {"strategy.replicas": (2, 3), "strategy.sync": ("each", "last")}),
     ("pipeline", {"strategy.stages": (2,), "strategy.schedule": ("gpipe", "1f1b", "zero_bubble")}),
+    (
+        "mesh",
+        {
+            "strategy.replicate": (1, 2),
+            "strategy.shard": (1, 2),
+            "strategy.tensor": (1, 2),
+            "model.dropout": (0.0,),
+        },
+    ),
     ("tensor_parallel", {"strategy.degree": (2,), "strategy.replicas": (1, 2), "model.dropout": (0.0,)}),
     ("central_storage", {}),
     ("parameter_server", {"strategy.workers": (1, 2, 3), "strategy.servers": (1, 2)}),

@@ -43,11 +43,12 @@ PLACES = {
     "tensor_parallel": (
         "strategy=tensor_parallel", "strategy.degree=2", "strategy.replicas=1", "strategy.plan={0:colwise,2:rowwise}",
     ),
+    "mesh": ("strategy=mesh", "strategy.shard=2", "strategy.tensor=2", "strategy.plan={0:colwise,2:rowwise}"),
 }  # fmt: skip
 EMA: Any = get_ema_multi_avg_fn(0.7)  # type: ignore[no-untyped-call]
 MEAN: Any = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
 QUICK = ("central_storage",)
-MARKS = dict.fromkeys(("fsdp", "pipeline", "tensor_parallel"), pytest.mark.long)
+MARKS = dict.fromkeys(("fsdp", "mesh", "pipeline", "tensor_parallel"), pytest.mark.long)
 
 
 def averages(result: dict[str, Any]) -> dict[str, Tensor]:

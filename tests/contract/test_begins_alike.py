@@ -5,6 +5,7 @@ A rank that begins with weights of its own, since a constructor drew what no see
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from tests.contract.stepping import Case, _Rank
 from tests.support.pool import Place, Pool
 from tests.support.zoo import Net
-from trainkit.strategies.core.sharded.replica import local_part
+from trainkit.strategies.mesh.state import local_part
 
 PLAN = {"0": "colwise", "2": "rowwise"}
 
@@ -56,7 +57,8 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[int, ...]]]] = [
     ("local_sgd", {"replicas": 2}, [(0, 1)]),
     ("fsdp", {"replicas": 2}, []),
     ("tensor_parallel", {"degree": 2, "replicas": 2, "plan": PLAN}, [(0, 2), (1, 3)]),
-    ("tensor_parallel", {"degree": 2, "replicas": 2, "plan": PLAN, "shard": True}, []),
+    ("mesh", {"shard": 2, "tensor": 2, "plan": PLAN}, []),
+    ("mesh", {"replicate": 2, "shard": 2, "plan": "auto"}, [(0, 2), (1, 3)]),
 ]
 """Strategy, settings, and the ranks that hold the same parts of all parameters."""
 
@@ -67,12 +69,15 @@ def test_ranks_begin_with_the_same_numbers(
     strategy: str, settings: dict[str, Any], alike: list[tuple[int, ...]], precision: str, pool: Pool
 ) -> None:
     case = Drawn(strategy=strategy, settings=settings, precision=precision)
-    ranks = pool.run(f"{__name__}.tensors_of", case, num_ranks=settings["replicas"] * settings.get("degree", 1))
+    sizes = [settings.get(axis, 1) for axis in ("replicas", "degree", "replicate", "shard", "tensor")]
+    ranks = pool.run(f"{__name__}.tensors_of", case, num_ranks=math.prod(sizes))
     for found in ranks[1:]:
         assert torch.equal(found["saved"], ranks[0]["saved"])
         assert torch.equal(found["table"], ranks[0]["table"])
     for one, other in alike:
         torch.testing.assert_close(ranks[one], ranks[other], rtol=0, atol=0)
-    if "degree" in settings:  # the second bias is whole along the tensor axis: ranks 0 and 1, 2 and 3
+    if (
+        "degree" in settings or "tensor" in settings
+    ):  # the second bias is whole along the tensor axis: ranks 0 and 1, 2 and 3
         assert torch.equal(ranks[0]["2.bias"], ranks[1]["2.bias"])
         assert torch.equal(ranks[2]["2.bias"], ranks[3]["2.bias"])

@@ -73,9 +73,7 @@ def sums_of(place: Place, kind: Any) -> list[list[float]]:
     reducer = BackendReducer(compressor=Compressor(kind, powersgd_after=2))
     own = [torch.full(shape, 1.0001) for shape in packing.shapes]
     for _ in range(3):
-        reducer.begin(packing, num_shards=place.num_ranks)
-        reducer.add(0, own)
-        sums = reducer.finish()
+        sums = reducer.reduce(iter([(0, own)]), num_shards=place.num_ranks, packing=packing)
     return [one.tolist() for one in sums if one is not None]
 
 
@@ -101,9 +99,7 @@ def wire_bytes(place: Place, kind: Any) -> list[int]:
     try:
         for step in range(3):
             own = [torch.full(shape, 1.0 + step) for shape in packing.shapes]
-            reducer.begin(packing, num_shards=place.num_ranks)
-            reducer.add(0, own)
-            reducer.finish()
+            reducer.reduce(iter([(0, own)]), num_shards=place.num_ranks, packing=packing)
     finally:
         dist.all_reduce = whole
     return sizes
@@ -130,11 +126,12 @@ def resumed(place: Place) -> list[int]:
     rank.steps(executor, 3)
     kept = executor.state_dict_extra()
     assert isinstance(executor.local, Replica)
-    compressor = executor.local.reducer.compressor
-    assert compressor is not None
-    compressor.set_steps(0)
+    reducer = executor.local.reducer
+    assert isinstance(reducer, BackendReducer)
+    assert reducer.compressor is not None
+    reducer.compressor.set_steps(0)
     executor.load_state_extra(kept)
-    found = [compressor.steps]
+    found = [reducer.compressor.steps]
     executor.close()
     return found
 

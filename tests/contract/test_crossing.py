@@ -31,7 +31,7 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor 2": ("tensor_parallel", {"degree": 2, "replicas": 1, "plan": LAYERS}),
     "fsdp 2 x 2": ("fsdp", {"replicas": 4, "replicate": 2}),
     "pipeline 2 x 2": ("pipeline", {"stages": 2, "replicas": 2, "schedule": "gpipe"}),
-    "tensor 2 x 2": ("tensor_parallel", {"degree": 2, "replicas": 2, "shard": True, "plan": LAYERS}),
+    "tensor 2 x 2": ("mesh", {"shard": 2, "tensor": 2, "plan": LAYERS}),
 }
 """Where the training is placed, in the order in which it goes from one to the next."""
 

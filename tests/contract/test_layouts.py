@@ -59,7 +59,7 @@ def test_ten_steps_clipped_and_resumed_are_those_of_the_reference(
         ("mirrored", {"replicas": 3, "bucket_mb": 1e-4}),
         ("fsdp", {"replicas": 4, "replicate": 2}),
         ("tensor_parallel", {"degree": 2, "replicas": 2, "plan": {"0": "colwise", "2": "rowwise"}}),
-        ("tensor_parallel", {"degree": 2, "replicas": 2, "plan": {"0": "colwise", "2": "rowwise"}, "shard": True}),
+        ("mesh", {"shard": 2, "tensor": 2, "plan": {"0": "colwise", "2": "rowwise"}}),
         ("pipeline", {"stages": 2, "replicas": 2}),
         ("central_storage", {"compute_devices": ["cpu", "cpu", "cpu"]}),
         ("parameter_server", {"workers": 2, "servers": 2, "devices_per_worker": 2}),

@@ -162,6 +162,7 @@ def test_phases_train_as_a_loop_written_by_hand(case: Match, pool: Pool) -> None
         ("multi_worker_mirrored", {"replicas": 2, "bucket_mb": 0.0001}),
         ("fsdp", {"replicas": 2}),
         ("fsdp", {"replicas": 2, "sync": "last", "reshard_after_forward": False}),
+        ("mesh", {"replicate": 2, "shard": 2}),
     ],
     ids=str,
 )
@@ -217,3 +218,11 @@ def test_two_optimizers_that_are_set_alike_give_the_bits_of_one(pool: Pool) -> N
     (found,) = train(pool, Halves(optimizer="adamw", micro_size=4, max_norm=0.5))
     assert found.state.keys() == expected.state.keys()
     assert all(torch.equal(found.state[name], tensor) for name, tensor in expected.state.items())
+
+
+def test_two_optimizers_of_cut_layers_are_those_of_one_device(pool: Pool) -> None:
+    plan = {"0": "colwise", "2": "rowwise"}
+    case = Halves(optimizer="adamw", model={"width": 8}, micro_size=4, max_norm=0.5)
+    (expected,) = train(pool, case)
+    for rank in train(pool, replace(case, strategy="mesh", settings={"shard": 2, "tensor": 2, "plan": plan})):
+        assert_close(dict(rank.state), dict(expected.state))

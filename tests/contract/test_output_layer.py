@@ -74,7 +74,7 @@ def test_a_layer_with_a_weight_of_its_own_trains_as_the_reference(strategy: str,
 
 
 def test_replicas_of_a_cut_vocabulary_that_are_cut_again_train_as_the_reference(pool: Pool) -> None:
-    check(HiddenCase(strategy="tensor_parallel", settings={"degree": 2, "replicas": 2, "shard": True}), pool)
+    check(HiddenCase(strategy="mesh", settings={"shard": 2, "tensor": 2}), pool)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -28,9 +28,9 @@ from trainkit.numerics.randomness import BlockKeys
 from trainkit.strategies.base import GraphSettings
 from trainkit.strategies.core.graphs import whole_shards
 from trainkit.strategies.core.step import ShardStep
+from trainkit.strategies.mesh.tensor_parallel import TensorParallel
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms, shaping_notes, shaping_problems
 from trainkit.strategies.model_transforms.compiling import Compiled, is_compiled
-from trainkit.strategies.tensor_parallel.strategy import TensorParallel
 
 pytestmark = pytest.mark.pairwise
 

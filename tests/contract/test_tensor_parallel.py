@@ -18,8 +18,8 @@ from tests.support.requests import request_for
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.models.gpt import Gpt
 from trainkit.numerics.precision import Precision
+from trainkit.strategies.mesh.tensor_parallel import TensorParallel
 from trainkit.strategies.model_transforms import ModelTransforms
-from trainkit.strategies.tensor_parallel.strategy import TensorParallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class GptCase(Case):
 
 TWO = {"degree": 2, "replicas": 1}
 COPIES = {"degree": 2, "replicas": 2}
-SHARDED = {"degree": 2, "replicas": 2, "shard": True}
+SHARDED = {"shard": 2, "tensor": 2}
 MLP = {"0": "colwise", "2": "rowwise"}
 
 GPT = GptCase(settings=TWO, max_norm=0.1)
@@ -118,9 +118,13 @@ def test_what_is_drawn_for_whole_activations_is_drawn_alike(pool: Pool) -> None:
             torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("settings", [TWO, SHARDED], ids=["two ranks", "shared out"])
-def test_rounded_parameters_have_masters_that_are_cut_and_saved(settings: dict[str, object], pool: Pool) -> None:
-    base = replace(GPT, precision="bf16", rate_scale=0.1, settings=settings, micro_size=4)
+@pytest.mark.parametrize(
+    ("strategy", "settings"), [("tensor_parallel", TWO), ("mesh", SHARDED)], ids=["two ranks", "sharded"]
+)
+def test_rounded_parameters_have_masters_that_are_cut_and_saved(
+    strategy: str, settings: dict[str, object], pool: Pool
+) -> None:
+    base = replace(GPT, strategy=strategy, precision="bf16", rate_scale=0.1, settings=settings, micro_size=4)
     whole, parted = train(pool, base)[0], train(pool, replace(base, resume_at=4))[0]
     assert {tensor.dtype for key, tensor in whole.state.items() if key.startswith("param/")} == {torch.float32}
     for name, tensor in whole.state.items():
@@ -133,19 +137,6 @@ def test_an_overflow_is_tried_again_by_all(pool: Pool) -> None:
     ranks = train(pool, base)
     assert {rank.scale for rank in ranks} == {ranks[0].scale}
     assert ranks[0].losses[-1] == pytest.approx(oracle(base).losses[-1], rel=0.02)
-
-
-@pytest.mark.parametrize(
-    "base",
-    [
-        replace(GPT, optimizer="adamw", model={"bias": False}, resume_at=4),
-        StreamCase(settings={"plan": STREAM}, max_norm=0.1, micro_size=4),
-        replace(NET, settings={"plan": MLP}, micro_size=3),
-    ],
-    ids=["own plan", "stream", "layers"],
-)
-def test_replicas_that_share_out_their_parameters_are_the_reference(base: Case, pool: Pool) -> None:
-    check(replace(base, settings=SHARDED | base.settings | {"degree": 2, "replicas": 2}), pool)
 
 
 def drift(place: Place, wrong: int, name: str) -> str | None:

@@ -6,6 +6,7 @@ The engine has a few lines: it starts a process a rank, and all again when one f
 import contextlib
 import json
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,6 @@ from typing import Any, ClassVar, Self, cast
 import pytest
 
 from tests.run.faking import assert_no_process_is_left, wait_for
-from tests.support import quick
 from tests.support.present import present
 from tests.support.verdicts import plain
 from trainkit.cluster.tasks import Task
@@ -48,8 +48,8 @@ class Simple(ProcessBackend):
         for _ in range(job.max_restarts + 1):
             attempt = begin_attempt(job.payload, "key")
             assert wait_for_attempt(job.payload, "key") == attempt
-            given = map(json.dumps, (job.payload, job.num_ranks, attempt))
-            command = quick.command(*given, module="tests.engines.started")
+            command = [sys.executable, "-m", "tests.engines.started"]
+            command += map(json.dumps, (job.payload, job.num_ranks, attempt))
             if subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0:
                 return
         raise RuntimeError("a worker failed")

@@ -13,9 +13,9 @@ from trainkit.config.check import checked
 from trainkit.config.compose import compose
 from trainkit.strategies.base import Numerics, PlanContext, Strategy
 from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirrored
+from trainkit.strategies.mesh.tensor_parallel import TensorParallel
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.pipeline.strategy import Pipeline
-from trainkit.strategies.tensor_parallel.strategy import TensorParallel
 
 
 def problems(strategy: Strategy, launch: LaunchEnvironment | None, **facts: Any) -> list[str]:

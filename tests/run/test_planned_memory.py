@@ -22,7 +22,7 @@ from trainkit.run.estimates.activations import Timeline, TracedPass
 from trainkit.run.estimates.memory import DeviceMemory, device_memory, part_memories
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import make_plan
-from trainkit.strategies.core.sharded.gathered_pass import GatheredPass, Gathering
+from trainkit.strategies.mesh.gathered_pass import GatheredPass, Gathering
 from trainkit.strategies.pipeline.schedules import most_in_flight
 from trainkit.trainer.checkpoint.snapshot import Snapshot
 

@@ -25,13 +25,14 @@ from trainkit.models.resnet import ResNet
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import BlockKeys
 from trainkit.strategies.base import Numerics, PlanContext
-from trainkit.strategies.core.sharded import fully
-from trainkit.strategies.core.sharded.base import unsharded_model_problems
-from trainkit.strategies.core.sharded.fully import Sharding, blocks_of_model, fully_sharded, without_shared
-from trainkit.strategies.fsdp.strategy import Fsdp
-from trainkit.strategies.tensor_parallel.cutting import ActivationRngRegions
-from trainkit.strategies.tensor_parallel.plans import match_plan
-from trainkit.strategies.tensor_parallel.strategy import TensorParallel
+from trainkit.strategies.mesh import sharding as fully
+from trainkit.strategies.mesh.fsdp import Fsdp
+from trainkit.strategies.mesh.sharding import Sharding, blocks_of_model, fully_sharded, without_shared
+from trainkit.strategies.mesh.step import unsharded_model_problems
+from trainkit.strategies.mesh.strategy import Mesh
+from trainkit.strategies.mesh.tensor import ActivationRngRegions
+from trainkit.strategies.mesh.tensor_parallel import TensorParallel
+from trainkit.strategies.mesh.tensor_plan import match_plan
 
 SIZES: dict[str, Any] = {"vocab_size": 12, "context": 4, "num_layers": 2, "num_heads": 2, "width": 8}
 
@@ -93,7 +94,6 @@ def test_a_plan_that_does_not_fit_the_model_is_refused() -> None:
 @pytest.mark.parametrize(("settings", "key", "word"), [
     ({"degree": 0}, "degree=0", "1 or more"),
     ({"plan": {"0": "colwise"}}, "plan={0:colwise}", "no effect with strategy.degree=1"),
-    ({"degree": 2, "replicas": 1, "shard": True}, "shard=true", "no effect with 1 replica"),
     ({"degree": 2, "replicas": 2, "devices": ("cpu", "cpu")}, "devices=['cpu', 'cpu']", "need 4 devices"),
 ])  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], key: str, word: str) -> None:
@@ -108,7 +108,7 @@ def test_an_order_of_summation_cannot_be_kept() -> None:
 
 
 def test_a_rank_holds_its_part_of_what_is_cut_and_of_all_rows_where_replicas_share_them_out() -> None:
-    plain, sharing = TensorParallel(degree=2, replicas=2), TensorParallel(degree=2, replicas=2, shard=True)
+    plain, sharing = TensorParallel(degree=2, replicas=2), Mesh(shard=2, tensor=2)
     whole = sum(param.numel() for param in gpt().parameters())
     context = PlanContext()
     whole_rows, shared_rows = plain.estimate_memory(gpt(), context), sharing.estimate_memory(gpt(), context)

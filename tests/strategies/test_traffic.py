@@ -19,8 +19,8 @@ from trainkit.run.planning.memory import memory_of, meta_model
 from trainkit.run.planning.plan import make_plan
 from trainkit.strategies.base import Numerics, PlanContext, Strategy
 from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirrored
-from trainkit.strategies.fsdp.strategy import Fsdp
-from trainkit.strategies.local_sgd import LocalSgd
+from trainkit.strategies.local_sgd.strategy import LocalSgd
+from trainkit.strategies.mesh.fsdp import Fsdp
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.parameter_server import ParameterServer
 from trainkit.strategies.traffic import ModuleCall, StepCut, TensorFacts, traffic_of
@@ -215,7 +215,7 @@ MORE = {
     "hybrid": [*SMALL, "strategy=fsdp", "strategy.replicas=4", "strategy.replicate=2"],
     "async": [*SMALL, "strategy=parameter_server", "strategy.mode=async"],
     "tensor_parallel, replicas": [*CUT_GPT, "strategy.replicas=2", "activation_checkpointing=full"],
-    "tensor_parallel, shared out": [*CUT_GPT, "strategy.replicas=2", "strategy.shard=true"],
+    "mesh": [*GPT, "strategy=mesh", "strategy.shard=2", "strategy.tensor=2"],
     "tensor_parallel, stretches": [*CUT_GPT, "strategy.replicas=1", STRETCHES],
     "tensor_parallel, bf16": [*CUT_GPT, "strategy.replicas=1", "precision=bf16_mixed"],
     "sparse, servers": [*LOOKUP, "strategy=parameter_server", "strategy.workers=2", "strategy.servers=2"],

@@ -65,9 +65,8 @@ class _Quick:
     def __init__(self, imports: str, python: str, within: Sequence[str]) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self._address = str(self.folder / "socket")
-        drawing = _quick("drawing", python, waits=False) if DRAWING in _QUICKENED[imports] else None
         for name in ("trainkit", *_QUICKENED[imports]):
-            self.script(name, drawing if name == DRAWING else None)
+            self.script(name, None if name != DRAWING else _quick("drawing", python))
         environ, itself = dict(os.environ), ["-m", "tests.support.quick"]
         if python == sys.executable:
             environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -83,17 +82,10 @@ class _Quick:
             start_new_session=True,
         )
         os.close(reader)
-        self._beside = drawing  # imports at the same time
-        self._is_noted = (imports, python, *within) == ("trainkit", sys.executable) and "XDG_CACHE_HOME" in os.environ
-
-    def wait(self) -> None:
-        """Return when it can be forked."""
         while not Path(self._address).exists():
             assert self._process.poll() is None
             time.sleep(0.02)
-        if self._beside is not None:
-            self._beside.wait()
-        if self._is_noted:
+        if (imports, python, *within) == ("trainkit", sys.executable) and "XDG_CACHE_HOME" in os.environ:
             NOTE.write_text(str(self.folder))
 
     def script(self, module: str, other: _Quick | None = None) -> Path:
@@ -116,12 +108,10 @@ class _Quick:
 _started: dict[tuple[str, ...], _Quick] = {}
 
 
-def _quick(imports: str, python: str = sys.executable, within: Sequence[str] = (), *, waits: bool = True) -> _Quick:
+def _quick(imports: str, python: str = sys.executable, within: Sequence[str] = ()) -> _Quick:
     key = (imports, python, *within)
     if key not in _started:
         _started[key] = _Quick(imports, python, within)
-        if waits:
-            _started[key].wait()
     return _started[key]
 
 
@@ -316,7 +306,7 @@ _IMPORTED: Final = {
         "trainkit.run.supervisor.supervisor", "trainkit.config.compose.jobs", "trainkit.callbacks.plots",
         "trainkit.callbacks.progress", "trainkit.callbacks.tensorboard", "trainkit.report.events",
         "trainkit.report.web.run_document", "trainkit.objectives.classification", "trainkit.models.mlp",
-        "trainkit.data.sets.digits", "trainkit.strategies.data_parallel.strategy", "trainkit.strategies.fsdp.strategy",
+        "trainkit.data.sets.digits", "trainkit.strategies.data_parallel.strategy", "trainkit.strategies.mesh.fsdp",
         "trainkit.verbs.looking.plan", "tensorboard.compat.proto.event_pb2",
     ),
     "torch": ("torch._dynamo", "torch.distributed", "pytest"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -55,9 +54,12 @@ class Regression(ScoredFields, Supervised):
             )
         found = exact(outputs)
         wanted = targets.to(found.dtype)
-        error: Callable[..., Tensor] = getattr(functional, f"{self.error}_loss")
-        more = {"delta": self.delta} if self.error == "huber" else {}
-        loss_sum = error(found, wanted, reduction="sum", **more)
+        if self.error == "mse":
+            loss_sum = functional.mse_loss(found, wanted, reduction="sum")
+        elif self.error == "l1":
+            loss_sum = functional.l1_loss(found, wanted, reduction="sum")
+        else:
+            loss_sum = functional.huber_loss(found, wanted, reduction="sum", delta=self.delta)
         return Loss(loss_sum, float(targets.numel()), None, outputs, targets)
 
     def metrics(self) -> dict[str, Metric]:

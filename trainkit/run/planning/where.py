@@ -37,7 +37,7 @@ def where_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     """Yield the lines of `trainkit plan`: label, text."""
     yield "tasks", _tasks_text(plan)
     if 1 < plan.num_replicas < plan.num_computing:
-        yield "mesh", f"{plan.num_replicas} replicas x {plan.num_computing // plan.num_replicas} ranks"
+        yield "ranks", f"{plan.num_replicas} replicas of {plan.num_computing // plan.num_replicas} each"
     if (bubble := ideal_bubble_of(plan)) is not None:
         yield "bubble", f"{bubble:.1%} of a step, with equal stages"
     yield "fingerprint", fingerprint(plan.cfg)[:12]

@@ -48,7 +48,7 @@ class GroupOfOne:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessGroupOptions:
+class ProcessGroup:
     """The common options of strategies with several processes: the processes, their devices, and the process group.
 
     Without a launch a process is started for every rank, on a device of this host; in a launch its processes are the
@@ -58,14 +58,24 @@ class ProcessGroupOptions:
     alone_as_one_device: ClassVar[bool] = False
     """Whether a single rank runs the code of one device; not inherited: a subclass may compute differently."""
 
-    replicas: Annotated[int | Literal["auto"], placement, at_least(1), at_most(MOST_PROCESSES)] = "auto"
-    """Replicas of the run, over all hosts; auto: as many as the GPUs make up, or 2 processes; in a launch, as many as
-    its processes.
-    """
     devices: Annotated[tuple[int | str, ...] | None, placement] = None
     """The devices of this host to use, `[0, 1]` or `[/gpu:0, /gpu:1]`; null: the first GPUs, or the CPU."""
     timeout_s: Annotated[float, placement, above(0)] = 600.0
     """Seconds that a rank waits for the others in an exchange."""
+
+    @property
+    def wanted_replicas(self) -> int | Literal["auto"]:
+        """The number of replicas that the fields give; auto: as many as the devices or the launch make up."""
+        return "auto"
+
+    def replicas_problem(self, rule: str, value: object = None) -> Problem:
+        """Return a problem of the number of replicas, at the key that sets it.
+
+        Args:
+            rule: what is wrong, and the remedy.
+            value: the number, where it is not that of the fields.
+        """
+        return Problem(key="strategy.replicas", value=self.wanted_replicas if value is None else value, rule=rule)
 
     @property
     def is_grouped(self) -> bool:
@@ -87,8 +97,8 @@ class ProcessGroupOptions:
         problems = self._device_problems(context)
         if problems:
             return problems
-        if self.replicas != "auto" and self.replicas < 1:
-            return [Problem(key="strategy.replicas", value=self.replicas, rule="must be 1 or more.")]
+        if self.wanted_replicas != "auto" and self.wanted_replicas < 1:
+            return [self.replicas_problem("must be 1 or more.")]
         found = (
             self._host_problems(context)
             if context.launch is None
@@ -97,7 +107,7 @@ class ProcessGroupOptions:
         count = self.num_replicas(context)
         if not found and context.numerics.reproducible and count > context.numerics.lanes:
             rule = f"more replicas than numerics.lanes={context.numerics.lanes}. Use at most that many, or more lanes."
-            return [Problem(key="strategy.replicas", value=count, rule=rule)]
+            return [self.replicas_problem(rule, count)]
         return found
 
     def proof_problems(self, context: PlanContext) -> list[Problem]:
@@ -109,13 +119,13 @@ class ProcessGroupOptions:
         if context.num_gpus == 1:
             use = "strategy.process_group=always"
         rule = f"a single rank runs the code of one_device, and comparing the two shows nothing. Use {use}."
-        return [Problem(key="strategy.replicas", value=self.replicas, rule=rule)]
+        return [self.replicas_problem(rule)]
 
     def replicas_here(self, launch: LaunchEnvironment | None) -> int | Literal["auto"]:
         """Return the share of this host in the replicas that the config requests."""
-        if launch is None or self.replicas == "auto":
-            return self.replicas
-        return self.replicas * launch.num_local // launch.num_ranks
+        if launch is None or self.wanted_replicas == "auto":
+            return self.wanted_replicas
+        return self.wanted_replicas * launch.num_local // launch.num_ranks
 
     def launch_problems(self, launch: LaunchEnvironment) -> list[Problem]:
         """Return problems: roles that are not used here, and replicas that the processes do not make up."""
@@ -129,7 +139,7 @@ class ProcessGroupOptions:
             )
             for role in others
         ]
-        count, each, wanted = launch.num_ranks, self.ranks_a_replica, self.replicas
+        count, each, wanted = launch.num_ranks, self.ranks_a_replica, self.wanted_replicas
         started = f"{launch.kind} started {_counted(count, 'process', 'es')}"
         if launch.takes_devices:
             if wanted != "auto" and wanted * each % count:
@@ -137,21 +147,21 @@ class ProcessGroupOptions:
                 rule = f"but {started}, each with as many replicas. {use}"
                 if each > 1:
                     rule = f"of {each} ranks each, but {started}, each with as many ranks. {use}"
-                problems.append(Problem(key="strategy.replicas", value=wanted, rule=rule))
+                problems.append(self.replicas_problem(rule))
             return problems
         started += ", a replica each" if each == 1 else f", and a replica takes {each}"
         if count % each:
             problems.append(Problem(key="strategy", rule=f"{started}. Start a multiple of {each}."))
         elif wanted not in ("auto", count // each):
             rule = f"but {started}. Use {count // each}, or start {each * wanted}."
-            problems.append(Problem(key="strategy.replicas", value=wanted, rule=rule))
+            problems.append(self.replicas_problem(rule))
         return problems
 
     def _host_problems(self, context: PlanContext) -> list[Problem]:
         count, each = self.num_replicas(context) * self.ranks_a_replica, self.ranks_a_replica
         if count > MOST_PROCESSES:
             rule = f"{self._described(context)}, and one host starts {MOST_PROCESSES:,} processes at most. Use fewer."
-            return [Problem(key="strategy.replicas", value=self.replicas, rule=rule)]
+            return [self.replicas_problem(rule)]
         if self.devices is not None and len(self.devices) != count:
             rule = f"names {_counted(len(self.devices), 'device', 's')}, and {self._described(context)}. Name as many."
             return [Problem(key="strategy.devices", value=list(self.devices), rule=rule)]
@@ -160,7 +170,7 @@ class ProcessGroupOptions:
                 rule = f"{self._described(context)}, and this host has {_counted(context.num_gpus, 'GPU', 's')}."
             else:
                 rule = f"more than the {context.num_gpus} GPUs of this host. Use {context.num_gpus} or fewer."
-            return [Problem(key="strategy.replicas", value=self.replicas, rule=rule)]
+            return [self.replicas_problem(rule)]
         return []
 
     def _described(self, context: PlanContext) -> str:
@@ -182,7 +192,7 @@ class ProcessGroupOptions:
             problems.append(Problem(key="strategy.devices", value=list(self.devices), rule=rule))
         if self.devices is None and 0 < context.num_gpus < local and not launch.has_own_gpu:
             rule = f"more replicas on this host than its {_counted(context.num_gpus, 'GPU', 's')}. Start fewer."
-            problems.append(Problem(key="strategy.replicas", value=local, rule=rule))
+            problems.append(self.replicas_problem(rule, local))
         return problems
 
     def _device_problems(self, context: PlanContext) -> list[Problem]:
@@ -192,15 +202,15 @@ class ProcessGroupOptions:
         problems = device_list_problems("strategy.devices", self.devices, context.num_gpus, because=because)
         if self.ranks_a_replica == 1 and self.replicas_here(context.launch) not in ("auto", len(self.devices)):
             rule = f"but strategy.devices names {len(self.devices)}. Leave one of the two out."
-            problems.append(Problem(key="strategy.replicas", value=self.replicas, rule=rule))
+            problems.append(self.replicas_problem(rule))
         return problems
 
     def num_replicas(self, context: PlanContext) -> int:
         """Return the requested number of replicas, or one per device; in a launch, over all its processes."""
         if context.launch is not None:
             return context.launch.num_ranks * self._ranks_a_process(context, context.launch) // self.ranks_a_replica
-        if self.replicas != "auto":
-            return self.replicas
+        if self.wanted_replicas != "auto":
+            return self.wanted_replicas
         if self.devices is not None:
             return max(len(self.devices) // self.ranks_a_replica, 1)
         return max((context.num_gpus or 2) // self.ranks_a_replica, 1)
@@ -226,8 +236,8 @@ class ProcessGroupOptions:
             return 1
         if self.devices is not None and launch.num_local == 1:
             return len(self.devices)
-        if self.replicas != "auto":
-            return max(self.replicas * self.ranks_a_replica // launch.num_ranks, 1)
+        if self.wanted_replicas != "auto":
+            return max(self.wanted_replicas * self.ranks_a_replica // launch.num_ranks, 1)
         return max(context.num_gpus, 1) if launch.num_local == 1 else 1
 
     def _devices(self, context: PlanContext, places: range) -> list[str]:
@@ -281,6 +291,21 @@ class ProcessGroupOptions:
             representatives=tuple(first + self.loss_rank for first in ranks),
         )
         return RankGroup(data_ranks=data, all_ranks=every, is_joined=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessGroupOptions(ProcessGroup):
+    """The options of a process group whose replicas are one number."""
+
+    replicas: Annotated[int | Literal["auto"], placement, at_least(1), at_most(MOST_PROCESSES)] = "auto"
+    """Replicas of the run, over all hosts; auto: as many as the GPUs make up, or 2 processes; in a launch, as many as
+    its processes.
+    """
+
+    @property
+    def wanted_replicas(self) -> int | Literal["auto"]:
+        """The number of replicas that the fields give."""
+        return self.replicas
 
 
 def _choice_of(kind: type) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -21,12 +21,13 @@ from trainkit.strategies.core.refusals import counted_statistics_problems
 from trainkit.strategies.core.replica import PlacedModel
 from trainkit.strategies.core.sparse import sparse_problems
 from trainkit.strategies.core.synchronous import build_parts, move_and_cast, no_reducer
+from trainkit.strategies.groups.pairwise import sending_problems
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
-from trainkit.strategies.maps.activations import activations_of
-from trainkit.strategies.maps.blocks import names_of
-from trainkit.strategies.maps.layout import part_of
-from trainkit.strategies.maps.solver import MemoryLimits, model_bytes
 from trainkit.strategies.memory import ModelMemory, PlannedShard, RankPass, ReplicaPart
+from trainkit.strategies.partition.activations import activations_in
+from trainkit.strategies.partition.blocks import names_of
+from trainkit.strategies.partition.device_layout import part_of
+from trainkit.strategies.partition.solver import model_bytes
 from trainkit.strategies.pipeline.schedules import (
     ScheduleName,
     ideal_bubble,
@@ -34,24 +35,32 @@ from trainkit.strategies.pipeline.schedules import (
     padded_microbatches,
     several_a_rank,
 )
-from trainkit.strategies.pipeline.stage_assignment import StageAssignment, cut_blocks, exceeded_limits, names_parts
+from trainkit.strategies.pipeline.stage_assignment import Limits, StageAssignment, cut_blocks, names_parts
 from trainkit.strategies.pipeline.tracing.trace import programs_of, record
-from trainkit.strategies.pipeline.validation import misfits, sending_problems, version_problems
+from trainkit.strategies.pipeline.validation import misfits, version_problems
 from trainkit.strategies.tensors.layouts import Placement, dense_strides, in_layout
 from trainkit.strategies.traffic import StepCut, Transfer, WorkShare, precision_of, ranks_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageParams(Placement):
+class StageParams:
     """The tensors of some stages on one device; all others are moved to torch's meta device."""
 
     device: torch.device
     names: frozenset[str]
     """Canonical names of the parameters and buffers that are kept."""
 
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices: only one."""
+        return (self.device,)
+
     def device_of(self, name: str) -> torch.device:
         """Return the device of a tensor."""
         return self.device if name in self.names else torch.device("meta")
+
+    def places_of(self, names: Sequence[str]) -> None:
+        """Return None: all tensors that are kept are on one device."""
 
     def release(self, model: nn.Module, values: Mapping[str, Tensor] | None) -> None:
         """Release the tensors that are not kept, and initialise the others; tied tensors stay tied."""
@@ -156,7 +165,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems: schedules that do not fit the stages, and those of every process group."""
-        found = [*version_problems(torch.__version__), *sending_problems(context.num_gpus)]
+        found = [*version_problems(torch.__version__), *sending_problems("pipeline", context.num_gpus)]
         if several_a_rank(self.schedule) is False and self.stages_a_rank > 1:
             rule = f"schedule={self.schedule} has one stage per rank. Use interleaved, or leave it out."
             found.append(Problem(key="strategy.virtual_stages", value=self.virtual_stages, rule=rule))
@@ -176,8 +185,8 @@ class Pipeline(ProcessGroupOptions, Strategy):
         return found or super().validate(context)
 
     @property
-    def _limits(self) -> MemoryLimits:
-        return MemoryLimits(given=self.max_memory, names=[str(rank) for rank in range(self.stages)], noun="rank")
+    def _limits(self) -> Limits:
+        return Limits(given=self.max_memory, num_ranks=self.stages)
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
         """Return problems of the map for this model, and of the model for a pipeline."""
@@ -204,8 +213,8 @@ class Pipeline(ProcessGroupOptions, Strategy):
         if self.max_memory is None:
             return []
         precision = Precision(value=context.precision)  # type: ignore[arg-type]
-        kept = activations_of(model, cut.units, context, precision)
-        return exceeded_limits(self._limits, cut, model_bytes(precision), kept)
+        kept = activations_in(context, precision)(model, cut.units)
+        return self._limits.exceeded(cut, model_bytes(precision), kept)
 
     def describe_partition(self, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:
         """Return the stages of the first replica."""
@@ -337,8 +346,8 @@ class Pipeline(ProcessGroupOptions, Strategy):
             model,
             given,
             num_stages=self.num_stages,
-            precision=precision,
-            context=context,
+            bytes_of=model_bytes(precision),
+            activations=activations_in(context, precision),
             programs=() if isinstance(programs, list) else programs,
         )
 

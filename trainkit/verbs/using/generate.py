@@ -7,14 +7,17 @@ import sys
 from collections.abc import Mapping
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.errors import ConfigError, Problem
 from trainkit.files import read_text
-from trainkit.models.sampling import MAX_TOKENS, RULES, Sampling, broken_settings, temperature_of
+from trainkit.models.sampling_settings import MAX_TOKENS, RULES, broken_settings, temperature_of
 from trainkit.verbs.support.call import Call, Flag
 from trainkit.verbs.support.weights import checkpoint_flag
+
+if TYPE_CHECKING:
+    from trainkit.models.sampling import Sampling
 
 USAGE: Final = "RUN --prompt TEXT"
 FLAGS: Final[Mapping[str, Flag]] = {
@@ -88,6 +91,8 @@ class _Settings:
 
     def sampling(self) -> Sampling:
         """Return the rule by which tokens are chosen."""
+        from trainkit.models.sampling import Sampling  # noqa: PLC0415 - imports torch
+
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
     def _checkpoint(self) -> Literal["best", "last"]:

@@ -1,1 +1,0 @@
-"""The common parts of strategies that shard parameters over ranks: shard geometry, checkpointing, norms, steps."""

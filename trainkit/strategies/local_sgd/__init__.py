@@ -1,0 +1,1 @@
+"""Replicas that train separately and average their models periodically."""

@@ -1,0 +1,270 @@
+"""Shard every parameter of a model over ranks; a module's parameters are gathered while it computes (FSDP2)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from trainkit.cluster.host import return_freed_memory
+from trainkit.numerics.deferred import lazy_init_values
+from trainkit.numerics.precision import Precision, buffer_dtype, param_dtype
+from trainkit.strategies.collectives import broadcast_values
+from trainkit.strategies.mesh.state import ShardSlice, local_part
+from trainkit.strategies.object_snapshot import watch_first_call
+from trainkit.strategies.partition.blocks import blocks_of
+
+
+def with_memory(model: nn.Module, device: torch.device) -> nn.Module:
+    """Allocate uninitialised memory for each tensor of a model, sharded or not; return the model.
+
+    Unlike `to_empty`, tied parameters stay tied.
+    """
+    made: dict[int, Tensor] = {}
+
+    def replaced(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            new = torch.empty_like(tensor.detach(), device=device)
+            trains = tensor.requires_grad
+            made[id(tensor)] = nn.Parameter(new, requires_grad=trains) if isinstance(tensor, nn.Parameter) else new
+        return made[id(tensor)]
+
+    for owner in model.modules():
+        for own in (owner._parameters, owner._buffers):  # noqa: SLF001 - tensors are replaced by new ones
+            for name, tensor in own.items():
+                if tensor is not None and tensor.is_meta:
+                    own[name] = replaced(tensor)  # type: ignore[assignment]
+    return model
+
+
+def filled(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
+    """Return the full model on the CPU, with its initial values."""
+    with_memory(model, torch.device("cpu"))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        tensor.detach().copy_(values[name])
+    return model
+
+
+_UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that are never called, so that no hook could gather them."""
+
+
+def blocks_of_model(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks that a map places, by canonical name: elements of lists and sequences, else top-level children.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        >>> list(blocks_of_model(model))
+        ['0', '2']
+    """
+    wholes = {unit.name: unit.entries[0] for unit in blocks_of(model) if len(unit.entries) == 1 and unit.tensor is None}
+    called = {name: module for name, module in wholes.items() if not isinstance(module, _UNCALLED)}
+    return {name: module for name, module in called.items() if any(True for _ in module.parameters())}
+
+
+def modules_of_classes(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    """Return the modules below the model whose class has one of these names, including nested ones."""
+    wanted = set(names)
+    return {name: module for name, module in model.named_modules() if name and type(module).__name__ in wanted}
+
+
+def without_shared(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules that share no parameter with the rest of the model, which keeps the shared ones."""
+    owners = Counter(
+        id(param)
+        for module in model.modules()
+        for param in module._parameters.values()  # noqa: SLF001 - own ones only
+        if param is not None
+    )
+    shared = {place for place, count in owners.items() if count > 1}
+    return {name: module for name, module in units.items() if not _reaches_out(module, shared, owners)}
+
+
+def _reaches_out(module: nn.Module, shared: set[int], owners: Counter[int]) -> bool:
+    inside = Counter(
+        id(param)
+        for inner in module.modules()
+        for param in inner._parameters.values()  # noqa: SLF001
+        if id(param) in shared
+    )
+    return any(count < owners[place] for place, count in inside.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """The way in which parameters are sharded and gathered."""
+
+    mesh: DeviceMesh
+    """One dim: sharded over its ranks. Two: replicated over the first, sharded over the second."""
+    device: torch.device
+    precision: Precision
+    reshard_after_forward: bool = True
+    """Whether a module frees its gathered parameters between forward and backward."""
+    offload: bool = False
+    """Whether shards are kept in the memory of the host."""
+
+
+def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Sharding) -> nn.Module:
+    """Shard the parameters of a model; collective.
+
+    The values of the mesh's first rank are used, one module at a time, because a model may draw values that no seed
+    controls. Trainable parameters are stored in the precision's master dtype and gathered in its model dtype; gradients
+    are summed in the master dtype.
+
+    Args:
+        model: the model, on the CPU or the device, in any dtype; or without data: then its parameters are initialised
+            one by one.
+        units: modules that are gathered separately, inner ones first; the rest of the model is one more unit.
+        sharding: the settings.
+    """
+    precision, values = sharding.precision, lazy_init_values(model)
+    # batch normalisation is gathered in a dtype of its own
+    apart = [one for one in model.modules() if param_dtype(one, precision.model_dtype) is not precision.model_dtype]
+    units = dict.fromkeys([*(one for one in apart if one is not model and list(one.parameters())), *units])
+    if sharding.device.type == "cpu":
+        return_freed_memory()
+    offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
+    names = {module: name for name, module in model.named_modules()}
+    for module in [*units, model]:
+        _move_and_cast(module, sharding, precision)
+        fully_shard(
+            module,
+            mesh=sharding.mesh,
+            reshard_after_forward=sharding.reshard_after_forward and module is not model,  # backward starts with it
+            mp_policy=_policy(precision, param_dtype(module, precision.model_dtype)),
+            offload_policy=offload,
+        )
+        if module is not model:
+            watch_first_call(module, names[module], "and FSDP gives each block copies of lists, dicts and dataclasses")
+    if sharding.reshard_after_forward:
+        gather_in_order(model, prefetches=sharding.device.type != "cpu")
+    model.register_forward_hook(_free_after_evaluation, always_call=True)
+    if values is not None:
+        _fill(model, values, sharding)
+    for module in _sharded(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # the only reduction that gloo supports
+        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
+            module.unshard()  # the first gather moves uneven shards to other memory, where no update would reach them
+            module.reshard()
+    precision.accept_floats(model)
+    return model
+
+
+def _free_after_evaluation(model: nn.Module, *_: object) -> None:
+    """Reshard parameters after a forward pass without backward, because averages may replace the shards in between."""
+    if not torch.is_grad_enabled():
+        gathers_anew(model)
+
+
+def gather_in_order(model: nn.Module, *, prefetches: bool) -> None:
+    """Gather each module once in forward and once in backward, as the first forward pass calls them.
+
+    The last module that is called stays gathered between forward and backward, like the rest of the model, because
+    backward starts with both.
+
+    Args:
+        model: the sharded model, including its separately gathered modules.
+        prefetches: whether each module begins the gather of the next one, in either direction. Gathers of gloo run
+            before the next operation, and would only hold memory earlier.
+    """
+    called: list[Any] = []
+
+    def before(module: nn.Module, _args: object) -> None:
+        called.append(module)
+
+    def after(*_: object) -> None:
+        for handle in handles:
+            handle.remove()
+        if called and len(set(called)) == len(called):  # a module that is called twice has no unique position
+            called[-1].set_reshard_after_forward(False, recurse=False)
+            if prefetches:
+                _prefetch(model, called)
+
+    modules = [module for module in _sharded(model) if module is not model]
+    handles = [module.register_forward_pre_hook(before) for module in modules]
+    handles.append(model.register_forward_hook(after))
+
+
+def _prefetch(model: Any, order: list[Any]) -> None:
+    """Let each module begin the gather of the one after it in forward, and of the one before it in backward."""
+    for module, after in pairwise([model, *order]):
+        module.set_modules_to_forward_prefetch([after])
+    for module, before in pairwise([model, *reversed(order[:-1])]):
+        module.set_modules_to_backward_prefetch([before])
+    if order[1:]:
+        order[-1].set_modules_to_backward_prefetch([order[-2]])
+
+
+def reduces_when(model: nn.Module, is_last: bool) -> None:
+    """Set whether the next backward pass exchanges gradients, or accumulates them for a later one that will."""
+    for module in _sharded(model):
+        module.set_requires_gradient_sync(is_last, recurse=False)
+
+
+def gathers_anew(model: nn.Module) -> None:
+    """Reshard all parameters, because the shards were replaced."""
+    for module in _sharded(model):
+        module.reshard()
+
+
+def _sharded(model: nn.Module) -> Iterable[Any]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _policy(precision: Precision, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Return FSDP's precision policy for a module that computes in a dtype; autocast casts by itself."""
+    if dtype is precision.master_dtype:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=precision.master_dtype, cast_forward_inputs=False)
+
+
+@torch.no_grad()
+def _move_and_cast(module: nn.Module, sharding: Sharding, precision: Precision) -> None:
+    """Move parameters that are not sharded yet to the device, in their stored dtype, with the first rank's values."""
+    device, model_dtype = sharding.device, param_dtype(module, precision.model_dtype)
+    for param in module.parameters():
+        if not isinstance(param, DTensor):
+            dtype = precision.master_dtype if param.requires_grad else model_dtype
+            target = param.device if param.is_meta else device
+            param.data = param.data.to(target, dtype if param.is_floating_point() else param.dtype).contiguous()
+            _broadcast_first(param.data, sharding.mesh)
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():  # noqa: SLF001 - buffers are replaced by new tensors
+            if buffer is not None and not isinstance(buffer, DTensor):
+                target = buffer.device if buffer.is_meta else device
+                dtype = buffer_dtype(owner, buffer, precision.model_dtype)
+                owner._buffers[name] = moved = buffer.to(target, dtype)  # noqa: SLF001
+                _broadcast_first(moved, sharding.mesh)
+
+
+def _broadcast_first(tensor: Tensor, mesh: DeviceMesh) -> None:
+    """Broadcast the values of the mesh's first rank: other meshes may hold other parts of a layer."""
+    for dim in range(0 if tensor.is_meta else mesh.ndim):
+        broadcast_values(tensor, mesh.get_group(dim))
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, values: Mapping[str, Tensor], sharding: Sharding) -> None:
+    """Initialise a model one tensor at a time: the first rank computes the full tensor, every rank keeps its shard."""
+    device, mesh = sharding.device, sharding.mesh
+    with_memory(model, torch.device("cpu") if sharding.offload else device)
+    for module in _sharded(model):
+        module._apply(lambda tensor: tensor)  # noqa: SLF001 - makes FSDP reread its parameters
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+    makes = not any(mesh.get_coordinate() or ())
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if makes:
+            whole.copy_(values[name])
+        _broadcast_first(whole, mesh)
+        local_part(tensor).copy_(whole[ShardSlice.of(tensor, is_first=False).region])

@@ -1,0 +1,258 @@
+"""Common code of strategies whose ranks hold parts of the parameters, their gradients and the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+
+from trainkit.errors import Problem, TrainingError
+from trainkit.numerics.batch import Ticket
+from trainkit.objectives.base import Access, Collective
+from trainkit.strategies.base import Batch, PlanContext, StateDict, StepContext
+from trainkit.strategies.collectives import RankGroup, all_gather_object
+from trainkit.strategies.core.refusals import optimizer_problems
+from trainkit.strategies.core.replica import replica_state, restore_replica
+from trainkit.strategies.core.sparse import sparse_problems
+from trainkit.strategies.core.step import ShardStep, added, cloned_batch, weight_on
+from trainkit.strategies.core.synchronous import MakeStep, SynchronousExecutor
+from trainkit.strategies.mesh.state import (
+    ShardedReplica,
+    restore_pieces,
+    sharded_pieces,
+)
+from trainkit.strategies.tensor_shards import ShardedState, TensorShard, gather_full
+from trainkit.strategies.tensors.layouts import FlatBuffer
+
+
+def dummy_batch(batch: Batch | None, device: torch.device, all_ranks: Collective) -> Batch:
+    """Broadcast rank 0's batch to every rank that has none; collective over all ranks.
+
+    Args:
+        batch: the batch of this rank, which it keeps; None if it has none. Rank 0 always has one.
+        device: the device for collectives.
+        all_ranks: all ranks.
+
+    Raises:
+        TrainingError: the batch holds more than tensors, numbers and text in lists, tuples and dicts.
+    """
+    sends = all_ranks.rank == 0
+    leaves, spec = tree_flatten(batch if sends else None)
+    description = [treespec_dumps(spec), [_described(leaf) for leaf in leaves]] if sends else []
+    spec_text, described = all_gather_object(description, all_ranks)[0]
+    own = leaves if sends else [None] * len(described)
+    found = [_exchanged(leaf, description, device) for leaf, description in zip(own, described, strict=True)]
+    return tree_unflatten(found, treespec_loads(spec_text)) if batch is None else batch
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return {"dtype": str(leaf.dtype).removeprefix("torch."), "shape": list(leaf.shape)}
+    if leaf is None or isinstance(leaf, bool | int | float | str):
+        return {"value": leaf}
+    raise TrainingError(
+        f"a batch holds a {type(leaf).__name__}, which cannot be sent to a rank that has no shard in this step. "
+        f"Choose "
+        "batch.micro_size so that every step has a shard for each rank, or use batch.drop_last=true."
+    )
+
+
+def _exchanged(leaf: Any, description: dict[str, Any], device: torch.device) -> Any:
+    if "value" in description:
+        return description["value"]
+    if leaf is None:
+        leaf = torch.empty(description["shape"], dtype=getattr(torch, description["dtype"]), device=device)
+    held = leaf.detach().contiguous()
+    dist.broadcast(held.reshape(-1).view(torch.uint8), src=0)  # as bytes: backends lack some dtypes
+    return held
+
+
+class ShardedWork(ShardStep):
+    """One try at a step whose forward and backward passes are collective.
+
+    Gradients are summed over the ranks during backward; tensors that are whole on every rank (updated buffers, the
+    counted weight) are summed at the end. A rank with fewer shards than others repeats one, with weight 0.
+    """
+
+    replica: ShardedReplica
+
+    def __init__(
+        self,
+        replica: ShardedReplica,
+        ticket: Ticket,
+        batches: Sequence[Batch],
+        training: StepContext,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(replica, ticket, batches, training)
+        self._group = group
+        self._counts = True
+
+    def run(self) -> Sequence[Tensor | None]:
+        """Return this rank's gradient shards, updated buffers and counted weight, over all shards; collective."""
+        replica = self.replica
+        again = self._again()
+        packing = replica.packing or self.agree_on_grad_layout()
+        if replica.buffers.names:
+            replica.buffers.begin_step()
+        turns = list(zip(self.ticket.shards, self.batches, strict=True))
+        for turn, (shard, batch) in enumerate(turns, start=1):
+            self._expect(is_last=turn == len(turns) and again is None)
+            self.weight = added(self.weight, self._shard(shard, batch))
+        if again is not None:
+            self._expect(is_last=True)
+            self._repeat(again)
+        self._enter("reduce")
+        return [*replica.take_grads(), *self._sum(packing)]
+
+    def agree_on_grad_layout(self) -> FlatBuffer:
+        """Find which buffers are updated, and agree on it; collective, once."""
+        replica, buffers = self.replica, self.replica.buffers
+        if buffers.names:
+            batch = self.batches[0] if self.batches else replica.stand_in
+            with torch.no_grad(), buffers.watch() as changed:
+                self._forward(0, cloned_batch(batch))
+            rows = replica.data_ranks.gather(torch.tensor(changed))
+            buffers.settle(torch.stack(rows).amax(0).tolist())
+        shapes = buffers.shapes() + [torch.Size([1])] * self.divisor.counted
+        packing = FlatBuffer(shapes, replica.precision.master_dtype, replica.device, num_grads=0)
+        replica.set_packing(packing)
+        return packing
+
+    def _again(self) -> Batch:
+        """Return the batch to repeat if other ranks have more shards, or None. Collective."""
+        plan, replica, step = self.training.plan, self.replica, self.ticket.step
+        num_shards, ranks = plan.num_shards(step), replica.num_ranks
+        if replica.stand_in is None and plan.num_shards(plan.steps_per_epoch - 1) < ranks:  # some step will need it
+            own, all_ranks = self.batches[0] if self.batches else None, replica.all_ranks
+            has_own = num_shards >= ranks
+            replica.set_stand_in(cloned_batch(own) if has_own else dummy_batch(own, replica.device, all_ranks))
+        if len(self.batches) == -(-num_shards // ranks):
+            return None
+        return cloned_batch(self.batches[-1] if self.batches else replica.stand_in)  # a model may write into its inputs
+
+    def _repeat(self, batch: Batch) -> None:
+        """Take part in the collectives of a shard, with weight 0."""
+        seen, terms, self._counts = self.loss_sum, dict(self.terms), False
+        self._shard(self.ticket.shards[-1] if self.ticket.shards else 0, batch)
+        self.loss_sum, self.terms, self._counts = seen, terms, True
+
+    def _shard_fraction(self, shard: int) -> float:
+        return super()._shard_fraction(shard) if self._counts else 0.0
+
+    def _seed(self, total: Tensor) -> Tensor:
+        return super()._seed(total) if self._counts else torch.zeros_like(total, requires_grad=False)
+
+    def _expect(self, *, is_last: bool) -> None:
+        self.replica.expect(is_last)
+
+    def _sum(self, packing: FlatBuffer) -> list[Tensor]:
+        """Sum the tensors that are unsharded on every rank over the ranks whose data differ."""
+        replica = self.replica
+        held: list[Tensor | None] = list(replica.buffers.take()) if replica.buffers.names else []
+        if self.divisor.counted:
+            held.append(weight_on(self.weight, packing.dtype, replica.device))
+        if not held:
+            return []
+        flat = packing.pack(held)
+        dist.all_reduce(flat, group=self._group)
+        return packing.views(flat)
+
+
+def without_order(context: PlanContext) -> PlanContext:
+    """Return a context without the reproducible order of summation, which `sharding_problems` checks."""
+    return replace(context, numerics=replace(context.numerics, reproducible=False))
+
+
+def sharding_problems(context: PlanContext) -> list[Problem]:
+    """Return the problem of an order of summation or an optimizer that sharded parameters do not support."""
+    found = []
+    if context.numerics.reproducible:
+        rule = "is not kept where gradients are summed part by part. Use strategy=mirrored, or leave it out."
+        found.append(Problem(key="numerics.reproducible", value=True, rule=rule))
+    return [*found, *optimizer_problems(context)]
+
+
+def unsharded_model_problems(model: nn.Module) -> list[Problem]:
+    """Return problems of parameters that cannot be sharded, and gradients that cannot be summed in parts."""
+    found = sparse_problems(model, "which are not summed in parts")
+    scripted = (name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule))
+    if (name := next(scripted, None)) is not None:
+        rule = f"{name} is a module of torch.jit, whose parameters cannot be sharded. Give the class it was made of."
+        found.append(Problem(key="model", rule=rule))
+    for name, param in model.named_parameters():
+        if not param.dim():
+            rule = f"{name} has no dims, and cannot be sharded. Give it the shape (1,)."
+            found.append(Problem(key="model", rule=rule))
+        elif not param.numel():
+            rule = f"{name} has no elements, and cannot be sharded. Leave it out, or use strategy=mirrored."
+            found.append(Problem(key="model", rule=rule))
+    return found
+
+
+def withheld_where_sharded(name: str) -> dict[Access, str]:
+    """Return the access that an objective cannot have to a model whose parameters are unsharded only in its forward
+    pass.
+
+    Args:
+        name: the strategy, for messages.
+    """
+    choose = "Use strategy=mirrored, whose replicas are unsharded"
+    return {
+        Access.methods: f"{name} gathers parameters for forward only. {choose}, or let forward call them.",
+        Access.parameters: f"each rank of {name} holds a part of them. {choose}.",
+        Access.derivatives: f"{name} reshards parameters after the first backward pass. {choose}.",
+    }
+
+
+class ShardedExecutor(SynchronousExecutor[ShardedReplica]):
+    """A rank with parts of the parameters, or unsharded ones if the replica has no slices."""
+
+    def __init__(
+        self,
+        replica: ShardedReplica,
+        training: StepContext,
+        *,
+        ranks: RankGroup,
+        make_step: MakeStep[ShardedReplica],
+        check: Callable[[ShardedReplica], str | None] = lambda _: None,
+    ) -> None:
+        super().__init__(replica, training, ranks=ranks, make_step=make_step)
+        self._check = check
+
+    def sharded_state_dict(self) -> ShardedState:
+        """Return the shards of this rank; tensors that are whole on all ranks, on rank 0."""
+        replica = self._replica
+        if replica.cuts:
+            return sharded_pieces(replica)
+        if not replica.is_rank0:
+            return {}
+        return {name: (TensorShard.whole(tensor),) for name, tensor in replica_state(replica).items()}
+
+    def state_dict(self) -> StateDict:
+        """Return the whole state, gathered on every rank; collective."""
+        if self._replica.cuts:
+            return gather_full(sharded_pieces(self._replica), self._replica.all_ranks)
+        return replica_state(self._replica)
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Restore this rank's parts of the tensors of a checkpoint of any strategy."""
+        if self._replica.cuts:
+            restore_pieces(self._replica, state)
+        else:
+            restore_replica(self._replica, state)
+
+    def recover(self, step: int) -> bool:
+        """Return False: other ranks hold parts, and may have begun an update."""
+        del step
+        return False
+
+    def check_replicas(self) -> str | None:
+        """Return a parameter whose same part has different bits on two ranks; collective."""
+        return self._check(self._replica)

@@ -1,0 +1,597 @@
+"""Strategies whose ranks form one mesh: copies of the model, sharded parameters and cut layers, in any combination."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Annotated, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from trainkit.cluster.tasks import Identity
+from trainkit.config.values import MOST_PROCESSES, closest
+from trainkit.errors import ConfigError, Problem
+from trainkit.fields import at_least, at_most, placement, speed
+from trainkit.numerics.deferred import lazy_init_values
+from trainkit.numerics.generators import hash64
+from trainkit.numerics.precision import Precision
+from trainkit.numerics.randomness import draws_at_random, draws_nothing
+from trainkit.objectives.base import Access, Collective
+from trainkit.strategies.base import Facts, Numerics, PlanContext, SetupRequest, Strategy
+from trainkit.strategies.collectives import broadcast_values
+from trainkit.strategies.core.replica import PlacedModel
+from trainkit.strategies.core.replica_check import bits_hash
+from trainkit.strategies.core.step import ShardStep
+from trainkit.strategies.core.synchronous import (
+    MakeStep,
+    build_parts,
+    move_and_cast,
+    no_reducer,
+    synchronous_gradient_copies,
+)
+from trainkit.strategies.groups.process_group import ProcessGroup
+from trainkit.strategies.memory import ModelMemory, PlannedShard, RankPass
+from trainkit.strategies.mesh.axes import Axes
+from trainkit.strategies.mesh.gathered_pass import GatheredPass, Gathering
+from trainkit.strategies.mesh.sharding import (
+    Sharding,
+    blocks_of_model,
+    filled,
+    fully_sharded,
+    gathers_anew,
+    modules_of_classes,
+    reduces_when,
+    without_shared,
+)
+from trainkit.strategies.mesh.state import ShardedReplica, ShardSlice, joined_norms, local_part
+from trainkit.strategies.mesh.step import (
+    ShardedExecutor,
+    ShardedWork,
+    sharding_problems,
+    unsharded_model_problems,
+    withheld_where_sharded,
+    without_order,
+)
+from trainkit.strategies.mesh.tensor import ActivationRngRegions, Exchange, cut_parameters, exchange_activations
+from trainkit.strategies.mesh.tensor_pass import CutPass
+from trainkit.strategies.mesh.tensor_plan import MatchedPlan, described, match_plan, shares_rng_across_ranks
+from trainkit.strategies.mesh.transfers import CutRanks, activation_transfers, gradient_transfers
+from trainkit.strategies.model_transforms import is_compiled
+from trainkit.strategies.reducers import BackendReducer, Reducer
+from trainkit.strategies.tensors.layouts import Placement, SingleDevicePlacement, make_dense
+from trainkit.strategies.traffic import ModuleCall, StepCut, Transfer, WorkShare, precision_of, ranks_of
+from trainkit.strategies.traffic.sharded import Gathers
+
+Wrap = Literal["blocks"] | tuple[str, ...]
+TensorPlan = Mapping[str, str] | Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The way in which a strategy cuts a model over its ranks."""
+
+    axes: Axes
+    plan: TensorPlan = "auto"
+    """Modules and their styles along `tensor`."""
+    wrap: Wrap = "blocks"
+    """Unit of the gathers along `shard`."""
+    reshard_after_forward: bool = True
+    """Whether units free their gathered parameters between forward and backward."""
+    sync: Literal["each", "last"] = "each"
+    """Whether gradients are summed after each shard of a step, or after the last one of a rank."""
+    offload: bool = False
+    """Whether sharded parameters are kept in the memory of the host."""
+    tensor_key: str = "tensor"
+    """The key of `strategy` that sets the ranks along `tensor`, for messages."""
+    gathers_alone: bool = False
+    """Whether a group of one rank gathers its parameters as well."""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are sharded, and gathered to compute."""
+        return self.axes.shard > 1 or self.gathers_alone
+
+    def fitted(self, model: nn.Module) -> MatchedPlan:
+        """Return the modules that are cut along `tensor`."""
+        if self.axes.tensor == 1:
+            return MatchedPlan()
+        fit = match_plan(model, self.plan, self.axes.tensor)
+        key = f"strategy.{self.tensor_key}"
+        problems = [replace(one, key=key) if one.key == "strategy.tensor" else one for one in fit.problems]
+        return replace(fit, problems=problems)
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """Return the modules that are gathered separately, inner ones first."""
+        modules = blocks_of_model(model) if self.wrap == "blocks" else modules_of_classes(model, self.wrap)
+        chosen = without_shared(model, modules)
+        return [chosen[name] for name in sorted(chosen, key=lambda name: -name.count("."))]
+
+    def rank_elements(self, model: nn.Module) -> dict[str, int]:
+        """Return the elements of each parameter that a rank computes with, by canonical name."""
+        fit = self.fitted(model)
+        return {
+            name: param.numel() // (self.axes.tensor if name in fit.dims else 1)
+            for name, param in model.named_parameters()
+        }
+
+    def resident_elements(self, model: nn.Module) -> dict[str, int]:
+        """Return the elements of each parameter that the rank with the largest part holds, by canonical name."""
+        fit, resident = self.fitted(model), {}
+        for name, param in model.named_parameters():
+            dim, rows = fit.dims.get(name), param.shape[0] if param.dim() else 1
+            here = rows // self.axes.tensor if dim == 0 else rows
+            row = param.numel() // max(rows, 1) // (self.axes.tensor if dim else 1)
+            resident[name] = -(-here // self.axes.shard) * row
+        return resident
+
+    def transient_elements(self, model: nn.Module) -> int:
+        """Count the model's own tensors, two gathered units, the gradients of one, and their send buffers.
+
+        Without `reshard_after_forward` all parameters, with `sync=last` all gradients.
+        """
+        if not self.gathers:
+            return 0
+        sizes, names = self.rank_elements(model), {id(param): name for name, param in model.named_parameters()}
+        units = [sum(sizes[names[id(param)]] for param in unit.parameters()) for unit in self.units(model)]
+        whole, largest = sum(sizes.values()), max(units, default=0)
+        rest = max(whole - sum(units), 0)
+        params = rest + 2 * largest if self.reshard_after_forward else whole
+        return params + 2 * max(largest, rest) + (whole if self.sync == "last" else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnMesh(SingleDevicePlacement):
+    """The device of a rank and its place on the mesh."""
+
+    axes: Axes = field(default_factory=Axes)
+    """The axes along which the ranks are arranged."""
+    rank: int = 0
+    """This rank."""
+    mesh: DeviceMesh | None = None
+    """The axes of more than one rank; None without a process group."""
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Axis -> this rank's place on it."""
+        return self.axes.coordinates(self.rank)
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """Return the group of ranks that differ only on one axis; None if this is the only one."""
+        return None if self.mesh is None or getattr(self.axes, axis) == 1 else self.mesh.get_group(axis)
+
+    def new_data_group(self) -> dist.ProcessGroup | None:
+        """Return the group of the ranks with the same part of the layers and other samples; None: all. Collective."""
+        if self.axes.tensor == 1:
+            return None
+        if self.axes.replicate == 1:
+            return self.group("shard")
+        ranks = range(self.axes.num_ranks)
+        groups: list[dist.ProcessGroup] = [
+            dist.new_group(list(ranks[at :: self.axes.tensor])) for at in range(self.axes.tensor)
+        ]
+        return groups[self.places["tensor"]]
+
+
+def within(outer: ShardSlice, part: Tensor, *, is_first: bool) -> ShardSlice:
+    """Return the slice of the full tensor that a part of a part is.
+
+    Args:
+        outer: the slice of this rank's part of the layer.
+        part: a DTensor, sharded over ranks with other samples, or a plain tensor, which is the whole part.
+        is_first: whether this is the first of those ranks.
+    """
+    inner = ShardSlice.of(part, is_first=outer.is_written and (is_first or isinstance(part, DTensor)))
+    offset = tuple(start + more for start, more in zip(outer.offset, inner.offset, strict=True))
+    return ShardSlice(offset=offset, size=inner.size, shape=outer.shape, is_written=inner.is_written)
+
+
+@torch.no_grad()
+def begin_alike(replica: ShardedReplica, place: OnMesh, cut: Container[str], *, is_sharded: bool) -> None:
+    """Broadcast what ranks hold alike from the first one of each axis; collective.
+
+    A model may draw numbers that no seed controls.
+
+    Args:
+        replica: the model on its device.
+        place: the place of this rank.
+        cut: names of the parameters that are cut along `tensor`: its ranks hold other parts of them.
+        is_sharded: whether `fully_sharded` has done so along `replicate` and `shard` before it sharded.
+    """
+    copies, whole = None if is_sharded else place.group("replicate"), place.group("tensor")
+    rounded = replica.params if replica.masters_apart else {}
+    named = [*{**replica.owners, **replica.masters}.items(), *rounded.items(), *replica.model.named_buffers()]
+    for name, tensor in named:
+        for group in (copies, None if name in cut else whole):
+            if group is not None:
+                broadcast_values(local_part(tensor), group)
+
+
+def drifted_part(replica: ShardedReplica) -> str | None:
+    """Return the first parameter whose same part has different bits on two ranks; collective."""
+    names = list(replica.parts)
+    rows = [
+        [int(bits_hash(part)), hash64(*replica.cuts[name].offset) >> 1]  # a signed number holds 63 bits
+        for name, part in replica.parts.items()
+    ]
+    gathered = torch.stack(replica.all_ranks.gather(torch.tensor(rows).unsqueeze(0))).squeeze(1).tolist()
+    for at, name in enumerate(names):
+        firsts: dict[int, int] = {}
+        for rank, row in enumerate(gathered):
+            bits, part = row[at]
+            first = firsts.setdefault(part, rank)
+            if gathered[first][at][0] != bits:
+                return (
+                    f"the parameter {name} differs on rank {rank} from rank {first}, which holds the same part of it."
+                )
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshStrategy(ProcessGroup, Strategy):
+    """The common code of `mesh` and of its presets, which differ in their keys alone.
+
+    The order of changes to a model is that of `_move`: layers are cut along `tensor`, then parameters are sharded along
+    `shard`, in each of the copies along `replicate`. Forward passes that are recomputed or compiled are in place.
+    """
+
+    facts: ClassVar[Facts] = Facts(
+        is_sharded=True,
+        forward_is_collective=True,
+        several_optimizers=True,
+        keeps_memory_format=False,
+        shows_gradients=True,
+    )
+
+    @abstractmethod
+    def layout(self, num_ranks: int) -> Layout:
+        """Return the layout over a number of ranks; pure."""
+
+    @abstractmethod
+    def layout_problems(self, context: PlanContext) -> list[Problem]:
+        """Return the problems of the keys, if the ranks fit the devices; pure."""
+
+    @property
+    def named(self) -> str:
+        """The choice of `strategy`, for messages."""
+        return type(self).__name__.lower()
+
+    def layout_in(self, context: PlanContext) -> Layout:
+        """Return the layout over the ranks of a context."""
+        return self.layout(self.num_replicas(context) * self.ranks_a_replica)
+
+    def facts_in(self, context: PlanContext) -> Facts:
+        """Return the facts: what an objective cannot have where ranks hold parts."""
+        layout = self.layout_in(context)
+        is_cut = layout.gathers or layout.axes.tensor > 1
+        withheld = withheld_where_sharded(self.named) if is_cut else {}
+        if not layout.gathers:  # modules of cut layers compute outside of forward too
+            withheld.pop(Access.methods, None)
+        return replace(super().facts_in(context), withheld=withheld)
+
+    def validate(self, context: PlanContext) -> list[Problem]:
+        """Return problems of the process group, of settings that parts do not support, and of the keys."""
+        problems = [*super().validate(without_order(context)), *sharding_problems(context)]
+        return problems or [*self.layout_problems(context), *self._offload_problems(context)]
+
+    def _offload_problems(self, context: PlanContext) -> list[Problem]:
+        if not self.layout_in(context).offload or all(task.device != "cpu" for task in self.tasks(context)):
+            return []
+        rule = "moves parameters of GPUs to the memory of the host, and the replicas are on the CPU. Leave it out."
+        return [Problem(key="strategy.offload", value=True, rule=rule)]
+
+    def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
+        """Return problems: layers that cannot be cut, parameters that cannot be sharded, classes that do not exist."""
+        layout = self.layout_in(context)
+        fit = layout.fitted(model)
+        problems = [*(fit.problems or shares_rng_across_ranks(model, fit))]
+        problems += unsharded_model_problems(model) if layout.gathers or layout.axes.tensor == 1 else []
+        if isinstance(layout.wrap, str):
+            return problems
+        known = sorted({type(module).__name__ for name, module in model.named_modules() if name})
+        for name in layout.wrap:
+            if name not in known:
+                close = closest(name, known)
+                hint = f"Did you mean {close}?" if close else f"It has {', '.join(known)}."
+                rule = f"no module of the model is of this class. {hint}"
+                problems.append(Problem(key="strategy.wrap", value=name, rule=rule))
+        return problems
+
+    def notes(self, model: nn.Module, context: PlanContext) -> tuple[str, ...]:
+        """Return notes: how layers are cut, and whether their random numbers differ from those of one device."""
+        layout = self.layout_in(context)
+        fit = layout.fitted(model)
+        if fit.problems or not fit.chosen:
+            return ()
+        whole = sum(param.numel() for name, param in model.named_parameters() if name not in fit.dims)
+        count = sum(param.numel() for param in model.parameters())
+        line = (
+            f"sharded over {layout.axes.tensor} ranks: {described(fit)}. "
+            f"Each rank has {whole:,} of {count:,} parameters whole."
+        )
+        if not any(draws_at_random(module) for module in model.modules()):
+            return (line,)
+        return (line, "the model draws random numbers: for sharded layers, only the distribution is the same.")
+
+    def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
+        """Return the memory of a rank, and the vector that copies exchange, unless backward sums in parts."""
+        layout = self.layout_in(context)
+        copies = 1 if layout.gathers else layout.axes.replicate
+        return ModelMemory(
+            resident=layout.resident_elements(model),
+            transient=layout.transient_elements(model),
+            gradient_copies=synchronous_gradient_copies(context.numerics, copies),
+        )
+
+    def rank_passes(self, model: nn.Module, context: PlanContext, shard: PlannedShard) -> tuple[RankPass, ...]:  # noqa: ARG002 - any
+        """Return the pass of a rank with a part of each parameter; none if a rank has whole ones."""
+        layout, by_gloo, gathered = self.layout_in(context), self.tasks(context)[0].device == "cpu", None
+        if layout.axes.shard > 1:
+            how = Gathering(
+                num_ranks=layout.axes.shard,
+                precision=precision_of(context),
+                by_gloo=by_gloo,
+                reshard_after_forward=layout.reshard_after_forward,
+                sums_each=layout.sync == "each",
+            )
+            gathered = GatheredPass(layout.units, how)
+        if layout.axes.tensor > 1:
+            return (CutPass(layout.fitted, layout.axes.tensor, by_gloo=by_gloo, gathered=gathered),)
+        return () if gathered is None else (gathered,)
+
+    def work_share(self, cut: StepCut) -> WorkShare:  # noqa: ARG002 - the same of any number of shards
+        """Return the share of a rank in the operations, if all layers are cut."""
+        return WorkShare(size=1 / self.ranks_a_replica)
+
+    def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
+        """Return the exchange of activations within the replicas, and of parameters and gradients between them.
+
+        None if the plan does not fit the model, or the model cannot run without data.
+        """
+        layout, precision = self.layout_in(context), precision_of(context)
+        fit = layout.fitted(model)
+        calls: Sequence[ModuleCall] | None = ()
+        if fit.chosen:
+            calls = None if cut.dry_run is None else cut.dry_run.calls([one.name for one in fit.chosen])
+        if fit.problems or calls is None:
+            return None
+        where = CutRanks(
+            ranks=ranks_of(self, context),
+            degree=layout.axes.tensor,
+            device_type=self.tasks(context)[0].device.partition(":")[0],
+            model_width=precision.model_dtype.itemsize,
+            master_width=precision.master_dtype.itemsize,
+        )
+        gathers = Gathers(
+            groups=layout.axes.replicate,
+            device_type=where.device_type,
+            gathered_bytes=where.model_width,
+            summed_bytes=where.master_width,
+            gathers=cut.shards_a_replica,
+            again=layout.reshard_after_forward,
+            sums=cut.shards_a_replica if layout.sync == "each" else 1,
+        )
+        return (
+            *activation_transfers(fit, calls, where, cut, repeats=layout.gathers),
+            *gradient_transfers(model, fit, where, gathers if layout.gathers else None, layout.units),
+        )
+
+    def setup(self, request: SetupRequest) -> ShardedExecutor:
+        """Join the other ranks, and keep this rank's part of the model.
+
+        Raises:
+            ConfigError: the plan does not fit the model, or the axes do not multiply to the number of ranks.
+        """
+        ranks = self.join(request.identity)
+        if not dist.is_initialized():
+            parts = build_parts(request, make_reducer=no_reducer, move=_move_whole)
+            return ShardedExecutor(ShardedReplica(parts, cuts={}), request.training, ranks=ranks, make_step=ShardStep)
+        layout = self.layout(request.identity.num_ranks)
+        fit, place, cuts = (
+            layout.fitted(request.model),
+            self._place(request.identity, layout.axes),
+            dict[str, ShardSlice](),
+        )
+        copies = None if layout.gathers else place.group("replicate")
+
+        def reducer(collective: Collective, numerics: Numerics) -> Reducer:
+            return no_reducer(collective, numerics) if copies is None else BackendReducer(group=copies)
+
+        move = partial(_move, layout=layout, place=place, cuts=cuts)
+        parts = build_parts(request, ranks=ranks, placement=place, make_reducer=reducer, move=move)
+        parts = replace(parts, join_norms=joined_norms([cuts[name] for name in parts.held.params], parts.device))
+        model, gathers = parts.held.model, layout.gathers
+        replica = ShardedReplica(
+            parts,
+            cuts=cuts,
+            expect=partial(reduces_when, model) if gathers and layout.sync == "last" else None,
+            reload=partial(gathers_anew, model) if gathers else None,
+        )
+        begin_alike(replica, place, fit.dims, is_sharded=gathers)
+        step: MakeStep[ShardedReplica] = partial(ShardedWork, group=place.new_data_group()) if gathers else ShardStep
+        return ShardedExecutor(replica, request.training, ranks=ranks, make_step=step, check=drifted_part)
+
+    def _place(self, identity: Identity, axes: Axes) -> OnMesh:
+        """Return the device of this rank, and its place on the mesh; collective.
+
+        Raises:
+            ConfigError: the axes do not multiply to the number of ranks.
+        """
+        device = torch.device(identity.task.device)
+        if problems := axes.problems(identity.num_ranks):
+            raise ConfigError(problems)
+        mesh = axes.mesh(device.type, timeout_s=self.timeout_s)
+        return OnMesh(device=device, axes=axes, rank=identity.task.rank, mesh=mesh)
+
+
+def _move_whole(model: nn.Module, precision: Precision, placement: Placement) -> PlacedModel:
+    """Move a model to the only rank, which holds all of it."""
+    values = lazy_init_values(model)
+    return move_and_cast(model if values is None else filled(model, values), precision, placement)
+
+
+def _move(
+    model: nn.Module,
+    precision: Precision,
+    placement: Placement,
+    *,
+    layout: Layout,
+    place: OnMesh,
+    cuts: dict[str, ShardSlice],
+) -> PlacedModel:
+    """Keep this rank's part of a model; fill `cuts` with the slice of each parameter. Collective.
+
+    Raises:
+        ConfigError: the plan does not fit the model.
+    """
+    assert place.mesh is not None
+    fit, places, draws = layout.fitted(model), place.places, not draws_nothing(model)
+    if fit.problems:
+        raise ConfigError(list(fit.problems))
+    outer = cut_parameters(
+        model, fit, place=places["tensor"], degree=layout.axes.tensor, is_first=places["replicate"] == 0
+    )
+    if layout.gathers:
+        held = _move_sharded(layout, place, model, precision)
+    else:
+        held = move_and_cast(model, precision, placement)
+    if fit.chosen:
+        regions = ActivationRngRegions(
+            place=places["tensor"], devices=placement.devices, draws=draws, compiled=is_compiled(model)
+        )
+        exchange_activations(fit, Exchange(place.mesh["tensor"], regions))
+    for name, param in held.model.named_parameters():
+        cuts[name] = within(outer[name], param, is_first=places["shard"] == 0)
+    return held
+
+
+def _move_sharded(layout: Layout, place: OnMesh, model: nn.Module, precision: Precision) -> PlacedModel:
+    """Shard every parameter, and return this rank's parts as plain tensors; collective."""
+    assert place.mesh is not None
+    axes = [axis for axis in ("replicate", "shard") if getattr(layout.axes, axis) > 1]
+    make_dense(model)
+    sharding = Sharding(
+        mesh=place.mesh[tuple(axes)] if axes else place.mesh,
+        device=place.device,
+        precision=precision,
+        reshard_after_forward=layout.reshard_after_forward,
+        offload=layout.offload,
+    )
+    model = fully_sharded(model, layout.units(model), sharding)
+    parts = {
+        name: nn.Parameter(local_part(param.detach()))
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    }
+    return PlacedModel(model=model, params=parts, masters=parts)
+
+
+Size = Annotated[int | Literal["auto"], placement, at_least(1), at_most(MOST_PROCESSES)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh(MeshStrategy):
+    """Train on one mesh of ranks: `replicate` copies, each sharded over `shard` groups of `tensor` ranks.
+
+    The ranks along `replicate` and `shard` compute other shards of a step; those along `tensor` compute one shard
+    together, and are neighbours. The presets set some of the keys: `fsdp` replicate and shard, `tensor_parallel`
+    replicate and tensor.
+
+    Example:
+        >>> len(Mesh(replicate=2, shard=2, tensor=2).tasks(PlanContext()))
+        8
+
+    Source: Zhao et al. 2023, arXiv:2304.11277 (shard); Shoeybi et al. 2019, arXiv:1909.08053 (tensor).
+    """
+
+    facts: ClassVar[Facts] = replace(MeshStrategy.facts, place=4)
+
+    replicate: Size = 1
+    """Copies of the model; gradients are summed over them. auto: as many as the other axes leave."""
+    shard: Size = "auto"
+    """Ranks over which the parameters of a copy are sharded; auto: as many as the other axes leave."""
+    tensor: Annotated[int, placement, at_least(1), at_most(MOST_PROCESSES)] = 1
+    """Ranks over which each layer of the plan is cut."""
+    plan: Annotated[TensorPlan, placement] = "auto"
+    """Module names, suffixes of names or globs, each with a style (`colwise`, `rowwise` ...); `auto`: the model's own
+    plan.
+    """
+    wrap: Annotated[Wrap, placement] = "blocks"
+    """Unit of the gathers: `blocks` as a map names them, or modules of some classes, `[Block]`."""
+    reshard_after_forward: Annotated[bool, speed] = True
+    """Whether all blocks but the last reshard after forward; false keeps the whole model unsharded until backward."""
+    sync: Annotated[Literal["each", "last"], speed] = "each"
+    """Whether gradients are summed after each shard, or only after the last one of a rank."""
+    offload: Annotated[bool, placement] = False
+    """Whether parts and their optimizer are kept in the memory of the host, and copied to the GPU for gathering."""
+
+    @property
+    def ranks_a_replica(self) -> int:
+        """The ranks that compute a shard of a step together."""
+        return self.tensor
+
+    @property
+    def wanted_replicas(self) -> int | Literal["auto"]:
+        """The ranks along replicate and shard."""
+        return "auto" if self.replicate == "auto" or self.shard == "auto" else self.replicate * self.shard
+
+    def replicas_problem(self, rule: str, value: object = None) -> Problem:
+        """Return a problem of the number of ranks, which several keys set."""
+        sizes = f"replicate={self.replicate}, shard={self.shard}, tensor={self.tensor}"
+        return Problem(key="strategy", value=f"mesh ({sizes})", rule=rule if value is None else f"{value}: {rule}")
+
+    def layout(self, num_ranks: int) -> Layout:
+        """Return the layout; what `auto` leaves open is filled: `shard` first, then `replicate`."""
+        replicas = max(num_ranks // self.tensor, 1)
+        replicate: int = self.replicate if self.replicate != "auto" else 1
+        if self.replicate == "auto" and self.shard != "auto":
+            replicate = max(replicas // self.shard, 1)
+        shard: int = self.shard if self.shard != "auto" else max(replicas // replicate, 1)
+        return Layout(
+            axes=Axes(replicate=replicate, shard=shard, tensor=self.tensor),
+            plan=self.plan,
+            wrap=self.wrap,
+            reshard_after_forward=self.reshard_after_forward,
+            sync=self.sync,
+            offload=self.offload,
+        )
+
+    def layout_problems(self, context: PlanContext) -> list[Problem]:
+        """Return problems: axes that do not make up the ranks, and keys without effect on an axis of one rank."""
+        ranks = self.num_replicas(context) * self.tensor
+        axes = self.layout(ranks).axes
+        if problems := axes.problems(ranks):
+            return problems
+        idle = {"wrap": self.wrap != "blocks", "reshard_after_forward": not self.reshard_after_forward}
+        idle |= {"sync": self.sync != "each", "offload": self.offload}
+        problems = [_idle(key, getattr(self, key), "shard") for key, given in idle.items() if given and axes.shard == 1]
+        problems += [_idle("plan", plan_text(self.plan), "tensor")] if axes.tensor == 1 and self.plan != "auto" else []
+        return [*problems, *wrap_problems(self.wrap)]
+
+    def notes(self, model: nn.Module, context: PlanContext) -> tuple[str, ...]:
+        """Return the sizes of the axes, and how layers are cut."""
+        axes = self.layout_in(context).axes
+        sizes = f"{axes.replicate} (replicate) x {axes.shard} (shard) x {axes.tensor} (tensor)"
+        return (f"mesh: {sizes} ranks.", *super().notes(model, context))
+
+
+def wrap_problems(wrap: Wrap) -> list[Problem]:
+    """Return the problem of an empty list of classes."""
+    if wrap:
+        return []
+    return [Problem(key="strategy.wrap", value=[], rule="names no class. Name some, [Block], or use blocks.")]
+
+
+def _idle(key: str, value: object, axis: str) -> Problem:
+    rule = f"has no effect with one rank along {axis}. Use strategy.{axis}=2 or more, or leave it out."
+    return Problem(key=f"strategy.{key}", value=value, rule=rule)
+
+
+def plan_text(plan: TensorPlan) -> str:
+    """Return a plan as a config writes it."""
+    return plan if isinstance(plan, str) else "{" + ",".join(f"{key}:{style}" for key, style in plan.items()) + "}"

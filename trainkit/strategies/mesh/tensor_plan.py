@@ -1,0 +1,280 @@
+"""Match the patterns of a plan with the modules of a model, and validate them.
+
+A style defines how a module is sharded over the ranks of a replica: the dim of its weights, and the layouts of its
+input and output. Activations between modules are plain tensors in one of three layouts: `whole` on every rank, `cut` in
+the last dim (features), or a `stretch`, a slice of dim 1 (the sequence).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Final, Literal
+
+from torch import Tensor, nn
+
+from trainkit.config.values import closest
+from trainkit.errors import Problem
+from trainkit.numerics.randomness import draws_at_random
+
+Layout = Literal["whole", "cut", "stretch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """One way to shard a module."""
+
+    name: str
+    """Name of the style in a plan."""
+    linear: Mapping[str, int] | None = None
+    """Parameter -> the sharded dim, of an nn.Linear; None: the style does not support it."""
+    embedding: Mapping[str, int] | None = None
+    """Parameter -> the sharded dim, of an nn.Embedding; None: the style does not support it."""
+    other: bool = False
+    """Whether it supports any module: only activations are sharded."""
+    takes: Layout = "whole"
+    """The layout of the input."""
+    gives: Layout = "whole"
+    """The layout of the output."""
+    sums: bool = False
+    """Whether every rank's output is a part of a sum that must be added up."""
+
+    def dims(self, module: nn.Module) -> Mapping[str, int] | None:
+        """Return parameter -> the sharded dim; None if the style does not support such a module."""
+        if isinstance(module, nn.Linear):
+            return self.linear
+        if isinstance(module, nn.Embedding):
+            return self.embedding
+        return {} if self.other else None
+
+    @property
+    def suits(self) -> str:
+        """The supported modules, as text."""
+        kinds = [name for name, dims in (("nn.Linear", self.linear), ("nn.Embedding", self.embedding)) if dims]
+        return " and ".join(kinds) or "modules that keep their weights whole"
+
+
+_ROWS: Final = {"weight": 0, "bias": 0}
+_COLUMNS: Final = {"weight": 1}
+
+STYLES: Final = {
+    style.name: style
+    for style in (
+        Style(name="colwise", linear=_ROWS, embedding=_COLUMNS, gives="cut"),
+        Style(name="colwise_gathered", linear=_ROWS, embedding=_COLUMNS),
+        Style(name="colwise_sequence", linear=_ROWS, takes="stretch", gives="cut"),
+        Style(name="rowwise", linear=_COLUMNS, embedding={"weight": 0}, takes="cut", sums=True),
+        Style(name="rowwise_scattered", linear=_COLUMNS, sums=True),
+        Style(name="rowwise_sequence", linear=_COLUMNS, takes="cut", gives="stretch", sums=True),
+        Style(name="sequence", other=True, takes="stretch", gives="stretch"),
+        Style(name="sequence_split", other=True, gives="stretch"),
+        Style(name="sequence_join", other=True, takes="stretch"),
+    )
+}
+"""Style by its name in a plan."""
+
+
+_KEY: Final = "strategy.plan"
+_SIZE_KEY: Final = "strategy.tensor"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchedModule:
+    """A module that is sharded."""
+
+    name: str
+    module: nn.Module
+    style: Style
+    pattern: str
+    """The pattern of the plan that names it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchedPlan:
+    """A plan matched with a model."""
+
+    chosen: tuple[MatchedModule, ...] = ()
+    """The sharded modules, in the order of the model."""
+    dims: Mapping[str, int] = field(default_factory=dict)
+    """Parameter, by canonical name -> the sharded dim."""
+    problems: Sequence[Problem] = ()
+    """The problems of the plan for this model."""
+
+
+def match_plan(model: nn.Module, plan: Mapping[str, str] | Literal["auto"], degree: int) -> MatchedPlan:
+    """Find the modules that a plan shards.
+
+    A pattern is a module's name, or the end of one (`mlp.expand` matches that of every block), or a glob on whole names
+    (`blocks.*.mlp.expand`), or one on classes (`type:Linear`). The first matching pattern applies.
+
+    Args:
+        model: the model, possibly on the meta device.
+        plan: pattern -> style; `auto`: the plan of the model, `tensor_plan(degree)`.
+        degree: number of ranks over which a module is sharded.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> match_plan(model, {"0": "colwise", "2": "rowwise"}, 2).dims
+        {'0.weight': 0, '0.bias': 0, '2.weight': 1}
+    """
+    given = _own_plan(model, degree) if plan == "auto" else plan
+    if isinstance(given, Problem):
+        return MatchedPlan(problems=[given])
+    chosen, problems = _chosen(model, given)
+    if not problems:
+        problems = [found for one in _one_a_pattern(chosen) if (found := _misfit(one, model, degree))]
+    dims, tied = _dims(model, chosen)
+    return MatchedPlan(chosen=tuple(chosen), dims=dims, problems=problems or tied)
+
+
+def shares_rng_across_ranks(model: nn.Module, fit: MatchedPlan) -> list[Problem]:
+    """Return a problem if ranks would draw the same random numbers for each part of a sequence."""
+    cut = next((one for one in fit.chosen if "stretch" in (one.style.takes, one.style.gives)), None)
+    drawing = next((name for name, module in model.named_modules() if draws_at_random(module)), None)
+    if cut is None or drawing is None:
+        return []
+    rule = (
+        f"shards the sequence, and {drawing} would draw the same numbers in each part. Use no dropout, or no sequence."
+    )
+    return [Problem(key=f"{_KEY}.{cut.pattern}", value=cut.style.name, rule=rule)]
+
+
+def described(fit: MatchedPlan) -> str:
+    """Describe the sharded modules and their styles.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> described(match_plan(model, {"0": "colwise", "2": "rowwise"}, 2))
+        '0 colwise, 2 rowwise'
+    """
+    named: dict[tuple[str, str], list[str]] = {}
+    for one in fit.chosen:
+        named.setdefault((one.pattern, one.style.name), []).append(one.name)
+    shown = (f"{members[0] if len(members) == 1 else pattern} {style}" for (pattern, style), members in named.items())
+    return ", ".join(shown)
+
+
+def _own_plan(model: nn.Module, degree: int) -> Mapping[str, str] | Problem:
+    """Return the plan that a model provides."""
+    own = getattr(model, "tensor_plan", None)
+    if own is not None:
+        found: Mapping[str, str] = own(degree)
+        return found
+    kind = type(model).__name__
+    rule = f"{kind} has no plan. Name its layers with their styles, {{expand:colwise,project:rowwise}}."
+    return Problem(key=_KEY, value="auto", rule=rule)
+
+
+def _chosen(model: nn.Module, plan: Mapping[str, str]) -> tuple[list[MatchedModule], list[Problem]]:
+    modules = dict(model.named_modules())
+    taken: dict[str, MatchedModule] = {}
+    problems = []
+    for pattern, word in plan.items():
+        if word not in STYLES:
+            near = closest(word, STYLES)
+            hint = f"Did you mean {near}?" if near else f"There are: {', '.join(STYLES)}."
+            rule = f"no such style. {hint}"
+            problems.append(Problem(key=f"{_KEY}.{pattern}", value=word, rule=rule))
+            continue
+        found = _named(pattern, modules)
+        if not found:
+            problems.append(Problem(key=f"{_KEY}.{pattern}", value=word, rule=_unknown(pattern, modules)))
+        elif all(name in taken for name in found):
+            rule = f"names no remaining module: {found[0]} is in {taken[found[0]].pattern} already."
+            problems.append(Problem(key=f"{_KEY}.{pattern}", value=word, rule=rule))
+        for name in found:
+            one = MatchedModule(name=name, module=modules[name], style=STYLES[word], pattern=pattern)
+            taken.setdefault(name, one)
+    if not plan:
+        rule = "shards nothing. Name layers with their styles, {expand:colwise,project:rowwise}, or use auto."
+        problems.append(Problem(key=_KEY, value="{}", rule=rule))
+    return [taken[name] for name in modules if name in taken], problems
+
+
+def _named(pattern: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of the modules that a pattern matches, never the model itself."""
+    if pattern in modules:
+        return [pattern] if pattern else []
+    if pattern.startswith("type:"):
+        kind = pattern.removeprefix("type:")
+        return [name for name, module in modules.items() if name and fnmatchcase(type(module).__name__, kind)]
+    if any(sign in pattern for sign in "*?["):
+        return [name for name in modules if name and fnmatchcase(name, pattern)]
+    return [name for name in modules if name.endswith(f".{pattern}")]
+
+
+def _unknown(pattern: str, modules: Mapping[str, nn.Module]) -> str:
+    words = {name for name in modules if name}
+    words |= {".".join(name.split(".")[-length:]) for name in words for length in range(1, name.count(".") + 2)}
+    if pattern.startswith("type:"):
+        words = {f"type:{type(module).__name__}" for module in modules.values()}
+    near = closest(pattern, sorted(words))
+    return f"no such module.{f' Did you mean {near}?' if near else ''}"
+
+
+def _one_a_pattern(chosen: Sequence[MatchedModule]) -> Iterator[MatchedModule]:
+    """Yield one module of each pattern, class and parameter shapes."""
+    seen = set()
+    for one in chosen:
+        shapes = tuple(tuple(parameter.shape) for parameter in one.module.parameters(recurse=False))
+        if (one.pattern, type(one.module), shapes) not in seen:
+            seen.add((one.pattern, type(one.module), shapes))
+            yield one
+
+
+def _misfit(one: MatchedModule, model: nn.Module, degree: int) -> Problem | None:
+    """Return why a module cannot be sharded by its style; None if it can."""
+    style, module = one.style, one.module
+    dims, key = style.dims(module), f"{_KEY}.{one.pattern}"
+    if dims is None:
+        rule = f"{one.name} is a {type(module).__name__}, and {style.name} is for {style.suits}."
+        return Problem(key=key, value=style.name, rule=rule)
+    if dims and (why := _uncuttable(one, model)):
+        return Problem(key=key, value=style.name, rule=why)
+    for leaf, dim in dims.items():
+        tensor = getattr(module, leaf, None)
+        if isinstance(tensor, Tensor) and tensor.shape[dim] % degree:
+            what = f"the {tensor.shape[dim]} {'columns' if dim else 'rows'} of {one.name}.{leaf}"
+            return Problem(key=_SIZE_KEY, value=degree, rule=f"does not divide {what}, which {style.name} cuts.")
+    owner, _, leaf = one.name.rpartition(".")
+    units = getattr(model.get_submodule(owner), "tensor_units", {}).get(leaf)
+    if dims and units is not None and units[0] % degree:
+        rule = f"does not divide the {units[0]} {units[1]} of {one.name}, which are not cut apart."
+        return Problem(key=_SIZE_KEY, value=degree, rule=rule)
+    return None
+
+
+def _uncuttable(one: MatchedModule, model: nn.Module) -> str | None:
+    owner = model.get_submodule(one.name.rpartition(".")[0])
+    if isinstance(owner, nn.MultiheadAttention):
+        return f"{one.name} is part of an nn.MultiheadAttention, which reads its weight itself: it cannot be sharded."
+    weight = getattr(one.module, "weight", None)
+    if isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter):
+        return f"{one.name} computes its weight from other parameters, as weight_norm does: it cannot be sharded."
+    if isinstance(one.module, nn.Embedding) and (one.module.sparse or one.module.max_norm is not None):
+        return f"{one.name} has sparse gradients or a largest norm, which need whole rows: it cannot be sharded."
+    return None
+
+
+def _dims(model: nn.Module, chosen: Sequence[MatchedModule]) -> tuple[dict[str, int], list[Problem]]:
+    """Return the sharded dim of each parameter, and problems for tied ones that are sharded differently."""
+    styles = {id(one.module): one for one in chosen}
+    wanted: dict[int, list[tuple[str, int | None, MatchedModule | None]]] = {}
+    for name, module in model.named_modules():
+        one = styles.get(id(module))
+        dims = (one.style.dims(module) or {}) if one else {}
+        for leaf, parameter in module.named_parameters(recurse=False):
+            wanted.setdefault(id(parameter), []).append((f"{name}.{leaf}", dims.get(leaf), one))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {names[key]: uses[0][1] for key, uses in wanted.items()}
+    tied = [_tied_problem(uses) for uses in wanted.values() if len({dim for _, dim, _ in uses}) > 1]
+    return {name: dim for name, dim in found.items() if dim is not None}, tied
+
+
+def _tied_problem(uses: Sequence[tuple[str, int | None, MatchedModule | None]]) -> Problem:
+    name, dim, one = next((name, dim, one) for name, dim, one in uses if dim is not None and one is not None)
+    other, how, _ = next(use for use in uses if use[1] != dim)
+    is_cut = "is not sharded" if how is None else f"is sharded by {'columns' if how else 'rows'}"
+    rule = f"{name} and {other} are one parameter (tied), and {other} {is_cut}. Shard both in the same way, or neither."
+    return Problem(key=f"{_KEY}.{one.pattern}", value=one.style.name, rule=rule)

@@ -1,0 +1,250 @@
+"""The syntax of a map: module names, prefixes, ranges (`blocks.0-5`) and `rest`, each with a place; its validation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Final
+
+from torch import nn
+
+from trainkit.config.values import closest
+from trainkit.errors import Problem
+from trainkit.strategies.partition.blocks import Block, blocks_of
+
+_KEY: Final = "strategy.map"
+REST: Final = "rest"
+"""The key for all blocks that no other key names."""
+_RANGE: Final = re.compile(r"(?P<head>(?:.+\.)?)(?P<first>\d+)-(?P<last>\d+)")
+
+Place = str | int
+"""A device, or the number of a stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assigned:
+    """The place of each block according to a map."""
+
+    places: tuple[Place | None, ...]
+    """The place of each block; None if no key names it."""
+    keys: tuple[str | None, ...]
+    """The key that names each block."""
+    problems: list[Problem] = field(default_factory=list)
+    """The problems of the keys."""
+
+
+def assign(model: nn.Module, units: Sequence[Block], given: Mapping[str, Place]) -> Assigned:
+    """Find the blocks that each key of a map names.
+
+    Args:
+        model: its module names are used for suggestions.
+        units: the result of `blocks_of`, or parts of it.
+        given: module name, prefix, range or `rest` -> place.
+
+    Returns:
+        Places by block, and problems: unknown names, cuts within a block, and blocks that two keys name.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        >>> assign(model, blocks_of(model), {"0-1": 0, "rest": 1}).places
+        (0, 0, 1)
+    """
+    keys: list[str | None] = [None] * len(units)
+    blocks = {unit.name for unit in blocks_of(model)}
+    problems = []
+    for word, place in given.items():
+        if word == REST:
+            continue
+        found, rule = _named(word, units, model)
+        taken = [at for at in found if not _yields_to(word, keys[at], units[at], blocks)]
+        clash = next(
+            (at for at in taken if keys[at] is not None and not _yields_to(keys[at], word, units[at], blocks)), None
+        )
+        if clash is not None:
+            rule = f"{units[clash].name} is in {keys[clash]} already. Name each block once."
+        if rule is not None:
+            problems.append(Problem(key=f"{_KEY}.{word}", value=place, rule=rule))
+            continue
+        for at in taken:
+            keys[at] = word
+    if REST in given:
+        if None in keys:
+            keys = [REST if one is None else one for one in keys]
+        else:
+            rule = "names nothing: the other keys name every block. Leave it out."
+            problems.append(Problem(key=f"{_KEY}.{REST}", value=given[REST], rule=rule))
+    places = tuple(None if one is None else given[one] for one in keys)
+    return Assigned(places=places, keys=tuple(keys), problems=problems)
+
+
+def _yields_to(word: str | None, other: str | None, unit: Block, blocks: Collection[str]) -> bool:
+    """Return whether a key of a whole block yields a part of it to another key (`transformer.h.3`)."""
+    if word is None or other is None:
+        return False
+    return word != unit.name and word in blocks
+
+
+def _named(word: str, units: Sequence[Block], model: nn.Module) -> tuple[list[int], str | None]:
+    """Return the indices of the blocks that a key names, or its problem."""
+    found = _within(word, units)
+    if found:
+        return found, None
+    match = _RANGE.fullmatch(word)
+    if match is not None:
+        return _in_range(match["head"], int(match["first"]), int(match["last"]), units)
+    names = {name for name, _ in model.named_modules()} | {unit.name for unit in units}
+    outer = next((unit for unit in units if word.startswith(f"{unit.name}.")), None)
+    if outer is not None and (word in names or word in dict(outer.tensors())):
+        return [], f"lies inside the block {outer.name}, and maps split a model between blocks only. Use {outer.name}."
+    near = closest(word, [*names - {""}, REST])
+    known = ", ".join(collapsed([unit.name for unit in units]))
+    return [], f"no such module. {f'Did you mean {near}?' if near else f'There are: {known}.'}"
+
+
+def _within(word: str, units: Sequence[Block]) -> list[int]:
+    return [at for at, unit in enumerate(units) if unit.name == word or unit.name.startswith(f"{word}.")]
+
+
+def _in_range(head: str, first: int, last: int, units: Sequence[Block]) -> tuple[list[int], str | None]:
+    if first > last:
+        return [], f"runs backwards. Write {head}{last}-{first}."
+    found = [_within(f"{head}{number}", units) for number in range(first, last + 1)]
+    if all(found):
+        return sorted(at for one in found for at in one), None
+    numbers = [int(rest) for unit in units if unit.name.startswith(head) and (rest := _number(unit.name[len(head) :]))]
+    if not numbers:
+        near = closest(head.rstrip("."), {name for unit in units for name in _prefixes(unit.name)})
+        return [], f"no such modules.{f' Did you mean {near}.{first}-{last}?' if near else ''}"
+    return [], f"no such modules: there are {head}{min(numbers)}-{max(numbers)}."
+
+
+def _number(text: str) -> str:
+    part = text.partition(".")[0]
+    return part if part.isdigit() else ""
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    yield from (".".join(parts[:length]) for length in range(1, len(parts)))
+
+
+def collapsed(names: Sequence[str]) -> list[str]:
+    """Return names in which consecutive numbers are collapsed into ranges.
+
+    Example:
+        >>> collapsed(["embed", "blocks.0", "blocks.1", "blocks.2", "head"])
+        ['embed', 'blocks.0-2', 'head']
+    """
+    runs: list[tuple[str, int | None, int | None]] = []
+    for name in names:
+        prefix, _, leaf = name.rpartition(".")
+        number = int(leaf) if leaf.isdigit() else None
+        if number is not None and runs and runs[-1][0] == prefix and runs[-1][2] == number - 1:
+            runs[-1] = (prefix, runs[-1][1], number)
+        else:
+            runs.append((prefix, number, number) if number is not None else (name, None, None))
+    return [_run(*run) for run in runs]
+
+
+def _run(prefix: str, first: int | None, last: int | None) -> str:
+    if first is None:
+        return prefix
+    dot = "." if prefix else ""
+    return f"{prefix}{dot}{first}" if first == last else f"{prefix}{dot}{first}-{last}"
+
+
+def validate_layout(
+    units: Sequence[Block],
+    assigned: Assigned,
+    given: Mapping[str, Place],
+    *,
+    same: Callable[[Place], Place | None] = lambda place: place,
+) -> list[Problem]:
+    """Validate a map to devices whose keys are valid.
+
+    Args:
+        units: the result of `blocks_of`.
+        assigned: the place of each block.
+        given: the user's map, for the messages.
+        same: normalises a place: `0` and `/gpu:0` are one device.
+    """
+    normalised = tuple(None if place is None else same(place) for place in assigned.places)
+    assigned = replace(assigned, places=normalised)
+    problems = uncovered(units, assigned, noun="device") or _split(units, assigned, given)
+    return problems or _crossings(units, assigned, given)
+
+
+def leaders_of(units: Sequence[Block]) -> list[int]:
+    """Return for each block the position of the first one that it shares a tensor with; its own if it shares none."""
+    first: dict[int, int] = {}
+    leaders = list(range(len(units)))
+    for at, unit in enumerate(units):
+        for _, tensor in unit.tensors():
+            leaders[at] = min(leaders[at], leaders[first.setdefault(id(tensor), at)])
+    return leaders
+
+
+def uncovered(units: Sequence[Block], assigned: Assigned, *, noun: str) -> list[Problem]:
+    """Return a problem if a tensor has no place."""
+    without = [unit for unit, place in zip(units, assigned.places, strict=True) if place is None]
+    names = [name for unit in without for name, _ in unit.tensors()]
+    if not names:
+        return []
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    least = next(unit.name for unit in without if any(True for _ in unit.tensors()))
+    rule = f"no {noun} for {shown}. Add {least}: {noun.upper()}, or {REST}: {noun.upper()}."
+    return [Problem(key=_KEY, rule=rule)]
+
+
+def _split(units: Sequence[Block], assigned: Assigned, given: Mapping[str, Place]) -> list[Problem]:
+    problems, seen = [], dict[int, tuple[str, int]]()
+    for at, unit in enumerate(units):
+        for name, tensor in unit.tensors():
+            other, leader = seen.setdefault(id(tensor), (name, at))
+            word, home = assigned.keys[at], assigned.keys[leader]
+            if assigned.places[at] != assigned.places[leader] and word is not None and home is not None:
+                rule = (
+                    f"{name} is the same tensor as {other}, which is on {given[home]}. Tied weights stay on one "
+                    f"device: put {unit.name} on {given[home]} too."
+                )
+                problems.append(Problem(key=f"{_KEY}.{word}", value=given[word], rule=rule))
+    return problems
+
+
+def _crossings(units: Sequence[Block], assigned: Assigned, given: Mapping[str, Place]) -> list[Problem]:
+    named = [at for at, place in enumerate(assigned.places) if place is not None]
+    places = [assigned.places[at] for at in named]
+    leaders = leaders_of(units)
+    better = dict(zip(named, _straightened(named, places, leaders), strict=True))
+    count, least = _changes(places), _changes(list(better.values()))
+    if count <= least:
+        return []
+    spelled = {assigned.places[at]: given[word] for at in named if (word := assigned.keys[at]) is not None}
+    runs: list[tuple[Place | None, list[str]]] = []
+    for at, place in better.items():
+        if not runs or runs[-1][0] != place:
+            runs.append((place, []))
+        runs[-1][1].append(units[at].name)
+    words = ",".join(f"{name}:{spelled[place]}" for place, names in runs for name in collapsed(names))
+    rule = (
+        f"activations change their device {count} times on the way through the model, and {least} would suffice. "
+        f"Use {{{words}}}."
+    )
+    return [Problem(key=_KEY, rule=rule)]
+
+
+def _straightened(named: Sequence[int], places: Sequence[Place | None], leaders: Sequence[int]) -> list[Place | None]:
+    """Return places with the same number of blocks, each in one range; tied blocks stay with the first of them."""
+    free = [place for at, place in zip(named, places, strict=True) if leaders[at] == at]
+    order = list(dict.fromkeys(places))
+    in_runs = iter(sorted(free, key=order.index))
+    normalised: dict[int, Place | None] = {}
+    for at in named:
+        normalised[at] = next(in_runs) if leaders[at] == at else normalised.get(leaders[at])
+    return [normalised[at] for at in named]
+
+
+def _changes(places: Sequence[Place | None]) -> int:
+    return sum(one != other for one, other in pairwise(places))

@@ -1,1 +1,0 @@
-"""Tensor parallelism: single layers are sharded over the ranks of a replica."""
