@@ -126,48 +126,46 @@ class ParameterServer(Strategy):
         """Return problems of the fields, with each other and with the context."""
         if context.launch is not None and (found := self.launch_problems(context.launch)):
             return found
-        is_async, is_sync, workers = self.mode == "async", self.mode == "sync", self.num_workers(context)
-        exact, spares, devices = context.numerics.reproducible, self.spare_replicas, self.devices_per_worker
-        unused = "has no effect {}. Leave it out.".format
-        never_stale = unused("with strategy.mode=sync: gradients are never stale")
-        never_waits = unused("with strategy.mode=async: no step waits for all its gradients")
-        key, policy = "strategy.spare_replicas", self.staleness.policy
-        found = []
-
-        def refuse(key: str, value: object, rule: str, *, holds: bool) -> None:
-            if holds:
-                found.append(Problem(key=key, value=value, rule=rule))
-
-        rule = f"spares are among strategy.workers={workers}, and at least one must compute. Use {workers - 1} or less."
-        refuse(key, spares, rule if is_sync else never_waits, holds=spares >= (workers if is_sync else 1))
-        key, rule = "strategy.spare_mode", unused("without strategy.spare_replicas")
-        replaces = self.spare_mode == "replace" and (is_async or not spares)
-        refuse(key, self.spare_mode, rule if is_sync else never_waits, holds=replaces)
-        rule = "with strategy.spare_mode=replace, which shards make a step depends on time. Use duplicate, or false."
-        refuse("numerics.reproducible", True, rule, holds=is_sync and self._replaces and exact)
-        refuse("strategy.staleness.policy", policy, never_stale, holds=is_sync and policy != "accept")
-        refuse("strategy.warmup_steps", self.warmup_steps, never_stale, holds=is_sync and self.warmup_steps > 0)
-        key, rule = (
-            "strategy.devices_per_worker",
-            f"and this host has {context.num_gpus} GPUs. Use that many, or fewer.",
-        )
-        refuse(key, devices, rule, holds=0 < context.num_gpus < devices)
-        rule = "with strategy.spare_mode=replace, an update is made of single shards. Use duplicate, or 1."
-        refuse(key, devices, rule, holds=devices > 1 and self._replaces)
-        rule = (
-            "rounds transferred numbers, and numerics.reproducible promises the bits of one device. Use full, or false."
-        )
-        refuse("strategy.transfer", self.transfer, rule, holds=self.transfer != "full" and exact)
+        found, exact, devices = self._problems_of_mode(context), context.numerics.reproducible, self.devices_per_worker
+        folder, gpus = Path(self.replay or "").expanduser(), context.num_gpus
+        mixing, key = "with strategy.spare_mode=replace", "strategy.devices_per_worker"
+        if self._replaces:
+            found += no_rollback(f"{mixing} the first shards that arrive make a step", context)
         if self.replay is not None:
             found += no_rollback("strategy.replay follows the record of another run", context)
-            rule = f"holds no {FILE}. Give the folder of a run with strategy=parameter_server."
-            is_there = (Path(self.replay).expanduser() / FILE).is_file()
-            refuse("strategy.replay", self.replay, rule, holds=not is_there)
-        if is_async:
-            found += async_problems(context)
-        elif self._replaces:
-            found += no_rollback("with strategy.spare_mode=replace the first shards that arrive make a step", context)
+        time = f"{mixing}, which shards make a step depends on time. Use duplicate, or false."
+        single = f"{mixing}, an update is made of single shards. Use duplicate, or 1."
+        bits = "rounds transferred numbers, and numerics.reproducible promises the bits of one device. Use full, or "
+        record = f"holds no {FILE}. Give the folder of a run with strategy=parameter_server."
+        limits: list[tuple[bool, str, object, str]] = [
+            (self._replaces and exact, "numerics.reproducible", exact, time),
+            (self._replaces and devices > 1, key, devices, single),
+            (0 < gpus < devices, key, devices, f"and this host has {gpus} GPUs. Use that many, or fewer."),
+            (self.transfer != "full" and exact, "strategy.transfer", self.transfer, f"{bits}false."),
+            (self.replay is not None and not (folder / FILE).is_file(), "strategy.replay", self.replay, record),
+        ]
+        found += [Problem(key=key, value=value, rule=rule) for holds, key, value, rule in limits if holds]
         return [*found, *self.staleness.problems()]
+
+    def _problems_of_mode(self, context: PlanContext) -> list[Problem]:
+        """Return the problems of keys that have no effect in this mode."""
+        policy, spares, workers = self.staleness.policy, self.spare_replicas, self.num_workers(context)
+        if self.mode == "async":
+            why, found = "with strategy.mode=async: no step waits for all its gradients", async_problems(context)
+            unused: dict[str, object] = {"spare_replicas": spares or None, "spare_mode": self.spare_mode}
+        else:
+            why, found = "with strategy.mode=sync: gradients are never stale", []
+            unused = {"staleness.policy": policy, "warmup_steps": self.warmup_steps or None}
+            if spares >= workers:
+                rule = f"spares are among strategy.workers={workers}, and at least one must compute."
+                rule = f"{rule} Use {workers - 1} or less."
+                found.append(Problem(key="strategy.spare_replicas", value=spares, rule=rule))
+            if self.spare_mode != "duplicate" and not spares:
+                rule = "has no effect without strategy.spare_replicas. Leave it out."
+                found.append(Problem(key="strategy.spare_mode", value=self.spare_mode, rule=rule))
+        rule = f"has no effect {why}. Leave it out."
+        given = {key: value for key, value in unused.items() if value not in (None, "duplicate", "accept")}
+        return [*found, *(Problem(key=f"strategy.{key}", value=value, rule=rule) for key, value in given.items())]
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
         """Return a problem if the optimizer is not elementwise and a variable would be split by rows."""
@@ -394,7 +392,7 @@ class ParameterServer(Strategy):
     @property
     def _replaces(self) -> bool:
         """Whether an update may contain shards of several steps."""
-        return self.spare_mode == "replace" and self.spare_replicas > 0
+        return self.mode == "sync" and self.spare_mode == "replace" and self.spare_replicas > 0
 
     def _on_device(self, task: Task, num_gpus: int, place: int) -> Task:
         """Return a task with its device: the CPU for servers and evaluator, the GPUs in turn for workers."""

@@ -17,7 +17,7 @@ from trainkit.strategies.core.replica import refuse_mismatch
 from trainkit.strategies.tensors.layouts import in_layout, in_memory_order
 from trainkit.strategies.tensors.lazy_state import name_in, read_slice, shape_of
 from trainkit.strategies.tensors.staging import ByteLayout, TensorKind, host_bytes, moved
-from trainkit.strategies.updates.links import Connection, dtype_name
+from trainkit.strategies.updates.links import Connection, Frame, dtype_name
 from trainkit.strategies.updates.server import Request, SumOptions, VariableServer
 from trainkit.strategies.updates.variables import RowShard, VariableShards, row_dtype
 
@@ -137,10 +137,10 @@ class ParameterServerClient:
         """Send a request to a server; return the answer, whose tensors are then to be read."""
         assert not args, "arguments of a verb have names"
         self.links[server].send(verb.__name__, kwargs, tensors)
-        return self.answer(server)
+        return self.answer(server).meta
 
-    def answer(self, server: int, kind: str = "answer") -> JsonMap:
-        """Receive an answer of a server.
+    def answer(self, server: int, *kinds: str) -> Frame:
+        """Receive an answer of a server, or a frame of other kinds.
 
         Raises:
             TrainingError: the server rejects the request; the error contains its reason.
@@ -149,9 +149,9 @@ class ParameterServerClient:
         frame = self.links[server].receive(self._timeout_s + _MORE_S)
         if frame.kind == "refused":
             raise TrainingError(f"ps:{server} refuses: {frame.meta.get('why')}")
-        if frame.kind not in (kind, "answer"):
-            raise LinkError(f"ps:{server} sent {frame.kind}, and {kind} was expected")
-        return {**frame.meta, "is_last": frame.kind == "answer"}
+        if frame.kind not in (kinds or ("answer",)):
+            raise LinkError(f"ps:{server} sent {frame.kind}, and an answer was expected")
+        return frame
 
     def pull(self, into: Sequence[Tensor | None]) -> int:
         """Read the variables; untrained ones only if they were loaded since the last pull.
@@ -303,8 +303,8 @@ class ParameterServerClient:
         def read(server: int) -> list[tuple[RowShard, str, Tensor]]:
             found = []
             self.links[server].send(VariableServer.state.__name__)
-            while not (told := self.answer(server, "tensor"))["is_last"]:
-                meta = expect_map(told, {"key": str, "shape": list})
+            while (frame := self.answer(server, "tensor", "answer")).kind == "tensor":
+                meta = expect_map(frame.meta, {"key": str, "shape": list})
                 key, kinds = meta["key"], ("buffer",) if meta["key"].startswith("buffer/") else ("param", "frozen")
                 named = [one for one in self.shares.pieces[server] if one.variable.name == name_in(key)]
                 [piece] = [one for one in named if one.variable.kind in kinds]

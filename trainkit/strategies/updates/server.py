@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Condition, Event, Lock
-from typing import Any, Final, get_type_hints
+from typing import Any, Final, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -520,31 +520,6 @@ _VERBS: Final[Mapping[str, tuple[Callable[..., None], dict[str, Any]]]] = {
 }
 
 
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= _NAME_LENGTH
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= 2**53
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
-
-
-_CHECKS: Final[Mapping[Any, Callable[[Any], bool]]] = {
-    int: _is_count,
-    int | None: lambda value: value is None or _is_count(value),
-    float: _is_number,
-    float | None: lambda value: value is None or _is_number(value),
-    bool: lambda value: type(value) is bool,
-    str: _is_name,
-    list[int]: lambda value: isinstance(value, list) and all(map(_is_count, value)),
-    list[str]: lambda value: isinstance(value, list) and all(map(_is_name, value)),
-    list[str] | None: lambda value: value is None or (isinstance(value, list) and all(map(_is_name, value))),
-}
-
-
 def _checked(meta: JsonMap, types: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a verb.
 
@@ -552,6 +527,19 @@ def _checked(meta: JsonMap, types: Mapping[str, Any]) -> dict[str, Any]:
         RequestRejectedError: one is missing, or has another type.
     """
     for name, kind in types.items():
-        if name not in meta or not _CHECKS[kind](meta[name]):
+        if name not in meta or not _fits(meta[name], kind):
             raise RequestRejectedError(f"{name} is not {kind}")
     return {name: meta[name] for name in types}
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Return whether a value of a request has the type of an annotation: counts, numbers, names, flags, or lists."""
+    inner = get_args(kind)
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
+    if inner:  # or None
+        return value is None or _fits(value, inner[0])
+    if kind is float:
+        return type(value) in (int, float)
+    is_long = value > 2**53 or value < 0 if type(value) is int else kind is str and len(str(value)) > _NAME_LENGTH
+    return type(value) is kind and not is_long
