@@ -7,6 +7,7 @@ caught here alone.
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import current_thread
 from typing import Any
@@ -15,11 +16,13 @@ import pytest
 import torch
 from torch import nn
 
+from tests.contract import stepping
 from tests.contract.running import run, weights
 from tests.contract.stepping import Case, Frozen, oracle, train
 from tests.support import reference
 from tests.support.pool import Pool
 from trainkit.errors import ConfigError
+from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.central_storage import AsyncCentralExecutor, CentralStorage
 from trainkit.strategies.core import copies
@@ -215,22 +218,25 @@ def test_each_threads_optimizer_continues_its_own_state(tmp_path: Path) -> None:
     assert min(counts) > 0
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        (
-            "numerics.reproducible=true",
-            "asynchronous updates come in another order every time. Use strategy.mode=sync, or false.",
-        ),
-        (
-            "precision=fp16_mixed",
-            "has one loss scale, and gradients in flight were computed with several. Use precision=bf16_mixed.",
-        ),
-    ],
-)
-def test_asynchronous_updates_refuse_what_they_cannot_keep(tmp_path: Path, override: str, expected: str) -> None:
+def test_asynchronous_updates_refuse_an_order_of_summation(tmp_path: Path) -> None:
+    expected = "asynchronous updates come in another order every time. Use strategy.mode=sync, or false."
     with pytest.raises(ConfigError, match=re.escape(expected)):
-        run(tmp_path / "run", *ASYNC, override)
+        run(tmp_path / "run", *ASYNC, "numerics.reproducible=true")
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_overflows_of_asynchronous_threads_lower_one_loss_scale(
+    threads: int, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stepping, "Precision", partial(Precision, initial_scale=2.0**24))
+    base = replace(CLASSES, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1)
+    (expected,) = train(pool, base)
+    settings = {"compute_devices": ["cpu"] * threads, "mode": "async"}
+    (found,) = train(pool, replace(base, strategy="central_storage", settings=settings))
+    assert found.scale < 2.0**24
+    equal = [key for key, tensor in expected.state.items() if torch.equal(tensor, found.state[key])]
+    assert threads > 1 or (found.scale, len(equal)) == (expected.scale, len(expected.state))
+    assert all(tensor.isfinite().all() for tensor in found.weights.values())
 
 
 def test_the_plan_says_that_asynchronous_updates_are_another_training() -> None:

@@ -34,7 +34,6 @@ REFUSED: list[tuple[dict[str, Any], PlanContext, str, str]] = [
     ),
     ({"mode": "async", "spare_mode": "replace"}, ANY, "strategy.spare_mode=replace", "with strategy.mode=async"),
     ({"mode": "async"}, REPRODUCIBLE, "numerics.reproducible=true", "Use strategy.mode=sync"),
-    ({"mode": "async"}, PlanContext(precision="fp16_mixed"), "precision=fp16_mixed", "one loss scale"),
     ({"mode": "async", "staleness": STALE["drop"]}, ANY, "strategy.staleness.bound=null", "needed by"),
     ({"mode": "async", "staleness": Staleness(policy="lr", bound=3)}, ANY, "strategy.staleness.bound=3", "no effect"),
     ({"transfer": "bf16"}, REPRODUCIBLE, "strategy.transfer=bf16", "Use full"),

@@ -52,6 +52,13 @@ class Average(ABC):
         optimizer.register_step_post_hook(AfterStep(self))
 
 
+def detach(optimizer: torch.optim.Optimizer) -> None:
+    """Keep no averages by the updates of an optimizer: another one of the same parameters counts them."""
+    hooks = optimizer._optimizer_step_post_hooks  # noqa: SLF001 - has no public name
+    for key in [key for key, hook in hooks.items() if isinstance(hook, AfterStep)]:
+        del hooks[key]
+
+
 class AfterStep:
     """A hook of `Optimizer.step`, which brings the averages of the updated parameters up to date."""
 

@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from trainkit.adapters.average import AVERAGE, UPDATES, detach
 from trainkit.bounded import whole_numbers
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
@@ -40,7 +41,7 @@ from trainkit.strategies.base import (
     ignore_phase,
 )
 from trainkit.strategies.core.copies import ComputingCopies, Sums, ThreadWork, computing_copy, sum_of, total_of
-from trainkit.strategies.core.optimizer import OptimizerStepper, Updater
+from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.refusals import async_problems, launch_problems
 from trainkit.strategies.core.replica import Replica, replica_state, restore_replica
 from trainkit.strategies.core.sparse import scatter_to_all_params
@@ -49,7 +50,8 @@ from trainkit.strategies.core.update import apply_update
 from trainkit.strategies.groups.devices import device_list_problems, device_problems, parse_device
 from trainkit.strategies.memory import ModelMemory
 from trainkit.strategies.model_transforms import uncompiled
-from trainkit.strategies.updates.scheduler import AsyncScheduler, PendingUpdate, WorkItem
+from trainkit.strategies.tensors.lazy_state import select
+from trainkit.strategies.updates.scheduler import AsyncScheduler, PendingUpdate, WorkItem, settled
 
 _CPU_THREADS = 2
 """Default number of copies on a host without GPUs: as many as mirrored has."""
@@ -93,9 +95,6 @@ class CentralStorage(Strategy):
             problems += device_problems("strategy.parameter_device", self.parameter_device, context.num_gpus)
         if self.mode == "async":
             problems += async_problems(context)
-            if context.average is not None:
-                rule = "each copy has its own optimizer, which averages only its own updates. Use strategy.mode=sync."
-                problems.append(Problem(key="average", rule=rule))
         if not problems and context.numerics.reproducible and self.num_replicas(context) > context.numerics.lanes:
             rule = f"more devices than numerics.lanes={context.numerics.lanes}. Use at most that many, or more lanes."
             problems.append(Problem(key=key, value=self.num_replicas(context), rule=rule))
@@ -181,8 +180,10 @@ class CentralStorage(Strategy):
         if not is_async:
             return CentralExecutor(computing, local, request.training)
         masters = variables.masters
-        more = [OptimizerStepper(request.make_optimizer(masters), list(masters.values())) for _ in devices[1:]]
-        return AsyncCentralExecutor(computing, local, request.training, [variables.stepper, *more])
+        steppers = [OptimizerStepper(request.make_optimizer(masters), list(masters.values())) for _ in devices]
+        for stepper in steppers[1:]:
+            detach(stepper.optimizer)
+        return AsyncCentralExecutor(computing, local, request.training, steppers)
 
     def _computing(self, num_gpus: int) -> list[str]:
         """Return the devices of the model copies."""
@@ -308,7 +309,7 @@ class AsyncCentralExecutor(CentralExecutor):
     """The variables and the copies, each of which computes whole steps and has its own optimizer over the variables."""
 
     def __init__(
-        self, copies: ComputingCopies, local: LocalModel, training: StepContext, steppers: Sequence[Updater]
+        self, copies: ComputingCopies, local: LocalModel, training: StepContext, steppers: Sequence[OptimizerStepper]
     ) -> None:
         super().__init__(copies, local, training)
         self._steppers = list(steppers)
@@ -323,7 +324,8 @@ class AsyncCentralExecutor(CentralExecutor):
         """Gradients by the number of their work item."""
         self._recalled: JsonMap = {}
         self._lock = Lock()
-        """Held while all variables are read or written."""
+        """Held while all variables are read or written, and while they are exchanged for their averages."""
+        self._shows_averages = False
 
     def tickets(self, position: StepCounter, until: int | None = None) -> Iterator[Ticket]:
         """Yield whole steps, first the unfinished ones of an earlier start; empty tickets wait for the rest."""
@@ -365,6 +367,7 @@ class AsyncCentralExecutor(CentralExecutor):
     def _send(self, item: WorkItem, batches: Sequence[Batch]) -> None:
         copies, place = self._copies, int(item.worker)
         copy = copies.copies[place]
+        copy.set_loss_scale(self._local.loss_scale)
         work = ThreadWork(copy, item.ticket, [to_device(batch, copy.device) for batch in batches], self._training)
         if self._variables.packing is None:
             work.agree_on_grad_layout()
@@ -386,7 +389,7 @@ class AsyncCentralExecutor(CentralExecutor):
         return work, sums, version
 
     def _apply(self, update: PendingUpdate) -> StepOutcome:
-        """Update the variables by the optimizer of the copy that computed."""
+        """Update the variables by the optimizer of the copy that computed; the first one keeps the averages of all."""
         (item,), variables, local = update.items, self._variables, self._local
         work, sums, _ = self._arrived.pop(item.number)
         variables.on_phase("update", item.ticket.step)
@@ -394,10 +397,20 @@ class AsyncCentralExecutor(CentralExecutor):
             variables.use_stepper(self._steppers[int(item.worker)])
             variables.set_sparse(work.replica.sparse)
             variables.buffers.begin_step()
-            rule = self._training.rule(update.version)
-            status, norm = apply_update(variables, sums, work.divisor, rule, loss_sum=work.loss_sum)
-            local.step_metrics["staleness"] = float(update.staleness)
-            self._scheduler.merged(update)
+            rule, used = self._training.rule(update.version), work.replica.loss_scale.scale
+            variables.set_loss_scale(replace(variables.precision.loss_scale(), scale=used))
+            found, norm = apply_update(variables, sums, work.divisor, rule, loss_sum=work.loss_sum)
+            leaves_out = variables.numerics.leaves_out
+            status, scale = settled(local.loss_scale, used, found, leaves_out=leaves_out)
+            if status is Status.applied and item.worker != "0":
+                pairs = zip(variables.masters.values(), sums, strict=False)
+                self._steppers[0].after_update([param for param, grad in pairs if grad is not None])
+            if status is Status.retry:
+                self._scheduler.requeue_after_overflow(update)
+            else:
+                self._scheduler.merged(update)
+        local.set_loss_scale(scale)
+        local.step_metrics["staleness"] = float(update.staleness)
         weight = work.weight.to(local.device) if isinstance(work.weight, Tensor) else work.weight
         assert work.loss_sum is not None
         losses = work.loss_sum.to(local.device)
@@ -421,10 +434,28 @@ class AsyncCentralExecutor(CentralExecutor):
         variables = self._variables
         variables.use_stepper(self._steppers[0])
         restore_replica(variables, state)
+        slots = select(state, lambda key: not key.startswith((f"optimizer/{AVERAGE}/", f"optimizer/{UPDATES}/")))
         for place, stepper in enumerate(self._steppers[1:], start=1):
             own = {key.replace(f"@{place}/", "/", 1): state[key] for key in state if f"@{place}/" in key}
-            stepper.restore(variables.masters, own or state)
+            stepper.restore(variables.masters, own or slots)
         self._copies.refresh(frozen=True)
+
+    def swap_averages(self) -> bool:
+        """Exchange the variables and their averages; until the second call, no copy reads the variables."""
+        if not self._shows_averages:
+            self._lock.acquire()
+        self._variables.use_stepper(self._steppers[0])
+        found = self._variables.swap_averages()
+        self._shows_averages = found and not self._shows_averages
+        if not self._shows_averages:
+            self._lock.release()
+        return found
+
+    def close(self, *, failed: bool = False) -> None:
+        """End the threads."""
+        if self._shows_averages:
+            self._lock.release()
+        super().close(failed=failed)
 
     def recover(self, step: int) -> bool:
         """Return False: other threads are in the middle of their steps."""

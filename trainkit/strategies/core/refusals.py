@@ -25,9 +25,6 @@ def async_problems(context: PlanContext) -> list[Problem]:
     if context.numerics.reproducible:
         rule = "asynchronous updates come in another order every time. Use strategy.mode=sync, or false."
         problems.append(Problem(key="numerics.reproducible", value=True, rule=rule))
-    if context.precision == "fp16_mixed":
-        rule = "has one loss scale, and gradients in flight were computed with several. Use precision=bf16_mixed."
-        problems.append(Problem(key="precision", value="fp16_mixed", rule=rule))
     return problems
 
 

@@ -34,7 +34,14 @@ from trainkit.strategies.core.step import LossDivisor
 from trainkit.strategies.tensors.layouts import FlatBuffer
 from trainkit.strategies.updates.client import ParameterServerClient
 from trainkit.strategies.updates.links import AddressBook, Connection
-from trainkit.strategies.updates.scheduler import FILE, PendingUpdate, UpdateLog, WorkScheduler, staleness_summary
+from trainkit.strategies.updates.scheduler import (
+    FILE,
+    PendingUpdate,
+    UpdateLog,
+    WorkScheduler,
+    settled,
+    staleness_summary,
+)
 from trainkit.strategies.updates.server import SumOptions, lane_sum
 from trainkit.strategies.updates.variables import tensors_of, unsaved_of
 from trainkit.strategies.updates.worker import Mode, WorkOrder, WorkReport, gradient_keys
@@ -312,13 +319,16 @@ class Chief(Executor):
         return StepOutcome(update.version, status, losses, weight, norm, left_out, update.tickets, terms)
 
     def _apply_one(self, update: PendingUpdate, reports: list[WorkReport]) -> tuple[Status, Tensor | None]:
-        """Apply one gradient that its worker has already scaled and clipped."""
-        (report,), decision = reports, update.decision
-        if not report.is_finite:
-            return Status.skipped, None
+        """Apply one gradient that its worker has already unscaled and clipped."""
+        (report,), decision, local = reports, update.decision, self._eval_model
+        found, leaves_out = Status(report.status), self._leaves_out
+        status, scale = settled(local.loss_scale, report.scale, found, leaves_out=leaves_out)
+        local.set_loss_scale(scale)
+        if status is not Status.applied:
+            return status, None
         lr_factor = self._training.rule(update.version).lr_factor / decision.lr_divisor
         self._servers.apply(version=update.version + 1, lr_factor=lr_factor, factor=decision.factor, keys=report.keys)
-        return Status.applied, None if report.norm is None else self._number(report.norm)
+        return status, None if report.norm is None else self._number(report.norm)
 
     def _apply_sum(self, update: PendingUpdate, reports: list[WorkReport]) -> tuple[Status, Tensor | None]:
         """Apply the sum of shards' gradients: like `apply_update`, but on the servers."""

@@ -23,8 +23,9 @@ from trainkit.errors import CheckpointError, Problem, TrainingError
 from trainkit.fields import at_least, maths
 from trainkit.files import open_regular, read_lines
 from trainkit.numerics.batch import BatchPlan, Ticket
+from trainkit.numerics.precision import LossScale
 from trainkit.storage import naming
-from trainkit.strategies.base import JsonMap
+from trainkit.strategies.base import JsonMap, Status
 
 Policy = Literal["accept", "drop", "scale", "lr", "bound"]
 """Policies for staleness: the number of updates since the variables of a gradient were read."""
@@ -104,6 +105,31 @@ def staleness_summary(counts: Mapping[int, int]) -> dict[str, Any]:
         "p95": next(number for number, seen in zip(order, reached, strict=True) if seen >= 0.95 * total),
         "counts": {str(number): counts[number] for number in order},
     }
+
+
+def settled(now: LossScale, used: float, status: Status, *, leaves_out: bool) -> tuple[Status, LossScale]:
+    """Return the status of an update, and the loss scale after it.
+
+    A gradient is unscaled by the loss scale that it was computed with, so the scale may change meanwhile. An overflow
+    at a scale that is no longer used says nothing of the scale of now: the step is computed again, with that.
+
+    Args:
+        now: the loss scale that the next work item gets.
+        used: the loss scale of the gradient.
+        status: whether the gradient was applied, overflowed (`retry`), or is not finite at any scale (`skipped`).
+        leaves_out: whether a step that is not finite is skipped after many overflows.
+
+    Example:
+        >>> from trainkit.numerics.precision import Precision
+        >>> scale = Precision(value="fp16_mixed", initial_scale=8.0).loss_scale()
+        >>> [settled(scale, used, Status.retry, leaves_out=False)[1].scale for used in (8.0, 16.0)]
+        [4.0, 8.0]
+    """
+    if status is Status.retry and used > now.scale:
+        return status, now
+    if status is Status.retry and (now.may_retry or not leaves_out):
+        return status, now.after(overflow=True)
+    return (status, now.after(overflow=False)) if status is Status.applied else (Status.skipped, now.after_skip())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

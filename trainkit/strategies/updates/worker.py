@@ -73,8 +73,10 @@ class WorkReport:
     """The weights of the shards of each staged gradient: there is one gradient, or one per shard."""
     norm: float | None = None
     """The global norm of the gradient before clipping, if the worker clips."""
-    is_finite: bool = True
-    """False: by policy the worker skipped it and staged nothing."""
+    status: str = Status.applied.value
+    """Otherwise the gradient overflowed, or is not finite at any loss scale, and nothing is staged."""
+    scale: float = 1.0
+    """The loss scale of its order."""
     terms: Mapping[str, float] = field(default_factory=dict)
     """The sums of the terms of the loss, by name."""
     mixed: bool = False
@@ -83,7 +85,8 @@ class WorkReport:
     @classmethod
     def of(cls, meta: JsonMap) -> Self:
         """Decode a received report."""
-        found = expect_map(meta, {"number": int, "read": int, "loss_sum": float, "weights": list, "terms": dict})
+        found = expect_map(meta, {"number": int, "read": int, "loss_sum": float, "weights": list, "status": str})
+        Status(found["status"])
         return cls(**{**found, "weights": tuple(found["weights"])})
 
     @property
@@ -264,7 +267,7 @@ class Worker:
         batches = self._data.fetch(ticket)
         read = self._pull(order)
         batch_size = training.plan.global_size if self._mixes else training.plan.batch_size(order.step)
-        scale = replace(replica.loss_scale, scale=order.scale)
+        scale = replace(replica.precision.loss_scale(), scale=order.scale)  # the chief knows the overflows before
         computed = self._replicas.compute(ticket, batches, training, scale=scale, batch_size=batch_size)
         report = WorkReport(
             number=order.number,
@@ -273,13 +276,14 @@ class Worker:
             weights=computed.weights,
             terms=computed.terms,
             mixed=self._servers.mixed,
+            scale=order.scale,
         )
         if self._mode == "async":
             (sums,), loss_sum = computed.sums, computed.loss_sum
             loss = torch.full((), loss_sum, device=replica.device)  # written by a kernel, without a copy
             status, norm = apply_update(replica, sums, computed.divisor, training.rule(read), loss_sum=loss)
             if status is not Status.applied:
-                return replace(report, is_finite=False)
+                return replace(report, status=status.value)
             report = replace(report, norm=None if norm is None else float(norm))
         for key, sums in zip(report.keys, computed.sums, strict=True):
             self._push(key, sums, computed.divisor)
