@@ -232,6 +232,9 @@ def _answer(link: socket.socket, imports: str) -> int:
     os.environ.clear()
     os.environ.update(environ)
     sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in environ
+    failpoints: Any = sys.modules.get("trainkit.trainer.failpoints")
+    if failpoints is not None:  # it has read the environment of the process that is forked
+        failpoints.reload(os.environ)
     answering = os.getpid()
     if module == DRAWING:
         arguments = [str(os.getppid())]  # with which a plot ends
@@ -262,17 +265,12 @@ def _end_with(reader: int) -> None:
 
 def _run_trainkit(arguments: list[str]) -> int:
     from trainkit import __main__, cli
-    from trainkit.trainer import failpoints
 
-    failpoints.reload(os.environ)
     sys.argv = [str(__main__.__file__), *arguments]
     return cli.main(arguments)
 
 
 def _run_main(module: str, arguments: list[str]) -> int:
-    from trainkit.trainer import failpoints
-
-    failpoints.reload(os.environ)
     sys.path[0] = str(Path.cwd())
     own = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place and place not in sys.path]
     sys.path[1:1] = own
