@@ -119,7 +119,7 @@ def test_tasks_of_a_host_share_its_memory(replicas: int, fits: bool) -> None:
          "worker:0 to worker:63 on cuda, 8 on each host"),
         (["--world", "16", "strategy=mirrored"], "worker:0 to worker:15 on cuda:0 to cuda:15"),
         (["--world", "4", "strategy=pipeline", "strategy.stages=2", "strategy.replicas=2", "model.hidden=[8,8,8]",
-          "batch.micro_size=64"], "2 replicas x 2 ranks"),
+          "batch.micro_size=64"], "2 replicas of 2 each"),
     ],
 )  # fmt: skip
 def test_many_tasks_are_one_line(flags: list[str], tasks: str, cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
