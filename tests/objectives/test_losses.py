@@ -37,6 +37,8 @@ def test_the_weight_of_a_sample_is_known_if_every_target_counts() -> None:
     weighted = Classification(class_weights=[1, 2, 3], ignore_index=None)
     assert (weighted.weight_per_sample((SCORES, 1)), weighted.planned_weight_per_sample(None)) == (None, 1)
     assert [Regression().weight_per_sample((FOUND[0], one)) for one in (WANTED[0], 0.5)] == [2, 1]
+    assert LanguageModelling(padding=False).weight_per_sample((FULL[0], FULL[0])) == 3
+    assert LanguageModelling().planned_weight_per_sample((FULL[0], PADDED[0])) == 3
 
 
 def test_narrow_scores_are_widened_and_wide_ones_kept() -> None:
@@ -75,16 +77,6 @@ def test_sum_over_weight_is_the_mean_over_tokens_that_are_not_padding(targets: t
     expected = functional.cross_entropy(TOKEN_SCORES.flatten(0, 1), targets.flatten())
     torch.testing.assert_close(loss.loss_sum / loss.weight, expected)
     assert loss.weight == weight
-
-
-def test_a_shard_of_padding_alone_is_zero_over_zero_not_nan() -> None:
-    loss = LanguageModelling().score(TOKEN_SCORES, torch.full((2, 3), -100))
-    assert (float(loss.loss_sum), int(loss.weight)) == (0, 0)
-
-
-def test_the_weight_is_known_beforehand_only_without_padding() -> None:
-    assert LanguageModelling(padding=False).weight_per_sample((FULL[0], FULL[0])) == 3
-    assert LanguageModelling().planned_weight_per_sample((FULL[0], PADDED[0])) == 3
 
 
 def test_perplexity_is_that_of_all_tokens_not_a_mean_of_ranks() -> None:
@@ -148,6 +140,9 @@ def test_the_mean_of_a_causal_model_counts_as_mean_times_its_targets_and_unequal
     parts = [objective.loss(causal, {"scores": OWN_SCORES[i : i + 1], "labels": OWN_LABELS[i : i + 1]}) for i in (0, 1)]
     expected = functional.cross_entropy(OWN_SCORES[:, :-1].flatten(0, 1), OWN_LABELS[:, 1:].flatten(), reduction="sum")
     torch.testing.assert_close(whole.loss_sum, expected)
+    assert (whole.outputs.shape, whole.targets.tolist()) == ((2, 3, 5), OWN_LABELS[:, 1:].tolist())
+    assert whole.counted is not None
+    assert whole.counted.tolist() == [[True, True, False], [True, False, False]]
     torch.testing.assert_close(sum(part.loss_sum for part in parts), expected)
     assert (whole.weight, sum(part.weight for part in parts)) == (3, 3)
 

@@ -198,17 +198,16 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
     with parameters.
     """
 
+    def converted(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
     def cast(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return tree_map(lambda value: _cast(value, dtype), (args, kwargs))
+        return tree_map(converted, (args, kwargs))
 
     mixes = any(True for _ in buffers_apart(model, dtype))
     inner = (one for one in model.modules() if any(p.is_floating_point() for p in one.parameters(recurse=False)))
     for module in {model: None, **dict.fromkeys(inner if mixes else ())}:
         module.register_forward_pre_hook(cast, with_kwargs=True)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

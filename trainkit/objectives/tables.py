@@ -55,9 +55,9 @@ class Table:
             raise TrainingError(f"a table of {values.numel():,} cells is too large: {MAX_CELLS:,} at most.")
         numbers = values.detach().double().cpu()
         if len(shape) > 2:
-            places = product(*(range(size) for size in shape))
+            places = map(str, product(*(range(size) for size in shape)))
             cells = zip(places, numbers.flatten().tolist(), strict=True)
-            return cls(columns=("index", "value"), rows=tuple((str(place), value) for place, value in cells))
+            return cls(columns=("index", "value"), rows=tuple(cells))
         named = list(map(str, range(shape[0]))) if names is None else list(names)
         if len(shape) == 1:
             return cls(columns=("index", "value"), rows=tuple(zip(named, numbers.tolist(), strict=True)))
@@ -68,7 +68,8 @@ class Table:
 
     def to_json(self) -> dict[str, Any]:
         """Return columns and rows for JSON; NaN and infinity, which JSON cannot represent, become null."""
-        return {"columns": list(self.columns), "rows": [[_plain(cell) for cell in row] for row in self.rows]}
+        finite = [[None if isinstance(c, float) and not math.isfinite(c) else c for c in row] for row in self.rows]
+        return {"columns": list(self.columns), "rows": finite}
 
     @property
     def num_cells(self) -> int:
@@ -114,10 +115,6 @@ def results_of(name: str, value: Result | object) -> tuple[dict[str, float], dic
         figures.update(numbers)
         tables.update(more)
     return figures, tables
-
-
-def _plain(cell: Cell) -> Cell | None:
-    return None if isinstance(cell, float) and not math.isfinite(cell) else cell
 
 
 def _text(cell: Cell) -> str:
