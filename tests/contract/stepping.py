@@ -151,6 +151,7 @@ class Case:
     rate_scale: float = 1.0
     max_norm: float | None = None
     precision: str = "fp64"
+    initial_scale: float = 65536.0
     reproducible: bool = False
     seed: int = 3
     resume_at: int | None = None
@@ -324,7 +325,7 @@ class _Rank:
         self.training = StepContext(
             plan=plan, objective=objective, weighing=weighing, rule=self._rule, phases=case.phases
         )
-        self.precision = Precision(value=case.precision)  # type: ignore[arg-type]
+        self.precision = Precision(value=case.precision, initial_scale=case.initial_scale)  # type: ignore[arg-type]
         self.numerics = Numerics(seed=case.seed, reproducible=case.reproducible)
         self.on_phase: PhaseListener = ignore_phase
         self.seen: list[tuple[Any, Any]] = []

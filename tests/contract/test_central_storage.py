@@ -7,7 +7,6 @@ caught here alone.
 import json
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import current_thread
 from typing import Any
@@ -16,13 +15,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract import stepping
 from tests.contract.running import run, weights
 from tests.contract.stepping import Case, Frozen, oracle, train
 from tests.support import reference
 from tests.support.pool import Pool
 from trainkit.errors import ConfigError
-from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.central_storage import AsyncCentralExecutor, CentralStorage
 from trainkit.strategies.core import copies
@@ -225,11 +222,8 @@ def test_asynchronous_updates_refuse_an_order_of_summation(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_overflows_of_asynchronous_threads_lower_one_loss_scale(
-    threads: int, pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stepping, "Precision", partial(Precision, initial_scale=2.0**24))
-    base = replace(CLASSES, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1)
+def test_overflows_of_asynchronous_threads_lower_one_loss_scale(threads: int, pool: Pool) -> None:
+    base = replace(CLASSES, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1, initial_scale=2.0**24)
     (expected,) = train(pool, base)
     settings = {"compute_devices": ["cpu"] * threads, "mode": "async"}
     (found,) = train(pool, replace(base, strategy="central_storage", settings=settings))

@@ -203,10 +203,23 @@ def said(strategy: LocalSgd, **facts: Any) -> list[str]:
 
 
 def test_what_replicas_that_differ_cannot_keep_is_refused() -> None:
-    assert said(LocalSgd(), numerics=Numerics(reproducible=True), precision="fp16_mixed") == [
+    assert said(LocalSgd(), numerics=Numerics(reproducible=True)) == [
         "numerics.reproducible=true: local_sgd depends on the number of replicas. Use strategy=mirrored, or false.",
-        "precision=fp16_mixed: has one loss scale, and replicas overflow independently. Use precision=bf16_mixed.",
     ]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_replica_that_overflows_repeats_its_step_alone(replicas: int, pool: Pool) -> None:
+    case = replace(CLASSES, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1, micro_size=8, initial_scale=2.0**24)
+    ranks = train(pool, local(case, replicas, average_every=5))
+    assert {rank.scale for rank in ranks} == {ranks[0].scale}
+    assert ranks[0].scale < 2.0**24
+    full = train(pool, local(replace(case, precision="fp32"), replicas, average_every=5))[0].weights
+    rtol = 2.0**-9  # the products have 11 bits
+    for rank in ranks:
+        assert [key for key, one in rank.state.items() if not torch.equal(one, ranks[0].state[key])] == []
+        for name, tensor in full.items():
+            torch.testing.assert_close(rank.weights[name], tensor, rtol=rtol, atol=rtol * float(tensor.abs().max()))
 
 
 def test_a_setting_of_an_outer_optimizer_that_is_not_there_is_refused() -> None:

@@ -21,7 +21,6 @@ from tests.contract.test_sparse import Words
 from tests.support import reference, zoo
 from tests.support.pool import Pool
 from trainkit.numerics.batch import BatchPlan, SampleOrder
-from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import Numerics
 from trainkit.strategies.core import copies
 from trainkit.strategies.model_transforms import ModelTransforms
@@ -256,11 +255,8 @@ def test_numbers_that_travel_as_bfloat16_train_nearly_the_same(store: tuple[str,
 
 
 @pytest.mark.parametrize(("mode", "workers"), [("sync", 3), ("async", 1)])
-def test_an_overflowed_step_is_tried_again_by_all(
-    mode: str, workers: int, store: tuple[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stepping, "Precision", partial(Precision, initial_scale=2.0**24))
-    case = replace(CLASSES, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1, micro_size=8)
+def test_an_overflowed_step_is_tried_again_by_all(mode: str, workers: int, store: tuple[str, int]) -> None:
+    case = replace(CLASSES, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1, micro_size=8, initial_scale=2.0**24)
     expected = run_rank(None, case)
     (found,) = train_in_threads(store, served(case, workers, 1, mode=mode))
     assert found.scale == expected.scale < 2.0**24
@@ -270,11 +266,11 @@ def test_an_overflowed_step_is_tried_again_by_all(
 
 
 def test_overflows_of_many_workers_lower_one_loss_scale_and_each_step_is_used_once(
-    tmp_path: Path, store: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store: tuple[str, int]
 ) -> None:
-    monkeypatch.setattr(stepping, "Precision", partial(Precision, initial_scale=2.0**24))
-    case = replace(CLASSES, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1, num_steps=12, folder=tmp_path)
-    (found,) = train_in_threads(store, served(replace(case, slowed={2: 0.05}), 3, 1, mode="async"))
+    case = replace(CLASSES, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1, num_steps=12, initial_scale=2.0**24)
+    case = replace(case, folder=tmp_path, slowed={2: 0.05})
+    (found,) = train_in_threads(store, served(case, 3, 1, mode="async"))
     lines = list(read_record(tmp_path / "updates.jsonl"))
     assert sorted(part.ticket.step for line in lines for part in line.items) == list(range(12))
     assert found.scale < 2.0**24

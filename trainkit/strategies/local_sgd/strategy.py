@@ -30,7 +30,7 @@ from trainkit.strategies.base import (
 from trainkit.strategies.collectives import LocalCollective, RankGroup, all_gather_object
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.replica_check import drifted_parameter
-from trainkit.strategies.core.step import ShardStep
+from trainkit.strategies.core.step import ShardStep, cloned_batch
 from trainkit.strategies.core.synchronous import SynchronousExecutor, broadcast_initial, build_parts
 from trainkit.strategies.core.update import apply_update
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
@@ -110,9 +110,6 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         if context.average is not None:
             rule = "averages weights that every rank has after a step, and those of local_sgd differ. Use none."
             problems.append(Problem(key="average", rule=rule))
-        if context.precision == "fp16_mixed":
-            rule = "has one loss scale, and replicas overflow independently. Use precision=bf16_mixed."
-            problems.append(Problem(key="precision", value="fp16_mixed", rule=rule))
         if context.numerics.on_nonfinite == "rollback":
             rule = "needs replicas that decide together, and those of local_sgd step independently. Use skip or stop."
             problems.append(Problem(key="numerics.on_nonfinite", value="rollback", rule=rule))
@@ -214,9 +211,19 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         self._window.record(outcome.weight, own.plan.batch_size(ticket.step) if counts else 0)
         if self._settings.next_sync_step(ticket.step + 1) == ticket.step + 1:
             self._replica.on_phase("reduce", ticket.step)
-            self._window.average(self._replica)
+            self._average()
             return replace(outcome, left_out=self._left_out_by_any())
         return outcome
+
+    def _average(self) -> None:
+        """Make the replicas equal, with the lowest of their loss scales; collective."""
+        replica = self._replica
+        self._window.average(replica)
+        if replica.loss_scale.moves:
+            scale = replica.loss_scale.state()
+            every = replica.all_ranks.gather(torch.tensor(list(scale.values()), dtype=torch.float64))
+            lowest = min(one.tolist() for one in every)
+            replica.set_loss_scale(replica.loss_scale.restored(dict(zip(scale, lowest, strict=True))))
 
     def _step_alone(self, ticket: Ticket, batches: Sequence[Batch], own: StepContext) -> StepOutcome:
         """Run forward, backward and update of one replica, with the loss averaged over its own targets."""
@@ -227,13 +234,18 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
             apart.adopt_layout(replica)
         if not ticket.shards:  # in a short batch
             return StepOutcome(ticket.step, Status.applied, None, 0.0)
-        work = ShardStep(apart, ticket, batches, own)
-        sums = list(work.run())
-        for place, param in enumerate(apart.trained):
-            if sums[place] is None and apart.used[place]:
-                sums[place] = torch.zeros_like(param, dtype=apart.precision.master_dtype)
-        replica.on_phase("update", ticket.step)
-        status, norm = apply_update(apart, sums, work.divisor, own.rule(ticket.step), loss_sum=work.loss_sum)
+        status = Status.retry
+        while status is Status.retry:  # at half the scale: the others go on meanwhile
+            apart.set_loss_scale(replica.loss_scale)
+            fresh = [cloned_batch(batch) for batch in batches] if replica.loss_scale.moves else batches
+            work = ShardStep(apart, ticket, fresh, own)
+            sums = list(work.run())
+            for place, param in enumerate(apart.trained):
+                if sums[place] is None and apart.used[place]:
+                    sums[place] = torch.zeros_like(param, dtype=apart.precision.master_dtype)
+            replica.on_phase("update", ticket.step)
+            status, norm = apply_update(apart, sums, work.divisor, own.rule(ticket.step), loss_sum=work.loss_sum)
+            replica.set_loss_scale(apart.loss_scale)
         if status is Status.skipped:
             self._skipped += [(ticket.step, shard) for shard in ticket.shards]
             return StepOutcome(ticket.step, status, None, 0.0)
@@ -253,7 +265,7 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         """Average at the end of the training, if steps were made since the last average."""
         if not self._window.steps:
             return ()
-        self._window.average(self._replica)
+        self._average()
         return self._left_out_by_any()
 
     def check_replicas(self) -> str | None:
