@@ -307,19 +307,7 @@ def test_kubernetes_gives_each_role_a_job_and_each_pod_its_task(emit: Callable[.
 
 
 def test_vertex_has_a_pool_for_each_role(emit: Callable[..., str]) -> None:
-    flags = [
-        "--image",
-        "i",
-        "--machine",
-        "m",
-        "--shared",
-        "10.0.0.2:/runs",
-        "--gpus-per-host",
-        "1",
-        "--accelerator",
-        "L4",
-    ]
-    pools = yaml.safe_load(emit("vertex", *flags, *SERVERS))["workerPoolSpecs"]
+    pools = yaml.safe_load(emit("vertex", *FLAGS["vertex"], "--gpus-per-host", "1", *SERVERS))["workerPoolSpecs"]
     assert [(pool["replicaCount"], "acceleratorType" in pool["machineSpec"]) for pool in pools] == [
         (1, True), (2, True), (2, False), (1, False),
     ]  # fmt: skip

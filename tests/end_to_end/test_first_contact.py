@@ -100,13 +100,6 @@ def test_the_tests_that_ended_in_time_are_counted_and_each_failed_one_is_named(m
     assert row == ("pytest -m gpu", "not tried", "1 passed, 1 skipped; the time of the part was over")
 
 
-def test_a_training_that_had_no_time_is_tried_again_by_another_part() -> None:
-    bench = Bench(small=False, deadline=0.0)
-    rows = list(comparing.pair(bench))
-    assert [row[1] for row in rows] == ["not tried"] * len(comparing.TOLERANCES)
-    assert not bench.kept
-
-
 def test_a_script_that_is_killed_leaves_the_rows_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(_: Bench) -> Iterator[Sequence[str]]:
         yield "one", "ok", ""
@@ -117,13 +110,6 @@ def test_a_script_that_is_killed_leaves_the_rows_so_far(tmp_path: Path, monkeypa
         contact(monkeypatch, "--small", "--out", str(tmp_path))
     assert json.loads((tmp_path / "half.json").read_text())["rows"] == [["one", "ok", ""]]
     assert "| one | ok |" in (tmp_path / "first_contact.md").read_text()
-
-
-def test_a_figure_is_judged_on_a_gpu_alone() -> None:
-    gpu, cpu = (Bench(small=small, deadline=0.0) for small in (False, True))
-    assert [gpu.judged(value, least=0.97)[0] for value in (0.97, 0.9)] == ["ok", "missed"]
-    assert gpu.judged(0.31, most=0.3) == ("missed", "target <= 0.3")
-    assert cpu.judged(0.31, most=0.3) == ("-", "target <= 0.3")
 
 
 def _mode(mode: str) -> str:

@@ -1,8 +1,11 @@
-"""A full, read-only or vanished file system that spoils the last checkpoint, or ends with 1, is caught here alone."""
+"""A full, read-only or vanished file system that spoils the last checkpoint, or ends with 1, is caught here alone.
+A strategy that holds the whole model in each process, however small its shard, is caught here alone.
+"""
 
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -21,10 +24,6 @@ from trainkit.trainer.checkpoint.loading import newest_valid
 ROOT = Path(__file__).parents[2]
 Mount = Callable[[str], Path]
 STRATEGIES = {"one_device": [], "mirrored": ["strategy=mirrored", "strategy.replicas=2"]}
-SHARDED = {
-    "fsdp": ["strategy=fsdp", "strategy.replicas=2"],
-    "parameter_server": ["strategy=parameter_server", "strategy.workers=2", "strategy.servers=1"],
-}
 FAULTS = {
     "full": "could not be written below|cannot be written: No space left on device",
     "nearly full": "could not be written below",
@@ -97,17 +96,6 @@ def test_a_disk_that_is_spoilt_during_the_run_ends_it_with_4(
     spoilt(mount, tmp_path / "conf", fault, STRATEGIES[strategy])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_a_full_disk_ends_a_run_of_every_kind_with_4(mount: Mount, tmp_path: Path, strategy: str) -> None:
-    disk = mount("size=3m,nr_inodes=120")
-    ended = train(disk, tmp_path / "conf", *SHARDED[strategy], fault="full")
-    assert ended.returncode == 4, ended.stderr
-    assert "No space left on device" in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert newest_valid(disk / "run" / "checkpoints", pytest.fail) is not None
-
-
 @pytest.mark.parametrize(("options", "told"), [
     ("size=300k", "has too little room for the checkpoints of this run: 718 KiB are needed"),
     pytest.param("size=3m,ro", "run cannot be written: Read-only file system.", marks=pytest.mark.long),
@@ -149,3 +137,50 @@ def test_batches_that_do_not_fit_into_shared_memory_end_the_run() -> None:
         ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     assert ended.returncode == 1
     assert "the shared memory of the host (/dev/shm), through which its processes exchange tensors, is" in ended.stderr
+
+
+LIMIT = 1000 * 2**20
+"""Bytes that a process may have; it has about 300 MiB before there is a model."""
+
+GPT = (
+    "recipe=null", "model=gpt", "model.vocab_size=64", "model.context=16", "model.num_layers=24", "model.num_heads=4",
+    "model.width=512", "data=synthetic_tokens", "data.vocab_size=64", "data.context=16",
+    "objective=language_modelling", "batch.global_size=4", "batch.micro_size=1", "steps=2", "eval.every_epochs=null",
+    "checkpoint.background=false", "callbacks=[]", "logger=[]", "hydra.run.dir=run",
+)  # fmt: skip
+"""76 million parameters: 1.13 GiB with their gradients and the state of AdamW."""
+
+
+def train_limited(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    """Train under the limit, which the processes of the run inherit."""
+    return subprocess.run(
+        [sys.executable, "-m", "trainkit", *GPT, *settings],
+        cwd=folder, capture_output=True, text=True, timeout=580, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT)),
+    )  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_one_device_says_what_it_needs_and_what_needs_less(cwd: Path) -> None:
+    done = train_limited(cwd, "strategy=one_device")
+    assert done.returncode == 1
+    (head,) = [line for line in done.stderr.splitlines() if "cpu is out of memory. The run needs 1.13 GiB" in line][-1:]
+    assert head.endswith("optimizer 577 MiB. To need less, try one of:")
+    for way in (
+        "strategy=fsdp strategy.replicas=4",
+        "activation_checkpointing=full",
+        "strategy=pipeline strategy.stages=4",
+    ):
+        assert f"\n  {way}  " in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("settings", [("fsdp", "replicas"), ("pipeline", "stages")], ids=lambda pair: pair[0])
+def test_strategies_that_cut_it_train_it(cwd: Path, settings: tuple[str, str]) -> None:
+    strategy, count = settings
+    done = train_limited(cwd, f"strategy={strategy}", f"strategy.{count}=4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "finished after 2 steps" in done.stdout

@@ -1,7 +1,14 @@
-"""A sample that is lost or read twice after kills at random moments is caught here alone."""
+"""A sample that is lost or read twice after kills at random moments is caught here alone.
+A replica that is lost and returns, and changes a bit or is counted wrong in the rows, is caught here alone.
+A sharded checkpoint that is not what its ranks wrote, or that a killed rank spoils, is caught here alone.
+A run that a closed terminal kills unsaved, or that nohup does not keep alive, is caught here alone.
+"""
+
+from __future__ import annotations
 
 import json
 import os
+import pty
 import random
 import signal
 import subprocess
@@ -10,31 +17,27 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.contract.running import run, weights
 from tests.end_to_end.recording import LOG, samples_by_step
 from tests.support import quick
+from tests.support.present import present
 from tests.support.settings import latest
 from tests.support.verdicts import plain
+from tests.support.waiting import wait_for
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.status import read_status
+from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.tensor_file import weights_sha256
 
 ROOT = Path(__file__).parents[2]
 STEPS = 240
-OVERRIDES = [
-    "recipe=null",
-    "--allow-package=tests",
-    "data=points",
-    "model.in_features=5",
-    "model.out_features=2",
-    "model.dropout=0.2",
-    "model.batch_norm=true",
-    "batch.global_size=8",
-    "batch.micro_size=3",
-    f"steps={STEPS}",
-    "checkpoint.every_steps=7",
-    "log_every_steps=1",
-    "callbacks=[start]",
-    "logger=[]",
-    "hydra.run.dir=run",
-]
+OVERRIDES = (
+    "recipe=null", "--allow-package=tests", "data=points", "model.in_features=5", "model.out_features=2",
+    "model.dropout=0.2", "model.batch_norm=true", "batch.global_size=8", "batch.micro_size=3", f"steps={STEPS}",
+    "checkpoint.every_steps=7", "log_every_steps=1", "callbacks=[start]", "logger=[]", "hydra.run.dir=run",
+)  # fmt: skip
 FILES = {
     "data/points.yaml": "_target_: tests.end_to_end.recording.Points\n",
     "callbacks/start.yaml": "_target_: tests.end_to_end.recording.Start\n",
@@ -107,8 +110,8 @@ def test_a_run_killed_at_random_moments_sees_the_same_samples_and_ends_in_the_sa
     assert [path.name for path in Path().glob("run*")] == ["run"]
 
 
-def test_a_replica_killed_in_the_middle_of_an_exchange_costs_no_bit(conf: Path) -> None:
-    log = conf.parent / "reads.log"
+def test_a_replica_killed_in_the_middle_of_an_exchange_costs_no_bit_and_leaves_no_memory_behind(conf: Path) -> None:
+    log, shared = conf.parent / "reads.log", {*Path("/dev/shm").iterdir()}
     fixed = ["numerics.reproducible=true", "steps=40"]
     alone = command(conf, *fixed, "hydra.run.dir=alone")
     subprocess.run(alone, env=environ(log), check=True, stdout=subprocess.DEVNULL)
@@ -117,6 +120,21 @@ def test_a_replica_killed_in_the_middle_of_an_exchange_costs_no_bit(conf: Path) 
     ended = subprocess.run(mirrored, env=environ(log, **planted), check=True, capture_output=True, text=True)
     assert "rank 1 was ended by SIGKILL in step 30 (reduce)" in plain(ended.stderr)
     assert finished(Path("mirrored"))["weights_sha256"] == finished(Path("alone"))["weights_sha256"]
+    assert {*Path("/dev/shm").iterdir()} <= shared
+
+
+def test_replicas_that_drift_apart_stop_the_run_and_the_parameter_is_named(conf: Path) -> None:
+    model = ("recipe=digits", "model._target_=tests.end_to_end.wrong.Drifting", "numerics.check_replicas_every=2")
+    two = ("strategy=mirrored", "strategy.replicas=2", "supervisor.max_restarts=0", "callbacks=[]", "logger=[]")
+    drifting = quick.command("--allow-package=tests", "steps=20", *model, *two)
+    ended = subprocess.run(
+        drifting, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    # one forward pass a step: the count of a model is put back after the pass that shows which gradients there are
+    assert (
+        "after step 4 the replicas are no longer equal: the parameter layers.2.bias differs on rank 1 from rank 0."
+    ) in ended.stderr
 
 
 def test_ctrl_c_saves_and_stops_and_the_rest_is_the_same(conf: Path) -> None:
@@ -125,8 +143,7 @@ def test_ctrl_c_saves_and_stops_and_the_rest_is_the_same(conf: Path) -> None:
     log.unlink()
     itself = [sys.executable, "-m", "trainkit", *arguments(conf)]
     process = subprocess.Popen(itself, env=environ(log), stdout=subprocess.PIPE, text=True)
-    while not log.exists() or log.read_text().count("read") < 60:
-        time.sleep(0.01)
+    wait_for(lambda: log.exists() and log.read_text().count("read") >= 60)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate()
     assert process.returncode == 130
@@ -135,3 +152,142 @@ def test_ctrl_c_saves_and_stops_and_the_rest_is_the_same(conf: Path) -> None:
     resume = quick.command("resume", "run", "--allow-package=tests")
     subprocess.run(resume, env=environ(log), check=True, stdout=subprocess.DEVNULL)
     assert finished(Path("run"))["weights_sha256"] == finished(Path("whole"))["weights_sha256"]
+
+
+DIGITS = (
+    "recipe=digits", "epochs=40", "numerics.reproducible=true", "batch.global_size=64", "batch.micro_size=16",
+    "model.dropout=0.1", "checkpoint.every_steps=50", "log_every_steps=50", "eval.every_epochs=null", "callbacks=[]",
+    "logger=[]",
+)  # fmt: skip
+
+
+def elastic(*more: str) -> list[str]:
+    return quick.command(*DIGITS, *more)
+
+
+def result(folder: str) -> dict[str, object]:
+    found: dict[str, object] = json.loads((Path(folder) / "result.json").read_text())
+    return found
+
+
+def broken(index: int, marker: str) -> list[str]:
+    """Killed in step 120 of the first attempt, and at every later start while the file exists."""
+    starts = [f"index={index},phase=start,attempt={number},while={marker},action=kill" for number in range(1, 9)]
+    return [f"index={index},step=120,phase=backward,attempt=0,action=kill", *starts]
+
+
+def replicas_by_row(folder: str) -> list[int]:
+    rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [row["replicas"] for row in rows if "replicas" in row]
+
+
+@pytest.mark.long
+def test_two_of_four_are_lost_and_return_and_no_bit_differs(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subprocess.run(elastic("hydra.run.dir=alone"), check=True, stdout=subprocess.DEVNULL)
+    (cwd / "gone").touch()
+    monkeypatch.setenv("TRAINKIT_FAIL", ";".join([*broken(2, "gone"), *broken(3, "gone")]))
+    mirrored = ["strategy=mirrored", "strategy.replicas=4", "elastic.min_replicas=2", "elastic.retry_s=3"]
+    said = []
+    with subprocess.Popen(
+        elastic(*mirrored, "hydra.run.dir=elastic"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        for line in present(process.stderr):
+            said.append(line)
+            if "continues with 2 of 4 replicas" in line:
+                (cwd / "gone").unlink()
+        out = present(process.stdout).read()
+    assert process.returncode == 0
+    assert said[-1].endswith("again: 4 of 4 replicas.\n")
+    assert "note: continues with 2 of 4 replicas: they share the shards of each step" in out
+    assert out.count("finished after") == 1
+    assert "resized" not in out
+    counts = replicas_by_row("elastic")
+    assert sorted(set(counts)) == [2, 4]
+    assert (counts[0], counts[-1]) == (4, 4)
+    assert result("elastic")["weights_sha256"] == result("alone")["weights_sha256"]
+
+
+POINTS = ("model=net", "model.width=8", "data=points", "batch.global_size=16", "batch.micro_size=4", "optimizer=adamw",
+          "optimizer.lr=0.05", "steps=9", "checkpoint.every_steps=2")  # fmt: skip
+FSDP = ("strategy=fsdp", "strategy.replicas=4")
+
+
+@pytest.mark.long
+def test_a_sharded_run_keeps_the_hash_best_and_last_of_what_its_ranks_wrote(tmp_path: Path) -> None:
+    watched = ("eval.every_steps=3", "eval.batch_size=4")  # 11 samples: a rank of four has no batch of its own
+    result = run(tmp_path / "run", *POINTS, *FSDP, *watched, "checkpoint.keep_last=1")
+    last = load(Path(result["last"]))
+    assert result["status"] == "finished"
+    assert result["metrics"] == pytest.approx(run(tmp_path / "one", *POINTS, *watched)["metrics"], rel=1e-12)
+    assert result["weights_sha256"] == weights_sha256(last.tensors)
+    assert len([name for name in last.checkpoint.files if name.startswith("rank_")]) == 4
+    names = json.loads((tmp_path / "run/checkpoints/index.json").read_text())
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == sorted(
+        {"index.json", names["last"], names["best"]}
+    )
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_while_it_saves_costs_that_checkpoint_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = run(tmp_path / "whole", *POINTS)
+    monkeypatch.setenv("TRAINKIT_FAIL", "rank=1,step=4,phase=save,action=kill,attempt=0")
+    saved = "checkpoint.background=false"  # or the save before may be under way as well
+    result = run(tmp_path / "run", *POINTS, "strategy=fsdp", "strategy.replicas=2", saved)
+    assert (result["status"], result["steps"]) == ("finished", 9)
+    said = "rank 1 was ended by SIGKILL in step 4 (save)."
+    assert said in (text := plain(capfd.readouterr().err))
+    assert "Restarting from the checkpoint of step 3" in text  # the first epoch's, being the best
+    for name, tensor in weights(whole).items():
+        torch.testing.assert_close(weights(result)[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+RUN = ("epochs=100000", "schedule=constant", "callbacks=[progress]", "logger=[]", "log_every_steps=5")
+
+
+def runs(folder: RunFolder, after: int) -> bool:
+    found = read_status(folder)
+    return found.state == "running" and (found.step or 0) > after
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "strategy",
+    [("loader.num_workers=1", "loader.cache=false"), ("strategy=mirrored", "strategy.replicas=2")],
+    ids=["loading", "mirrored"],
+)
+def test_a_closed_terminal_saves_nohup_goes_on_and_a_kill_is_seen(cwd: Path, strategy: tuple[str, ...]) -> None:
+    folder = RunFolder(cwd / "run")
+    command = [sys.executable, "-m", "trainkit", *RUN, *strategy, f"hydra.run.dir={folder.path}"]
+    pid, leader = pty.fork()
+    if pid == 0:
+        os.environ["TERM"] = "xterm"
+        os.execv(sys.executable, command)
+    wait_for(lambda: runs(folder, 5), timeout_s=120)
+    os.close(leader)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 129
+    result = json.loads(folder.result.read_text())
+    assert (result["status"], result["reason"]) == ("hangup", "the terminal was closed (SIGHUP)")
+    assert Path(result["last"]).name == f"step_{result['steps']:08d}"
+    assert (read_status(folder).state, read_status(folder).step) == ("hangup", result["steps"])
+    told = folder.log.read_text()
+    assert "\x1b" not in told
+    assert f"hangup after {result['steps']:,} steps" in told
+
+    with (cwd / "nohup.out").open("w") as output:
+        process = subprocess.Popen(
+            ["nohup", sys.executable, "-m", "trainkit", "resume", str(folder.path)], stdout=output, stderr=output
+        )
+        wait_for(lambda: runs(folder, result["steps"]), timeout_s=120)
+        process.send_signal(signal.SIGHUP)
+        step = read_status(folder).step or 0
+        wait_for(lambda: runs(folder, step), timeout_s=60)
+        process.kill()
+        process.wait()
+    assert read_status(folder).state == "killed"
+    assert (read_status(folder).resumable, folder.read_result()) == (True, None)
+    before, after = folder.log.read_text().split("\n----- ")
+    assert before + "\n" == told
+    assert "continues at" in after
+    assert "\nstep " in after

@@ -69,17 +69,6 @@ def test_a_model_that_draws_or_couples_is_the_same_training_at_one_cut_alone(
 
 
 @pytest.mark.slow
-def test_a_coupling_that_cannot_be_probed_is_reported_as_not_known(
-    cwd: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    why = "coupling: not probed, a pass on the CPU failed (RuntimeError: not four at a time)"
-    assert prove(*THREADS, "model._target_=tests.end_to_end.wrong.Shy", *OURS) == 1
-    out = capfd.readouterr().out.splitlines()
-    assert out[1:3] == [f"{SAME}NOT KNOWN", f"{CUTS}; {why}"]
-    assert out[-1] == f"  note: {why}."
-
-
-@pytest.mark.slow
 def test_a_mean_of_means_is_named_with_its_first_step_and_parameter(
     cwd: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import quick
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(sys.platform != "linux", reason="finds tasks in /proc")]
 
@@ -58,9 +59,7 @@ def test_a_task_killed_at_a_random_moment_causes_the_documented_restart(
     folder = tmp_path / "run"
     command = quick.command(*RUN, f"strategy.mode={mode}", f"hydra.run.dir={folder}")
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while not list(folder.glob("checkpoints/step_*")):
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_for(lambda: list(folder.glob("checkpoints/step_*")), process)
     time.sleep(MOMENTS.uniform(0, 2))
     os.kill(tasks(folder)[task], signal.SIGKILL)
     _, told = process.communicate(timeout=300)

@@ -70,18 +70,23 @@ def test_what_a_verb_prints_holds_no_secret(clean: Callable[..., str], arguments
     assert clean(*arguments, *ALL)
 
 
+LITERAL = f"+logger.w.api_key={CANARY}"
+
+
 @pytest.mark.parametrize(
-    "line",
+    ("verb", "line"),
     [
-        f"+logger.w.api_key={CANARY}",
-        f"+logger.w.headers={{A:{CANARY},n:5}}",
-        f"+logger.w.mark={CANARY}",
-        f"+logger.w.door.code={CANARY}",
-        f"+logger.w.project=http://me:{CANARY}@host/x",
-        f"+logger.w.api_key=${{oc.env:NOT_SET,{CANARY}}}",
+        ([], LITERAL),
+        (["-m", "seed=1,2"], LITERAL),
+        (["plan"], LITERAL),
+        ([], f"+logger.w.headers={{A:{CANARY},n:5}}"),
+        ([], f"+logger.w.mark={CANARY}"),
+        ([], f"+logger.w.door.code={CANARY}"),
+        ([], f"+logger.w.project=http://me:{CANARY}@host/x"),
+        ([], f"+logger.w.api_key=${{oc.env:NOT_SET,{CANARY}}}"),
     ],
+    ids=["train", "sweep", "plan", "mapping", "mark", "part", "url", "default"],
 )
-@pytest.mark.parametrize("verb", [[], ["-m", "seed=1,2"], ["plan"]], ids=["train", "sweep", "plan"])
 def test_a_literal_secret_is_refused_and_not_shown(
     cwd: Path, clean: Callable[..., str], verb: list[str], line: str
 ) -> None:

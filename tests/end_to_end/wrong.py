@@ -48,12 +48,3 @@ class Mixing(Mlp):
     def forward(self, inputs: Tensor) -> Tensor:
         outputs = super().forward(inputs)
         return outputs - outputs.mean(0)
-
-
-class Shy(Mlp):
-    """A model that does not run on the four samples of a probe."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if len(inputs) == 4:
-            raise RuntimeError("not four at a time")
-        return super().forward(inputs)

@@ -17,9 +17,10 @@ from typing import Any, ClassVar, Self, cast
 
 import pytest
 
-from tests.run.faking import assert_no_process_is_left, wait_for
+from tests.run.faking import assert_no_process_is_left
 from tests.support.present import present
 from tests.support.verdicts import plain
+from tests.support.waiting import wait_for
 from trainkit.cluster.tasks import Task
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, CrashLoopError, DataError, MissingExtraError, TrainingError
@@ -68,16 +69,6 @@ def train(
     cfg = RunConfig.from_dict({"supervisor": {"max_restarts": 1, **supervisor}})
     tasks = tuple(Task(role="worker", index=number, rank=number) for number in range(num_ranks))
     return run_on(engine or Simple(), cast("RunPlan", SimpleNamespace(tasks=tasks, cfg=cfg)), folder)
-
-
-@pytest.mark.long
-def test_the_ranks_run_to_the_end_and_the_output_of_rank_0_is_printed(
-    folder: RunFolder, fake: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake("steps=3")
-    assert train(folder) == {"status": "finished", "attempt": 0, "restarts": []}
-    assert [line[:11] for line in capsys.readouterr().out.splitlines()] == ["rank 0 says"]
-    assert sorted(path.name for path in folder.logs.iterdir()) == ["rank_0.log", "rank_1.log"]
 
 
 def test_a_killed_rank_is_named_and_all_start_again(

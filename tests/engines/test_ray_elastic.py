@@ -6,14 +6,14 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.engines.test_engines import needs, sha256
 from tests.support.present import present
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -60,14 +60,6 @@ def sizes() -> list[int]:
     return [size for size, _ in itertools.groupby(row["replicas"] for row in rows if "replicas" in row)]
 
 
-def wait_until(reached: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 400  # beside other tests Ray takes a minute to miss a node
-    while not reached():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def test_a_node_is_lost_and_another_comes_and_no_bit_is_another(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs("ray", "pyarrow")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -77,12 +69,12 @@ def test_a_node_is_lost_and_another_comes_and_no_bit_is_another(cwd: Path, monke
     with ray_cluster() as (cluster, address):
         tell(cluster, "add")
         process = train("run", "cluster=ray", f"cluster.address={address}", *ELASTIC)
-        wait_until(lambda: newest() >= 300, process)
+        wait_for(lambda: newest() >= 300, process)
         slow.touch()
         tell(cluster, "remove")
-        wait_until(lambda: sizes() == [2, 1], process)
+        wait_for(lambda: sizes() == [2, 1], process)
         tell(cluster, "add")
-        wait_until(lambda: sizes() == [2, 1, 2], process)
+        wait_for(lambda: sizes() == [2, 1, 2], process)
         slow.unlink()
         assert process.wait(400) == 0
     assert sizes() == [2, 1, 2]

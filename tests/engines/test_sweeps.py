@@ -16,6 +16,7 @@ from tests.engines.test_engines import needs
 from tests.launchers.one_node_slurm import program, slurm
 from tests.support.present import present
 from tests.support.settings import latest
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -43,13 +44,6 @@ def below(cwd: Path) -> list[str]:
     return found
 
 
-def none_is_left(cwd: Path, within_s: float = 60) -> None:
-    deadline = time.monotonic() + within_s
-    while below(cwd) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert below(cwd) == []
-
-
 @pytest.mark.parametrize("launcher", PACKAGES)
 def test_jobs_of_one_process_and_of_several_end_in_a_folder_each(launcher: str, cwd: Path) -> None:
     needs(PACKAGES[launcher])
@@ -58,19 +52,17 @@ def test_jobs_of_one_process_and_of_several_end_in_a_folder_each(launcher: str, 
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(path.name for path in Path("sweep").iterdir() if path.name.isdecimal()) == list("0123")
     assert {result(f"sweep/{number}")["status"] for number in range(4)} == {"finished"}
-    none_is_left(cwd)
+    wait_for(lambda: not below(cwd))
 
 
 def test_jobs_end_with_a_sweep_that_is_killed(cwd: Path) -> None:
     needs("submitit")
     command = latest("-m", *JOB, "epochs=100000", "hydra.sweep.dir=sweep", "hydra/launcher=submitit_local")
     sweep = subprocess.Popen([sys.executable, "-m", "trainkit", *command], stdout=subprocess.DEVNULL)
-    while not Path("sweep/0/metrics.jsonl").exists():
-        assert sweep.poll() is None
-        time.sleep(0.1)
+    wait_for(Path("sweep/0/metrics.jsonl").exists, sweep)
     sweep.kill()
     sweep.wait()
-    none_is_left(cwd)
+    wait_for(lambda: not below(cwd))
 
 
 @pytest.fixture
@@ -95,14 +87,11 @@ def test_a_job_that_is_preempted_saves_and_goes_on(cwd: Path, one_node: None) ->
     Path("slow").touch()  # until it has been preempted
     command = [sys.executable, "-m", "trainkit", *latest(*JOB, *options)]
     sweep = subprocess.Popen(command, env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True)
-    while not Path("sweep/0/metrics.jsonl").exists():
-        assert sweep.poll() is None
-        time.sleep(0.1)
+    wait_for(Path("sweep/0/metrics.jsonl").exists, sweep)
     (submitted,) = Path("sweep/.jobs/submitit").glob("*_submitted.pkl")
     job = submitted.name.removesuffix("_submitted.pkl")
     subprocess.run([present(program("scancel")), "--signal=USR2", job], check=True)
-    while not Path("sweep/0/result.json").exists():
-        time.sleep(0.1)
+    wait_for(Path("sweep/0/result.json").exists)
     assert result("sweep/0")["status"] == "preempted"
     Path("slow").unlink()
     now = [present(program("scontrol")), "update", f"JobId={job}", "StartTime=now"]

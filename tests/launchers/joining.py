@@ -6,7 +6,7 @@ import json
 import os
 import socket
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 from unittest import mock
 
 from tests.support.pool import Place
@@ -47,18 +47,6 @@ def train(place: Place, folder: str, port: int, *overrides: str, environ: dict[s
             return api.train(api.compose(latest(*RUN, *overrides))), None, told.getvalue()
         except TrainkitError as error:
             return None, (type(error).__name__, error.exit_code, str(error)), told.getvalue()
-
-
-def train_with_a_bad_plan(place: Place, folder: str, port: int) -> Outcome:
-    """The same, where rank 1 cannot read the data."""
-    from trainkit.errors import DataError
-    from trainkit.run.rendezvous import join as joining
-
-    def plan(*_: object, **__: object) -> NoReturn:
-        raise DataError("/data/x is absent.")
-
-    with mock.patch.object(joining, "make_plan", plan) if place.rank == 1 else contextlib.nullcontext():
-        return train(place, folder, port)
 
 
 def train_twice(place: Place, folder: str, port: int) -> list[Outcome]:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from tests.launchers.two_hosts import Host, two_hosts
 from tests.support.descendants import descendants
 from tests.support.settings import latest
 from tests.support.verdicts import plain
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.engine
 
@@ -47,16 +47,6 @@ def lose(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def wait_for_step(step: int, process: subprocess.Popen[bytes], within_s: float = 120) -> int:
-    """Wait until a checkpoint of that step or a later one exists; returns the step."""
-    deadline = time.monotonic() + within_s
-    while (reached := newest()) < step:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return reached
-
-
 def newest() -> int:
     return max((int(path.name[5:]) for path in Path("run/checkpoints").glob("step_*")), default=0)
 
@@ -68,9 +58,10 @@ def test_a_host_is_lost_and_another_comes_and_no_bit_is_another(cwd: Path) -> No
         leading, following = agent(first, True, first), agent(second, False, first)
         stack.callback(lose, leading)
         stack.callback(lose, following)
-        wait_for_step(300, leading)
+        wait_for(lambda: newest() >= 300, leading)
         lose(following)
-        wait_for_step(newest() + 300, leading)
+        later = newest() + 300
+        wait_for(lambda: newest() >= later, leading)
         returned = agent(second, False, first)
         stack.callback(lose, returned)
         assert (leading.wait(240), returned.wait(60)) == (0, 0)

@@ -1,6 +1,11 @@
-"""Processes of a launch that write two folders, differ in a config, or outlive each other are caught here alone."""
+"""Processes of a launch that write two folders, differ in a config, or outlive each other are caught here alone.
+A process of a launch that fails alone while the others wait for ever is caught here alone, by place.
+A cluster of TF_CONFIG that trains other bits, or whose tasks do not all end with a refusal, is caught here alone.
+"""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +16,8 @@ from tests.launchers.joining import free_port
 from tests.support.pool import Pool
 from tests.support.present import present
 from tests.support.verdicts import plain
-from trainkit.errors import ConfigError
+from trainkit.cli import main
+from trainkit.errors import ConfigError, DataError
 from trainkit.run.folder.run_folder import RunFolder
 
 HERE = "tests.launchers.joining"
@@ -70,15 +76,6 @@ def test_processes_with_other_configs_are_refused_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_does_not_fit_is_refused_by_all_and_nothing_is_written(
-    start: Callable[..., list[Any]], tmp_path: Path
-) -> None:
-    told = start("model.in_features=3")
-    assert [error[:2] for _, error, _ in told] == [("ConfigError", 2), ("PeerError", 2)]
-    assert all("model.in_features=3: the layer takes 3 features, and it gets 64." in error[2] for _, error, _ in told)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_task_that_does_not_join_is_named_when_the_join_timeout_is_over(
     start: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
@@ -100,15 +97,6 @@ def test_settings_without_effect_are_refused(start: Callable[..., list[Any]], cw
         "  supervisor.join_timeout_s=3: has no effect: no other process was started. (command line)"
     )
     assert list(cwd.iterdir()) == []
-
-
-def test_an_error_of_one_host_is_raised_on_rank_0_and_ends_all_ranks(
-    start: Callable[..., list[Any]], tmp_path: Path
-) -> None:
-    told = start(function="train_with_a_bad_plan")
-    assert told[0][1] == ("DataError", 3, "worker:1: /data/x is absent.")
-    assert told[1][1] == ("PeerError", 3, "rank 1 ends with rank 1: /data/x is absent.")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rank_that_fails_ends_the_others_and_is_named(start: Callable[..., list[Any]], tmp_path: Path) -> None:
@@ -165,3 +153,167 @@ def test_a_second_group_cannot_write_into_the_folder_of_the_first(
     assert (kind, code) == ("ConfigError", 2)
     assert "run: in use by process" in text
     assert told[1][1][:2] == ("PeerError", 2)
+
+
+ABSENT = DataError("/data/labels.txt is absent.")
+PLACES = {
+    "notes": "trainkit.run.rendezvous.join._notes_about",
+    "cores": "trainkit.run.rendezvous.join.own_cores",
+    "the plan": "trainkit.run.rendezvous.join.make_plan",
+    "log": "trainkit.run.rendezvous.join.announce_log",
+    "callbacks": "trainkit.run.task.build_callbacks",
+    "the model": "trainkit.run.session.session.transformed_model",
+    "the group": "trainkit.strategies.data_parallel.strategy.build_parts",
+    "the loader": "trainkit.run.session.session.loader_of",
+    "a step": "trainkit.strategies.core.synchronous.apply_update",
+}
+
+
+@pytest.fixture
+def pair(pool: Pool, tmp_path: Path) -> Callable[..., list[Any]]:
+    """Start two processes of a launch; per rank what came back, what was raised and what was said."""
+
+    def go(function: str, *args: Any) -> list[Any]:
+        return pool.run(f"tests.launchers.joining.{function}", str(tmp_path), free_port(), *args, num_ranks=2)
+
+    return go
+
+
+def test_a_number_of_threads_may_be_set_for_some_ranks_only(pair: Callable[..., list[Any]]) -> None:
+    told = pair("train_apart", [{"OMP_NUM_THREADS": "1"}, {}])
+    assert [result["status"] for result, _, _ in told] == ["finished", "finished"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_that_fails_alone_ends_the_others_with_its_reason(
+    pair: Callable[..., list[Any]], place: str, tmp_path: Path
+) -> None:
+    (_, first, _), (_, other, _) = pair("train_with_one_unlike", PLACES[place], ABSENT)
+    assert first[:2] == ("DataError", 3)
+    assert all("/data/labels.txt is absent." in error[2] for error in (first, other))
+    assert other[1] == 3
+    result = RunFolder(tmp_path / "run").read_result()
+    assert "/data/labels.txt is absent." in result["reason"] if result else place in {"notes", "cores", "the plan"}
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "said"),
+    [
+        ("packages", {"trainkit": "0.0.9"}, "version of trainkit=0.1.0: worker:1 has 0.0.9. Start all with the same"),
+        ("size_of", 7, "data, samples of train=1437: worker:1 has 7. All need the same."),
+    ],
+)
+def test_a_host_with_another_version_or_other_data_is_refused(
+    pair: Callable[..., list[Any]], name: str, found: Any, said: str, tmp_path: Path
+) -> None:
+    (_, first, _), (_, other, _) = pair("train_with_one_unlike", f"trainkit.run.rendezvous.barrier.{name}", found)
+    assert (first[:2], other[:2]) == (("ConfigError", 2), ("PeerError", 2))
+    assert said in first[2]
+    assert list(tmp_path.iterdir()) == []
+
+
+PS = "strategy=parameter_server"
+OVER_HOSTS = "strategy=multi_worker_mirrored"
+SAVING = ("checkpoint.every_steps=6", "checkpoint.keep_last=9")
+
+
+@pytest.fixture
+def start_tasks(pool: Pool, tmp_path: Path) -> Callable[..., list[Any]]:
+    """Start every task of a cluster, given by the number of tasks of each role."""
+
+    def go(roles: dict[str, int], *overrides: str) -> list[Any]:
+        cluster = {role: [f"localhost:{free_port()}" for _ in range(count)] for role, count in roles.items()}
+        args = (str(tmp_path), 0, cluster, overrides)
+        return pool.run(f"{HERE}.train_as_task", *args, num_ranks=sum(roles.values()))
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The bits of one device."""
+    args = (str(tmp_path_factory.mktemp("alone")), free_port(), "strategy=one_device")
+    return str(pool.run(f"{HERE}.train", *args, num_ranks=1)[0][0]["weights_sha256"])
+
+
+def sha256(folder: Path) -> str:
+    return str(json.loads((folder / "run/result.json").read_text())["weights_sha256"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "roles"),
+    [
+        pytest.param(OVER_HOSTS, {"worker": 2, "evaluator": 1}, marks=pytest.mark.slow),
+        pytest.param(PS, {"worker": 2, "ps": 1}, marks=pytest.mark.slow),
+        pytest.param(OVER_HOSTS, {"chief": 1, "worker": 1}, marks=pytest.mark.long),
+        pytest.param(PS, {"chief": 1, "worker": 1, "ps": 2, "evaluator": 1}, marks=pytest.mark.long),
+        pytest.param("strategy=one_device", {"worker": 1, "evaluator": 1}, marks=pytest.mark.long),
+    ],
+)
+def test_a_right_cluster_ends_with_the_bits_of_one_device(
+    start_tasks: Callable[..., list[Any]], alone: str, tmp_path: Path, strategy: str, roles: dict[str, int]
+) -> None:
+    assert [error for _, error, _ in start_tasks(roles, strategy, *SAVING)] == [None] * sum(roles.values())
+    assert sha256(tmp_path) == alone
+    if "evaluator" in roles:
+        rows = map(json.loads, (tmp_path / "run/evaluations.jsonl").read_text().splitlines())
+        assert [row["step"] for row in rows] == [6, 12]
+        evaluator = json.loads((tmp_path / "run/result.json").read_text())["evaluator"]
+        assert (evaluator["status"], evaluator["evaluated"]) == ("finished", 2)
+
+
+@pytest.mark.slow
+def test_a_launch_without_roles_has_a_chief_and_a_server(pool: Pool, alone: str, tmp_path: Path) -> None:
+    args = (str(tmp_path), free_port(), {"TORCHELASTIC_RUN_ID": "job"}, (PS,))
+    assert [error for _, error, _ in pool.run(f"{HERE}.train_as", *args, num_ranks=3)] == [None] * 3
+    assert sha256(tmp_path) == alone
+
+
+@pytest.mark.slow
+def test_all_tasks_of_a_refused_run_end_with_the_same_refusal(
+    start_tasks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    told = start_tasks({"chief": 1, "worker": 2, "ps": 1}, PS, "batch.global_size=64", "batch.micro_size=32")
+    assert [error[1] for _, error, _ in told] == [2] * 4
+    rule = "batch.micro_size=32: cuts a step of 64 samples into 2 shards, fewer than the 3 replicas."
+    assert all(rule in error[2] for _, error, _ in told)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_refusal_that_only_the_chief_finds_reaches_late_tasks(
+    start_tasks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    told = start_tasks({"worker": 2, "ps": 1, "evaluator": 1}, PS, "model.in_features=3")
+    assert [error[:2] for _, error, _ in told] == [("ConfigError", 2), *[("PeerError", 2)] * 3]
+    assert plain(told[1][1][2]).startswith("worker:1 ends with worker:0 (localhost:")
+    assert all("model.in_features=3: the layer takes 3 features, and it gets 64." in error[2] for _, error, _ in told)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cluster_that_the_strategy_cannot_use_is_refused_by_each_task_alone(
+    monkeypatch: pytest.MonkeyPatch, cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two: dict[str, list[str]] = {"worker": ["a:1", "b:1"]}
+    for overrides, cluster, said in (
+        (["strategy=fsdp"], {"worker": ["a:1"], "ps": ["b:1"]}, "cluster.ps: TF_CONFIG names tasks of this role"),
+        ([PS], two, "TF_CONFIG names no task of the role ps"),
+        ([PS, "strategy.servers=2"], {**two, "ps": ["c:1"]}, "strategy.servers=2: but TF_CONFIG names 1"),
+        ([PS, "strategy.evaluator=true"], {**two, "ps": ["c:1"]}, "strategy.evaluator=true: TF_CONFIG starts the"),
+    ):
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}}))
+        assert main(["recipe=null", *overrides]) == 2
+        assert said in capsys.readouterr().err
+        assert list(cwd.iterdir()) == []
+
+
+def test_a_mistyped_variable_is_refused_before_torch_is_imported(cwd: Path) -> None:
+    script = f"import sys; from trainkit.cli import main; print(main(['{OVER_HOSTS}']), 'torch' in sys.modules)"
+    variables = {
+        "TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1", "b"]}, "task": {"type": "worker", "index": 0}}),
+        "PATH": "",
+    }
+    done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout == "2 False\n"
+    assert "TF_CONFIG.cluster.worker=b: has no port." in done.stderr
+    assert list(cwd.iterdir()) == []

@@ -5,14 +5,14 @@ import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launchers.joining import free_port
 from tests.support import quick
+from tests.support.waiting import wait_for
 
 ROLES = ("chief:0", "worker:0", "ps:0", "evaluator:0")
 RUN = [
@@ -33,24 +33,8 @@ class Cluster:
 
     def start(self, task: str, *more: str) -> None:
         spec = [f"cluster.{role}=[{address}]" for role, (address,) in self.members.items()]
-        self._start(task, ["cluster=spec", *spec, f"cluster.task={task}", *more], {})
-
-    def start_by_tf_config(self, task: str, *more: str) -> None:
-        role, index = task.split(":")
-        said = {"cluster": self.members, "task": {"type": role, "index": int(index)}}
-        self._start(task, more, {"TF_CONFIG": json.dumps(said)})
-
-    def _start(self, task: str, overrides: Iterable[str], environ: dict[str, str]) -> None:
-        self.processes[task] = subprocess.Popen(
-            quick.command(*RUN, *overrides),
-            cwd=self.folder, env=os.environ | environ, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    def wait(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 600
-        while not condition():
-            assert time.monotonic() < deadline, "waited in vain"
-            time.sleep(0.1)
+        command = quick.command(*RUN, "cluster=spec", *spec, f"cluster.task={task}", *more)
+        self.processes[task] = subprocess.Popen(command, cwd=self.folder, stderr=subprocess.PIPE, text=True)
 
     def end_of(self, task: str) -> tuple[int, str]:
         _, told = self.processes[task].communicate(timeout=600)
@@ -83,22 +67,22 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def test_workers_join_late_or_again_and_a_run_continues_after_its_chief_has_died(cluster: Cluster) -> None:
     cluster.start("chief:0")
     cluster.start("ps:0")
-    cluster.wait(lambda: cluster.made_by("chief") > 20)
+    wait_for(lambda: cluster.made_by("chief") > 20)
     cluster.start("worker:0")
-    cluster.wait(lambda: cluster.made_by("worker:0") > 0)
+    wait_for(lambda: cluster.made_by("worker:0") > 0)
     cluster.kill("worker:0")
     seen = cluster.made_by("chief")
-    cluster.wait(lambda: cluster.made_by("chief") > seen + 500)  # lines are written by the hundred
+    wait_for(lambda: cluster.made_by("chief") > seen + 500)  # lines are written by the hundred
     before = cluster.made_by("worker:0")
     cluster.start("worker:0")
-    cluster.wait(lambda: cluster.made_by("worker:0") > before)
+    wait_for(lambda: cluster.made_by("worker:0") > before)
     cluster.kill("chief:0")
     code, told = cluster.end_of("worker:0")
     assert (code, "chief:0 (127.0.0.1:" in told, "resume=auto continues" in told) == (5, True, True)
     assert cluster.end_of("ps:0")[0] != 0
     newest = max(int(path.name[5:]) for path in cluster.runs("checkpoints/step_*"))
     for task in ROLES:
-        cluster.start_by_tf_config(task, "resume=auto", f"stop_at_step={newest + 300}")
+        cluster.start(task, "resume=auto", f"stop_at_step={newest + 300}")
     assert [cluster.end_of(task)[0] for task in ROLES] == [0, 0, 0, 0]
     (result,) = cluster.runs("result.json")
     assert json.loads(result.read_text())["steps"] == newest + 300

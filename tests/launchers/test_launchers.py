@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from tests.launchers.one_node_slurm import slurm
 from tests.launchers.two_hosts import two_hosts
 from tests.support.settings import latest
 from tests.support.verdicts import plain
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.engine
 
@@ -77,12 +77,6 @@ def one_run(cwd: Path, mirrored: str) -> Callable[[], None]:
     return check
 
 
-def test_torchrun(one_run: Callable[[], None]) -> None:
-    (told,) = ended(start(*TORCHRUN, "--nproc-per-node=2", f"--master-port={free_port()}", *TRAINKIT))
-    assert detected(told) == "launch by torchrun: rank 0 of 2 on one host"
-    one_run()
-
-
 @pytest.mark.parametrize("lost", [0, 1])
 def test_torchrun_starts_again_what_was_killed(one_run: Callable[[], None], lost: int) -> None:
     planted = f"rank={lost},step=7,phase=reduce,action=kill,attempt=0"
@@ -103,12 +97,6 @@ def test_mpirun(one_run: Callable[[], None]) -> None:
     one_run()
 
 
-def test_a_launcher_without_roles_starts_chief_worker_and_server(mirrored: str, cwd: Path) -> None:
-    serving = ("-m", "trainkit", *FIXED, "strategy=parameter_server", "hydra.run.dir=run")
-    ended(start(*TORCHRUN, "--nproc-per-node=3", f"--master-port={free_port()}", *serving))
-    assert sha256(cwd / "run") == mirrored
-
-
 def test_mpiexec_of_mpich(one_run: Callable[[], None]) -> None:
     if shutil.which("mpiexec.mpich") is None:
         pytest.skip("needs mpiexec.mpich: apt-get install mpich")
@@ -117,17 +105,17 @@ def test_mpiexec_of_mpich(one_run: Callable[[], None]) -> None:
     one_run()
 
 
-def test_containers_are_detected_by_pet_variables(one_run: Callable[[], None]) -> None:
-    group = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
-    told = ended(*(start(*PYTHON, **group, PET_NODE_RANK=str(rank)) for rank in range(2)))
-    assert detected(told[0]) == "launch by PET_NNODES: rank 0 of 2 on 2 hosts"
-    one_run()
-
-
 def test_srun(one_run: Callable[[], None]) -> None:
     with slurm() as variables:
         (told,) = ended(start("srun", "--ntasks=2", *PYTHON, **variables))
     assert detected(told) == "launch by SLURM: rank 0 of 2 on one host"
+    one_run()
+
+
+def test_containers_are_detected_by_pet_variables(one_run: Callable[[], None]) -> None:
+    group = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
+    told = ended(*(start(*PYTHON, **group, PET_NODE_RANK=str(rank)) for rank in range(2)))
+    assert detected(told[0]) == "launch by PET_NNODES: rank 0 of 2 on 2 hosts"
     one_run()
 
 
@@ -177,7 +165,7 @@ def test_a_signal_to_one_process_saves_and_stops_them_all(cwd: Path) -> None:
     hand = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     long = latest(*PYTHON, "steps=100000", "checkpoint.every_steps=20")
     processes = [start(*long, RANK=str(rank), **hand) for rank in range(2)]
-    wait_until(lambda: any((cwd / "run/checkpoints").glob("step_*")), *processes)
+    wait_for(lambda: any((cwd / "run/checkpoints").glob("step_*")), *processes)
     processes[1].send_signal(signal.SIGINT)
     told = [process.communicate(timeout=180) for process in processes]
     assert [process.returncode for process in processes] == [130, 130], told
@@ -206,7 +194,7 @@ def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(cwd: Path) -> None
         processes = [
             start(*host.command(*long, *spec, f"cluster.task=worker:{index}")) for index, host in enumerate(hosts)
         ]
-        wait_until(lambda: any((cwd / "run/checkpoints").glob("step_*")), *processes)  # early ones are deleted soon
+        wait_for(lambda: any((cwd / "run/checkpoints").glob("step_*")), *processes)  # early ones are deleted soon
         hosts[1].unplug()
         told = [process.communicate(timeout=180)[1] for process in processes]
     assert [process.returncode for process in processes] == [5, 5], told
@@ -214,13 +202,3 @@ def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(cwd: Path) -> None
         assert any(
             line.startswith(f"rank {1 - rank} stopped answering in step") for line in plain(text).splitlines()
         ), text
-
-
-def wait_until(condition: Callable[[], object], *processes: subprocess.Popen[str], within_s: float = 180) -> None:
-    """Wait for a condition while the processes run."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        codes = [process.poll() for process in processes]
-        assert set(codes) <= {None}, [process.communicate(timeout=180) for process in processes]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

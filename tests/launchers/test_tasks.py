@@ -1,16 +1,25 @@
-"""A launch whose ranks get the wrong GPU or number of replicas is caught here alone, before anything is started."""
+"""A launch whose ranks get the wrong GPU or number of replicas is caught here alone, before anything is started.
+A second group that writes into the folder of the first, and a wait without an end, are caught here alone.
+"""
 
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.launchers.launches import launch_of
 from trainkit.cli import main
-from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.cluster.address import interface_of, own_address
+from trainkit.cluster.launch import LaunchEnvironment, socket_environ
 from trainkit.cluster.members import launch_of as launch_in
 from trainkit.cluster.tasks import Task
 from trainkit.config.check import checked
 from trainkit.config.compose import compose
+from trainkit.errors import ConfigError, HangError, TrainingError
+from trainkit.run.folder.fencing_token import FencingToken
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.rendezvous.store_client import WaitReporter, store_of_launch
 from trainkit.strategies.base import Numerics, PlanContext, Strategy
 from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirrored
 from trainkit.strategies.mesh.tensor_parallel import TensorParallel
@@ -92,15 +101,6 @@ def test_replicas_are_those_of_the_whole_run_under_every_launch() -> None:
     ]
 
 
-def test_the_evaluator_of_a_cluster_is_none_of_the_ranks_that_train() -> None:
-    members = {"worker": ["a:1", "a:2"], "evaluator": ["a:3"]}
-    seen = [launch_in(members, task, kind="TF_CONFIG").training for task in (("worker", 1), ("evaluator", 0))]
-    assert [(launch.rank, launch.local_rank, launch.num_local, launch.num_ranks) for launch in seen] == [
-        (1, 1, 2, 2), (0, 0, 2, 2),
-    ]  # fmt: skip
-    assert problems(Mirrored(), seen[0]) == []
-
-
 def test_ranks_of_one_host_are_counted_by_host() -> None:
     seen = [launch_in({"worker": ["a:1", "b:1", "a:2"]}, ("worker", index), kind="TF_CONFIG") for index in range(3)]
     assert [(launch.local_rank, launch.num_local, launch.num_hosts) for launch in seen] == [
@@ -116,8 +116,103 @@ def test_settings_of_several_ranks_have_an_effect_where_each_host_has_one() -> N
     assert checked(compose(run)).notes == ()
 
 
-def test_the_plan_is_that_of_the_whole_launch(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "recipe=null", *SPEC]) == 0
-    out = capsys.readouterr().out
-    assert "2 on cpu" in out
-    assert "worker:0 worker:1 on cpu" in out
+class Clock:
+    """Time that passes during sleeps only."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def wait_for_ever(patience: WaitReporter) -> None:
+    while True:
+        patience.wait(0.5)
+
+
+def test_the_wait_reports_the_missing_task_repeatedly_and_ends_at_its_limit() -> None:
+    said: list[str] = []
+    clock = Clock()
+    who = "worker:1 (10.0.0.2:2222)"
+    patience = WaitReporter(lambda: who, timeout_s=60.0, log=said.append, clock=clock, sleep=clock.sleep)
+    with pytest.raises(HangError) as caught:
+        wait_for_ever(patience)
+    assert said == [
+        f"waiting for {who}",
+        f"waiting for {who}, 9 s",
+        f"waiting for {who}, 21 s",
+        f"waiting for {who}, 45 s",
+    ]
+    assert str(caught.value) == f"waited 60 s (supervisor.join_timeout_s) for {who}."
+
+
+def test_a_folder_that_another_host_does_not_see_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(ConfigError) as caught:
+        FencingToken.verify(folder, "token", timeout_s=0.0)
+    assert str(caught.value).splitlines()[1] == (
+        f"  run folder={folder.path}: rank 0 made it, and {socket.gethostname()} does not see it. All processes write "
+        "into one run folder: start them in a folder of a file system that the hosts share, or name one with "
+        "hydra.run.dir."
+    )
+
+
+def test_a_group_that_comes_back_late_finds_the_folder_taken(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    first = FencingToken.acquire(folder)
+    assert FencingToken.verify(folder, first.token) == first
+    second = FencingToken.acquire(folder)
+    second.check()
+    with pytest.raises(TrainingError, match=rf"^{tmp_path} was taken over by process \d+ on .+\. This group ends and"):
+        first.check()
+
+
+def test_no_checkpoint_gets_its_name_where_the_folder_is_another_groups(tmp_path: Path) -> None:
+    import torch
+
+    from tests.support.saving import save
+    from trainkit.trainer.manifest import list_complete
+
+    folder = RunFolder(tmp_path)
+    fence = FencingToken.acquire(folder)
+    tensors = {"param/a": torch.zeros(2)}
+    save(folder.checkpoints, step=1, tensors=tensors, meta={}, confirm=fence.check)
+    FencingToken.acquire(folder)
+    with pytest.raises(TrainingError, match="was taken over by"):
+        save(folder.checkpoints, step=2, tensors=tensors, meta={}, confirm=fence.check)
+    assert [checkpoint.step for checkpoint in list_complete(folder.checkpoints)] == [1]
+
+
+def test_on_one_host_gloo_stays_on_the_loopback_interface() -> None:
+    assert socket_environ(launch_of(2, store=("localhost", 29400))) == {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_the_interface_of_an_address_is_found() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("198.51.100.7") is None
+    assert own_address("127.0.0.1") == "127.0.0.1"
+
+
+def test_an_address_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as caught:
+            store_of_launch(launch_of(2, store=("127.0.0.1", port)))
+    assert str(caught.value).splitlines()[1] == (
+        f"  store=127.0.0.1:{port}: rank 0 cannot listen there: Address already in use."
+    )
+
+
+def test_a_sweep_in_a_launch_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["-m", "seed=1,2"]) == 2
+    assert capsys.readouterr().err.splitlines()[1] == (
+        "  -m: this is one of 2 processes that RANK and WORLD_SIZE started, and each would run every point. Start the "
+        "sweep without the launcher (TRAINKIT_LAUNCHER=none), or each point with it. (command line)"
+    )

@@ -36,33 +36,6 @@ class Sleepy(nn.Module):
         return out
 
 
-class Elementwise(nn.Module):
-    """A classifier whose forward pass moves much memory for little arithmetic."""
-
-    def __init__(self, size: int = 2_000_000) -> None:
-        super().__init__()
-        self.layer, self.many = nn.Linear(4, 2), nn.Parameter(torch.zeros(size))
-
-    def forward(self, points: Tensor) -> Tensor:
-        out: Tensor = self.layer(points)
-        return out + (self.many + 1.0).mul(2.0).neg().mean()
-
-
-class Products(nn.Module):
-    """A classifier that multiplies matrices of many rows and columns."""
-
-    def __init__(self, width: int = 700) -> None:
-        super().__init__()
-        self.layer, self.square = nn.Linear(4, 2), nn.Parameter(torch.full((width, width), 1e-4))
-
-    def forward(self, points: Tensor) -> Tensor:
-        out: Tensor = self.layer(points)
-        product: Tensor = self.square
-        for _ in range(4):
-            product = product @ self.square
-        return out + product[0, 0]
-
-
 class Broken(nn.Module):
     """A classifier of digits whose scores are no numbers."""
 

@@ -1,22 +1,40 @@
-"""`trainkit bench`: a measurement that changes the weights of its training is caught here alone."""
+"""`trainkit bench`: a measurement that changes the weights of its training is caught here alone.
+How many processes load data: a resumed run that is measured again is caught here alone.
+A measurement that is stopped: a process or a folder that it leaves behind is caught here alone.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
 import pytest
 
+import trainkit
+from tests.measuring.slow import Sleepy, SlowSamples
 from tests.measuring.trainings import candidate, config, here
+from tests.support.waiting import wait_for
 from trainkit.cli import main
-from trainkit.config.schema import RunConfig
-from trainkit.measuring.bench import bench
-from trainkit.measuring.figures import Spread, parts_of
-from trainkit.measuring.showing import table_lines
+from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.errors import ConfigError, TerminatedError
+from trainkit.measuring import workers
+from trainkit.measuring.bench import bench, scratch_folder
+from trainkit.measuring.figures import Choice, Spread, parts_of
+from trainkit.measuring.showing import data_lines, table_lines
 from trainkit.measuring.turns import Target, Turn, measured_config
+from trainkit.measuring.workers import WorkerSearch, search_workers
+from trainkit.run.equivalence.running import bare
+from trainkit.run.planning.workers import refuse_open_workers
 from trainkit.run.runner import train
+from trainkit.trainer.phase_clock import PARTS
 from trainkit.verbs.looking.schema import schema_of
 
 SLOW_DATA = "data._target_=tests.measuring.slow.SlowSamples"
@@ -145,7 +163,6 @@ def test_bad_input_is_refused_before_anything_runs(
 ) -> None:
     assert main(["bench", "recipe=null", *arguments]) == 2
     lines = capsys.readouterr().err.splitlines()[1:]
-    assert len(lines) == len(words)
     assert all(word in line for word, line in zip(words, lines, strict=True)), lines
     assert list(cwd.iterdir()) == []
 
@@ -176,3 +193,187 @@ def test_a_language_model_has_its_tokens_a_second() -> None:
     assert one.turns[0].figures["samples"] == 8
     assert one.turns[0].figures["targets"] == 64
     assert "targets/s" in "\n".join(table_lines([one]))
+
+
+VAIN = ", and workers do not shorten a step"
+
+
+def search(
+    step_ms: Mapping[int, tuple[float, float]], monkeypatch: pytest.MonkeyPatch, *, ranks: int = 1
+) -> WorkerSearch:
+    """Search where a step with some number of workers takes so many milliseconds, and its input so many of them."""
+    monkeypatch.setattr(workers, "num_cores", lambda: 8)
+
+    def start(cfg: RunConfig, folder: Path) -> Turn:
+        del folder
+        assert isinstance(cfg.loader.num_workers, int)
+        if cfg.loader.num_workers not in step_ms:
+            return Turn(figures={}, failure="exit 2: cannot")
+        whole, read = step_ms[cfg.loader.num_workers]
+        parts = {**dict.fromkeys(PARTS, 0.0), "input": read / 1e3}
+        rest = {"targets": 8.0, "peak_bytes": 1 << 20, "compile_s": 0.0}
+        return Turn(figures={"steps": 1, "samples": 8, "seconds": whole / 1e3, "ranks": [parts], **rest})
+
+    return search_workers(config("loader.cache=false"), num_steps=1000, num_ranks=ranks, start=start)
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "tried", "reason", "bound"),
+    [
+        ({0: (10, 0.4)}, 1, "0, because reading takes 4 % of a step", False),
+        (
+            {0: (40, 30), 1: (30, 20), 2: (16, 6), 4: (10.2, 0.2)}, 4,
+            "4: a step is 3.9 times as fast, and reading takes 2 % of it instead of 75 %", True,
+        ),
+        (
+            {0: (40, 30), 1: (20, 10), 2: (19.5, 10)}, 3,
+            "1: a step is 2.0 times as fast, and reading takes 50 % of it instead of 75 %", True,
+        ),
+        ({0: (40, 4), 1: (50, 3)}, 2, f"0, because reading takes 10 % of a step{VAIN}", True),
+        ({}, 1, "0, because the training could not be measured: exit 2: cannot", False),
+    ],
+)  # fmt: skip
+def test_the_smallest_number_of_workers_wins_whose_steps_are_short(
+    step_ms: Mapping[int, tuple[float, float]], tried: int, reason: str, bound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = search(step_ms, monkeypatch)
+    assert (len(found.choices), found.reason, found.is_loader_bound) == (tried, reason, bound)
+    assert str(found.num_workers) == reason[0]
+
+
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = search({0: (40, 36), 1: (20, 16), 2: (10, 8), 4: (5, 4)}, monkeypatch, ranks=4)  # of 8 cores
+    assert [one.label for one in found.choices] == ["0", "1", "2"]
+
+
+def test_the_verdict_stands_below_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = list(data_lines(search({0: (40, 30), 1: (10, 0.1)}, monkeypatch)))
+    assert lines[1:3] == [
+        "        0        200  200 .. 200   1.00   1 MiB         40   75 %",
+        "        1        800  800 .. 800   4.00   1 MiB         10    1 %",
+    ]
+    assert lines[-1].startswith("  bound by its loader. loader.num_workers=1: a step is 4.0 times as fast")
+
+
+def test_a_run_chooses_its_workers_and_a_resumed_one_keeps_them(
+    cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers = iter((0, 1))
+    monkeypatch.setattr(
+        workers,
+        "search_workers",
+        lambda *_, **__: WorkerSearch(choices=(), num_workers=next(numbers), reason="measured"),
+    )
+    keys = ["recipe=null", "steps=6", "loader.cache=false", "loader.num_workers=auto"]
+    for more in (["stop_at_step=3"], ["resume=auto", "stop_at_step=5"]):
+        trainkit.train([*keys, *more], run_dir="run")
+        assert load_resolved("run/resolved.yaml").loader.num_workers == 0
+    assert "loader.num_workers=auto: measured" in capsys.readouterr().out
+    assert next(numbers) == 1
+
+
+def test_what_cannot_be_measured_takes_a_number(cwd: Path) -> None:
+    auto = config("loader.cache=false", "loader.num_workers=auto")
+    refuse_open_workers(config("loader.cache=false", "loader.num_workers=1"))
+    with pytest.raises(ConfigError, match=r"loader\.num_workers=auto: is measured by short"):
+        refuse_open_workers(auto)
+    assert bare(auto, 1).loader.num_workers == 0  # a proof reads in its own process
+
+    class Mine(Sleepy):
+        pass
+
+    keys = ["recipe=null", "loader.num_workers=auto"]
+    with pytest.raises(ConfigError, match="Give a number: trainkit bench --data finds it"):
+        trainkit.train(keys, model=Mine(), data=SlowSamples(), steps=40, quiet=True)
+    assert list(cwd.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--steps", "3", "optimizer.lr=1,2"], ["--steps: has no effect", "--data: measures one training"]),
+        (["loader.num_workers=2", "loader.cache=false"], ["loader.num_workers=2: has no effect"]),
+        (["steps=20"], ["bench needs 30 or more"]),
+    ],
+)
+def test_bad_input_of_the_search_is_refused(
+    arguments: list[str], words: list[str], cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--data", "recipe=null", *arguments]) == 2
+    lines = capsys.readouterr().err.splitlines()[1:]
+    assert all(word in line for word, line in zip(words, lines, strict=True)), lines
+    assert list(cwd.iterdir()) == []
+
+
+def test_the_verdict_as_json_has_its_schema(
+    cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = WorkerSearch(choices=(Choice(label="0", failure="exit 2"),), num_workers=0, reason="0, because")
+    monkeypatch.setattr(workers, "search_workers", lambda *_, **__: found)
+    assert main(["bench", "--data", "recipe=null", "steps=40", "--json", "--out", "found"]) == 1
+    content = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator(schema_of("bench")).validate(content)
+    assert content["data"] == {"bound_by": "model", "num_workers": 0, "reason": "0, because"}
+    assert [path.name for path in (cwd / "found").iterdir()] == ["bench.json"]
+
+
+LONG = (
+    "recipe=null", "strategy=mirrored", "strategy.replicas=2", "steps=100000", "optimizer.lr=0.1,0.2",
+    "loader.cache=false", "loader.num_workers=1", "--steps", "99000",
+)  # fmt: skip
+
+
+def processes_with(variable: str) -> list[int]:
+    """Return the processes that have a variable in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if variable in (process / "environ").read_bytes().decode(errors="replace").split("\0"):
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)]
+)
+def test_a_stopped_bench_leaves_no_process_and_no_folder(cwd: Path, number: int, code: int) -> None:
+    scratch = cwd / "scratch"
+    scratch.mkdir()
+    variable = f"TMPDIR={scratch}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainkit", "bench", *LONG],
+        env={**os.environ, "TMPDIR": str(scratch)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for(lambda: [*scratch.glob("trainkit-bench-*/*/run/live/rank_1*")], process)
+        process.send_signal(number)
+        assert process.wait(300) == code
+        kept = (path.name for path in scratch.iterdir())
+        assert [name for name in kept if not name.startswith("torchinductor_")] == []  # the compiler's own cache
+        wait_for(lambda: not processes_with(variable))
+        assert [*(cwd / "outputs/bench").iterdir()] == []
+    finally:
+        for pid in processes_with(variable):
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_a_signal_that_interrupts_the_removal_does_not_prevent_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    remove, calls = shutil.rmtree, list[Path]()
+
+    def interrupted(folder: Path) -> None:
+        calls.append(folder)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        remove(folder)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(TerminatedError), scratch_folder() as folder:
+        pass
+    assert not folder.exists()
+    assert len(calls) == 2

@@ -1,16 +1,23 @@
-"""The bottleneck of trainings that are bound by one thing each: a rank whose wait counts as exchange is caught here."""
+"""The bottleneck of trainings that are bound by one thing each: a rank whose wait counts as exchange is caught here.
+What is read from a GPU and its driver, with doubles: a clock that waits in each step is caught here alone.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import trainkit
 from trainkit.callbacks.bottleneck import KernelTimes, StepTimes, breakdown, remedy, verdict
+from trainkit.callbacks.energy import consumed_joules
 from trainkit.config.schema import RunConfig
+from trainkit.trainer import phase_clock
+from trainkit.trainer.phase_clock import PhaseClock
 
 MINE = "tests.measuring.slow"
 KEYS = (
@@ -40,8 +47,6 @@ def profiled_in_a_quiet_moment(folder: Path, kind: str, *overrides: str) -> tupl
     [
         ("input", ("data.ms=3", "model=mlp", "model.in_features=4"), "loader.num_workers=auto"),
         ("host", ("data.ms=0", f"model._target_={MINE}.Sleepy", "model.ms=20"), "compile.mode=default"),
-        ("memory", ("data.ms=0", f"model._target_={MINE}.Elementwise"), "compile.mode=default"),
-        ("compute", ("data.ms=0", f"model._target_={MINE}.Products", "optimizer=sgd"), "strategy, with more devices"),
     ],
 )
 @pytest.mark.slow
@@ -89,6 +94,15 @@ def test_kernels_of_a_gpu_are_told_apart_by_name_and_ranges_of_the_host_are_no_k
     assert KernelTimes.of(events, steps=1, on_device=True) == KernelTimes(compute_s=3.0, memory_s=3.0)
 
 
+def test_operations_of_a_processor_count_by_kind_if_they_are_no_short_ones_of_python() -> None:
+    seconds = {"aten::addmm": 2.0, "aten::neg": 1.0, "Optimizer.step#SGD.step": 9.0, "aten::relu": 1e-6}
+    events = [
+        SimpleNamespace(key=name, device_type=SimpleNamespace(name="CPU"), self_cpu_time_total=took * 1e6, count=1)
+        for name, took in seconds.items()
+    ]
+    assert KernelTimes.of(events, steps=2, on_device=False) == KernelTimes(compute_s=1.0, memory_s=0.5)
+
+
 def test_the_rank_that_all_wait_for_may_be_another_in_each_step() -> None:
     slow, quick = (1.0, 0.1), (1.0, 0.9)
     one = StepTimes(steps=(1.0, 1.0), inputs=(0.0, 0.0), exchanges=(slow[1], quick[1]))
@@ -118,3 +132,73 @@ def test_each_verdict_names_a_key_that_is_not_used_yet() -> None:
     times = StepTimes(steps=(2.0,), inputs=(1.5,), exchanges=(0.0,))
     text = verdict(breakdown([times], KernelTimes(compute_s=9.0)), plain, device="cpu", is_stream=False)
     assert text == "bottleneck: input, 75 % of a step. What may reduce it: loader.num_workers=auto"
+
+
+class Event:
+    """An event of a stream whose device is always late: each event is reached 10 ms after the one before."""
+
+    reached_ms = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object) -> None:
+        assert stream == "the stream of cuda:1"
+        Event.reached_ms += 10.0
+        self.at_ms = Event.reached_ms
+
+    def elapsed_time(self, other: Event) -> float:
+        return other.at_ms - self.at_ms
+
+
+def test_parts_on_a_gpu_are_measured_between_events_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = list[None]()
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: waits.append(None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    clock = PhaseClock()
+    clock.begin(torch.device("cuda", 1))
+    for _ in range(2):
+        for phase in ("data", "forward", "backward", "forward", "backward", "reduce", "update"):
+            clock(phase, 0)
+        clock.end_step()
+    assert waits == []
+    found = {"input": 0.02, "forward": 0.04, "backward": 0.04, "exchange": 0.02, "update": 0.02}
+    assert clock.lap() == pytest.approx(found)
+    assert len(waits) == 1
+    assert clock.lap() == dict.fromkeys(found, 0.0)
+
+
+def test_events_that_the_device_has_reached_are_added_up_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    monkeypatch.setattr(phase_clock, "_MOST_EVENTS", 8)
+    monkeypatch.setattr(Event, "query", lambda event: event.at_ms < Event.reached_ms, raising=False)
+    clock = PhaseClock()
+    clock.begin(torch.device("cuda", 1))
+    for _ in range(20):
+        clock("forward", 0)
+        clock("backward", 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    found = clock.lap()
+    assert (found["forward"], found["backward"]) == pytest.approx((0.2, 0.19))
+
+
+def test_the_energy_is_that_of_the_devices_by_their_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError
+
+    devices, millijoules = [torch.device("cuda", index) for index in (0, 1)], {b"GPU-0": 1500, b"GPU-1": 500}
+    nvml = SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetTotalEnergyConsumption=millijoules.__getitem__,
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=device.index))
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert consumed_joules(devices) == 2.0
+    nvml.nvmlInit = refuse
+    assert consumed_joules(devices) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert consumed_joules(devices) is None

@@ -5,10 +5,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from tests.support.waiting import wait_for
 from trainkit.cluster.tasks import Task
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection import TimeLimits
@@ -61,13 +62,6 @@ def launch(folder: RunFolder, num_ranks: int) -> subprocess.Popen[str]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     wait_for(lambda: len(list(folder.live.glob("pids_*"))) == num_ranks and len(pids_of(folder)) >= num_ranks)
     return process
-
-
-def wait_for(condition: Callable[[], object], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 def pids_of(folder: RunFolder) -> list[int]:

@@ -1,7 +1,10 @@
-"""A model that draws or couples samples and is said to train alike on any number of replicas is caught here alone."""
+"""A model that draws or couples samples and is said to train alike on any number of replicas is caught here alone.
+A training whose result shows the proof of another training or placement is caught here alone.
+"""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,12 +20,14 @@ from trainkit.cli import main
 from trainkit.config.compose import compose
 from trainkit.config.schema import RunConfig
 from trainkit.models.mlp import Mlp
-from trainkit.objectives.base import Loss, Model, Objective, split_batch
+from trainkit.objectives.base import Loss, Model, Objective
 from trainkit.objectives.classification import Classification
+from trainkit.objectives.fields import split_batch
 from trainkit.objectives.language_modelling import LanguageModelling
 from trainkit.objectives.own_loss import ModelComputesLoss
 from trainkit.run.equivalence import Sameness
 from trainkit.run.equivalence.answers import same_training
+from trainkit.run.folder.proof_records import keep_proof, key_of, last_proof, proofs_folder
 from trainkit.run.planning import notes as cut_facts
 from trainkit.run.planning.coupling import COUPLES, MODEL, Coupling, probe
 from trainkit.run.planning.notes import coupling_of, cut_notes
@@ -153,17 +158,6 @@ def test_a_mean_over_unequal_numbers_of_targets_does_not_couple() -> None:
     assert probe(nn.Sequential(nn.Embedding(5, 5)), LanguageModelling(), list(tokens())) == Coupling()
 
 
-def test_generators_are_left_as_they_were() -> None:
-    model = mlp(dropout=0.5)
-    torch.manual_seed(3)
-    random.seed(3)
-    expected = torch.rand(1), random.random()
-    torch.manual_seed(3)
-    random.seed(3)
-    probe(model, Classification(), samples())
-    assert (torch.rand(1), random.random()) == expected
-
-
 def test_samples_that_are_all_alike_show_nothing_and_two_that_differ_are_enough() -> None:
     assert probe(mlp(), Classification(), samples(1) * 8).not_probed == "the samples that were tried are all equal"
     assert probe(Changed(lambda _, y: y - y.mean(0)), Classification(), samples(4)).text == f"the model {COUPLES}"
@@ -188,6 +182,15 @@ def test_a_large_model_is_not_run_before_a_training(monkeypatch: pytest.MonkeyPa
     why = "coupling: not probed, the model has 10,100 parameters, more than 9,000: trainkit prove probes it."
     assert cut_notes(plan, lambda: coupling_of(plan, model)) == [why]
     assert coupling_of(plan, model, at_any_size=True).text == "the model draws random numbers"
+
+
+def test_a_model_that_cannot_be_run_is_reported_as_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> Coupling:
+        raise RuntimeError("not four at a time")
+
+    monkeypatch.setattr(cut_facts, "probe", fails)
+    why = "a pass on the CPU failed (RuntimeError: not four at a time)"
+    assert coupling_of(plan_of(*DRAWING), nn.Linear(64, 10)).not_probed == why
 
 
 class Ragged:
@@ -239,15 +242,9 @@ def sameness(*arguments: str, coupling: Callable[[], Coupling] = unasked, base: 
     return same_training(reference, candidate, coupling, accumulates="batch.accumulation=2" in base)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("strategy=device_map",),
-        ("strategy=mirrored", "strategy.replicas=1"),
-    ],
-)
-def test_an_equal_cut_is_the_same_training_whatever_the_model_is(arguments: tuple[str, ...]) -> None:
-    assert sameness(*arguments).verdict == "yes"
+def test_an_equal_cut_is_the_same_training_whatever_the_model_is() -> None:
+    assert sameness("strategy=device_map").verdict == "yes"
+    assert sameness("strategy=mirrored", "strategy.replicas=1").verdict == "yes"
     other = ("strategy=fsdp", "loader.num_workers=2", "eval.batch_size=7", "name=other")
     assert sameness(*other, base=("batch.micro_size=32",)).verdict == "yes"
     assert sameness("strategy=mirrored", base=("numerics.reproducible=true",)).verdict == "yes"
@@ -287,6 +284,77 @@ def test_keys_that_change_the_result_are_named_and_no_cut_helps(arguments: list[
     assert all(one.startswith(start) for one, start in zip(found.reasons, reasons, strict=True))
 
 
-def test_a_batch_that_follows_the_replicas_is_another_training() -> None:
-    base = ("batch.global_size=null", "batch.micro_size=8", "batch.accumulation=2")
-    assert sameness("strategy=mirrored", base=base).reasons == ("batch.global_size is 32 here and 16 under one_device",)
+FOUND = {
+    "command": "trainkit prove strategy=mirrored", "same_training": "yes", "same_numbers": "rounding", "micro_size": 32,
+    "steps": 10, "precision": "fp64", "largest_error": 1e-16,
+}  # fmt: skip
+KEPT = {"version": 1, "date": "2026-11-22T00:00:00+00:00", **FOUND, "devices": "cpu", "torch": "2.13.0"}
+
+
+def digits_plan(*arguments: str) -> RunPlan:
+    return make_plan(RunConfig.from_dict(compose(["recipe=digits", *arguments]).values))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "trainkit/proofs"
+
+
+@pytest.mark.slow
+def test_a_proof_stands_in_the_result_of_such_a_training(cwd: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    threads = ["recipe=digits", "strategy=central_storage"]
+    assert main(["prove", *threads, "--steps", "2"]) == 0
+    proved = api.train(api.compose([*threads, "stop_at_step=1", "hydra.run.dir=run"]))["proved"]
+    assert json.loads(Path("run/result.json").read_text())["proved"] == proved
+    assert proved["command"] == "trainkit prove recipe=digits strategy=central_storage --steps 2"
+    assert (proved["same_training"], proved["micro_size"], proved["steps"]) == ("yes", 32, 2)
+    assert api.train(api.compose([*threads, "stop_at_step=1", "seed=1"]))["proved"] is None
+
+
+def test_the_last_proof_of_a_key_is_kept(cache: Path) -> None:
+    plan = digits_plan("strategy=mirrored")
+    assert last_proof(plan) is None
+    assert keep_proof(plan, FOUND) is None
+    assert keep_proof(plan, {**FOUND, "same_training": None}) is None
+    assert [path.name for path in cache.iterdir()] == [f"{key_of(plan)}.json"]
+    assert (last_proof(plan) or {})["same_training"] is None
+
+
+def test_another_training_or_placement_has_another_key_and_what_is_shown_has_none() -> None:
+    mirrored = ("strategy=mirrored", "strategy.replicas=2")
+    for other in ("strategy.replicas=3", "strategy.reduce=ring", "batch.micro_size=16", "optimizer.lr=0.5"):
+        assert key_of(digits_plan(*mirrored, other)) != key_of(digits_plan(*mirrored)), other
+    shown = ("name=other", "loader.num_workers=2", "callbacks=[]", "log_every_steps=3", "stop_at_step=5")
+    assert key_of(digits_plan(*mirrored, *shown)) == key_of(digits_plan(*mirrored))
+
+
+@pytest.mark.parametrize(
+    ("content", "is_proof"),
+    [
+        (json.dumps(KEPT), True),
+        ("[" * 10_000, False),
+        (json.dumps([KEPT]), False),
+        (json.dumps({**KEPT, "version": 2}), False),
+        (json.dumps({**KEPT, "steps": True}), False),
+        (json.dumps({**KEPT, "same_numbers": "certainly"}), False),
+        (json.dumps({**KEPT, "command": "x" * 5000}), False),
+        (json.dumps(KEPT) + " " * 20_000, False),
+    ],
+)
+def test_only_a_file_with_the_expected_keys_is_read_as_a_proof(cache: Path, content: str, is_proof: bool) -> None:
+    plan = digits_plan()
+    cache.mkdir(parents=True)
+    (cache / f"{key_of(plan)}.json").write_text(content)
+    assert last_proof(plan) == (KEPT if is_proof else None)
+
+
+def test_a_proof_that_cannot_be_kept_says_why(tmp_path: Path) -> None:
+    (tmp_path / "trainkit").write_text("in the way")
+    assert keep_proof(digits_plan(), FOUND) == f"Not a directory: {tmp_path}/trainkit/proofs"
+
+
+def test_a_relative_cache_folder_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert proofs_folder() == tmp_path / ".cache/trainkit/proofs"

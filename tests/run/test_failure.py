@@ -1,4 +1,6 @@
-"""A rank that only lost a connection and is named instead of the one that failed first is caught here alone."""
+"""A rank that only lost a connection and is named instead of the one that failed first is caught here alone.
+A planted failure that hits another rank, step or attempt, so that kill tests test nothing, is caught here alone.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from trainkit.run.process.nccl_dumps import nccl_dumps_to, recorder_variables
 from trainkit.run.process.worker_group import ProcessExit
 from trainkit.run.supervisor.attempts import AttemptRunner, SupervisorSettings
 from trainkit.run.supervisor.failure import hanging, is_clean, root_cause, unresponsive_rank
-from trainkit.trainer.failpoints import Phase
+from trainkit.trainer import failpoints
+from trainkit.trainer.failpoints import Phase, hit, parse, reload
 
 RESET = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:27059: Connection reset by peer."
 TIMED_OUT = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete"
@@ -346,3 +349,43 @@ def test_the_recorder_is_bounded_and_writes_into_the_run_folder(tmp_path: Path) 
         assert environ == {**recorder_variables(RunFolder(tmp_path)), "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
         assert f"{tmp_path}/live/nccl_rank_" in environ.values()
     assert environ == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+
+
+@pytest.fixture(autouse=True)
+def _disarmed() -> Iterator[None]:
+    yield
+    reload({})
+
+
+def test_a_failpoint_fails_at_its_moment_only() -> None:
+    reload({"TRAINKIT_FAIL": "step=3,phase=backward,action=raise"})
+    hit("backward", 2)
+    hit("forward", 3)
+    with pytest.raises(RuntimeError, match=r"^failpoint in backward of step 3$"):
+        hit("backward", 3)
+    reload({"TRAINKIT_FAIL": "action=full"})  # without step or phase every moment is meant
+    with pytest.raises(OSError, match="No space left on device"):
+        hit("save", 12)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"TRAINKIT_RANK": "0", "TRAINKIT_FAIL": "rank=1,action=raise"},
+        {"TRAINKIT_RANK": "1", "TRAINKIT_FAIL": "action=raise"},
+        {"TRAINKIT_ATTEMPT": "1", "TRAINKIT_FAIL": "attempt=0,action=raise"},
+        {},
+    ],
+)
+def test_others_are_spared(environ: dict[str, str]) -> None:
+    reload(environ)
+    hit("forward", 0)
+    assert not failpoints.ARMED
+
+
+@pytest.mark.parametrize(
+    "text", ["step=x,action=kill", "action=burn", "phase=lunch,action=kill", "kill", "when=2,action=kill"]
+)
+def test_what_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"TRAINKIT_FAIL=.*: write rank=N,index=N,step=N"):
+        parse(text)

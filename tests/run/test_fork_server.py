@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from tests.contract.running import run
 from tests.support.descendants import descendants
 from tests.support.verdicts import plain
+from tests.support.waiting import wait_for
 from trainkit.run.process import fork_server as ranks
 from trainkit.run.process.fork_server import ForkServerClient
 
@@ -36,9 +36,7 @@ def training(tmp_path: Path) -> Iterator[Training]:
     with subprocess.Popen(
         [*LONG, f"steps={LAST}", f"hydra.run.dir={folder}"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
     ) as process:
-        while not list(folder.glob("checkpoints/step_*")):
-            assert process.poll() is None
-            time.sleep(0.02)
+        wait_for(lambda: list(folder.glob("checkpoints/step_*")), process)
         found = descendants(process.pid)
         pids = {name: pid for pid, name in found.items() if name.startswith("worker:")}
         (nursery,) = (pid for pid in found if pids.keys() & set(descendants(pid).values()))
@@ -58,9 +56,7 @@ def test_forked_ranks_compute_what_fresh_processes_do(tmp_path: Path, monkeypatc
 def test_a_rank_that_dies_is_forked_again_by_the_same_process(training: Training) -> None:
     process, folder, nursery, pids = training
     os.kill(pids["worker:1"], signal.SIGKILL)
-    while not _are_two_ranks(found := descendants(nursery)) or found.keys() & set(pids.values()):
-        assert process.poll() is None
-        time.sleep(0.01)
+    wait_for(lambda: _are_two_ranks(found := descendants(nursery)) and not {*found} & {*pids.values()}, process)
     _, told = process.communicate(timeout=120)
     assert "rank 1 was ended by SIGKILL" in plain(told)
     assert json.loads((folder / "result.json").read_text())["steps"] == LAST
@@ -82,10 +78,7 @@ def test_all_end_with_the_supervisor(training: Training) -> None:
     process, _, nursery, pids = training
     process.kill()
     process.wait()
-    gone = time.monotonic() + 60
-    while time.monotonic() < gone and any(_runs(pid) for pid in (nursery, *pids.values())):
-        time.sleep(0.01)
-    assert not [pid for pid in (nursery, *pids.values()) if _runs(pid)]
+    wait_for(lambda: not any(_runs(pid) for pid in (nursery, *pids.values())))
 
 
 def _are_two_ranks(found: dict[int, str]) -> bool:

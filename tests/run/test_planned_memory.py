@@ -1,25 +1,39 @@
-"""A plan whose peak is a tenth above or below the memory that a real step takes is caught here alone."""
+"""A plan whose peak is a tenth above or below the memory that a real step takes is caught here alone.
+A remedy that does not make the run fit, or a memory counted by task instead of by host, is caught here alone.
+A run that takes the rates of another GPU, or of another machine's calibration, is caught here alone.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from tests.support.present import present
 from tests.support.storages import Counting
 from trainkit import api
+from trainkit.cli import main
+from trainkit.config.schema import RunConfig
+from trainkit.config.yaml_files import shipped_conf
+from trainkit.errors import ConfigError
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Loss, Model
 from trainkit.objectives.classification import Classification
+from trainkit.run.estimates import calibrating
 from trainkit.run.estimates.activations import Timeline, TracedPass
+from trainkit.run.estimates.hardware import Link, hardware_of, hardware_under
 from trainkit.run.estimates.memory import DeviceMemory, device_memory, part_memories
+from trainkit.run.estimates.this_machine import Calibration, Machine, ThisMachine, calibration_file
+from trainkit.run.estimates.verdict import verdict_of
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import make_plan
 from trainkit.strategies.mesh.gathered_pass import GatheredPass, Gathering
@@ -273,3 +287,229 @@ def test_gradients_that_are_cast_for_the_masters_count_in_both_dtypes(micro_size
     # The sums in fp32, the layer that is cast, the one that was cast before, and bf16.
     several = 4 * sum(sizes) + 4 * (sizes[1] + sizes[2]) + 2 * sum(sizes[2:])
     assert (found.moment, found.peak) == ("backward", lasting + (several if sums else one))
+
+
+LAPTOP = (
+    "recipe=python_source", "model.width=64", "model.num_layers=3", "model.context=64", "data.context=64",
+    "data.max_bytes=20000", "hardware=laptop", "objective.cross_entropy=plain",
+)  # fmt: skip
+"""Some 20 MiB of tensors on top of a process; `hardware.memory_gib` decides whether that fits."""
+
+
+@pytest.fixture
+def shown(cwd: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    def plan(*arguments: str, code: int = 0) -> dict[str, Any]:
+        assert main(["plan", "--json", *arguments]) == code
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    return plan
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_exits_with_2(
+    shown: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = ("model.hidden=[60000,60000]", "hardware=laptop")
+    assert main(["plan", *large, "--fail-if-too-big"]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert "  fits             no: needs 94.3 GiB, laptop with eight cores has 16 GiB" in lines
+    assert shown(*large)["fits"] is False
+    assert shown("hardware=laptop", "--fail-if-too-big")["fits"] is True
+
+
+def test_no_hardware_no_verdict(shown: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown("recipe=digits")["fits"] is None
+    assert main(["plan", "--fail-if-too-big"]) == 2
+    assert "--fail-if-too-big: needs the memory of a device" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_every_remedy_makes_the_run_fit(shown: Callable[..., dict[str, Any]]) -> None:
+    tight = (*LAPTOP, "hardware.memory_gib=0.3158")
+    (first, *_) = shown(*tight)["remedies"]
+    keys = [change.partition("=")[0] for change in first["overrides"].split()]  # joined where none is enough alone
+    assert keys == ["batch.micro_size", "checkpoint.background", "activation_checkpointing", "eval.batch_size"]
+    small = (*LAPTOP, "hardware.memory_gib=0.33")
+    found = shown(*small)
+    assert found["fits"] is False
+    changes = [one["overrides"] for one in found["remedies"]]
+    assert changes[:2] == ["batch.micro_size=8", "activation_checkpointing=full"]
+    for one in found["remedies"]:
+        other = shown(*small, *one["overrides"].split())
+        assert other["fits"] is True
+        assert max(other["memory"]["peak"], other["memory"]["checkpoint"]) + 320 * 2**20 == one["needs"]
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_alone_does_not_fit_gets_smaller_batches(shown: Callable[..., dict[str, Any]]) -> None:
+    small = (*LAPTOP, "batch.global_size=2", "eval.batch_size=16", "hardware.memory_gib=0.3186")
+    found = shown(*small)
+    assert (found["fits"], found["memory"]["moment"]) == (False, "evaluation")
+    (only,) = found["remedies"]
+    assert (only["overrides"], only["fits"]) == ("eval.batch_size=8", True)
+
+
+@pytest.mark.slow
+def test_the_copy_of_a_checkpoint_counts_on_the_cpu(shown: Callable[..., dict[str, Any]]) -> None:
+    wide = ("recipe=digits", "model.hidden=[4000,4000]", "hardware=laptop", "hardware.memory_gib=0.6")
+    found, without = shown(*wide), shown(*wide, "checkpoint.background=false")
+    assert found["memory"]["staging"] == 3 * found["memory"]["parameters"] + 24, "Adam's slots, and six counts of steps"
+    assert found["memory"]["peak"] - without["memory"]["peak"] == found["memory"]["staging"]
+    assert (found["fits"], without["fits"]) == (False, True)
+    assert found["remedies"][0]["overrides"] == "checkpoint.background=false"
+
+
+@pytest.mark.parametrize(("strategy", "copies"), [("mirrored", 1), ("fsdp", 2)])
+def test_tasks_that_hold_the_whole_state_have_one_copy_of_it_together(strategy: str, copies: int) -> None:
+    def needs(on: str) -> tuple[int, int]:
+        own = ("recipe=digits", f"strategy={strategy}", "strategy.replicas=2", "hardware=laptop")
+        plan = make_plan(api.compose([*own, f"checkpoint.background={on}"]).cfg)
+        model, hardware = meta_model(plan), present(hardware_of(plan.cfg))
+        memory = device_memory(plan.resolved(lambda: model), model)
+        return verdict_of(plan, memory, hardware).needs, memory.held.staging_bytes
+
+    (with_copy, staged), (without, none) = needs("true"), needs("false")
+    assert none == 0 < staged
+    assert with_copy - without == copies * staged
+
+
+@pytest.mark.parametrize(("replicas", "fits"), [(1, True), (2, False)])
+def test_tasks_of_a_host_share_its_memory(replicas: int, fits: bool) -> None:
+    own = ("strategy=mirrored", f"strategy.replicas={replicas}", "hardware=laptop", "hardware.memory_gib=0.5")
+    plan = make_plan(api.compose(["recipe=digits", *own]).cfg)
+    model = meta_model(plan)
+    memory = device_memory(plan.resolved(lambda: model), model)
+    assert verdict_of(plan, memory, present(hardware_of(plan.cfg))).fits is fits
+
+
+@pytest.mark.parametrize(
+    ("flags", "tasks"),
+    [
+        (["--hosts", "8", "--gpus-per-host", "8", "strategy=multi_worker_mirrored"],
+         "worker:0 to worker:63 on cuda, 8 on each host"),
+        (["--world", "16", "strategy=mirrored"], "worker:0 to worker:15 on cuda:0 to cuda:15"),
+        (["--world", "4", "strategy=pipeline", "strategy.stages=2", "strategy.replicas=2", "model.hidden=[8,8,8]",
+          "batch.micro_size=64"], "2 replicas of 2 each"),
+    ],
+)  # fmt: skip
+def test_many_tasks_are_one_line(flags: list[str], tasks: str, cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("recipe=null", "data=synthetic", "data.num_samples=4096", "model.in_features=64", "batch.global_size=1024")
+    assert main(["plan", *small, *flags]) == 0
+    shown = capsys.readouterr().out
+    assert tasks in shown
+    assert ("\n  bubble " in shown) == ("strategy=pipeline" in flags)
+
+
+def test_flags_that_exclude_each_other_are_refused(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, key in (
+        ("--hosts 2", "--hosts: needs --gpus-per-host"),
+        ("--gpus-per-host 2", "--gpus-per-host: needs --hosts"),
+        ("--hosts 2 --gpus-per-host 4 --world 2", "--world: plans for one host"),
+        ("--hosts 1000 --gpus-per-host 8", "--hosts: makes 8,000 tasks"),
+    ):
+        assert main(["plan", *flags.split()]) == 2
+        assert f"  {key}" in capsys.readouterr().err
+
+
+CHOICES = sorted(path.stem for path in (shipped_conf() / "hardware").glob("*.yaml"))
+SHIPPED = [name for name in CHOICES if name not in ("none", "this")]
+
+
+def node_of(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((shipped_conf() / "hardware" / f"{name}.yaml").read_text())
+    return found
+
+
+def test_every_figure_has_a_source_and_a_date_and_every_kind_its_own_names() -> None:
+    names = [name for choice in SHIPPED for name in node_of(choice).get("driver_names", ())]
+    assert len(names) == len(set(names))
+    for choice in SHIPPED:
+        node = node_of(choice)
+        figures = {key for key, value in node.items() if value is not None} - {
+            "_target_", "name", "driver_names", "whole_host", "source", "date",
+        }  # fmt: skip
+        assert figures == node["source"].keys() == node["date"].keys(), choice
+        assert present(hardware_of(RunConfig(hardware=node))).peak_flops("bf16_mixed"), choice
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "name"),
+    [("NVIDIA H200", "NVIDIA H200 SXM"), ("NVIDIA H200 MIG 1g.18gb", None), ("NVIDIA L40S", None)],
+)
+def test_a_run_takes_the_rates_of_its_gpu_by_the_name_of_the_driver(
+    driver_name: str, name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: driver_name if device.index == 1 else "other")
+    found = hardware_under(torch.device("cuda", 1))
+    assert (found and found.name) == name
+    assert hardware_under(torch.device("cpu")) is None
+
+
+def test_a_format_that_a_device_lacks_is_computed_as_fp32() -> None:
+    laptop, l4 = (present(hardware_of(RunConfig(hardware=node_of(name)))) for name in ("laptop", "l4"))
+    assert laptop.peak_flops("bf16_mixed") == laptop.peak_flops("fp32") == pytest.approx(0.77e12)
+    assert l4.peak_flops("fp64") is None
+
+
+def test_all_problems_of_a_hardware_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "hardware=l4", "hardware.memory_gib=-1", "hardware.operation_us=-2"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.strip().partition(": ")[0] for line in lines[1:]] == [
+        "hardware.memory_gib=-1",
+        "hardware.operation_us=-2",
+    ]
+    assert main(["plan", "hardware=l4", "hardware.tflops.fp33=3"]) == 2
+    assert "hardware.tflops.fp33: no such number format" in capsys.readouterr().err
+
+
+def test_this_machine_takes_what_calibrate_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    machine = Machine.here()
+    before = ThisMachine(price_usd_h=0.5).here()
+    assert before.name == f"{machine.name}, not calibrated"
+    values = {
+        "version": 1, "date": "2026-11-23", "tflops": {"fp32": 0.1}, "memory_gb_s": 9.0, "operation_us": 4.0,
+        "within_host": {"gb_s": 1.5, "latency_us": 40.0}, "input_mb_s": 90.0,
+    }  # fmt: skip
+    calibration_file(machine).parent.mkdir()
+    calibration_file(machine).write_text(json.dumps(Calibration.of(values).document(machine)))
+    found = ThisMachine(price_usd_h=0.5).here()
+    assert (found.tflops["fp32"], found.memory_gb_s, found.input_mb_s, found.price_usd_h) == (0.1, 9.0, 90.0, 0.5)
+    assert found.notes == (f"hardware: {machine.name}, calibrated; trainkit calibrate (2026-11-23)",)
+
+
+def test_a_damaged_calibration_is_refused_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = calibration_file(Machine.here())
+    path.parent.mkdir()
+    path.write_text('{"version": 9}')
+    with pytest.raises(ConfigError) as caught:
+        ThisMachine().here()
+    assert str(caught.value.problems[0]).startswith(f"hardware=this: {path} holds no calibration (its version is 9)")
+
+
+@pytest.mark.slow
+def test_calibrate_writes_what_this_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibrating, "_ROUND_S", 1e-4)
+    monkeypatch.setattr(calibrating, "_ROUNDS", 1)
+    monkeypatch.setattr(calibrating, "measured_link", lambda *, num_gpus: Link(gb_s=1.5, latency_us=40.0 + num_gpus))
+    assert main(["calibrate"]) == 0
+    path = calibration_file(Machine.here())
+    assert path.parent.parent == tmp_path
+    assert str(path) in capsys.readouterr().out
+    found = ThisMachine().here()
+    assert {"fp64", "fp32", "bf16"} <= found.tflops.keys()
+    assert found.within_host == Link(gb_s=1.5, latency_us=40.0)
+    assert found.date["tflops"] == json.loads(path.read_text())["date"]
+
+
+@pytest.mark.long
+def test_a_link_is_measured_between_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrating, "_ROUND_S", 1e-4)
+    found = calibrating.measured_link(num_gpus=0)
+    assert found.gb_s > 0
+    assert found.latency_us > 0

@@ -48,11 +48,6 @@ def test_the_links_of_servers_bound_the_updates(servers: int) -> None:
     assert found.link_load == within_2_percent(1.0)
 
 
-def test_a_step_ends_a_ring_after_the_last_replica() -> None:
-    scene = Scene(workers=8, compute=CONSTANT, num_bytes=1e8, bandwidth=1e9, latency_s=1e-3)
-    assert simulate(scene, updates=50).mean_s == within_2_percent(0.1 + 2 * 7 * (1e8 / 8 / 1e9 + 1e-3))
-
-
 def test_a_ring_whose_replicas_start_apart_ends_as_if_all_started_with_the_last() -> None:
     """Each round, a replica waits for its own and its neighbour's previous round."""
     starts = np.random.default_rng(0).exponential(1.0, 16)

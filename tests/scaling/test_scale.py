@@ -1,4 +1,6 @@
-"""`trainkit scale`: a mistake that starts a measurement of minutes is caught here alone."""
+"""`trainkit scale`: a mistake that starts a measurement of minutes is caught here alone.
+Published speed-ups: a model of a step whose intervals no longer hold them is caught here alone.
+"""
 
 import json
 from pathlib import Path
@@ -6,6 +8,7 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
+from tests.scaling.published import PUBLISHED, Published
 from trainkit.cli import main
 from trainkit.verbs.looking.schema import schema_of
 
@@ -22,7 +25,6 @@ def test_all_mistakes_of_a_command_are_shown_at_once(capsys: pytest.CaptureFixtu
         "--to-replicas=0: must be a whole number, 1 to 10,000", "--seed=-1: ", "a: is not an argument", "model=mlp: ",
         "gbit=0: must be a number above 0", "Did you mean latency_us?", "spread: needs a value", "compute_s=nan: ",
     ]  # fmt: skip
-    assert len(found) == len(words)
     assert all(word in line for word, line in zip(words, found, strict=True)), found
 
 
@@ -82,3 +84,16 @@ def test_a_training_is_measured_fitted_and_drawn(cwd: Path, capsys: pytest.Captu
     assert [one["replicas"] for one in found["predictions"]] == [1, 2, 4]
     assert found["predictions"][0]["speedup"]["middle"] == 1.0
     assert all(one["cost_per_million"] > 0 for one in found["predictions"])
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
+
+
+@pytest.mark.parametrize("one", PUBLISHED, ids=lambda one: f"{one.name} {one.replicas}")
+def test_a_published_speedup_lies_in_the_predicted_interval_which_the_page_shows(one: Published) -> None:
+    found = one.predicted()
+    assert all(found.contains(value) for value in one.speedup)
+    assert found.high < 2 * found.low  # an interval that holds everything says nothing
+    published = " to ".join(f"{value:.3g}" for value in dict.fromkeys(one.speedup))
+    row = f"| {one.name} | {one.replicas} | {published} | {found.low:.3g} to {found.high:.3g} | {one.source} |"
+    assert row in PAGE.read_text()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import quick
+from tests.support.waiting import wait_for
 from trainkit.sweeps.job_sources import JobList, SweepJob
 from trainkit.sweeps.loop.sweep import Sweep
 from trainkit.sweeps.screen import PlainScreen
@@ -76,16 +77,11 @@ def run(sweep: Sweep, *jobs: SweepJob) -> dict[str, int]:
     return sweep.exit_codes
 
 
-def waiting_for(path: Path) -> None:
-    while not path.exists():
-        time.sleep(0.01)
-
-
 def signalled(when: Path, *numbers: int) -> threading.Thread:
     """Send signals to this process once a job runs."""
 
     def send() -> None:
-        waiting_for(when)
+        wait_for(when.exists)
         for number in numbers:
             os.kill(os.getpid(), number)
             time.sleep(0.1)
@@ -96,11 +92,9 @@ def signalled(when: Path, *numbers: int) -> threading.Thread:
 
 
 def assert_ends(pid: int) -> None:
-    """Wait for a process that is not ours to end, for a minute at most."""
-    status, end = Path(f"/proc/{pid}/stat"), time.monotonic() + 60
-    while status.exists() and " Z " not in status.read_text():
-        assert time.monotonic() < end, pid
-        time.sleep(0.01)
+    """Wait for a process that is not ours to end, for minutes at most."""
+    status = Path(f"/proc/{pid}/stat")
+    wait_for(lambda: not status.exists() or " Z " in status.read_text())
 
 
 def trained(cwd: Path, *arguments: str) -> None:

@@ -1,11 +1,17 @@
 """The loop of a sweep, with jobs of milliseconds.
 
 A job that outlives its killed sweep, or one that fails for a mistake and is tried again, is caught here alone.
+Sweeps that are resumed: a finished job that runs twice, or one that is taken for finished, is caught here alone.
+Sweeps from the command line, real trainings in real processes.
+
+A killed sweep whose trainings end with other numbers, or a point that is trained twice, is caught here alone.
 """
 
 from __future__ import annotations
 
+import csv
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -15,9 +21,18 @@ from typing import Any
 
 import pytest
 
+from tests.report.test_run_page import shown
+from tests.support import quick
+from tests.support.settings import latest
+from tests.support.waiting import wait_for
 from tests.sweeps.support import DEAF, FRAIL, POLITE, RUN, assert_ends, job, run, signalled, sweep_in
+from trainkit.cli import main
+from trainkit.config.schema import RunConfig
+from trainkit.config.sections import EvalConfig
 from trainkit.errors import ConfigError, HangupError, StoppedError, TerminatedError
 from trainkit.sweeps.job_sources import JobList, SweepJob
+from trainkit.sweeps.launching import identity
+from trainkit.sweeps.loop.processes import JobCommand, JobProcess, start_fresh
 from trainkit.sweeps.loop.slots import Slots
 from trainkit.trainer.ownership import free_name, locked
 
@@ -169,8 +184,7 @@ def test_a_sweep_that_is_killed_leaves_no_job_behind(tmp_path: Path) -> None:
     )
     logs = [tmp_path / name / "output.log" for name in "01"]
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.DEVNULL) as sweep:
-        while not all(log.exists() and log.read_text() for log in logs):
-            time.sleep(0.01)
+        wait_for(lambda: all(log.exists() and log.read_text() for log in logs))
         sweep.kill()
     for log in logs:
         assert_ends(int(log.read_text()))
@@ -181,3 +195,153 @@ def test_a_folder_of_an_earlier_sweep_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     (tmp_path / "0-2").mkdir()
     assert free_name(tmp_path / "0", [tmp_path / "0-3"]) == tmp_path / "0-4"
+
+
+SLOW = "import time; time.sleep(0.2)\n" + RUN
+LONG_ENOUGH = 8
+
+
+def slow_jobs(folder: Path) -> list[SweepJob]:
+    return [job(folder, number, SLOW, number / 10, "ran", config=f"config {number}") for number in range(LONG_ENOUGH)]
+
+
+def board(folder: Path) -> list[tuple[str, str, str, str]]:
+    with (folder / "leaderboard.csv").open() as file:
+        return [(row["job"], row["status"], row["val/accuracy"], row["seed"]) for row in csv.DictReader(file)]
+
+
+def times_run(folder: Path, number: int) -> int:
+    file = folder / str(number) / "runs"
+    return file.read_text().count("ran") if file.exists() else 0
+
+
+def test_what_is_shown_sets_no_job_apart_and_where_it_runs_does() -> None:
+    plain = RunConfig()
+    assert identity(plain) == identity(RunConfig(name="other", eval=EvalConfig(every_epochs=2)))
+    assert identity(plain) != identity(RunConfig(stop_at_step=3))
+    assert identity(plain) != identity(RunConfig(steps=3))
+
+
+def test_a_job_is_noted_before_it_starts(tmp_path: Path) -> None:
+    """A sweep that is killed right after the start must find the job's result, and not train it again."""
+    tries = list[int]()
+
+    def start(command: JobCommand) -> JobProcess:
+        tries.extend(row["tries"] for row in json.loads((tmp_path / "sweep.json").read_text())["jobs"])
+        return start_fresh(command)
+
+    run(sweep_in(tmp_path, start=start), job(tmp_path, 0, RUN, 0.5, config="a"))
+    assert tries == [1]
+
+
+def test_a_finished_job_is_not_run_again_and_a_failed_one_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    jobs = [job(tmp_path, 0, RUN, 0.5, "ran", config="a"), job(tmp_path, 1, FRAIL, 1, config="b")]
+    assert run(sweep_in(tmp_path), *jobs) == {"0": 0, "1": -9}
+    capfd.readouterr()
+    assert run(sweep_in(tmp_path), *jobs) == {"0": 0, "1": 0}
+    told = f"job 0 (seed=0): already has a result, in {tmp_path}/0\njob 1 (seed=1) goes on\njob 1 (seed=1) done, "
+    assert capfd.readouterr().out.startswith(told)
+    file = tmp_path / "sweep.json"  # killed before the end of its process was noted
+    file.write_text(file.read_text().replace('"exit_code": 0', '"exit_code": null', 1))
+    assert run(sweep_in(tmp_path), jobs[0])["0"] == 0
+    assert times_run(tmp_path, 0) == 1
+    run(sweep_in(tmp_path), job(tmp_path, 0, RUN, 0.5, "ran", config="another"))
+    assert times_run(tmp_path, 0) == 2
+
+
+def test_jobs_of_an_earlier_sweep_that_gave_nothing_are_forgotten(tmp_path: Path) -> None:
+    run(sweep_in(tmp_path), job(tmp_path, 0, RUN, 0.5, config="a"), job(tmp_path, 1, FRAIL, 1, config="b"))
+    sweep = sweep_in(tmp_path)
+    run(sweep, job(tmp_path, 2, RUN, 0.6, config="c"))
+    sweep.record.forget_others(sweep.requested)
+    assert list(sweep.record.rows) == ["0", "2"]
+
+
+@pytest.mark.parametrize("moment", [random.uniform(0.2, 0.9)], ids=["once"])
+def test_a_sweep_that_is_killed_at_any_moment_ends_as_if_it_had_not_been(tmp_path: Path, moment: float) -> None:
+    place, calm = tmp_path / "killed", tmp_path / "calm"
+    code = (
+        "import sys; from pathlib import Path; from tests.sweeps.test_jobs import *; place = Path(sys.argv[1])\n"
+        "run(sweep_in(place, slots=Slots(count=2)), *slow_jobs(place))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(place)], stdout=subprocess.DEVNULL) as sweep:
+        wait_for((place / "sweep.json").exists)
+        time.sleep(moment)
+        sweep.kill()
+    had = [number for number in range(LONG_ENOUGH) if (place / str(number) / "result.json").exists()]
+    assert len(had) < LONG_ENOUGH, f"killed too late, after {moment} s"
+    again = sweep_in(place, slots=Slots(count=2))
+    assert set(run(again, *slow_jobs(place)).values()) == {0}
+    assert [times_run(place, number) for number in had] == [1] * len(had)
+    undisturbed = sweep_in(calm, slots=Slots(count=2))
+    run(undisturbed, *slow_jobs(calm))
+    assert board(place) == board(calm)
+
+
+SHORT = ("recipe=null", "callbacks=[]", "logger=[]", "sweep.name=mine")
+
+
+def command(*arguments: str) -> list[str]:
+    return quick.command("-m", *latest(*SHORT, *arguments))
+
+
+def swept(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr + done.stdout
+    return done
+
+
+def jobs_of(folder: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((folder / "sweep.json").read_text())["jobs"]
+    return found
+
+
+def test_a_sweep_from_the_command_line(cwd: Path) -> None:
+    done = subprocess.run(
+        quick.command("-m", "recipe=null", "steps=12", "callbacks=[]", "logger=[]",
+            "sweep.name=rates", "eval.metric=val/accuracy", "optimizer.lr=1e30,0.01"),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    folder = cwd / "outputs/sweeps/rates"
+    assert done.returncode == 1, done.stderr
+    with (folder / "leaderboard.csv").open() as file:
+        jobs_of = [(row["job"], row["status"], row["optimizer.lr"], row["folder"]) for row in csv.DictReader(file)]
+    assert jobs_of == [("1", "finished", "0.01", "1"), ("0", "failed", "1e+30", "0")]
+    lines = done.stdout.splitlines()
+    assert "2 jobs, 1 failed, by val/accuracy (max)" in lines
+    assert lines[-2:] == [
+        "  page  outputs/sweeps/rates/report.html",
+        "  leaderboard  outputs/sweeps/rates/leaderboard.md",
+    ]
+    assert [run["name"] for run in shown(folder / "report.html")["runs"]] == ["0", "1"]
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {"0", "1"}
+    assert (folder / "leaderboard.png").exists()
+
+
+def test_jobs_of_one_process_and_of_two_share_the_slots_and_the_same_point_runs_once(cwd: Path) -> None:
+    done = swept("strategy=one_device,mirrored", "seed=1,1", "steps=2", "sweep.slots=2")
+    folder = cwd / "outputs/sweeps/mine"
+    found = [(row["job"], row["slots"], row["exit_code"]) for row in jobs_of(folder)]
+    assert found == [("0", 1, 0), ("2", 2, 0)]
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "2"]
+    assert "strategy=mirrored seed=1: equals job 2, which runs only once\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("sweep.slots=1,2",), "sweep.slots=1,2: is about the sweep as a whole"),
+        (("sweep.name=mine", "sweep.resume=gone"), "sweep.name=mine: has no effect with sweep.resume"),
+        (("sweep.resume=gone",), "is not the folder of a sweep"),
+        (("hydra/launcher=basic", "sweep.retries=1"), "sweep.retries=1: has no effect with hydra/launcher=basic"),
+        (("hydra/launcher=submitit_local", "sweep.slots=3"), "Give hydra.launcher.jobs_at_once"),
+        (("eval.metric=val/f1",), "There are: val/loss, val/accuracy"),
+        (("strategy=mirrored", "strategy.replicas=4", "sweep.slots=2"), "seed=1 takes 4 slots"),
+    ],
+)
+def test_what_a_sweep_cannot_mean_is_refused_before_a_job_starts(
+    cwd: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], word: str
+) -> None:
+    assert main(["-m", *latest(*SHORT[:-1], "seed=1,2", *arguments)]) == 2
+    assert word in capsys.readouterr().err
+    assert not list(cwd.glob("outputs/**/resolved.yaml"))

@@ -1,28 +1,44 @@
 """The order of runs, their tables, and `trainkit top`.
 
 A pruned job that is ranked above a finished one, or a mean over folds that lacks a fold, is caught here alone.
+Ensembles of runs: logits that are averaged in place of probabilities, or stale batch statistics, are caught here.
+What a running sweep shows: a share of a job that stops early, told as one of its whole length, is caught here.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import shutil
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
+from rich.console import Console
+from torch import nn
 
 import trainkit
+from tests.support.second_device import META, SecondDevice
 from trainkit.config.resume import compose_anew
 from trainkit.config.schema import MonitoredMetric
 from trainkit.config.yaml_files import with_config_dirs
-from trainkit.errors import ConfigError
+from trainkit.errors import CheckpointError, ConfigError
+from trainkit.models.ensemble import Ensemble
+from trainkit.numerics.precision import Precision
+from trainkit.sweeps.results.ensemble import best_of
 from trainkit.sweeps.results.job_results import read_entry
 from trainkit.sweeps.results.leaderboard import Leaderboard, collect, write
+from trainkit.sweeps.results.metric_stream import MetricRows, Progress, Watch, last_line
+from trainkit.sweeps.screen import JobLine, State, View, table_of
 from trainkit.verbs.looking import top
 from trainkit.verbs.support.call import Call
+from trainkit.verbs.using import ensemble as verb
 
 ACCURACY = MonitoredMetric(metric="val/accuracy", mode="max")
 
@@ -257,3 +273,212 @@ def test_what_was_auto_follows_what_is_changed(stopped: Path) -> None:
     assert anew.cfg.batch.micro_size is None  # that of one device, 64, would leave the second nothing to do
     assert (anew.cfg.cv.folds, anew.cfg.stop_at_step, anew.run_dir_given) == (None, None, False)
     assert anew.notes[-1].endswith("is left out: no fold is held out of this training")
+
+
+RUN = ("recipe=null", "epochs=1", "model.batch_norm=true", "callbacks=[]", "logger=[]", "quiet=true")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs on digits that differ in their seed, and one of a wider model."""
+    root = tmp_path_factory.mktemp("sweep")
+    for name, more in [("0", "seed=1"), ("1", "seed=2"), ("2", "model.hidden=[32]")]:
+        trainkit.train(trainkit.compose([*RUN, "eval.metric=val/accuracy", more]), run_dir=root / name)
+    return root
+
+
+@pytest.fixture(scope="module")
+def two(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The two of one shape, and their ensemble."""
+    root = tmp_path_factory.mktemp("two")
+    for name in ("0", "1"):
+        shutil.copytree(runs / name, root / name)
+    combined(root, k="2")
+    return root
+
+
+def combined(folder: Path, **flags: str) -> int:
+    return verb.run(Call(verb="ensemble", arguments=(str(folder),), flags=flags))
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((folder / "model.yaml").read_text())["figures"]
+    return found
+
+
+def test_members_are_scored_as_they_were_in_training_and_the_ensemble_beside_them(
+    two: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switched: list[tuple[str, str]] = []
+    monkeypatch.setattr(Precision, "apply_globally", lambda self, kind: switched.append((self.value, kind)))
+    assert combined(two, k="2", checkpoint="best") == 0
+    told = figures(two / "ensemble-2")  # the earlier one is left alone
+    assert list(told)[2:] == ["ensemble of 2", "averaged weights"]
+    assert switched == [("fp32", "cpu")]
+    for name in ("0", "1"):
+        result = json.loads((two / name / "result.json").read_text())["metrics"]
+        # sums of 360 samples in batches of other sizes: a few units in the last place of float32
+        assert told[f"job {name}"]["val/loss"] == pytest.approx(result["val/loss"], rel=1e-6)
+        assert told[f"job {name}"]["val/accuracy"] == result["val/accuracy"]
+    assert told["ensemble of 2"]["val/loss"] < max(told[f"job {name}"]["val/loss"] for name in "01")
+    assert "| ensemble of 2 |" in (two / "ensemble-2/ensemble.md").read_text()
+    assert f'trainkit.load("{two}/ensemble-2")' in capsys.readouterr().out
+
+
+def test_the_written_model_is_loaded_as_one_and_gives_the_mean_of_probabilities(two: Path) -> None:
+    images = torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    joined = trainkit.load(two / "ensemble")
+    members = [trainkit.load(two / name)(images).softmax(-1) for name in ("0", "1")]
+    torch.testing.assert_close(joined(images).exp(), sum(members) / 2)
+    assert not joined.training
+
+
+def test_averaged_weights_are_the_mean_and_their_batch_statistics_are_counted_anew(two: Path) -> None:
+    averaged = trainkit.load(two / "ensemble/averaged").state_dict()
+    members = [trainkit.load(two / name).state_dict() for name in ("0", "1")]
+    for name, tensor in averaged.items():
+        mean = (members[0][name].double() + members[1][name].double()) / 2
+        if "running" in name:
+            assert not torch.allclose(tensor.double(), mean, rtol=1e-3)
+        elif tensor.is_floating_point():
+            torch.testing.assert_close(tensor.double(), mean, rtol=1e-6, atol=1e-7)
+
+
+def test_models_of_other_shapes_have_no_mean_of_weights(runs: Path, tmp_path: Path) -> None:
+    combined(runs, out=str(tmp_path / "made"))
+    assert "averaged weights" not in figures(tmp_path / "made")
+    assert not (tmp_path / "made/averaged").exists()
+
+
+def test_damaged_weights_and_a_class_that_nobody_allowed_are_not_loaded(two: Path, tmp_path: Path) -> None:
+    shutil.copytree(two / "ensemble", made := tmp_path / "ensemble")
+    file, config = made / "model.safetensors", made / "model.yaml"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has changed"):
+        trainkit.load(made)
+    file.write_bytes(content)
+    config.write_text(config.read_text().replace("trainkit.models.Mlp", "os.system"))
+    with pytest.raises(ConfigError, match=r"model\.members\.0\._target_=os\.system"):
+        trainkit.load(made)
+    with pytest.raises(ConfigError, match="holds no model"):
+        trainkit.load(tmp_path)
+
+
+def test_what_cannot_be_combined_is_refused(runs: Path, two: Path, tmp_path: Path) -> None:
+    shutil.copytree(two, other := tmp_path / "other")
+    for file, unit in (("resolved.yaml", "scaling: unit"), ("environment.json", '"scaling": "unit"')):
+        text = (other / "1" / file).read_text()
+        assert unit in text
+        (other / "1" / file).write_text(text.replace(unit, unit.replace("unit", "standard")))
+    cases: list[tuple[Path, dict[str, str], str]] = [
+        (runs, {"k": "4"}, "--k 4: only 3 runs there have val/accuracy"),
+        (runs, {"k": "1"}, "--k 1: "),
+        (runs, {"checkpoint": "first"}, "--checkpoint first: "),
+        (other, {"k": "2"}, "scored on the same samples"),
+    ]
+    for folder, flags, text in cases:
+        with pytest.raises(ConfigError) as caught:
+            combined(folder, **flags)
+        assert text in str(caught.value)
+
+
+def test_folds_are_no_members(tmp_path: Path) -> None:
+    entries = [read_entry(tmp_path, job=job, exit_code=None) for job in ("0-2", "3-5")]
+    folds = [replace(one, metrics={"val/loss": 1.0}, spread={"val/loss": 0.1}) for one in entries]
+    with pytest.raises(ConfigError, match="its runs are folds"):
+        best_of(Leaderboard.of(folds, MonitoredMetric(metric="val/loss", mode="min")), 2)
+
+
+def test_probabilities_are_averaged_not_scores() -> None:
+    sure, unsure = torch.tensor([[20.0, 0.0]]), torch.tensor([[0.0, 1.0]])
+    members = [_Constant(sure), _Constant(unsure)]
+    expected = (sure.softmax(-1) + unsure.softmax(-1)) / 2
+    torch.testing.assert_close(Ensemble(members=members)(None).exp(), expected)
+    assert Ensemble(members=members, combine="outputs")(None).tolist() == [[10.0, 0.5]]
+
+
+def test_scores_of_sixteen_bits_are_averaged_in_thirty_two() -> None:
+    narrow = Ensemble(members=[_Constant(torch.zeros(1, 3, dtype=torch.bfloat16))] * 3)(None)
+    assert narrow.dtype == torch.float32
+    assert narrow[0, 0].item() == pytest.approx(-math.log(3), rel=1e-6)
+
+
+def test_every_member_computes_on_a_device_of_its_own() -> None:
+    with SecondDevice():
+        model = Ensemble(members=[nn.Linear(2, 3), nn.Linear(2, 3), nn.Linear(2, 3)])
+        model.spread([torch.device("cpu"), META])
+        assert [next(member.parameters()).device.type for member in model.members] == ["cpu", "meta", "cpu"]
+        assert model(torch.ones(4, 2)).device.type == "cpu"
+
+
+class _Constant(nn.Module):
+    outputs: torch.Tensor
+
+    def __init__(self, outputs: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("outputs", outputs)
+
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        return self.outputs
+
+
+def shown(view: View, height: int = 20) -> list[str]:
+    file = io.StringIO()
+    Console(file=file, width=80, highlight=False).print(table_of(view, height=height))
+    return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+def lines(*states: State) -> list[JobLine]:
+    return [JobLine(name=str(number), label=f"seed={number}", state=state) for number, state in enumerate(states)]
+
+
+def test_the_table_tells_how_far_each_job_is() -> None:
+    running, done = lines("running", "done")
+    running.progress = Progress(step=1500, done=0.25, metric=0.9123456, loss=0.3, remaining_s=75.0)
+    done.progress, done.seconds = Progress(step=6000, done=1.0, metric=0.95, loss=0.1), 8.0
+    view = View(lines=[running, done], queued=6, in_use=1, slots=2, metric="val/accuracy")
+    assert shown(view) == [
+        "1 done, 1 running, 6 queued, 1 of 2 slots in use",
+        "job  state           step  val/accuracy  loss   left  overrides",
+        "0    running  1,500  25 %        0.9123   0.3   1:15  seed=0",
+        "1    done     6,000 100 %          0.95   0.1  8.0 s  seed=1",
+    ]
+
+
+def test_where_there_is_little_room_those_that_run_and_that_failed_are_shown() -> None:
+    view = View(lines=lines("done", "failed", "done", "running", "done"), queued=None, in_use=1, slots=1)
+    head, _, *rows = shown(view, height=9)
+    assert head == "3 done, 1 running, 1 failed, 1 of 1 slots in use, 2 not shown"
+    assert [row.split()[:2] for row in rows] == [["1", "failed"], ["3", "running"], ["4", "done"]]
+
+
+def watched(folder: Path, config: str, *rows: dict[str, Any]) -> Watch:
+    (folder / "resolved.yaml").write_text(config)
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return Watch(folder)
+
+
+def test_progress_is_read_from_the_newest_rows(tmp_path: Path) -> None:
+    first = {"step": 10, "epoch": 1.0, "val/accuracy": 0.8, "val/loss": 0.7}
+    second = {"step": 20, "epoch": 2.0, "seconds": 5.0, "train/loss": 0.5}
+    watch = watched(tmp_path, "{epochs: 4, eval: {metric: val/accuracy}}", first, second)
+    assert watch.look() == Progress(step=20, done=0.5, metric=0.8, loss=0.5, remaining_s=5.0)
+    assert watch.goal == "val/accuracy"
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("x" * 10_000 + "\n" + json.dumps({"step": 30, "epoch": 3.0, "seconds": 7.5}) + '\n{"step": 4')
+    assert watch.look() == Progress(step=30, done=0.75, metric=0.8, loss=0.5, remaining_s=2.5)
+
+
+def test_rows_that_a_resumed_job_writes_again_are_read_again(tmp_path: Path) -> None:
+    watched(tmp_path, "{}", {"step": 1, "val/loss": 0.5}, {"step": 2, "val/loss": 0.4})
+    rows = MetricRows(tmp_path / "metrics.jsonl", "val/loss")
+    assert rows.new() == [(1, 0.5), (2, 0.4)]
+    watched(tmp_path, "{}", {"step": 1, "val/loss": 0.6})
+    assert rows.new() == [(1, 0.6)]
+
+
+def test_a_job_that_stops_early_is_done_where_it_stops(tmp_path: Path) -> None:
+    assert watched(tmp_path, "{steps: 100, stop_at_step: 40}", {"step": 10}).look().done == 0.25
+    assert Watch(tmp_path / "absent").look() == Progress()
+    assert last_line(tmp_path / "absent") == ""

@@ -8,7 +8,6 @@ import queue
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.settings import latest
+from tests.support.waiting import wait_for
 from tests.sweeps.support import assert_ends, run, sweep_in
 from trainkit.run.process import fork_server
 from trainkit.run.process.fork_server import send
@@ -70,8 +70,7 @@ def test_a_fork_ends_with_its_sweep(tmp_path: Path) -> None:
     )
     lock, rows = tmp_path / "long/.lock", tmp_path / "long/metrics.jsonl"
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.DEVNULL) as sweep:
-        while not rows.exists():
-            time.sleep(0.02)
+        wait_for(rows.exists)
         pid = json.loads(lock.read_text())["pid"]
         os.kill(pid, 0)
         sweep.kill()
