@@ -16,10 +16,9 @@ import os
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Self
+from typing import Any, BinaryIO, Final, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -136,15 +135,14 @@ def header_of(kinds: Kinds) -> tuple[list[str], bytes]:
     return names, text + b" " * (-len(text) % 8)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _TensorRecord:
+class _TensorRecord(NamedTuple):
     """The place of a tensor in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     num_bytes: int
-    crc: int
+    crc: int = 0
 
 
 class TensorFile:
@@ -208,7 +206,7 @@ class TensorFile:
         Raises:
             KeyError: it is not in this file.
         """
-        return self._entries[key].dtype, self._entries[key].shape
+        return self._entries[key][:2]
 
     def read(self, key: str) -> Tensor:
         """Read a tensor into new memory.
@@ -252,19 +250,24 @@ def _scanned(file: BinaryIO, record: FileRecord) -> dict[str, _TensorRecord]:
     length = int.from_bytes(b"".join(map(bytes, pieces(8))), "little")
     if length > min(_MAX_HEADER, record.num_bytes - 8):
         raise ValueError("the header is longer than the file")
-    entries, first = {}, 8 + length
-    for name, dtype, shape, at, num_bytes in listed(b"".join(map(bytes, pieces(length))), record.num_bytes - first):
+    entries = listed(b"".join(map(bytes, pieces(length))), 8 + length, record.num_bytes)
+    for name, entry in entries.items():
         crc = 0
-        for piece in pieces(num_bytes):
+        for piece in pieces(entry.num_bytes):
             crc = zlib.crc32(piece, crc)
-        entries[name] = _TensorRecord(dtype=dtype, shape=shape, start=first + at, num_bytes=num_bytes, crc=crc)
+        entries[name] = entry._replace(crc=crc)
     if file.read(1) or record.sha256 not in ("", digest.hexdigest()):
         raise ValueError("SHA-256 differs")
     return entries
 
 
-def listed(header: bytes, data_bytes: int) -> list[tuple[str, torch.dtype, tuple[int, ...], int, int]]:
-    """Return name, dtype, shape, first byte and bytes of each tensor, in the order of their bytes.
+def listed(header: bytes, start: int, end: int) -> dict[str, _TensorRecord]:
+    """Return the tensors that a header lists, in the order of their bytes.
+
+    Args:
+        header: JSON, without its length.
+        start: the first byte after the header.
+        end: the bytes of the file.
 
     Raises:
         ValueError, KeyError: the header is malformed, or the tensors do not fill the bytes after it without a gap.
@@ -274,14 +277,14 @@ def listed(header: bytes, data_bytes: int) -> list[tuple[str, torch.dtype, tuple
     for entry in content.values():
         expect_map(entry, {"data_offsets": list, "dtype": str, "shape": list})
         entry["data_offsets"] = whole_numbers(entry["data_offsets"])  # no shape: their product may be any number
-    entries, at = [], 0
+    entries, at = dict[str, _TensorRecord](), start
     for name, entry in sorted(content.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
-        (begin, end), dtype, shape = entry["data_offsets"], DTYPES[entry["dtype"]], lengths_in(entry["shape"])
-        if begin != at or end - begin != math.prod(shape) * dtype.itemsize:
+        (first, last), dtype, shape = entry["data_offsets"], DTYPES[entry["dtype"]], lengths_in(entry["shape"])
+        if start + first != at or last - first != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"the bytes of {name} do not follow those before it")
-        entries.append((name, dtype, shape, begin, end - begin))
-        at = end
-    if at != data_bytes:
+        entries[name] = _TensorRecord(dtype, shape, at, last - first)
+        at = start + last
+    if at != end:
         raise ValueError("the tensors are not as long as the file")
     return entries
 
