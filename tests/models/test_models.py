@@ -33,8 +33,8 @@ def test_a_resnet_starts_as_its_shortcuts() -> None:
     model = ResNet(depth=18, num_classes=5)
     zeroed: Any = model.blocks
     others: Any = ResNet(depth=18, zero_init_last_gamma=False).blocks
-    assert all(not block.last_norm.weight.any() for block in zeroed)
-    assert all(block.last_norm.weight.all() for block in others)
+    assert all(not block.branch[-1].weight.any() for block in zeroed)
+    assert all(block.branch[-1].weight.all() for block in others)
 
 
 def test_a_gpt_sees_only_what_came_before() -> None:

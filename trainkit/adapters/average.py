@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Final
 
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from trainkit.fields import at_least, below, cosmetic, maths
 
@@ -110,8 +111,6 @@ class Ema(Average):
 
     def mix(self) -> Mix:
         """Return torch's function: it moves the averages towards the parameters by 1 - decay."""
-        from torch.optim.swa_utils import get_ema_multi_avg_fn  # noqa: PLC0415 - most runs average nothing
-
         found: Mix = get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]
         return found
 
@@ -128,8 +127,6 @@ class Swa(Average):
 
     def mix(self) -> Mix:
         """Return torch's function: it makes the averages means of one more value."""
-        from torch.optim.swa_utils import get_swa_multi_avg_fn  # noqa: PLC0415 - most runs average nothing
-
         found: Mix = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
         return found
 
@@ -138,12 +135,8 @@ def swap(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
     """Exchange parameters and averages in place; a second exchange restores the same bits. Return whether there are
     averages.
     """
-    pairs = [
-        (param, slots[AVERAGE])
-        for optimizer in optimizers
-        for param, slots in optimizer.state.items()
-        if isinstance(slots, dict) and AVERAGE in slots
-    ]
+    states = [item for optimizer in optimizers for item in optimizer.state.items()]
+    pairs = [(param, slots[AVERAGE]) for param, slots in states if isinstance(slots, dict) and AVERAGE in slots]
     with torch.no_grad():
         for param, average in pairs:
             kept = param.detach().clone()

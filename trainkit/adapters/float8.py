@@ -18,10 +18,6 @@ from trainkit.fields import maths
 
 MULTIPLE: Final = 16
 """Both dims of a converted layer must be multiples of this: float8 matrix units of a GPU accept no others."""
-CAPABILITY: Final = (8, 9)
-"""Lowest compute capability of a GPU with float8 matrix units."""
-PRECISIONS: Final = ("bf16", "bf16_mixed")
-"""The precisions in which the other layers may compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,27 +75,26 @@ class Float8:
             rule = f"needs torchao: {install_command('quantize', 'torchao')}"
             return [Problem(key="convert", value="float8", rule=rule)]
         found = []
-        if precision not in PRECISIONS:
+        if precision not in ("bf16", "bf16_mixed"):
             rule = "has no use for float8, whose results are bfloat16. Use bf16_mixed or bf16 with convert=float8."
-            found.append(Problem(key="precision", value=precision, rule=rule))
+            found.append(("precision", precision, rule))
         if not self.emulate and (lacking := next(filter(None, map(_lacking, devices)), None)):
             rule = (
                 f"{lacking} has no units for float8, which GPUs have from compute capability 8.9 on (L4, RTX 4090, "
                 "H100). Use convert=none, or convert.emulate=true to try the numbers."
             )
-            found.append(Problem(key="convert", value="float8", rule=rule))
+            found.append(("convert", "float8", rule))
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        for pattern in () if self.exclude == "auto" else self.exclude:
-            if not any(fnmatchcase(name, pattern) for name in linear):
-                rule = f"matches no linear layer. There are: {', '.join(linear) or 'none'}."
-                found.append(Problem(key="convert.exclude", value=pattern, rule=rule))
+        rule = f"matches no linear layer. There are: {', '.join(linear) or 'none'}."
+        patterns = () if self.exclude == "auto" else self.exclude
+        found += [("convert.exclude", glob, rule) for glob in patterns if not any(fnmatchcase(n, glob) for n in linear)]
         if not self.layers(model, output=output):
             rule = (
                 f"converts no layer: the model has no linear layer whose dims are multiples of {MULTIPLE}, besides "
                 "those of convert.exclude. Use convert=none."
             )
-            found.append(Problem(key="convert", value="float8", rule=rule))
-        return found
+            found.append(("convert", "float8", rule))
+        return [Problem(key=key, value=value, rule=rule) for key, value, rule in found]
 
     def convert(self, model: nn.Module, *, output: str | None) -> nn.Module:
         """Replace layers in place; parameters and names stay.
@@ -116,10 +111,9 @@ class Float8:
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415 - optional
 
         names = frozenset(self.layers(model, output=output))
+        recipe = Float8LinearConfig.from_recipe_name(self.recipe)
         # the gradient of a weight is a product over the rows of a shard, which are any number
-        settings = replace(
-            Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulate, pad_inner_dim=not self.emulate
-        )
+        settings = replace(recipe, emulate=self.emulate, pad_inner_dim=not self.emulate)
         convert_to_float8_training(model, config=settings, module_filter_fn=lambda _, name: name in names)
         return model
 
@@ -130,6 +124,6 @@ def _lacking(device: str) -> str | None:
     if kind != "cuda":
         return f"the {kind.upper()}"
     place = int(number or 0)
-    if place >= torch.cuda.device_count() or torch.cuda.get_device_capability(place) >= CAPABILITY:
+    if place >= torch.cuda.device_count() or torch.cuda.get_device_capability(place) >= (8, 9):
         return None
     return torch.cuda.get_device_name(place)

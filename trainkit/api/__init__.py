@@ -251,8 +251,7 @@ def generate(
         generate("outputs/shakespeare", ["ROMEO:", "JULIET:"], max_tokens=100, temperature=0.8, top_k=20)
     """
     from trainkit.api.texts import Writer  # noqa: PLC0415 - imports torch
-    from trainkit.models.sampling import Sampling  # noqa: PLC0415 - imports torch
-    from trainkit.models.sampling_settings import broken_settings, temperature_of  # noqa: PLC0415 - for this only
+    from trainkit.models.sampling import Sampling, broken_settings, temperature_of  # noqa: PLC0415 - for this only
 
     settings = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     given = {name: value for name, value in settings.items() if value is not None}

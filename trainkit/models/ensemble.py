@@ -55,24 +55,20 @@ class Ensemble(nn.Module):
 
     def forward(self, inputs: Any) -> Tensor:
         """Combine the members' outputs, on the device of the first; GPUs compute in parallel."""
-        homes = [_home(member) for member in self.members]
-        outputs = [member(_moved(inputs, home)) for member, home in zip(self.members, homes, strict=True)]
+        outputs = [member(_moved(inputs, next(member.parameters(), None))) for member in self.members]
         stacked = torch.stack([output.to(outputs[0].device) for output in outputs])
         if self.combine == "outputs":
             return stacked.mean(dim=0)
         # a mean in 16 bits would lose the contribution of the last members
-        scores = stacked if stacked.dtype in (torch.float32, torch.float64) else stacked.float()
+        scores = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
         class_dim = self.class_dim + (self.class_dim >= 0)  # the members are the first dim
         return scores.log_softmax(class_dim).logsumexp(dim=0) - math.log(len(self.members))
 
 
-def _home(member: nn.Module) -> torch.device | None:
-    first = next(member.parameters(), None)
-    return None if first is None else first.device
-
-
-def _moved(inputs: Any, device: torch.device | None) -> Any:
-    if device is None:
+def _moved(inputs: Any, param: Tensor | None) -> Any:
+    """Return inputs on the device of a parameter, if there is one."""
+    if param is None:
         return inputs
+    device = param.device
     beside = device.type != "cpu"  # torch returns from an asynchronous copy to the host before its numbers have arrived
     return tree_map(lambda value: value.to(device, non_blocking=beside) if isinstance(value, Tensor) else value, inputs)

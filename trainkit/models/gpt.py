@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, cast
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +125,8 @@ class Gpt(nn.Module):
     def extend(self, tokens: Tensor, cache: KeyValueCache) -> Tensor:
         """Compute the scores of texts whose first tokens are cached, and append the new tokens to the cache.
 
-        The scores are those of `forward` over the whole texts, to rounding; only the new tokens are computed.
+        The scores are those of `forward` over the whole texts, to rounding; only the new tokens are computed. The model
+        must be in evaluation mode.
 
         Args:
             tokens: (samples, length) int64, the new tokens; with the cached ones at most `context`.
@@ -137,7 +138,7 @@ class Gpt(nn.Module):
         start = cache.length
         hidden = self.embed(tokens, start)
         for place, block in enumerate(self.blocks):
-            hidden = cast("_Block", block).extend(hidden, cache, place)
+            hidden = block(hidden, cache, place)
         cache.length = start + tokens.shape[1]
         scores: Tensor = self.head(hidden)
         return scores
@@ -205,14 +206,9 @@ class _Block(nn.Module):
         self.mlp = _Mlp(width, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
+    def forward(self, hidden: Tensor, cache: KeyValueCache | None = None, place: int = 0) -> Tensor:
+        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), cache, place))
         added: Tensor = self.dropout(self.mlp(self.mlp_norm(hidden)))
-        return hidden + added
-
-    def extend(self, hidden: Tensor, cache: KeyValueCache, place: int) -> Tensor:
-        hidden = hidden + self.attention.extend(self.attention_norm(hidden), cache, place)
-        added: Tensor = self.mlp(self.mlp_norm(hidden))
         return hidden + added
 
 
@@ -225,28 +221,19 @@ class _Attention(nn.Module):
         self.queries_keys_values = nn.Linear(width, 3 * width, bias=bias)
         self.project = nn.Linear(width, width, bias=bias)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        queries, keys, values = self._heads(hidden)
-        mixed = _attend(queries, keys, values, dropout=self.dropout if self.training else 0.0)
-        projected: Tensor = self.project(mixed.transpose(1, 2).flatten(2))
-        return projected
-
-    def extend(self, hidden: Tensor, cache: KeyValueCache, place: int) -> Tensor:
-        """Attend from new tokens to the cached ones and to those before each; without dropout."""
-        queries, new_keys, new_values = self._heads(hidden)
-        keys, values = cache.append(place, new_keys, new_values)
-        length, total = queries.shape[2], keys.shape[2]
-        seen = torch.ones(length, total, dtype=torch.bool, device=hidden.device).tril(total - length)
-        mixed = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=seen)
-        projected: Tensor = self.project(mixed.transpose(1, 2).flatten(2))
-        return projected
-
-    def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, (samples, heads, length, size) each."""
+    def forward(self, hidden: Tensor, cache: KeyValueCache | None = None, place: int = 0) -> Tensor:
         joined = self.queries_keys_values(hidden)
         # rows are ordered by head, so that a rank's part consists of whole heads, possibly fewer than all
         queries, keys, values = joined.unflatten(-1, (-1, 3, self.head_size)).permute(3, 0, 2, 1, 4)
-        return queries, keys, values
+        if cache is None:
+            mixed = _attend(queries, keys, values, dropout=self.dropout if self.training else 0.0)
+        else:  # new tokens see the cached ones, and those before each
+            keys, values = cache.append(place, keys, values)
+            length, total = queries.shape[2], keys.shape[2]
+            seen = torch.ones(length, total, dtype=torch.bool, device=hidden.device).tril(total - length)
+            mixed = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=seen)
+        projected: Tensor = self.project(mixed.transpose(1, 2).flatten(2))
+        return projected
 
 
 class _Mlp(nn.Module):

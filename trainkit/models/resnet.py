@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, ClassVar, Final, Literal
 
 import torch
@@ -54,28 +53,25 @@ class ResNet(nn.Module):
         for stage, (width, count) in enumerate(zip(_WIDTHS, _BLOCKS[depth], strict=True)):
             for position in range(count):
                 stride = 2 if stage and not position else 1
-                blocks.append(_Residual(channels, width, width * expansion, stride=stride, bottleneck=bottleneck))
+                block = _Residual(channels, width, width * expansion, stride=stride, bottleneck=bottleneck)
+                if zero_init_last_gamma:
+                    nn.init.zeros_(block.branch[-1].weight)  # type: ignore[arg-type]
+                blocks.append(block)
                 channels = width * expansion
         self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
-        self._initialise(zero_init_last_gamma=zero_init_last_gamma)
+        final = nn.Linear(channels, num_classes)
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), final)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        nn.init.normal_(final.weight, std=0.01)
+        nn.init.zeros_(final.bias)
 
     def forward(self, images: Tensor) -> Tensor:
         """Map (samples, in_channels, height, width) to (samples, num_classes)."""
         images = images.contiguous(memory_format=torch.channels_last)
         scores: Tensor = self.head(self.blocks(self.stem(images)))
         return scores
-
-    def _initialise(self, *, zero_init_last_gamma: bool) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, _Residual) and zero_init_last_gamma:
-                nn.init.zeros_(module.last_norm.weight)
-        final = self.head[-1]
-        if isinstance(final, nn.Linear):
-            nn.init.normal_(final.weight, std=0.01)
-            nn.init.zeros_(final.bias)
 
 
 class _Residual(nn.Module):
@@ -85,31 +81,20 @@ class _Residual(nn.Module):
 
     def __init__(self, channels: int, width: int, out_channels: int, *, stride: int, bottleneck: bool) -> None:
         super().__init__()
-        kernels: Sequence[tuple[int, int, int, int]] = (
-            ((channels, width, 1, 1), (width, width, 3, stride), (width, out_channels, 1, 1))
-            if bottleneck
-            else ((channels, width, 3, stride), (width, out_channels, 3, 1))
-        )
+        ends = 1 if bottleneck else 3
+        kernels = [(channels, width, ends, 1 if bottleneck else stride), (width, out_channels, ends, 1)]
+        if bottleneck:
+            kernels.insert(1, (width, width, 3, stride))
         layers: list[nn.Module] = []
         for fan_in, fan_out, size, step in kernels:
-            layers += [
-                nn.Conv2d(fan_in, fan_out, size, stride=step, padding=size // 2, bias=False),
-                nn.BatchNorm2d(fan_out),
-                nn.ReLU(inplace=True),
-            ]
+            convolution = nn.Conv2d(fan_in, fan_out, size, stride=step, padding=size // 2, bias=False)
+            layers += [convolution, nn.BatchNorm2d(fan_out), nn.ReLU(inplace=True)]
         self.branch = nn.Sequential(*layers[:-1])
         self.shortcut = (
             nn.Sequential(nn.Conv2d(channels, out_channels, 1, stride=stride, bias=False), nn.BatchNorm2d(out_channels))
             if stride > 1 or channels != out_channels
             else nn.Identity()
         )
-
-    @property
-    def last_norm(self) -> nn.BatchNorm2d:
-        """The last norm of the branch."""
-        norm = self.branch[-1]
-        assert isinstance(norm, nn.BatchNorm2d)
-        return norm
 
     def forward(self, features: Tensor) -> Tensor:
         return torch.relu(self.branch(features) + self.shortcut(features))

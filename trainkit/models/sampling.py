@@ -1,15 +1,63 @@
-"""Choose the next token of a text from the scores of a language model."""
+"""Choose the next token of a text from the scores of a language model; importing this does not import torch.
+
+The settings of a generation, from a flag or from Python, are checked here.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
-from torch import Tensor
-
+from trainkit.config.door import advice
 from trainkit.errors import ConfigError, Problem
-from trainkit.models.sampling_settings import out_of_range
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+MAX_TOKENS: Final = 200
+"""Tokens to add, if no number is given."""
+RULES: Final[Mapping[str, tuple[type, str, Callable[[Any], bool]]]] = {
+    "max_tokens": (Integral, "a whole number, 1 or more", lambda number: number >= 1),
+    "seed": (Integral, "a whole number, 0 or more", lambda number: 0 <= number < 1 << 63),
+    "top_k": (Integral, "a whole number, 1 or more", lambda number: number >= 1),
+    "top_p": (Real, "a number above 0, at most 1", lambda number: 0 < number <= 1),
+    "temperature": (Real, "a number, 0 or more", lambda number: 0 <= number < math.inf),
+}
+"""Setting -> its kind, the rule, and whether a number of this kind fits it."""
+
+
+def broken_settings(given: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield name and rule of each setting that does not fit, or has no effect beside the others.
+
+    Args:
+        given: the settings that were given, by name.
+
+    Example:
+        >>> list(broken_settings({"temperature": -1.0, "top_k": 3}))
+        [('temperature', 'must be a number, 0 or more.')]
+    """
+    yield from out_of_range(given)
+    if temperature_of(given) == 0:
+        remedy = advice("--temperature 0.8", "temperature=0.8")
+        for name in ("top_k", "top_p", "seed"):
+            if name in given:
+                yield name, f"has no effect: the most likely token is chosen. Add {remedy}."
+
+
+def out_of_range(given: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield name and rule of each setting that does not fit by itself."""
+    for name, (kind, rule, fits) in RULES.items():
+        value = given.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
+            yield name, f"must be {rule}."
+
+
+def temperature_of(given: Mapping[str, Any]) -> Any:
+    """Return the temperature: 1 if only the tokens to draw from are given, 0 if nothing is."""
+    return given.get("temperature", 1.0 if given.keys() & {"top_k", "top_p"} else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +83,7 @@ class Sampling:
         if problems := [Problem(key=name, value=given[name], rule=rule) for name, rule in out_of_range(given)]:
             raise ConfigError(problems)
 
-    def choose(self, scores: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def choose(self, scores: Tensor, generator: Generator | None = None) -> Tensor:
         """Return (samples, 1) int64 tokens for (samples, tokens) scores of any float dtype.
 
         Args:
@@ -43,6 +91,7 @@ class Sampling:
             generator: a generator on the device of the scores; None: the default one of torch.
 
         Example:
+            >>> import torch
             >>> Sampling().choose(torch.tensor([[0.1, 0.7, 0.2]]))
             tensor([[1]])
         """
@@ -52,15 +101,9 @@ class Sampling:
         if self.top_k is not None:
             least = scores.topk(min(self.top_k, scores.shape[-1])).values[:, -1:]
             scores = scores.masked_fill(scores < least, -math.inf)
-        if self.top_p is not None:
-            scores = _nucleus(scores, self.top_p)
-        return torch.multinomial(scores.softmax(-1), 1, generator=generator)
-
-
-def _nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Mask all but the most likely tokens whose probabilities reach `top_p`; the most likely one always stays."""
-    ordered, order = scores.sort(descending=True, stable=True)
-    probabilities = ordered.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
-    masked = ordered.masked_fill(before >= top_p, -math.inf)
-    return torch.empty_like(scores).scatter_(-1, order, masked)
+        if self.top_p is not None:  # the most likely token always stays
+            ordered, order = scores.sort(descending=True, stable=True)
+            chances = ordered.softmax(-1)
+            unlikely = chances.cumsum(-1) - chances >= self.top_p
+            scores = scores.scatter(-1, order, ordered.masked_fill(unlikely, -math.inf))
+        return scores.softmax(-1).multinomial(1, generator=generator)

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import reduce
+from operator import add
 from typing import Any, ClassVar, Final, Protocol
 
 import torch
@@ -96,17 +98,13 @@ class Loss:
             >>> float(Loss.of_terms(terms, 3.0, factors={"norm": 0.1}).loss_sum)
             7.0
         """
-        if factors and not factors.keys() <= terms.keys():
-            unknown = ", ".join(sorted(factors.keys() - terms.keys()))
+        factors = factors or {}
+        if unknown := ", ".join(sorted(factors.keys() - terms.keys())):
             raise TrainingError(f"a factor is given for {unknown}, and the terms are {', '.join(terms)}.")
-        total: Tensor | None = None
-        for name, term in terms.items():
-            factor = factors.get(name) if factors else None
-            part = term if factor is None else term * factor
-            total = part if total is None else total + part
-        if total is None:
+        parts = [term * factors[name] if name in factors else term for name, term in terms.items()]
+        if not parts:
             raise TrainingError("a loss without terms was given.")
-        return cls(total, weight, None, outputs, targets, terms, counted, class_dim)
+        return cls(reduce(add, parts), weight, None, outputs, targets, terms, counted, class_dim)
 
 
 _PARTS: Final = tuple(one.name for one in fields(Loss))
@@ -395,11 +393,8 @@ class Supervised(Objective):
         rest = [name for name in unused_fields(sample, self.input, self.target) if name in taken]
         if not rest:
             return kept
-        named = f"{type(model).__name__} computes its own loss"
-        return [
-            *kept,
-            f"{named}, and this objective ignores {', '.join(rest)}: objective=own_loss passes every field.",
-        ]
+        ignored = f"this objective ignores {', '.join(rest)}: objective=own_loss passes every field."
+        return [*kept, f"{type(model).__name__} computes its own loss, and {ignored}"]
 
     @abstractmethod
     def score(self, outputs: Any, targets: Any) -> Loss:

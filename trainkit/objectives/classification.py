@@ -25,32 +25,20 @@ _NO_CLASS: Final = -(2**62)
 """A class that no target has: torch's functions have no other way to ignore none."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClassLoss:
-    """The cross entropy of the classes of a shard."""
-
-    loss_sum: Tensor
-    """() the sum over the targets that count."""
-    weight: Tensor | float
-    """Their number, or the sum of the weights of their classes: `loss_sum / weight` is the mean of torch."""
-    targets: Tensor
-    """The targets, int64 or in the dtype of the scores."""
-    counted: Tensor | None
-    """The result of `counted_in`."""
-
-
 def class_loss(
-    scores: Tensor,
+    outputs: Tensor,
     targets: Tensor,
     *,
     ignore_index: int | None = IGNORED,
     class_weights: list[float] | None = None,
     label_smoothing: float = 0.0,
-) -> ClassLoss:
+) -> Loss:
     """Sum the cross entropy of a shard, and its weight, so that sums over shards give the mean of torch.
 
+    The weight is the number of targets that count, or the sum of the weights of their classes.
+
     Args:
-        scores: (samples, classes, ...) float32 or float64.
+        outputs: (samples, classes, ...) scores of any float dtype.
         targets: (samples, ...) whole numbers, or probabilities of the shape of the scores.
         ignore_index: the class that does not count; None: every target counts.
         class_weights: a weight for each class. A place with probabilities weighs 1 nevertheless, as in torch.
@@ -65,6 +53,7 @@ def class_loss(
         >>> round(float(found.loss_sum), 4), found.weight
         (2.7726, tensor(2))
     """
+    scores = exact(outputs)
     targets = _fitting(scores, targets)
     is_soft = targets.is_floating_point()
     if is_soft and ignore_index is not None and ignore_index >= 0:
@@ -95,7 +84,7 @@ def class_loss(
         weight = weights[targets].sum()
     else:
         weight = torch.where(counted, weights[targets.where(counted, 0)], 0.0).sum()
-    return ClassLoss(loss_sum, weight, targets, counted)
+    return Loss(loss_sum, weight, outputs=outputs, targets=targets, counted=counted, class_dim=1)
 
 
 def _fitting(scores: Tensor, targets: Tensor) -> Tensor:
@@ -183,11 +172,6 @@ class Classification(ScoredClasses, Supervised):
     """Also report whether the class is among the k highest scores, for each of these k (metric `top5`)."""
 
     def __post_init__(self) -> None:
-        problems = [*self._problems()]
-        if problems:
-            raise ConfigError(problems)
-
-    def _problems(self) -> list[Problem]:
         found = []
         if any(k < 2 for k in self.top_k):
             rule = "every k must be 2 or more (accuracy is k = 1 and always there)."
@@ -195,7 +179,8 @@ class Classification(ScoredClasses, Supervised):
         if self.class_weights is not None and (not self.class_weights or min(self.class_weights) < 0):
             rule = "needs one weight per class, none negative."
             found.append(Problem(key="objective.class_weights", value=self.class_weights, rule=rule))
-        return found
+        if found:
+            raise ConfigError(found)
 
     def weight_per_sample(self, sample: Any) -> float | None:
         """Return the number of classes of a sample if all count and weigh the same; else None."""
@@ -208,27 +193,18 @@ class Classification(ScoredClasses, Supervised):
 
     def score(self, outputs: Any, targets: Any) -> Loss:
         """Sum the cross entropy of (samples, classes, ...) scores against (samples, ...) classes or probabilities."""
-        outputs = scores_of(outputs, self.output)
-        found = class_loss(
-            exact(outputs),
+        return class_loss(
+            scores_of(outputs, self.output),
             targets,
             ignore_index=self.ignore_index,
             class_weights=self.class_weights,
             label_smoothing=self.label_smoothing,
         )
-        return Loss(
-            found.loss_sum,
-            found.weight,
-            outputs=outputs,
-            targets=found.targets,
-            counted=found.counted,
-            class_dim=self.class_dim,
-        )
 
     def metrics(self) -> dict[str, Metric]:
         """Return accuracy, the requested top-k, and the metrics of the config."""
-        own: dict[str, Metric] = {"accuracy": TopK(1), **{f"top{k}": TopK(k) for k in self.top_k}}
-        return {**own, **fresh_metrics(self.extra_metrics)} if self.extra_metrics else own
+        own = {"accuracy": TopK(1), **{f"top{k}": TopK(k) for k in self.top_k}}
+        return {**own, **fresh_metrics(self.extra_metrics)}
 
     def details(self, dataset: Any, *, batch_size: int) -> Details:
         """Return a table of classes, the confusion matrix, the calibration and the worst samples."""

@@ -139,7 +139,7 @@ class Distillation(ScoredClasses, Objective):
                 f"the model gives scores {tuple(scores.shape)}, and its teacher {tuple(wanted.shape)}: both need the "
                 "same classes."
             )
-        labels = class_loss(scores, targets, ignore_index=self.ignore_index)
+        labels = class_loss(outputs, targets, ignore_index=self.ignore_index)
         dim = self.class_dim
         own, theirs = (functional.log_softmax(one / self.temperature, dim) for one in (scores, wanted))
         if labels.counted is not None:  # zeros where a target is ignored add nothing

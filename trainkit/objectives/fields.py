@@ -106,7 +106,7 @@ def select(named: Mapping[Field, Any], field: Fields, key: str) -> Any:
     if isinstance(field, list | tuple):
         return tuple(select(named, one, key) for one in field)
     if field not in named:
-        held = _listed(named)
+        held = ", ".join(_names(named))
         known = f"a sample has {held}." if held else "a sample is neither a tuple nor a dict nor a dataclass."
         raise ConfigError([Problem(key=key, value=field, rule=f"there is no such field: {known}")])
     return named[field]  # type: ignore[index]
@@ -162,12 +162,10 @@ def unused_fields(batch: Any, input: Fields, target: Fields) -> list[str]:  # no
     if isinstance(batch, tuple | list):
         return []
     named = named_fields(batch)
-    used = {name for chosen in _chosen(named, batch, input, target) for name in _each(chosen)}
+    used: set[Fields] = set()
+    for chosen in _chosen(named, batch, input, target):
+        used.update(chosen if isinstance(chosen, list | tuple) else [chosen])
     return [str(name) for name in named if name not in used]
-
-
-def _each(field: Fields) -> Sequence[Fields]:
-    return field if isinstance(field, list | tuple) else (field,)
 
 
 def _chosen(
@@ -199,7 +197,7 @@ def _common(named: Mapping[Field, Any], names: Sequence[str], place: int, what: 
         return found[0]
     if not found and _is_pair(batch):
         return place
-    held = _listed(named)
+    held = ", ".join(_names(named))
     got = f"has the fields {held}" if held else f"is one {type(batch).__name__}"
     why = f"{' and '.join(found)} may both be the {what}" if found else f"none is known as the {what}"
     raise DataError(
@@ -208,14 +206,9 @@ def _common(named: Mapping[Field, Any], names: Sequence[str], place: int, what: 
     )
 
 
-def _names(named: Mapping[Field, Any]) -> list[Field]:
-    """Return the keys of fields, without the indices of a named tuple."""
-    keys = [name for name in named if isinstance(name, str)]
-    return keys or list(named)  # type: ignore[return-value]
-
-
-def _listed(named: Mapping[Field, Any]) -> str:
-    return ", ".join(map(str, _names(named)))
+def _names(named: Mapping[Field, Any]) -> list[str]:
+    """Return the keys of fields as text, without the indices of a named tuple."""
+    return [name for name in named if isinstance(name, str)] or list(map(str, named))
 
 
 def scores_of(outputs: Any, output: Field | None = None) -> Tensor:
@@ -240,27 +233,23 @@ def scores_of(outputs: Any, output: Field | None = None) -> Tensor:
     if isinstance(outputs, Tensor) and output is None:
         return outputs
     named = named_fields(outputs)
+    names = _names(named)
+    held = f" with output{'s' if len(names) > 1 else ''} {', '.join(names)}" if names else ""
+    described = f"a {type(outputs).__name__}{held}"
     if output is not None:
         found = named.get(output)
         if not isinstance(found, Tensor):
             what = f"that output is a {type(found).__name__}" if output in named else "there is no such output"
-            rule = f"{what}: the model returns {_described(outputs)}."
+            rule = f"{what}: the model returns {described}."
             raise ConfigError([Problem(key="objective.output", value=output, rule=rule)])
         return found
     found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
     if isinstance(found, Tensor):
         return found
-    name = f"a {type(outputs).__name__}" if not named else _described(outputs)
     raise TrainingError(
-        f"the model returns {name}, and this objective scores a tensor, or an output with `logits`. Name the output: "
-        "objective.output=NAME, a key, or an index in a tuple, from 0."
+        f"the model returns {described}, and this objective scores a tensor, or an output with `logits`. Name the "
+        "output: objective.output=NAME, a key, or an index in a tuple, from 0."
     )
-
-
-def _described(outputs: Any) -> str:
-    names = list(map(str, _names(named_fields(outputs))))
-    held = f" with output{'s' if len(names) > 1 else ''} {', '.join(names)}" if names else ""
-    return f"a {type(outputs).__name__}{held}"
 
 
 def parts_of(scores: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:

@@ -16,7 +16,6 @@ from trainkit.extras import install_command
 from trainkit.fields import speed
 from trainkit.objectives.base import Details, Loss, Metric, Supervised
 from trainkit.objectives.fields import IGNORED, counted_in, exact, parts_of, scores_of
-from trainkit.objectives.linear_cross_entropy import linear_cross_entropy
 from trainkit.objectives.metrics import Perplexity, ScoredFields, fresh_metrics, token_details
 from trainkit.objectives.output_layer import OutputLayer, keeps_scores, offered_by
 
@@ -69,24 +68,18 @@ class LanguageModelling(ScoredFields, Supervised):
             )
             raise ConfigError([_without_liger(rule)])
         _refuse_shape(outputs, targets)
-        loss_sum = self._loss_sum(outputs.flatten(0, -2), targets.flatten())
-        return self._loss(loss_sum, outputs, targets)
+        parts: list[tuple[Tensor, ...]] = [(outputs.flatten(0, -2), targets.flatten())]
+        if not torch.is_grad_enabled():  # an evaluation: each part takes two copies in float32
+            parts = parts_of(*parts[0])
+        first, *others = (
+            functional.cross_entropy(exact(rows), wanted, reduction="sum", ignore_index=self.ignore_index)
+            for rows, wanted in parts
+        )
+        return self._loss(torch.stack([first, *others]).sum() if others else first, outputs, targets)
 
     def _loss(self, loss_sum: Tensor, outputs: Tensor | None, targets: Tensor) -> Loss:
-        counted = counted_in(targets, self.ignore_index)
-        assert counted is not None
+        counted = targets != self.ignore_index
         return Loss(loss_sum, counted.sum(), None, outputs, targets, counted=counted)
-
-    def _loss_sum(self, rows: Tensor, targets: Tensor) -> Tensor:
-        """Sum the cross entropy of (rows, vocabulary) scores; in an evaluation in parts, since each takes two copies in
-        float32.
-        """
-        parts: list[tuple[Tensor, ...]] = [(rows, targets)] if torch.is_grad_enabled() else parts_of(rows, targets)
-        first, *others = (
-            functional.cross_entropy(exact(scores), wanted, reduction="sum", ignore_index=self.ignore_index)
-            for scores, wanted in parts
-        )
-        return torch.stack([first, *others]).sum() if others else first
 
     @property
     def takes_hidden(self) -> bool:
@@ -97,27 +90,18 @@ class LanguageModelling(ScoredFields, Supervised):
     def loss_from_hidden(self, hidden: Tensor, output: OutputLayer, targets: Tensor) -> Loss:
         """Sum the cross entropy of (samples, length, features) hidden states against (samples, length) tokens."""
         _refuse_shape(hidden, targets)
-        layer, rows, wanted = output.layer, hidden.flatten(0, -2), targets.flatten()
         if self.cross_entropy != "liger":
-            loss_sum = linear_cross_entropy(
-                rows,
-                layer.weight,
-                wanted,
-                bias=layer.bias,
-                ignore_index=self.ignore_index,
-                score=output.score,
-                part=output.part,
-                only_eager=self.cross_entropy == "auto",
-            )
+            only_eager = self.cross_entropy == "auto"
+            loss_sum = output.loss_sum(hidden, targets, ignore_index=self.ignore_index, only_eager=only_eager)
             return self._loss(loss_sum, None, targets)
         if output.part is not None:
             rule = "does not support a vocabulary that is cut over ranks. Leave it out with strategy=tensor_parallel."
             raise ConfigError([_without_liger(rule)])
         loss_sum = importlib.import_module(_LIGER).liger_fused_linear_cross_entropy(
-            rows,
-            layer.weight,
-            wanted.to(hidden.device),
-            layer.bias,
+            hidden.flatten(0, -2),
+            output.layer.weight,
+            targets.flatten().to(hidden.device),
+            output.layer.bias,
             ignore_index=self.ignore_index,
             reduction="sum",
             accum_dtype=torch.float32,

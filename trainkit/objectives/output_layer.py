@@ -26,7 +26,13 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from trainkit.objectives.linear_cross_entropy import CutVocabulary, ScoreRows, product_dtype, score_rows
+from trainkit.objectives.linear_cross_entropy import (
+    CutVocabulary,
+    ScoreRows,
+    linear_cross_entropy,
+    product_dtype,
+    score_rows,
+)
 
 if TYPE_CHECKING:
     from trainkit.objectives.base import Loss
@@ -42,6 +48,26 @@ class OutputLayer:
     """Function that computes a chunk of rows."""
     part: CutVocabulary | None = None
     """The part of the vocabulary that this rank holds; None: all."""
+
+    def loss_sum(self, hidden: Tensor, targets: Tensor, *, ignore_index: int, only_eager: bool) -> Tensor:
+        """Sum the cross entropy of (..., features) hidden states against (...) tokens, chunk by chunk of rows.
+
+        Args:
+            hidden: on the device of the layer.
+            targets: int64, possibly on another device.
+            ignore_index: rows with this target do not count.
+            only_eager: whether a compiled graph of the loss may compute it from all scores instead.
+        """
+        return linear_cross_entropy(
+            hidden.flatten(0, -2),
+            self.layer.weight,
+            targets.flatten(),
+            bias=self.layer.bias,
+            ignore_index=ignore_index,
+            score=self.score,
+            part=self.part,
+            only_eager=only_eager,
+        )
 
 
 _KEEPS: Final[ContextVar[bool]] = ContextVar("keeps_scores", default=False)

@@ -13,15 +13,8 @@ from trainkit.errors import DataError, Problem, TrainingError
 from trainkit.fields import cosmetic, speed
 from trainkit.objectives.base import Loss, Metric, Model, Objective, found_loss, parameters_of
 from trainkit.objectives.fields import IGNORED, counted_in, named_fields, scores_of
-from trainkit.objectives.linear_cross_entropy import linear_cross_entropy
 from trainkit.objectives.metrics import fresh_metrics
-from trainkit.objectives.output_layer import (
-    OutputLayer,
-    has_plain_loss,
-    output_layer_of,
-    reason_for_scores,
-    scored_inside,
-)
+from trainkit.objectives.output_layer import has_plain_loss, output_layer_of, reason_for_scores, scored_inside
 
 _OF_THE_LOSS: Final = frozenset({"num_items_in_batch", "shift_labels", "ignore_index", "weight"})
 """Fields that transformers passes on to its loss function."""
@@ -71,9 +64,15 @@ class ModelComputesLoss(Objective):
         """Run the model on the batch and convert its mean loss into a sum."""
         offered = output_layer_of(model) if self._is_plain(model, batch) else None
         if offered is not None:
-            labels = self._labels(batch)
-            with scored_inside(offered.layer, lambda hidden: self._shifted_loss(hidden, offered, labels)):
-                return found_loss(model(**{name: value for name, value in batch.items() if name != self.labels}))
+            following = self._labels(batch)[:, 1:]
+
+            def scored(hidden: Tensor) -> Loss:
+                only_eager, counted = self.cross_entropy == "auto", following != IGNORED
+                total = offered.loss_sum(hidden[:, :-1], following, ignore_index=IGNORED, only_eager=only_eager)
+                return Loss(total, counted.sum(), None, None, following, counted=counted)
+
+            with scored_inside(offered.layer, scored):
+                return found_loss(self._run(model, batch))
         output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
         labels, logits = self._labels(batch), _part(output, "logits", 1)
         if self.shifted:
@@ -94,33 +93,19 @@ class ModelComputesLoss(Objective):
         """Return whether the loss of the model is the plain cross entropy of each next label."""
         if torch.compiler.is_compiling() or self.cross_entropy == "plain":
             return False
-        if not self.shifted or self.ignore_index != IGNORED:
+        if not self.shifted or self.ignore_index != IGNORED or self.labels != "labels":
             return False
-        known = isinstance(batch, Mapping) and self.labels == "labels" and not _OF_THE_LOSS & batch.keys()
-        return known and has_plain_loss(model)
-
-    def _shifted_loss(self, hidden: Tensor, output: OutputLayer, labels: Tensor) -> Loss:
-        """Sum the loss in the output layer: (samples, length, features) hidden states, (samples, length) labels."""
-        following = labels[:, 1:]
-        loss_sum = linear_cross_entropy(
-            hidden[:, :-1].flatten(0, -2),
-            output.layer.weight,
-            following.flatten(),
-            bias=output.layer.bias,
-            score=output.score,
-            part=output.part,
-            only_eager=self.cross_entropy == "auto",
-        )
-        counted = following != self.ignore_index
-        return Loss(loss_sum, counted.sum(), None, None, following, counted=counted)
+        return isinstance(batch, Mapping) and not _OF_THE_LOSS & batch.keys() and has_plain_loss(model)
 
     def predict(self, model: Model, batch: Any) -> Any:
         """Run the model on a batch without its labels, and return the scores."""
+        return scores_of(self._run(model, batch))
+
+    def _run(self, model: Model, batch: Any) -> Any:
+        """Return the outputs for a batch without its labels."""
         if isinstance(batch, Mapping):
-            output = model(**{name: value for name, value in batch.items() if name != self.labels})
-        else:
-            output = model(*batch[:-1]) if isinstance(batch, tuple) and len(batch) > 1 else model(batch)
-        return scores_of(output)
+            return model(**{name: value for name, value in batch.items() if name != self.labels})
+        return model(*batch[:-1]) if isinstance(batch, tuple) and len(batch) > 1 else model(batch)
 
     def validate_model(self, model: nn.Module, sample: Any) -> list[Problem]:
         """Return the fields of a sample that the model does not take."""

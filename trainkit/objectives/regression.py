@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -54,12 +55,9 @@ class Regression(ScoredFields, Supervised):
             )
         found = exact(outputs)
         wanted = targets.to(found.dtype)
-        if self.error == "mse":
-            loss_sum = functional.mse_loss(found, wanted, reduction="sum")
-        elif self.error == "l1":
-            loss_sum = functional.l1_loss(found, wanted, reduction="sum")
-        else:
-            loss_sum = functional.huber_loss(found, wanted, reduction="sum", delta=self.delta)
+        error: Callable[..., Tensor] = getattr(functional, f"{self.error}_loss")
+        more = {"delta": self.delta} if self.error == "huber" else {}
+        loss_sum = error(found, wanted, reduction="sum", **more)
         return Loss(loss_sum, float(targets.numel()), None, outputs, targets)
 
     def metrics(self) -> dict[str, Metric]:

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from trainkit.errors import ConfigError, Problem
 from trainkit.files import read_text
-from trainkit.models.sampling_settings import MAX_TOKENS, RULES, broken_settings, temperature_of
+from trainkit.models.sampling import MAX_TOKENS, RULES, Sampling, broken_settings, temperature_of
 from trainkit.verbs.support.call import Call, Flag
 from trainkit.verbs.support.weights import checkpoint_flag
 
@@ -44,8 +44,6 @@ def run(call: Call) -> int:
     if problems:
         raise ConfigError(problems)
     from trainkit.api.texts import Writer  # noqa: PLC0415 - nothing is imported to refuse an argument
-    from trainkit.models.sampling import Sampling  # noqa: PLC0415 - imports torch
-
     writer = Writer.of(Path(call.arguments[0]).expanduser(), checkpoint=checkpoint, packages=call.packages)
     if left_out := writer.left_out(prompts):
         sys.stderr.write(f"not in the vocabulary, left out: {left_out!r}\n")
