@@ -55,7 +55,9 @@ def rank_of(rank: int, num_ranks: int, port: int, rounds: int, found: Queue[Any]
             for _ in range(rounds + 2):
                 collective.gather(torch.zeros(1))
                 begun = time.perf_counter()
-                reducer.reduce(iter([(0, grads)]), num_shards=num_ranks, packing=packing)
+                reducer.begin(packing, num_shards=num_ranks)
+                reducer.add(0, grads)
+                reducer.finish()
                 seconds.append(time.perf_counter() - begun)
             reducer.close()
             slowest = torch.cat(collective.gather(torch.tensor([statistics.median(seconds[2:])]))).max()

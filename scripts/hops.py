@@ -37,7 +37,7 @@ def seen(frame, event, _):
         return
     if event == "call" and code.co_flags & IS_FUNCTION and code.co_name not in BESIDE:
         FIRST.setdefault(code.co_filename, time.time())
-    elif event == "return" and code.co_name == "reduce" and "/strategies/reducers/" in code.co_filename:
+    elif event == "return" and code.co_name == "finish" and "/strategies/reducers/" in code.co_filename:
         sys.setprofile(None)
         threading.setprofile(None)
         if os.environ.get("TRAINKIT_RANK") == "0":

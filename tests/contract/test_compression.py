@@ -73,7 +73,9 @@ def sums_of(place: Place, kind: Any) -> list[list[float]]:
     reducer = BackendReducer(compressor=Compressor(kind, powersgd_after=2))
     own = [torch.full(shape, 1.0001) for shape in packing.shapes]
     for _ in range(3):
-        sums = reducer.reduce(iter([(0, own)]), num_shards=place.num_ranks, packing=packing)
+        reducer.begin(packing, num_shards=place.num_ranks)
+        reducer.add(0, own)
+        sums = reducer.finish()
     return [one.tolist() for one in sums if one is not None]
 
 
@@ -99,7 +101,9 @@ def wire_bytes(place: Place, kind: Any) -> list[int]:
     try:
         for step in range(3):
             own = [torch.full(shape, 1.0 + step) for shape in packing.shapes]
-            reducer.reduce(iter([(0, own)]), num_shards=place.num_ranks, packing=packing)
+            reducer.begin(packing, num_shards=place.num_ranks)
+            reducer.add(0, own)
+            reducer.finish()
     finally:
         dist.all_reduce = whole
     return sizes
@@ -126,12 +130,11 @@ def resumed(place: Place) -> list[int]:
     rank.steps(executor, 3)
     kept = executor.state_dict_extra()
     assert isinstance(executor.local, Replica)
-    reducer = executor.local.reducer
-    assert isinstance(reducer, BackendReducer)
-    assert reducer.compressor is not None
-    reducer.compressor.set_steps(0)
+    compressor = executor.local.reducer.compressor
+    assert compressor is not None
+    compressor.set_steps(0)
     executor.load_state_extra(kept)
-    found = [reducer.compressor.steps]
+    found = [compressor.steps]
     executor.close()
     return found
 

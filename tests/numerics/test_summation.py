@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,22 +14,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainkit.numerics import copies
 from trainkit.numerics.copies import constant_on
-from trainkit.numerics.summation import LaneNode, combine_pairwise
+from trainkit.numerics.summation import LaneNode, LaneSums
 
 
 def test_the_sums_of_a_step_are_freed_without_a_garbage_collection() -> None:
-    alive: list[weakref.ref[torch.Tensor]] = []
-
-    def leaves() -> Iterator[tuple[LaneNode, torch.Tensor]]:
-        for lane in (0, 2, 1, 3):
-            found = torch.full((2,), float(lane))
-            alive.append(weakref.ref(found))
-            yield LaneNode(lane, 4), found
-
+    sums, alive = LaneSums(torch.add, num_lanes=4, num_shards=4), list[weakref.ref[torch.Tensor]]()
     gc.disable()
     try:
-        total = combine_pairwise(leaves(), torch.add, num_lanes=4)
-        assert total.tolist() == [6.0, 6.0]
+        for lane in (0, 2, 1, 3):
+            part = torch.full((2,), float(lane))
+            alive.append(weakref.ref(part))
+            sums.push(LaneNode(lane, 4), part)
+        del part
+        assert [total.tolist() for total in sums.take()] == [[6.0, 6.0]]
         assert [one() for one in alive] == [None] * 4
     finally:
         gc.enable()

@@ -140,7 +140,7 @@ def test_an_error_of_a_ranks_own_is_not_excused_by_its_text(error: Exception) ->
         raised_in_c(RuntimeError, TIMED_OUT),
         raised_in_c(RuntimeError, "NCCL error: ncclRemoteError: remote process exited or there was a network error"),
         raised(LinkError("ps:0 is gone"), module="trainkit.strategies.updates.links"),
-        raised(ConnectionResetError(104, "gone"), module="trainkit.strategies.reducers.flat"),
+        raised(ConnectionResetError(104, "gone"), module="trainkit.strategies.reducers.vector"),
         raised(RuntimeError("wait timeout after 1000ms, keys: /0"), module="torch.distributed.distributed_c10d"),
     ],
 )

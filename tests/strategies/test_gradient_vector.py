@@ -28,8 +28,7 @@ from trainkit.strategies.data_parallel.strategy import Mirrored
 from trainkit.strategies.groups import pairwise, process_group
 from trainkit.strategies.mesh.axes import Axes
 from trainkit.strategies.pipeline.groups import new_groups
-from trainkit.strategies.reducers import BackendReducer
-from trainkit.strategies.reducers.gradient_vector import FlatReducer, GradientVector, cut_into_buckets
+from trainkit.strategies.reducers import BackendReducer, VectorReducer
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
 CPU = torch.device("cpu")
@@ -40,16 +39,20 @@ def layers(count: int = 8, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=dtype) for _ in range(count)))
 
 
-def vector_of(params: list[nn.Parameter], bucket: int = LAYER) -> GradientVector:
-    packing = FlatBuffer.like(params, torch.float32, CPU)
-    buckets = cut_into_buckets(packing, bucket_bytes=bucket * 4, part_tail=False)
-    return GradientVector(packing, packing.empty(), buckets)
+class Alone(VectorReducer):
+    """A reducer of one rank."""
+
+    def sum(self, flat: Tensor) -> None: ...
 
 
-def shard(vector: GradientVector, params: list[nn.Parameter], loss: Tensor, on_full: Any = None) -> None:
-    vector.begin_backward(params, on_full)
+def packing_of(params: list[nn.Parameter]) -> FlatBuffer:
+    return FlatBuffer.like(params, torch.float32, CPU)
+
+
+def shard(reducer: VectorReducer, params: list[nn.Parameter], loss: Tensor, *, is_last: bool = False) -> None:
+    reducer.begin_backward(params, is_last=is_last)
     loss.backward()  # type: ignore[no-untyped-call]
-    vector.end_backward()
+    reducer.end_backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -60,13 +63,13 @@ def test_after_backward_the_gradients_are_alive_once(dtype: torch.dtype) -> None
         for param in params:
             counting.see(param.untyped_storage())
         own = counting.bytes
-        vector = vector_of(params)
-        vector.begin_step()
+        reducer = Alone(LAYER * 4)
+        reducer.begin(packing_of(params), num_shards=3)
         for _ in range(3):
-            shard(vector, params, model(inputs).sum())
-            assert counting.bytes - own == vector.flat.nbytes == 8 * LAYER * 4
-    assert counting._most - own < vector.flat.nbytes + 2.5 * LAYER * dtype.itemsize, "two gradients and the activations"
-    vector.close()
+            shard(reducer, params, model(inputs).sum())
+            assert counting.bytes - own == reducer.flat.nbytes == 8 * LAYER * 4
+    assert counting._most - own < reducer.flat.nbytes + 2.5 * LAYER * dtype.itemsize, "two gradients, activations"
+    reducer.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,84 +81,70 @@ def test_gradients_of_several_shards_have_the_bits_of_sums_in_float32(bucket: in
     for one in inputs:
         for total, grad in zip(expected, torch.autograd.grad(model(one).square().sum(), params), strict=True):
             total.add_(grad)
-    vector = vector_of(params, bucket)
+    reducer, packing = Alone(bucket * 4), packing_of(params)
     for _ in range(2):  # the second step finds the sums of the first in the vector
         model.zero_grad()
-        vector.begin_step()
+        reducer.begin(packing, num_shards=3)
         for one in inputs:
-            shard(vector, params, model(one).square().sum())
-        vector.fill_rest([None] * 3)
-        assert all(torch.equal(*pair) for pair in zip(vector.views, expected, strict=True))
-        held = [param.grad is view for param, view in zip(params, vector.views, strict=True)]
+            shard(reducer, params, model(one).square().sum())
+        reducer.finish()
+        assert all(torch.equal(*pair) for pair in zip(reducer.views, expected, strict=True))
+        held = [param.grad is view for param, view in zip(params, reducer.views, strict=True)]
         assert held == [dtype is torch.float32] * 3
-    vector.close()
+    reducer.close()
 
 
 def test_a_parameter_that_a_shard_does_not_use_keeps_its_sum_and_one_without_any_gets_zeros() -> None:
     model = layers(3)
     params = list(model.parameters())
-    vector = vector_of(params)
-    vector.flat.fill_(7.0)  # of an earlier step
-    vector.begin_step()
-    shard(vector, params, params[0].sum())
-    shard(vector, params, params[1].sum())
-    vector.fill_rest([None] * 3)
-    assert [sorted(set(view.flatten().tolist())) for view in vector.views] == [[1.0], [1.0], [0.0]]
-    vector.close()
+    reducer, packing = Alone(LAYER * 4), packing_of(params)
+    reducer.begin(packing, num_shards=2)
+    reducer.flat.fill_(7.0)  # of an earlier step
+    shard(reducer, params, params[0].sum())
+    shard(reducer, params, params[1].sum())
+    reducer.finish()
+    assert [sorted(set(view.flatten().tolist())) for view in reducer.views] == [[1.0], [1.0], [0.0]]
+    reducer.close()
 
 
 def test_a_gradient_that_something_replaces_is_the_one_that_counts() -> None:
     weight = nn.Parameter(torch.ones(4))
     weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", param.grad * 10))  # type: ignore[no-untyped-call]
-    vector = vector_of([weight])
-    vector.begin_step()
-    shard(vector, [weight], weight.sum())
-    shard(vector, [weight], weight.sum())
-    assert vector.views[0].tolist() == [110.0] * 4
+    reducer = Alone()
+    reducer.begin(packing_of([weight]), num_shards=2)
+    shard(reducer, [weight], weight.sum())
+    shard(reducer, [weight], weight.sum())
+    assert reducer.views[0].tolist() == [110.0] * 4
 
 
 def test_new_gradients_of_the_last_pass_are_copied_together_with_the_buffers() -> None:
     weight = nn.Parameter(torch.ones(4))
     packing = FlatBuffer([torch.Size([4]), torch.Size([1])], torch.float32, CPU, num_grads=1)
-    vector = GradientVector(packing, packing.empty(), cut_into_buckets(packing, bucket_bytes=0, part_tail=False))
+    reducer = Alone(0)
     for shards in (1, 2):
-        vector.begin_step()
+        reducer.begin(packing, num_shards=shards)
         for number in range(shards):
-            vector.begin_backward([weight], is_last=number == shards - 1)
-            weight.sum().backward()  # type: ignore[no-untyped-call]
-            vector.end_backward()
-        assert (weight.grad is vector.views[0]) == (shards == 2), "the gradient of a single pass is copied once, later"
-        vector.fill_rest([weight.grad, torch.full((1,), 9.0)])
-        assert vector.flat.tolist() == [float(shards)] * 4 + [9.0]
+            shard(reducer, [weight], weight.sum(), is_last=number == shards - 1)
+        assert (weight.grad is reducer.views[0]) == (shards == 2), "the gradient of a single pass is copied once, later"
+        reducer.add(0, [weight.grad, torch.full((1,), 9.0)])
+        reducer.finish()
+        assert reducer.flat.tolist() == [float(shards)] * 4 + [9.0]
         weight.grad = None
 
 
-class InPlace(FlatReducer):
-    """A reducer of one rank."""
-
-    def sum(self, flat: Tensor) -> None:
-        flat.mul_(2.0)
-
-
 def test_an_interrupted_step_leaves_nothing_for_the_next() -> None:
-    model, reducer = layers(2), InPlace()
+    model, reducer = layers(2), Alone()
     params = list(model.parameters())
-    packing = FlatBuffer.like(params, torch.float32, CPU)
-
-    def partials(*, fails: bool) -> Any:
-        for _ in range(2):
-            reducer.begin_backward(params, is_last=False)
-            sum(param.sum() for param in params).backward()  # type: ignore[union-attr]
-            if fails:
-                raise TrainingError("interrupted")
-            reducer.end_backward()
-        yield 0, [param.grad for param in params]
-
-    with pytest.raises(TrainingError):
-        reducer.reduce(partials(fails=True), num_shards=2, packing=packing)
+    packing = packing_of(params)
+    reducer.begin(packing, num_shards=2)
+    shard(reducer, params, sum(param.sum() for param in params))  # type: ignore[arg-type]
+    reducer.begin_backward(params, is_last=True)  # the pass fails
     model.zero_grad()  # as `Replica.recover` does
-    found = reducer.reduce(partials(fails=False), num_shards=2, packing=packing)
-    assert [sorted(set(one.flatten().tolist())) for one in found if one is not None] == [[4.0], [4.0]]
+    reducer.begin(packing, num_shards=2)
+    for _ in range(2):
+        shard(reducer, params, sum(param.sum() for param in params))  # type: ignore[arg-type]
+    found = reducer.finish()
+    assert [sorted(set(one.flatten().tolist())) for one in found if one is not None] == [[2.0], [2.0]]
 
 
 SIGNS = {"exchange": "x", "first layer": "0", "layer": ".", "end": "|"}
@@ -171,11 +160,11 @@ def test_thirteen_of_fourteen_exchanges_begin_while_backward_computes(
     more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    launch, arrive, end = BackendReducer._launch, GradientVector._on_gradient, BackendReducer.end_backward
+    launch, arrive, end = BackendReducer.launch, BackendReducer._on_gradient, BackendReducer.end_backward
 
-    def launched(self: Any, vector: Any, bucket: Any) -> None:
+    def launched(self: Any, bucket: Any) -> None:
         events.append("exchange")
-        launch(self, vector, bucket)
+        launch(self, bucket)
 
     def arrived(self: Any, place: int, param: Tensor) -> None:
         events.append("first layer" if place < 2 else "layer")  # its bias may come first, or its weight
@@ -185,8 +174,8 @@ def test_thirteen_of_fourteen_exchanges_begin_while_backward_computes(
         end(self)
         events.append("end")
 
-    monkeypatch.setattr(BackendReducer, "_launch", launched)
-    monkeypatch.setattr(GradientVector, "_on_gradient", arrived)
+    monkeypatch.setattr(BackendReducer, "launch", launched)
+    monkeypatch.setattr(BackendReducer, "_on_gradient", arrived)
     monkeypatch.setattr(BackendReducer, "end_backward", ended)
     run(tmp_path, *DEEP, *more)
     last = "".join(map(SIGNS.__getitem__, events)).rstrip("|").rpartition("|")[2]  # the last pass of the last step
@@ -230,19 +219,13 @@ def reentrant(place: Place) -> str:
     del place
     layer, last = nn.Linear(4, 4), nn.Linear(4, 4)
     params = [*layer.parameters(), *last.parameters()]
-    reducer = BackendReducer(bucket_mb=1e-6)
-
-    def partials() -> Any:
-        reducer.begin_backward(params, is_last=True)
-        hidden = torch.ones(2, 4, requires_grad=True)
-        for _ in range(2):
-            hidden = checkpoint(layer, hidden, use_reentrant=True)
-        last(hidden).sum().backward()
-        yield 0, [p.grad for p in params]
-
-    packing = FlatBuffer([p.shape for p in params], torch.float32, CPU)
+    reducer, hidden = BackendReducer(bucket_bytes=1), torch.ones(2, 4, requires_grad=True)
+    reducer.begin(FlatBuffer([p.shape for p in params], torch.float32, CPU), num_shards=2)
+    reducer.begin_backward(params, is_last=True)
+    for _ in range(2):
+        hidden = checkpoint(layer, hidden, use_reentrant=True)
     with pytest.raises(TrainingError) as caught:
-        reducer.reduce(partials(), num_shards=2, packing=packing)
+        last(hidden).sum().backward()
     reducer.close()
     return str(caught.value)
 
@@ -250,15 +233,6 @@ def reentrant(place: Place) -> str:
 def test_a_gradient_that_comes_in_two_parts_is_refused_with_what_to_do(pool: Pool) -> None:
     for said in pool.run("tests.strategies.test_gradient_vector.reentrant", num_ranks=2, group=True):
         assert "Use checkpoint(..., use_reentrant=False), or strategy.bucket_mb=0." in said
-
-
-def test_a_reducer_that_has_not_the_step_sends_nothing() -> None:
-    reducer = BackendReducer(bucket_mb=1e-6)  # no process group: an exchange would raise
-    model = nn.Linear(2, 2)
-    reducer.begin_backward(list(model.parameters()), is_last=True)
-    model(torch.ones(1, 2)).sum().backward()
-    reducer.end_backward()
-    assert not model.weight._post_accumulate_grad_hooks
 
 
 def sent_through_the_host(place: Place) -> list[float]:

@@ -116,9 +116,11 @@ def test_sums_over_lanes_have_the_bits_of_the_lane_reducer(shards: int, servers:
     pushed = [gradients(model, seed, missing=(2,) if seed == 3 else ()) for seed in range(shards)]
     packing = FlatBuffer([param.shape for _, param in trained(model)], torch.float32, CPU)
     of_lane = {lane: [clones(one) for one in pushed[lane::8]] for lane in lane_order(8) if lane < shards}
-    partials = ((lane, lane_sum(held, None, packing) if len(held) > 1 else held[0]) for lane, held in of_lane.items())
     reducer = DeterministicReducer(lanes=8, rank=0, num_ranks=1)
-    expected = [present(total) for total in reducer.reduce(partials, num_shards=shards, packing=packing)]
+    reducer.begin(packing, num_shards=shards)
+    for lane, held in of_lane.items():
+        reducer.add(lane, lane_sum(held, None, packing) if len(held) > 1 else held[0])
+    expected = [present(total) for total in reducer.finish()]
     norms = torch.stack(torch._foreach_norm(expected, 2.0))
     with serving(model, optimizer_of("sgd"), servers=servers) as farm:
         for shard, grads in enumerate(pushed):

@@ -23,16 +23,16 @@ from tests.contract.stepping import Case, train
 from tests.launchers.launches import launch_of
 from tests.support import zoo
 from tests.support.pool import Place, Pool, TaskError
-from trainkit.cluster.host import ProcessId
+from trainkit.cluster.host import ProcessId, host_id
 from trainkit.errors import TrainingError
 from trainkit.run.process.error_report import write_error_report
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.collectives import GroupCollective
 from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirrored
-from trainkit.strategies.reducers import AutoReducer, BackendReducer, LocalReducer, shared_memory
-from trainkit.strategies.reducers.flat import HierarchicalReducer
+from trainkit.strategies.reducers import shared_memory
 from trainkit.strategies.reducers.options import ReductionOptions
 from trainkit.strategies.reducers.shared_memory import SharedMemoryReducer, SharedMemorySegment, shared_memory_obstacle
+from trainkit.strategies.reducers.vector import HierarchicalReducer
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
 CPU = torch.device("cpu")
@@ -106,8 +106,9 @@ def test_allowed_ones_are_left_as_they_are(reduce: str, pool: Pool) -> None:
 def grouped(place: Place, hosts: list[int]) -> list[float]:
     packing = FlatBuffer([torch.Size([3])], torch.float64, CPU)
     reducer = HierarchicalReducer(hosts, rank=place.rank, timeout_s=60)
-    parts = iter([(0, [torch.full((3,), 10.0**place.rank, dtype=torch.float64)])])
-    found: list[float] = reducer.reduce(parts, num_shards=4, packing=packing)[0].tolist()  # type: ignore[union-attr]
+    reducer.begin(packing, num_shards=4)
+    reducer.add(0, [torch.full((3,), 10.0**place.rank, dtype=torch.float64)])
+    found: list[float] = reducer.finish()[0].tolist()  # type: ignore[union-attr]
     return found
 
 
@@ -117,20 +118,18 @@ def test_hosts_are_summed_one_by_one_and_then_together(hosts: list[int], pool: P
     assert found == [[1111.0] * 3] * 4
 
 
-MEBIBYTE = FlatBuffer([torch.Size([1 << 18])], torch.float32, CPU)
-
-
 @pytest.mark.parametrize(
     ("settings", "ranks", "expected"),
-    [({}, (2, 1, False), "shared_memory"), ({}, (2, 1, True), "backend"), ({}, (1, 1, False), "backend"),
-     ({}, (4, 2, False), "backend"), ({"bucket_mb": 1.0}, (2, 1, False), "backend"),
-     ({"compression": "bf16"}, (2, 1, False), "backend"), ({"compression": "powersgd"}, (2, 1, False), "backend"),
-     ({"reduce": "ring"}, (2, 1, True), "ring")],
+    [({}, (2, 1, False), ("shared_memory", "CPU processes of one host")), ({}, (2, 1, True), ("backend", "GPUs")),
+     ({}, (1, 1, False), ("backend", "one replica")), ({}, (4, 2, False), ("backend", "several hosts")),
+     ({"bucket_mb": 1.0}, (2, 1, False), ("backend", "bucket_mb")),
+     ({"compression": "bf16"}, (2, 1, False), ("backend", "compression")),
+     ({"reduce": "ring"}, (2, 1, True), ("ring", ""))],
 )  # fmt: skip
-def test_auto_is_a_rule_where_one_is_known(settings: Any, ranks: tuple[int, int, bool], expected: str) -> None:
+def test_auto_is_a_rule_that_says_why(settings: Any, ranks: tuple[int, int, bool], expected: tuple[str, str]) -> None:
     num_ranks, num_hosts, on_gpus = ranks
     options = ReductionOptions(**settings)
-    assert options.known_reducer(num_ranks=num_ranks, num_hosts=num_hosts, on_gpus=on_gpus) == expected
+    assert options.rule(num_ranks=num_ranks, num_hosts=num_hosts, on_gpus=on_gpus) == expected
 
 
 def test_ranks_that_cannot_share_memory_all_see_why(pool: Pool) -> None:
@@ -150,11 +149,12 @@ def hindered(place: Place, size: int) -> str | None:
 
 
 def test_where_a_rule_meets_an_obstacle_the_other_reducer_is_used_and_a_line_says_why() -> None:
-    obstacle = "{} bytes are too many".format
-    reducer = AutoReducer(LocalReducer, BackendReducer, obstacle)
-    assert reducer.choose(MEBIBYTE) == "strategy.reduce=auto: backend, because 1048576 bytes are too many."
-    assert type(reducer._current) is BackendReducer
-    assert AutoReducer(LocalReducer, BackendReducer, lambda _: None).choose(MEBIBYTE) is None
+    for num_bytes, reduce, why in ((8, "auto", None), (1 << 60, "backend", "there are no 3298534883328 MiB of memory")):
+        found, line = ReductionOptions().without_obstacle(
+            Peer(OWN, opened=host_id()), on_gpus=False, num_bytes=num_bytes
+        )
+        assert found.reduce == reduce
+        assert line == (why and f"strategy.reduce=auto: backend, because {why} to share gradients in.")
 
 
 def test_the_plan_counts_what_reducers_and_compression_keep_beside_the_gradients() -> None:
@@ -246,14 +246,16 @@ def test_memory_that_cannot_be_shared_is_refused_with_what_to_use(peer: Peer, nu
 
 def sums_of_many_steps(place: Place) -> list[float]:
     collective = GroupCollective(rank=place.rank, num_ranks=place.num_ranks, device=CPU)
-    transport, found = SharedMemoryReducer(collective, timeout_s=60), []
-    total = transport.allocate(FlatBuffer([torch.Size([5])], torch.float64, CPU))
+    reducer, found = SharedMemoryReducer(collective, timeout_s=60), []
+    packing = FlatBuffer([torch.Size([5])], torch.float64, CPU)
     for step in range(300):
-        total.fill_(10.0**place.rank * step)
-        transport.sum(total)
+        reducer.begin(packing, num_shards=3)
+        reducer.add(0, [torch.full((5,), 10.0**place.rank * step, dtype=torch.float64)])
+        (total,) = reducer.finish()
+        assert total is not None
         found.append(float(total[-1]))
         total.zero_()  # what an update does to gradients must reach no other rank
-    transport.close()
+    reducer.close()
     return found
 
 

@@ -7,9 +7,8 @@ to L computes the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -65,58 +64,41 @@ def owned_nodes(*, rank: int, num_ranks: int, num_lanes: int, num_shards: int) -
     return tuple(visit(LaneNode(0, 1)))
 
 
-def combine_pairwise(parts: Iterable[tuple[LaneNode, T]], add: Callable[[T, T], T], *, num_lanes: int) -> T:
-    """Add partial sums up the tree.
+class LaneSums(Generic[T]):
+    """Adds partial sums up the tree: two as soon as both exist, so that at most one per level of the tree is held.
 
     Args:
-        parts: (node, its sum), left to right over the leaves of the tree, without empty lanes. Consumed one at a
-            time, so that at most one sum per level of the tree is held.
         add: returns the sum of two, the left one first; may work in place on its first argument.
         num_lanes: number of lanes, a power of two.
-
-    Returns:
-        The sum over all lanes.
-
-    Raises:
-        ValueError: there are no parts.
+        num_shards: number of shards of the step; lanes from this number on are empty.
 
     Example:
-        >>> leaves = [(LaneNode(lane, 4), str(lane)) for lane in (0, 2, 1, 3)]
-        >>> combine_pairwise(leaves, lambda a, b: f"({a}+{b})", num_lanes=4)
-        '((0+2)+(1+3))'
-    """
-    found = _Sums(iter(parts), add, num_lanes).total(LaneNode(0, 1))
-    if not found:
-        msg = "a step without shards has no sum"
-        raise ValueError(msg)
-    return found[0]
-
-
-@dataclass(slots=True)
-class _Sums(Generic[T]):
-    """The sums of a tree. An object and not a function inside another one, which would refer to itself, so that its
-    last sums would stay alive until the next garbage collection.
+        >>> sums = LaneSums(lambda left, right: f"({left}+{right})", num_lanes=4, num_shards=4)
+        >>> for lane in (0, 2, 1, 3):
+        ...     sums.push(LaneNode(lane, 4), str(lane))
+        >>> sums.take()
+        ['((0+2)+(1+3))']
     """
 
-    stream: Iterator[tuple[LaneNode, T]]
-    add: Callable[[T, T], T]
-    num_lanes: int
-    head: list[tuple[LaneNode, T]] = field(default_factory=list)
-    """The next sum of the stream, once it is read."""
+    def __init__(self, add: Callable[[T, T], T], *, num_lanes: int, num_shards: int) -> None:
+        self._add, self._occupied = add, min(num_lanes, num_shards)
+        self._held: list[tuple[LaneNode, T]] = []
 
-    def total(self, node: LaneNode) -> list[T]:
-        """Return the sum of a node; nothing if all of its lanes are empty."""
-        if not self.head:
-            self.head.extend(islice(self.stream, 1))
-        if not self.head:
-            return []
-        upcoming = self.head[0][0]
-        if upcoming.first % node.stride != node.first:
-            return []
-        if upcoming == node:
-            return [self.head.pop()[1]]
-        if node.stride >= self.num_lanes:
-            return []
-        left, right = node.children()
-        sums = [*self.total(left), *self.total(right)]
-        return [self.add(sums[0], sums[1])] if len(sums) == 2 else sums
+    def push(self, node: LaneNode, part: T) -> None:
+        """Add the sum of a node; nodes come left to right over the leaves of the tree, without empty ones."""
+        while node.stride > 1:
+            parent = LaneNode(node.first % (node.stride // 2), node.stride // 2)
+            left, right = parent.children()
+            if node == right:
+                if not self._held or self._held[-1][0] != left:
+                    break  # the left sibling is on another rank
+                part = self._add(self._held.pop()[1], part)
+            elif right.first < self._occupied:
+                break  # the right sibling follows, or is on another rank
+            node = parent
+        self._held.append((node, part))
+
+    def take(self) -> list[T]:
+        """Return the sums of the largest nodes that are complete, left to right: one if all lanes were pushed."""
+        held, self._held = self._held, []
+        return [part for _, part in held]

@@ -231,8 +231,10 @@ class CentralExecutor(Executor):
         assert variables.packing is not None
         variables.buffers.begin_step()
         num_shards = training.plan.num_shards(ticket.step)
-        partials = self._partials(works, num_shards)
-        sums = variables.reducer.reduce(partials, num_shards=num_shards, packing=variables.packing)
+        variables.reducer.begin(variables.packing, num_shards=num_shards)
+        for lane, partial_sums in self._partials(works, num_shards):
+            variables.reducer.add(lane, partial_sums)
+        sums = variables.reducer.finish()
         variables.set_sparse(copies.copies[0].sparse)
         if variables.exchanged is not None:
             sums = scatter_to_all_params(variables, sums, {})

@@ -128,7 +128,11 @@ class ShardStep:
         if self.replica.buffers.names:
             self.replica.buffers.begin_step()
         num_shards = self.training.plan.num_shards(self.ticket.step)
-        sums = self.replica.reducer.reduce(self.partials(), num_shards=num_shards, packing=packing)
+        reducer = self.replica.reducer
+        reducer.begin(packing, num_shards=num_shards)
+        for lane, sums in self.partials():
+            reducer.add(lane, sums)
+        sums = reducer.finish()
         return sums if self.replica.exchanged is None else scatter_to_all_params(self.replica, sums, self._sparse)
 
     def partials(self) -> Iterator[tuple[int, Sequence[Tensor | None]]]:

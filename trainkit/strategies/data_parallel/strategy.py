@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Annotated, ClassVar, Self
 
@@ -45,11 +44,10 @@ from trainkit.strategies.data_parallel.replica_map import BlockMap, Devices, Rep
 from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroupOptions
 from trainkit.strategies.memory import ModelMemory, ReplicaPart
 from trainkit.strategies.model_transforms import Compiles
-from trainkit.strategies.reducers import AutoReducer, BackendReducer, PerDeviceReducer, Reducer
-from trainkit.strategies.reducers.gradient_vector import largest_bucket
+from trainkit.strategies.reducers import PerDeviceReducer, Reducer
 from trainkit.strategies.reducers.options import ReductionOptions
+from trainkit.strategies.reducers.vector import largest_bucket
 from trainkit.strategies.scaling import Remedies, Scaled
-from trainkit.strategies.tensors.layouts import FlatBuffer
 from trainkit.strategies.traffic import (
     StepCut,
     Transfer,
@@ -68,6 +66,7 @@ class DataParallelExecutor(SynchronousExecutor[Replica]):
     Args:
         recovers: whether an interrupted exchange leaves no state behind.
         graphs: the graphs of a step; None: steps are eager.
+        note: why the reducer of auto is not that of the rule.
     """
 
     def __init__(
@@ -79,32 +78,24 @@ class DataParallelExecutor(SynchronousExecutor[Replica]):
         make_step: MakeStep[Replica],
         recovers: bool,
         graphs: StepGraphs | None = None,
+        note: str | None = None,
     ) -> None:
         super().__init__(replica, training, ranks=ranks, make_step=make_step, graphs=graphs)
-        self._recovers = recovers
+        self._recovers, self._note = recovers, note
 
     def tune(self) -> tuple[str, ...]:
-        """Choose the reducer for auto; return a note if it is not that of the rule."""
-        replica, reducer = self._replica, self._replica.reducer
-        if not isinstance(reducer, AutoReducer):
-            return ()
-        masters = list(replica.masters.values())
-        places = replica.places_of(list(replica.masters))
-        packing = FlatBuffer.like(masters, replica.precision.master_dtype, replica.device, places)
-        return tuple(filter(None, [reducer.choose(packing)]))
+        """Return a note if the reducer of auto is not that of the rule."""
+        return () if self._note is None else (self._note,)
 
     def state_dict_extra(self) -> JsonMap:
         """Return the steps of PowerSGD."""
-        reducer = self._replica.reducer
-        if isinstance(reducer, BackendReducer) and reducer.compressor is not None:
-            return {"compressed_steps": reducer.compressor.steps}
-        return {}
+        compressor = self._replica.reducer.compressor
+        return {} if compressor is None else {"compressed_steps": compressor.steps}
 
     def load_state_extra(self, extra: JsonMap) -> None:
         """Restore the steps of PowerSGD, whose error feedback begins at zero."""
-        reducer = self._replica.reducer
-        if isinstance(reducer, BackendReducer) and reducer.compressor is not None:
-            reducer.compressor.set_steps(int(str(extra.get("compressed_steps", 0))))
+        if (compressor := self._replica.reducer.compressor) is not None:
+            compressor.set_steps(int(str(extra.get("compressed_steps", 0))))
 
     def check_replicas(self) -> str | None:
         """Return the first parameter whose bits are not the same on all ranks; collective."""
@@ -229,7 +220,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
     def scaled(self, replicas: int, context: PlanContext) -> Scaled:
         """Return the key for `replicas` replicas, and alternatives of compression and reducer."""
         is_free, on_cpu = not context.numerics.reproducible, not context.num_gpus
-        planned = self.planned_reducer(context, self.tasks(context))
+        planned, _ = self.planned_reducer(context, self.tasks(context))
         return Scaled(
             keys={"replicas": replicas},
             remedies=Remedies(
@@ -244,8 +235,8 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         """Return the reducer and the compression, for the summary; lanes leave no choice."""
         if context.numerics.reproducible:
             return None
-        known = self.planned_reducer(context, self.tasks(context))
-        return f"{known}{' (auto)' if self.reduce == 'auto' else ''}, compression {self.compression}"
+        known, because = self.planned_reducer(context, self.tasks(context))
+        return f"{known}{f' (auto: {because})' if because else ''}, compression {self.compression}"
 
     def _takes_gradients(self, numerics: Numerics, num_replicas: int) -> bool:
         """Return whether the vector of the exchange is the memory of the gradients."""
@@ -257,7 +248,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         if numerics.reproducible or (num_replicas == 1 and not self.is_grouped):
             return synchronous_gradient_copies(numerics, num_replicas)
         vectors = 0 if self._takes_gradients(numerics, num_replicas) else 1
-        return vectors + self.exchange_copies(self.planned_reducer(context, self.tasks(context)), num_replicas)
+        return vectors + self.exchange_copies(self.planned_reducer(context, self.tasks(context))[0], num_replicas)
 
     def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
         """Return the exchange of the gradients, by the reducer and the compression, and of the rows of sparse ones."""
@@ -275,7 +266,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
             return (*thin, *rows)
         if self.compression != "none":
             vector = replace(vector, num_bytes=vector.num_bytes * 2 / width, element_bytes=2)
-        reducer = self.planned_reducer(context, self.tasks(context))
+        reducer, _ = self.planned_reducer(context, self.tasks(context))
         summed = reduction(reducer, ranks, vector, ranks_a_host=ranks_a_host(context, len(ranks)))
         return (*(summed if self.map is None else (replace(one, overlaps=False) for one in summed)), *rows)
 
@@ -288,7 +279,13 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
             exchanges_on_cpu=found is not None and found.mixes_types,
             exchanges_on_gpus=found is not None and found.spans_gpus,
         )
-        parts = build_parts(request, ranks=ranks, placement=spread, make_reducer=self.make_reducer)
+        settled, note = self, None
+        if not request.numerics.reproducible:
+            grads = sum(param.numel() for param in request.model.parameters() if param.requires_grad)
+            settled, note = self.without_obstacle(
+                ranks.data_ranks, on_gpus=self._on_gpus, num_bytes=grads * request.precision.master_dtype.itemsize
+            )
+        parts = build_parts(request, ranks=ranks, placement=spread, make_reducer=settled.make_reducer)
         refuses_unused = not self.allow_unused and (ranks.data_ranks.num_ranks > 1 or self.is_grouped)
         replica = Replica(replace(parts, refuses_unused=refuses_unused, is_grouped=self.is_grouped))
         broadcast_initial(replica)
@@ -303,20 +300,23 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
             make_step=make_step,
             recovers=self.compression != "powersgd",
             graphs=graphs,
+            note=note,
         )
 
     def make_reducer(self, collective: Collective, numerics: Numerics) -> Reducer:
         """Return the lanes of a reproducible run, none for one replica, else the reducer of `reduce`; collective."""
         if numerics.reproducible or (collective.num_ranks == 1 and not self.is_grouped):
             return backend_or_lanes(collective, numerics)
+        make = self.reducer_of(collective, timeout_s=self.timeout_s, on_gpus=self._on_gpus)
+        return make() if self.map is None else PerDeviceReducer(make)
+
+    @property
+    def _on_gpus(self) -> bool:
+        """Whether a replica of this host is on a GPU, or a part of one."""
         context = PlanContext(num_gpus=torch.cuda.device_count())
         found = self._replica_map(context)
         devices = [task.device for task in self.tasks(context)] if found is None else chain.from_iterable(found.groups)
-        on_gpus = any(device != "cpu" for device in devices)
-        if found is None:
-            return self.reducer_of(collective, timeout_s=self.timeout_s, on_gpus=on_gpus)
-        wrapped = partial(partial, PerDeviceReducer)
-        return self.reducer_of(collective, timeout_s=self.timeout_s, on_gpus=on_gpus, wrapped=wrapped)
+        return any(device != "cpu" for device in devices)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -251,7 +251,8 @@ class PipelineReplica(Replica):
     def finish_sums(self) -> dict[str, Tensor]:
         """Wait for the sums that have begun in backward passes of this step, and return them by name."""
         found = self._stage_sums.values()
-        return {name: total for sums in found for name, total in zip(sums.names, sums.finish(), strict=True)}
+        totals = {name: total for sums in found for name, total in zip(sums.names, sums.finish(), strict=True)}
+        return {name: total for name, total in totals.items() if total is not None}
 
     @property
     def stages_here(self) -> list[int]:
@@ -347,10 +348,10 @@ class PipelineReplica(Replica):
         """
         sums, is_last = self._stage_sums.get(stage), is_last and self._is_last_group
         if sums is not None:
-            sums.begin_backward(is_last=is_last)
+            sums.begin_backward(sums.params, is_last=is_last)
         yield
         if sums is not None:
-            sums.end_backward(is_last=is_last)
+            sums.end_backward()
         if self.masters_apart:
             self.accumulate_in_masters()
 

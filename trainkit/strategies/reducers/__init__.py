@@ -1,19 +1,7 @@
 """Reducers: they sum the partial sums of a step over all ranks."""
 
-from trainkit.strategies.reducers.backend import BackendReducer
-from trainkit.strategies.reducers.base import LocalReducer, Partials, Reducer
+from trainkit.strategies.reducers.base import LocalReducer, PerDeviceReducer, Reducer
 from trainkit.strategies.reducers.deterministic import DeterministicReducer
-from trainkit.strategies.reducers.gradient_vector import FlatReducer
-from trainkit.strategies.reducers.options import AutoReducer
-from trainkit.strategies.reducers.per_device import PerDeviceReducer
+from trainkit.strategies.reducers.vector import BackendReducer, VectorReducer
 
-__all__ = [
-    "AutoReducer",
-    "BackendReducer",
-    "DeterministicReducer",
-    "FlatReducer",
-    "LocalReducer",
-    "Partials",
-    "PerDeviceReducer",
-    "Reducer",
-]
+__all__ = ["BackendReducer", "DeterministicReducer", "LocalReducer", "PerDeviceReducer", "Reducer", "VectorReducer"]

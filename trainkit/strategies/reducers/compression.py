@@ -6,10 +6,8 @@ cancels their division exactly if the number is a power of two.
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,9 +16,6 @@ from trainkit.strategies.tensors.layouts import in_memory_order
 
 Compression = Literal["none", "bf16", "fp16", "powersgd"]
 """The encoding of exchanged gradients."""
-
-_RELEASE_S: Final = 1.0
-"""Seconds to wait for a thread that takes microseconds."""
 
 
 class Compressor:
@@ -33,6 +28,11 @@ class Compressor:
         powersgd_after: number of first steps whose gradients are sent uncompressed; 2 or more.
 
     Source: Vogels et al. 2019, arXiv:1905.13727; torch.distributed.algorithms.ddp_comm_hooks.
+    """
+
+    held_group: ClassVar[dist.ProcessGroup | None] = None
+    """The group of the last exchange, which is kept: a thread of gloo refers to it for some microseconds longer, and
+    would have to join itself if it released the last reference ("Resource deadlock avoided": the process aborts).
     """
 
     def __init__(self, kind: Compression, *, powersgd_rank: int = 1, powersgd_after: int = 1000) -> None:
@@ -59,8 +59,6 @@ class Compressor:
     def sum(self, part: Tensor, grads: Sequence[Tensor], *, index: int) -> Callable[[], None]:
         """Start to sum a bucket, (numel,), in place; return a function that waits for the sum. Collective."""
         part.mul_(dist.get_world_size())
-        group = dist.group.WORLD
-        references = sys.getrefcount(group)
         future = self._hook(self._state, _Bucket(part, grads, index))
 
         def wait() -> None:
@@ -70,12 +68,8 @@ class Compressor:
 
         if self.takes_buckets:
             return wait
+        Compressor.held_group = dist.group.WORLD
         wait()
-        # A thread of gloo still references the group through finished callbacks. If it released the last reference, it
-        # would have to join itself: "Resource deadlock avoided", and the process aborts.
-        deadline = time.monotonic() + _RELEASE_S
-        while sys.getrefcount(group) > references and time.monotonic() < deadline:
-            time.sleep(0)
         return lambda: None
 
     @property

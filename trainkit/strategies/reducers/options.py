@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, Self
 
 import torch
-from torch import Tensor
 
 from trainkit.cluster.host import host_id
 from trainkit.cluster.tasks import Task
@@ -17,12 +15,15 @@ from trainkit.errors import Problem
 from trainkit.fields import at_least, maths, placement, speed
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.reducers.backend import BackendReducer
-from trainkit.strategies.reducers.base import Partials, Reducer
+from trainkit.strategies.reducers.base import Reducer
 from trainkit.strategies.reducers.compression import Compression, Compressor
-from trainkit.strategies.reducers.flat import HierarchicalReducer, ReduceThenBroadcastReducer, RingReducer
 from trainkit.strategies.reducers.shared_memory import SharedMemoryReducer, shared_memory_obstacle
-from trainkit.strategies.tensors.layouts import FlatBuffer
+from trainkit.strategies.reducers.vector import (
+    BackendReducer,
+    HierarchicalReducer,
+    ReduceThenBroadcastReducer,
+    RingReducer,
+)
 
 Reduce = Literal["backend", "shared_memory", "ring", "hierarchical", "to_one_device", "auto"]
 """The reducers that sum gradients over the ranks."""
@@ -109,27 +110,32 @@ class ReductionOptions:
         """Gradients of this many bytes are copied into the vector of the exchange together; 0: all after backward."""
         return int(self.bucket_mb * 2**20) if self.compression != "powersgd" else 0
 
-    def known_reducer(self, *, num_ranks: int, num_hosts: int, on_gpus: bool) -> Reduce:
-        """Return the reducer of these ranks.
+    def rule(self, *, num_ranks: int, num_hosts: int, on_gpus: bool) -> tuple[Reduce, str]:
+        """Return the reducer of these ranks, and for auto the reason.
 
         With auto: shared memory between CPU processes of one host, on Linux; else `backend`, which on GPUs exchanges
         while backward computes, and which alone has buckets and compression.
 
         Example:
-            >>> auto = ReductionOptions()
-            >>> auto.known_reducer(num_ranks=2, num_hosts=1, on_gpus=True)
-            'backend'
+            >>> ReductionOptions().rule(num_ranks=2, num_hosts=1, on_gpus=True)
+            ('backend', 'GPUs')
         """
         if self.reduce != "auto":
-            return self.reduce
-        is_asked_for = self.compression != "none" or self.bucket_mb != ReductionOptions.bucket_mb
-        if on_gpus or num_ranks == 1 or num_hosts > 1 or is_asked_for or not sys.platform.startswith("linux"):
-            return "backend"
-        return "shared_memory"
+            return self.reduce, ""
+        reasons = {
+            "GPUs": on_gpus,
+            "one replica": num_ranks == 1,
+            "several hosts": num_hosts > 1,
+            "compression": self.compression != "none",
+            "bucket_mb": self.bucket_mb != ReductionOptions.bucket_mb,
+            f"{sys.platform}, not Linux": not sys.platform.startswith("linux"),
+        }
+        because = next((reason for reason, holds in reasons.items() if holds), None)
+        return ("shared_memory", "CPU processes of one host") if because is None else ("backend", because)
 
-    def planned_reducer(self, context: PlanContext, tasks: Sequence[Task]) -> Reduce:
-        """Return the reducer of a planned run; pure."""
-        return self.known_reducer(
+    def planned_reducer(self, context: PlanContext, tasks: Sequence[Task]) -> tuple[Reduce, str]:
+        """Return the reducer of a planned run, and for auto the reason; pure."""
+        return self.rule(
             num_ranks=len(tasks),
             num_hosts=1 if context.launch is None else context.launch.num_hosts,
             on_gpus=any(task.device != "cpu" for task in tasks),
@@ -143,41 +149,41 @@ class ReductionOptions:
         compressed = {"none": 0, "bf16": 1, "fp16": 1, "powersgd": 2}
         return beside + compressed[self.compression]
 
-    def reducer_of(
-        self,
-        collective: Collective,
-        *,
-        timeout_s: float,
-        on_gpus: bool,
-        wrapped: Callable[[Callable[[], Reducer]], Callable[[], Reducer]] = lambda make: make,
-    ) -> Reducer:
-        """Return the reducer of the ranks of a process group; collective.
+    def reducer_of(self, collective: Collective, *, timeout_s: float, on_gpus: bool) -> Callable[[], Reducer]:
+        """Return a function that makes the reducer of the ranks of a process group; both are collective.
 
         Args:
             collective: gathers small tensors over the ranks.
             timeout_s: seconds to wait for another rank.
             on_gpus: whether any gradient is on a GPU.
-            wrapped: returns the factory to use in the place of one.
         """
-        hosts = [int(mark) for mark in torch.cat(collective.gather(torch.tensor([host_id()])))]
-        makers = {name: wrapped(make) for name, make in self._makers(collective, hosts, timeout_s).items()}
-        known = self.known_reducer(num_ranks=collective.num_ranks, num_hosts=len(set(hosts)), on_gpus=on_gpus)
-        if self.reduce == "auto" and known == "shared_memory":
-            return AutoReducer(makers[known], makers["backend"], partial(shared_memory_obstacle, collective))
-        return makers[known]()
-
-    def _makers(
-        self, collective: Collective, hosts: Sequence[int], timeout_s: float
-    ) -> dict[str, Callable[[], Reducer]]:
-        """Return a factory for each reducer."""
-        rank = collective.rank
-        return {
+        hosts, ranks = _hosts(collective), collective.num_ranks
+        makers: dict[Reduce, Callable[[], Reducer]] = {
             "backend": self._backend,
             "shared_memory": lambda: SharedMemoryReducer(collective, timeout_s=timeout_s),
             "ring": lambda: RingReducer(collective),
-            "hierarchical": lambda: HierarchicalReducer(hosts, rank=rank, timeout_s=timeout_s),
+            "hierarchical": lambda: HierarchicalReducer(hosts, rank=collective.rank, timeout_s=timeout_s),
             "to_one_device": ReduceThenBroadcastReducer,
         }
+        return makers[self.rule(num_ranks=ranks, num_hosts=len(set(hosts)), on_gpus=on_gpus)[0]]
+
+    def without_obstacle(self, collective: Collective, *, on_gpus: bool, num_bytes: int) -> tuple[Self, str | None]:
+        """Return the options with `backend` in the place of an `auto` whose rule the ranks cannot use, and why;
+        collective.
+
+        Args:
+            collective: gathers small tensors over the ranks.
+            on_gpus: whether any gradient is on a GPU.
+            num_bytes: bytes of all gradients.
+        """
+        ranks, hosts = collective.num_ranks, len(set(_hosts(collective)))
+        known, _ = self.rule(num_ranks=ranks, num_hosts=hosts, on_gpus=on_gpus)
+        if self.reduce != "auto" or known != "shared_memory":
+            return self, None
+        why = shared_memory_obstacle(collective, num_bytes)
+        if why is None:
+            return self, None
+        return replace(self, reduce="backend"), f"strategy.reduce=auto: backend, because {why}."
 
     def _backend(self) -> BackendReducer:
         compressor = None
@@ -185,51 +191,9 @@ class ReductionOptions:
             compressor = Compressor(
                 self.compression, powersgd_rank=self.powersgd_rank, powersgd_after=self.powersgd_after
             )
-        return BackendReducer(bucket_mb=self.bucket_mb, compressor=compressor)
+        return BackendReducer(bucket_bytes=self.bucket_bytes, compressor=compressor)
 
 
-class AutoReducer(Reducer):
-    """The reducer of a rule, or another one where the ranks cannot use it.
-
-    Args:
-        preferred: makes the reducer of the rule.
-        otherwise: makes the reducer to use if there is an obstacle.
-        obstacle: returns the reason why the ranks cannot use the first for an exchange of this many bytes, or None;
-            collective.
-    """
-
-    def __init__(
-        self, preferred: Callable[[], Reducer], otherwise: Callable[[], Reducer], obstacle: Callable[[int], str | None]
-    ) -> None:
-        self._preferred, self._otherwise, self._obstacle = preferred, otherwise, obstacle
-        self._current: Reducer | None = None
-
-    def choose(self, packing: FlatBuffer) -> str | None:
-        """Choose the reducer; return a line about the reason if it is not that of the rule. Collective."""
-        self.close()
-        why = self._obstacle(packing.numel * packing.dtype.itemsize)
-        self._current = self._preferred() if why is None else self._otherwise()
-        return None if why is None else f"strategy.reduce=auto: backend, because {why}."
-
-    def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:
-        """Return the sums over all ranks, by the reducer in use."""
-        if self._current is None:
-            self.choose(packing)
-        assert self._current is not None
-        return self._current.reduce(partials, num_shards=num_shards, packing=packing)
-
-    def begin_backward(self, params: Sequence[Tensor], *, is_last: bool) -> None:
-        """Forward the call to the reducer in use."""
-        if self._current is not None:
-            self._current.begin_backward(params, is_last=is_last)
-
-    def end_backward(self) -> None:
-        """Forward the call to the reducer in use."""
-        if self._current is not None:
-            self._current.end_backward()
-
-    def close(self) -> None:
-        """Close the reducer in use."""
-        if self._current is not None:
-            self._current.close()
-        self._current = None
+def _hosts(collective: Collective) -> list[int]:
+    """Return the host of every rank, as a number; collective."""
+    return [int(mark) for mark in torch.cat(collective.gather(torch.tensor([host_id()])))]

@@ -19,7 +19,8 @@ from torch import Tensor
 from trainkit.cluster.host import ProcessId, host_id
 from trainkit.errors import TrainingError
 from trainkit.objectives.base import Collective
-from trainkit.strategies.reducers.gradient_vector import FlatReducer
+from trainkit.strategies.flight_recorder import note_exchange
+from trainkit.strategies.reducers.vector import VectorReducer
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
 _LINE: Final = 64
@@ -171,17 +172,14 @@ def available_bytes() -> int:
 
 
 def shared_memory_obstacle(collective: Collective, size: int) -> str | None:
-    """Return why the ranks cannot sum `size` bytes each in shared memory; None if they can; collective.
+    """Return why the ranks cannot sum `size` bytes each in shared memory, by a try; None if they can; collective.
 
-    A small segment shows whether each rank may open the memory of rank 0, which some containers forbid.
+    Some containers forbid a process to open the memory of another.
     """
-    room = torch.tensor([int((collective.num_ranks + 1) * size <= available_bytes())])
-    if not all(map(bool, torch.cat(collective.gather(room)).tolist())):
-        return f"there are no {(collective.num_ranks + 1) * size / 2**20:.0f} MiB of memory to share gradients in"
     try:
-        SharedMemorySegment(collective, numel=1, dtype=torch.uint8).close()
+        SharedMemorySegment(collective, numel=max(size, 1), dtype=torch.uint8).close()
     except TrainingError as error:
-        return str(error).removesuffix(f" {_REMEDY}").removesuffix(".")
+        return str(error).removesuffix(f". {_REMEDY}")
     return None
 
 
@@ -195,7 +193,7 @@ def _why(away: list[int], unable: list[int], size: int, *, made: int) -> str:
     return f"{what}. {_REMEDY}"
 
 
-class SharedMemoryReducer(FlatReducer):
+class SharedMemoryReducer(VectorReducer):
     """Sums over the ranks of one host through memory that all of them have mapped.
 
     Args:
@@ -225,6 +223,7 @@ class SharedMemoryReducer(FlatReducer):
         """
         segment = self._segment
         assert segment is not None
+        note_exchange(flat)
         segment.barrier(self._timeout_s)  # all slots are written
         torch.add(self._parts[0], self._parts[1], out=self._total)
         for part in self._parts[2:]:

@@ -50,10 +50,12 @@ def lane_sum(shards: Sequence[Sequence[Tensor | None]], lanes: int | None, packi
     if lanes is None:
         return _in_order(shards)
     dense = [[one.to_dense() if one is not None and one.is_sparse else one for one in shard] for shard in shards]
-    partials = ((lane, _in_order(dense[lane::lanes])) for lane in lane_order(lanes) if lane < len(dense))
-    return list(
-        DeterministicReducer(lanes=lanes, rank=0, num_ranks=1).reduce(partials, num_shards=len(dense), packing=packing)
-    )
+    reducer = DeterministicReducer(lanes=lanes, rank=0, num_ranks=1)
+    reducer.begin(packing, num_shards=len(dense))
+    for lane in lane_order(lanes):
+        if lane < len(dense):
+            reducer.add(lane, _in_order(dense[lane::lanes]))
+    return list(reducer.finish())
 
 
 def _in_order(shards: Sequence[Sequence[Tensor | None]]) -> Parts:

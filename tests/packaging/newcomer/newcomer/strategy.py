@@ -22,11 +22,16 @@ class _MeanOfMeans(Reducer):
     def __init__(self, inner: Any, rank: int, num_ranks: int) -> None:
         self._inner, self._rank, self._num_ranks = inner, rank, num_ranks
 
-    def reduce(self, partials: Any, *, num_shards: int, packing: Any) -> Any:
+    def begin(self, packing: Any, *, num_shards: int) -> None:
         own_shards = len(range(self._rank, num_shards, self._num_ranks))
-        factor = num_shards / (max(own_shards, 1) * self._num_ranks)
-        averaged = ((lane, [None if one is None else one * factor for one in sums]) for lane, sums in partials)
-        return self._inner.reduce(averaged, num_shards=num_shards, packing=packing)
+        self._factor = num_shards / (max(own_shards, 1) * self._num_ranks)
+        self._inner.begin(packing, num_shards=num_shards)
+
+    def add(self, lane: int, sums: Any) -> None:
+        self._inner.add(lane, [None if one is None else one * self._factor for one in sums])
+
+    def finish(self) -> Any:
+        return self._inner.finish()
 
 
 @dataclass(frozen=True, kw_only=True)
