@@ -17,9 +17,9 @@ from tests.contract.stepping import Case, train
 from tests.support import object_models, refused_models
 from tests.support.pool import Pool
 from trainkit.errors import TrainingError
+from trainkit.strategies.maps import layout as placing
 from trainkit.strategies.model_transforms import ModelTransforms
 from trainkit.strategies.object_snapshot import ObjectSnapshot
-from trainkit.strategies.partition import device_layout as placing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +22,11 @@ from tests.support import reference
 from tests.support.pool import Pool
 from tests.support.second_device import SecondDevice, fetch, send
 from trainkit.errors import ConfigError
-from trainkit.strategies.base import PlanContext, SetupRequest
+from trainkit.strategies.base import PlanContext
 from trainkit.strategies.device_map.strategy import DeviceMap
-from trainkit.strategies.partition import device_layout as placing
-from trainkit.strategies.partition.device_layout import DeviceLayout
+from trainkit.strategies.maps import layout as placing
+from trainkit.strategies.maps.layout import DeviceLayout
+from trainkit.strategies.maps.solver import ModelMap
 
 pytestmark = pytest.mark.pairwise
 
@@ -97,8 +99,8 @@ def test_a_map_that_does_not_fit_the_model_is_refused_where_it_is_placed(pool: P
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The first block of every device map is on a second device, and fused kernels run there too."""
 
-    def on_two(self: DeviceMap, request: SetupRequest) -> DeviceLayout:
-        layout = whole(self, request)
+    def on_two(self: ModelMap, *args: Any) -> DeviceLayout:
+        layout = whole(self, *args)
         rest = (None if place is None else 1 for place in layout.places[1:])
         return replace(layout, group=("meta", "cpu"), places=(0, *rest))
 
@@ -107,8 +109,8 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if device.type == "meta":
             send(owner)
 
-    whole = DeviceMap._layout
-    monkeypatch.setattr(DeviceMap, "_layout", on_two)
+    whole = ModelMap.layout
+    monkeypatch.setattr(ModelMap, "layout", on_two)
     monkeypatch.setattr(placing, "_move", move)
     for module in ("sgd", "adam"):  # know by name where their fused kernels run
         monkeypatch.setattr(import_module(f"torch.optim.{module}"), "_device_dtype_check_for_fused", lambda *_: None)

@@ -24,10 +24,10 @@ from tests.support import reference
 from tests.support.pool import Place, Pool
 from tests.support.second_device import SecondDevice, fetch, send
 from trainkit.errors import ConfigError, TrainingError
-from trainkit.strategies.data_parallel.replica_map import ReplicaMap
+from trainkit.strategies.maps import layout as placing
+from trainkit.strategies.maps.layout import DeviceLayout
+from trainkit.strategies.maps.solver import ModelMap
 from trainkit.strategies.model_transforms import ModelTransforms
-from trainkit.strategies.partition import device_layout as placing
-from trainkit.strategies.partition.device_layout import DeviceLayout
 from trainkit.strategies.reducers.options import Reduce
 
 pytestmark = pytest.mark.pairwise
@@ -178,7 +178,7 @@ def misplaced(place: Place, case: Case) -> str:
 def two_devices() -> Iterator[None]:
     """The first place of every group is a second device, and fused kernels run there too."""
 
-    def on_two(self: ReplicaMap, *args: Any, **kwargs: Any) -> Any:
+    def on_two(self: ModelMap, *args: Any, **kwargs: Any) -> Any:
         found = whole(self, *args, **kwargs)
         return replace(found, group=("meta", "cpu")) if isinstance(found, DeviceLayout) else found
 
@@ -187,13 +187,13 @@ def two_devices() -> Iterator[None]:
         if device.type == "meta":
             send(owner)
 
-    whole = ReplicaMap.layout
+    whole = ModelMap.layout
     fused = (
         mock.patch.object(import_module(f"torch.optim.{name}"), "_device_dtype_check_for_fused")
         for name in ("sgd", "adam")
     )
     first, second = fused
-    laid, moved = mock.patch.object(ReplicaMap, "layout", on_two), mock.patch.object(placing, "_move", move)
+    laid, moved = mock.patch.object(ModelMap, "layout", on_two), mock.patch.object(placing, "_move", move)
     with laid, moved, first, second, SecondDevice():
         yield
 

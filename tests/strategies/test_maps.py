@@ -21,11 +21,11 @@ from trainkit.objectives.classification import Classification
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirrored
 from trainkit.strategies.device_map.strategy import DeviceMap
-from trainkit.strategies.partition.activations import activation_bytes, activations_in
-from trainkit.strategies.partition.blocks import blocks_of
-from trainkit.strategies.partition.device_layout import DeviceLayout
-from trainkit.strategies.partition.solver import balanced, model_bytes, unit_bytes
-from trainkit.strategies.partition.syntax import assign
+from trainkit.strategies.maps.activations import activation_bytes, activations_of
+from trainkit.strategies.maps.blocks import blocks_of
+from trainkit.strategies.maps.layout import DeviceLayout
+from trainkit.strategies.maps.solver import balanced, model_bytes, unit_bytes
+from trainkit.strategies.maps.syntax import assign
 from trainkit.strategies.pipeline.strategy import Pipeline
 
 FACTS = PlanContext(num_gpus=4)
@@ -75,7 +75,7 @@ REFUSED: list[tuple[Any, dict[str, Any], list[tuple[str, str]]]] = [
     ({"rest": 0}, {"devices": (0, 1)}, [("devices=[0, 1]", "no effect with strategy.map")]),
     ("auto", {"devices": ()}, [("devices=[]", "names no device")]),
     ("auto", {"devices": (0,), "max_memory": {"1": 3, "0": -1}},
-     [("max_memory.1=3", "There are: cuda:0."), ("max_memory.0=-1", "more than 0")]),
+     [("max_memory.1=3", "there are cuda:0."), ("max_memory.0=-1", "more than 0")]),
     ("auto", {"devices": (0, 1, 2), "max_memory": LIMIT},
      [(f"max_memory={LIMIT}", "needs 2.43e-05 GiB"), (f"max_memory={LIMIT}", "blocks.0, 5.84e-06 GiB"),
       (f"max_memory={LIMIT}", "take 2.63e-05 GiB")]),
@@ -202,7 +202,7 @@ def test_planning_finds_the_activations_of_a_model_once_for_each_size_of_a_shard
     model.register_forward_pre_hook(lambda _module, args: sizes.append(len(args[0])))
     facts = PlanContext(objective=Classification(), sample=(torch.zeros(2), 1), micro_size=3)
     asked = (facts, facts, replace(facts, micro_size=5))
-    first, again, larger = (activations_in(one, Precision())(model, blocks_of(model)) for one in asked)
+    first, again, larger = (activations_of(model, blocks_of(model), one, Precision()) for one in asked)
     assert first is not None
     assert larger is not None
     assert again == first < larger

@@ -40,8 +40,8 @@ from trainkit.strategies.core.synchronous import (
     build_parts,
     synchronous_gradient_copies,
 )
-from trainkit.strategies.data_parallel.replica_map import BlockMap, Devices, ReplicaMap, group_problems
 from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroupOptions
+from trainkit.strategies.maps.replica_map import BlockMap, Devices, ReplicaMap, group_problems
 from trainkit.strategies.memory import ModelMemory, ReplicaPart
 from trainkit.strategies.model_transforms import Compiles
 from trainkit.strategies.reducers import PerDeviceReducer, Reducer
@@ -183,14 +183,15 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
         """Return problems of the map for this model."""
         found = self._replica_map(context)
-        return [] if found is None else found.problems(model, context)
+        return [] if found is None else found.planned.problems(model, context)
 
     def resolve(self, build: Callable[[], nn.Module], context: PlanContext) -> Self:
         """Return the strategy with a map instead of `auto`: the activations of each block are known only here."""
         found = self._replica_map(context)
         if found is None or self.map != "auto":
             return self
-        return replace(self, map=found.places_by_name(build(), context), devices=found.groups)
+        layout = found.planned.layout(build(), precision_of(context), context)
+        return replace(self, map={unit.name: place for unit, place in layout.placed}, devices=found.groups)
 
     def describe_partition(self, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:
         """Return each consecutive part of a replica with a map; `device` names that of every replica of this host."""
@@ -203,7 +204,8 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
 
     def _parts(self, model: nn.Module, context: PlanContext) -> tuple[ReplicaPart, ...]:
         found = self._replica_map(context)
-        return () if found is None else found.held_parts(model, context, gradient_copies=self.gradient_copies(context))
+        copies = self.gradient_copies(context)
+        return () if found is None else found.planned.held_parts(model, context, gradient_copies=copies)
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return the memory of the device with the largest use: its part of a replica, the vector of the exchange, the

@@ -18,9 +18,9 @@ from trainkit.cluster.host import return_freed_memory
 from trainkit.numerics.deferred import lazy_init_values
 from trainkit.numerics.precision import Precision, buffer_dtype, param_dtype
 from trainkit.strategies.collectives import broadcast_values
+from trainkit.strategies.maps.blocks import blocks_of
 from trainkit.strategies.mesh.state import ShardSlice, local_part
 from trainkit.strategies.object_snapshot import watch_first_call
-from trainkit.strategies.partition.blocks import blocks_of
 
 
 def with_memory(model: nn.Module, device: torch.device) -> nn.Module:

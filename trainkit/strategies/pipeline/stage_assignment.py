@@ -10,9 +10,12 @@ from itertools import groupby, pairwise
 from torch import Tensor, nn
 
 from trainkit.errors import Problem
-from trainkit.strategies.partition.blocks import Block, blocks_of, distinct_tensors, whole_block
-from trainkit.strategies.partition.solver import balanced, gib
-from trainkit.strategies.partition.syntax import Place, assign, collapsed, uncovered
+from trainkit.numerics.precision import Precision
+from trainkit.strategies.base import PlanContext
+from trainkit.strategies.maps.activations import activations_of
+from trainkit.strategies.maps.blocks import Block, blocks_of, distinct_tensors, whole_block
+from trainkit.strategies.maps.solver import MemoryLimits, balanced, model_bytes, with_activations
+from trainkit.strategies.maps.syntax import Place, assign, collapsed, uncovered
 from trainkit.strategies.pipeline.tracing.program import ParamRef, Program
 
 
@@ -127,8 +130,8 @@ def cut_blocks(
     given: Mapping[str, Place] | None,
     *,
     num_stages: int,
-    bytes_of: Callable[[Tensor], int],
-    activations: Callable[[nn.Module, Sequence[Block]], Sequence[int] | None] = lambda _model, _units: None,
+    precision: Precision,
+    context: PlanContext | None = None,
     programs: Sequence[Program] = (),
 ) -> StageAssignment | list[Problem]:
     """Assign the blocks of a model, which may be on the meta device, to stages.
@@ -137,8 +140,8 @@ def cut_blocks(
         model: the model.
         given: the user's map; None: balanced by bytes.
         num_stages: number of stages.
-        bytes_of: function that returns the bytes of a tensor.
-        activations: function that returns the bytes that each block saves for backward of a shard; None if unknown.
+        precision: the precision of the run, which determines the bytes of a tensor.
+        context: used for the activations of a shard, which the balance counts; None: not counted.
         programs: the recorded forward passes of the model; empty if unknown: blocks are then assumed to run in the
             order of the model.
 
@@ -147,7 +150,8 @@ def cut_blocks(
     """
     units = in_forward_order(blocks_to_cut(model), programs)
     if given is None:
-        return _balanced(units, num_stages, bytes_of, activations(model, units), leaders_among(units, programs))
+        kept = activations_of(model, units, context, precision)
+        return _balanced(units, num_stages, model_bytes(precision), kept, leaders_among(units, programs))
     assigned = assign(model, units, given)
     problems = assigned.problems or [
         *_number_problems(given, num_stages),
@@ -167,10 +171,13 @@ def _balanced(
     kept: Sequence[int] | None,
     leaders: Sequence[int],
 ) -> StageAssignment | list[Problem]:
-    sizes = [sum(bytes_of(tensor) for tensor in distinct_tensors([unit])) for unit in units]
-    counted = [size if _is_trained(unit) else 0 for unit, size in zip(units, sizes, strict=True)]
-    if kept is not None:
-        counted = _with_kept(counted, kept)
+    # every stage must contain trained parameters, so untrained blocks count as zero
+    counted = [sum(map(bytes_of, distinct_tensors([unit]))) if _is_trained(unit) else 0 for unit in units]
+    last = None
+    for at, more in enumerate(kept or ()):  # the activations of untrained blocks count in the trained one before
+        last = at if counted[at] else last
+        if last is not None:
+            counted[last] += more
     anywhere = [math.inf] * num_stages
     found = balanced(counted, anywhere, leaders=leaders, fill=True)
     if found is None:  # then the recorded passes determine which blocks must share a stage
@@ -180,24 +187,6 @@ def _balanced(
         rule = f"the model has {most} blocks with parameters to train. Use {most} stages or fewer in all."
         return [Problem(key="strategy.stages", value=num_stages, rule=rule)]
     return StageAssignment(units=tuple(units), stages=tuple(found), num_stages=num_stages)
-
-
-def _with_kept(counted: Sequence[int], kept: Sequence[int]) -> list[int]:
-    """Return bytes including those saved for backward; those of untrained blocks are added to the previous trained
-    block.
-
-    Every stage must contain trained parameters, so untrained blocks count as zero.
-
-    Example:
-        >>> _with_kept([0, 5, 0, 5], [1, 10, 10, 0])
-        [0, 25, 0, 5]
-    """
-    found, last = list(counted), None
-    for at, more in enumerate(kept):
-        last = at if counted[at] else last
-        if last is not None:
-            found[last] += more
-    return found
 
 
 def _number_problems(given: Mapping[str, Place], num_stages: int) -> list[Problem]:
@@ -262,71 +251,16 @@ def _is_trained(unit: Block) -> bool:
     return any(tensor.requires_grad for _, tensor in unit.tensors())
 
 
-_KEY = "strategy.max_memory"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Memory that ranks may use, for all or by rank.
-
-    Example:
-        >>> Limits(given=2.0, num_ranks=2).of_rank(1) == 2 * 2**30
-        True
-    """
-
-    given: float | Mapping[str, float] | None
-    """Limits in GiB; None: no limit."""
-    num_ranks: int
-    """Ranks of a replica."""
-
-    def of_rank(self, rank: int) -> float:
-        """Return the limit of a rank in bytes, `math.inf` if there is none."""
-        if isinstance(self.given, Mapping):
-            return self.given.get(str(rank), math.inf) * 2**30
-        return math.inf if self.given is None else self.given * 2**30
-
-    def problems(self) -> list[Problem]:
-        """Return problems: ranks that do not exist, and limits that are not positive."""
-        if not isinstance(self.given, Mapping):
-            return []
-        ranks = [str(rank) for rank in range(self.num_ranks)]
-        found = [
-            Problem(key=f"{_KEY}.{rank}", value=limit, rule=f"no such rank: there are 0 to {self.num_ranks - 1}.")
-            for rank, limit in self.given.items()
-            if rank not in ranks
-        ]
-        return found + [
-            Problem(key=f"{_KEY}.{rank}", value=limit, rule="must be more than 0.")
-            for rank, limit in self.given.items()
-            if limit <= 0
-        ]
-
-    def exceeded(
-        self, cut: StageAssignment, bytes_of: Callable[[Tensor], int], kept: Sequence[int] | None
-    ) -> list[Problem]:
-        """Return a problem for each rank whose stages exceed its limit."""
-        sizes = [sum(map(bytes_of, distinct_tensors([unit]))) for unit in cut.units]
-        counted = "parameters, gradients and buffers"
-        if kept is not None:
-            counted = "parameters, gradients, buffers and the activations of a shard"
-            sizes = [size + more for size, more in zip(sizes, kept, strict=True)]
-        held = [0] * self.num_ranks
-        for size, stage in zip(sizes, cut.stages, strict=True):
-            held[stage % self.num_ranks] += size
-        return [
-            Problem(
-                key=_KEY,
-                value=self.shown,
-                rule=f"rank {rank} takes {gib(self.of_rank(rank))}, and its stages hold {gib(size)} of {counted}. "
-                "Use more stages, or activation_checkpointing=full.",
-            )
-            for rank, size in enumerate(held)
-            if size > self.of_rank(rank)
-        ]
-
-    @property
-    def shown(self) -> object:
-        """The limits as the command line writes them."""
-        if isinstance(self.given, Mapping):
-            return "{" + ",".join(f"{rank}:{limit}" for rank, limit in self.given.items()) + "}"
-        return self.given
+def exceeded_limits(
+    limits: MemoryLimits, cut: StageAssignment, bytes_of: Callable[[Tensor], int], kept: Sequence[int] | None
+) -> list[Problem]:
+    """Return a problem for each rank whose stages exceed its limit."""
+    sizes, counted = with_activations([sum(map(bytes_of, distinct_tensors([unit]))) for unit in cut.units], kept)
+    held = dict.fromkeys(limits.names, 0)
+    for size, stage in zip(sizes, cut.stages, strict=True):
+        held[limits.names[stage % len(limits.names)]] += size
+    rule = (
+        f"rank {{name}} takes {{limit}}, and its stages hold {{held}} of {counted}. "
+        "Use more stages, or activation_checkpointing=full."
+    )
+    return limits.exceeded(held, rule)

@@ -23,11 +23,11 @@ from trainkit.strategies.core.sparse import sparse_problems
 from trainkit.strategies.core.synchronous import build_parts, move_and_cast, no_reducer
 from trainkit.strategies.groups.pairwise import sending_problems
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
+from trainkit.strategies.maps.activations import activations_of
+from trainkit.strategies.maps.blocks import names_of
+from trainkit.strategies.maps.layout import part_of
+from trainkit.strategies.maps.solver import MemoryLimits, model_bytes
 from trainkit.strategies.memory import ModelMemory, PlannedShard, RankPass, ReplicaPart
-from trainkit.strategies.partition.activations import activations_in
-from trainkit.strategies.partition.blocks import names_of
-from trainkit.strategies.partition.device_layout import part_of
-from trainkit.strategies.partition.solver import model_bytes
 from trainkit.strategies.pipeline.schedules import (
     ScheduleName,
     ideal_bubble,
@@ -35,7 +35,7 @@ from trainkit.strategies.pipeline.schedules import (
     padded_microbatches,
     several_a_rank,
 )
-from trainkit.strategies.pipeline.stage_assignment import Limits, StageAssignment, cut_blocks, names_parts
+from trainkit.strategies.pipeline.stage_assignment import StageAssignment, cut_blocks, exceeded_limits, names_parts
 from trainkit.strategies.pipeline.tracing.trace import programs_of, record
 from trainkit.strategies.pipeline.validation import misfits, version_problems
 from trainkit.strategies.tensors.layouts import Placement, dense_strides, in_layout
@@ -185,8 +185,8 @@ class Pipeline(ProcessGroupOptions, Strategy):
         return found or super().validate(context)
 
     @property
-    def _limits(self) -> Limits:
-        return Limits(given=self.max_memory, num_ranks=self.stages)
+    def _limits(self) -> MemoryLimits:
+        return MemoryLimits(given=self.max_memory, names=[str(rank) for rank in range(self.stages)], noun="rank")
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
         """Return problems of the map for this model, and of the model for a pipeline."""
@@ -213,8 +213,8 @@ class Pipeline(ProcessGroupOptions, Strategy):
         if self.max_memory is None:
             return []
         precision = Precision(value=context.precision)  # type: ignore[arg-type]
-        kept = activations_in(context, precision)(model, cut.units)
-        return self._limits.exceeded(cut, model_bytes(precision), kept)
+        kept = activations_of(model, cut.units, context, precision)
+        return exceeded_limits(self._limits, cut, model_bytes(precision), kept)
 
     def describe_partition(self, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:
         """Return the stages of the first replica."""
@@ -346,8 +346,8 @@ class Pipeline(ProcessGroupOptions, Strategy):
             model,
             given,
             num_stages=self.num_stages,
-            bytes_of=model_bytes(precision),
-            activations=activations_in(context, precision),
+            precision=precision,
+            context=context,
             programs=() if isinstance(programs, list) else programs,
         )
 

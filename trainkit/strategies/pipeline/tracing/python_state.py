@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from trainkit.strategies.maps.blocks import Block
 from trainkit.strategies.object_snapshot import ObjectSnapshot, class_name
-from trainkit.strategies.partition.blocks import Block
 
 _IMMUTABLE = (
     type(None),

@@ -31,8 +31,8 @@ from trainkit.numerics.randomness import noting_keys
 from trainkit.objectives.base import Supervised
 from trainkit.objectives.fields import split_batch
 from trainkit.strategies.base import PlanContext
+from trainkit.strategies.maps.blocks import Block
 from trainkit.strategies.object_snapshot import ObjectSnapshot
-from trainkit.strategies.partition.blocks import Block
 from trainkit.strategies.pipeline.stage_assignment import blocks_to_cut
 from trainkit.strategies.pipeline.tracing.program import Program, RecordedCall
 from trainkit.strategies.pipeline.tracing.python_state import CannotCut, same_constant

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
 
 from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.errors import ConfigError, Problem
-from trainkit.numerics.precision import Precision
+from trainkit.errors import Problem
 from trainkit.strategies.base import PlanContext, SetupRequest, StagePart
 from trainkit.strategies.groups.devices import device_problems, parse_device
-from trainkit.strategies.memory import ReplicaPart
-from trainkit.strategies.partition.activations import activations_in
-from trainkit.strategies.partition.device_layout import DeviceLayout
-from trainkit.strategies.partition.solver import PartitionSolver, model_bytes
-from trainkit.strategies.traffic import precision_of
+from trainkit.strategies.maps.layout import DeviceLayout
+from trainkit.strategies.maps.solver import ModelMap
 
 BlockMap = Mapping[str, int | str] | Literal["auto"]
 """Names of blocks, each with a place in the group of a replica, counted from 0; auto: balanced by bytes."""
@@ -51,16 +47,21 @@ class ReplicaMap:
     ) -> ReplicaMap:
         """Return the groups in `devices`, else groups of neighbouring GPUs, else groups of the CPU."""
         if devices is not None:
-            named = (one if isinstance(one, Sequence) and not isinstance(one, str) else (one,) for one in devices)
+            named = (one if isinstance(one, tuple | list) else (one,) for one in devices)
             groups = tuple(tuple(parse_device(device) or "cpu" for device in group) for group in named)
             return cls(blocks=blocks, groups=groups)
         count, size = _count_and_size(blocks, replicas, context)
-        gpus = context.num_gpus > 0
-        groups = tuple(
-            tuple(f"cuda:{first + place}" if gpus else "cpu" for place in range(size))
-            for first in range(0, count * size, size)
-        )
-        return cls(blocks=blocks, groups=groups)
+        names = [f"cuda:{place}" if context.num_gpus else "cpu" for place in range(count * size)]
+        return cls(blocks=blocks, groups=tuple(tuple(names[at : at + size]) for at in range(0, count * size, size)))
+
+    def on(self, group: tuple[str, ...]) -> ModelMap:
+        """Return the map over the devices of one replica."""
+        return ModelMap(blocks=None if self.blocks == "auto" else self.blocks, devices=group, counts_places=True)
+
+    @property
+    def planned(self) -> ModelMap:
+        """The map over the devices of the first replica, which serves all."""
+        return self.on(self.groups[0])
 
     @property
     def first_devices(self) -> tuple[str, ...]:
@@ -77,33 +78,10 @@ class ReplicaMap:
         """Whether a group has several GPUs."""
         return any(len(set(group) - {"cpu"}) > 1 for group in self.groups)
 
-    def problems(self, model: nn.Module, context: PlanContext) -> list[Problem]:
-        """Return the problems of the map for a model, which may be on the meta device."""
-        layout = self._planned(model, context)
-        return [] if isinstance(layout, DeviceLayout) else layout
-
-    def places_by_name(self, model: nn.Module, context: PlanContext) -> dict[str, int]:
-        """Return the place of each block that has one, by its name.
-
-        Raises:
-            ConfigError: the map does not fit the model.
-        """
-        layout = _fitting(self._planned(model, context))
-        placed = zip(layout.units, layout.places, strict=True)
-        return {unit.name: place for unit, place in placed if place is not None}
-
     def parts(self, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:
         """Return each consecutive part of a replica, with its device in every one; none if the map does not fit."""
-        layout = self._planned(model, context)
-        if not isinstance(layout, DeviceLayout):
-            return ()
-        shown = tuple(", ".join(dict.fromkeys(column)) for column in zip(*self.groups, strict=True))
-        return replace(layout, group=shown).parts(model_bytes(precision_of(context)))
-
-    def held_parts(self, model: nn.Module, context: PlanContext, *, gradient_copies: float) -> tuple[ReplicaPart, ...]:
-        """Return the part of a replica that each device holds and computes; none if the map does not fit."""
-        layout = self._planned(model, context)
-        return layout.held_parts(model, gradient_copies=gradient_copies) if isinstance(layout, DeviceLayout) else ()
+        shown = [", ".join(dict.fromkeys(column)) for column in zip(*self.groups, strict=True)]
+        return self.planned.parts(model, context, shown)
 
     def placement(self, request: SetupRequest) -> DeviceLayout:
         """Return the layout of the model on the devices of this rank.
@@ -112,30 +90,7 @@ class ReplicaMap:
             ConfigError: the map does not fit the model.
         """
         group = next(one for one in self.groups if _first(one) == request.identity.task.device)
-        return _fitting(self.layout(request.model, group, request.precision))
-
-    def _planned(self, model: nn.Module, context: PlanContext) -> DeviceLayout | list[Problem]:
-        return self.layout(model, self.groups[0], precision_of(context), context)
-
-    def layout(
-        self, model: nn.Module, group: Sequence[str], precision: Precision, context: PlanContext | None = None
-    ) -> DeviceLayout | list[Problem]:
-        """Return the layout of a model on a group, or the problems of the map.
-
-        Args:
-            model: the model, possibly on the meta device.
-            group: the devices of one replica.
-            precision: the precision of the run.
-            context: used for the activations of a shard, which `auto` counts; None: not counted.
-        """
-        return PartitionSolver(
-            given=None if self.blocks == "auto" else self.blocks,
-            devices=group,
-            capacities={},
-            bytes_of=model_bytes(precision),
-            activations=activations_in(context if len(group) > 1 else None, precision),
-            counts_places=True,
-        ).layout(model)
+        return self.on(group).layout(request.model, request.precision)
 
 
 def group_problems(
@@ -143,40 +98,36 @@ def group_problems(
 ) -> list[Problem]:
     """Return the problems of a map and of groups of devices; `ReplicaMap.of` needs that there are none."""
     if blocks is None:
-        if not any(_is_group(one) for one in devices or ()):
+        if not any(isinstance(one, tuple | list) for one in devices or ()):
             return []
         rule = "names a group of devices for a replica, and no map spreads it over them. Add strategy.map=auto."
         return [Problem(key="strategy.devices", value=_shown(devices), rule=rule)]
     if not blocks:
         rule = "places nothing. Name modules and their places, {embed:0,rest:1}, or use auto."
         return [Problem(key="strategy.map", value="{}", rule=rule)]
-    if found := list(_value_problems(blocks)):
-        return found
-    found = list(
+    places = blocks.items() if isinstance(blocks, Mapping) else ()
+    rule = "must be a place in a replica's group of devices, counted from 0: strategy.devices names the devices."
+    named = [(f"strategy.map.{word}", place) for word, place in places]
+    found = [Problem(key=key, value=place, rule=rule) for key, place in named if isinstance(place, str) or place < 0]
+    found = found or list(
         _device_problems(devices, context) if devices is not None else _size_problems(blocks, replicas, context)
     )
     if found:
         return found
-    return list(_place_problems(blocks, len(ReplicaMap.of(blocks, devices, replicas, context).groups[0])))
-
-
-def _fitting(layout: DeviceLayout | list[Problem]) -> DeviceLayout:
-    if not isinstance(layout, DeviceLayout):
-        raise ConfigError(layout)
-    return layout
+    size = len(ReplicaMap.of(blocks, devices, replicas, context).groups[0])
+    rule = f"no such place: a replica has {size} device{'' if size == 1 else 's'}, counted from 0."
+    return [
+        Problem(key=key, value=place, rule=rule) for key, place in named if isinstance(place, int) and place >= size
+    ]
 
 
 def _first(group: Sequence[str]) -> str:
     return next((device for device in group if device != "cpu"), "cpu")
 
 
-def _is_group(one: object) -> bool:
-    return isinstance(one, Sequence) and not isinstance(one, str)
-
-
 def _shown(devices: Devices | None) -> list[object]:
     """Return the configured devices as lists, as messages show them."""
-    return [list(one) if isinstance(one, Sequence) and not isinstance(one, str) else one for one in devices or ()]
+    return [list(one) if isinstance(one, tuple | list) else one for one in devices or ()]
 
 
 def _count_and_size(blocks: BlockMap, replicas: int | Literal["auto"], context: PlanContext) -> tuple[int, int]:
@@ -239,21 +190,3 @@ def _device_problems(devices: Devices, context: PlanContext) -> Iterator[Problem
     if launch is not None and not launch.takes_devices and len(groups) != launch.num_local:
         rule = f"names {len(groups)} groups, and {launch.kind} started {launch.num_local} processes on this host, a "
         yield Problem(key=key, value=shown, rule=f"{rule}replica each. Name as many groups.")
-
-
-def _value_problems(blocks: BlockMap) -> Iterator[Problem]:
-    """Yield a problem for each value that is not a place."""
-    for word, place in blocks.items() if isinstance(blocks, Mapping) else ():
-        if not isinstance(place, int) or place < 0:
-            rule = (
-                "must be a place in a replica's group of devices, counted from 0: strategy.devices names the devices."
-            )
-            yield Problem(key=f"strategy.map.{word}", value=place, rule=rule)
-
-
-def _place_problems(blocks: BlockMap, size: int) -> Iterator[Problem]:
-    """Yield a problem for each place that a group does not have."""
-    for word, place in blocks.items() if isinstance(blocks, Mapping) else ():
-        if isinstance(place, int) and place >= size:
-            rule = f"no such place: a replica has {size} device{'' if size == 1 else 's'}, counted from 0."
-            yield Problem(key=f"strategy.map.{word}", value=place, rule=rule)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from trainkit.strategies.base import StagePart
+from trainkit.strategies.maps.blocks import Block, distinct_tensors, names_of
+from trainkit.strategies.maps.syntax import collapsed
 from trainkit.strategies.memory import ModelMemory, ReplicaPart
 from trainkit.strategies.object_snapshot import ObjectSnapshot, refuse_changes
-from trainkit.strategies.partition.blocks import Block, distinct_tensors, names_of
-from trainkit.strategies.partition.syntax import collapsed
 from trainkit.strategies.tensors.layouts import TensorPlaces
 
 
@@ -33,33 +33,27 @@ class DeviceLayout:
     """Whether activations are moved to each block; not needed if all are on one device."""
 
     @cached_property
-    def devices_by_unit(self) -> tuple[str | None, ...]:
-        """The device of each block; None for one that computes on the device of its inputs."""
-        return tuple(None if place is None else self.group[place] for place in self.places)
+    def placed(self) -> list[tuple[Block, int]]:
+        """The blocks that have a place."""
+        return [(unit, place) for unit, place in zip(self.units, self.places, strict=True) if place is not None]
 
     @property
     def device(self) -> torch.device:
         """The device of the inputs of the model, the outputs and the loss: that of the last block."""
-        return torch.device(next(device for device in reversed(self.devices_by_unit) if device is not None))
+        return torch.device(self.group[self.placed[-1][1]])
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """The devices in use, in the order of the model."""
-        names = dict.fromkeys(device for device in self.devices_by_unit if device is not None)
-        return tuple(torch.device(name) for name in names)
-
-    @cached_property
-    def _device_of(self) -> dict[str, torch.device]:
-        return {name: device for unit, device in self._placed() for name, _ in unit.tensors()}
-
-    def device_of(self, name: str) -> torch.device:
-        """Return the device of a parameter or buffer."""
-        return self._device_of[name]
+        return tuple(map(torch.device, dict.fromkeys(self.group[place] for _, place in self.placed)))
 
     @cached_property
     def _place_of(self) -> dict[str, int]:
-        placed = zip(self.units, self.places, strict=True)
-        return {name: place for unit, place in placed if place is not None for name, _ in unit.tensors()}
+        return {name: place for unit, place in self.placed for name, _ in unit.tensors()}
+
+    def device_of(self, name: str) -> torch.device:
+        """Return the device of a parameter or buffer."""
+        return torch.device(self.group[self._place_of[name]])
 
     def places_of(self, names: Sequence[str]) -> TensorPlaces | None:
         """Return the places of parameters and buffers; None if all are on one device."""
@@ -70,26 +64,24 @@ class DeviceLayout:
 
     def move(self, model: nn.Module) -> nn.Module:
         """Move every tensor of the model to its device, in place, and register hooks that move activations."""
-        for unit, device in self._placed():
+        for unit, place in self.placed:
+            device = torch.device(self.group[place])
             for _, owner in unit.owners:
                 _move(owner, device, unit.tensor)
+            for module in unit.entries if self.routed else ():
+                moved: list[ObjectSnapshot] = []
+                module.register_forward_pre_hook(bring_inputs(device, moved), with_kwargs=True)
+                module.register_forward_hook(_check_arguments(unit.name, moved))
         if self.routed:
-            for unit, device in self._placed():
-                for module in unit.entries:
-                    moved: list[ObjectSnapshot] = []
-                    module.register_forward_pre_hook(bring_inputs(device, moved), with_kwargs=True)
-                    module.register_forward_hook(_check_arguments(unit.name, moved))
-            model.register_forward_hook(bring_outputs(self.device))
+            model.register_forward_hook(lambda _module, _args, outputs: _brought(outputs, self.device))
         return model
 
     def parts(self, bytes_of: Callable[[Tensor], int]) -> tuple[StagePart, ...]:
         """Return the consecutive parts of the model that are in one place, in the order of the model."""
         seen: set[int] = set()
-        placed = [(unit, place) for unit, place in zip(self.units, self.places, strict=True) if place is not None]
-        runs = groupby(placed, key=lambda item: item[1])
         return tuple(
             part_of(stage, [unit for unit, _ in members], bytes_of, self.group[place], seen)
-            for stage, (place, members) in enumerate(runs)
+            for stage, (place, members) in enumerate(groupby(self.placed, key=lambda item: item[1]))
         )
 
     def held_parts(self, model: nn.Module, *, gradient_copies: float) -> tuple[ReplicaPart, ...]:
@@ -99,24 +91,16 @@ class DeviceLayout:
             model: the model of this layout, possibly without data.
             gradient_copies: copies of a device's gradients at the peak of a step.
         """
-        resident: dict[torch.device | None, dict[str, int]] = {}
+        resident: dict[torch.device, dict[str, int]] = {}
         for name, param in model.named_parameters():
             resident.setdefault(self.device_of(name), {})[name] = param.numel()
-        computed: dict[torch.device | None, list[nn.Module]] = {}
-        for unit, device in zip(self.units, self.devices_by_unit, strict=True):
-            computed.setdefault(None if device is None else torch.device(device), []).extend(unit.entries)
-        return tuple(
-            ReplicaPart(
-                modules=names_of(model, computed.get(device, ())),
-                memory=ModelMemory(resident=held, gradient_copies=gradient_copies),
-            )
-            for device, held in resident.items()
-        )
-
-    def _placed(self) -> Iterator[tuple[Block, torch.device]]:
-        for unit, device in zip(self.units, self.devices_by_unit, strict=True):
-            if device is not None:
-                yield unit, torch.device(device)
+        parts = []
+        for device, held in resident.items():
+            here = [unit for unit, place in self.placed if torch.device(self.group[place]) == device]
+            entries = [entry for unit in here for entry in unit.entries]
+            memory = ModelMemory(resident=held, gradient_copies=gradient_copies)
+            parts.append(ReplicaPart(modules=names_of(model, entries), memory=memory))
+        return tuple(parts)
 
 
 def part_of(
@@ -142,16 +126,14 @@ def _move(owner: nn.Module, device: torch.device, only: str | None) -> None:
             owner._buffers[leaf] = buffer.to(device)  # noqa: SLF001
 
 
-def bring_inputs(device: torch.device, moved: list[ObjectSnapshot] | None = None) -> Callable[..., Any]:
+def bring_inputs(device: torch.device, moved: list[ObjectSnapshot]) -> Callable[..., Any]:
     """Return a forward pre-hook that moves every tensor among the arguments, at any depth of tuples and dicts."""
 
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves = tree_flatten((args, kwargs))[0]
-        if all(_brought(leaf, device) is leaf for leaf in leaves):
+        if all(not isinstance(leaf, Tensor) or leaf.device == device for leaf in tree_leaves((args, kwargs))):
             return None  # the containers of the caller are passed unchanged
-        brought = tree_map(lambda value: _brought(value, device), (args, kwargs))
-        if moved is not None:
-            moved[:] = [ObjectSnapshot([("", brought)])]
+        brought = _brought((args, kwargs), device)
+        moved[:] = [ObjectSnapshot([("", brought)])]
         return brought
 
     return hook
@@ -166,14 +148,5 @@ def _check_arguments(block: str, moved: list[ObjectSnapshot]) -> Callable[..., N
     return hook
 
 
-def bring_outputs(device: torch.device) -> Callable[..., Any]:
-    """Return a forward hook that moves every tensor of the outputs."""
-
-    def hook(_module: nn.Module, _args: tuple[Any, ...], outputs: Any) -> Any:
-        return tree_map(lambda value: _brought(value, device), outputs)
-
-    return hook
-
-
-def _brought(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) and value.device != device else value
+def _brought(values: Any, device: torch.device) -> Any:
+    return tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, values)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Final
 
 from torch import nn
 
 from trainkit.config.values import closest
 from trainkit.errors import Problem
-from trainkit.strategies.partition.blocks import Block, blocks_of
+from trainkit.strategies.maps.blocks import Block, blocks_of
 
 _KEY: Final = "strategy.map"
 REST: Final = "rest"
@@ -81,18 +81,14 @@ def assign(model: nn.Module, units: Sequence[Block], given: Mapping[str, Place])
 
 def _yields_to(word: str | None, other: str | None, unit: Block, blocks: Collection[str]) -> bool:
     """Return whether a key of a whole block yields a part of it to another key (`transformer.h.3`)."""
-    if word is None or other is None:
-        return False
-    return word != unit.name and word in blocks
+    return word is not None and other is not None and word != unit.name and word in blocks
 
 
 def _named(word: str, units: Sequence[Block], model: nn.Module) -> tuple[list[int], str | None]:
     """Return the indices of the blocks that a key names, or its problem."""
-    found = _within(word, units)
-    if found:
+    if found := _within(word, units):
         return found, None
-    match = _RANGE.fullmatch(word)
-    if match is not None:
+    if match := _RANGE.fullmatch(word):
         return _in_range(match["head"], int(match["first"]), int(match["last"]), units)
     names = {name for name, _ in model.named_modules()} | {unit.name for unit in units}
     outer = next((unit for unit in units if word.startswith(f"{unit.name}.")), None)
@@ -103,31 +99,22 @@ def _named(word: str, units: Sequence[Block], model: nn.Module) -> tuple[list[in
     return [], f"no such module. {f'Did you mean {near}?' if near else f'There are: {known}.'}"
 
 
-def _within(word: str, units: Sequence[Block]) -> list[int]:
-    return [at for at, unit in enumerate(units) if unit.name == word or unit.name.startswith(f"{word}.")]
-
-
 def _in_range(head: str, first: int, last: int, units: Sequence[Block]) -> tuple[list[int], str | None]:
     if first > last:
         return [], f"runs backwards. Write {head}{last}-{first}."
     found = [_within(f"{head}{number}", units) for number in range(first, last + 1)]
     if all(found):
         return sorted(at for one in found for at in one), None
-    numbers = [int(rest) for unit in units if unit.name.startswith(head) and (rest := _number(unit.name[len(head) :]))]
-    if not numbers:
-        near = closest(head.rstrip("."), {name for unit in units for name in _prefixes(unit.name)})
-        return [], f"no such modules.{f' Did you mean {near}.{first}-{last}?' if near else ''}"
-    return [], f"no such modules: there are {head}{min(numbers)}-{max(numbers)}."
+    leaves = [unit.name.removeprefix(head).partition(".")[0] for unit in units if unit.name.startswith(head)]
+    if numbers := [int(leaf) for leaf in leaves if leaf.isdigit()]:
+        return [], f"no such modules: there are {head}{min(numbers)}-{max(numbers)}."
+    outer = {unit.name[: dot.start()] for unit in units for dot in re.finditer(r"\.", unit.name)}
+    near = closest(head.rstrip("."), outer)
+    return [], f"no such modules.{f' Did you mean {near}.{first}-{last}?' if near else ''}"
 
 
-def _number(text: str) -> str:
-    part = text.partition(".")[0]
-    return part if part.isdigit() else ""
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    yield from (".".join(parts[:length]) for length in range(1, len(parts)))
+def _within(word: str, units: Sequence[Block]) -> list[int]:
+    return [at for at, unit in enumerate(units) if unit.name == word or unit.name.startswith(f"{word}.")]
 
 
 def collapsed(names: Sequence[str]) -> list[str]:
@@ -137,30 +124,26 @@ def collapsed(names: Sequence[str]) -> list[str]:
         >>> collapsed(["embed", "blocks.0", "blocks.1", "blocks.2", "head"])
         ['embed', 'blocks.0-2', 'head']
     """
-    runs: list[tuple[str, int | None, int | None]] = []
-    for name in names:
-        prefix, _, leaf = name.rpartition(".")
-        number = int(leaf) if leaf.isdigit() else None
-        if number is not None and runs and runs[-1][0] == prefix and runs[-1][2] == number - 1:
-            runs[-1] = (prefix, runs[-1][1], number)
-        else:
-            runs.append((prefix, number, number) if number is not None else (name, None, None))
-    return [_run(*run) for run in runs]
+    found: list[str] = []
+    run: tuple[str, int] | None = None  # the last name without its number, and the first number of its run
+    for before, name in pairwise(["", *names]):
+        head, number = _numbered(name)
+        if run is not None and number is not None and (head, number - 1) == _numbered(before):
+            found[-1] = f"{head}{run[1]}-{number}"
+            continue
+        found.append(name)
+        run = None if number is None else (head, number)
+    return found
 
 
-def _run(prefix: str, first: int | None, last: int | None) -> str:
-    if first is None:
-        return prefix
-    dot = "." if prefix else ""
-    return f"{prefix}{dot}{first}" if first == last else f"{prefix}{dot}{first}-{last}"
+def _numbered(name: str) -> tuple[str, int | None]:
+    """Return a name up to its last number, and that number."""
+    head, dot, leaf = name.rpartition(".")
+    return (head + dot, int(leaf)) if leaf.isdigit() else (name, None)
 
 
 def validate_layout(
-    units: Sequence[Block],
-    assigned: Assigned,
-    given: Mapping[str, Place],
-    *,
-    same: Callable[[Place], Place | None] = lambda place: place,
+    units: Sequence[Block], assigned: Assigned, given: Mapping[str, Place], *, same: Callable[[Place], Place | None]
 ) -> list[Problem]:
     """Validate a map to devices whose keys are valid.
 
@@ -214,37 +197,27 @@ def _split(units: Sequence[Block], assigned: Assigned, given: Mapping[str, Place
 
 
 def _crossings(units: Sequence[Block], assigned: Assigned, given: Mapping[str, Place]) -> list[Problem]:
-    named = [at for at, place in enumerate(assigned.places) if place is not None]
-    places = [assigned.places[at] for at in named]
-    leaders = leaders_of(units)
-    better = dict(zip(named, _straightened(named, places, leaders), strict=True))
-    count, least = _changes(places), _changes(list(better.values()))
+    """Return a problem if places with as many blocks each, in one range each, would need fewer moves.
+
+    Tied blocks stay with the first of them.
+    """
+    places = {at: place for at, place in enumerate(assigned.places) if place is not None}
+    leaders, order = leaders_of(units), list(dict.fromkeys(places.values()))
+    in_runs = iter(sorted((place for at, place in places.items() if leaders[at] == at), key=order.index))
+    better: dict[int, Place] = {}
+    for at in places:
+        better[at] = next(in_runs) if leaders[at] == at else better[leaders[at]]
+    count, least = (sum(one != other for one, other in pairwise(moves.values())) for moves in (places, better))
     if count <= least:
         return []
-    spelled = {assigned.places[at]: given[word] for at in named if (word := assigned.keys[at]) is not None}
-    runs: list[tuple[Place | None, list[str]]] = []
-    for at, place in better.items():
-        if not runs or runs[-1][0] != place:
-            runs.append((place, []))
-        runs[-1][1].append(units[at].name)
-    words = ",".join(f"{name}:{spelled[place]}" for place, names in runs for name in collapsed(names))
+    spelled = {assigned.places[at]: given[word] for at, word in enumerate(assigned.keys) if word is not None}
+    words = ",".join(
+        f"{name}:{spelled[place]}"
+        for place, run in groupby(better, key=better.__getitem__)
+        for name in collapsed([units[at].name for at in run])
+    )
     rule = (
         f"activations change their device {count} times on the way through the model, and {least} would suffice. "
         f"Use {{{words}}}."
     )
     return [Problem(key=_KEY, rule=rule)]
-
-
-def _straightened(named: Sequence[int], places: Sequence[Place | None], leaders: Sequence[int]) -> list[Place | None]:
-    """Return places with the same number of blocks, each in one range; tied blocks stay with the first of them."""
-    free = [place for at, place in zip(named, places, strict=True) if leaders[at] == at]
-    order = list(dict.fromkeys(places))
-    in_runs = iter(sorted(free, key=order.index))
-    normalised: dict[int, Place | None] = {}
-    for at in named:
-        normalised[at] = next(in_runs) if leaders[at] == at else normalised.get(leaders[at])
-    return [normalised[at] for at in named]
-
-
-def _changes(places: Sequence[Place | None]) -> int:
-    return sum(one != other for one, other in pairwise(places))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import is_not
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.partition.blocks import Block
+from trainkit.strategies.maps.blocks import Block
 
 _META = torch.device("meta")
 
@@ -59,41 +58,26 @@ def activation_bytes(
     return kept.sizes
 
 
-def activations_in(
-    facts: PlanContext | None, precision: Precision
-) -> Callable[[nn.Module, Sequence[Block]], list[int] | None]:
-    """Return `activation_bytes` for a shard of a config; the result gives None if no sample or objective is known.
+def activations_of(
+    model: nn.Module, units: Sequence[Block], context: PlanContext | None, precision: Precision
+) -> list[int] | None:
+    """Return `activation_bytes` for a shard of a config; None if no sample or objective is known.
 
     The last result for a model is cached, because planning needs it several times.
     """
-
-    def find(model: nn.Module, units: Sequence[Block]) -> list[int] | None:
-        if facts is None or facts.objective is None or facts.sample is None:
-            return None
-        objective = facts.objective
-        given, key = (facts.sample, objective), (facts.micro_size, precision.value, *(unit.name for unit in units))
-        known = _KNOWN.get(model)
-        if known is None or known.key != key or any(map(is_not, known.given, given)):
-            batch = tree_map(lambda value: _of_size(value, facts.micro_size), facts.collate([facts.sample], [0]))
-            sizes = activation_bytes(model, units, lambda run: objective.loss(run, batch), precision)
-            _KNOWN[model] = known = _Found(given=given, key=key, sizes=sizes)
-        return known.sizes
-
-    return find
+    if context is None or context.objective is None or context.sample is None:
+        return None
+    objective, key = context.objective, (context.micro_size, precision.value, *(unit.name for unit in units))
+    sample, known_objective, known_key, sizes = _KNOWN.get(model, (None, None, None, None))
+    if sample is not context.sample or known_objective is not objective or known_key != key:
+        batch = tree_map(lambda value: _of_size(value, context.micro_size), context.collate([context.sample], [0]))
+        sizes = activation_bytes(model, units, lambda run: objective.loss(run, batch), precision)
+        _KNOWN[model] = context.sample, objective, key, sizes
+    return sizes
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Found:
-    """Cached estimate, with the sample and settings it is valid for."""
-
-    given: tuple[object, object]
-    """A sample and the objective."""
-    key: tuple[object, ...]
-    """Size of the shard, precision, and the names of the blocks."""
-    sizes: list[int] | None
-
-
-_KNOWN: WeakKeyDictionary[nn.Module, _Found] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[nn.Module, tuple[object, object, object, list[int] | None]] = WeakKeyDictionary()
+"""Model -> a sample, the objective, (size of the shard, precision, names of the blocks), and the estimate for these."""
 
 
 def _of_size(value: Any, count: int) -> Any:

@@ -1,1 +1,0 @@
-"""Partition a model into blocks, and place them on devices or pipeline stages."""
