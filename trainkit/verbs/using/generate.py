@@ -44,6 +44,7 @@ def run(call: Call) -> int:
     if problems:
         raise ConfigError(problems)
     from trainkit.api.texts import Writer  # noqa: PLC0415 - nothing is imported to refuse an argument
+
     writer = Writer.of(Path(call.arguments[0]).expanduser(), checkpoint=checkpoint, packages=call.packages)
     if left_out := writer.left_out(prompts):
         sys.stderr.write(f"not in the vocabulary, left out: {left_out!r}\n")
