@@ -49,8 +49,8 @@ _HOMES: Final[Mapping[str, Mapping[str, str]]] = {
         "WarmupStableDecay": "numerics.schedules",
     },
     "strategies": {
-        "CentralStorage": "strategies.central_storage", "DeviceMap": "strategies.device_map.strategy",
-        "Fsdp": "strategies.mesh.fsdp", "LocalSgd": "strategies.local_sgd.strategy", "Mesh": "strategies.mesh.strategy",
+        "CentralStorage": "strategies.central_storage", "DeviceMap": "strategies.device_map",
+        "Fsdp": "strategies.mesh.fsdp", "LocalSgd": "strategies.local_sgd", "Mesh": "strategies.mesh.strategy",
         "Mirrored": "strategies.data_parallel.strategy", "MultiWorkerMirrored": "strategies.data_parallel.strategy",
         "OneDevice": "strategies.one_device", "ParameterServer": "strategies.parameter_server",
         "Pipeline": "strategies.pipeline.strategy", "TensorParallel": "strategies.mesh.tensor_parallel",

@@ -23,7 +23,7 @@ from tests.support.pool import Pool
 from tests.support.second_device import SecondDevice, fetch, send
 from trainkit.errors import ConfigError
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.device_map.strategy import DeviceMap
+from trainkit.strategies.device_map import DeviceMap
 from trainkit.strategies.maps import layout as placing
 from trainkit.strategies.maps.layout import DeviceLayout
 from trainkit.strategies.maps.solver import ModelMap

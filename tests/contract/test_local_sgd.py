@@ -21,8 +21,7 @@ from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.errors import ConfigError
 from trainkit.strategies.base import Numerics, PlanContext
-from trainkit.strategies.local_sgd.averaging import OuterOptimizer
-from trainkit.strategies.local_sgd.strategy import LocalSgd
+from trainkit.strategies.local_sgd import LocalSgd, OuterOptimizer
 from trainkit.trainer.manifest import list_complete
 
 # 37 points in batches of 16 and 5; 29 sequences in batches of 8 and 5, with unequal numbers of targets

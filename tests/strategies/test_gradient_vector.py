@@ -24,11 +24,12 @@ from tests.support.pool import Place, Pool
 from tests.support.storages import Counting
 from trainkit.cluster.tasks import Identity
 from trainkit.errors import TrainingError
+from trainkit.strategies.collectives import GroupCollective
 from trainkit.strategies.data_parallel.strategy import Mirrored
-from trainkit.strategies.groups import pairwise, process_group
+from trainkit.strategies.groups import process_group
 from trainkit.strategies.mesh.axes import Axes
 from trainkit.strategies.pipeline.groups import new_groups
-from trainkit.strategies.reducers import BackendReducer, VectorReducer
+from trainkit.strategies.reducers import BackendReducer, VectorReducer, vector
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
 CPU = torch.device("cpu")
@@ -236,18 +237,18 @@ def test_a_gradient_that_comes_in_two_parts_is_refused_with_what_to_do(pool: Poo
 
 
 def sent_through_the_host(place: Place) -> list[float]:
-    """The numbers that a rank receives where tensors of its device do not travel; an empty tensor is left out."""
-    received, peer = torch.zeros(3), 1 - place.rank
-    with mock.patch.object(pairwise, "needs_host", return_value=True) as asked:
-        pairwise.exchange([(peer, torch.full((3,), 7.0 + place.rank)), (peer, torch.empty(0))], [(peer, received)])
-    assert asked.call_count == 2
-    found: list[float] = received.tolist()
+    """The sum where tensors of a device do not travel to a single rank."""
+    collective = GroupCollective(rank=place.rank, num_ranks=2, device=CPU)
+    reducer, flat = vector.RingReducer(collective), torch.full((3,), 7.0 + place.rank)
+    with mock.patch.object(vector, "sends_from_host", return_value=True):
+        reducer.sum(flat)
+    found: list[float] = flat.tolist()
     return found
 
 
-def test_tensors_that_gloo_cannot_send_arrive_by_a_copy_on_the_host(pool: Pool) -> None:
+def test_a_ring_of_tensors_that_gloo_cannot_send_goes_through_the_host(pool: Pool) -> None:
     found = pool.run("tests.strategies.test_gradient_vector.sent_through_the_host", num_ranks=2, group=True)
-    assert found == [[8.0] * 3, [7.0] * 3]
+    assert found == [[15.0] * 3] * 2
 
 
 def test_ranks_of_the_last_axis_are_neighbours_and_every_rank_has_coordinates_of_its_own() -> None:

@@ -20,7 +20,7 @@ from trainkit.numerics.precision import Precision
 from trainkit.objectives.classification import Classification
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirrored
-from trainkit.strategies.device_map.strategy import DeviceMap
+from trainkit.strategies.device_map import DeviceMap
 from trainkit.strategies.maps.activations import activation_bytes, activations_of
 from trainkit.strategies.maps.blocks import blocks_of
 from trainkit.strategies.maps.layout import DeviceLayout

@@ -19,7 +19,7 @@ from trainkit.run.planning.memory import memory_of, meta_model
 from trainkit.run.planning.plan import make_plan
 from trainkit.strategies.base import Numerics, PlanContext, Strategy
 from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirrored
-from trainkit.strategies.local_sgd.strategy import LocalSgd
+from trainkit.strategies.local_sgd import LocalSgd
 from trainkit.strategies.mesh.fsdp import Fsdp
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.parameter_server import ParameterServer

@@ -17,11 +17,11 @@ from trainkit.strategies.maps.blocks import Block, distinct_tensors, names_of
 from trainkit.strategies.maps.syntax import collapsed
 from trainkit.strategies.memory import ModelMemory, ReplicaPart
 from trainkit.strategies.object_snapshot import ObjectSnapshot, refuse_changes
-from trainkit.strategies.tensors.layouts import TensorPlaces
+from trainkit.strategies.tensors.layouts import Placement, TensorPlaces
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceLayout:
+class DeviceLayout(Placement):
     """Blocks with the device of each."""
 
     units: tuple[Block, ...]
@@ -37,8 +37,8 @@ class DeviceLayout:
         """The blocks that have a place."""
         return [(unit, place) for unit, place in zip(self.units, self.places, strict=True) if place is not None]
 
-    @property
-    def device(self) -> torch.device:
+    @cached_property
+    def device(self) -> torch.device:  # type: ignore[override] # derived
         """The device of the inputs of the model, the outputs and the loss: that of the last block."""
         return torch.device(self.group[self.placed[-1][1]])
 

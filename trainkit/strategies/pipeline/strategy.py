@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -21,7 +21,6 @@ from trainkit.strategies.core.refusals import counted_statistics_problems
 from trainkit.strategies.core.replica import PlacedModel
 from trainkit.strategies.core.sparse import sparse_problems
 from trainkit.strategies.core.synchronous import build_parts, move_and_cast, no_reducer
-from trainkit.strategies.groups.pairwise import sending_problems
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
 from trainkit.strategies.maps.activations import activations_of
 from trainkit.strategies.maps.blocks import names_of
@@ -37,30 +36,22 @@ from trainkit.strategies.pipeline.schedules import (
 )
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment, cut_blocks, exceeded_limits, names_parts
 from trainkit.strategies.pipeline.tracing.trace import programs_of, record
-from trainkit.strategies.pipeline.validation import misfits, version_problems
+from trainkit.strategies.pipeline.validation import misfits, sending_problems, version_problems
 from trainkit.strategies.tensors.layouts import Placement, dense_strides, in_layout
 from trainkit.strategies.traffic import StepCut, Transfer, WorkShare, precision_of, ranks_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageParams:
+class StageParams(Placement):
     """The tensors of some stages on one device; all others are moved to torch's meta device."""
 
     device: torch.device
     names: frozenset[str]
     """Canonical names of the parameters and buffers that are kept."""
 
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """The devices: only one."""
-        return (self.device,)
-
     def device_of(self, name: str) -> torch.device:
         """Return the device of a tensor."""
         return self.device if name in self.names else torch.device("meta")
-
-    def places_of(self, names: Sequence[str]) -> None:
-        """Return None: all tensors that are kept are on one device."""
 
     def release(self, model: nn.Module, values: Mapping[str, Tensor] | None) -> None:
         """Release the tensors that are not kept, and initialise the others; tied tensors stay tied."""
@@ -165,7 +156,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems: schedules that do not fit the stages, and those of every process group."""
-        found = [*version_problems(torch.__version__), *sending_problems("pipeline", context.num_gpus)]
+        found = [*version_problems(torch.__version__), *sending_problems(context.num_gpus)]
         if several_a_rank(self.schedule) is False and self.stages_a_rank > 1:
             rule = f"schedule={self.schedule} has one stage per rank. Use interleaved, or leave it out."
             found.append(Problem(key="strategy.virtual_stages", value=self.virtual_stages, rule=rule))

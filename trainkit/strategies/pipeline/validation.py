@@ -4,9 +4,11 @@ them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import pairwise
 
+from trainkit.cluster.host import mig_instances
 from trainkit.errors import Problem
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
 from trainkit.strategies.pipeline.tracing.program import Program
@@ -22,6 +24,17 @@ def version_problems(version: str) -> list[Problem]:
     if tuple(map(int, version.split(".")[:2])) >= (2, 11):
         return []
     return [Problem(key="strategy", value="pipeline", rule=f"needs torch 2.11 or newer, and this is {version}.")]
+
+
+def sending_problems(num_gpus: int) -> list[Problem]:
+    """Return the problem, on MIG instances, whose ranks cannot send tensors of GPUs to each other."""
+    if not (num_gpus and mig_instances(os.environ)):
+        return []
+    rule = (
+        "sends tensors between GPUs, which MIG instances cannot: NCCL does not support them, and gloo sends "
+        "memory of the host alone. Use whole GPUs, or another strategy."
+    )
+    return [Problem(key="strategy", value="pipeline", rule=rule)]
 
 
 def misfits(

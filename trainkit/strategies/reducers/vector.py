@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from trainkit.errors import TrainingError
 from trainkit.objectives.base import Collective
 from trainkit.strategies.flight_recorder import note_exchange
-from trainkit.strategies.groups.pairwise import exchange
 from trainkit.strategies.reducers.base import Reducer, Sums
 from trainkit.strategies.reducers.compression import Compressor
 from trainkit.strategies.tensors.layouts import FlatBuffer
@@ -343,13 +342,27 @@ class RingReducer(VectorReducer):
     def sum(self, flat: Tensor) -> None:
         """Sum over all ranks, in place; collective."""
         note_exchange(flat)
-        slices = flat.tensor_split(self._num_ranks)
+        here = flat.to("cpu", copy=True) if sends_from_host(flat.device) else flat
+        slices = here.tensor_split(self._num_ranks)
         received = torch.empty_like(slices[0])  # the first slice is the longest
         right, left = ((self._rank + turn) % self._num_ranks for turn in (1, -1))
         for turn in range(2 * self._num_ranks - 2):
             sent, into = (slices[(self._rank - turn - step) % self._num_ranks] for step in (0, 1))
             adds = turn < self._num_ranks - 1
             target = received[: into.numel()] if adds else into
-            exchange([(right, sent)], [(left, target)])
+            sends = [dist.P2POp(dist.isend, sent, right)] if sent.numel() else []
+            receives = [dist.P2POp(dist.irecv, target, left)] if into.numel() else []
+            for work in dist.batch_isend_irecv([*sends, *receives]) if sends or receives else ():
+                work.wait()
             if adds:
                 into.add_(target)
+        if here is not flat:
+            flat.copy_(here)
+
+
+def sends_from_host(device: torch.device) -> bool:
+    """Return whether ranks send tensors of a device from the memory of the host.
+
+    Gloo, which ranks on MIG instances use, sends no memory of a GPU to a single rank, and ends the process.
+    """
+    return device.type == "cuda" and f"{device.type}:gloo" in dist.get_backend_config().split(",")

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -113,11 +112,11 @@ def make_dense(model: nn.Module) -> None:
         raise ConfigError(problems)
     for param in model.parameters():
         if not _is_dense(param):
-            param.data = _dense_copy(param.data)
+            param.data = torch.empty_like(param.data).copy_(param.data)
     for module in model.modules():
         for name, buffer in module._buffers.items():  # noqa: SLF001 - buffers are replaced by new tensors
             if buffer is not None and buffer.layout is torch.strided and not _is_dense(buffer):
-                module._buffers[name] = _dense_copy(buffer)  # noqa: SLF001
+                module._buffers[name] = torch.empty_like(buffer).copy_(buffer)  # noqa: SLF001
 
 
 def layout_problems(model: nn.Module) -> list[Problem]:
@@ -134,10 +133,6 @@ _REMEDY = "torch cannot update them separately. Make it a tensor of its own, nn.
 
 def _is_dense(tensor: Tensor) -> bool:
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
-def _dense_copy(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor).copy_(tensor)
 
 
 def _overlaps(tensor: Tensor) -> bool:
@@ -165,34 +160,32 @@ class TensorPlaces:
         return TensorPlaces(places=(*self.places, *[last] * count), devices=self.devices)
 
 
-class Placement(Protocol):
-    """The devices of a replica, and the device of each tensor."""
+class Placement:
+    """The devices of a replica, and the device of each tensor; by default all are on one device."""
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the batches and the loss."""
-        ...
+    device: torch.device
+    """The device of the batches and the loss."""
 
     @property
     def devices(self) -> Sequence[torch.device]:
         """All devices."""
-        ...
+        return (self.device,)
 
-    def device_of(self, name: str) -> torch.device:
+    def device_of(self, name: str) -> torch.device:  # noqa: ARG002 - the same for each
         """Return the device of a parameter, by canonical name."""
-        ...
+        return self.device
 
-    def places_of(self, names: Sequence[str]) -> TensorPlaces | None:
+    def places_of(self, names: Sequence[str]) -> TensorPlaces | None:  # noqa: ARG002
         """Return the places of parameters and buffers; None if all are on one device."""
-        ...
+        return None
 
     def move(self, model: nn.Module) -> nn.Module:
         """Move every tensor of the model to its device."""
-        ...
+        return model.to(device=self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SingleDevicePlacement:
+class SingleDevicePlacement(Placement):
     """The whole model on one device.
 
     Example:
@@ -201,22 +194,6 @@ class SingleDevicePlacement:
     """
 
     device: torch.device
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """The only device."""
-        return (self.device,)
-
-    def device_of(self, name: str) -> torch.device:  # noqa: ARG002 - the same for each
-        """Return the only device."""
-        return self.device
-
-    def places_of(self, names: Sequence[str]) -> None:
-        """Return None: all tensors are on one device."""
-
-    def move(self, model: nn.Module) -> nn.Module:
-        """Move the whole model."""
-        return model.to(device=self.device)
 
 
 class FlatBuffer:
@@ -252,35 +229,27 @@ class FlatBuffer:
         self.places = places
 
     @classmethod
-    def like(
-        cls, tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device, places: TensorPlaces | None = None
-    ) -> FlatBuffer:
+    def like(cls, tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> FlatBuffer:
         """Return the layout for tensors of these shapes and strides."""
-        strides = [dense_strides(one) for one in tensors]
-        return cls([one.shape for one in tensors], dtype, device, strides=strides, places=places)
+        return cls([one.shape for one in tensors], dtype, device, strides=list(map(dense_strides, tensors)))
 
     @cached_property
     def parts(self) -> tuple[FlatPart, ...]:
         """The tensors of each place, with a vector on its device; one part if the tensors have no places."""
         if self.places is None:
             return (FlatPart(indices=tuple(range(len(self.shapes))), packing=self),)
-        return tuple(self._part(place) for place in sorted(set(self.places.places)))
-
-    def _part(self, place: int) -> FlatPart:
-        assert self.places is not None
-        indices = tuple(index for index, own in enumerate(self.places.places) if own == place)
-        packing = FlatBuffer(
-            [self.shapes[index] for index in indices],
-            self.dtype,
-            self.places.devices[place],
-            num_grads=sum(index < self.num_grads for index in indices),
-            strides=[self.strides[index] for index in indices],
-        )
-        return FlatPart(indices=indices, packing=packing)
-
-    def zeros(self) -> list[Tensor | None]:
-        """Return tensors of zeros, each on its device."""
-        return unsplit(self.parts, [part.packing.views(part.packing.empty()) for part in self.parts])
+        parts = []
+        for place in sorted(set(self.places.places)):
+            indices = tuple(index for index, own in enumerate(self.places.places) if own == place)
+            packing = FlatBuffer(
+                [self.shapes[index] for index in indices],
+                self.dtype,
+                self.places.devices[place],
+                num_grads=sum(index < self.num_grads for index in indices),
+                strides=[self.strides[index] for index in indices],
+            )
+            parts.append(FlatPart(indices=indices, packing=packing))
+        return tuple(parts)
 
     @property
     def numel(self) -> int:

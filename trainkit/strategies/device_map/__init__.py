@@ -1,1 +1,0 @@
-"""One model over several devices of one process."""

@@ -1,1 +1,0 @@
-"""Replicas that train separately and average their models periodically."""
