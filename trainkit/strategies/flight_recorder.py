@@ -116,40 +116,29 @@ def read_record(memory: mmap.mmap | bytes, slot: int) -> Collective | None:
 
 def mismatch(one: tuple[int, Collective], other: tuple[int, Collective], file_of: Callable[[int], Path]) -> str:
     """Return the error message for two ranks that call different collectives."""
-    calls = "; ".join(f"{_name(rank, file_of(rank))} calls {collective}" for rank, collective in (one, other))
-    rule = "All ranks of a group must call the same collectives in the same order, with the same shapes and dtypes."
-    lines = [f"the ranks call different collectives: {calls}. {rule}"]
+    calls, lines = [], []
+    for rank, collective in (one, other):
+        process = f"rank {rank}"
+        with contextlib.suppress(UnreadableError, struct.error):
+            pid = HEAD.unpack_from(read_bytes(file_of(rank), limit=SIZE))[1]
+            process = f"rank {rank} (pid {pid} on {socket.gethostname()})"
+        calls.append(f"{process} calls {collective}")
     for rank in sorted((one[0], other[0])):
         last = read_collectives(file_of(rank))[-_SHOWN:]
         lines += [f"The last collectives of rank {rank}:", *(f"  {collective}" for collective in last)]
-    return "\n".join(lines)
-
-
-def _name(rank: int, file: Path) -> str:
-    try:
-        return f"rank {rank} (pid {HEAD.unpack_from(read_bytes(file, limit=SIZE))[1]} on {socket.gethostname()})"
-    except (UnreadableError, struct.error):
-        return f"rank {rank}"
+    rule = "All ranks of a group must call the same collectives in the same order, with the same shapes and dtypes."
+    return "\n".join([f"the ranks call different collectives: {'; '.join(calls)}. {rule}", *lines])
 
 
 _NAMES: Final = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce_coalesced",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
+    "allreduce": "all_reduce", "allreduce_coalesced": "all_reduce_coalesced",
+    "broadcast": "broadcast", "reduce": "reduce", "gather": "gather", "scatter": "scatter", "barrier": "barrier",
     "allgather": "all_gather",
-    "_allgather_base": "all_gather_into_tensor",
-    "all_gather_single": "all_gather_into_tensor",
+    "_allgather_base": "all_gather_into_tensor", "all_gather_single": "all_gather_into_tensor",
     "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter_tensor",
-    "reduce_scatter_single": "reduce_scatter_tensor",
-    "gather": "gather",
-    "scatter": "scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all_single",
-    "all_to_all_single": "all_to_all_single",
-    "barrier": "barrier",
-}
+    "_reduce_scatter_base": "reduce_scatter_tensor", "reduce_scatter_single": "reduce_scatter_tensor",
+    "alltoall": "all_to_all", "alltoall_base": "all_to_all_single", "all_to_all_single": "all_to_all_single",
+}  # fmt: skip
 """Methods of a process group -> their names in torch.distributed."""
 _OF_ONESIZE: Final = frozenset(
     {"all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "exchange of gradients"}
@@ -205,7 +194,10 @@ class FlightRecorder:
         Raises:
             CollectiveMismatchError: another rank of this host has called a different one in the same place.
         """
-        group_id, ranks = self._group(group)
+        if group.group_name not in self._groups:
+            ranks = dist.get_process_group_ranks(group)
+            self._groups[group.group_name] = (_hash(f"{group.group_name} {ranks}"), ranks)
+        group_id, ranks = self._groups[group.group_name]
         module, place = _caller()
         shape = "" if tensor is None else f" of {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         alike = f"{tensor.numel()} {tensor.dtype}" if tensor is not None and name in _OF_ONESIZE else ""
@@ -221,37 +213,28 @@ class FlightRecorder:
         )
         write_record(self._memory, own)
         for rank in ranks:
-            if rank != self._rank and (memory := self._peer(rank)) is not None:
-                self._compare(own, rank, memory)
-
-    def _group(self, group: dist.ProcessGroup) -> tuple[int, list[int]]:
-        name = group.group_name
-        if name not in self._groups:
-            ranks = dist.get_process_group_ranks(group)
-            self._groups[name] = (_hash(f"{name} {ranks}"), ranks)
-        return self._groups[name]
+            if rank == self._rank or (memory := self._peer(rank)) is None:
+                continue
+            theirs = read_record(memory, slot_of(group_id, sequence))  # None: it compares by itself when it calls it
+            if (
+                theirs is not None
+                and (theirs.group, theirs.sequence) == (group_id, sequence)
+                and theirs.kind != own.kind
+            ):
+                raise CollectiveMismatchError(mismatch((self._rank, own), (rank, theirs), self._file_of))
 
     def _peer(self, rank: int) -> mmap.mmap | None:
         """Return the memory of another rank; None if that rank is on another host, or does not record yet."""
         if rank not in self._peers:
-            memory = self._mapped(rank)
+            memory = None
+            with contextlib.suppress(OSError, ValueError, UnreadableError), open_regular(self._file_of(rank)) as file:
+                memory = mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ)
             host = 0 if memory is None else HEAD.unpack_from(memory, 0)[0]
             self._looks[rank] = self._looks.get(rank, 0) + 1
             if host == 0 and self._looks[rank] < _SLOTS:  # it may begin later: groups can connect before that
                 return None
             self._peers[rank] = memory if host == host_id() else None
         return self._peers[rank]
-
-    def _mapped(self, rank: int) -> mmap.mmap | None:
-        with contextlib.suppress(OSError, ValueError, UnreadableError), open_regular(self._file_of(rank)) as file:
-            return mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ)
-        return None
-
-    def _compare(self, own: Collective, rank: int, memory: mmap.mmap) -> None:
-        theirs = read_record(memory, slot_of(own.group, own.sequence))
-        if theirs is None or (theirs.group, theirs.sequence) != (own.group, own.sequence) or theirs.kind == own.kind:
-            return  # also if the other rank has not called it yet: it then compares by itself
-        raise CollectiveMismatchError(mismatch((self._rank, own), (rank, theirs), self._file_of))
 
 
 _current: FlightRecorder | None = None

@@ -8,7 +8,7 @@ objects and restores them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ _WITHOUT_STATE: Final = ("torch", "trainkit")
 """Packages whose objects have no state that the code of a user's model writes."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NO_OBJECT = (*_PLAIN, Tensor, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+_CONTAINERS = (dict, list, set, deque, tuple)
 _ABSENT: Final = object()
 
 
@@ -44,13 +45,10 @@ class ObjectSnapshot:
     """
 
     def __init__(self, values: Iterable[tuple[str, object]]) -> None:
-        self._places: list[tuple[str, Any, Any]] = []
+        self._places: list[tuple[str, Any, dict[Any, Any]]] = []
         seen: set[int] = set()
         for name, value in values:
-            if isinstance(value, nn.Module):
-                self._walk_object(name, value, seen)
-            else:
-                self._walk(name, value, seen)
+            (self._keep if isinstance(value, nn.Module) else self._walk)(name, value, seen)
 
     def changed(self) -> list[tuple[str, str]]:
         """Return the name and the class of each attribute or container that has changed."""
@@ -66,35 +64,34 @@ class ObjectSnapshot:
     def restore(self) -> None:
         """Restore the content of each attribute and container."""
         for _, holder, before in self._places:
-            if isinstance(holder, list):
-                holder[:] = before
-            elif isinstance(holder, deque):
+            if isinstance(holder, list | deque):
                 holder.clear()
-                holder.extend(before)
+                holder.extend(before.values())
             elif isinstance(holder, dict | set):
                 holder.clear()
                 holder.update(before)
             else:
-                _restore_object(holder, before)
+                now = _content(holder)
+                for key in now.keys() - before.keys():
+                    object.__delattr__(holder, key)
+                for key, inner in before.items():
+                    if not _is_same(now.get(key, _ABSENT), inner):
+                        object.__setattr__(holder, key, inner)
 
     def _walk(self, path: str, value: object, seen: set[int]) -> None:
         if id(value) in seen or isinstance(value, (*_NO_OBJECT, nn.Module)):
             return
         seen.add(id(value))
-        if isinstance(value, dict | list | set | deque):
-            copied = dict(value) if isinstance(value, dict) else set(value) if isinstance(value, set) else list(value)
-            self._places.append((path, value, copied))
-        if isinstance(value, dict | list | set | deque | tuple):
-            for key, inner in _entries(value):
-                self._walk(f"{path}[{key!r}]", inner, seen)
-        elif type(value).__module__.partition(".")[0] not in _WITHOUT_STATE:
-            self._walk_object(path, value, seen)
+        if isinstance(value, _CONTAINERS) or type(value).__module__.partition(".")[0] not in _WITHOUT_STATE:
+            self._keep(path, value, seen)
 
-    def _walk_object(self, path: str, value: object, seen: set[int]) -> None:
-        attributes = _attributes(value)
-        self._places.append((path, value, attributes))
-        for key, inner in attributes.items():
-            self._walk(f"{path}.{key}" if path else key, inner, seen)
+    def _keep(self, path: str, value: object, seen: set[int]) -> None:
+        content = _content(value)
+        if not isinstance(value, tuple):
+            self._places.append((path, value, content))
+        for key, inner in content.items():
+            of_object = f"{path}.{key}" if path else str(key)
+            self._walk(f"{path}[{key!r}]" if isinstance(value, _CONTAINERS) else of_object, inner, seen)
 
 
 def class_name(value: object) -> str:
@@ -109,48 +106,35 @@ def class_name(value: object) -> str:
     return kind.__qualname__ if package == "builtins" or kind is Tensor else f"{package}.{kind.__qualname__}"
 
 
-def _attributes(value: object) -> dict[str, Any]:
-    found = {key: inner for key, inner in list(vars(value).items()) if key not in _OF_TORCH} if _has_dict(value) else {}
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for key in (slots,) if isinstance(slots, str) else slots:
-            if key not in {"__dict__", "__weakref__"} and hasattr(value, key):
-                found[key] = getattr(value, key)
-    return found
-
-
-def _has_dict(value: object) -> bool:
-    return hasattr(value, "__dict__")
-
-
-def _restore_object(value: object, before: Mapping[str, Any]) -> None:
-    for key in _attributes(value).keys() - before.keys():
-        object.__delattr__(value, key)
-    for key, inner in before.items():
-        if not _is_same(_attributes(value).get(key, _ABSENT), inner):
-            object.__setattr__(value, key, inner)
-
-
-def _entries(container: Any) -> list[tuple[Any, Any]]:
-    return list(container.items()) if isinstance(container, dict) else list(enumerate(container))
-
-
-def _differences(path: str, holder: Any, before: Any) -> Iterator[tuple[str, str]]:
+def _content(holder: object) -> dict[Any, Any]:
+    """Return the entries of a container by key or index, or the attributes of an object by name."""
+    if isinstance(holder, dict):
+        return dict(holder)
     if isinstance(holder, set):
-        if holder != before:
-            yield path, class_name(holder)
-    elif isinstance(holder, dict | list | deque):
-        now, then = _entries(holder), _entries(before)
-        if len(now) != len(then) or not all(
-            _is_same(key, other) and _is_same(one, two) for (key, one), (other, two) in zip(now, then, strict=True)
-        ):
-            yield path, class_name(holder)
-    else:
-        attributes = _attributes(holder)
-        for key in dict.fromkeys((*before, *attributes)):
-            one, two = attributes.get(key, _ABSENT), before.get(key, _ABSENT)
+        return dict(zip(holder, holder, strict=True))
+    if isinstance(holder, _CONTAINERS):
+        return dict(enumerate(holder))
+    state: Any = object.__getstate__(holder)  # of slots, too
+    own, slots = state if isinstance(state, tuple) else (state, None)
+    return {key: inner for key, inner in {**(own or {}), **(slots or {})}.items() if key not in _OF_TORCH}
+
+
+def _differences(path: str, holder: Any, before: dict[Any, Any]) -> Iterator[tuple[str, str]]:
+    now = _content(holder)
+    if not isinstance(holder, _CONTAINERS):
+        for key in {**before, **now}:
+            one, two = now.get(key, _ABSENT), before.get(key, _ABSENT)
             if not _is_same(one, two):
                 yield f"{path}.{key}" if path else key, class_name(two if one is _ABSENT else one)
+    elif len(now) != len(before) or (
+        now.keys() != before.keys()
+        if isinstance(holder, set)
+        else not all(
+            _is_same(key, other) and _is_same(one, two)
+            for (key, one), (other, two) in zip(now.items(), before.items(), strict=True)
+        )
+    ):
+        yield path, class_name(holder)
 
 
 def _is_same(one: object, other: object) -> bool:

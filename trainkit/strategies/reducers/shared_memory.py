@@ -68,7 +68,6 @@ class SharedMemorySegment:
         starts = [head + place * stride for place in range(self._num_ranks + 1)]
         views = [torch.frombuffer(memory, dtype=dtype, count=numel, offset=start) for start in starts]
         self.slots, self.total = views[:-1], views[-1]
-        self._others = [rank for rank in range(self._num_ranks) if rank != self._rank]
         self._barriers = 0
         self._order_lock = threading.Lock()
 
@@ -81,7 +80,7 @@ class SharedMemorySegment:
         self._barriers += 1
         self._order()
         self._words[self._rank * _WORDS + _ARRIVED] = self._barriers
-        for rank in self._others:
+        for rank in range(self._num_ranks):
             self._await(rank, timeout_s)
         self._order()
 
@@ -96,28 +95,26 @@ class SharedMemorySegment:
         for _ in range(_SPINS):
             if words[place] >= wanted:
                 return
-        begun = time.monotonic()
-        looked, pause = begun, _SLEEP_S
+        begun = looked = time.monotonic()
+        pause = _SLEEP_S
         while words[place] < wanted:
             time.sleep(pause)
             now = time.monotonic()
-            if now - looked > _CHECK_S:
-                looked, pause = now, _LONGEST_SLEEP_S
-                self._refuse_absent(rank, now - begun, timeout_s)
-
-    def _refuse_absent(self, rank: int, waited_s: float, timeout_s: float) -> None:
-        lost = self._words[rank * _WORDS + _GONE] == 1 or not self._marks[rank].lives
-        if self._words[rank * _WORDS + _ARRIVED] >= self._barriers:
-            return  # it arrived, and ended afterwards
-        # Both report the end of another rank, not a failure of this one: the cause marks the error as secondary.
-        if lost:
-            cause: ConnectionError = ConnectionResetError(f"rank {rank} has left")
-            raise TrainingError(f"rank {rank} ended while rank {self._rank} waited for its gradients.") from cause
-        if waited_s > timeout_s:
-            cause = ConnectionAbortedError(f"rank {rank} did not arrive")
-            raise TrainingError(
-                f"rank {rank} sent no gradients to rank {self._rank} in {timeout_s:g} s (strategy.timeout_s)."
-            ) from cause
+            if now - looked <= _CHECK_S:
+                continue
+            looked, pause = now, _LONGEST_SLEEP_S
+            lost = words[rank * _WORDS + _GONE] == 1 or not self._marks[rank].lives
+            if words[place] >= wanted:
+                return  # it arrived, and ended afterwards
+            # Both report the end of another rank, not a failure of this one: the cause marks the error as secondary.
+            if lost:
+                cause: ConnectionError = ConnectionResetError(f"rank {rank} has left")
+                raise TrainingError(f"rank {rank} ended while rank {self._rank} waited for its gradients.") from cause
+            if now - begun > timeout_s:
+                cause = ConnectionAbortedError(f"rank {rank} did not arrive")
+                raise TrainingError(
+                    f"rank {rank} sent no gradients to rank {self._rank} in {timeout_s:g} s (strategy.timeout_s)."
+                ) from cause
 
     def close(self) -> None:
         """Mark this rank as left for the others."""
@@ -134,15 +131,19 @@ def _share_memory(collective: Collective, size: int) -> tuple[list[ProcessId], i
     away = [rank for rank, found in enumerate(rows) if found[0] != host]
     if collective.rank > 0 and not away and made >= 0:
         descriptor = _open(f"/proc/{pid}/fd/{made}")
-    could = torch.cat(
-        collective.gather(torch.tensor([int(descriptor >= 0)]))
-    ).tolist()  # rank 0 keeps it open until here
+    opened = torch.tensor([int(descriptor >= 0)])
+    could = torch.cat(collective.gather(opened)).tolist()  # rank 0 keeps it open until here
     if all(could) and not away:
         return [ProcessId(found[1], found[2]) for found in rows], descriptor
     if descriptor >= 0:
         os.close(descriptor)
-    unable = [rank for rank, found in enumerate(could) if not found]
-    raise TrainingError(_why(away, unable, size, made=made))
+    if away:
+        what = f"rank {away[0]} is not on the host of rank 0, whose memory it would share"
+    elif made < 0:
+        what = f"there are no {size / 2**20:.0f} MiB of memory to share gradients in"
+    else:
+        what = f"rank {could.index(0)} may not open the memory that rank 0 would share"
+    raise TrainingError(f"{what}. {_REMEDY}")
 
 
 def _open(path: str) -> int:
@@ -183,16 +184,6 @@ def shared_memory_obstacle(collective: Collective, size: int) -> str | None:
     return None
 
 
-def _why(away: list[int], unable: list[int], size: int, *, made: int) -> str:
-    if away:
-        what = f"rank {away[0]} is not on the host of rank 0, whose memory it would share"
-    elif made < 0:
-        what = f"there are no {size / 2**20:.0f} MiB of memory to share gradients in"
-    else:
-        what = f"rank {unable[0]} may not open the memory that rank 0 would share"
-    return f"{what}. {_REMEDY}"
-
-
 class SharedMemoryReducer(VectorReducer):
     """Sums over the ranks of one host through memory that all of them have mapped.
 
@@ -207,13 +198,12 @@ class SharedMemoryReducer(VectorReducer):
 
     def allocate(self, packing: FlatBuffer) -> Tensor:
         """Return the slot of this rank; collective."""
-        self._segment = SharedMemorySegment(self._collective, numel=packing.numel, dtype=packing.dtype)
-        size = -(-packing.numel // self._collective.num_ranks)
-        start = min(self._collective.rank * size, packing.numel)
-        length = min(size, packing.numel - start)
-        self._parts = [slot.narrow(0, start, length) for slot in self._segment.slots]
-        self._total = self._segment.total.narrow(0, start, length)
-        return self._segment.slots[self._collective.rank]
+        collective = self._collective
+        segment = self._segment = SharedMemorySegment(collective, numel=packing.numel, dtype=packing.dtype)
+        size = -(-packing.numel // collective.num_ranks)
+        own = slice(collective.rank * size, (collective.rank + 1) * size)
+        self._parts, self._total = [slot[own] for slot in segment.slots], segment.total[own]
+        return segment.slots[collective.rank]
 
     def sum(self, flat: Tensor) -> None:
         """Replace this rank's slot by the sum of all slots; collective.
