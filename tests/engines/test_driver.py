@@ -6,7 +6,6 @@ The engine has a few lines: it starts a process a rank, and all again when one f
 import contextlib
 import json
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any, ClassVar, Self, cast
 import pytest
 
 from tests.run.faking import assert_no_process_is_left
+from tests.support import quick
 from tests.support.present import present
 from tests.support.verdicts import plain
 from tests.support.waiting import wait_for
@@ -49,8 +49,8 @@ class Simple(ProcessBackend):
         for _ in range(job.max_restarts + 1):
             attempt = begin_attempt(job.payload, "key")
             assert wait_for_attempt(job.payload, "key") == attempt
-            command = [sys.executable, "-m", "tests.engines.started"]
-            command += map(json.dumps, (job.payload, job.num_ranks, attempt))
+            given = map(json.dumps, (job.payload, job.num_ranks, attempt))
+            command = quick.command(*given, module="tests.engines.started")
             if subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0:
                 return
         raise RuntimeError("a worker failed")

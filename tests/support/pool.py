@@ -1,5 +1,8 @@
 """Processes that stay: a multi-process test pays for its work, not for starting Python and importing torch.
 
+All but one are forks of a process that has imported torch and trainkit (`quick.py`). Rank 1 starts as it is: its sets
+have another order than those of the forks, as those of two ranks of a user have.
+
 A task is a module-level function, given by its dotted path. Each of `num_ranks` workers calls it with its `Place` and
 the task's arguments; the results come back in the order of the ranks. With `group=True` the workers stand in a gloo
 process group of their own for the length of the task. A task that raises, dies or outstays its time costs its
@@ -18,7 +21,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -30,10 +32,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from tests.support import quick
+
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 ROOT = Path(__file__).resolve().parents[2]
+MODULE = "tests.support.pool_worker"
 PATIENCE = "POOL_PATIENCE_S"
 """The environment variable that bounds how long any task may take: where a planted bug makes ranks wait for ever."""
 
@@ -100,7 +105,7 @@ class Pool:
             TaskError: a rank raised, died or ran out of time.
         """
         while len(self._workers) < num_ranks:
-            self._workers.append(_Worker())
+            self._workers.append(_Worker(len(self._workers)))
         workers = self._workers[:num_ranks]
         self._tasks += 1
         place = Place(rank=0, num_ranks=num_ranks, store=self._address(), prefix=f"task/{self._tasks}")
@@ -145,19 +150,20 @@ class Pool:
         # In their places: a process keeps its rank, because torch caches what DTensors hold by mesh, not by rank.
         for rank, worker in enumerate(workers):
             worker.kill()
-            self._workers[rank] = _Worker()
+            self._workers[rank] = _Worker(rank)
 
 
 class _Worker:
     """One process and the socket to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
         environment = {name: text for name, text in os.environ.items() if not name.startswith("TRAINKIT_")}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        itself = str(theirs.fileno())
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.pool_worker", str(theirs.fileno())],
+                [sys.executable, "-m", MODULE, itself] if rank == 1 else quick.command(itself, module=MODULE),
                 pass_fds=[theirs.fileno()],
                 env=environment | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
@@ -177,8 +183,7 @@ class _Worker:
         try:
             result, failure = pickle.loads(self.connection.recv_bytes())
         except (EOFError, ConnectionResetError):
-            code = self.process.wait(timeout=10)
-            return None, f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            return None, f"ended with exit code {self.process.wait(timeout=10)}"  # 139: a fork that was killed
         return result, failure
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import pickle
+import random
 import sys
 import traceback
 from datetime import timedelta
@@ -12,6 +13,7 @@ from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -28,6 +30,8 @@ threads that wake a hundred times a second: left to themselves, a worker had 140
 def main(descriptor: int) -> None:
     """Answer requests until the session closes the socket."""
     torch.set_num_threads(1)
+    random.seed()  # forks of one process begin with one state of each generator
+    np.random.seed()  # noqa: NPY002 - the state that a user's code may draw from
     connection = Connection(descriptor)
     quick.quicken_launches(quick.scripts_of_the_session)
     with allow_packages(["tests"]):

@@ -65,8 +65,9 @@ class _Quick:
     def __init__(self, imports: str, python: str, within: Sequence[str]) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self._address = str(self.folder / "socket")
+        drawing = _quick("drawing", python, waits=False) if DRAWING in _QUICKENED[imports] else None
         for name in ("trainkit", *_QUICKENED[imports]):
-            self.script(name, None if name != DRAWING else _quick("drawing", python))
+            self.script(name, drawing if name == DRAWING else None)
         environ, itself = dict(os.environ), ["-m", "tests.support.quick"]
         if python == sys.executable:
             environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -82,10 +83,17 @@ class _Quick:
             start_new_session=True,
         )
         os.close(reader)
+        self._beside = drawing  # imports at the same time
+        self._is_noted = (imports, python, *within) == ("trainkit", sys.executable) and "XDG_CACHE_HOME" in os.environ
+
+    def wait(self) -> None:
+        """Return when it can be forked."""
         while not Path(self._address).exists():
             assert self._process.poll() is None
             time.sleep(0.02)
-        if (imports, python, *within) == ("trainkit", sys.executable) and "XDG_CACHE_HOME" in os.environ:
+        if self._beside is not None:
+            self._beside.wait()
+        if self._is_noted:
             NOTE.write_text(str(self.folder))
 
     def script(self, module: str, other: _Quick | None = None) -> Path:
@@ -108,10 +116,12 @@ class _Quick:
 _started: dict[tuple[str, ...], _Quick] = {}
 
 
-def _quick(imports: str, python: str = sys.executable, within: Sequence[str] = ()) -> _Quick:
+def _quick(imports: str, python: str = sys.executable, within: Sequence[str] = (), *, waits: bool = True) -> _Quick:
     key = (imports, python, *within)
     if key not in _started:
         _started[key] = _Quick(imports, python, within)
+        if waits:
+            _started[key].wait()
     return _started[key]
 
 
