@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from trainkit.config.sections import CvConfig
-from trainkit.data.sets import fashion_mnist
+from trainkit.data.sets import published
 from trainkit.data.sets.digits import Digits
-from trainkit.data.sets.fashion_mnist import FashionMnist
-from trainkit.data.sets.image_folder import ImageFolder
-from trainkit.data.sets.unlabelled import ImageFiles
+from trainkit.data.sets.image_folder import ImageFiles, ImageFolder
+from trainkit.data.sets.published import FashionMnist
 from trainkit.data.splits import folded
 from trainkit.errors import ConfigError, DataError
 
@@ -50,7 +49,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, st
 def idx(packed: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy to damage, whose hashes are those that are expected."""
     folder, hashes = packed
-    monkeypatch.setattr(fashion_mnist, "_SHA256", dict(hashes))
+    monkeypatch.setattr(published, "_SHA256", dict(hashes))
     return Path(shutil.copytree(folder, tmp_path / "idx"))
 
 
@@ -77,7 +76,7 @@ def test_a_damaged_or_absent_idx_file_is_named(idx: Path) -> None:
 
 def test_a_missing_fashion_mnist_names_the_ways_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(fashion_mnist, "_DEBIAN", tmp_path / "none")
+    monkeypatch.setattr(published, "_DEBIAN", tmp_path / "none")
     with pytest.raises(ConfigError, match="Install the Debian package dataset-fashion-mnist"):
         FashionMnist(split="train")
 
@@ -131,7 +130,7 @@ def test_a_ramp_of_16_bits_is_the_ramp_of_8(folder: Path) -> None:
         content = ramp.astype(np.uint8) if number == 0 else ramp * 257
         image.fromarray(content).save(folder / "val" / "bird" / name)
     data = ImageFolder(path=folder, split="val", image_size=256, augment=False)
-    places = [place for place, (file, _) in enumerate(data._files) if Path(file).name in names]
+    places = [place for place, file in enumerate(data._files) if Path(file).name in names]
     assert len(places) == 4
     assert all(torch.equal(data[place][0], data[places[0]][0]) for place in places)
     assert "3 of 10 images have 16 bits per pixel, of which the higher 8 are read" in data.notes[-1]
@@ -171,7 +170,12 @@ def test_what_is_left_out_of_a_folder_is_counted(folder: Path) -> None:
     (train / "list.csv").touch()
     data = ImageFolder(path=folder, split="train")
     assert data.classes == ("bird", "cat", "cat ", "empty")
-    assert [Path(file).name for file, label in data._files if label == 0] == ["0.png", "1.png", "2.png", "x.jfif"]
+    assert [Path(file).name for file, label in zip(data._files, data.labels, strict=True) if label == 0] == [
+        "0.png",
+        "1.png",
+        "2.png",
+        "x.jfif",
+    ]
     assert [note.partition(": ")[2] for note in data.notes] == [
         "left out beside the class folders: .ipynb_checkpoints, list.csv",
         "7 files are left out (.txt: 2, hidden: 5)",

@@ -19,10 +19,8 @@ from trainkit.data.evaluation import EvalBatches
 from trainkit.data.hooks import DataHooks, Reading, UserCollate
 from trainkit.data.reading.collate import collate
 from trainkit.data.reading.loader import Loader
-from trainkit.data.sets.image_folder import ImageFolder
-from trainkit.data.sets.text import PythonSource
-from trainkit.data.sets.token_memmap import TokenMemmap
-from trainkit.data.sets.unlabelled import ImageFiles, TextLines
+from trainkit.data.sets.image_folder import ImageFiles, ImageFolder
+from trainkit.data.sets.text import PythonSource, TextLines, TokenMemmap
 from trainkit.data.splits import part_of
 from trainkit.data.stored import ImagesInMemory, Normalisation, Samples, Stored, stored_of, travelling_bytes
 from trainkit.errors import DataError

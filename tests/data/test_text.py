@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainkit.data.reading.windows import Windows, tile
-from trainkit.data.sets.text import TextFile
-from trainkit.data.sets.token_memmap import TokenMemmap
-from trainkit.data.sets.unlabelled import TextLines
+from trainkit.data.sets.text import TextFile, TextLines, TokenMemmap, Windows
 from trainkit.errors import ConfigError, DataError
 
 
@@ -56,7 +53,7 @@ def test_validation_predicts_every_character_of_its_part_once(text: Path) -> Non
 
 @pytest.mark.parametrize(("length", "context", "expected"), [(7, 3, 2), (8, 3, 3), (2, 3, 1), (1, 3, 0)])
 def test_a_cover_has_as_many_windows_as_its_targets_need(length: int, context: int, expected: int) -> None:
-    windows = tile(np.arange(length, dtype=np.uint8), context=context)
+    windows = Windows(tokens=np.arange(length, dtype=np.uint8), context=context, stride=context, padded=True)
 
     assert len(windows) == expected
     assert sum(int((windows[index][1] >= 0).sum()) for index in range(expected)) == length - 1
@@ -143,7 +140,11 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
     ("tokens", "dtype", "message"),
     [
         (np.frombuffer(b"abc", dtype=np.uint8), "uint16", "its 3 bytes are not a whole number of uint16 tokens"),
-        (np.frombuffer(b"abcd", dtype=np.uint8), "uint16", "has 2 tokens, fewer than a sample of 4 and one more"),
+        (
+            np.frombuffer(b"abcd", dtype=np.uint8),
+            "uint16",
+            r"has 2 tokens, fewer than a sample needs \(data\.context=4 and",
+        ),
         (np.arange(500, dtype=np.uint32), "uint16", r"every second uint16 is at most 0, .* Use data\.dtype=uint32"),
         (np.arange(0, 128_000, 256, dtype=np.uint32), "uint16", "every second uint16 is at most 1"),
         (np.arange(500, dtype=np.int64), "uint32", "every second uint32 is at most 0, .* Use uint32 for the tokens"),

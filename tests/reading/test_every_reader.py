@@ -24,7 +24,7 @@ ALLOWED: Final[dict[str, tuple[tuple[str, set[str]], ...]]] = {
     "a part of the package": (
         ("report/error_address.py", {"read_text"}), ("report/web/page.py", {"read_text"}),
         ("extras.py", {"read_text"}), ("verbs/starting/init.py", {"read_text"}),
-        ("data/sets/digits.py", {"open", "np.load"}), ("data/sets/text.py", {"read_bytes"}),
+        ("data/sets/digits.py", {"open", "np.load"}),
     ),
     "/proc, the cgroup file system, and a memory segment of this run": (
         ("run/estimates/this_machine.py", {"read_text"}),
@@ -53,10 +53,9 @@ ALLOWED: Final[dict[str, tuple[tuple[str, set[str]], ...]]] = {
         ("run/folder/run_folder.py", {"open"}), ("inference/parts.py", {"open"}), ("inference/writing.py", {"open"}),
     ),
     "the data that the user names, or a file of a size or hash that is known": (
-        ("data/sets/fashion_mnist.py", {"read_bytes"}), ("data/reading/files.py", {"open", "read_bytes"}),
-        ("data/sets/token_memmap.py", {"memmap"}), ("data/sets/image_folder.py", {"open"}),
+        ("data/sets/published.py", {"fromfile", "read_bytes"}), ("data/reading/files.py", {"open", "read_bytes"}),
+        ("data/sets/text.py", {"memmap", "read_bytes"}), ("data/sets/image_folder.py", {"open"}),
         ("data/sets/json_lines.py", {"open"}), ("data/sets/tables.py", {"csv.reader"}),
-        ("data/sets/cifar10.py", {"fromfile"}),
     ),
 }  # fmt: skip
 """Why it is not a file of a run and no message of another process -> the files, and what each calls."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,7 @@ from torch import Tensor
 from trainkit.data.reading.collate import stack
 from trainkit.errors import DataError
 from trainkit.fields import at_least
-from trainkit.objectives.fields import TARGETS, Field, tuple_like
-
-_IGNORED: Final = -100
-"""The target that cross entropy ignores by default."""
+from trainkit.objectives.fields import IGNORED, TARGETS, Field, tuple_like
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +31,7 @@ class PadSequences:
 
     padding: float = 0
     """The value of padded places, except in the target."""
-    target_padding: float = _IGNORED
+    target_padding: float = IGNORED
     """The value of padded places in the target; -100 is ignored by all losses of trainkit over classes or tokens."""
     target: Field | None = None
     """The field of the target; null: the last of a tuple, or target, targets, y, label or labels of a dict."""
@@ -85,7 +82,7 @@ class PadImages:
 
     padding: float = 0
     """The value of padded pixels, except in the target."""
-    target_padding: float = _IGNORED
+    target_padding: float = IGNORED
     """The value of padded pixels in a target that is an image."""
     target: Field | None = None
     """The field of the target; null: the last of a tuple, or target, targets, y, label or labels of a dict."""

@@ -6,8 +6,8 @@ length and samples are unknown to the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
@@ -32,6 +32,18 @@ class Declared:
     """
     stored_bytes: int | None = None
     """Bytes of a sample as it is stored and copied to the device; None: as in the made-up sample."""
+
+
+def with_defaults(cls: type, keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the keys of a node and, for those it lacks, the defaults of its dataclass.
+
+    Example:
+        >>> with_defaults(Declared, {"num_samples": 3})["num_samples"], with_defaults(Declared, {})["num_samples"]
+        (3, None)
+    """
+    own = [one for one in fields(cls) if one.init]
+    given = {one.name: one.default if one.default_factory is MISSING else one.default_factory() for one in own}
+    return {**given, **keys}
 
 
 def image(generator: Generator, *shape: int) -> Tensor:

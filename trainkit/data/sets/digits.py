@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from trainkit.data.declaration import Declared, image, label
 from trainkit.data.stored import InMemory
@@ -36,15 +35,11 @@ class Digits(InMemory):
     """`unit`: pixels from 0 to 1; `standard`: mean 0 and deviation 1 over all pixels of the training part."""
 
     @classmethod
-    def declare(cls, keys: Mapping[str, Any], split: str) -> Declared:
+    def declare(cls, _keys: Mapping[str, Any], split: str) -> Declared:
         """Return length and samples, without the data."""
-        del keys
         return Declared(num_samples=1437 if split == "train" else 360, draw=lambda g: (image(g, 1, 8, 8), label(g, 10)))
 
     def __post_init__(self) -> None:
-        self._keep(*self._load())
-
-    def _load(self) -> tuple[Tensor, Tensor]:
         with files("trainkit.data").joinpath("digits.npz").open("rb") as file, np.load(file) as stored:
             pixels, labels, val = stored["pixels"], stored["labels"], stored["val"]
         held_out = np.zeros(len(labels), dtype=bool)
@@ -53,5 +48,4 @@ class Digits(InMemory):
         if self.scaling == "standard":
             scaled = (scaled - scaled[~held_out].mean()) / scaled[~held_out].std()
         chosen = held_out if self.split == "val" else ~held_out
-        images = torch.from_numpy(scaled[chosen]).unsqueeze(1)
-        return images, torch.from_numpy(labels[chosen].astype(np.int64))
+        self._keep(torch.from_numpy(scaled[chosen]).unsqueeze(1), torch.from_numpy(labels[chosen].astype(np.int64)))

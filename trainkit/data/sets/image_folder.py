@@ -1,4 +1,4 @@
-"""Images in folders named after their class, the layout of ImageNet."""
+"""Images in folders: named after their class, the layout of ImageNet, or without targets, to predict on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -20,7 +20,7 @@ from trainkit.data.declaration import Declared, image, label
 from trainkit.data.reading.files import alike, existing, listed
 from trainkit.data.stored import Normalisation, Samples, Stored
 from trainkit.errors import ConfigError, DataError, MissingExtraError, Problem
-from trainkit.fields import Limit, a_folder, above, at_least, maths
+from trainkit.fields import Limit, a_folder, above, at_least, maths, placement
 
 SUFFIXES: Final = frozenset({
     ".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff",
@@ -39,62 +39,91 @@ _LOOKED_AT: Final = 2000
 _Box = tuple[int, int, int, int]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Images:
-    """Files of images, read by Pillow."""
+@dataclass(frozen=True, kw_only=True)
+class _Images:
+    """The common part of these datasets: files of images, read by Pillow, in bytes until they are normalised."""
 
-    pil: Any
-    """The module `PIL.Image`."""
-    exif: Literal["apply", "ignore"]
-    """Whether an image is turned as its EXIF orientation says."""
+    image_size: Annotated[int, at_least(1)] = 224
+    """Side length in pixels of the model's input."""
+    resize: Annotated[int, at_least(1)] = 256
+    """Length in pixels of the shorter side before the centre crop."""
+    mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
+    """Mean per colour channel, subtracted."""
+    deviation: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
+    """Standard deviation per colour channel, divided by."""
+    exif: Annotated[Literal["apply", "ignore"], maths(neutral="apply")] = "apply"
+    """Turn each image as its EXIF orientation says, or read it as it is stored."""
+    _files: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    _where: str = field(init=False, repr=False, compare=False)
+    """The name of the split in notes."""
+    _left_out: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
-    @classmethod
-    def of(cls, *, image_size: int, resize: int, exif: Literal["apply", "ignore"]) -> Images:
-        """Load Pillow; the arguments are the keys of the dataset.
+    def __post_init__(self) -> None:
+        if self.image_size > self.resize:
+            rule = f"larger than data.resize={self.resize}, from which it is cropped."
+            raise ConfigError([Problem(key="data.image_size", value=self.image_size, rule=rule)])
+        _pillow()
 
-        Raises:
-            ConfigError: the crop is larger than the image.
-            MissingExtraError: Pillow is not installed.
-        """
-        if image_size > resize:
-            rule = f"larger than data.resize={resize}, from which it is cropped."
-            raise ConfigError([Problem(key="data.image_size", value=image_size, rule=rule)])
-        return cls(pil=pillow(), exif=exif)
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self._files)
 
-    def read(self, file: Path | str, index: int) -> Any:
-        """Return the first frame of a file in RGB, without transparency; of 16 bits of a pixel, the higher 8.
+    @property
+    def _normalisation(self) -> Normalisation:
+        return Normalisation(tuple(self.mean), tuple(self.deviation))
+
+    def _pixels(self, index: int, *, at_random: float | None = None) -> Tensor:
+        """Return an image, (3, image_size, image_size) uint8: its centre, or with `at_random`, a part of at least this
+        share of its area, of which every other one is mirrored.
+
+        An image is the first frame of a file in RGB, without transparency; of 16 bits of a pixel, the higher 8.
 
         Raises:
             DataError: the file is not an image, is damaged, or has numbers without a range; the message names the
                 sample.
         """
+        file, side = self._files[index], self.image_size
         try:
-            with self.pil.open(file) as opened:
+            with _pillow().open(file) as opened:
                 deep, image = _is_deep(opened), opened
                 if self.exif == "apply" and opened.getexif().get(_ORIENTATION, 1) > 1:
                     image = importlib.import_module("PIL.ImageOps").exif_transpose(opened)
                 if deep:  # Pillow would set every pixel above 255 to white
-                    image = self.pil.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-                return image.convert("RGB")
+                    image = _pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
+                image = image.convert("RGB")
         except Exception as error:  # a damaged file raises OSError, SyntaxError, ValueError, DecompressionBombError
             raise DataError(f"sample {index} cannot be read: {file}: {error}") from error
+        if at_random is None:
+            scale = self.resize / min(image.width, image.height)
+            image = image.resize((round(image.width * scale), round(image.height * scale)), _BILINEAR)
+            left, top = (image.width - side) // 2, (image.height - side) // 2
+            image = image.crop((left, top, left + side, top + side))
+        else:
+            box = _random_box(image.width, image.height, min_area=at_random)
+            image = image.resize((side, side), _BILINEAR, box=box)
+            if random.random() < 0.5:  # noqa: S311 - keyed by sample
+                image = image.transpose(_LEFT_RIGHT)
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
-    def notes(self, files: Sequence[str]) -> list[str]:
-        """Return notes about images that are not read as they are stored; opens the heads of at most 2,000 files.
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks about files that are left out, and about images that are not read as they are stored; opens the heads
+        of at most 2,000 files.
 
         Raises:
             DataError: some cannot be read.
         """
+        files = self._files
         wrong, counts, shown = list[str](), Counter[int](), files[:: -(-len(files) // _LOOKED_AT) or 1]
         for file in shown:
             try:
-                with self.pil.open(file) as opened:
+                with _pillow().open(file) as opened:
                     # PngImageFile.getexif reads all pixels first
-                    turned = self.pil.Image.getexif(opened).get(_ORIENTATION, 1) > 1
+                    turned = _pillow().Image.getexif(opened).get(_ORIENTATION, 1) > 1
                     clear = opened.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in opened.info
                     kinds = (_is_deep(opened), turned, clear, getattr(opened, "is_animated", False))
                     counts.update(place for place, holds in enumerate(kinds) if holds)
-            except Exception as error:  # noqa: BLE001 - as in `read`
+            except Exception as error:  # noqa: BLE001 - as in `_pixels`
                 wrong.append(f"{file}: {error}")
         if wrong:
             raise DataError(f"{len(wrong)} of {len(shown)} images cannot be read: {listed(wrong, 3)}")
@@ -106,7 +135,115 @@ class Images:
             "are partly transparent, which is left out",
             "have several frames or pages, of which the first is read",
         )
-        return [f"{counts[place]} {of} {text}" for place, text in enumerate(texts) if counts[place]]
+        found = [f"{counts[place]} {of} {text}" for place, text in enumerate(texts) if counts[place]]
+        return tuple(f"{self._where}: {note}" for note in (*self._left_out, *found))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFiles(_Images):
+    """All images below a folder, in the order of their paths, prepared like validation images of `image_folder`.
+
+    The id of an image is its path below the folder.
+    """
+
+    splits: ClassVar[tuple[str, ...]] = ("all",)
+
+    path: Annotated[Path, placement, a_folder]
+    """The folder."""
+    ids: tuple[str, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        root = existing(self.path, a_folder)
+        files, left_out = images_below(root)
+        ids = tuple(sorted(Path(file).relative_to(root).as_posix() for file in files))
+        vars(self).update(ids=ids, _files=tuple(str(root / name) for name in ids))
+        vars(self).update(_where=self.path.name, _left_out=tuple(note_of_left_out(left_out)))
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Return an image, (3, image_size, image_size) float32."""
+        return self._normalisation(self._pixels(index).unsqueeze(0))[0]
+
+    def as_stored(self) -> Stored:
+        """Return the images in bytes; they are normalised on the device."""
+        return Stored(samples=Samples(len(self), self._pixels), widened=self._normalisation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFolder(_Images):
+    """`PATH/train/CLASS/image.jpg` and `PATH/val/CLASS/image.jpg`; classes are numbered in sorted order.
+
+    Images in folders below CLASS belong to it; hidden folders and files are left out.
+
+    Training images are cropped at random (area and aspect ratio as in Szegedy et al. 2014, arXiv:1409.4842) and
+    mirrored with probability one half, each keyed by seed, epoch and sample. For validation, the shorter side is
+    resized and the centre is cropped.
+    """
+
+    splits: ClassVar[tuple[str, ...]] = ("train", "val")
+
+    split: Literal["train", "val"]
+    """Folder to read."""
+    path: Annotated[Path, a_folder]
+    """The folder that holds `train` and `val`."""
+    augment: bool = True
+    """Random crops and mirroring in training; false treats both splits the same."""
+    min_area: Annotated[float, above(0), Limit(rule="must be at most 1.", high=1)] = 0.08
+    """Smallest share of an image's area in a random crop."""
+    classes: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    labels: list[int] = field(init=False, repr=False, compare=False)
+    """The class of every image, without opening any."""
+
+    @classmethod
+    def declare(cls, keys: Mapping[str, Any], _split: str) -> Declared:
+        """Return the samples; the length is that of the files."""
+        size = keys.get("image_size", 224)
+        return Declared(draw=lambda g: (image(g, 3, size, size), label(g)), stored_bytes=3 * size * size + 4)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        root = existing(self.path, a_folder)
+        classes = _classes(existing(root / "train", a_folder))
+        folder = existing(root / self.split, a_folder)
+        unknown = sorted(set(_classes(folder)) - set(classes))
+        if unknown:
+            raise DataError(f"{folder} has classes that train does not have: {listed(map(repr, unknown))}.")
+        files, labels, empty, left_out = list[str](), list[int](), list[str](), Counter[str]()
+        for number, name in enumerate(classes):
+            found, others = images_below(folder / name) if (folder / name).is_dir() else ([], Counter[str]())
+            files += found
+            labels += [number] * len(found)
+            left_out += others
+            empty += [] if found else [name]
+        beside = sorted(entry.name for entry in folder.iterdir() if entry.name not in classes)
+        notes = [f"left out beside the class folders: {listed(beside)}"] if beside else []
+        notes += note_of_left_out(left_out)
+        notes += [f"classes differ in case or blanks only: {listed(map(repr, same))}" for same in alike(classes)]
+        notes += [f"there is no image of the classes {listed(map(repr, empty))}"] if empty else []
+        vars(self).update(classes=classes, labels=labels, _files=tuple(files))
+        vars(self).update(_where=f"{self.path.name}/{self.split}", _left_out=tuple(notes))
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """Return an image, (3, image_size, image_size) float32, and its class."""
+        pixels, label = self._read(index)
+        return self._normalisation(pixels.unsqueeze(0))[0], int(label)
+
+    def as_stored(self) -> Stored:
+        """Return the images in bytes, cropped and mirrored; they are normalised on the device."""
+        normalisation = self._normalisation
+        return Stored(
+            samples=Samples(len(self), self._read),
+            widened=lambda batch: (normalisation(batch[0]), batch[1].to(torch.int64)),
+        )
+
+    def _read(self, index: int) -> tuple[Tensor, np.int32]:
+        """Return an image, (3, image_size, image_size) uint8, and its class."""
+        at_random = self.min_area if self.augment and self.split == "train" else None
+        return self._pixels(index, at_random=at_random), np.int32(self.labels[index])
+
+    def held_out(self) -> ImageFolder:
+        """Return the same images without augmentation, for a fold of the training images that is held out."""
+        return replace(self, augment=False)
 
 
 def _is_deep(opened: Any) -> bool:
@@ -164,138 +301,6 @@ def note_of_left_out(left_out: Mapping[str, int]) -> list[str]:
     return [f"{sum(left_out.values())} files are left out ({kinds})"] if left_out else []
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageFolder:
-    """`PATH/train/CLASS/image.jpg` and `PATH/val/CLASS/image.jpg`; classes are numbered in sorted order.
-
-    Images in folders below CLASS belong to it; hidden folders and files are left out.
-
-    Training images are cropped at random (area and aspect ratio as in Szegedy et al. 2014, arXiv:1409.4842) and
-    mirrored with probability one half, each keyed by seed, epoch and sample. For validation, the shorter side is
-    resized and the centre is cropped.
-    """
-
-    splits: ClassVar[tuple[str, ...]] = ("train", "val")
-
-    split: Literal["train", "val"]
-    """Folder to read."""
-    path: Annotated[Path, a_folder]
-    """The folder that holds `train` and `val`."""
-    image_size: Annotated[int, at_least(1)] = 224
-    """Side length in pixels of the model's input."""
-    resize: Annotated[int, at_least(1)] = 256
-    """Length in pixels of the shorter side before the centre crop, in validation."""
-    augment: bool = True
-    """Random crops and mirroring in training; false treats both splits the same."""
-    min_area: Annotated[float, above(0), Limit(rule="must be at most 1.", high=1)] = 0.08
-    """Smallest share of an image's area in a random crop."""
-    mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
-    """Mean per colour channel, subtracted."""
-    deviation: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
-    """Standard deviation per colour channel, divided by."""
-    exif: Annotated[Literal["apply", "ignore"], maths(neutral="apply")] = "apply"
-    """Turn each image as its EXIF orientation says, or read it as it is stored."""
-    classes: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    _files: tuple[tuple[str, int], ...] = field(init=False, repr=False, compare=False)
-    _left_out: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    _images: Images = field(init=False, repr=False, compare=False)
-
-    @classmethod
-    def declare(cls, keys: Mapping[str, Any], split: str) -> Declared:
-        """Return the samples; the length is that of the files."""
-        del split
-        size = keys.get("image_size", 224)
-        return Declared(draw=lambda g: (image(g, 3, size, size), label(g)), stored_bytes=3 * size * size + 4)
-
-    def __post_init__(self) -> None:
-        images = Images.of(image_size=self.image_size, resize=self.resize, exif=self.exif)
-        object.__setattr__(self, "_images", images)
-        root = existing(self.path, a_folder)
-        classes = _classes(existing(root / "train", a_folder))
-        object.__setattr__(self, "classes", classes)
-        folder = existing(root / self.split, a_folder)
-        unknown = sorted(set(_classes(folder)) - set(classes))
-        if unknown:
-            raise DataError(f"{folder} has classes that train does not have: {listed(map(repr, unknown))}.")
-        files, empty, left_out = list[tuple[str, int]](), list[str](), Counter[str]()
-        for number, name in enumerate(classes):
-            found, others = images_below(folder / name) if (folder / name).is_dir() else ([], Counter[str]())
-            files += [(file, number) for file in found]
-            left_out += others
-            empty += [] if found else [name]
-        beside = sorted(entry.name for entry in folder.iterdir() if entry.name not in classes)
-        notes = [f"left out beside the class folders: {listed(beside)}"] if beside else []
-        notes += note_of_left_out(left_out)
-        notes += [f"classes differ in case or blanks only: {listed(map(repr, same))}" for same in alike(classes)]
-        notes += [f"there is no image of the classes {listed(map(repr, empty))}"] if empty else []
-        object.__setattr__(self, "_files", tuple(files))
-        object.__setattr__(self, "_left_out", tuple(notes))
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Remarks about files that are left out, and about images that are not read as they are stored."""
-        of_images = self._images.notes([file for file, _ in self._files])
-        return tuple(f"{self.path.name}/{self.split}: {note}" for note in (*self._left_out, *of_images))
-
-    def __len__(self) -> int:
-        """Return the number of images in this folder."""
-        return len(self._files)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Return an image, (3, image_size, image_size) float32, and its class."""
-        pixels, label = self._read(index)
-        return self._normalisation(pixels.unsqueeze(0))[0], int(label)
-
-    def as_stored(self) -> Stored:
-        """Return the images in bytes, cropped and mirrored; they are normalised on the device."""
-        normalisation = self._normalisation
-
-        def widened(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            return normalisation(batch[0]), batch[1].to(torch.int64)
-
-        return Stored(samples=Samples(len(self), self._read), widened=widened)
-
-    def _read(self, index: int) -> tuple[Tensor, np.int32]:
-        """Return an image, (3, image_size, image_size) uint8, and its class."""
-        name, label = self._files[index]
-        image = self._images.read(name, index)
-        random_crop = self.augment and self.split == "train"
-        image = self._cropped_at_random(image) if random_crop else centre_crop(image, self.resize, self.image_size)
-        return pixels_of(image), np.int32(label)
-
-    @property
-    def _normalisation(self) -> Normalisation:
-        return Normalisation(tuple(self.mean), tuple(self.deviation))
-
-    @property
-    def labels(self) -> list[int]:
-        """The class of every image, without opening any."""
-        return [label for _, label in self._files]
-
-    def held_out(self) -> ImageFolder:
-        """Return the same images without augmentation, for a fold of the training images that is held out."""
-        return replace(self, augment=False)
-
-    def _cropped_at_random(self, image: Any) -> Any:
-        box = _random_box(image.width, image.height, min_area=self.min_area)
-        side = self.image_size
-        cropped = image.resize((side, side), _BILINEAR, box=box)
-        return cropped.transpose(_LEFT_RIGHT) if random.random() < 0.5 else cropped  # noqa: S311 - keyed by sample
-
-
-def centre_crop(image: Any, resize: int, side: int) -> Any:
-    """Resize the shorter side of an image of Pillow, and cut a square of `side` pixels out of its centre."""
-    scale = resize / min(image.width, image.height)
-    image = image.resize((round(image.width * scale), round(image.height * scale)), _BILINEAR)
-    left, top = (image.width - side) // 2, (image.height - side) // 2
-    return image.crop((left, top, left + side, top + side))
-
-
-def pixels_of(image: Any) -> Tensor:
-    """Return (3, height, width) uint8 of an RGB image of Pillow."""
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
-
-
 def _random_box(width: int, height: int, *, min_area: float) -> _Box:
     """Return a box of random area and shape inside an image; after ten misses, the largest square in its centre."""
     for _ in range(_CROP_ATTEMPTS):
@@ -310,7 +315,7 @@ def _random_box(width: int, height: int, *, min_area: float) -> _Box:
     return left, top, left + side, top + side
 
 
-def pillow() -> Any:
+def _pillow() -> Any:
     """Return the module PIL.Image.
 
     Raises:

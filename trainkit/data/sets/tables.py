@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 import torch
@@ -21,11 +21,10 @@ from torch import Tensor
 
 from trainkit.config.grammar import quoted_form
 from trainkit.config.values import either
-from trainkit.data.declaration import Declared, image
 from trainkit.data.reading.files import alike, listed, text_of
 from trainkit.data.stored import InMemory
 from trainkit.errors import DataError
-from trainkit.fields import a_file, at_least, below, maths, pattern, placement
+from trainkit.fields import a_file, below, maths, pattern, placement
 
 _LIKE_A_NUMBER: Final = re.compile(r"[-+$€£]?\s*(\d[\d.,' _]*|nan|inf|infinity)\s*%?", re.IGNORECASE)
 """Texts that a person or program wrote as a number, although Python may not read them as one."""
@@ -371,47 +370,3 @@ class _Table:
     def error(self, row: int, name: str, rule: str, remedy: str) -> DataError:
         """Return the error about a cell."""
         return DataError(f"{self.where}: line {self.lines[row]}, column {name}: {rule}. {remedy}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Friedman(InMemory):
-    """A synthetic regression of ten uniform features, of which five matter, with Gaussian noise.
-
-    The target is 10 sin(pi x0 x1) + 20 (x2 - 1/2)^2 + 10 x3 + 5 x4 + noise: the best root mean squared error is the
-    deviation of the noise. Features have mean 0 and deviation 1. A sample is its features, (10,) float32, and its
-    target, () float32.
-
-    Source: Friedman 1991, "Multivariate adaptive regression splines", section 4.3.
-
-    Example:
-        >>> Friedman(split="val")[0][0].shape
-        torch.Size([10])
-    """
-
-    splits: ClassVar[tuple[str, ...]] = ("train", "val")
-
-    split: Literal["train", "val"]
-    """Part of the dataset to use."""
-    num_samples: Annotated[int, at_least(1)] = 8000
-    """Number of training rows."""
-    val_samples: Annotated[int, at_least(1)] = 2000
-    """Number of validation rows."""
-    noise: Annotated[float, at_least(0)] = 1.0
-    """Standard deviation of the noise; that of the target without it is 4.9."""
-    seed: int = 0
-    """Seed of the data, independent of the run's."""
-
-    @classmethod
-    def declare(cls, keys: Mapping[str, Any], split: str) -> Declared:
-        """Return length and samples, without the data."""
-        count = keys.get("num_samples", 8000) if split == "train" else keys.get("val_samples", 2000)
-        return Declared(num_samples=count, draw=lambda g: (image(g, 10), image(g)))
-
-    def __post_init__(self) -> None:
-        count = self.num_samples if self.split == "train" else self.val_samples
-        drawn = np.random.default_rng([self.seed, self.split == "val"])
-        x = drawn.random((count, 10))
-        target = 10 * np.sin(math.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2 + 10 * x[:, 3] + 5 * x[:, 4]
-        target += self.noise * drawn.standard_normal(count)
-        features = (x - 0.5) * math.sqrt(12)
-        self._keep(*(torch.from_numpy(values.astype(np.float32)) for values in (features, target)))

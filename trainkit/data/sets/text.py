@@ -1,4 +1,4 @@
-"""Text for language models: a file by characters, and the source of Python's own library by bytes."""
+"""Text and tokens for language models: windows over a file or over Python's own library, and lines to predict on."""
 
 from __future__ import annotations
 
@@ -10,31 +10,111 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainkit.data.declaration import Declared, window
+from trainkit.data.declaration import Declared, window, with_defaults
 from trainkit.data.reading.files import digest_of, download, existing, text_of
-from trainkit.data.reading.windows import Windows, split_tokens, tile
 from trainkit.data.stored import Samples, Stored
 from trainkit.errors import ConfigError, DataError, Problem
-from trainkit.fields import a_file, above, at_least, below, maths, placement
+from trainkit.fields import a_file, a_folder, above, at_least, below, maths, placement
 from trainkit.files import cache_folder
+from trainkit.objectives.fields import IGNORED
 
 SHAKESPEARE_URL: Final = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256: Final = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Windows:
+    """Windows of `context` tokens, `stride` apart; the target of each token is the next one.
+
+    If the last is padded, `stride` is `context`: they are adjacent, and every token but the very first is predicted
+    exactly once. Otherwise, only whole windows count.
+
+    Example:
+        >>> windows = Windows(tokens=np.arange(6, dtype=np.uint8), context=2, stride=1)
+        >>> len(windows), windows[3]
+        (4, (tensor([3, 4]), tensor([4, 5])))
+        >>> Windows(tokens=np.arange(6, dtype=np.uint8), context=3, stride=3, padded=True)[1]
+        (tensor([3, 4, 0]), tensor([   4,    5, -100]))
+    """
+
+    tokens: NDArray[Any]
+    """The sequence, of any unsigned integer type; may be a memory map."""
+    context: int
+    """Tokens of a window."""
+    stride: int
+    """Tokens from the start of a window to the start of the next."""
+    padded: bool = False
+    """Whether the last window may extend past the end."""
+
+    def __len__(self) -> int:
+        """Return the number of windows."""
+        reach = len(self.tokens) - 1 + (self.stride - 1 if self.padded else -self.context)
+        return max(0, reach // self.stride + (0 if self.padded else 1))
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of a window, each (context,) int64."""
+        return self.sample_of(self.read(index))
+
+    def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of many windows, each (windows, context) int64, by one indexed read."""
+        return self.widened(self.read_many(indices))
+
+    def read(self, index: int) -> tuple[Any, ...]:
+        """Return a window as it is stored: (context + 1,) tokens, and with padding the number of targets, int32."""
+        start = index * self.stride
+        piece = self.tokens[start : start + self.context + 1].astype(self._dtype)
+        if not self.padded:
+            return (torch.from_numpy(piece),)
+        targets = np.int32(len(piece) - 1)
+        return torch.from_numpy(np.pad(piece, (0, self.context + 1 - len(piece)))), targets
+
+    def read_many(self, indices: Tensor) -> tuple[Tensor, ...]:
+        """Return many windows as they are stored, by one indexed read: as `read`, with an additional first dim."""
+        starts = indices.numpy() * self.stride
+        places, last = starts[:, None] + np.arange(self.context + 1), len(self.tokens) - 1
+        read = self.tokens[np.minimum(places, last) if self.padded else places]
+        tokens = torch.from_numpy(read.astype(self._dtype, copy=False))
+        if not self.padded:
+            return (tokens,)
+        return tokens, torch.from_numpy(np.minimum(last - starts, self.context).astype(np.int32))
+
+    def sample_of(self, stored: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of a window as it is stored, each (context,) int64."""
+        inputs, targets = self.widened(tuple(torch.as_tensor(part).unsqueeze(0) for part in stored))
+        return inputs[0], targets[0]
+
+    def widened(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of windows as they are stored, each (windows, context) int64, on their device."""
+        inputs, targets = (
+            part.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
+            for part in (batch[0][:, :-1], batch[0][:, 1:])
+        )
+        if len(batch) == 1:
+            return inputs, targets
+        # The input of a position without target is padding too.
+        past = torch.arange(self.context, device=inputs.device) >= batch[1].unsqueeze(1)
+        return inputs.masked_fill_(past, 0), targets.masked_fill_(past, IGNORED)
+
+    @property
+    def _dtype(self) -> np.dtype[Any]:
+        """The type of a token in the byte order of this machine, which torch requires."""
+        return self.tokens.dtype.newbyteorder("=")
+
+
 @dataclass(frozen=True, kw_only=True)
-class _Tokens:
+class _Windowed:
     """The common part of these datasets: windows over one split of a sequence of tokens."""
 
     splits: ClassVar[tuple[str, ...]] = ("train", "val")
-    _token_bytes: ClassVar[int] = 2
-    """Bytes of a stored token; a text of more than 65,536 different characters has 4."""
+    _stored: ClassVar[str] = "uint16"
+    """Type of a stored token, if no key `dtype` gives it; a text of more than 65,536 characters has uint32."""
 
     split: Literal["train", "val"]
-    """Part of the text to use."""
+    """Part of the tokens to use."""
     context: Annotated[int, at_least(1)] = 64
     """Number of tokens of a sample."""
     stride: Annotated[int | None, at_least(1)] = None
@@ -42,25 +122,24 @@ class _Tokens:
     _windows: Windows = field(init=False, repr=False, compare=False)
 
     @classmethod
-    def declare(cls, keys: Mapping[str, Any], split: str) -> Declared:
+    def declare(cls, keys: Mapping[str, Any], _split: str) -> Declared:
         """Return the samples; the length is that of the files."""
-        del split
-        vocab_size = keys.get("vocab_size", getattr(cls, "vocab_size", None))
-        size, context = vocab_size if isinstance(vocab_size, int) else None, keys.get("context", 64)
-        return Declared(draw=lambda g: window(g, context, size), stored_bytes=(context + 1) * cls._token_bytes)
+        given = with_defaults(cls, keys)
+        context, size = given["context"], given.get("vocab_size", getattr(cls, "vocab_size", None))
+        width = np.dtype(given.get("dtype", cls._stored)).itemsize
+        return Declared(draw=lambda g: window(g, context, size), stored_bytes=(context + 1) * width)
 
-    def _keep(self, tokens: NDArray[Any], *, val_share: float) -> None:
-        part = split_tokens(tokens, split=self.split, val_share=val_share)
-        if len(part) <= self.context:
+    def _keep(self, tokens: NDArray[Any], where: str) -> None:
+        """Keep the windows over the tokens of the split; `where` names them in messages."""
+        if len(tokens) <= self.context:
             raise DataError(
-                f"the {self.split} part has {len(part)} tokens, fewer than a sample needs "
+                f"{where} has {len(tokens)} tokens, fewer than a sample needs "
                 f"(data.context={self.context} and one more)."
             )
-        if self.split == "val":
-            windows = tile(part, context=self.context)
-        else:
-            windows = Windows(tokens=part, context=self.context, stride=self.stride or self.context)
-        object.__setattr__(self, "_windows", windows)
+        is_val = self.split == "val"
+        stride = self.context if is_val or self.stride is None else self.stride
+        windows = Windows(tokens=tokens, context=self.context, stride=stride, padded=is_val)
+        vars(self)["_windows"] = windows
 
     def __len__(self) -> int:
         """Return the number of windows in this split."""
@@ -68,7 +147,26 @@ class _Tokens:
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a window, each (context,) int64."""
-        return self._windows[index]
+        return self._windows.sample_of(self._read(index))
+
+    def as_stored(self) -> Stored:
+        """Return the windows in bytes, uint16 or uint32."""
+        return Stored(samples=Samples(len(self), self._read), widened=self._windows.widened)
+
+    def _read(self, index: int) -> tuple[Any, ...]:
+        return self._windows.read(index)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tokens(_Windowed):
+    """The common part of texts in memory, of which the end is held out to validate."""
+
+    val_share: Annotated[float, above(0), below(0, 1)] = 0.1
+    """Share of the tokens, at the end, to validate on."""
+
+    def _split(self, tokens: NDArray[Any]) -> None:
+        border = int(len(tokens) * (1 - self.val_share))
+        self._keep(tokens[:border] if self.split == "train" else tokens[border:], f"the {self.split} part")
 
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of many windows, each (windows, context) int64."""
@@ -101,8 +199,6 @@ class TextFile(_Tokens):
     """SHA-256 of the downloaded file; checked at each download, and before use if no `path` is given."""
     vocab_size: Annotated[int | None, at_least(1)] = None
     """Size of the model's vocabulary; a text with more characters is refused. null: not checked."""
-    val_share: Annotated[float, above(0), below(0, 1)] = 0.1
-    """Share of the characters, at the end, to validate on."""
     characters: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -113,8 +209,8 @@ class TextFile(_Tokens):
                 f"the text has {len(code_points)} different characters, more than data.vocab_size={self.vocab_size}. "
                 f"Use {len(code_points)} for it and for model.vocab_size."
             )
-        object.__setattr__(self, "characters", "".join(map(chr, code_points)))
-        self._keep(tokens.astype(np.uint16 if len(code_points) <= 1 << 16 else np.uint32), val_share=self.val_share)
+        vars(self)["characters"] = "".join(map(chr, code_points))
+        self._split(tokens.astype(np.uint16 if len(code_points) <= 1 << 16 else np.uint32))
 
     def _found(self) -> Path:
         if self.path is not None:
@@ -158,15 +254,13 @@ class PythonSource(_Tokens):
     """
 
     vocab_size: ClassVar[int] = 256
-    _token_bytes: ClassVar[int] = 1
+    _stored: ClassVar[str] = "uint8"
 
     max_bytes: Annotated[int | None, at_least(1)] = None
     """Stop after this many bytes; null reads everything, 10 to 30 MB."""
-    val_share: Annotated[float, above(0), below(0, 1)] = 0.1
-    """Share of the bytes, at the end, to validate on."""
 
     def __post_init__(self) -> None:
-        self._keep(_library_bytes(self.max_bytes), val_share=self.val_share)
+        self._split(_library_bytes(self.max_bytes))
 
     def encode(self, text: str) -> list[int]:
         """Return the UTF-8 bytes of a text."""
@@ -198,3 +292,118 @@ def _library_bytes(max_bytes: int | None) -> NDArray[np.uint8]:
         if max_bytes is not None and total >= max_bytes:
             break
     return np.frombuffer(b"".join(pieces)[:max_bytes], dtype=np.uint8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenMemmap(_Windowed):
+    """A folder with `train.bin` and `val.bin`, sequences of raw little-endian token numbers, in the format of nanoGPT.
+
+    Samples are windows `stride` apart; validation uses adjacent windows, the last one padded.
+    """
+
+    path: Annotated[Path, a_folder]
+    """The folder."""
+    context: Annotated[int, at_least(1)] = 1024
+    """Number of tokens of a sample."""
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    """Storage type of a token."""
+    vocab_size: Annotated[int | None, at_least(1)] = None
+    """Size of the model's vocabulary; a sample with a larger token is refused. null: not checked."""
+
+    def __post_init__(self) -> None:
+        file = existing(existing(self.path, a_folder) / f"{self.split}.bin")
+        if file.stat().st_size % np.dtype(self.dtype).itemsize or not file.stat().st_size:
+            raise DataError(f"{file}: its {file.stat().st_size} bytes are not a whole number of {self.dtype} tokens.")
+        tokens: Any = np.memmap(file, dtype=np.dtype(self.dtype).newbyteorder("<"), mode="r")
+        _refuse_other_format(file, tokens, self.dtype)
+        self._keep(tokens, str(file))
+
+    def _read(self, index: int) -> tuple[Any, ...]:
+        found = super()._read(index)
+        if self.vocab_size is not None and (largest := int(found[0].numpy().max())) >= self.vocab_size:
+            raise DataError(f"sample {index} holds token {largest}, but data.vocab_size={self.vocab_size}.")
+        return found
+
+
+_LLM_C: Final = (20240520, 20240801)
+"""First number of the token files of llm.c and its relatives."""
+_LOOKED_AT: Final = 1 << 16
+"""Tokens whose halves are compared."""
+_FEW: Final = 32
+
+
+def _refuse_other_format(file: Path, tokens: NDArray[Any], dtype: str) -> None:
+    """Refuse a file that begins with a header, or holds wider tokens: their upper halves look like small tokens.
+
+    Raises:
+        DataError: it is such a file; names the remedy.
+    """
+    head = tokens[: 8 // tokens.itemsize].tobytes()
+    if head.startswith(b"\x93NUMPY"):
+        raise DataError(f"{file} was written by numpy.save, with a header. Write its array by array.tofile(FILE).")
+    if int.from_bytes(head[:4], "little") in _LLM_C:
+        raise DataError(f"{file} begins with the 1,024 bytes of the header of llm.c. Write it without them.")
+    halves = np.asarray(tokens[: min(len(tokens), _LOOKED_AT) // 2 * 2]).reshape(-1, 2)
+    low, high = (int(column.max()) for column in halves.T) if len(halves) >= _FEW else (0, 0)
+    # the upper halves are 0 below 65,536 tokens, and at most 3 in any vocabulary of today
+    if high == 0 < low or (high <= 3 and low > 255):
+        remedy = "data.dtype=uint32" if dtype == "uint16" else "uint32 for the tokens"
+        raise DataError(
+            f"{file}: every second {dtype} is at most {high}, as of tokens of twice the bytes. Use {remedy}."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextLines:
+    """The lines of a text as tokens, padded at the end with 0 to one length; the id of a line is its number, from 1."""
+
+    splits: ClassVar[tuple[str, ...]] = ("all",)
+
+    path: Annotated[Path, placement, a_file]
+    """The file; a line ends with a line feed, or with a carriage return and a line feed."""
+    context: Annotated[int, at_least(1)] = 64
+    """Tokens of a sample; a longer line is refused."""
+    encoding: Annotated[str, maths(neutral="utf-8")] = "utf-8"
+    """Encoding of the files, as Python names it."""
+    reference: Annotated[Path | None, placement, a_file] = None
+    """The text that a model of `text_file` was trained on: its characters are the tokens. null: its bytes are."""
+    ids: range = field(init=False, repr=False, compare=False)
+    _rows: Tensor = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        text = text_of(self.path, self.encoding).removesuffix("\n")
+        lines = [line.removesuffix("\r") for line in text.split("\n")] if text else []
+        numbers: dict[str, int] | None = None
+        if self.reference is not None:
+            known = sorted(set(text_of(self.reference, self.encoding, key="data.reference")))
+            numbers = {character: number for number, character in enumerate(known)}
+        rows = np.zeros((len(lines), self.context), dtype=np.uint8 if numbers is None else np.int32)
+        for place, line in enumerate(lines):
+            try:
+                tokens = list(line.encode()) if numbers is None else [numbers[character] for character in line]
+            except KeyError as error:
+                rule = f"has the character {error}, which {self.reference} does not have."
+                raise DataError(f"line {place + 1} of {self.path} {rule}") from None
+            if len(tokens) > self.context:
+                found = f"{len(tokens)} tokens, more than data.context={self.context}"
+                raise DataError(f"line {place + 1} of {self.path} has {found}. Cut it, or use a larger one.")
+            rows[place, : len(tokens)] = tokens
+        vars(self).update(_rows=torch.from_numpy(rows), ids=range(1, len(lines) + 1))
+
+    def __len__(self) -> int:
+        """Return the number of lines."""
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Return the tokens of a line, (context,) int64."""
+        return self._rows[index].to(torch.int64)
+
+    def gather(self, indices: Tensor) -> Tensor:
+        """Return the tokens of many lines, (lines, context) int64."""
+        return self._rows[indices].to(torch.int64)
+
+    def as_stored(self) -> Stored:
+        """Return the tokens in bytes, or in int32 for characters."""
+        rows = self._rows
+        samples = Samples(len(rows), rows.__getitem__, gather=rows.__getitem__)
+        return Stored(samples=samples, widened=lambda batch: batch.to(torch.int64))
