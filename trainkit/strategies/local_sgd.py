@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Final
 
 import torch
@@ -206,144 +206,6 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         return LocalSgdExecutor(self, replica, apart, request.training, ranks)
 
 
-@dataclass(kw_only=True)
-class AveragingWindow:
-    """The steps since the last average, and the state of the outer optimizer."""
-
-    outer: OuterOptimizer
-    """The outer optimizer, which computes the next parameters from the average."""
-    steps: int = 0
-    """Steps since the last average, the same on every rank."""
-    targets: Tensor | float = 0.0
-    """Number of targets of this rank in these steps."""
-    samples: float = 0.0
-    """Number of samples of this rank in these steps."""
-    start: Tensor | None = None
-    """The parameters at the last average, one flat vector; only with an outer optimizer."""
-    states: list[Tensor] = field(default_factory=list)
-    """State per sample at the last average: the changes of all ranks are added to it."""
-    momentum: Tensor | None = None
-    """The outer optimizer's momentum, one flat vector; None before its first step."""
-
-    def begin(self, replica: Replica) -> None:
-        """Store the parameters and the state per sample at the start of the window."""
-        if self.steps:
-            return
-        self.states = [state.clone() for state in replica.buffers.per_sample()]
-        if self.outer.lr is not None:
-            self.start = _parameters(replica).pack(list(replica.masters.values()), into=self.start)
-
-    def record(self, targets: Tensor | float, samples: int) -> None:
-        """Count a step of this rank."""
-        self.steps += 1
-        self.targets = self.targets + targets
-        self.samples += samples
-
-    @torch.no_grad()
-    def average(self, replica: Replica) -> None:
-        """Average the replicas; collective, unless there is one.
-
-        Parameters and optimizer state are weighted by the targets of their rank, buffers by its samples; counters
-        (Adam's steps, integer buffers) are taken from rank 0, which has a shard of every step.
-        """
-        if replica.num_ranks > 1:
-            _make_state(replica)
-            self._exchange(replica)
-        if self.outer.lr is not None:
-            self._step_outside(replica, self.outer.lr)
-        replica.refresh_params()
-        self.steps, self.targets, self.samples = 0, 0.0, 0.0
-
-    def _exchange(self, replica: Replica) -> None:
-        weighed, counters = _trained(replica)
-        states = replica.buffers.per_sample()
-        for state, start in zip(states, self.states, strict=True):
-            moved = state.to(replica.precision.master_dtype).sub_(start)
-            dist.all_reduce(moved)
-            state.copy_(moved.add_(start))
-        held = set(map(id, states))
-        buffers = [buffer for buffer in replica.buffers.tensors() if id(buffer) not in held]
-        counters += [buffer for buffer in buffers if not buffer.is_floating_point()]
-        buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
-        tensors = [*weighed, *buffers, *counters]
-        packing = FlatBuffer(
-            [*(tensor.shape for tensor in tensors), torch.Size([2])],
-            replica.precision.master_dtype,
-            replica.device,
-            strides=[*map(dense_strides, tensors), None],
-        )
-        flat = packing.pack([*tensors, None])
-        lengths = [sum(tensor.numel() for tensor in group) for group in (weighed, buffers, counters)]
-        by_targets, by_samples, counts, totals = flat.split_with_sizes([*lengths, 2])
-        # A rank without targets must not count, and a window without any must not divide by zero.
-        totals[0], totals[1] = self.targets, self.samples
-        totals.clamp_(min=1e-20)
-        by_targets.mul_(totals[0])
-        by_samples.mul_(totals[1])
-        counts.mul_(float(replica.rank == 0))  # exact in float32 up to 2^24, as Adam's own count is
-        dist.all_reduce(flat, op=dist.ReduceOp.SUM)
-        by_targets.div_(totals[0])
-        by_samples.div_(totals[1])
-        torch._foreach_copy_(tensors, packing.views(flat)[:-1])
-
-    def _step_outside(self, replica: Replica, lr: float) -> None:
-        masters: list[Tensor] = list(replica.masters.values())
-        packing, outer = _parameters(replica), self.outer
-        assert self.start is not None
-        moved = self.start - packing.pack(masters)
-        if outer.momentum:
-            momentum = torch.zeros_like(moved) if self.momentum is None else self.momentum
-            self.momentum = momentum.mul_(outer.momentum).add_(moved)
-            moved = moved.add_(self.momentum, alpha=outer.momentum) if outer.nesterov else self.momentum
-        torch._foreach_copy_(masters, packing.views(self.start.sub_(moved, alpha=lr)))
-
-    def state(self, replica: Replica) -> dict[str, Tensor]:
-        """Return the outer optimizer's momentum as `optimizer/outer_momentum/<name>`; no copies."""
-        if self.momentum is None:
-            return {}
-        views = _parameters(replica).views(self.momentum)
-        return {_SLOT + name: view for name, view in zip(replica.masters, views, strict=True)}
-
-    def load_state(self, replica: Replica, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Load the result of `state`; return the tensors that do not belong to the outer optimizer."""
-        own = [tensors.get(_SLOT + name) for name in replica.masters]
-        kept = self.outer.lr is not None and any(tensor is not None for tensor in own)
-        self.momentum = _parameters(replica).pack(own) if kept else None
-        return select(tensors, lambda name: not name.startswith(_SLOT))
-
-
-def _parameters(replica: Replica) -> FlatBuffer:
-    return FlatBuffer.like(list(replica.masters.values()), replica.precision.master_dtype, replica.device)
-
-
-def _trained(replica: Replica) -> tuple[list[Tensor], list[Tensor]]:
-    """Return parameters with the optimizer's tensors, and its counters; in canonical order, the same on every rank."""
-    weighed: list[Tensor] = [master.detach() for master in replica.masters.values()]
-    counters: list[Tensor] = []
-    (optimizer,) = replica.stepper.optimizers
-    for master in replica.masters.values():
-        kept: dict[str, Any] = optimizer.state.get(master, {})
-        for slot, value in sorted(kept.items()):
-            if isinstance(value, Tensor):
-                if value.is_sparse:  # momentum of sparse gradients, whose rows differ between ranks
-                    kept[slot] = in_layout(value.to_dense(), master.stride())
-                (weighed if value.dim() else counters).append(kept[slot])
-    return weighed, counters
-
-
-def _make_state(replica: Replica) -> None:
-    """Make the optimizer of a rank that had no shards yet create its state, by a step with learning rate 0."""
-    (optimizer,) = replica.stepper.optimizers
-    if not optimizer.state:
-        zeros: list[Tensor | None] = [
-            torch.zeros_like(master) if used else None
-            for master, used in zip(replica.masters.values(), replica.used, strict=True)
-        ]
-        for place, dims in (replica.sparse or {}).items():
-            zeros[place] = torch.zeros_like(replica.trained[place]).to_sparse(dims)
-        replica.stepper.step(zeros, 0.0)
-
-
 class LocalSgdExecutor(SynchronousExecutor[Replica]):
     """A replica that steps independently and is averaged with the others every few steps.
 
@@ -355,7 +217,18 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
     ) -> None:
         super().__init__(replica, training, ranks=ranks)
         self._settings, self._apart = settings, apart
-        self._window = AveragingWindow(outer=settings.outer)
+        self._steps = 0
+        """Steps since the last average, the same on every rank."""
+        self._targets: Tensor | float = 0.0
+        """Number of targets of this rank in these steps."""
+        self._samples = 0.0
+        """Number of samples of this rank in these steps."""
+        self._start: Tensor | None = None
+        """The parameters at the last average, one flat vector; only with an outer optimizer."""
+        self._states: list[Tensor] = []
+        """State per sample at the last average: the changes of all ranks are added to it."""
+        self._momentum: Tensor | None = None
+        """The outer optimizer's momentum, one flat vector; None before its first step."""
         self._skipped: list[tuple[int, int]] = []
         """(step, shard) of the shards that this replica has skipped since the last average."""
 
@@ -364,12 +237,17 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         if ticket.step < self._settings.local_after:
             return super().step(ticket, batches)
         training = self._training
-        self._window.begin(self._replica)
+        if self._steps == 0:
+            self._states = [state.clone() for state in self._replica.buffers.per_sample()]
+            if self._settings.outer.lr is not None:
+                self._start = self._masters.pack(list(self._replica.masters.values()), into=self._start)
         plan = {item.name: getattr(training.plan, item.name) for item in fields(BatchPlan)}
         own = replace(training, plan=_OwnPart(**plan, shards=ticket.shards))
         outcome = self._step_alone(ticket, batches, own)
-        counts = outcome.loss_sum is not None
-        self._window.record(outcome.weight, own.plan.batch_size(ticket.step) if counts else 0)
+        self._steps += 1
+        self._targets = self._targets + outcome.weight
+        if outcome.loss_sum is not None:
+            self._samples += own.plan.batch_size(ticket.step)
         if self._settings.next_sync_step(ticket.step + 1) == ticket.step + 1:
             self._replica.on_phase("reduce", ticket.step)
             self._average()
@@ -424,7 +302,7 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
 
     def sync(self) -> tuple[LeftOut, ...]:
         """Average at the end of the training, if steps were made since the last average."""
-        if not self._window.steps:
+        if not self._steps:
             return ()
         self._average()
         return self._left_out_by_any()
@@ -433,9 +311,78 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         """Return the first parameter that differs between ranks, at a step with identical replicas; collective."""
         return drifted_parameter(self._replica)
 
+    @property
+    def _masters(self) -> FlatBuffer:
+        """The layout of all parameters as one vector."""
+        replica = self._replica
+        return FlatBuffer.like(list(replica.masters.values()), replica.precision.master_dtype, replica.device)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Average the replicas; collective, unless there is one."""
+        if self._replica.num_ranks > 1:
+            _make_state(self._replica)
+            self._exchange()
+        if self._settings.outer.lr is not None:
+            self._step_outside(self._settings.outer.lr)
+        self._replica.refresh_params()
+        self._steps, self._targets, self._samples = 0, 0.0, 0.0
+
+    def _exchange(self) -> None:
+        """Sum one vector over the ranks.
+
+        Parameters and optimizer state are weighted by the targets of their rank, buffers by its samples; counters
+        (Adam's steps, integer buffers) are taken from rank 0, which has a shard of every step.
+        """
+        replica = self._replica
+        weighed, counters = _trained(replica)
+        states = replica.buffers.per_sample()
+        for state, start in zip(states, self._states, strict=True):
+            moved = state.to(replica.precision.master_dtype).sub_(start)
+            dist.all_reduce(moved)
+            state.copy_(moved.add_(start))
+        held = set(map(id, states))
+        buffers = [buffer for buffer in replica.buffers.tensors() if id(buffer) not in held]
+        counters += [buffer for buffer in buffers if not buffer.is_floating_point()]
+        buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
+        tensors = [*weighed, *buffers, *counters]
+        packing = FlatBuffer(
+            [*(tensor.shape for tensor in tensors), torch.Size([2])],
+            replica.precision.master_dtype,
+            replica.device,
+            strides=[*map(dense_strides, tensors), None],
+        )
+        flat = packing.pack([*tensors, None])
+        lengths = [sum(tensor.numel() for tensor in group) for group in (weighed, buffers, counters)]
+        by_targets, by_samples, counts, totals = flat.split_with_sizes([*lengths, 2])
+        # A rank without targets must not count, and a window without any must not divide by zero.
+        totals[0], totals[1] = self._targets, self._samples
+        totals.clamp_(min=1e-20)
+        by_targets.mul_(totals[0])
+        by_samples.mul_(totals[1])
+        counts.mul_(float(replica.rank == 0))  # exact in float32 up to 2^24, as Adam's own count is
+        dist.all_reduce(flat, op=dist.ReduceOp.SUM)
+        by_targets.div_(totals[0])
+        by_samples.div_(totals[1])
+        torch._foreach_copy_(tensors, packing.views(flat)[:-1])
+
+    def _step_outside(self, lr: float) -> None:
+        """Step the outer optimizer from the average."""
+        masters: list[Tensor] = list(self._replica.masters.values())
+        packing, outer = self._masters, self._settings.outer
+        assert self._start is not None
+        moved = self._start - packing.pack(masters)
+        if outer.momentum:
+            momentum = torch.zeros_like(moved) if self._momentum is None else self._momentum
+            self._momentum = momentum.mul_(outer.momentum).add_(moved)
+            moved = moved.add_(self._momentum, alpha=outer.momentum) if outer.nesterov else self._momentum
+        torch._foreach_copy_(masters, packing.views(self._start.sub_(moved, alpha=lr)))
+
     def state_dict(self) -> StateDict:
         """Return the state of every synchronous strategy, and the outer optimizer's momentum."""
-        return {**super().state_dict(), **self._window.state(self._replica)}
+        views = [] if self._momentum is None else self._masters.views(self._momentum)
+        own = {_SLOT + name: view for name, view in zip(self._replica.masters, views, strict=False)}
+        return {**super().state_dict(), **own}
 
     def recover(self, step: int) -> bool:
         """Return False: between averages each rank has its own parameters."""
@@ -444,4 +391,35 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
 
     def load_state_dict(self, state: StateDict) -> None:
         """Restore the tensors of a checkpoint of any strategy, by name."""
-        super().load_state_dict(self._window.load_state(self._replica, state))
+        own = [state.get(_SLOT + name) for name in self._replica.masters]
+        is_kept = self._settings.outer.lr is not None and any(tensor is not None for tensor in own)
+        self._momentum = self._masters.pack(own) if is_kept else None
+        super().load_state_dict(select(state, lambda name: not name.startswith(_SLOT)))
+
+
+def _trained(replica: Replica) -> tuple[list[Tensor], list[Tensor]]:
+    """Return parameters with the optimizer's tensors, and its counters; in canonical order, the same on every rank."""
+    weighed: list[Tensor] = [master.detach() for master in replica.masters.values()]
+    counters: list[Tensor] = []
+    (optimizer,) = replica.stepper.optimizers
+    for master in replica.masters.values():
+        kept: dict[str, Any] = optimizer.state.get(master, {})
+        for slot, value in sorted(kept.items()):
+            if isinstance(value, Tensor):
+                if value.is_sparse:  # momentum of sparse gradients, whose rows differ between ranks
+                    kept[slot] = in_layout(value.to_dense(), master.stride())
+                (weighed if value.dim() else counters).append(kept[slot])
+    return weighed, counters
+
+
+def _make_state(replica: Replica) -> None:
+    """Make the optimizer of a rank that had no shards yet create its state, by a step with learning rate 0."""
+    (optimizer,) = replica.stepper.optimizers
+    if not optimizer.state:
+        zeros: list[Tensor | None] = [
+            torch.zeros_like(master) if used else None
+            for master, used in zip(replica.masters.values(), replica.used, strict=True)
+        ]
+        for place, dims in (replica.sparse or {}).items():
+            zeros[place] = torch.zeros_like(replica.trained[place]).to_sparse(dims)
+        replica.stepper.step(zeros, 0.0)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,18 +43,39 @@ def activation_bytes(
         for named in (model.named_parameters(), model.named_buffers())
         for name, tensor in named
     }
-    kept = _SavedTensors(sizes=[0] * len(units), known={_storage(tensor) for tensor in state.values()})
+    sizes, known = [0] * len(units), {_storage(tensor) for tensor in state.values()}
+    alive: list[Any] = []  # so that no new storage reuses a known address
+    running = 0
+
+    def note(tensor: Tensor) -> Tensor:
+        if (storage := _storage(tensor)) not in known and sizes:
+            known.add(storage)
+            alive.append(tensor)
+            sizes[running] += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def enter(place: int, *_: object) -> None:
+        nonlocal running
+        running = place
 
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
         return functional_call(model, state, args, kwargs)
 
+    handles = [
+        module.register_forward_pre_hook(partial(enter, place))
+        for place, unit in enumerate(units)
+        for module in unit.entries
+    ]
     try:
-        with kept.tracking(units), torch.enable_grad(), saved_tensors_hooks(kept.note, lambda tensor: tensor):
-            kept.alive.append(forward(run))
+        with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
+            alive.append(forward(run))
     except Exception:  # noqa: BLE001 - a forward pass that reads data may fail in any way
         return None
-    return kept.sizes
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sizes
 
 
 def activations_of(
@@ -84,44 +104,6 @@ def _of_size(value: Any, count: int) -> Any:
     if not isinstance(value, Tensor):
         return value
     return torch.empty((count, *value.shape[1:]), dtype=value.dtype, device=_META)
-
-
-@dataclass(kw_only=True)
-class _SavedTensors:
-    """Counts the tensors that are saved while a block runs."""
-
-    sizes: list[int]
-    known: set[int]
-    """Storages that were counted, or belong to the model."""
-    alive: list[Any] = field(default_factory=list)
-    """Storages kept alive, so that no new storage reuses a known address."""
-    at: int = 0
-
-    def note(self, tensor: Tensor) -> Tensor:
-        storage = _storage(tensor)
-        if storage not in self.known and self.sizes:
-            self.known.add(storage)
-            self.alive.append(tensor)
-            self.sizes[self.at] += tensor.untyped_storage().nbytes()
-        return tensor
-
-    @contextmanager
-    def tracking(self, units: Sequence[Block]) -> Iterator[None]:
-        """Track the running block."""
-
-        def enter(place: int) -> Callable[..., None]:
-            return lambda *_: setattr(self, "at", place)
-
-        handles = [
-            module.register_forward_pre_hook(enter(place))
-            for place, unit in enumerate(units)
-            for module in unit.entries
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _storage(tensor: Tensor) -> int:

@@ -71,25 +71,28 @@ def _below(name: str, module: nn.Module) -> Iterator[Block]:
         full = _join(name, leaf)
         if isinstance(child, _CONTAINERS):
             yield from _below(full, child)
-        elif isinstance(module, _CONTAINERS):
-            yield whole_block(full, child)
-        else:
-            yield from _top_level(full, child)
+            continue
+        inner = {} if isinstance(module, _CONTAINERS) else dict(_elements(full, child))
+        yield whole_block(full, child, without=inner)
+        yield from (whole_block(*element) for element in inner.items())
 
 
-def _top_level(name: str, child: nn.Module) -> Iterator[Block]:
-    inner = dict(_elements(name, child))
-    if not inner:
-        yield whole_block(name, child)
-        return
-    yield Block(name=name, owners=tuple(_left(name, child, inner)), entries=(child, *_free(name, child, inner)))
-    yield from (whole_block(full, element) for full, element in inner.items())
+def whole_block(name: str, module: nn.Module, *, without: Iterable[str] = ()) -> Block:
+    """Return a module with all modules below it as a block, except some modules that are blocks themselves.
 
-
-def whole_block(name: str, module: nn.Module) -> Block:
-    """Return a module with all modules below it as a block."""
-    owners = tuple((_join(name, inner), owner) for inner, owner in module.named_modules())
-    return Block(name=name, owners=owners, entries=(module,))
+    Activations enter it between those too: at the largest modules that hold none of them.
+    """
+    owners: list[tuple[str, nn.Module]] = []
+    entries = [module]
+    for full, owner in module.named_modules(prefix=name):
+        if any(full == inner or full.startswith(f"{inner}.") for inner in without):
+            continue
+        owners.append((full, owner))
+        outer = full.rpartition(".")[0]
+        holds, outer_holds = (any(inner.startswith(f"{one}.") for inner in without) for one in (full, outer))
+        if full != name and outer_holds and not holds:
+            entries.append(owner)
+    return Block(name=name, owners=tuple(owners), entries=tuple(entries))
 
 
 def _elements(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -102,25 +105,6 @@ def _elements(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield full, child
         else:
             yield from _elements(full, child)
-
-
-def _left(name: str, module: nn.Module, inner: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules outside of the inner elements."""
-    yield name, module
-    for leaf, child in module.named_children():
-        full = _join(name, leaf)
-        if full not in inner:
-            yield from _left(full, child, inner)
-
-
-def _free(name: str, module: nn.Module, inner: dict[str, nn.Module]) -> Iterator[nn.Module]:
-    """Yield the largest modules without an inner element: activations enter them between those elements."""
-    for leaf, child in module.named_children():
-        full = _join(name, leaf)
-        if not any(element == full or element.startswith(f"{full}.") for element in inner):
-            yield child
-        elif full not in inner:
-            yield from _free(full, child, inner)
 
 
 def _join(prefix: str, leaf: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.errors import Problem
 from trainkit.strategies.base import PlanContext, SetupRequest, StagePart
-from trainkit.strategies.groups.devices import device_problems, parse_device
+from trainkit.strategies.groups.devices import device_list_problems, parse_device
 from trainkit.strategies.maps.layout import DeviceLayout
 from trainkit.strategies.maps.solver import ModelMap
 
@@ -172,17 +172,12 @@ def _device_problems(devices: Devices, context: PlanContext) -> Iterator[Problem
         yield Problem(key=key, value=shown, rule=rule)
         return
     groups = [one for one in shown if isinstance(one, list)]
-    found = [problem for group in groups for name in group for problem in device_problems(key, name, context.num_gpus)]
-    if found:
-        yield from found
+    flat = [name for group in groups for name in group]
+    because = "A GPU is in one place of one replica."
+    if found := device_list_problems(key, flat, context.num_gpus, because=because):
+        yield from (replace(one, value=shown) if one.value == flat else one for one in found)
         return
-    parsed = [[parse_device(name) or "cpu" for name in group] for group in groups]
-    named = [device for group in parsed for device in group if device != "cpu"]
-    if twice := sorted({device for device in named if named.count(device) > 1}):
-        yield Problem(
-            key=key, value=shown, rule=f"names {', '.join(twice)} twice. A GPU is in one place of one replica."
-        )
-    kinds = [[device.partition(":")[0] for device in group] for group in parsed]
+    kinds = [[(parse_device(name) or "cpu").partition(":")[0] for name in group] for group in groups]
     if other := next((kind for kind in kinds if kind != kinds[0]), None):
         rule = f"has a group of {', '.join(kinds[0])} and one of {', '.join(other)}. Replicas have the same devices, "
         yield Problem(key=key, value=shown, rule=f"{rule}in the same order: one map serves all.")

@@ -50,60 +50,40 @@ class ReductionOptions:
 
     def reduction_problems(self, context: PlanContext, tasks: Callable[[], Sequence[Task]]) -> list[Problem]:
         """Return problems of combined reducers, compression and modes; pure."""
+        by_backend = self.reduce in ("backend", "auto")
         if context.numerics.reproducible:
-            return self._beside_lanes()
-        found = [*self._reduce_problems(context, tasks), *self._compression_problems(context)]
-        if context.optimizers and self.compression == "powersgd":
-            rule = "supports one exchange per step, and with optimizers there may be several."
-            found.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
-        return found
-
-    def _beside_lanes(self) -> list[Problem]:
-        rule = "does not work with numerics.reproducible=true, whose order of summation is fixed. Leave one out."
-        chosen = {"reduce": (self.reduce, ("auto", "backend")), "compression": (self.compression, ("none",))}
-        return [
-            Problem(key=f"strategy.{key}", value=value, rule=rule)
-            for key, (value, free) in chosen.items()
-            if value not in free
-        ]
-
-    def _reduce_problems(self, context: PlanContext, tasks: Callable[[], Sequence[Task]]) -> list[Problem]:
-        found = []
-        if self.reduce == "shared_memory":
-            hosts = context.launch.num_hosts if context.launch is not None else 1
-            if hosts > 1:
-                rule = f"reaches the processes of one host, and there are {hosts}. Use backend, hierarchical or auto."
-                found.append(Problem(key="strategy.reduce", value=self.reduce, rule=rule))
-            elif any(task.device != "cpu" for task in tasks()):
-                rule = "sums in the memory of the host, and the replicas are on GPUs. Use backend."
-                found.append(Problem(key="strategy.reduce", value=self.reduce, rule=rule))
-            elif not sys.platform.startswith("linux"):
-                rule = f"needs Linux, and this is {sys.platform}. Use backend."
-                found.append(Problem(key="strategy.reduce", value=self.reduce, rule=rule))
-        if self.reduce not in ("backend", "auto") and self.bucket_mb != ReductionOptions.bucket_mb:
-            rule = f"has no effect with strategy.reduce={self.reduce}: only backend sends buckets."
-            found.append(Problem(key="strategy.bucket_mb", value=self.bucket_mb, rule=rule))
-        return found
-
-    def _compression_problems(self, context: PlanContext) -> list[Problem]:
-        found = []
-        if self.compression != "none" and self.reduce not in ("backend", "auto"):
-            rule = f"is done by the backend, and strategy.reduce={self.reduce}. Use strategy.reduce=backend."
-            found.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
-        if self.compression != "powersgd":
-            for key in ("powersgd_rank", "powersgd_after"):
-                if getattr(self, key) != getattr(ReductionOptions, key):
-                    rule = "has no effect without strategy.compression=powersgd."
-                    found.append(Problem(key=f"strategy.{key}", value=getattr(self, key), rule=rule))
-            return found
+            rule = "does not work with numerics.reproducible=true, whose order of summation is fixed. Leave one out."
+            return self._where((not by_backend, "reduce", rule), (self.compression != "none", "compression", rule))
+        hosts, defaults = context.launch.num_hosts if context.launch is not None else 1, ReductionOptions
+        shares, thin = self.reduce == "shared_memory", self.compression == "powersgd"
+        alone = "has no effect without strategy.compression=powersgd."
         kept = "what one such step loses would stay in its error feedback for good. Use bf16 or none."
-        if context.precision == "fp16_mixed":
-            rule = f"cannot leave out a step that overflows, as precision=fp16_mixed does: {kept}"
-            found.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
-        if context.numerics.leaves_out:
-            rule = f"cannot leave out a step, as numerics.on_nonfinite={context.numerics.on_nonfinite} does: {kept}"
-            found.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
-        return found
+        on_gpus = shares and hosts == 1 and any(task.device != "cpu" for task in tasks())
+        return self._where(
+            (shares and hosts > 1, "reduce",
+             f"reaches the processes of one host, and there are {hosts}. Use backend, hierarchical or auto."),
+            (on_gpus, "reduce", "sums in the memory of the host, and the replicas are on GPUs. Use backend."),
+            (shares and hosts == 1 and not on_gpus and not sys.platform.startswith("linux"), "reduce",
+             f"needs Linux, and this is {sys.platform}. Use backend."),
+            (not by_backend and self.bucket_mb != defaults.bucket_mb, "bucket_mb",
+             f"has no effect with strategy.reduce={self.reduce}: only backend sends buckets."),
+            (not by_backend and self.compression != "none", "compression",
+             f"is done by the backend, and strategy.reduce={self.reduce}. Use strategy.reduce=backend."),
+            (not thin and self.powersgd_rank != defaults.powersgd_rank, "powersgd_rank", alone),
+            (not thin and self.powersgd_after != defaults.powersgd_after, "powersgd_after", alone),
+            (thin and context.precision == "fp16_mixed", "compression",
+             f"cannot leave out a step that overflows, as precision=fp16_mixed does: {kept}"),
+            (thin and context.numerics.leaves_out, "compression",
+             f"cannot leave out a step, as numerics.on_nonfinite={context.numerics.on_nonfinite} does: {kept}"),
+            (thin and bool(context.optimizers), "compression",
+             "supports one exchange per step, and with optimizers there may be several."),
+        )  # fmt: skip
+
+    def _where(self, *rows: tuple[bool, str, str]) -> list[Problem]:
+        """Return a problem for each row (whether it holds, option, rule) that holds."""
+        return [
+            Problem(key=f"strategy.{key}", value=getattr(self, key), rule=rule) for holds, key, rule in rows if holds
+        ]
 
     @property
     def bucket_bytes(self) -> int:
