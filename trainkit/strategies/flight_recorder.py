@@ -6,7 +6,7 @@ the other ranks of its host have mapped. Of two ranks that call different collec
 the other there and raises; otherwise gloo would end the process by SIGABRT, or both would wait for ever. The file
 outlives the process, so that the parent can read it.
 
-PyTorch's own recorder keeps the collectives of NCCL in memory, for a process that still responds, and the checks of
+PyTorch's own recorder keeps the collectives in memory, for a process that still responds, and the checks of
 TORCH_DISTRIBUTED_DEBUG=DETAIL cost one more exchange for each collective.
 """
 

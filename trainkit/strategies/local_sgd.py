@@ -254,16 +254,6 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
             return replace(outcome, left_out=self._left_out_by_any())
         return outcome
 
-    def _average(self) -> None:
-        """Make the replicas equal, with the lowest of their loss scales; collective."""
-        replica = self._replica
-        self._window.average(replica)
-        if replica.loss_scale.moves:
-            scale = replica.loss_scale.state()
-            every = replica.all_ranks.gather(torch.tensor(list(scale.values()), dtype=torch.float64))
-            lowest = min(one.tolist() for one in every)
-            replica.set_loss_scale(replica.loss_scale.restored(dict(zip(scale, lowest, strict=True))))
-
     def _step_alone(self, ticket: Ticket, batches: Sequence[Batch], own: StepContext) -> StepOutcome:
         """Run forward, backward and update of one replica, with the loss averaged over its own targets."""
         replica, apart = self._replica, self._apart
@@ -319,14 +309,20 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
 
     @torch.no_grad()
     def _average(self) -> None:
-        """Average the replicas; collective, unless there is one."""
-        if self._replica.num_ranks > 1:
-            _make_state(self._replica)
+        """Average the replicas, and give them the lowest of their loss scales; collective, unless there is one."""
+        replica = self._replica
+        if replica.num_ranks > 1:
+            _make_state(replica)
             self._exchange()
         if self._settings.outer.lr is not None:
             self._step_outside(self._settings.outer.lr)
-        self._replica.refresh_params()
+        replica.refresh_params()
         self._steps, self._targets, self._samples = 0, 0.0, 0.0
+        if replica.loss_scale.moves:
+            scale = replica.loss_scale.state()
+            every = replica.all_ranks.gather(torch.tensor(list(scale.values()), dtype=torch.float64))
+            lowest = min(one.tolist() for one in every)
+            replica.set_loss_scale(replica.loss_scale.restored(dict(zip(scale, lowest, strict=True))))
 
     def _exchange(self) -> None:
         """Sum one vector over the ranks.
