@@ -28,7 +28,7 @@ _HOMES: Final[Mapping[str, Mapping[str, str]]] = {
         "ImageFiles": "data.sets.image_folder", "ImageFolder": "data.sets.image_folder",
         "JsonLines": "data.sets.json_lines", "Lists": "data.collates", "MixUp": "data.batch_transforms",
         "PadImages": "data.collates", "PadSequences": "data.collates", "PythonSource": "data.sets.text",
-        "Splits": "data.sets.several", "Stream": "data.reading.iterable", "Synthetic": "data.sets.synthetic",
+        "Splits": "data.splits", "Stream": "data.reading.iterable", "Synthetic": "data.sets.synthetic",
         "SyntheticTokens": "data.sets.synthetic", "TextFile": "data.sets.text", "TextLines": "data.sets.text",
         "TokenMemmap": "data.sets.text", "WeightsOf": "data.samplers",
     },

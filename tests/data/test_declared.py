@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_map
 
 from trainkit.cli import main
 from trainkit.config.sections import CvConfig
-from trainkit.data.declared import declared_data
-from trainkit.data.splits import build_splits
+from trainkit.data.splits import build_splits, declared_data
 
 NODES: list[Mapping[str, Any]] = [
     {"_target_": "trainkit.data.Digits", "scaling": "unit"},

@@ -10,8 +10,8 @@ import torch
 
 from tests.data.samples import CPU, InMemorySquares, Noisy, Squares
 from trainkit.config.sections import LoaderConfig as LoaderSettings
-from trainkit.data.evaluation import EvalBatches, num_eval_batches
 from trainkit.data.hooks import Reading
+from trainkit.data.reading.loader import EvalBatches, num_eval_batches
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.regression import Regression
 from trainkit.strategies.base import LocalModel

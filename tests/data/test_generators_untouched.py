@@ -12,9 +12,9 @@ import torch
 
 from tests.data.samples import CPU, Noisy, make_loader
 from trainkit.config.sections import LoaderConfig as LoaderSettings
-from trainkit.data.evaluation import EvalBatches
 from trainkit.data.hooks import Reading
 from trainkit.data.reading.iterable import Stream
+from trainkit.data.reading.loader import EvalBatches
 from trainkit.errors import DataError
 from trainkit.numerics.batch import Ticket
 

@@ -49,7 +49,7 @@ def test_small_batches_are_read_ahead_over_epochs_and_each_sample_once() -> None
 
 
 def test_a_batch_is_read_before_its_step_but_none_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.data.reading.source._BURST_S", 60.0)  # a busy machine may pause for longer
+    monkeypatch.setattr("trainkit.data.reading.loader._BURST_S", 60.0)  # a busy machine may pause for longer
     data = Numbers()
     numbers(reader_of(data), 7)
     assert data.read == [4, 5, 6, 7, 8, 9]

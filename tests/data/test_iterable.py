@@ -10,10 +10,9 @@ from torch import Tensor
 
 from tests.data.samples import CPU, all_batches, make_loader
 from trainkit.config.sections import LoaderConfig as LoaderSettings
-from trainkit.data.evaluation import EvalBatches
 from trainkit.data.hooks import Reading
 from trainkit.data.reading.iterable import Stream
-from trainkit.data.reading.loader import Loader
+from trainkit.data.reading.loader import EvalBatches, Loader
 from trainkit.errors import ConfigError, DataError
 from trainkit.numerics.batch import Ticket
 

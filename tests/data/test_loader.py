@@ -16,8 +16,7 @@ import torch
 from tests.data.samples import CPU, InMemorySquares, Noisy, Squares, all_batches, make_loader
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.hooks import DataHooks, Reading, UserCollate
-from trainkit.data.reading.loader import Loader
-from trainkit.data.reading.source import Source
+from trainkit.data.reading.loader import Loader, Source
 from trainkit.errors import ConfigError, DataError
 from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tests.data.samples import CPU, InMemorySquares, Numbered, Squares, make_loader
-from trainkit.data.reading import pinned_ring
+from trainkit.data.reading import collate
+from trainkit.data.reading.collate import CopyStream, PinnedRing
 from trainkit.data.reading.iterable import Stream
-from trainkit.data.reading.pinned_ring import CopyStream, PinnedRing
 from trainkit.numerics.batch import Ticket
 
 
@@ -108,7 +108,7 @@ def test_batches_of_every_source_go_through_the_ring_of_a_cuda_device(
     dataset: Any, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device()
-    monkeypatch.setattr(pinned_ring, "CopyStream", lambda _: device)
+    monkeypatch.setattr(collate, "CopyStream", lambda _: device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))  # the dataset does not fit there
     batches = make_loader(dataset, device=torch.device("cuda"), **settings)
     for step in range(2):

@@ -14,14 +14,12 @@ from torch import Tensor
 
 from tests.data.samples import CPU, NO_HOOKS, Copied
 from trainkit.config.sections import CvConfig, LoaderConfig
-from trainkit.data.declared import declared_data
-from trainkit.data.evaluation import EvalBatches
 from trainkit.data.hooks import DataHooks, Reading, UserCollate
 from trainkit.data.reading.collate import collate
-from trainkit.data.reading.loader import Loader
+from trainkit.data.reading.loader import EvalBatches, Loader
 from trainkit.data.sets.image_folder import ImageFiles, ImageFolder
 from trainkit.data.sets.text import PythonSource, TextLines, TokenMemmap
-from trainkit.data.splits import part_of
+from trainkit.data.splits import declared_data, part_of
 from trainkit.data.stored import ImagesInMemory, Normalisation, Samples, Stored, stored_of, travelling_bytes
 from trainkit.errors import DataError
 from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainkit.data.reading.source import collated
+from trainkit.data.reading.loader import collated
 from trainkit.data.sets.synthetic import Synthetic, SyntheticTokens
 from trainkit.errors import ConfigError
 

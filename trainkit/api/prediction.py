@@ -24,8 +24,8 @@ from trainkit.config.identity import run_config
 from trainkit.config.sections import LoaderConfig
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.config.targets.build import build
-from trainkit.data.evaluation import EvalBatches
 from trainkit.data.hooks import Reading
+from trainkit.data.reading.loader import EvalBatches
 from trainkit.data.remarks import remarks
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, Problem, UnreadableError

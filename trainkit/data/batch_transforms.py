@@ -17,7 +17,41 @@ from trainkit.objectives.fields import Field, chosen_fields, named_fields, with_
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixUp:
+class _Mix:
+    """The common part of the transforms that mix samples of a shard."""
+
+    num_classes: Annotated[int, at_least(2)]
+    """Number of classes."""
+    alpha: Annotated[float, above(0)] = 1.0
+    """Parameter of the Beta distribution: small values mix little."""
+    share: Annotated[float, within(0, 1)] = 1.0
+    """Share of the shards that are mixed."""
+    input: Field | None = None
+    """The field that is mixed; null: as for `objective.input`."""
+    target: Field | None = None
+    """The field with the classes; null: as for `objective.target`."""
+
+    def _drawn(self, batch: Any) -> _Drawn:
+        """Draw the random numbers of a batch."""
+        names, named = chosen_fields(batch, self.input, self.target), named_fields(batch)
+        inputs, targets = named[names[0]], named[names[1]]
+        if not targets.is_floating_point():
+            try:
+                targets = functional.one_hot(targets.long(), self.num_classes).movedim(-1, 1).to(inputs.dtype)
+            except RuntimeError as error:
+                name, last = type(self).__name__, self.num_classes - 1
+                raise DataError(
+                    f"{name} mixes the classes 0 to {last}, and a target is none of them: it is one that "
+                    "objective.ignore_index leaves out, or data.batch_transform.num_classes is too small."
+                ) from error
+        mixes = np.random.random_sample() < self.share  # noqa: NPY002 - keyed by step and shard
+        drawn = np.random.beta(self.alpha, self.alpha)  # noqa: NPY002
+        order = sent_to(inputs.device, torch.randperm(len(inputs)))
+        return _Drawn(names=names, inputs=inputs, classes=targets, order=order, kept=float(drawn) if mixes else 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixUp(_Mix):
     """Mix each input and its class with those of another sample of the shard, with weights m and 1 - m.
 
     m is drawn from Beta(alpha, alpha), once per shard. Targets become probabilities of classes, (samples, classes), or
@@ -31,26 +65,18 @@ class MixUp:
     Source: Zhang et al. 2018, arXiv:1710.09412.
     """
 
-    num_classes: Annotated[int, at_least(2)]
-    """Number of classes."""
     alpha: Annotated[float, above(0)] = 0.2
     """Parameter of the Beta distribution: small values mix little."""
-    share: Annotated[float, within(0, 1)] = 1.0
-    """Share of the shards that are mixed."""
-    input: Field | None = None
-    """The field that is mixed; null: as for `objective.input`."""
-    target: Field | None = None
-    """The field with the classes; null: as for `objective.target`."""
 
     def __call__(self, batch: Any) -> Any:
         """Return the mixed batch; the given one stays as it is."""
-        drawn = _Drawn.of(batch, self)
+        drawn = self._drawn(batch)
         mixed = drawn.inputs * drawn.kept + drawn.inputs[drawn.order] * (1 - drawn.kept)
         return with_fields(batch, {drawn.names[0]: mixed, drawn.names[1]: drawn.targets(drawn.kept)})
 
 
 @dataclass(frozen=True, kw_only=True)
-class CutMix:
+class CutMix(_Mix):
     """Replace a rectangle of each image by that of another sample of the shard, and mix the classes by area.
 
     The area is drawn from Beta(alpha, alpha), once per shard, like its position. An image is (..., height, width).
@@ -63,20 +89,9 @@ class CutMix:
     Source: Yun et al. 2019, arXiv:1905.04899.
     """
 
-    num_classes: Annotated[int, at_least(2)]
-    """Number of classes."""
-    alpha: Annotated[float, above(0)] = 1.0
-    """Parameter of the Beta distribution."""
-    share: Annotated[float, within(0, 1)] = 1.0
-    """Share of the shards that are mixed."""
-    input: Field | None = None
-    """The field with the images; null: as for `objective.input`."""
-    target: Field | None = None
-    """The field with the classes; null: as for `objective.target`."""
-
     def __call__(self, batch: Any) -> Any:
         """Return the mixed batch; the given one stays as it is."""
-        drawn = _Drawn.of(batch, self)
+        drawn = self._drawn(batch)
         if drawn.inputs.dim() < 3:
             raise DataError(f"CutMix cuts images (samples, ..., height, width), not {tuple(drawn.inputs.shape)}.")
         if drawn.classes.dim() > 2:
@@ -147,25 +162,6 @@ class _Drawn:
     """(samples,) the partner of each sample."""
     kept: float
     """Weight of the sample itself in the mixture."""
-
-    @classmethod
-    def of(cls, batch: Any, settings: MixUp | CutMix) -> _Drawn:
-        """Draw the random numbers of a batch."""
-        names, named = chosen_fields(batch, settings.input, settings.target), named_fields(batch)
-        inputs, targets = named[names[0]], named[names[1]]
-        if not targets.is_floating_point():
-            try:
-                targets = functional.one_hot(targets.long(), settings.num_classes).movedim(-1, 1).to(inputs.dtype)
-            except RuntimeError as error:
-                name, last = type(settings).__name__, settings.num_classes - 1
-                raise DataError(
-                    f"{name} mixes the classes 0 to {last}, and a target is none of them: it is one that "
-                    "objective.ignore_index leaves out, or data.batch_transform.num_classes is too small."
-                ) from error
-        mixes = np.random.random_sample() < settings.share  # noqa: NPY002 - keyed by step and shard
-        drawn = np.random.beta(settings.alpha, settings.alpha)  # noqa: NPY002
-        order = sent_to(inputs.device, torch.randperm(len(inputs)))
-        return cls(names=names, inputs=inputs, classes=targets, order=order, kept=float(drawn) if mixes else 1.0)
 
     def targets(self, kept: float) -> Tensor:
         """Return the mixed classes."""

@@ -16,7 +16,50 @@ from trainkit.objectives.fields import IGNORED, TARGETS, Field, tuple_like
 
 
 @dataclass(frozen=True, kw_only=True)
-class PadSequences:
+class _Pad:
+    """The common part of the collates that pad fields to one shape; other fields are stacked."""
+
+    padding: float = 0
+    """The value of padded places, except in the target."""
+    target_padding: float = IGNORED
+    """The value of padded places in the target; -100 is ignored by all losses of trainkit over classes or tokens."""
+    target: Field | None = None
+    """The field of the target; null: the last of a tuple, or target, targets, y, label or labels of a dict."""
+    multiple_of: Annotated[int, at_least(1)] = 1
+    """Pad to a multiple of this, such as the stride of the model."""
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        """Return the batch."""
+        columns, first, target = _columns(samples), samples[0], self.target
+        if target is None and isinstance(first, tuple | list):
+            target = len(columns) - 1 if len(columns) > 1 else None
+        elif target is None:
+            target = next((name for name in TARGETS if name in columns), None)
+        batch, padded = dict[Any, Any](), list[Tensor]()
+        for name, column in columns.items():
+            tensors = _tensors(column)
+            shape = None if tensors is None else self._shape(tensors)
+            if tensors is None or shape is None:
+                batch[name] = stack(column)
+            else:
+                batch[name] = _padded(tensors, shape, self.target_padding if name == target else self.padding)
+                padded = padded or tensors
+        return _like(first, self._with_mask(batch, padded))
+
+    def _shape(self, tensors: Sequence[Tensor]) -> list[int] | None:
+        """Return the shape that the values of a field are padded to; None: the field is not padded."""
+        raise NotImplementedError
+
+    def _with_mask(self, batch: dict[Any, Any], _padded: Sequence[Tensor]) -> dict[Any, Any]:
+        """Return the batch with a mask of the first field that was padded, if a class adds one."""
+        return batch
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self.multiple_of) * self.multiple_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class PadSequences(_Pad):
     """Pad sequences at their end to the longest of the shard, and stack them; numbers are stacked.
 
     A sequence is a tensor (length, ...) or a list of numbers.
@@ -29,46 +72,34 @@ class PadSequences:
                 [   8, -100, -100]]))
     """
 
-    padding: float = 0
-    """The value of padded places, except in the target."""
-    target_padding: float = IGNORED
-    """The value of padded places in the target; -100 is ignored by all losses of trainkit over classes or tokens."""
-    target: Field | None = None
-    """The field of the target; null: the last of a tuple, or target, targets, y, label or labels of a dict."""
     length: Annotated[int | None, at_least(1)] = None
     """Pad to this length instead: batches then do not depend on how a step is cut. A longer sequence is refused."""
-    multiple_of: Annotated[int, at_least(1)] = 1
-    """Pad to a multiple of this."""
     mask: str | None = None
     """Add a field of this name to dict samples, (samples, length) int64: 1 where the first sequence has a value."""
 
-    def __call__(self, samples: Sequence[Any]) -> Any:
-        """Return the batch."""
-        columns = _columns(samples)
-        target = _target_of(samples[0], columns, self.target)
-        batch: dict[Any, Any] = {}
-        mask = None
-        for name, column in columns.items():
-            tensors = _tensors(column)
-            if tensors is None or tensors[0].dim() == 0:
-                batch[name] = stack(column)
-                continue
-            longest = max(len(one) for one in tensors)
-            if self.length is not None and longest > self.length:
-                raise DataError(f"a sequence of length {longest} is longer than data.collate.length={self.length}.")
-            size = -(-(self.length or longest) // self.multiple_of) * self.multiple_of
-            value = self.target_padding if name == target else self.padding
-            batch[name] = _padded(tensors, [size, *tensors[0].shape[1:]], value)
-            if mask is None:
-                lengths = torch.tensor([len(one) for one in tensors])
-                mask = (torch.arange(size) < lengths.unsqueeze(1)).long()
-        if self.mask is not None:
-            batch[self.mask] = _mask_of(samples[0], mask, batch)
-        return _like(samples[0], batch)
+    def _shape(self, tensors: Sequence[Tensor]) -> list[int] | None:
+        if tensors[0].dim() == 0:
+            return None
+        longest = max(len(one) for one in tensors)
+        if self.length is not None and longest > self.length:
+            raise DataError(f"a sequence of length {longest} is longer than data.collate.length={self.length}.")
+        return [self._rounded(self.length or longest), *tensors[0].shape[1:]]
+
+    def _with_mask(self, batch: dict[Any, Any], padded: Sequence[Tensor]) -> dict[Any, Any]:
+        if self.mask is None:
+            return batch
+        if not all(isinstance(name, str) for name in batch):
+            raise DataError(
+                "data.collate.mask names a field, and the samples are not dicts. Give dicts, or leave it out."
+            )
+        if (shape := self._shape(padded) if padded else None) is None:
+            raise DataError("data.collate.mask needs a sequence, and a sample has none.")
+        lengths = torch.tensor([len(one) for one in padded])
+        return {**batch, self.mask: (torch.arange(shape[0]) < lengths.unsqueeze(1)).long()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PadImages:
+class PadImages(_Pad):
     """Pad images of several sizes at their right and bottom to the largest of the shard, and stack them.
 
     An image is a tensor (..., height, width); a target of the same kind, such as a mask of classes, is padded in the
@@ -80,30 +111,11 @@ class PadImages:
         (torch.Size([2, 3, 4, 5]), tensor([0, 1]))
     """
 
-    padding: float = 0
-    """The value of padded pixels, except in the target."""
-    target_padding: float = IGNORED
-    """The value of padded pixels in a target that is an image."""
-    target: Field | None = None
-    """The field of the target; null: the last of a tuple, or target, targets, y, label or labels of a dict."""
-    multiple_of: Annotated[int, at_least(1)] = 1
-    """Pad height and width to a multiple of this, such as the stride of the model."""
-
-    def __call__(self, samples: Sequence[Any]) -> Any:
-        """Return the batch."""
-        columns = _columns(samples)
-        target = _target_of(samples[0], columns, self.target)
-        batch = {}
-        for name, column in columns.items():
-            tensors = _tensors(column)
-            if tensors is None or tensors[0].dim() < 2:
-                batch[name] = stack(column)
-                continue
-            largest = [max(one.shape[dim] for one in tensors) for dim in (-2, -1)]
-            size = [-(-side // self.multiple_of) * self.multiple_of for side in largest]
-            value = self.target_padding if name == target else self.padding
-            batch[name] = _padded(tensors, [*tensors[0].shape[:-2], *size], value)
-        return _like(samples[0], batch)
+    def _shape(self, tensors: Sequence[Tensor]) -> list[int] | None:
+        if tensors[0].dim() < 2:
+            return None
+        largest = [max(one.shape[dim] for one in tensors) for dim in (-2, -1)]
+        return [*tensors[0].shape[:-2], *map(self._rounded, largest)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,14 +193,6 @@ def _like(sample: Any, batch: dict[Any, Any]) -> Any:
     return batch.get(None, batch)
 
 
-def _target_of(sample: Any, columns: Mapping[Any, Any], named: Field | None) -> Any:
-    if named is not None:
-        return named
-    if isinstance(sample, tuple | list):
-        return len(columns) - 1 if len(columns) > 1 else None
-    return next((name for name in TARGETS if name in columns), None)
-
-
 def _tensors(column: Sequence[Any]) -> list[Tensor] | None:
     """Return the values of a field as tensors; None for text and other objects."""
     try:
@@ -203,11 +207,3 @@ def _padded(tensors: Sequence[Tensor], shape: Sequence[int], value: float) -> Te
     for row, one in zip(batch, tensors, strict=True):
         row[tuple(slice(0, size) for size in one.shape)] = one
     return batch
-
-
-def _mask_of(sample: Any, mask: Tensor | None, batch: Mapping[Any, Any]) -> Tensor:
-    if isinstance(sample, tuple | list) or None in batch:
-        raise DataError("data.collate.mask names a field, and the samples are not dicts. Give dicts, or leave it out.")
-    if mask is None:
-        raise DataError("data.collate.mask needs a sequence, and a sample has none.")
-    return mask

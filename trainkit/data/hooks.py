@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from trainkit.config.sections import LoaderConfig
-from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
+from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import build_callable, hooks_in
 from trainkit.data.reading.collate import CollateFunction, collate, shape_text
+from trainkit.data.reading.files import listed
 from trainkit.data.reading.iterable import Stream
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
 from trainkit.numerics.batch import BatchPlan, Order, SampleOrder
@@ -23,20 +24,25 @@ from trainkit.numerics.generators import Untouched, generators_of, hash64, mix64
 from trainkit.numerics.randomness import transform_key
 
 _DRAWING: Final = 0x64726177
+"""Separates draws by weight from the permutation of an epoch."""
+_Code = TypeVar("_Code", bound="_UserCode")
 
 
 @dataclass(frozen=True, kw_only=True)
-class UserCollate:
+class _UserCode:
+    function: Callable[[Any], Any]
+    name: str
+    """The text of the config that names it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserCollate(_UserCode):
     """The function of `data.collate`, called with the samples of one shard.
 
     Example:
         >>> UserCollate(function=list, name="list")([3, 4], [0, 1])
         [3, 4]
     """
-
-    function: Callable[[list[Any]], Any]
-    name: str
-    """The text of the config that names it."""
 
     def __call__(self, samples: Sequence[Any], indices: Sequence[int], /) -> Any:
         """Return the batch.
@@ -49,14 +55,16 @@ class UserCollate:
         except TrainkitError:
             raise
         except Exception as error:
+            shapes = list(dict.fromkeys(shape_text(sample) for sample in samples))
             raise DataError(
-                f"data.collate={self.name} fails on the samples {_listed(indices)}: {type(error).__name__}: {error}. "
-                f"They are {_shapes(samples)}."
+                f"data.collate={self.name} fails on the samples {listed(indices, 8)}: {type(error).__name__}: {error}. "
+                f"They are {'; '.join(shapes[:3])}{' ...' if len(shapes) > 3 else ''}."
             ) from error
         if not _holds(batch, len(samples)):
             raise DataError(
-                f"data.collate={self.name} makes {shape_text(batch)} of the {len(samples)} samples {_listed(indices)}: "
-                "every sample must be in the batch once. To leave out samples, leave them out of the dataset."
+                f"data.collate={self.name} makes {shape_text(batch)} of the {len(samples)} samples "
+                f"{listed(indices, 8)}: every sample must be in the batch once. To leave out samples, leave them out "
+                "of the dataset."
             )
         return batch
 
@@ -83,22 +91,9 @@ def _lengths_of_lists(batch: Any) -> list[int]:
     return [len(batch)] if isinstance(batch, list) else []
 
 
-def _listed(indices: Sequence[int]) -> str:
-    return f"{', '.join(map(str, indices[:8]))}{' ...' if len(indices) > 8 else ''}"
-
-
-def _shapes(samples: Sequence[Any]) -> str:
-    found = list(dict.fromkeys(shape_text(sample) for sample in samples))
-    return f"{'; '.join(found[:3])}{' ...' if len(found) > 3 else ''}"
-
-
 @dataclass(frozen=True, kw_only=True)
-class UserTransform:
+class UserTransform(_UserCode):
     """The function of `data.batch_transform`, called with the batch of one shard, on its device."""
-
-    function: Callable[[Any], Any]
-    name: str
-    """The text of the config that names it."""
 
     def __call__(self, batch: Any, *, key: tuple[int, int, int], size: int, device: torch.device) -> Any:
         """Return the transformed batch; the generators of the training stay as they were.
@@ -135,12 +130,9 @@ class UserTransform:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UserSampler:
+class UserSampler(_UserCode):
     """The function of `data.sampler`: from the training split to the weight of each sample."""
 
-    function: Callable[[Any], Any]
-    name: str
-    """The text of the config that names it."""
     _known: dict[int, NDArray[np.float64]] = field(default_factory=dict, repr=False, compare=False)
 
     def cumulative(self, dataset: Any) -> NDArray[np.float64]:
@@ -223,12 +215,17 @@ class DataHooks:
             ConfigError: something cannot be imported or built.
         """
         given = {key: value for key, value in hooks_in(node).items() if value is not None}
-        made = {key: (build_callable(value, f"data.{key}"), _name_of(value)) for key, value in given.items()}
-        collate, transform, sampler = (made.get(key) for key in DATA_HOOKS)
+
+        def made(key: str, kind: type[_Code]) -> _Code | None:
+            if key not in given:
+                return None
+            name = given[key] if isinstance(given[key], str) else str(given[key][TARGET])
+            return kind(function=build_callable(given[key], f"data.{key}"), name=name)
+
         return cls(
-            collate=None if collate is None else UserCollate(function=collate[0], name=collate[1]),
-            transform=None if transform is None else UserTransform(function=transform[0], name=transform[1]),
-            sampler=None if sampler is None else UserSampler(function=sampler[0], name=sampler[1]),
+            collate=made("collate", UserCollate),
+            transform=made("batch_transform", UserTransform),
+            sampler=made("sampler", UserSampler),
         )
 
     def refuse_misfits(self, dataset: Any, settings: LoaderConfig) -> None:
@@ -295,7 +292,3 @@ def class_node(node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a `data` node that belong to its class."""
     hooks = hooks_in(node)
     return {key: value for key, value in node.items() if key not in hooks}
-
-
-def _name_of(value: str | Mapping[str, Any]) -> str:
-    return value if isinstance(value, str) else str(value[TARGET])

@@ -1,4 +1,4 @@
-"""From the data node of a config to one dataset per split, or to those of one fold.
+"""From the data node of a config to one dataset per split, to those of one fold, or to what their classes declare.
 
 Each fold of the training split is held out once, to validate the training on the others.
 """
@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.utils.data import IterableDataset
 
 from trainkit.config.sections import CvConfig
+from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import build, resolve_target
 from trainkit.config.targets.kinds import PLACES
+from trainkit.data.declaration import Declared
 from trainkit.data.hooks import class_node
+from trainkit.data.reading.collate import with_parts
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.stored import Stored, stored_of
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
@@ -40,16 +44,12 @@ def validation_splits(names: Iterable[str]) -> list[str]:
         >>> validation_splits(["train", "val", "val_ood", "test", "valid"])
         ['val', 'val_ood']
     """
-    return _named("val", names)
+    return [name for name in names if name == "val" or name.startswith("val_")]
 
 
 def test_splits(names: Iterable[str]) -> list[str]:
     """Return the splits that are evaluated once, at the end: `test`, and splits whose names begin with `test_`."""
-    return _named("test", names)
-
-
-def _named(kind: str, names: Iterable[str]) -> list[str]:
-    return [name for name in names if name == kind or name.startswith(f"{kind}_")]
+    return [name for name in names if name == "test" or name.startswith("test_")]
 
 
 def splits_of(node: Mapping[str, Any]) -> tuple[str, ...]:
@@ -105,8 +105,10 @@ def build_split(node: Mapping[str, Any], split: str) -> Any:
     own_nodes = getattr(resolve_target(node["_target_"], PLACES["data"]), "node_of", None)
     part = node if own_nodes is None else own_nodes(node, split)
     takes_split = own_nodes is None and _takes_split(resolve_target(part["_target_"], PLACES["data"]))
-    with Untouched(seed=key32(name_id(split))):  # random numbers in a constructor are the same on every rank
-        built = _by_position(_made(part, split, {"split": split} if takes_split else {}))
+    given = {"split": split} if takes_split else {}
+    # random numbers in a constructor are the same on every rank
+    with Untouched(seed=key32(name_id(split))), _named(f"the {split} split of {part['_target_']} cannot be made"):
+        built = _by_position(build(part, "data", **given))
     if size_of(built) == 0:
         more = "".join(f" {note}." for note in getattr(built, "notes", ()))
         raise DataError(f"the {split} split of {node['_target_']} is empty: it has no samples.{more}")
@@ -156,11 +158,8 @@ def size_of(dataset: Any) -> int:
             f"{name} has no length, so that no epoch can be planned. Give it __len__, or name it as the source of a "
             "stream with a number of samples: data=stream data.source._target_=... data.num_samples=N."
         )
-    try:
+    with _named(f"the length of {name} is not a number of samples"):
         return len(dataset)
-    except (TypeError, ValueError) as error:
-        text = f"the length of {name} is not a number of samples: {named_first_line(error)}."
-        raise DataError(with_frames(text, error)) from error
 
 
 def read_sample(dataset: Any, place: int) -> Any:
@@ -169,28 +168,19 @@ def read_sample(dataset: Any, place: int) -> Any:
     Raises:
         DataError: the dataset raised an error of its own.
     """
-    try:
+    with _named(f"sample {place} of {type(dataset).__name__} cannot be read"):
         return dataset[place]
-    except TrainkitError:
-        raise
-    except Exception as error:
-        text = f"sample {place} of {type(dataset).__name__} cannot be read: {named_first_line(error)}."
-        raise DataError(with_frames(text, error)) from error
 
 
-def _made(node: Mapping[str, Any], split: str, given: Mapping[str, Any]) -> Any:
-    """Build the dataset of a split.
-
-    Raises:
-        DataError: its constructor raised an error of its own.
-    """
+@contextmanager
+def _named(text: str) -> Iterator[None]:
+    """Raise an error of the user's code as a DataError with its frames."""
     try:
-        return build(node, "data", **given)
+        yield
     except TrainkitError:
         raise
     except Exception as error:
-        text = f"the {split} split of {node['_target_']} cannot be made: {named_first_line(error)}."
-        raise DataError(with_frames(text, error)) from error
+        raise DataError(with_frames(f"{text}: {named_first_line(error)}.", error)) from error
 
 
 def _takes_split(target: Any) -> bool:
@@ -223,23 +213,19 @@ def folded(splits: Mapping[str, Any], cv: CvConfig) -> Mapping[str, Any]:
     if cv.folds is None:
         return splits
     train = splits["train"]
-    _refuse(train, cv.folds)
+    if isinstance(train, Stream) or not hasattr(train, "__getitem__"):
+        name = type(train).__name__
+        rule = f"{name} is read sequentially: a fold needs samples by their index. Use a map-style dataset."
+        raise ConfigError([Problem(key="cv.folds", value=cv.folds, rule=rule)])
+    if cv.folds > size_of(train):
+        rule = f"more than the {size_of(train)} samples of train. Use {size_of(train)} or fewer."
+        raise ConfigError([Problem(key="cv.folds", value=cv.folds, rule=rule)])
     held_out = fold_of_each(size_of(train), cv.folds, seed=cv.seed, labels=labels_of(train)) == (cv.fold or 0)
     # A dataset that augments its training samples provides a view without augmentation.
     still = train.held_out() if hasattr(train, "held_out") else train
     rest = {name: dataset for name, dataset in splits.items() if name not in ("train", "val")}
-    return {"train": _chosen(train, ~held_out), "val": _chosen(still, held_out), **rest}
-
-
-def _refuse(train: Any, folds: int) -> None:
-    name = type(train).__name__
-    if isinstance(train, Stream) or not hasattr(train, "__getitem__"):
-        rule = f"{name} is read sequentially: a fold needs samples by their index. Use a map-style dataset."
-    elif folds > size_of(train):
-        rule = f"more than the {size_of(train)} samples of train. Use {size_of(train)} or fewer."
-    else:
-        return
-    raise ConfigError([Problem(key="cv.folds", value=folds, rule=rule)])
+    parts = {"train": part_of(train, np.flatnonzero(~held_out)), "val": part_of(still, np.flatnonzero(held_out))}
+    return {**parts, **rest}
 
 
 def fold_of_each(
@@ -293,25 +279,20 @@ def labels_of(dataset: Any) -> NDArray[np.int64] | None:
     return found.astype(np.int64) if fits else None
 
 
-def _chosen(dataset: Any, chosen: NDArray[np.bool_]) -> Any:
-    return part_of(dataset, np.flatnonzero(chosen))
-
-
 def part_of(dataset: Any, indices: NDArray[np.int64]) -> Any:
     """Return the samples at (n,) int64 indices of a dataset with random access, with the same ways of reading."""
-    if callable(getattr(dataset, "gather", None)):
-        return _PartGathered(dataset, indices)
-    if callable(getattr(dataset, "tensors", None)):
-        return _SubsetInMemory(dataset, indices)
     return _Subset(dataset, indices)
 
 
 class _Subset:
-    """A subset, read sample by sample."""
+    """Some samples of a dataset; it has `gather` or `tensors` if the dataset has, and its other attributes."""
 
     def __init__(self, dataset: Any, indices: NDArray[np.int64]) -> None:
-        self._dataset = dataset
-        self._indices = indices
+        self._dataset, self._indices = dataset, indices
+        if callable(getattr(dataset, "gather", None)):
+            self.gather = self._gathered
+        elif callable(getattr(dataset, "tensors", None)):
+            self.tensors = self._all
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -340,6 +321,18 @@ class _Subset:
         stored = stored_of(self._dataset)
         return None if stored is None else replace(stored, samples=part_of(stored.samples, self._indices))
 
+    def _gathered(self, indices: Tensor) -> Any:
+        return self._dataset.gather(torch.from_numpy(self._indices)[indices])
+
+    def _all(self) -> Any:
+        return self._arrays
+
+    @cached_property
+    def _arrays(self) -> Any:
+        """The samples of a dataset in memory, copied at the first access."""
+        places = torch.from_numpy(self._indices)
+        return with_parts(self._dataset.tensors(), lambda tensor: tensor.index_select(0, places))
+
     def __getattr__(self, name: str) -> Any:
         """Return other attributes of the dataset, such as `decode`, except attributes that read all of it."""
         if name.startswith("_") or name in ("tensors", "gather", "labels", "targets", "ids"):
@@ -347,28 +340,151 @@ class _Subset:
         return getattr(self._dataset, name)
 
 
-class _SubsetInMemory(_Subset):
-    """A subset of a dataset in memory, copied at the first access."""
+class DeclaredLength:
+    """A split with a length but without samples: they are unknown."""
 
-    as_stored = _Subset.as_stored
+    is_declared = True
+    """Whether a user's function that reads the data must not be called with this split."""
 
-    @cached_property
-    def _arrays(self) -> Any:
-        arrays, places = self._dataset.tensors(), torch.from_numpy(self._indices)
-        if isinstance(arrays, Mapping):
-            return {name: tensor.index_select(0, places) for name, tensor in arrays.items()}
-        return tuple(tensor.index_select(0, places) for tensor in arrays)
+    def __init__(self, count: int) -> None:
+        self._count = count
 
-    def tensors(self) -> Any:
-        """Return all samples."""
-        return self._arrays
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._count
 
 
-class _PartGathered(_Subset):
-    """A subset of a dataset that reads many samples at once."""
+class DeclaredSplit(DeclaredLength):
+    """A split of made-up samples; the same index always gives the same sample."""
 
-    as_stored = _Subset.as_stored
+    def __init__(self, declared: Declared, count: int) -> None:
+        super().__init__(count)
+        self._draw = declared.draw
+        self.stored_bytes = declared.stored_bytes
+        """Bytes of a sample as copied to the device; None: as in a made-up one."""
 
-    def gather(self, indices: Tensor) -> Any:
-        """Return the samples at the positions `indices` of this subset."""
-        return self._dataset.gather(torch.from_numpy(self._indices)[indices])
+    def __getitem__(self, index: int) -> Any:
+        """Return a made-up sample."""
+        assert self._draw is not None
+        return self._draw(Generator().manual_seed(index))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeclaredData:
+    """The splits of a `data` node without their data."""
+
+    splits: Mapping[str, Any]
+    """Split -> a dataset with made-up samples, or only with a length."""
+    knows_length: bool
+    """Whether the length of the training split is known; otherwise the plan assumes an arbitrary one."""
+    notes: tuple[str, ...] = field(default=())
+    """Unknown facts, and the flags that supply them."""
+
+
+def declared_data(
+    node: Mapping[str, Any],
+    cv: CvConfig,
+    *,
+    num_samples: int | None = None,
+    unknown_length: int = 1,
+    ends: bool = False,
+) -> DeclaredData:
+    """Return the splits that a `data` node declares; reads no file.
+
+    Args:
+        node: the `data` group.
+        cv: the folds.
+        num_samples: length of the training split, if its class declares none.
+        unknown_length: the length to plan with if neither is known.
+        ends: whether the number of steps is known without the length.
+
+    Raises:
+        ConfigError: `num_samples` is given, and the class declares another length.
+
+    Example:
+        >>> found = declared_data({"_target_": "trainkit.data.Digits"}, CvConfig())
+        >>> {name: len(split) for name, split in found.splits.items()}
+        {'train': 1437, 'val': 360}
+    """
+    node = class_node(node)
+    declared = {split: _declared(node, split) for split in splits_of(node)}
+    train, name = declared["train"], str(node[TARGET]).rpartition(".")[2]
+    if num_samples is not None and train.num_samples not in (None, num_samples):
+        rule = f"{name} declares {train.num_samples:,} training samples. Leave the flag out."
+        raise ConfigError([Problem(key="--num-samples", value=num_samples, rule=rule, origin="command line")])
+    length = train.num_samples or num_samples
+    notes = []
+    if length is None:
+        lost = "the steps of an epoch are" if ends else "the number of steps, and time and cost to the end, are"
+        notes.append(
+            f"data: {name} does not declare its length, and no data is opened: {lost} left out. --num-samples N gives "
+            "it."
+        )
+    if train.draw is None:
+        notes.append(
+            f"data: {name} does not declare its samples, and no data is opened: activations, and the check that model "
+            "and data fit, are left out. --open-data reads the data."
+        )
+    splits: dict[str, Any] = {}
+    for split, one in declared.items():
+        count = one.num_samples or (length if split == "train" else None) or unknown_length
+        splits[split] = DeclaredLength(count) if one.draw is None else DeclaredSplit(one, count)
+    if cv.folds is not None and train.draw is not None:
+        splits = dict(folded(splits, cv))
+    elif cv.folds is not None:
+        held_out = len(splits["train"]) // cv.folds
+        splits["train"], splits["val"] = DeclaredLength(len(splits["train"]) - held_out), DeclaredLength(held_out)
+    return DeclaredData(splits=splits, knows_length=length is not None, notes=tuple(notes))
+
+
+def _declared(node: Mapping[str, Any], split: str) -> Declared:
+    """Return the declaration of the class of a node with the given keys."""
+    target = resolve_target(node[TARGET], PLACES["data"])
+    if (of_split := getattr(target, "node_of", None)) is not None:
+        return _declared(of_split(node, split), split)
+    declare = getattr(target, "declare", None)
+    if declare is None:
+        return Declared()
+    keys = {key: value for key, value in node.items() if key != TARGET and value != "???"}
+    found: Declared = declare(keys, split)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """A dataset for each split, each a node with its own `_target_`; only those nodes are built.
+
+    Example:
+        >>> node = {"train": {"_target_": "a.B"}, "val": None, "others": {"val_ood": {"_target_": "a.C"}}}
+        >>> Splits.splits(node), Splits.node_of(node, "val_ood")
+        (('train', 'val_ood'), {'_target_': 'a.C'})
+    """
+
+    train: Any
+    """The dataset to train on."""
+    val: Any = None
+    """The dataset to validate on."""
+    test: Any = None
+    """The dataset to test on, once, at the end."""
+    others: dict[str, Any] = field(default_factory=dict)
+    """More splits by name: `val_NAME` is evaluated like `val`, `test_NAME` like `test`."""
+
+    @classmethod
+    def splits(cls, node: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of the splits that a node gives."""
+        own = [name for name in ("train", "val", "test") if node.get(name) is not None]
+        return (*own, *(node.get("others") or {}))
+
+    @classmethod
+    def node_of(cls, node: Mapping[str, Any], split: str) -> Mapping[str, Any]:
+        """Return the node of the dataset of a split."""
+        found: Mapping[str, Any] = {**(node.get("others") or {}), **node}[split]
+        return found
+
+    def __len__(self) -> int:
+        """Return the number of training samples."""
+        return len(self.train)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a training sample."""
+        return self.train[index]

@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.build import build
-from trainkit.data.evaluation import EvalBatches
 from trainkit.data.hooks import DataHooks, Reading
+from trainkit.data.reading.loader import EvalBatches
 from trainkit.data.splits import build_splits, folded, validation_splits
 from trainkit.exporting import fresh_process
 from trainkit.exporting.fresh_process import layers_of, tensors_of

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trainkit.config.sections import LoaderConfig
-from trainkit.data.evaluation import EvalBatches
 from trainkit.data.hooks import DataHooks, Reading
+from trainkit.data.reading.loader import EvalBatches
 from trainkit.inference.outputs import Outputs
 from trainkit.inference.parts import Chunks, Parts
 from trainkit.numerics.generators import Untouched

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from trainkit.data.evaluation import EvalBatches
+from trainkit.data.reading.loader import EvalBatches
 from trainkit.exporting.inputs import Inputs
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Callable, Iterable
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.fields import Reads, a_file
@@ -118,34 +118,24 @@ def fetch(url: str, to: Path, *, accept: Callable[[Path], object]) -> None:
         try:
             # The address is a constant of a dataset's class, and `accept` checks the content.
             with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:  # noqa: S310
-                _copy(answer, part, to)
+                length, free = getattr(answer, "length", None), Free.at(to)
+                if length is not None and free is not None and free.num_bytes < length:
+                    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    raise storage_error(to, full, needed=length, remedy=_REMEDY)
+                with naming(to, needed=length, remedy=_REMEDY):  # of the disk, and not of the connection
+                    file = part.open("wb", buffering=0)
+                with file:
+                    while content := answer.read(_CHUNK):
+                        with naming(to, needed=length, remedy=_REMEDY):
+                            written = file.write(content)
+                            if written < len(content):  # writing the rest raises the error
+                                file.write(content[written:])
         except (OSError, HTTPException) as error:
             remedy = "Download it yourself and give its path as data.path."
             raise DataError(f"cannot download {url}: {error}. {remedy}") from error
         accept(part)
         with naming(to, remedy=_REMEDY):
             part.replace(to)
-
-
-def _copy(answer: Any, part: Path, to: Path) -> None:
-    """Write a response to a file; distinguish errors of the disk from errors of the connection.
-
-    Raises:
-        StorageError: the file system of `to` is full, or refuses to write.
-        OSError: the connection broke.
-    """
-    length: int | None = getattr(answer, "length", None)
-    free = Free.at(to)
-    if length is not None and free is not None and free.num_bytes < length:
-        raise storage_error(to, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed=length, remedy=_REMEDY)
-    with naming(to, needed=length, remedy=_REMEDY):
-        file = part.open("wb", buffering=0)
-    with file:
-        while content := answer.read(_CHUNK):
-            with naming(to, needed=length, remedy=_REMEDY):
-                written = file.write(content)
-                if written < len(content):  # writing the rest raises the error
-                    file.write(content[written:])
 
 
 def _check(path: Path, sha256: str, *, origin: str) -> None:

@@ -1,20 +1,290 @@
-"""Batches for the training loop: from tickets to shards on the device."""
+"""Batches of a split: those of its tickets for the training loop, and each sample once for an evaluation."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate, chain, islice
+from math import gcd
 from time import perf_counter
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from trainkit.data.hooks import Reading
 from trainkit.data.reading.as_read import BatchesAsRead
+from trainkit.data.reading.collate import (
+    mover_to,
+    narrow,
+    refuse_other_rows,
+    shards_of,
+    tensors_in,
+    to_device,
+    with_parts,
+)
 from trainkit.data.reading.iterable import Stream, StreamReader
-from trainkit.data.reading.source import Source
+from trainkit.data.reading.reader import Reader, read_by_workers, watched
 from trainkit.data.splits import size_of
+from trainkit.data.stored import refuse_other_samples, stored_of
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.numerics.batch import BatchPlan, Positions, Request, Ticket
+from trainkit.numerics.copies import sent_to
+from trainkit.numerics.generators import Untouched
+from trainkit.objectives.fields import tuple_like
+
+_CHUNK: Final = 1024
+"""Number of samples collated at a time when a dataset is read into memory."""
+_BURST: Final = 16
+"""Most requests that are read at a time."""
+_BURST_BYTES: Final = 1 << 20
+"""Most bytes of their batches together: they stay in the second-level cache of a processor."""
+_BURST_S: Final = 2e-3
+"""Longest time that a step waits for batches of later steps."""
+_TAKES_STORED: Final = frozenset({"cpu", "cuda", "meta"})
+"""Kinds of devices on which every dtype of stored samples is converted; for others, the host converts them."""
+_SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+Arrays = tuple[Tensor, ...] | dict[str, Tensor]
+"""A whole dataset in memory: the first dim of every tensor is the sample."""
+
+
+class Source:
+    """Reads the batches of a split in the fastest way that its dataset allows.
+
+    - a dataset in memory (`tensors()`, or `loader.cache=true`), or with `gather(indices)`, if no collate is set: by one
+      indexed read, on the device if a dataset in memory fits there;
+    - any other map-style dataset: sample by sample, in `loader.num_workers` processes or in this one;
+    - a `Stream`: by position, in its own order.
+
+    The samples of a request, and the random numbers in them, are the same in all of these ways.
+
+    Args:
+        dataset: the split.
+        reading: how it is read.
+        trains: whether it is the training split: its stored form is checked, and it may be kept on the device.
+        stream: the reader of a `Stream`; None for any other dataset.
+
+    Raises:
+        ConfigError: a setting is not possible with this dataset or device.
+        DataError: the dataset gives other samples than it should.
+    """
+
+    def __init__(self, dataset: Any, reading: Reading, *, trains: bool, stream: StreamReader | None = None) -> None:
+        hooks, settings, device = reading.hooks, reading.settings, reading.device
+        self._has_shards = stream is not None or hooks.collate is not None
+        # A collate is called with the samples of the class.
+        stored = None if self._has_shards else stored_of(dataset)
+        if stored is not None and trains:
+            refuse_other_samples(dataset, stored)
+        read, widened = (dataset, None) if stored is None else (stored.samples, stored.widened)
+        # A tensor has a method `gather` that does something else.
+        reads_many = not self._has_shards and settings.cache is not False and not isinstance(read, Tensor)
+        gather = getattr(read, "gather", None) if reads_many else None
+        arrays = whole_arrays(read) if reads_many and gather is None else None
+        if arrays is None and gather is None and settings.cache is True and not self._has_shards:
+            arrays = collated(read, name=type(dataset).__name__)
+        home, moves = torch.device("cpu"), True
+        if arrays is not None:
+            if trains:
+                arrays, home, widened = _placed(arrays, widened, device)
+                moves = home != device
+            if not moves and settings.pin_memory is True:
+                rule = "has no effect: the dataset is on the device, and no batch is copied to it. Use auto."
+                raise ConfigError([Problem(key="loader.pin_memory", value=True, rule=rule)])
+            gather = partial(_rows, arrays)
+        elif gather is not None:
+            gather = _Checked(gather)
+        self._move = mover_to(device, pins=settings.pin_memory is not False) if moves else _as_it_is
+        self._widened = _as_it_is if widened is None else widened
+        self._widens_first = moves and device.type not in _TAKES_STORED
+        reader = Reader(read, seed=reading.seed, collate=hooks.collate)
+        by_workers = gather is None and stream is None and settings.num_processes > 0
+        self._here: Callable[[Iterator[Request]], Generator[Any]] = partial(_in_bursts, reader)
+        if stream is not None:
+            self._here = stream.ahead
+        elif gather is not None:
+            self._here = partial(_gathered, gather, home)
+        self.ahead = partial(read_by_workers, reader, reading) if by_workers else self._here
+        """Function that yields the batch of each request, read ahead; worker processes end with its generator."""
+        self.calls_own_code = not by_workers and arrays is None
+        """Whether reading calls code of the dataset, or of the user, in this process."""
+
+    def now(self, request: Request) -> Any:
+        """Return the batch of a request, read in this process.
+
+        Raises:
+            DataError: a sample cannot be read or collated; names its index.
+        """
+        return next(self._here(iter([request])))
+
+    def arrive(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
+        """Return the batch of each shard on the device; shards that were read together are views of one batch."""
+        batch = self._move(self._widened(batch)) if self._widens_first else self._widened(self._move(batch))
+        if self._has_shards:
+            return list(batch)
+        return [batch] if len(sizes) == 1 else shards_of(batch, sizes)
+
+
+def _in_bursts(reader: Reader, requests: Iterator[Request]) -> Generator[Any]:
+    """Read sample by sample, several requests at a time if they are small and fast to read.
+
+    Reading and stepping evict each other's data from the processor's caches: with a batch read before each step of a
+    small model, both took about a sixth longer than separately. Reading a burst of batches every few steps pays this
+    cost once per burst. An error is raised at the request that caused it.
+    """
+    for first in requests:
+        started, batches, most = perf_counter(), list[Any](), 1
+        with Untouched(seed=0):
+            for request in chain([first], requests):
+                try:
+                    batches.append(reader.read(*request))
+                except DataError as error:
+                    batches.append(error)
+                    break
+                if len(batches) == 1:
+                    most = min(_BURST, _BURST_BYTES // (_bytes_of(batches[0]) + 1))
+                if len(batches) >= most or perf_counter() - started > _BURST_S:
+                    break
+        for batch in batches:
+            if isinstance(batch, DataError):
+                raise batch
+            yield batch
+
+
+def _gathered(gather: Callable[[Tensor], Any], home: torch.device, requests: Iterator[Request]) -> Generator[Any]:
+    """Read by indices on a device; small batches are gathered several at a time, a quarter of the time for each."""
+    row_bytes, multiple = 0, 1  # of a sample; samples between two places where torch would place a tensor
+    while chosen := list(islice(requests, _BURST)):
+        counts = [len(indices) for _, indices, _, _ in chosen]
+        index = sent_to(home, torch.from_numpy(np.concatenate([indices for _, indices, _, _ in chosen])))
+        if row_bytes and len(index) * row_bytes <= _BURST_BYTES:
+            starts = [0, *accumulate(counts)]
+            for start, batch in zip(starts, shards_of(gather(index), counts), strict=False):
+                yield to_device(batch, home, torch.clone) if start % multiple else batch
+            continue
+        for part in torch.split(index, counts):
+            batch = gather(part)
+            if not row_bytes and (rows := [tensor[:1].nbytes for tensor in tensors_in(batch)]):
+                # Kernels may round differently at other places.
+                alignment = 64 if home.type == "cpu" else 512
+                row_bytes, multiple = sum(rows), max(alignment // gcd(row, alignment) for row in rows)
+            yield batch
+
+
+class _Checked:
+    """The method `gather` of a dataset; its first result is checked."""
+
+    def __init__(self, gather: Callable[[Tensor], Any]) -> None:
+        self._gather, self._is_known = gather, False
+
+    def __call__(self, index: Tensor) -> Any:
+        if self._is_known:
+            return self._gather(index)
+        with Untouched(seed=0):
+            found, drew = watched(lambda: self._gather(index))
+        if drew:
+            raise DataError(
+                "the dataset draws random numbers in gather, and random numbers of data are keyed by sample. "
+                "Use loader.cache=false, which reads samples one at a time."
+            )
+        refuse_other_rows(found, len(index), "gather(indices)")
+        self._is_known = True
+        return found
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _rows(arrays: Arrays, index: Tensor) -> Any:
+    """Return rows of arrays. Torch gathers few unsigned types: they are gathered as signed ones of the same bits."""
+    return with_parts(
+        arrays, lambda one: one.view(_SIGNED.get(one.dtype, one.dtype)).index_select(0, index).view(one.dtype)
+    )
+
+
+def _placed(
+    arrays: Any, widened: Callable[[Any], Any] | None, device: torch.device
+) -> tuple[Any, torch.device, Callable[[Any], Any] | None]:
+    """Put arrays on the device if they fit there: as the class documents them, else as they are stored.
+
+    Returns:
+        The arrays, their device, and the conversion that their rows still need.
+    """
+    num_bytes = sum(one.nbytes for one in tensors_in(arrays))
+    if widened is not None:
+        row, count = widened(narrow(arrays, 0, 1)), len(next(tensors_in(arrays)))
+        if _fits(device, sum(one.nbytes for one in tensors_in(row)) * count):
+            return widened(to_device(arrays, device)), device, None
+    if _fits(device, num_bytes):
+        return to_device(arrays, device), device, widened
+    return arrays, torch.device("cpu"), widened
+
+
+def whole_arrays(dataset: Any) -> Arrays | None:
+    """Return the result of an in-memory dataset's `tensors()`; None for any other dataset.
+
+    Raises:
+        DataError: it returns arrays, or tensors of other lengths.
+    """
+    offer = getattr(dataset, "tensors", None)
+    if not callable(offer):
+        return None
+    with Untouched(seed=0):
+        arrays: Arrays = offer()
+    refuse_other_rows(arrays, len(dataset), f"{type(dataset).__name__}.tensors()")
+    return arrays
+
+
+def collated(dataset: Any, *, name: str | None = None) -> Arrays:
+    """Read a map-style dataset into memory, once.
+
+    Args:
+        dataset: the samples.
+        name: its name in error messages; None: the name of its class.
+
+    Raises:
+        ConfigError: its samples are random: with a cache, every epoch would repeat those of the first.
+        DataError: a sample is not a tuple or dict of tensors, or cannot be read.
+    """
+    reader = Reader(dataset, seed=0)
+    count, name = len(dataset), name or type(dataset).__name__
+    with Untouched(seed=0):
+        chunks = [reader.read(0, np.arange(start, min(start + _CHUNK, count)), []) for start in range(0, count, _CHUNK)]
+    if reader.draws:
+        rule = (
+            f"the samples of {name} are random, and a cache would repeat those of the first "
+            "epoch. Use loader.cache=false."
+        )
+        raise ConfigError([Problem(key="loader.cache", value=True, rule=rule)])
+    first = chunks[0]
+    parts = list(first.values()) if isinstance(first, dict) else first
+    if not isinstance(first, dict | tuple) or not all(isinstance(part, Tensor) for part in parts):
+        raise DataError(
+            f"a sample of {name} is not a tuple or dict of tensors and numbers: loader.cache=true cannot keep it."
+        )
+    if isinstance(first, dict):
+        return {key: torch.cat([chunk[key] for chunk in chunks]) for key in first}
+    return tuple_like(first, map(torch.cat, zip(*chunks, strict=True)))
+
+
+def _fits(device: torch.device, num_bytes: int) -> bool:
+    """Return whether `num_bytes` are less than a quarter of the device's free memory."""
+    if device.type != "cuda":
+        return device.type == "cpu"
+    free, _ = torch.cuda.mem_get_info(device)
+    return num_bytes < free // 4
+
+
+def _bytes_of(batch: Any) -> int:
+    # `nbytes` fails for sparse tensors.
+    return sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
 class Loader:
@@ -157,3 +427,75 @@ class Loader:
             self._ahead.close()
         self._ahead = self._next = None
         self._asked.clear()
+
+
+def num_eval_batches(num_samples: int, batch_size: int, *, rank: int = 0, num_ranks: int = 1) -> int:
+    """Return how many batches one rank gets: every `num_ranks`-th of them.
+
+    Example:
+        >>> [num_eval_batches(10, 4, rank=rank, num_ranks=2) for rank in (0, 1)]
+        [2, 1]
+    """
+    return len(range(rank, -(-num_samples // batch_size), num_ranks))
+
+
+class EvalBatches:
+    """A split in its own order, in batches; rank r evaluates batch r, r + num_ranks, ...
+
+    A batch holds the same samples on any number of ranks, and the last one may be short: nothing is padded, so no
+    sample counts twice. It can be iterated repeatedly; random numbers in a sample are keyed as in epoch 0 with seed 0,
+    the same at each evaluation.
+
+    If ranks run the model together, every rank iterates equally many batches: a rank with one batch less repeats a
+    batch of the split, which must not be counted (`num_counted`).
+
+    `starts` gives the first samples of this rank's batches instead, in any order.
+
+    Example:
+        >>> import torch
+        >>> from trainkit.data.sets.digits import Digits
+        >>> from trainkit.config.sections import LoaderConfig
+        >>> reading = Reading(device=torch.device("cpu"), settings=LoaderConfig())
+        >>> batches = EvalBatches(Digits(split="val"), reading, batch_size=100, rank=0, num_ranks=1)
+        >>> [len(labels) for _, labels in batches]
+        [100, 100, 100, 60]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        reading: Reading,
+        *,
+        batch_size: int,
+        rank: int,
+        num_ranks: int,
+        together: bool = False,
+        starts: Sequence[int] | None = None,
+    ) -> None:
+        stream = None
+        if isinstance(dataset, Stream):
+            stream = StreamReader(dataset, seed=0, collate=reading.hooks.collate_function)
+        self._source = Source(dataset, replace(reading, seed=0), trains=False, stream=stream)
+        count, given = size_of(dataset), starts is not None
+        starts = list(range(rank * batch_size, count, num_ranks * batch_size) if starts is None else starts)
+        self.num_counted = len(starts)
+        """Number of this rank's own batches, which come first."""
+        if together and not given and len(starts) < num_eval_batches(count, batch_size, num_ranks=num_ranks):
+            starts.append(starts[-1] if starts else 0)
+        ranges = [np.arange(start, min(start + batch_size, count)) for start in starts]
+        self._requests: list[Request] = [(0, indices, [len(indices)], None) for indices in ranges]
+
+    def __len__(self) -> int:
+        """Return the number of batches of this rank."""
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate the rank's batches once, on the device.
+
+        Raises:
+            DataError: a sample cannot be read or collated; its index is named.
+        """
+        if self._requests:
+            with closing(self._source.ahead(iter(self._requests))) as ahead:
+                for (_, _, sizes, _), batch in zip(self._requests, ahead, strict=True):
+                    yield self._source.arrive(batch, sizes)[0]

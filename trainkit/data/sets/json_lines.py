@@ -6,11 +6,11 @@ import codecs
 import importlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 
@@ -22,7 +22,6 @@ _REMOTE: Final = re.compile(r"[a-z][a-z0-9+.-]*://")
 _LONGEST: Final = 1 << 24
 """Bytes of a line."""
 _CHUNK: Final = 1 << 20
-_MOST_FILES: Final = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +62,7 @@ class JsonLines:
             ConfigError: a pattern matches no file, or fsspec is needed and not installed.
         """
         patterns = [self.path] if isinstance(self.path, str) else list(self.path)
-        found = tuple(name for pattern in patterns for name in _matching(pattern))
-        if len(found) > _MOST_FILES:
-            rule = f"names {len(found):,} files; {_MOST_FILES:,} is the limit."
-            raise ConfigError([Problem(key="data.source.path", value=self.path, rule=rule)])
-        return found
+        return tuple(name for pattern in patterns for name in _matching(pattern))
 
     @cached_property
     def sizes(self) -> Sequence[int]:
@@ -148,28 +143,22 @@ def _objects(file: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _lines(file: str) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a file that are not empty, with their numbers from 1."""
-    return ((number, line) for number, line in enumerate(_all_lines(file), start=1) if line.strip())
-
-
-def _all_lines(file: str) -> Iterator[bytes]:
+    is_remote = _REMOTE.match(file)
+    number, rest, is_end = 0, b"", False
     try:
-        with closing(_opened(file)) as stream:
-            rest = b""
-            while chunk := stream.read(_CHUNK):  # the files of fsspec have no readline with a limit
+        with _fsspec(file).open(file, "rb").open() if is_remote else Path(file).expanduser().open("rb") as stream:
+            while not is_end:  # the files of fsspec have no readline with a limit
+                chunk = stream.read(_CHUNK)
+                is_end = not chunk
                 *lines, rest = (rest + chunk).split(b"\n")
-                yield from lines
+                for line in [*lines, rest] if is_end else lines:
+                    number += 1
+                    if line.strip():
+                        yield number, line
                 if len(rest) > _LONGEST:
                     raise DataError(f"a line of {file} is longer than {_LONGEST:,} bytes.")
-            yield rest
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
-
-
-def _opened(file: str) -> IO[bytes]:
-    if not _REMOTE.match(file):
-        return Path(file).expanduser().open("rb")
-    stream: IO[bytes] = _fsspec(file).open(file, "rb").open()
-    return stream
 
 
 def _matching(pattern: str) -> list[str]:
@@ -178,25 +167,19 @@ def _matching(pattern: str) -> list[str]:
     Raises:
         ConfigError: there is none.
     """
-    has_wildcard = any(sign in pattern for sign in "*?[")
+    path, has_wildcard, found = Path(pattern).expanduser(), any(sign in pattern for sign in "*?["), [pattern]
     if _REMOTE.match(pattern):
-        found = _remote_files(pattern) if has_wildcard else [pattern]
+        fsspec = _fsspec(pattern)
+        try:
+            found = sorted(file.full_name for file in fsspec.open_files(pattern, "rb")) if has_wildcard else found
+        except (OSError, ValueError, ImportError) as error:
+            rule = f"cannot be read: {error}."
+            raise ConfigError([Problem(key="data.source.path", value=pattern, rule=rule)]) from error
     elif has_wildcard:
-        path = Path(pattern).expanduser()
         found = sorted(str(one) for one in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if one.is_file())
-    else:
-        found = [pattern] if Path(pattern).expanduser().is_file() else []
-    if not found:
+    if not found or not (_REMOTE.match(pattern) or has_wildcard or path.is_file()):
         raise ConfigError([Problem(key="data.source.path", value=pattern, rule="names no file.")])
     return found
-
-
-def _remote_files(pattern: str) -> list[str]:
-    fsspec = _fsspec(pattern)
-    try:
-        return sorted(file.full_name for file in fsspec.open_files(pattern, "rb"))
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError([Problem(key="data.source.path", value=pattern, rule=f"cannot be read: {error}.")]) from error
 
 
 def _fsspec(file: str) -> Any:

@@ -79,8 +79,8 @@ class CsvTable(InMemory):
         return ("train", *held_out, *(() if node.get("reference") is None else ("all",)))
 
     def __post_init__(self) -> None:
-        table = self._table(self.path, "data.path")
-        reference = table if self.reference is None else self._table(self.reference, "data.reference")
+        table = _Table.read(self, self.path, "data.path")
+        reference = table if self.reference is None else _Table.read(self, self.reference, "data.reference")
         names = [name for name in reference.names if name != self.target] if self.columns is None else self.columns
         if not names:
             raise DataError(f"{reference.where} has no column for a feature beside the target {self.target}.")
@@ -91,28 +91,23 @@ class CsvTable(InMemory):
         reference.refuse_absent([*used, *self.categories])
         table.refuse_absent(used)
         notes = list(table.notes)
-        full = self._without_missing(table, used, notes)
-        known = full if self.reference is None else self._without_missing(reference, used, None)
+        full = table.without_missing(used, notes)
+        known = full if self.reference is None else reference.without_missing(used, None)
+        notes = [] if self.split == "val" else notes  # those of the file are notes of the training rows
         rows, training = self._chosen(len(full.rows), self.split), self._chosen(len(known.rows), "train")
-        if self.split == "val":
-            notes = []  # those of the file are notes of the training rows
-        scales = {name: self._numbers(known, name) for name in names}
+        part = _Part(keys=self, table=full, rows=rows, known=known, training=training, notes=notes)
+        scales = {name: known.numbers(name) for name in names}
         features = {
-            name: self._texts(name, full, rows, known=known, training=training, notes=notes)
-            if scale is None
-            else self._scaled(name, full, rows, known=known, scale=scale, training=training)
-            for name, scale in scales.items()
+            name: part.texts(name) if scale is None else part.scaled(name, scale) for name, scale in scales.items()
         }
-        targets = (
-            [self._targets(full, rows, known=known, training=training, notes=notes)] if self.target in used else []
-        )
+        targets = [part.targets()] if self.target in used else []
         self._keep(torch.from_numpy(np.concatenate([*features.values()], axis=1).astype(np.float32)), *targets)
         if self.split == "train":
             numbers = listed(name for name, scale in scales.items() if scale is not None)
             texts = listed(f"{name} ({features[name].shape[1]})" for name, scale in scales.items() if scale is None)
             kinds = {"numbers in ": numbers, "one feature per text in ": texts}
             notes.insert(0, "; ".join(f"{kind}{columns}" for kind, columns in kinds.items() if columns))
-        object.__setattr__(self, "notes", tuple(f"{self.path.name} ({self.split}): {note}" for note in notes))
+        vars(self)["notes"] = tuple(f"{self.path.name} ({self.split}): {note}" for note in notes)
 
     def _chosen(self, count: int, split: str) -> NDArray[np.int64]:
         """Return the indices of the rows of a split, in the order of the file."""
@@ -122,89 +117,116 @@ class CsvTable(InMemory):
         held_out = round(count * self.val_share)
         return np.sort(order[:held_out] if split == "val" else order[held_out:])
 
-    def _table(self, path: Path, key: str) -> _Table:
+
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    """The cells of a file."""
+
+    keys: CsvTable
+    where: str
+    """Key and path of the file, for messages."""
+    names: list[str]
+    rows: list[list[str]]
+    """The cells of each row."""
+    lines: list[int]
+    """The line of the file on which each row ends."""
+    notes: list[str]
+
+    @classmethod
+    def read(cls, keys: CsvTable, path: Path, key: str) -> _Table:
         """Read a file.
 
         Raises:
             DataError: it is missing, is no text of its encoding, has no rows or a name twice, or rows differ in their
                 number of cells; names the first lines.
         """
-        text, where = text_of(path, self.encoding, key=key), f"{key}={path}"
+        text, where = text_of(path, keys.encoding, key=key), f"{key}={path}"
         if (at := text.find("\0")) >= 0:
             line = text.count("\n", 0, at) + 1
             raise DataError(f"{where}: line {line} holds a null character. Correct it, or give data.encoding=utf-16.")
-        comma = "\t" if self.delimiter == "tab" else self.delimiter
+        comma = "\t" if keys.delimiter == "tab" else keys.delimiter
         rows, lines, blank = list[list[str]](), list[int](), 0
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter=comma, strict=True, skipinitialspace=self.strip)
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=comma, strict=True, skipinitialspace=keys.strip)
         try:
             for row in reader:
-                rows += [[cell.strip() for cell in row] if self.strip else row] if row else []
+                rows += [[cell.strip() for cell in row] if keys.strip else row] if row else []
                 lines += [reader.line_num] if row else []
                 blank += not row
         except csv.Error as error:
             raise DataError(f"{where}: line {reader.line_num} cannot be read as CSV: {error}.") from error
         names = rows.pop(0) if rows else []
-        wrong = [
-            f"line {line} has {len(row)} cells"
-            for line, row in zip(lines[1:], rows, strict=True)
-            if len(row) != len(names)
-        ]
+        left_out = [f"{blank} blank lines are left out"] if blank else []
+        table = cls(keys=keys, where=where, names=names, rows=rows, lines=lines[1:], notes=left_out)
         twice = [name for name, count in Counter(names).items() if count > 1]
-        wrong[:0] = [f"two columns have the name {listed(map(repr, twice))}"] if twice else []
-        wrong[:0] = ["there are no rows below the header"] if not rows else []
-        if names and all(self._number(name) is not None for name in names):
-            wrong.insert(0, "its first line holds numbers, and the names of the columns are needed there")
+        wrong = ["its first line holds numbers, and the names of the columns are needed there"]
+        wrong = wrong if names and all(table.number(name) is not None for name in names) else []
+        wrong += [] if rows else ["there are no rows below the header"]
+        wrong += [f"two columns have the name {listed(map(repr, twice))}"] if twice else []
+        cells = zip(table.lines, rows, strict=True)
+        wrong += [f"line {line} has {len(row)} cells" for line, row in cells if len(row) != len(names)]
         if wrong:
             raise DataError(f"{where} has {len(names)} columns: {listed(wrong)}.")
-        left_out = [f"{blank} blank lines are left out"] if blank else []
-        return _Table(where=where, names=names, rows=rows, lines=lines[1:], comma=comma, notes=left_out)
+        return table
 
-    def _without_missing(self, table: _Table, names: Sequence[str], notes: list[str] | None) -> _Table:
+    def refuse_absent(self, names: Sequence[str]) -> None:
+        """Refuse columns that the file does not have.
+
+        Raises:
+            DataError: there is such a column.
+        """
+        if lacking := [name for name in dict.fromkeys(names) if name not in self.names]:
+            comma = "\t" if self.keys.delimiter == "tab" else self.keys.delimiter
+            other = next((sign for sign in ";\t|," if sign != comma and sign in "".join(self.names)), "")
+            given = "data.delimiter=tab" if other == "\t" else quoted_form(f"data.delimiter={other}")
+            remedy = f" Give the character between its cells: {given}." if other else ""
+            blanks = any(name.strip() in lacking and name != name.strip() for name in self.names)
+            remedy += " Names have blanks at their ends: give data.strip=true." if blanks else ""
+            columns = listed(self.names, 20)
+            raise DataError(f"{self.where} has no column {', '.join(lacking)}. Its columns are {columns}.{remedy}")
+
+    def without_missing(self, names: Sequence[str], notes: list[str] | None) -> _Table:
         """Return the table without the rows that `on_missing` leaves out.
 
         Args:
-            table: the file.
             names: the columns that are used.
             notes: receives what was done; None for the reference, whose rows are not those to predict.
 
         Raises:
             DataError: a cell is missing that is neither left out nor filled; names its line and column.
         """
-        empty = self._gaps
-        gaps = {name: [row for row, cell in enumerate(table.cells(name)) if cell in empty] for name in names}
+        keys, empty = self.keys, self.gaps
+        gaps = {name: [row for row, cell in enumerate(self.cells(name)) if cell in empty] for name in names}
         gaps = {name: rows for name, rows in gaps.items() if rows}
         counts = listed(f"{name}: {len(rows)}" for name, rows in gaps.items())
-        if not gaps:
-            return table
-        if self.on_missing == "fill" and self.target not in gaps:
-            if notes is not None:
-                notes.append(f"missing cells are filled ({counts})")
-            return table
-        if self.on_missing == "drop" and (self.split != "all" or notes is None):
-            dropped = {row for rows in gaps.values() for row in rows}
-            if notes is not None:
-                share = f"{len(dropped)} of {len(table.rows)} rows"
-                notes.append(f"{share} are left out, since a cell is missing ({counts})")
-            kept = [row for row in range(len(table.rows)) if row not in dropped]
+        dropped, said, table = {row for rows in gaps.values() for row in rows}, "", self
+        if gaps and keys.on_missing == "fill" and keys.target not in gaps:
+            said = f"missing cells are filled ({counts})"
+        elif gaps and keys.on_missing == "drop" and (keys.split != "all" or notes is None):
+            said = f"{len(dropped)} of {len(self.rows)} rows are left out, since a cell is missing ({counts})"
+            kept = [row for row in range(len(self.rows)) if row not in dropped]
             if not kept:
-                raise DataError(f"{table.where}: a cell is missing in every row ({counts}).")
-            return replace(table, rows=[table.rows[row] for row in kept], lines=[table.lines[row] for row in kept])
-        remedy = {
-            "refuse": "Correct it, or give data.on_missing=drop or data.on_missing=fill.",
-            "fill": "A target is not filled: give data.on_missing=drop.",
-            "drop": "A row to predict is not left out: give data.on_missing=fill.",
-        }[self.on_missing]
-        name = self.target if self.on_missing == "fill" else next(iter(gaps))
-        raise table.error(gaps[name][0], name, f"is missing ({counts})", remedy)
+                raise DataError(f"{self.where}: a cell is missing in every row ({counts}).")
+            table = replace(self, rows=[self.rows[row] for row in kept], lines=[self.lines[row] for row in kept])
+        elif gaps:
+            remedy = {
+                "refuse": "Correct it, or give data.on_missing=drop or data.on_missing=fill.",
+                "fill": "A target is not filled: give data.on_missing=drop.",
+                "drop": "A row to predict is not left out: give data.on_missing=fill.",
+            }[keys.on_missing]
+            name = keys.target if keys.on_missing == "fill" else next(iter(gaps))
+            raise self.error(gaps[name][0], name, f"is missing ({counts})", remedy)
+        if said and notes is not None:
+            notes.append(said)
+        return table
 
     @property
-    def _gaps(self) -> frozenset[str]:
+    def gaps(self) -> frozenset[str]:
         """The texts of cells that hold no value."""
-        return frozenset(["", *self.missing])
+        return frozenset(["", *self.keys.missing])
 
-    def _number(self, cell: str) -> float | None:
+    def number(self, cell: str) -> float | None:
         """Return the finite number that a cell holds; None if it holds something else."""
-        if self.decimal == ",":
+        if self.keys.decimal == ",":
             cell = "" if "." in cell else cell.replace(",", ".")
         try:
             number = float(cell)
@@ -212,22 +234,20 @@ class CsvTable(InMemory):
             return None
         return number if math.isfinite(number) and "_" not in cell else None
 
-    def _numbers(self, table: _Table, name: str, *, must_be: str = "") -> NDArray[np.float64] | None:
+    def numbers(self, name: str, *, must_be: str = "") -> NDArray[np.float64] | None:
         """Return (rows,) the numbers of a column, NaN for a missing cell; None for a column of texts.
 
         Args:
-            table: the file.
             name: the column.
             must_be: why it must hold numbers; "": it may hold texts.
 
         Raises:
             DataError: it holds both, or texts that look like numbers; names the line.
         """
-        if name in self.categories and not must_be:
+        keys, gaps, cells = self.keys, self.gaps, self.cells(name)
+        if name in keys.categories and not must_be:
             return None
-        cells = table.cells(name)
-        gaps = self._gaps
-        found = [math.nan if cell in gaps else self._number(cell) for cell in cells]
+        found = [math.nan if cell in gaps else self.number(cell) for cell in cells]
         odd = [row for row, number in enumerate(found) if number is None]
         if not odd:
             return np.array(found, dtype=np.float64)
@@ -241,126 +261,9 @@ class CsvTable(InMemory):
         named = {"data.categories": name, "data.missing": cells[row]}
         remedies = [shlex.quote(f"{key}=[{json.dumps(text, ensure_ascii=False)}]") for key, text in named.items()]
         remedies[1] += " data.on_missing=drop"
-        remedies[:1] = ["data.target_kind=class"] if name == self.target else remedies[:1]
-        remedies += [quoted_form("data.decimal=,")] if "," in cells[row] and self.decimal == "." else []
-        raise table.error(row, name, rule + must_be, f"Correct it, or give {either(remedies)}.")
-
-    def _scaled(
-        self,
-        name: str,
-        table: _Table,
-        rows: NDArray[np.int64],
-        *,
-        known: _Table,
-        scale: NDArray[np.float64],
-        training: NDArray[np.int64],
-    ) -> NDArray[np.float64]:
-        """Return (rows, 1) of a column of numbers, scaled by training rows of a known table; missing cells are 0."""
-        numbers = scale if table is known else self._numbers(table, name, must_be=f"; {known.where} has numbers there")
-        assert numbers is not None
-        scale = scale[training]
-        scale = scale[~np.isnan(scale)]
-        if not len(scale):
-            raise DataError(f"{known.where}: column {name} holds no number in the training rows. Leave it out.")
-        scaled = (numbers[rows] - scale.mean()) / (scale.std() or 1.0)
-        return np.where(np.isnan(scaled), 0.0, scaled)[:, None]
-
-    def _texts(
-        self,
-        name: str,
-        table: _Table,
-        rows: NDArray[np.int64],
-        *,
-        known: _Table,
-        training: NDArray[np.int64],
-        notes: list[str],
-    ) -> NDArray[np.float64]:
-        """Return (rows, texts) of a column, 1 for the text of a row among those of training rows of a known table."""
-        self._check_spelling(known, name, notes)
-        texts, cells = known.cells(name), table.cells(name)
-        gaps = self._gaps
-        places = {text: at for at, text in enumerate(sorted({texts[row] for row in training} - gaps))}
-        marks, unknown = np.zeros((len(rows), len(places))), []
-        for at, row in enumerate(rows):
-            if cells[row] in places:
-                marks[at, places[cells[row]]] = 1
-            elif cells[row] not in gaps:
-                unknown.append(row)
-        if unknown:
-            example = f"line {table.lines[unknown[0]]}: {cells[unknown[0]]!r}"
-            notes.append(f"{len(unknown)} cells of {name} hold a text of no training row: all zeros ({example})")
-        return marks
-
-    def _targets(
-        self,
-        table: _Table,
-        rows: NDArray[np.int64],
-        *,
-        known: _Table,
-        training: NDArray[np.int64],
-        notes: list[str],
-    ) -> Tensor:
-        if self.target_kind == "number":
-            numbers = self._numbers(table, self.target, must_be=", as the target must be")
-            assert numbers is not None
-            with np.errstate(over="ignore"):
-                targets = numbers[rows].astype(np.float32)
-            if len(large := np.flatnonzero(~np.isfinite(targets))):
-                raise table.error(int(rows[large[0]]), self.target, "is beyond the range of float32", "Scale it.")
-            return torch.from_numpy(targets)
-        self._check_spelling(known, self.target, notes)
-        texts, cells = known.cells(self.target), table.cells(self.target)
-        classes = {text: number for number, text in enumerate(sorted({texts[row] for row in training}))}
-        for row in rows:
-            if cells[row] not in classes:
-                rule = f"no training row has the class {cells[row]!r}"
-                raise table.error(
-                    int(row), self.target, rule, "Use another data.split_seed, or a larger share to train."
-                )
-        return torch.tensor([classes[cells[row]] for row in rows])
-
-    def _check_spelling(self, table: _Table, name: str, notes: list[str]) -> None:
-        """Note texts that differ in case only.
-
-        Raises:
-            DataError: two texts differ in blanks only; names the line.
-        """
-        cells = table.cells(name)
-        for same in alike(cells):
-            if len({text.strip() for text in same}) < len(same):
-                odd = next(text for text in same if text != text.strip())
-                rule = f"{listed(map(repr, same))} differ in blanks only"
-                raise table.error(cells.index(odd), name, rule, "Correct it, or give data.strip=true.")
-            if self.split == "train":
-                notes.append(f"texts of {name} differ in case only: {listed(map(repr, same))}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Table:
-    where: str
-    """Key and path of the file, for messages."""
-    names: list[str]
-    rows: list[list[str]]
-    """The cells of each row."""
-    lines: list[int]
-    """The line of the file on which each row ends."""
-    comma: str
-    notes: list[str]
-
-    def refuse_absent(self, names: Sequence[str]) -> None:
-        """Refuse columns that the file does not have.
-
-        Raises:
-            DataError: there is such a column.
-        """
-        if lacking := [name for name in dict.fromkeys(names) if name not in self.names]:
-            other = next((sign for sign in ";\t|," if sign != self.comma and sign in "".join(self.names)), "")
-            given = "data.delimiter=tab" if other == "\t" else quoted_form(f"data.delimiter={other}")
-            remedy = f" Give the character between its cells: {given}." if other else ""
-            blanks = any(name.strip() in lacking and name != name.strip() for name in self.names)
-            remedy += " Names have blanks at their ends: give data.strip=true." if blanks else ""
-            columns = listed(self.names, 20)
-            raise DataError(f"{self.where} has no column {', '.join(lacking)}. Its columns are {columns}.{remedy}")
+        remedies[:1] = ["data.target_kind=class"] if name == keys.target else remedies[:1]
+        remedies += [quoted_form("data.decimal=,")] if "," in cells[row] and keys.decimal == "." else []
+        raise self.error(row, name, rule + must_be, f"Correct it, or give {either(remedies)}.")
 
     def cells(self, name: str) -> list[str]:
         """Return the cells of a column."""
@@ -370,3 +273,79 @@ class _Table:
     def error(self, row: int, name: str, rule: str, remedy: str) -> DataError:
         """Return the error about a cell."""
         return DataError(f"{self.where}: line {self.lines[row]}, column {name}: {rule}. {remedy}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Rows of a table, and the training rows by which they are scaled, marked and numbered."""
+
+    keys: CsvTable
+    table: _Table
+    rows: NDArray[np.int64]
+    known: _Table
+    """The table of the training rows."""
+    training: NDArray[np.int64]
+    notes: list[str]
+
+    def scaled(self, name: str, scale: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return (rows, 1) of a column of numbers, which are `scale` in the known table; missing cells are 0."""
+        must_be = f"; {self.known.where} has numbers there"
+        numbers = scale if self.table is self.known else self.table.numbers(name, must_be=must_be)
+        assert numbers is not None
+        scale = scale[self.training]
+        scale = scale[~np.isnan(scale)]
+        if not len(scale):
+            raise DataError(f"{self.known.where}: column {name} holds no number in the training rows. Leave it out.")
+        scaled = (numbers[self.rows] - scale.mean()) / (scale.std() or 1.0)
+        return np.where(np.isnan(scaled), 0.0, scaled)[:, None]
+
+    def texts(self, name: str) -> NDArray[np.float64]:
+        """Return (rows, texts) of a column, 1 for the text of a row among those of the training rows."""
+        places, cells, gaps = self._numbered(name), self.table.cells(name), self.known.gaps
+        marks, unknown = np.zeros((len(self.rows), len(places))), []
+        for at, row in enumerate(self.rows):
+            if cells[row] in places:
+                marks[at, places[cells[row]]] = 1
+            elif cells[row] not in gaps:
+                unknown.append(row)
+        if unknown:
+            example = f"line {self.table.lines[unknown[0]]}: {cells[unknown[0]]!r}"
+            self.notes.append(f"{len(unknown)} cells of {name} hold a text of no training row: all zeros ({example})")
+        return marks
+
+    def targets(self) -> Tensor:
+        """Return (rows,) the targets."""
+        name = self.keys.target
+        if self.keys.target_kind == "number":
+            numbers = self.table.numbers(name, must_be=", as the target must be")
+            assert numbers is not None
+            with np.errstate(over="ignore"):
+                targets = numbers[self.rows].astype(np.float32)
+            if len(large := np.flatnonzero(~np.isfinite(targets))):
+                raise self.table.error(int(self.rows[large[0]]), name, "is beyond the range of float32", "Scale it.")
+            return torch.from_numpy(targets)
+        classes, cells = self._numbered(name), self.table.cells(name)
+        for row in self.rows:
+            if cells[row] not in classes:
+                rule = f"no training row has the class {cells[row]!r}"
+                remedy = "Use another data.split_seed, or a larger share to train."
+                raise self.table.error(int(row), name, rule, remedy)
+        return torch.tensor([classes[cells[row]] for row in self.rows])
+
+    def _numbered(self, name: str) -> dict[str, int]:
+        """Return the texts of a column in the training rows -> their numbers; note those that differ in case only.
+
+        Raises:
+            DataError: two texts differ in blanks only; names the line.
+        """
+        cells = self.known.cells(name)
+        for same in alike(cells):
+            if len({text.strip() for text in same}) < len(same):
+                odd = next(text for text in same if text != text.strip())
+                rule = f"{listed(map(repr, same))} differ in blanks only"
+                raise self.known.error(cells.index(odd), name, rule, "Correct it, or give data.strip=true.")
+            if self.keys.split == "train":
+                self.notes.append(f"texts of {name} differ in case only: {listed(map(repr, same))}")
+        return {
+            text: number for number, text in enumerate(sorted({cells[row] for row in self.training} - self.known.gaps))
+        }

@@ -13,8 +13,8 @@ from torch import nn
 
 from trainkit.config.grammar import refusal
 from trainkit.config.schema import RunConfig
-from trainkit.data.evaluation import EvalBatches
 from trainkit.data.hooks import DataHooks, Reading
+from trainkit.data.reading.loader import EvalBatches
 from trainkit.data.splits import build_splits, folded, size_of, validation_splits
 from trainkit.errors import ConfigError
 from trainkit.exporting.folder import write_export

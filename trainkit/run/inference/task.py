@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 
 from trainkit.cluster.tasks import Identity
-from trainkit.data.evaluation import EvalBatches
 from trainkit.data.hooks import Reading
+from trainkit.data.reading.loader import EvalBatches
 from trainkit.data.splits import size_of
 from trainkit.inference.parts import Chunks, Parts
 from trainkit.inference.predicting import PartsComputation

@@ -22,7 +22,7 @@ from trainkit.adapters.average import AVERAGE
 from trainkit.bounded import expect_map, parse_json
 from trainkit.cluster.tasks import Identity
 from trainkit.config.schema import MonitoredMetric
-from trainkit.data.evaluation import EvalBatches
+from trainkit.data.reading.loader import EvalBatches
 from trainkit.data.splits import validation_splits
 from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
 from trainkit.files import open_regular, read_bytes, read_lines

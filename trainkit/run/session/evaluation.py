@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainkit.adapters.average import AVERAGE, Average
 from trainkit.config.schema import MonitoredMetric
-from trainkit.data.evaluation import EvalBatches
+from trainkit.data.reading.loader import EvalBatches
 from trainkit.data.splits import validation_splits
 from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.objectives.base import Metric

@@ -17,8 +17,8 @@ from trainkit.config.identity import difference, fingerprint, run_config
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import build
-from trainkit.data.evaluation import EvalBatches
 from trainkit.data.hooks import DataHooks, Reading
+from trainkit.data.reading.loader import EvalBatches
 from trainkit.data.splits import build_splits, folded, test_splits, validation_splits
 from trainkit.errors import ConfigError, Problem
 from trainkit.models.ensemble import Ensemble

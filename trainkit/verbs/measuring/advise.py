@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainkit.advising.planner import Planner
     from trainkit.advising.ways import Way
     from trainkit.config.composition import Composition
-    from trainkit.data.declared import DeclaredData
+    from trainkit.data.splits import DeclaredData
     from trainkit.report.schemas.looking import AdviceDocument, AdvisedWay
     from trainkit.run.estimates.hardware import Hardware
 

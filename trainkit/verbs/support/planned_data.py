@@ -9,7 +9,7 @@ from trainkit.verbs.support.call import Call, Flag
 
 if TYPE_CHECKING:
     from trainkit.config.schema import RunConfig
-    from trainkit.data.declared import DeclaredData
+    from trainkit.data.splits import DeclaredData
 
 DATA_FLAGS: Final[Mapping[str, Flag]] = {
     "num-samples": Flag(
@@ -25,7 +25,7 @@ def declared_for(call: Call, cfg: RunConfig) -> DeclaredData | None:
     Raises:
         ConfigError: the class declares another number of samples than `--num-samples`.
     """
-    from trainkit.data.declared import declared_data  # noqa: PLC0415 - imports torch
+    from trainkit.data.splits import declared_data  # noqa: PLC0415 - imports torch
 
     if "open-data" in call.flags:
         return None
