@@ -78,7 +78,7 @@ def trainkit_loop(of: Workload, transforms: ModelTransforms) -> Step:
     )
     executor = OneDevice(device="cpu").setup(
         SetupRequest(
-            model=apply_transforms(of.make_model(), transforms, compiles=OneDevice.traits.compiles),
+            model=apply_transforms(of.make_model(), transforms, compiles=OneDevice.facts.compiles),
             identity=Identity.solo("cpu"),
             precision=Precision(),
             numerics=Numerics(),

@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.contract.stepping import Case, train
 from tests.support.pool import Pool
 from trainkit.strategies.core.graphs.captured import CapturingCaller, CudaCapture
-from trainkit.strategies.core.graphs.direct import Changing, DirectCall, GraphRun, RepeatedGraph
+from trainkit.strategies.core.graphs.whole import DirectCall, WholeGraph
 from trainkit.strategies.model_transforms import ModelTransforms
 from trainkit.strategies.step_values import GraphSettings
 
@@ -61,7 +61,7 @@ class Summing:
         self._make = make
         settings = GraphSettings(covers="step", backend="eager")
         caller = CapturingCaller(self._capture)
-        self._graph = RepeatedGraph(self._add, settings, torch.device("cpu"), caller)
+        self.graph = WholeGraph(self._added, settings, torch.device("cpu"), is_joint=True, call=caller)
 
     def _capture(self) -> Repeats:
         gc.collect()  # a double refers to its call, a CUDA graph does not
@@ -72,14 +72,13 @@ class Summing:
         self._pool.add(made)
         return made
 
-    @staticmethod
-    def _add(batch: Tensor, total: Tensor) -> tuple[Tensor, int]:
-        total.add_(batch.sum())
+    def _added(self, batch: Tensor) -> tuple[Tensor, int]:
+        self.total.add_(batch.sum())
         return batch * 2, 7
 
     def add(self, batch: Tensor, *, unchanged: bool = True) -> tuple[list[float], int]:
         """Add a batch; what the graph returned."""
-        doubled, seven = self._graph((batch,), (self.total,), unchanged=unchanged)
+        doubled, seven = self.graph(batch, unchanged=unchanged)
         return doubled.tolist(), seven
 
 
@@ -95,7 +94,7 @@ def test_a_result_outlives_the_next_replay() -> None:
     summing = Summing()
     for _ in range(6):
         summing.add(torch.ones(2))
-    first, _ = summing._graph((torch.ones(2),), (summing.total,), unchanged=True)
+    first, _ = summing.graph(torch.ones(2), unchanged=True)
     summing.add(torch.zeros(2))
     assert first.tolist() == [2.0, 2.0]
 
@@ -140,8 +139,7 @@ def test_a_step_that_cannot_be_captured_is_called_directly_with_one_warning(capl
 
 def test_a_step_that_also_reads_another_device_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
     batch, other = torch.ones(2), torch.zeros((), device="meta")
-    changing = Changing.of([batch])
-    call = DirectCall(GraphRun(graph=lambda one, _: [one], inputs=[batch, other], outputs=[]), changing, (), None)
+    call = DirectCall(graph=lambda one, _: [one], inputs=[None, other], places=[(0, 0)], layout=None, results=[])
     caller = CapturingCaller(partial(Repeats, []))
     for _ in range(5):
         caller(call, [batch])
@@ -229,14 +227,14 @@ def test_on_a_gpu_moved_tensors_are_captured_again(caplog: pytest.LogCaptureFixt
     device = torch.device("cuda", 0)
     caller = CapturingCaller(partial(CudaCapture, torch.cuda.graph_pool_handle()))
 
-    def add(batch: Tensor, total: Tensor) -> Tensor:
-        return total.add_(batch @ batch).sum()
+    def add(batch: Tensor) -> tuple[Tensor]:
+        return (total.add_(batch @ batch).sum(),)
 
-    graph = RepeatedGraph(add, GraphSettings(covers="step", backend="eager"), device, caller)
+    graph = WholeGraph(add, GraphSettings(covers="step", backend="eager"), device, is_joint=True, call=caller)
     total, ones = torch.zeros(2, 2, device=device), torch.ones(2, 2, device=device)
     for _ in range(2):
         total.set_(torch.zeros(2, 2, device=device))  # type: ignore[call-overload]
-        sums = [graph((ones,), (total,), unchanged=step > 0).item() for step in range(8)]
+        sums = [graph(ones, unchanged=step > 0)[0].item() for step in range(8)]
         assert sums == [8.0 * step for step in range(1, 9)]
     assert caplog.records == []
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.contract.running import run, weights
 from tests.contract.stepping import Case, train
 from tests.support.pool import Pool
-from trainkit.strategies.core.graphs.direct import DirectCall, RepeatedGraph
+from trainkit.strategies.core.graphs.whole import DirectCall, WholeGraph
 from trainkit.strategies.model_transforms import ModelTransforms
 from trainkit.strategies.step_values import GraphSettings
 
@@ -53,19 +53,16 @@ def test_direct_calls_give_the_bits_of_checked_calls(case: Case, least: int, poo
     assert all(torch.equal(one, checked.state[name]) for name, one in direct.state.items())
 
 
-class Graph(RepeatedGraph):
+class Graph(WholeGraph):
     """A graph that the backend leaves as it is."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function, GraphSettings(covers="step", backend="eager"), torch.device("cpu"))
+        settings = GraphSettings(covers="step", backend="eager")
+        super().__init__(function, settings, torch.device("cpu"), is_joint=True)
 
-    def again(self, changing: Any, *fixed: Any) -> Any:
+    def again(self, *args: Any) -> Any:
         """Call it where nothing has changed."""
-        return self((changing,), fixed, unchanged=True)
-
-    def checked(self, changing: Any) -> Any:
-        """Call it where other code has run."""
-        return self((changing,), (), unchanged=False)
+        return tuple(self(*args, unchanged=True))
 
 
 ONE, TWO = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
@@ -73,26 +70,26 @@ ONE, TWO = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
 
 def test_only_a_checked_call_sees_what_other_code_has_changed() -> None:
     read = {"scale": 2.0}
-    graph = Graph(lambda values: values * read["scale"])
-    found = [graph.again(one).tolist() for one in (ONE, TWO, ONE)]
+    graph = Graph(lambda values: (values * read["scale"],))
+    found = [graph.again(one)[0].tolist() for one in (ONE, TWO, ONE)]
     assert found == [[2.0, 4.0], [6.0, 8.0], [2.0, 4.0]]
     read["scale"] = 3.0
-    assert graph.again(ONE).tolist() == [2.0, 4.0]
-    assert graph.checked(ONE).tolist() == [3.0, 6.0]
-    assert graph.again(ONE).tolist() == graph.again(ONE).tolist() == [3.0, 6.0]
+    assert graph.again(ONE)[0].tolist() == [2.0, 4.0]
+    assert graph(ONE)[0].tolist() == [3.0, 6.0]
+    assert graph.again(ONE)[0].tolist() == graph.again(ONE)[0].tolist() == [3.0, 6.0]
 
 
 @pytest.mark.parametrize("first", ["checked", "direct"])
 def test_code_that_changes_objects_changes_them_in_each_call(first: str) -> None:
     kept = {"calls": 0}
 
-    def counts(values: Tensor) -> Tensor:
+    def counts(values: Tensor) -> tuple[Tensor]:
         kept["calls"] += 1
-        return values + 1
+        return (values + 1,)
 
     graph = Graph(counts)
     if first == "checked":
-        graph.checked(ONE)
+        graph(ONE)
     for _ in range(5 - (first == "checked")):
         graph.again(ONE)
     assert kept["calls"] == 5
@@ -112,8 +109,8 @@ def test_other_shapes_flags_and_repeated_tensors_are_checked_again() -> None:
 
 
 def test_a_batch_with_other_fields_is_checked_again() -> None:
-    graph = Graph(lambda batch: batch["values"] * 2 if "values" in batch else batch["others"] * 3)
-    found = [graph.again({name: ONE}).tolist() for name in ("values", "values", "others", "values", "others")]
+    graph = Graph(lambda batch: (batch["values"] * 2 if "values" in batch else batch["others"] * 3,))
+    found = [graph.again({name: ONE})[0].tolist() for name in ("values", "values", "others", "values", "others")]
     assert found == [[2.0, 4.0], [2.0, 4.0], [3.0, 6.0], [2.0, 4.0], [3.0, 6.0]]
 
 

@@ -26,7 +26,7 @@ from trainkit.models.mlp import Mlp
 from trainkit.models.resnet import ResNet
 from trainkit.numerics.randomness import BlockKeys
 from trainkit.strategies.base import GraphSettings
-from trainkit.strategies.core.graphs import whole_shards
+from trainkit.strategies.core.graphs import shards
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.mesh.tensor_parallel import TensorParallel
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms, shaping_notes, shaping_problems
@@ -213,10 +213,10 @@ def test_ten_steps_are_those_of_the_reference(shaping: ModelTransforms, settings
 
 
 def test_a_torch_that_compiles_no_gradients_compiles_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_shards, "compiles_gradients", lambda: False)
+    monkeypatch.setattr(shards, "compiles_gradients", lambda: False)
     request: Any = SimpleNamespace(graphs=GraphSettings(covers="shard", backend="aot_eager"))
     replica: Any = None
-    assert whole_shards.makers_of(request, replica, ShardStep) == (ShardStep, None)
+    assert shards.makers_of(request, replica, ShardStep) == (ShardStep, None)
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from trainkit.models.gpt import Gpt
 from trainkit.numerics.precision import Value
 from trainkit.objectives.base import Objective
 from trainkit.strategies.base import Facts, Numerics, PlanContext
-from trainkit.strategies.core.graphs.formulas import formula_of
 from trainkit.strategies.core.graphs.refusals import step_problems
 from trainkit.strategies.model_transforms import ModelTransforms, shaping_problems
 
@@ -116,11 +115,6 @@ def graphs_made(case: Case, pool: Pool) -> int:
 def test_a_ragged_last_batch_is_a_second_graph_and_other_rates_are_none(pool: Pool) -> None:
     assert graphs_made(replace(POINTS, num_steps=2), pool) == 1
     assert graphs_made(replace(POINTS, num_steps=10), pool) == 2
-
-
-@pytest.mark.slow
-def test_shards_before_the_last_share_a_graph(pool: Pool) -> None:
-    assert graphs_made(replace(POINTS, micro_size=2, num_steps=2), pool) == 2
 
 
 @pytest.mark.slow
@@ -227,15 +221,6 @@ def objective() -> Objective:
         (
             net,
             CAN,
-            PlanContext(optimizer=torch.optim.RMSprop),
-            (
-                "has no graph of the update of RMSprop. Use one of torch.optim (Adam, AdamW, SGD), or "
-                "compile.mode=default."
-            ),
-        ),
-        (
-            net,
-            CAN,
             PlanContext(optimizers={"one": torch.optim.SGD}),
             "supports one update per step, and with optimizers there may be several. Use compile.mode=default.",
         ),
@@ -248,7 +233,7 @@ def objective() -> Objective:
         (lambda: Gpt(vocab_size=4, context=2, num_layers=1, num_heads=1, width=2, dropout=0.1), CAN, ADAM, DRAWING),
         (sparse, CAN, ADAM, "has no graph of sparse gradients. Use sparse=False, or compile.mode=default."),
     ],
-    ids=["nothing", "blocks", "lanes", "optimizer", "optimizers", "derivatives", "dropout", "sparse"],
+    ids=["nothing", "blocks", "lanes", "optimizers", "derivatives", "dropout", "sparse"],
 )
 def test_what_no_graph_can_hold_is_refused_before_anything_starts(
     make: Any, facts: Facts, context: PlanContext, rule: str
@@ -277,39 +262,3 @@ def test_recomputation_is_refused_beside_graphs() -> None:
         "compile.mode=step: does not work with activation_checkpointing: a graph chooses the tensors that it keeps. "
         "Leave one out."
     )
-
-
-def updated(kind: type[torch.optim.Optimizer], settings: dict[str, Any], *, by_formula: bool) -> list[torch.Tensor]:
-    """A parameter and its slots after four updates, of which the first is the optimizer's own."""
-    param = nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64))
-    optimizer = kind([param], lr=0.1, **settings)  # type: ignore[call-arg]
-    for step in range(4):
-        grad = torch.linspace(1, -2, 6, dtype=torch.float64) * (step + 1)
-        if not by_formula or not step:
-            param.grad = grad
-            optimizer.step()
-            continue
-        formula = formula_of(kind, optimizer.param_groups[0])
-        assert formula is not None
-        values = [torch.tensor(one, dtype=torch.float64) for one in formula.values(0.1, step + 1)]
-        with torch.no_grad():
-            formula.apply(param, grad, [optimizer.state[param][slot] for slot in formula.slots], values)
-    slots = (slot for name, slot in sorted(optimizer.state[param].items()) if name != "step" and slot is not None)
-    return [param.detach(), *slots]
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        (torch.optim.AdamW, {"weight_decay": 0.3}),
-        (torch.optim.AdamW, {"weight_decay": 0.3, "amsgrad": True, "maximize": True}),
-        (torch.optim.Adam, {"weight_decay": 0.3, "betas": (0.5, 0.8), "eps": 1e-3}),
-        (torch.optim.SGD, {"weight_decay": 0.3, "maximize": True}),
-        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.4, "weight_decay": 0.1}),
-        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-    ],
-)
-def test_a_formula_updates_as_torch_does(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
-    expected, found = (updated(kind, settings, by_formula=flag) for flag in (False, True))
-    assert len(expected) == len(found)
-    assert all(torch.allclose(one, other, rtol=1e-13, atol=0) for one, other in zip(expected, found, strict=True))

@@ -26,8 +26,8 @@ from trainkit.errors import TrainingError
 from trainkit.numerics.precision import Value
 from trainkit.objectives.language_modelling import LanguageModelling
 from trainkit.objectives.linear_cross_entropy import linear_cross_entropy
-from trainkit.strategies.core.graphs import whole_shards
-from trainkit.strategies.core.graphs.whole_shards import ShardGraph
+from trainkit.strategies.core.graphs import shards
+from trainkit.strategies.core.graphs.shards import ShardGraphs
 from trainkit.strategies.model_transforms import ModelTransforms
 
 pytestmark = pytest.mark.usefixtures("compiled_gradients", "fresh_graphs")
@@ -38,16 +38,16 @@ TOKENS = Case(task="tokens", global_size=8, micro_size=3, max_norm=0.05, shaping
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[ShardGraph]:
+def made(monkeypatch: pytest.MonkeyPatch) -> list[ShardGraphs]:
     """The graphs of the trainings of a test."""
-    found: list[ShardGraph] = []
-    decide = ShardGraph.decide
+    found: list[ShardGraphs] = []
+    decide = ShardGraphs.decide
 
-    def noted(self: ShardGraph, work: Any) -> None:
+    def noted(self: ShardGraphs, work: Any) -> None:
         found.append(self)
         decide(self, work)
 
-    monkeypatch.setattr(ShardGraph, "decide", noted)
+    monkeypatch.setattr(ShardGraphs, "decide", noted)
     return found
 
 
@@ -55,7 +55,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[ShardGraph]:
 def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether forward and backward pass are one graph, as on the CPU for a small model, or two."""
     if request.param == "apart":
-        monkeypatch.setattr(whole_shards, "_FEW_OPERATIONS", 0)
+        monkeypatch.setattr(shards, "_FEW_OPERATIONS", 0)
     return str(request.param)
 
 
@@ -71,7 +71,7 @@ def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     ids=["shards", "buffers", "tokens", "gpt", "channels_last"],
 )
 @pytest.mark.slow
-def test_its_steps_are_those_of_the_reference(case: Case, passes: str, made: list[ShardGraph], pool: Pool) -> None:
+def test_its_steps_are_those_of_the_reference(case: Case, passes: str, made: list[ShardGraphs], pool: Pool) -> None:
     for rank in train(pool, case):
         assert reference.differences(rank.weights, oracle(case)) == []
     assert all(
@@ -84,7 +84,7 @@ def test_its_steps_are_those_of_the_reference(case: Case, passes: str, made: lis
 @pytest.mark.parametrize("asked", ["auto", "chunked"])
 @pytest.mark.slow
 def test_the_graph_holds_the_loss_from_all_scores_unless_chunks_are_asked_for(
-    asked: Any, made: list[ShardGraph], monkeypatch: pytest.MonkeyPatch, pool: Pool
+    asked: Any, made: list[ShardGraphs], monkeypatch: pytest.MonkeyPatch, pool: Pool
 ) -> None:
     monkeypatch.setitem(linear_cross_entropy.__kwdefaults__ or {}, "few", 0)
     trial = stepping.TASKS["gpt"]._replace(objective=lambda: LanguageModelling(cross_entropy=asked))
@@ -103,7 +103,7 @@ def test_two_replicas_train_as_the_reference(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-def test_the_gradients_of_several_shards_are_not_lost(passes: str, made: list[ShardGraph], pool: Pool) -> None:
+def test_the_gradients_of_several_shards_are_not_lost(passes: str, made: list[ShardGraphs], pool: Pool) -> None:
     (whole,), (cut,) = (train(pool, replace(POINTS, micro_size=size)) for size in (8, 2))
     assert [graph.is_joint for graph in made] == [passes == "joint"] * 2
     assert all(torch.allclose(one, cut.weights[name], rtol=1e-12) for name, one in whole.weights.items())
@@ -136,7 +136,7 @@ def test_every_precision_trains_as_eagerly(precision: Value, micro_size: int, ba
 
 @pytest.mark.parametrize("task", ["functional_dropout", "mixup"])
 @pytest.mark.slow
-def test_what_draws_is_compiled_by_blocks_with_its_keys(task: str, made: list[ShardGraph], pool: Pool) -> None:
+def test_what_draws_is_compiled_by_blocks_with_its_keys(task: str, made: list[ShardGraphs], pool: Pool) -> None:
     (compiled,), (eager,) = (
         train(pool, replace(POINTS, task=task, shaping=one)) for one in (DEFAULT, ModelTransforms())
     )
@@ -166,7 +166,7 @@ DRAWS = {
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 @pytest.mark.slow
 def test_a_first_pass_shows_a_draw_that_the_code_does_not(
-    draw: Callable[[], Any], made: list[ShardGraph], monkeypatch: pytest.MonkeyPatch, pool: Pool
+    draw: Callable[[], Any], made: list[ShardGraphs], monkeypatch: pytest.MonkeyPatch, pool: Pool
 ) -> None:
     trial = stepping.TASKS["classes"]._replace(model=lambda: Hidden(draw, 0))
     monkeypatch.setitem(stepping.TASKS, "hidden_draw", trial)
@@ -193,7 +193,7 @@ class Shaken(zoo.Net):
 
 @pytest.mark.slow
 def test_a_model_that_draws_with_python_keeps_its_keys(
-    made: list[ShardGraph], monkeypatch: pytest.MonkeyPatch, pool: Pool
+    made: list[ShardGraphs], monkeypatch: pytest.MonkeyPatch, pool: Pool
 ) -> None:
     monkeypatch.setitem(stepping.TASKS, "shaken", stepping.TASKS["classes"]._replace(model=Shaken))
     (compiled,), (eager,) = (
@@ -226,7 +226,7 @@ class Counting(zoo.Net):
 
 
 def test_a_model_that_counts_in_python_is_compiled_by_blocks(
-    made: list[ShardGraph], monkeypatch: pytest.MonkeyPatch, pool: Pool
+    made: list[ShardGraphs], monkeypatch: pytest.MonkeyPatch, pool: Pool
 ) -> None:
     monkeypatch.setitem(stepping.TASKS, "counting", stepping.TASKS["classes"]._replace(model=Counting))
     train(pool, replace(POINTS, task="counting", num_steps=1))

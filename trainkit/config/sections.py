@@ -80,18 +80,17 @@ class CompileConfig:
     """Settings of torch.compile for the model."""
 
     mode: Annotated[Literal["off", "default", "max-autotune", "step"], speed] = "off"
-    """Compiled code: off none, default the model, max-autotune the model with timed kernels, step whole steps.
+    """Compiled code: off none, default the model, max-autotune the model with timed kernels, step whole shards.
 
-    `step` compiles forward, backward, clipping and the update of the optimizer together; the model must draw no random
-    numbers. Under `default` and `max-autotune` random draws have other values than in an eager run, with the same
+    `step` compiles forward and backward together; the model must draw no random numbers. Under `default` and `max-autotune` random draws have other values than in an eager run, with the same
     distribution.
     """
     backend: Annotated[str, speed] = "inductor"
     """The compiler of the graphs: inductor generates code, aot_eager runs them unchanged, for debugging."""
     cuda_graphs: Annotated[bool, speed] = False
-    """Capture the kernels of a compiled step, and launch all of them by one call; for mode=step on a CUDA device.
+    """Capture the kernels of a compiled shard, and launch all of them by one call; for mode=step on a CUDA device.
 
-    The captured step keeps its memory between steps.
+    The captured graph keeps its memory between steps.
     """
 
 

@@ -12,7 +12,7 @@ from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.fields import placement
 from trainkit.strategies.base import WHOLE_REPLICAS, Facts, PlanContext, SetupRequest, Strategy
-from trainkit.strategies.core.graphs.whole_shards import makers_of
+from trainkit.strategies.core.graphs.shards import makers_of
 from trainkit.strategies.core.refusals import launch_problems
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep
@@ -82,7 +82,5 @@ class OneDevice(Strategy):
     def setup(self, request: SetupRequest) -> SynchronousExecutor[Replica]:
         """Move the model to the device."""
         replica = Replica(build_parts(request))
-        if request.graphs is None:
-            return SynchronousExecutor(replica, request.training, make_step=self.shard_step)
         make_step, graphs = makers_of(request, replica, self.shard_step)
         return SynchronousExecutor(replica, request.training, make_step=make_step, graphs=graphs)

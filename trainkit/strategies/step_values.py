@@ -96,16 +96,16 @@ class LoopCall(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphSettings:
-    """Settings of graphs that an executor compiles as a whole, in addition to compiled modules."""
+    """Settings of the graph of loss and gradients of a shard, in addition to compiled modules."""
 
     covers: Literal["step", "shard"]
-    """Whole steps; or loss and gradients of a shard, if a step draws no random numbers."""
+    """`step`: every step has such a graph; `shard`: only if a step draws no random numbers."""
     backend: str
     """The backend of torch.compile."""
     mode: str | None = None
     """A mode of the inductor backend; None for any other."""
     cuda_graphs: bool = False
-    """Whether the kernels of a step are captured, and replayed by one call."""
+    """Whether the kernels of the graph are captured, and replayed by one call."""
 
     @property
     def key(self) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as module
 
-from trainkit.adapters.average import AfterStep
 from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.strategies.step_values import NamedOptimizer
 from trainkit.strategies.tensors.layouts import in_layout
@@ -37,6 +37,20 @@ class Updater(Protocol):
         ...
 
 
+class _Kernel(NamedTuple):
+    """The fused kernel of a group on a device, and its arguments."""
+
+    function: Callable[..., object]
+    params: list[Tensor]
+    places: list[int]
+    """The indices of the gradients."""
+    slots: list[list[Tensor]]
+    settings: dict[str, Any]
+    base_lr: float
+    counter: tuple[Tensor, Tensor] | None
+    """The counts of updates, and as many ones."""
+
+
 class OptimizerStepper:
     """Steps an optimizer with given gradients at a given learning rate.
 
@@ -53,12 +67,9 @@ class OptimizerStepper:
         self._strides = [param.stride() for param in params]
         self._initial = {param: _copied(slots) for param, slots in optimizer.state.items()}
         """Slots created by the constructor of the optimizer; most optimizers create them in the first step."""
-        self._kernels: list[Callable[[list[Tensor], float], None]] | None = None
-        self._places: list[list[int]] = []
-        self._counters: list[tuple[Tensor, Tensor]] = []
-        self._rates: list[float] = []
+        self._kernels: list[_Kernel] | None = None
         self._settings: list[dict[str, Any]] = []
-        """The settings of each group at the last step of torch's optimizer."""
+        """The settings of each group at the last step of torch's optimizer, which the kernels hold."""
 
     def step(self, grads: Sequence[Tensor | None], lr_factor: float) -> None:
         """Update the parameters.
@@ -69,43 +80,25 @@ class OptimizerStepper:
         """
         grads, none_missing = self._in_layout(grads)
         self._refuse_other_rates()
-        if self._kernels is not None and none_missing and not self.has_changed and not _hooks(self.optimizer):
-            for counter, one in self._counters:
-                counter.add_(one)
-            for kernel, places, base_lr in zip(self._kernels, self._places, self._rates, strict=True):
-                kernel([grads[place] for place in places], base_lr * lr_factor)  # type: ignore[misc]
+        if self._kernels is not None and none_missing and self._settings == self._settings_now() and not self._hooks():
+            for one in self._kernels:
+                if one.counter is not None:
+                    one.counter[0].add_(one.counter[1])
+                given = [grads[place] for place in one.places]
+                one.function(one.params, given, *one.slots, lr=one.base_lr * lr_factor, **one.settings)
             return
         for group, base_lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base_lr * lr_factor
         for param, grad in zip(self._params, grads, strict=True):
             param.grad = grad
-        if any(grad is not None and grad.is_sparse for grad in grads):
-            self._unfuse()
+        for group in self.optimizer.param_groups:  # fused kernels support no sparse gradient
+            if group.get("fused") and any(p.grad is not None and p.grad.is_sparse for p in group["params"]):
+                group["fused"] = False
         self.optimizer.step()
         for param in self._params:
             param.grad = None
         self._find_kernels(grads)
-        self._settings = _settings_of(self.optimizer)
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether code of the run has changed settings of a group since the last step of torch's optimizer: kernels
-        and graphs hold those of that step.
-        """
-        return self._settings != _settings_of(self.optimizer)
-
-    def refuse_changes(self) -> None:
-        """Refuse changed settings and hooks of the optimizer, for graphs that hold the settings.
-
-        Raises:
-            TrainingError: there are some, or another rate.
-        """
-        self._refuse_other_rates()
-        if self.has_changed or self.has_other_hooks:
-            raise TrainingError(
-                "compile.mode=step: settings or hooks of the optimizer have changed, and a graph holds those of its "
-                "first step. Change them before it, or use compile.mode=default."
-            )
+        self._settings = self._settings_now()
 
     def _refuse_other_rates(self) -> None:
         """Refuse a rate that code of the run has set, because the schedule sets that of each step.
@@ -147,52 +140,69 @@ class OptimizerStepper:
     def restore(self, params: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
         """Replace the optimizer's state by that of a checkpoint, or of a new optimizer if it has none."""
         restore_optimizer_state(self.optimizer, params, tensors, initial=self._initial)
-        self.forget_kernels()
-
-    def forget_kernels(self) -> None:
-        """Look up the kernels again in the next step, because slots were replaced or updated by other code."""
         self._kernels = None
 
-    @property
-    def has_other_hooks(self) -> bool:
-        """Whether hooks are registered on the optimizer besides those of averages."""
-        return not all(isinstance(hook, AfterStep) for hook in _hooks(self.optimizer))
+    def _settings_now(self) -> list[dict[str, Any]]:
+        """Return the settings of each group, and its number of parameters."""
+        return [{**group, "params": len(group["params"])} for group in self.optimizer.param_groups]
 
-    def after_update(self, params: Sequence[Tensor]) -> None:
-        """Bring the averages of parameters up to date, after an update that `step` has not made."""
-        for hook in self.optimizer._optimizer_step_post_hooks.values():  # noqa: SLF001 - has no public name
-            if isinstance(hook, AfterStep):
-                hook.update(self.optimizer, params)
-
-    def _unfuse(self) -> None:
-        """Use torch's plain loop for groups with a sparse gradient: fused kernels do not support it."""
-        for group in self.optimizer.param_groups:
-            if group.get("fused") and any(p.grad is not None and p.grad.is_sparse for p in group["params"]):
-                group["fused"] = False
+    def _hooks(self) -> bool:
+        """Return whether hooks are registered on the optimizer, or on all of them."""
+        own = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks  # noqa: SLF001
+        return bool(own or module._global_optimizer_pre_hooks or module._global_optimizer_post_hooks)  # noqa: SLF001
 
     def _find_kernels(self, grads: Sequence[Tensor | None]) -> None:
         """Find the kernels that can be called directly, once the optimizer has created its state."""
-        make, groups = _kernel_maker(type(self.optimizer)), self.optimizer.param_groups
-        if make is None or any(grad is None for grad in grads) or not all(map(_has_plain_kernel, groups)):
+        groups, states = self.optimizer.param_groups, self.optimizer.state
+        self._kernels = None
+        if (
+            type(self.optimizer) not in _FUSED
+            or any(grad is None for grad in grads)
+            or any(not group["fused"] or group.get("capturable") or group["differentiable"] for group in groups)
+        ):
             return
-        states = self.optimizer.state
         if not all(_slots_agree(param, states[param]) for param in self._params):
             for group in groups:
                 group["fused"] = False  # torch's plain loop takes slots of any strides
             return
-        if _hooks(self.optimizer):
+        if self._hooks():
             return
-        counters = joined_counts([states[param] for param in self._params if "step" in states[param]])
-        self._counters = [(one, torch.ones_like(one)) for one in counters]  # the number 1 costs 7 us more than a tensor
-        # a fused kernel works on one device only
-        parts = [
-            (group, base_lr, members)
+        self._kernels = [
+            self._kernel(group, base_lr, [param for param in group["params"] if param.device == device])
             for group, base_lr in zip(groups, self.base_lrs, strict=True)
-            for members in _by_device(group["params"])
+            for device in dict.fromkeys(param.device for param in group["params"])  # a kernel works on one device only
         ]
-        self._rates = [base_lr for _, base_lr, _ in parts]
-        self._places = [[self._place[id(param)] for param in members] for _, _, members in parts]
-        self._kernels = [make(group, members, [states[p] for p in members]) for group, _, members in parts]
+
+    def _kernel(self, group: Mapping[str, Any], base_lr: float, params: list[Tensor]) -> _Kernel:
+        """Return the kernel of parameters of a group on one device, with the arguments that torch gives it."""
+        states = [self.optimizer.state[param] for param in params]
+
+        def of_each(slot: str) -> list[Tensor]:
+            return [state[slot] for state in states]
+
+        names = ("momentum", "dampening", "nesterov") if "momentum" in group else ("eps", "amsgrad")
+        settings = {name: group[name] for name in ("weight_decay", "maximize", *names)}
+        if "momentum" in group:
+            function: Callable[..., object] = partial(torch._fused_sgd_, is_first_step=False)
+            slots, counter = [of_each("momentum_buffer") if group["momentum"] else []], None
+        else:
+            decoupled = type(self.optimizer) is torch.optim.AdamW or group.get("decoupled_weight_decay")
+            function = torch._fused_adamw_ if decoupled else torch._fused_adam_
+            settings["beta1"], settings["beta2"] = (float(beta) for beta in group["betas"])
+            # views of one tensor, so that one addition advances all; the number 1 costs 7 us more than a tensor
+            counts = torch.stack(of_each("step"))
+            counter = counts, torch.ones_like(counts)
+            for state, count in zip(states, counts.unbind(), strict=True):
+                state["step"] = count
+            largest = of_each("max_exp_avg_sq") if group["amsgrad"] else []
+            slots = [of_each("exp_avg"), of_each("exp_avg_sq"), largest, of_each("step")]
+        return _Kernel(
+            function, params, [self._place[id(param)] for param in params], slots, settings, base_lr, counter
+        )
+
+
+_FUSED: Final = frozenset({torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD})
+"""Classes whose kernels are called directly; a subclass may behave differently."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,93 +271,10 @@ class NamedSteppers:
             one.stepper.restore(one.params, tensors)
 
 
-def _has_plain_kernel(group: Mapping[str, Any]) -> bool:
-    return bool(group["fused"]) and not group.get("capturable") and not group["differentiable"]
-
-
 def _slots_agree(param: Tensor, slots: Mapping[str, Any]) -> bool:
     """Return whether every slot with the shape of the parameter has its strides."""
     found = (slot for slot in slots.values() if isinstance(slot, Tensor) and slot.shape == param.shape)
     return all(slot.stride() == param.stride() for slot in found)
-
-
-def _by_device(params: Sequence[Tensor]) -> list[list[Tensor]]:
-    found: dict[torch.device, list[Tensor]] = {}
-    for param in params:
-        found.setdefault(param.device, []).append(param)
-    return list(found.values())
-
-
-def joined_counts(states: Sequence[dict[str, Tensor]]) -> list[Tensor]:
-    """Return Adam's step counts as views of one tensor per device, so that one addition advances all of them."""
-    by_device: dict[torch.device, list[dict[str, Tensor]]] = {}
-    for state in states:
-        by_device.setdefault(state["step"].device, []).append(state)
-    joined = []
-    for members in by_device.values():
-        counts = torch.stack([state["step"] for state in members])
-        for state, count in zip(members, counts.unbind(), strict=True):
-            state["step"] = count
-        joined.append(counts)
-    return joined
-
-
-def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each group, and its number of parameters."""
-    return [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
-
-
-def _hooks(optimizer: torch.optim.Optimizer) -> list[object]:
-    from torch.optim import optimizer as module  # noqa: PLC0415 - torch.optim imports torch._dynamo: only when stepping
-
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)  # noqa: SLF001
-    shared = (module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks)  # noqa: SLF001
-    return [hooks[key] for hooks in (*own, *shared) for key in hooks]
-
-
-def _adam_kernel(
-    group: Mapping[str, Any], params: list[Tensor], states: list[dict[str, Tensor]], *, decoupled: bool
-) -> Callable[[list[Tensor], float], None]:
-    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    averages = [state["exp_avg"] for state in states]
-    squares = [state["exp_avg_sq"] for state in states]
-    largest = [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else []
-    steps = [state["step"] for state in states]
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    settings = {
-        "beta1": beta1,
-        "beta2": beta2,
-        "weight_decay": group["weight_decay"],
-        "eps": group["eps"],
-        "amsgrad": group["amsgrad"],
-        "maximize": group["maximize"],
-    }
-
-    def step(grads: list[Tensor], lr: float) -> None:
-        kernel(params, grads, averages, squares, largest, steps, lr=lr, **settings)
-
-    return step
-
-
-def _sgd_kernel(
-    group: Mapping[str, Any], params: list[Tensor], states: list[dict[str, Tensor]]
-) -> Callable[[list[Tensor], float], None]:
-    momenta = [state["momentum_buffer"] for state in states] if group["momentum"] else []
-    settings = {name: group[name] for name in ("weight_decay", "momentum", "dampening", "nesterov", "maximize")}
-
-    def step(grads: list[Tensor], lr: float) -> None:
-        torch._fused_sgd_(params, grads, momenta, lr=lr, is_first_step=False, **settings)
-
-    return step
-
-
-def _kernel_maker(kind: type) -> Callable[..., Callable[[list[Tensor], float], None]] | None:
-    """Return the factory of the direct kernel for exactly this class; a subclass may behave differently."""
-    if kind is torch.optim.AdamW:
-        return partial(_adam_kernel, decoupled=True)
-    if kind is torch.optim.Adam:
-        return lambda group, *rest: _adam_kernel(group, *rest, decoupled=bool(group.get("decoupled_weight_decay")))
-    return _sgd_kernel if kind is torch.optim.SGD else None
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from itertools import groupby
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_map
 from trainkit.errors import TrainingError
 from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Loss, add_terms
-from trainkit.strategies.base import Batch, LossWeighting, StepContext, UpdateParams
+from trainkit.strategies.base import Batch, LossWeighting, StepContext
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.small_grads import SmallGrads
 from trainkit.strategies.core.sparse import scatter_to_all_params
@@ -94,17 +95,11 @@ class LossDivisor:
         return torch.nan_to_num(torch.full_like(weight, self.value) / weight, posinf=0.0)
 
 
-GraphedUpdate = Callable[[Sequence[Tensor | None], UpdateParams], Tensor | None]
-"""(mean gradients, parameters of the update) -> the global norm before clipping, if they are clipped."""
-
 divisor_of = lru_cache(maxsize=8)(LossDivisor.of)  # full batches and the short one: two values per training
 
 
 class ShardStep:
     """One try at a step on one rank: its shards, and their sums for an update of `batch_size` samples."""
-
-    graphed_update: GraphedUpdate | None = None
-    """Function that clips and updates as one graph of torch.compile; None: both are eager."""
 
     def __init__(
         self,
@@ -359,3 +354,9 @@ def _unused(names: list[str]) -> str:
         f"no gradient in the first step for {shown}. Freeze what is not trained (requires_grad=False), or set "
         "strategy.allow_unused=true, which excludes it from the exchange."
     )
+
+
+R = TypeVar("R", bound=Replica)
+
+MakeStep = Callable[[R, Ticket, Sequence[Batch], StepContext], ShardStep]
+"""Function that makes one try at a step of a replica."""

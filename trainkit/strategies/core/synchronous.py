@@ -28,7 +28,7 @@ from trainkit.strategies.base import (
 )
 from trainkit.strategies.collectives import RankGroup, broadcast_values
 from trainkit.strategies.core.buffers import StepBuffers
-from trainkit.strategies.core.graphs.steps import StepGraphs
+from trainkit.strategies.core.graphs.shards import ShardGraphs
 from trainkit.strategies.core.optimizer import NamedSteppers, OptimizerStepper, Updater
 from trainkit.strategies.core.phases import PhasedStep
 from trainkit.strategies.core.replica import (
@@ -39,7 +39,7 @@ from trainkit.strategies.core.replica import (
     replica_state,
     restore_replica,
 )
-from trainkit.strategies.core.step import ShardStep
+from trainkit.strategies.core.step import MakeStep, ShardStep
 from trainkit.strategies.core.update import apply_update, observer
 from trainkit.strategies.reducers import BackendReducer, DeterministicReducer, LocalReducer, Reducer
 from trainkit.strategies.tensors.layouts import Placement, SingleDevicePlacement, make_dense
@@ -51,9 +51,6 @@ MoveModel = Callable[[nn.Module, Precision, Placement], PlacedModel]
 """Function that moves the tensors of a model to their devices and dtypes; collective."""
 
 R = TypeVar("R", bound=Replica)
-
-MakeStep = Callable[[R, Ticket, Sequence[Batch], StepContext], ShardStep]
-"""Function that makes one try at a step of a replica."""
 
 
 def backend_or_lanes(collective: Collective, numerics: Numerics) -> Reducer:
@@ -161,7 +158,7 @@ class SynchronousExecutor(Executor, Generic[R]):
         *,
         ranks: RankGroup | None = None,
         make_step: MakeStep[R] = ShardStep,
-        graphs: StepGraphs | None = None,
+        graphs: ShardGraphs | None = None,
     ) -> None:
         self._replica, self._training, self._make_step, self._graphs = replica, training, make_step, graphs
         self._ranks = ranks or RankGroup()
@@ -189,27 +186,7 @@ class SynchronousExecutor(Executor, Generic[R]):
         """Run forward and backward over this rank's shards, one reduction, one update; with phases, for each phase."""
         if self._phased is not None:
             return self._phased.take(ticket, batches)
-        if self._graphs is not None:
-            try:
-                return self._step_by_graphs(self._graphs, ticket, batches)
-            finally:
-                self._graphs.end_step()
         work = self._make_step(self._replica, ticket, batches, self._training)
-        return self._update(work, work.run())
-
-    def _step_by_graphs(self, graphs: StepGraphs, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
-        """Run a step as graphs, or eagerly if they first need the layout of a step."""
-        if not graphs.ready:
-            work = self._make_step(self._replica, ticket, batches, self._training)
-            with graphs.probing():
-                sums = work.run()
-            outcome = self._update(work, sums)
-            if outcome.status is Status.applied:
-                graphs.learn(sums)
-            return outcome
-        if graphs.is_whole:
-            return graphs.take(ticket, batches)
-        work = graphs.shards(ticket, batches)
         return self._update(work, work.run())
 
     def _update(self, work: ShardStep, sums: Sequence[Tensor | None]) -> StepOutcome:
@@ -223,7 +200,6 @@ class SynchronousExecutor(Executor, Generic[R]):
             work.divisor,
             training.rule(step),
             loss_sum=work.loss_sum,
-            graphed=work.graphed_update,
             observe=observer(replica, training, step),
         )
         replica.end_update(step)
@@ -265,8 +241,6 @@ class SynchronousExecutor(Executor, Generic[R]):
     def load_state_dict(self, state: StateDict) -> None:
         """Restore the tensors of a checkpoint of any strategy, by name."""
         restore_replica(self._replica, state)
-        if self._graphs is not None:
-            self._graphs.forget()
 
     def recover(self, step: int) -> bool:
         """Restore the buffers of an interrupted step, if no update has begun."""

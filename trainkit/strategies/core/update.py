@@ -12,7 +12,7 @@ from torch import Tensor
 from trainkit.strategies.base import Status, StepContext, UpdateParams, UpdateTensors
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.sparse import with_values
-from trainkit.strategies.core.step import GraphedUpdate, LossDivisor
+from trainkit.strategies.core.step import LossDivisor
 
 _LARGEST: Final = float("inf")
 """The order of the norm that is the largest element."""
@@ -32,7 +32,6 @@ def apply_update(
     update: UpdateParams,
     *,
     loss_sum: Tensor | None = None,
-    graphed: GraphedUpdate | None = None,
     observe: Observe = ignore_gradients,
 ) -> tuple[Status, Tensor | None]:
     """Update parameters, buffers and loss scale from the sums over all shards and ranks.
@@ -43,7 +42,6 @@ def apply_update(
         divisor: the divisor of the loss.
         update: learning rate and clip of this update.
         loss_sum: () the loss of this rank, None if it had no shard.
-        graphed: function that clips and updates the parameters; None: both are eager.
         observe: called with the gradients before they are clipped and the update is made.
 
     Returns:
@@ -64,8 +62,7 @@ def apply_update(
     scale, moves = replica.loss_scale, replica.loss_scale.moves
     if scale.scale != 1.0:
         torch._foreach_mul_(present, 1.0 / scale.scale)
-    clips = update.max_norm is not None and graphed is None
-    status, norms = Status.applied, norms_of(2.0) if clips else None
+    status, norms = Status.applied, None if update.max_norm is None else norms_of(2.0)
     buffers = sums[count : len(sums) - int(divisor.counted)] if replica.buffers.names else []
     if replica.numerics.leaves_out or moves:
         status = _decided(replica, buffers, loss_sum, norms_of(_LARGEST) if norms is None else norms)
@@ -78,27 +75,15 @@ def apply_update(
         replica.set_loss_scale(scale.after(overflow=True) if status is Status.retry else scale.after_skip())
         return status, None
     observe(grads)
-    norm = _update(replica, grads, present, update, norms) if graphed is None else graphed(grads, update)
+    norm = None if norms is None or update.max_norm is None else _clip(present, norms, update.max_norm)
+    replica.stepper.step(grads, update.lr_factor)
+    if replica.masters_apart:
+        replica.refresh_params()
     if replica.buffers.names:
         replica.buffers.finish(buffers)
     if moves:
         replica.set_loss_scale(scale.after(overflow=False))
     return Status.applied, norm
-
-
-def _update(
-    replica: Replica,
-    grads: Sequence[Tensor | None],
-    present: list[Tensor],
-    update: UpdateParams,
-    norms: Tensor | None,
-) -> Tensor | None:
-    """Clip the gradients by their norms, and step the optimizer; return the global norm before clipping."""
-    norm = None if norms is None or update.max_norm is None else _clip(present, norms, update.max_norm)
-    replica.stepper.step(grads, update.lr_factor)
-    if replica.masters_apart:
-        replica.refresh_params()
-    return norm
 
 
 def observer(replica: Replica, training: StepContext, step: int) -> Observe:

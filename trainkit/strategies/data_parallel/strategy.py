@@ -27,13 +27,11 @@ from trainkit.strategies.base import (
     Strategy,
 )
 from trainkit.strategies.collectives import RankGroup
-from trainkit.strategies.core.graphs.steps import StepGraphs
-from trainkit.strategies.core.graphs.whole_shards import makers_of
+from trainkit.strategies.core.graphs.shards import ShardGraphs, makers_of
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.replica_check import drifted_parameter
-from trainkit.strategies.core.step import ShardStep
+from trainkit.strategies.core.step import MakeStep, ShardStep
 from trainkit.strategies.core.synchronous import (
-    MakeStep,
     SynchronousExecutor,
     backend_or_lanes,
     broadcast_initial,
@@ -77,7 +75,7 @@ class DataParallelExecutor(SynchronousExecutor[Replica]):
         ranks: RankGroup,
         make_step: MakeStep[Replica],
         recovers: bool,
-        graphs: StepGraphs | None = None,
+        graphs: ShardGraphs | None = None,
         note: str | None = None,
     ) -> None:
         super().__init__(replica, training, ranks=ranks, make_step=make_step, graphs=graphs)
@@ -291,10 +289,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         refuses_unused = not self.allow_unused and (ranks.data_ranks.num_ranks > 1 or self.is_grouped)
         replica = Replica(replace(parts, refuses_unused=refuses_unused, is_grouped=self.is_grouped))
         broadcast_initial(replica)
-        make_step: MakeStep[Replica] = self.shard_step
-        graphs: StepGraphs | None = None
-        if request.graphs is not None:
-            make_step, graphs = makers_of(request, replica, self.shard_step, is_whole=self.map is None)
+        make_step, graphs = makers_of(request, replica, self.shard_step, is_whole=self.map is None)
         return DataParallelExecutor(
             replica,
             request.training,

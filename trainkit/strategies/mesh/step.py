@@ -19,8 +19,8 @@ from trainkit.strategies.collectives import RankGroup, all_gather_object
 from trainkit.strategies.core.refusals import optimizer_problems
 from trainkit.strategies.core.replica import replica_state, restore_replica
 from trainkit.strategies.core.sparse import sparse_problems
-from trainkit.strategies.core.step import ShardStep, added, cloned_batch, weight_on
-from trainkit.strategies.core.synchronous import MakeStep, SynchronousExecutor
+from trainkit.strategies.core.step import MakeStep, ShardStep, added, cloned_batch, weight_on
+from trainkit.strategies.core.synchronous import SynchronousExecutor
 from trainkit.strategies.mesh.state import (
     ShardedReplica,
     restore_pieces,

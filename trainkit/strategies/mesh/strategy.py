@@ -27,9 +27,8 @@ from trainkit.strategies.base import Facts, Numerics, PlanContext, SetupRequest,
 from trainkit.strategies.collectives import broadcast_values
 from trainkit.strategies.core.replica import PlacedModel
 from trainkit.strategies.core.replica_check import bits_hash
-from trainkit.strategies.core.step import ShardStep
+from trainkit.strategies.core.step import MakeStep, ShardStep
 from trainkit.strategies.core.synchronous import (
-    MakeStep,
     build_parts,
     move_and_cast,
     no_reducer,

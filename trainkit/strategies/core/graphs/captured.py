@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainkit.frames import first_line
-from trainkit.strategies.core.graphs.direct import DirectCall
+from trainkit.strategies.core.graphs.whole import DirectCall
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -87,9 +87,11 @@ class CapturedCall:
     """
 
     def __init__(self, call: DirectCall, leaves: Sequence[Tensor], capture: Capture) -> None:
-        if len(devices := call.devices(leaves)) > 1:
+        tensors = call.tensors()
+        if len(devices := sorted({str(one.device) for one in (*tensors, *leaves)})) > 1:
             raise RuntimeError(f"it uses tensors on {' and '.join(devices)}")
-        self._call, self._addresses, self._capture = call, call.addresses(), capture
+        self._call, self._capture = call, capture
+        self._addresses = [one.data_ptr() for one in tensors]
         self._leaves = [
             torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device) for leaf in leaves
         ]
@@ -100,16 +102,16 @@ class CapturedCall:
         """Return whether a call is the recorded one: the same graph on the same tensors, which are where they were."""
         if call is self._call:
             return True
-        if not call.is_same_as(self._call) or call.addresses() != self._addresses:
+        if not call.is_same_as(self._call) or [one.data_ptr() for one in call.tensors()] != self._addresses:
             return False
         self._call = call
         return True
 
-    def __call__(self, leaves: Sequence[Tensor]) -> Any:
+    def __call__(self, leaves: Sequence[Tensor]) -> list[Any]:
         """Return the result of the call, in memory that the next replay does not overwrite."""
         torch._foreach_copy_(self._leaves, list(leaves))
         self._capture.replay()
-        return self._call.result([output.clone() for output in self._outputs])
+        return self._call.results_of([output.clone() for output in self._outputs])
 
 
 class CapturingCaller:
@@ -126,7 +128,7 @@ class CapturingCaller:
         self._in_a_row = 0
         self._can = True
 
-    def __call__(self, call: DirectCall, leaves: Sequence[Tensor]) -> Any:
+    def __call__(self, call: DirectCall, leaves: Sequence[Tensor]) -> list[Any]:
         """Make a call."""
         if self._captured is not None and self._captured.is_of(call):
             return self._captured(leaves)

@@ -10,7 +10,6 @@ from trainkit.errors import Problem
 from trainkit.numerics.randomness import draws_at_random
 from trainkit.objectives.base import Access, needs_of
 from trainkit.strategies.base import Facts, PlanContext
-from trainkit.strategies.core.graphs.formulas import FORMULAS
 from trainkit.strategies.model_transforms import ModelTransforms
 
 _DEFAULT = "Use compile.mode=default."
@@ -81,12 +80,6 @@ def _of_settings(context: PlanContext) -> Iterator[str]:
         yield f"does not work with numerics.reproducible=true, whose order of summation is fixed. {_DEFAULT}"
     if context.optimizers:
         yield f"supports one update per step, and with optimizers there may be several. {_DEFAULT}"
-    elif context.optimizer is not None and context.optimizer not in FORMULAS:
-        known = ", ".join(one.__name__ for one in FORMULAS)
-        yield (
-            f"has no graph of the update of {context.optimizer.__name__}. Use one of torch.optim ({known}), or "
-            "compile.mode=default."
-        )
     objective = context.objective
     if objective is not None and Access.derivatives in needs_of(objective):
         yield f"has no graph of {type(objective).__name__}, which {Access.derivatives.value}. {_DEFAULT}"

@@ -1,12 +1,20 @@
-"""Run a function as one graph of torch.compile that draws no random number."""
+"""Run a function as one graph of torch.compile that draws no random number.
+
+Before each call, Dynamo evaluates its guards: whether anything that the traced code has read is still as it was. In a
+step of a small model they take a fifth of the time. Where only code of the trainer has run since the last call, nothing
+that they check can have changed but the arguments, and those are compared here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils._pytree import tree_flatten
 
 from trainkit.errors import TrainingError, TrainkitError
 from trainkit.frames import chain_of, first_line
@@ -16,10 +24,54 @@ from trainkit.strategies.step_values import GraphSettings
 
 _MOST_GRAPHS: Final = 64
 """Largest number of graphs of one function, for other shapes of a shard or other values in the model's code."""
+_MOST_DIRECT: Final = 4
+"""Largest number of layouts for which a graph is called directly: a whole shard, and those at the end of an epoch."""
 
 
 class UntraceableError(Exception):
     """A function cannot be one graph, for the reason of the message; it has not run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DirectCall:
+    """A call of a compiled graph with the inputs of an earlier run, but for the arguments."""
+
+    graph: Callable[..., Sequence[Any]]
+    inputs: Sequence[Any]
+    """The inputs of the graph; None in the place of an argument."""
+    places: Sequence[tuple[int, int]]
+    """(place of an input, number of the tensor of the arguments there)."""
+    layout: object
+    """Properties of the arguments for which the graph was compiled."""
+    results: Sequence[tuple[int | None, object]]
+    """For each result of the function its place among the outputs of the graph, or None and a constant."""
+
+    def __call__(self, leaves: Sequence[Tensor]) -> list[Any]:
+        """Return the results of the function for other tensors of this layout."""
+        return self.results_of(self.outputs(leaves))
+
+    def outputs(self, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the outputs of the graph."""
+        inputs = list(self.inputs)
+        for place, number in self.places:
+            inputs[place] = leaves[number]
+        return self.graph(*inputs)
+
+    def results_of(self, outputs: Sequence[Tensor]) -> list[Any]:
+        """Return the results of the function for outputs of the graph."""
+        return [value if place is None else outputs[place] for place, value in self.results]
+
+    def is_same_as(self, other: DirectCall) -> bool:
+        """Return whether another call runs the same graph on the same tensors, but for the arguments."""
+        return (
+            self.graph is other.graph
+            and (self.layout, self.places, self.results) == (other.layout, other.places, other.results)
+            and all(map(operator.is_, self.inputs, other.inputs))
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that the graph reads and writes, but for the arguments."""
+        return [one for one in self.inputs if isinstance(one, Tensor)]
 
 
 class WholeGraph:
@@ -29,30 +81,34 @@ class WholeGraph:
     shows them.
 
     Args:
-        function: the function; its arguments are tensors, and values that contain tensors.
+        function: the function; its arguments are tensors, and values that contain tensors; it returns a tuple of
+            tensors and constants.
         settings: backend and mode of torch.compile.
         device: the device of the tensors.
         is_joint: whether the function computes gradients as well.
-        wrap: returns the function to call instead of a compiled graph; None: the graph itself is called.
+        call: makes a direct call with tensors.
     """
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., tuple[Any, ...]],
         settings: GraphSettings,
         device: torch.device,
         *,
         is_joint: bool,
-        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        call: Callable[[DirectCall, Sequence[Tensor]], list[Any]] = DirectCall.__call__,
     ) -> None:
         from torch._dynamo import config, exc, lookup_backend  # noqa: PLC0415 - slow to import, and most runs need none
 
         self._untraceable = (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
         config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
         config.trace_autograd_ops = True
-        self._key, self._devices = settings.key, [device]
+        self._key, self._devices, self._call = settings.key, [device], call
         self._before: GeneratorStates | None = None
         self._drawn: str | None = None
+        self._direct: list[DirectCall] = []
+        self._runs: list[tuple[Callable[..., Any], Sequence[Any], Sequence[Any]]] | None = None
+        """Graph, inputs and outputs of what runs, while it is recorded."""
         options = {}
         if settings.mode is not None:
             from torch._inductor import list_mode_options  # noqa: PLC0415 - as above
@@ -61,43 +117,124 @@ class WholeGraph:
 
         def backend(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             keep_pool_kernels(graph, is_joint=is_joint)
+            # Dynamo makes changes of Python objects after each run of the graph: such a graph is never called directly
+            changes_objects = _changes_objects()
             made: Callable[..., Any] = lookup_backend(settings.backend)(graph, inputs, **options)
             self._drawn = drawing_operation(graph)
             if self._before is None:
                 GENERATORS_LOCK.acquire()  # until the graph has run: other threads also draw from these generators
             self._before = GeneratorStates(self._devices)
-            return made if wrap is None else wrap(made)
+            if changes_objects:
+                return made
+
+            def recorded(*inputs: Any) -> Sequence[Any]:
+                outputs: Sequence[Any] = made(*inputs)
+                if self._runs is not None:
+                    self._runs.append((made, inputs, outputs))
+                return outputs
+
+            return recorded
 
         self._compiled: Callable[..., Any] = torch.compile(function, backend=backend, fullgraph=True)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, unchanged: bool = False) -> Sequence[Any]:
         """Run the function.
+
+        Args:
+            args: arguments of the function.
+            unchanged: whether nothing else that the function reads has changed since the last call.
 
         Raises:
             UntraceableError: the function cannot be one graph.
             TrainingError: the function draws random numbers.
         """
+        if not unchanged:
+            self._direct.clear()
+            return self._checked(args)
+        leaves, layout = _layout_of(args)
+        for direct in self._direct:
+            if direct.layout == layout:
+                return self._call(direct, leaves)
+        self._runs = []
         try:
-            found = self._compiled(*args)
+            results = self._checked(args)
+        finally:
+            runs, self._runs = self._runs, None
+        known = {id(one): place for place, one in enumerate(runs[0][2])} if len(runs) == 1 else {}
+        if layout is not None and known and all(id(one) in known or _is_constant(one) for one in results):
+            graph, inputs, _ = runs[0]
+            numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
+            new = DirectCall(
+                graph=graph,
+                inputs=[None if id(one) in numbers else one for one in inputs],
+                places=[(place, numbers[id(one)]) for place, one in enumerate(inputs) if id(one) in numbers],
+                layout=layout,
+                results=[(None, one) if _is_constant(one) else (known[id(one)], None) for one in results],
+            )
+            self._direct = [new, *self._direct[: _MOST_DIRECT - 1]]
+        return results
+
+    def _checked(self, args: tuple[Any, ...]) -> Sequence[Any]:
+        """Run the function with guards."""
+        try:
+            found: Sequence[Any] = self._compiled(*args)
         except self._untraceable as error:
-            if (own := _own_error(error)) is not None:
+            # an error of trainkit, such as a hang, that tracing has wrapped in its own
+            if (own := next((one for one in chain_of(error) if isinstance(one, TrainkitError)), None)) is not None:
                 raise own from None
             raise UntraceableError(first_line(error)) from error
         finally:
-            has_drawn = self._end_first_run()
+            has_drawn = False
+            if self._before is not None:  # the first run of a graph
+                try:
+                    has_drawn = self._before.moved()
+                finally:
+                    self._before = None
+                    GENERATORS_LOCK.release()
         if has_drawn:
             refuse_draws(self._key, self._drawn)
         return found
 
-    def _end_first_run(self) -> bool:
-        """Return whether the first run of a graph has drawn random numbers; False after any other run."""
-        if self._before is None:
-            return False
-        try:
-            return self._before.moved()
-        finally:
-            self._before = None
-            GENERATORS_LOCK.release()
+
+def _layout_of(args: tuple[Any, ...]) -> tuple[Sequence[Tensor], object]:
+    """Return the tensors of some arguments, and all properties for which a graph is compiled: None if one is no tensor
+    with strides, or occurs twice.
+    """
+    leaves: list[Any] = []
+    containers: list[object] = []
+    for value in args:
+        if isinstance(value, Tensor):
+            leaves.append(value)
+            containers.append(None)
+        elif type(value) in (tuple, list) and all(isinstance(one, Tensor) for one in value):
+            leaves += value
+            containers.append((type(value), len(value)))
+        else:
+            parts, tree = tree_flatten(value)
+            leaves += parts
+            containers.append(tree)
+    if len(set(map(id, leaves))) < len(leaves):
+        return leaves, None
+    layout = [containers]
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+            return leaves, None
+        layout.append([type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad])
+    return leaves, layout
+
+
+def _is_constant(result: object) -> bool:
+    return result is None or isinstance(result, bool | int | float | str)
+
+
+def _changes_objects() -> bool:
+    """Return whether the function that Dynamo is tracing changes Python objects that exist outside of it."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # noqa: PLC0415 - slow, and most runs need none
+    from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew  # noqa: PLC0415 - as above
+
+    effects, new = InstructionTranslator.current_tx().output.side_effects, (AttributeMutationNew, ValueMutationNew)
+    changed = [one for one in effects.id_to_variable.values() if effects.is_modified(one)]
+    return bool(effects.tensor_hooks) or not all(isinstance(one.mutation_type, new) for one in changed)
 
 
 def refuse_draws(key: str, drawn: str | None) -> None:
@@ -138,8 +275,3 @@ def _nodes(graph: fx.GraphModule) -> Iterator[fx.Node]:
     for module in graph.modules():
         if isinstance(module, fx.GraphModule):
             yield from module.graph.nodes
-
-
-def _own_error(error: BaseException) -> TrainkitError | None:
-    """Return the error of trainkit, such as a hang, that tracing has wrapped in its own error."""
-    return next((one for one in chain_of(error) if isinstance(one, TrainkitError)), None)
