@@ -214,7 +214,7 @@ def test_ten_steps_are_those_of_the_reference(shaping: ModelTransforms, settings
 
 def test_a_torch_that_compiles_no_gradients_compiles_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "compiles_gradients", lambda: False)
-    request: Any = SimpleNamespace(graphs=GraphSettings(covers="shard", backend="aot_eager"))
+    request: Any = SimpleNamespace(graphs=GraphSettings(covers="shard", backend="aot_eager"), training=None)
     replica: Any = None
     assert shards.makers_of(request, replica, ShardStep) == (ShardStep, None)
 
