@@ -82,8 +82,8 @@ class CompileConfig:
     mode: Annotated[Literal["off", "default", "max-autotune", "step"], speed] = "off"
     """Compiled code: off none, default the model, max-autotune the model with timed kernels, step whole shards.
 
-    `step` compiles forward and backward together; the model must draw no random numbers. Under `default` and `max-autotune` random draws have other values than in an eager run, with the same
-    distribution.
+    `step` compiles forward and backward together; the model must draw no random numbers. Under `default` and
+    `max-autotune` random draws have other values than in an eager run, with the same distribution.
     """
     backend: Annotated[str, speed] = "inductor"
     """The compiler of the graphs: inductor generates code, aot_eager runs them unchanged, for debugging."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as module
 
+from trainkit.adapters.average import AfterStep
 from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.strategies.step_values import NamedOptimizer
 from trainkit.strategies.tensors.layouts import in_layout
@@ -141,6 +142,12 @@ class OptimizerStepper:
         """Replace the optimizer's state by that of a checkpoint, or of a new optimizer if it has none."""
         restore_optimizer_state(self.optimizer, params, tensors, initial=self._initial)
         self._kernels = None
+
+    def after_update(self, params: Sequence[Tensor]) -> None:
+        """Bring the averages of parameters up to date, after an update that `step` has not made."""
+        for hook in self.optimizer._optimizer_step_post_hooks.values():  # noqa: SLF001 - has no public name
+            if isinstance(hook, AfterStep):
+                hook.update(self.optimizer, params)
 
     def _settings_now(self) -> list[dict[str, Any]]:
         """Return the settings of each group, and its number of parameters."""
