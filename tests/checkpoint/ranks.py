@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -104,20 +106,26 @@ def fail(place: Place, root: Path, rank: int, failure: str) -> str:
     return "saved"
 
 
-def fill_the_disk(place: Place, root: Path) -> str:
-    """No file of rank 1 may grow beyond 64 KiB, and no rank asks before: half of a part is written."""
+@contextmanager
+def small_files() -> Iterator[None]:
+    """No file may grow beyond 64 KiB: a real refusal by the system, half a file written."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    pieces = {f"param/{place.rank}": [TensorShard.whole(torch.zeros(1 << 16))]}
-    saver = Saver(root, together(place))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
     try:
-        if place.rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
-        with mock.patch.object(saving, "lacking", return_value=None):
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def fill_the_disk(place: Place, root: Path) -> str:
+    """The files of rank 1 are small, and no rank asks before: half of a part is written."""
+    pieces = {f"param/{place.rank}": [TensorShard.whole(torch.zeros(1 << 16))]}
+    saver, limit = Saver(root, together(place)), small_files() if place.rank == 1 else nullcontext()
+    try:
+        with limit, mock.patch.object(saving, "lacking", return_value=None):
             saver.save(step=2, pieces=pieces, meta={})
             saver.close()
     except CheckpointError as error:
         return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
     return "saved"

@@ -15,7 +15,6 @@ from trainkit.trainer import failpoints
 from trainkit.trainer.checkpoint import saving
 from trainkit.trainer.checkpoint.loading import load
 from trainkit.trainer.checkpoint.saving import Saver
-from trainkit.trainer.manifest import list_complete
 
 
 @pytest.fixture
@@ -56,13 +55,6 @@ def test_an_error_of_the_disk_is_raised_by_the_next_call(
     with pytest.raises(CheckpointError, match=r"step 1 could not be written below .*: No space left on device"):
         saver.save(step=2, pieces={}, meta={}) if call == "save" else getattr(saver, call)()
     assert saver.close() == []  # said once
-
-
-def test_without_a_thread_the_checkpoint_exists_on_return(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, background=False)
-    saver.save(step=1, pieces=whole({"param/w": torch.ones(3)}), meta={}, metric=0.5)
-    assert [entry.metric for entry in list_complete(tmp_path)] == [0.5]
-    assert [entry.step for entry in saver.finished()] == [1]
 
 
 @pytest.mark.gpu

@@ -1,17 +1,16 @@
 """A kill or a full disk in the middle of a save that leaves half a checkpoint is caught here alone."""
 
 import json
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.checkpoint.ranks import small_files
 from tests.support.present import present
 from tests.support.saving import save
 from trainkit import storage
@@ -22,27 +21,15 @@ from trainkit.trainer.checkpoint.loading import load, newest_valid
 from trainkit.trainer.manifest import list_complete
 
 
-@pytest.fixture
-def small_disk() -> Iterator[None]:
-    """No file may grow beyond 64 KiB: a real refusal by the system, half a file written."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
-
-
 @pytest.mark.parametrize("asks_before", [True, False])
 def test_a_disk_that_refuses_leaves_no_half_checkpoint(
-    tmp_path: Path, small_disk: None, monkeypatch: pytest.MonkeyPatch, asks_before: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks_before: bool
 ) -> None:
     if not asks_before:
         monkeypatch.setattr(saving, "lacking", lambda *_: None)
     save(tmp_path, step=1, tensors={"param/w": torch.zeros(10)}, meta={})
-    with pytest.raises(
-        CheckpointError, match=r"File too large \(4.03 MiB are needed; a file may have 64 KiB\)\. The la"
-    ):
+    said = r"File too large \(4.03 MiB are needed; a file may have 64 KiB\)\. The la"
+    with small_files(), pytest.raises(CheckpointError, match=said):
         save(tmp_path, step=2, tensors={"param/w": torch.zeros(1 << 20)}, meta={})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "step_00000001"]
 
@@ -57,13 +44,6 @@ def test_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "(32 KiB are needed; 3 MiB are free on its file system). There is no earlier one. "
         "Free space there, or choose a folder on another file system (hydra.run.dir=FOLDER)."
     )
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_error_before_the_manifest_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failpoints, "ARMED", failpoints.parse("phase=save,action=raise"))
-    with pytest.raises(RuntimeError, match="failpoint in save of step 2"):
-        save(tmp_path, step=2, tensors={}, meta={})
     assert list(tmp_path.iterdir()) == []
 
 

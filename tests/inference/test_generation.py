@@ -145,7 +145,7 @@ def test_all_bad_flags_are_named_at_once(run: Path, capsys: pytest.CaptureFixtur
     assert main(["generate", str(run), *flags, "--prompts", "nowhere"]) == 2
 
     lines = capsys.readouterr().err.splitlines()[1:]
-    keys = ["--max-tokens=0", "--top-p=1.5", "--top-p=1.5", "--seed=1", "--checkpoint newest", "--prompts=nowhere"]
+    keys = ["--max-tokens=0", "--top-p=1.5", "--top-p=1.5", "--seed=1", "--checkpoint=newest", "--prompts=nowhere"]
     assert [line.strip().partition(": ")[0] for line in lines] == keys
     assert "the most likely token is chosen" in lines[3]
 

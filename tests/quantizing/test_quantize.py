@@ -191,8 +191,8 @@ def test_a_changed_file_and_a_description_of_another_model_are_refused(conv: Pat
     [
         ("missing", "--to int8_weights", 2, "Did you mean int8_weight?"),
         ("missing", "", 2, "--to: is missing"),
-        ("missing", "--to int8_static --calibrate 0", 2, "--calibrate 0: "),
-        ("missing", "--to int8_static --checkpoint first", 2, "--checkpoint first: "),
+        ("missing", "--to int8_static --calibrate 0", 2, "--calibrate=0: "),
+        ("missing", "--to int8_static --checkpoint first", 2, "--checkpoint=first: "),
         ("missing", "--to int8_weight", 2, "is not a run folder"),
         ("half-written", "--to int8_weight", 4, "has no checkpoint named last"),
         ("foreign", "--to int8_weight", 2, "stranger is not among the packages"),

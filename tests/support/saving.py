@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from trainkit.strategies.tensor_shards import ShardedState, TensorShard
-from trainkit.trainer.checkpoint.retention import Retention
 from trainkit.trainer.checkpoint.saving import Saver
 from trainkit.trainer.manifest import Checkpoint
-from trainkit.trainer.ownership import OwnershipToken, uncontested
 
 
 def whole(tensors: Mapping[str, Tensor]) -> ShardedState:
@@ -20,18 +18,9 @@ def whole(tensors: Mapping[str, Tensor]) -> ShardedState:
     return {name: (TensorShard.whole(tensor),) for name, tensor in tensors.items()}
 
 
-def save(
-    root: Path,
-    *,
-    step: int,
-    tensors: Mapping[str, Tensor],
-    meta: Mapping[str, Any],
-    metric: float | None = None,
-    retention: Retention | None = None,
-    confirm: Callable[[], None] = uncontested,
-    owner: OwnershipToken | None = None,
-) -> Checkpoint:
-    """Save without a thread."""
-    saver = Saver(root, retention=retention, confirm=confirm, owner=owner, background=False)
+def save(root: Path, *, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], **more: Any) -> Checkpoint:
+    """Save without a thread; further arguments are the metric, and those of the saver."""
+    metric = more.pop("metric", None)
+    saver = Saver(root, background=False, **more)
     saver.save(step=step, pieces=whole(tensors), meta=meta, metric=metric)
     return saver.close()[0]

@@ -374,7 +374,7 @@ def test_what_cannot_be_combined_is_refused(runs: Path, two: Path, tmp_path: Pat
     cases: list[tuple[Path, dict[str, str], str]] = [
         (runs, {"k": "4"}, "--k 4: only 3 runs there have val/accuracy"),
         (runs, {"k": "1"}, "--k 1: "),
-        (runs, {"checkpoint": "first"}, "--checkpoint first: "),
+        (runs, {"checkpoint": "first"}, "--checkpoint=first: "),
         (other, {"k": "2"}, "scored on the same samples"),
     ]
     for folder, flags, text in cases:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 from trainkit.config.grammar import refusal
 from trainkit.config.values import whole_number
@@ -137,6 +137,21 @@ class Call:
         from trainkit.verbs.support.points import checked_points  # noqa: PLC0415
 
         return checked_points(self.overrides, self.config_dirs, self.packages)
+
+    def checkpoint(self) -> Literal["best", "last"]:
+        """Return the checkpoint that `--checkpoint` names; the last one without it.
+
+        Raises:
+            ConfigError: the value is neither best nor last.
+
+        Example:
+            >>> Call().checkpoint(), Call(flags={"checkpoint": "best"}).checkpoint()
+            ('last', 'best')
+        """
+        word = self.flags.get("checkpoint", "last")
+        if word not in ("best", "last"):
+            raise ConfigError([self.problem("checkpoint", "must be best or last.")])
+        return cast("Literal['best', 'last']", word)
 
     def number(self, name: str) -> int | None:
         """Return the whole number of a flag, which `number_problems` has accepted; None without it."""

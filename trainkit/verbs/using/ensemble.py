@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.verbs.looking.top import ranked
 from trainkit.verbs.support.call import Call, Flag
-from trainkit.verbs.support.weights import checkpoint_flag
 
 if TYPE_CHECKING:
     from trainkit.sweeps.results.ensemble import Candidate
@@ -29,7 +28,7 @@ FLAGS: Final[Mapping[str, Flag]] = {
 def run(call: Call) -> int:
     """Print members and ensemble in one table, and write the ensemble."""
     call.check_arity(arguments=1, overrides=False)
-    checkpoint, out = checkpoint_flag(call.flags), call.flags.get("out")
+    checkpoint, out = call.checkpoint(), call.flags.get("out")
     board, count = ranked(call)
     target = Path(call.arguments[0]).expanduser() / "ensemble" if out is None else Path(out).expanduser()
     from trainkit.storage import quoted  # noqa: PLC0415 - for this only

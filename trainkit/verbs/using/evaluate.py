@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 from trainkit.files import read_map
 from trainkit.trainer.ownership import print_notice
 from trainkit.verbs.support.call import Call, Flag
-from trainkit.verbs.support.weights import checkpoint_flag
 
 if TYPE_CHECKING:
     from trainkit.api.evaluation import Evaluated
@@ -29,7 +28,7 @@ _MOST_ROWS: Final = 20
 def run(call: Call) -> int:
     """Evaluate, write the results and print them."""
     call.check_arity(arguments=1)
-    which = checkpoint_flag(call.flags)
+    which = call.checkpoint()
     from trainkit.api.evaluation import evaluate  # noqa: PLC0415 - imports torch
 
     found = evaluate(

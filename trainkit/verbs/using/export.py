@@ -5,13 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final
 
-from trainkit.config.grammar import refusal
 from trainkit.verbs.support.call import Call, Flag
-
-if TYPE_CHECKING:
-    from trainkit.run.folder.model_file import Which
 
 USAGE: Final = "RUN"
 FLAGS: Final[Mapping[str, Flag]] = {
@@ -26,14 +22,12 @@ FLAGS: Final[Mapping[str, Flag]] = {
 def run(call: Call) -> int:
     """Write the model, and print its path."""
     call.check_arity(arguments=1, overrides=False)
-    which = call.flags.get("checkpoint")
-    if which not in (None, "best", "last"):
-        raise refusal(f"--checkpoint {which}", "must be best or last.")
+    which = call.checkpoint() if "checkpoint" in call.flags else None
     from trainkit.run.folder.export import export_run  # noqa: PLC0415 - imports torch
     from trainkit.storage import num_bytes, quoted  # noqa: PLC0415 - for this only
 
     to = call.flags.get("to", "safetensors")
-    done = export_run(Path(call.arguments[0]).expanduser(), to=to, checkpoint=cast("Which | None", which))
+    done = export_run(Path(call.arguments[0]).expanduser(), to=to, checkpoint=which)
     sys.stdout.write(f"{done.folder}  {num_bytes(done.num_bytes)} in {done.seconds:.2g} s\n")
     sys.stdout.writelines(f"{note}\n" for note in done.notes)
     sys.stdout.write(f"trainkit.load({quoted(done.folder)})\n" if to == "safetensors" else "")

@@ -13,7 +13,6 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.files import read_text
 from trainkit.models.sampling import MAX_TOKENS, RULES, Sampling, broken_settings, temperature_of
 from trainkit.verbs.support.call import Call, Flag
-from trainkit.verbs.support.weights import checkpoint_flag
 
 USAGE: Final = "RUN --prompt TEXT"
 FLAGS: Final[Mapping[str, Flag]] = {
@@ -37,7 +36,7 @@ def run(call: Call) -> int:
     problems += [call.problem(_flag(name), rule) for name, rule in broken_settings(given)]
     checkpoint: Literal["best", "last"] = "last"
     try:
-        checkpoint = checkpoint_flag(call.flags)
+        checkpoint = call.checkpoint()
     except ConfigError as error:
         problems += error.problems
     prompts = _prompts(call, problems)

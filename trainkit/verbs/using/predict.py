@@ -11,7 +11,6 @@ from typing import Final
 from trainkit.config.grammar import refusal
 from trainkit.trainer.ownership import print_notice
 from trainkit.verbs.support.call import Call, Flag
-from trainkit.verbs.support.weights import checkpoint_flag
 
 USAGE: Final = "RUN|FOLDER|FILE --out FILE.parquet|.npy|.jsonl [data=... strategy=... predict.outputs=...]"
 FLAGS: Final[Mapping[str, Flag]] = {
@@ -25,7 +24,7 @@ FLAGS: Final[Mapping[str, Flag]] = {
 def run(call: Call) -> int:
     """Predict, or continue an interrupted prediction; return the exit code."""
     call.check_arity(arguments=1)
-    which = checkpoint_flag(call.flags)
+    which = call.checkpoint()
     if "out" not in call.flags:
         raise refusal("--out", "is missing: --out FILE.parquet, FILE.npy or FILE.jsonl.")
     from trainkit.api.prediction import predict_to_file  # noqa: PLC0415 - imports torch

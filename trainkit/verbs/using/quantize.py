@@ -5,19 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final
 
 from trainkit.config.grammar import refusal
 from trainkit.verbs.support.call import Call, Flag
-
-if TYPE_CHECKING:
-    from trainkit.run.folder.model_file import Which
 
 USAGE: Final = "RUN"
 FLAGS: Final[Mapping[str, Flag]] = {
     "to": Flag(help="the format: int8_weight, int8_dynamic, int4_weight or int8_static", value="FORMAT"),
     "calibrate": Flag(
-        help="int8_static: number of training samples whose activations are observed; 512 without it", value="N"
+        help="int8_static: number of training samples whose activations are observed; 512 without it",
+        value="N",
+        least=1,
     ),
     "checkpoint": Flag(help="the checkpoint: last, or best; last without it", value="WHICH"),
 }
@@ -26,13 +25,10 @@ FLAGS: Final[Mapping[str, Flag]] = {
 def run(call: Call) -> int:
     """Write the quantized model, and print its scores next to those of the original."""
     call.check_arity(arguments=1, overrides=False)
-    which, calibrate = call.flags.get("checkpoint", "last"), call.flags.get("calibrate")
-    if which not in ("best", "last"):
-        raise refusal(f"--checkpoint {which}", "must be best or last.")
+    which = call.checkpoint()
+    call.check_numbers(FLAGS)
     if "to" not in call.flags:
         raise refusal("--to", f"is missing: {FLAGS['to'].help}.")
-    if calibrate is not None and not (calibrate.isascii() and calibrate.isdigit() and int(calibrate) > 0):
-        raise refusal(f"--calibrate {calibrate}", "must be a whole number of samples, 1 or more.")
     from trainkit.report.tables import print_rows  # noqa: PLC0415 - not for --help
     from trainkit.run.folder.quantize import quantize_run  # noqa: PLC0415 - imports torch
     from trainkit.storage import quoted  # noqa: PLC0415 - for this only
@@ -40,8 +36,8 @@ def run(call: Call) -> int:
     done = quantize_run(
         Path(call.arguments[0]).expanduser(),
         to=call.flags["to"],
-        calibrate=None if calibrate is None else int(calibrate),
-        checkpoint=cast("Which", which),
+        calibrate=call.number("calibrate"),
+        checkpoint=which,
         report=lambda line: print(line, file=sys.stderr, flush=True),  # noqa: T201 - meant for the terminal
     )
     (header, *rows), count = done.rows, len(done.layers)
