@@ -79,7 +79,7 @@ STRATEGIES = sorted(
 
 BASE_LR = 0.5
 RATES = (0.1, 0.3, 0.5, 0.4, 0.3, 0.2, 0.1, 0.4, 0.2, 0.05)
-"""The learning rate of each step, for SGD; AdamW takes a tenth."""
+"""The learning rate of each step, for SGD; AdamW takes a tenth. Six steps end in the second or third epoch."""
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=BASE_LR, momentum=0.9, fused=True),
@@ -147,7 +147,7 @@ class Case:
     optimizer: str = "sgd"
     global_size: int = 8
     micro_size: int = 8
-    num_steps: int = 10
+    num_steps: int = 6
     rate_scale: float = 1.0
     max_norm: float | None = None
     precision: str = "fp64"
@@ -232,7 +232,10 @@ class Trained:
 
 
 def train(pool: Pool, case: Case) -> list[Trained]:
-    """What every rank of a case ended with; a single task is trained right here."""
+    """What every rank of a case ended with; a single task is trained right here.
+
+    The fast lane skips a test of several tasks here: what it is compared with is better computed afterwards.
+    """
     strategy = case.make_strategy()
     tasks = strategy.tasks(PlanContext())
     if len(tasks) == 1:

@@ -39,7 +39,18 @@ def test_a_callback_that_unfreezes_or_freezes_ends_the_run_at_that_step(strategy
         run(tmp_path / "run", *SAME, *changing, *STRATEGIES[strategy])
 
 
-@pytest.mark.parametrize("strategy", [case for case in CASES if case.values[0] != "pipeline"])
+FORWARD = ("one_device", "central_storage", "mirrored", "parameter_server")
+"""One device, threads, ranks and workers; the test above has all strategies."""
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(name, marks=() if name in FORWARD else pytest.mark.matrix)
+        for name in STRATEGIES
+        if name != "pipeline"
+    ],
+)
 def test_a_forward_pass_that_unfreezes_ends_the_run(strategy: str, tmp_path: Path) -> None:
     changing = ("model=changes_itself", "model.how=unfreeze")
     with pytest.raises(TrainingError, match=r"requires_grad of 0\.(weight|bias), .* was changed to True"):

@@ -25,7 +25,7 @@ from trainkit.strategies.tensors.layouts import FlatBuffer
 
 CPU = torch.device("cpu")
 # layers of 24 x 6 and 3 x 24, of which PowerSGD compresses the first; ten steps of ragged batches
-BASE = Case(strategy="mirrored", global_size=16, micro_size=4, precision="fp32", model={"width": 24})
+BASE = Case(strategy="mirrored", global_size=16, micro_size=4, num_steps=10, precision="fp32", model={"width": 24})
 
 
 def compressed(base: Case, **settings: Any) -> Case:

@@ -35,7 +35,7 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Where the training is placed, in the order in which it goes from one to the next."""
 
-SAVED, LAST = 4, 9
+SAVED, LAST = 4, 6
 SLOTS = {"sgd": {"momentum_buffer"}, "adamw": {"exp_avg", "exp_avg_sq", "step"}}
 # 37 points in batches of 16: the epoch's last is short. Not AdamW with BatchNorm: see test_strategies.
 PLAIN = Case(optimizer="sgd", global_size=16, micro_size=4, num_steps=LAST, model={"width": 8})

@@ -33,8 +33,8 @@ POINTS = Case(shaping=GRAPHS, num_steps=14)
     [
         (POINTS, 6),
         (replace(POINTS, micro_size=3, optimizer="adamw", max_norm=0.5, resume_at=6), 18),
-        (replace(POINTS, model={"norm": True}, micro_size=4), 10),
-        (replace(POINTS, task="tokens", global_size=8, micro_size=3), 30),
+        pytest.param(replace(POINTS, model={"norm": True}, micro_size=4), 10, marks=pytest.mark.long),
+        pytest.param(replace(POINTS, task="tokens", global_size=8, micro_size=3), 30, marks=pytest.mark.long),
     ],
     ids=["ragged", "shards_resumed", "buffers", "counted"],
 )
@@ -122,7 +122,9 @@ def test_results_that_hold_an_input_or_a_container_are_those_of_each_call(wrap: 
     assert torch.utils._pytree.tree_leaves(graph.again(TWO)[1])[0].tolist() == [3.0, 4.0]
 
 
-@pytest.mark.parametrize(("callback", "rows"), [("scales", 30), ("scales_rows", 23)])
+@pytest.mark.parametrize(
+    ("callback", "rows"), [("scales", 30), pytest.param("scales_rows", 23, marks=pytest.mark.long)]
+)
 @pytest.mark.slow
 def test_what_a_callback_changes_between_steps_changes_the_next_one(callback: str, rows: int, tmp_path: Path) -> None:
     fixed = ("model=scaled", "data=points", "batch.global_size=8", "steps=30", f"log_every_steps={rows}")

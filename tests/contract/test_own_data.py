@@ -24,8 +24,7 @@ def own(name: str) -> tuple[str, str]:
     return "data=own", f"data._target_={OWN}.{name}"
 
 
-@pytest.mark.parametrize("dataset", ["NamedPoints", "ScannedPoints"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("dataset", "workers"), [("NamedPoints", 0), ("ScannedPoints", 2)])
 @pytest.mark.slow
 def test_fields_of_any_names_train_as_a_pair_does(tmp_path: Path, dataset: str, workers: int) -> None:
     plain = run(tmp_path / "a", *FIXED, "data=points")
@@ -137,7 +136,7 @@ def test_bad_collates_and_ragged_samples_end_with_the_key_and_the_remedy(tmp_pat
         run(tmp_path / "d", *RAGGED, "data.collate=os.listdir")
 
 
-@pytest.mark.parametrize("strategy", [MIRRORED, FSDP], ids=["mirrored", "fsdp"])
+@pytest.mark.parametrize("strategy", [MIRRORED, pytest.param(FSDP, marks=pytest.mark.matrix)], ids=["mirrored", "fsdp"])
 @pytest.mark.slow
 def test_a_batch_transform_draws_alike_on_every_layout_and_after_a_resume(
     tmp_path: Path, strategy: tuple[str, ...]

@@ -53,7 +53,7 @@ def test_two_devices_of_a_compiled_worker_train_as_the_reference(store: tuple[st
 )
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("base", [CLASSES, TOKENS], ids=["classes", "tokens"])
-def test_ten_steps_are_those_of_the_reference(
+def test_six_steps_are_those_of_the_reference(
     base: Case, optimizer: str, workers: int, servers: int, devices: int, store: tuple[str, int]
 ) -> None:
     chosen = replace(base, optimizer=optimizer, max_norm=0.05)

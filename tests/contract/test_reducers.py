@@ -35,7 +35,7 @@ def test_every_reducer_takes_the_steps_of_the_reference(reduce: str, replicas: i
     once, thrice = (replace(TOKENS, micro_size=-(-8 // (replicas * shards))) for shards in (1, 3))
     for base in (once, thrice, CLASSES):
         case = replace(base, settings={"replicas": replicas, "reduce": reduce})
-        expected, ranks = oracle(case), train(pool, case)
+        ranks, expected = train(pool, case), oracle(case)
         for rank in ranks:
             assert reference.differences(rank.weights, expected) == []
             assert all(torch.equal(tensor, ranks[0].state[key]) for key, tensor in rank.state.items())

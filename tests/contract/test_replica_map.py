@@ -60,7 +60,7 @@ def test_two_replicas_of_two_devices_take_the_steps_of_the_reference(
 ) -> None:
     micro_size = -(-base.global_size // (2 * accumulation))
     case = spread(replace(base, optimizer=optimizer, micro_size=micro_size, max_norm=0.05, resume_at=4))
-    expected, ranks = oracle(case), train(pool, case)
+    ranks, expected = train(pool, case), oracle(case)
     assert len(ranks) == 2
     assert min(ranks[0].norms) > 0.05
     for rank in ranks:
@@ -73,7 +73,7 @@ def test_two_replicas_of_two_devices_take_the_steps_of_the_reference(
 def test_every_reducer_sums_what_is_in_several_places(reduce: str, pool: Pool) -> None:
     for base in (replace(CLASSES, micro_size=6, model={"norm": True}), TOKENS):
         case = spread(base, 3, "multi_worker_mirrored", reduce=reduce)
-        expected, ranks = oracle(case), train(pool, case)
+        ranks, expected = train(pool, case), oracle(case)
         for rank in ranks:
             assert reference.differences(rank.weights, expected) == []
             assert unequal(ranks[0], rank) == []

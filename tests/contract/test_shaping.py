@@ -199,7 +199,7 @@ RECOMPUTED = ModelTransforms(recompute=["Linear"])
     ids=["recomputed", "compiled", "recomputed_on_two", "compiled_on_two"],
 )
 @pytest.mark.slow
-def test_ten_steps_are_those_of_the_reference(shaping: ModelTransforms, settings: dict[str, Any], pool: Pool) -> None:
+def test_six_steps_are_those_of_the_reference(shaping: ModelTransforms, settings: dict[str, Any], pool: Pool) -> None:
     """A ragged last batch and a step of unequal shards included."""
     strategy, keys = settings["strategy"], {key: value for key, value in settings.items() if key != "strategy"}
     case = replace(

@@ -62,7 +62,7 @@ def test_sparse_gradients_are_dense_ones_to_rounding(optimizer: str, strategy: s
         zoo.tokens_sum,
         optimizer=lambda named: OPTIMIZERS[optimizer]([param for _, param in named]),
         rate=case.rate,
-        num_steps=10,
+        num_steps=case.num_steps,
         global_size=8,
         seed=3,
         max_norm=0.05,
