@@ -1,11 +1,13 @@
-"""A step that reads the samples of another step, epoch or rank by one of the loader's paths is caught here alone."""
+"""A step that reads the samples of another step, epoch or rank, or a draw of the training's, is caught here alone."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from threading import Lock
 from typing import Any
 
@@ -16,7 +18,8 @@ import torch
 from tests.data.samples import CPU, InMemorySquares, Noisy, Squares, all_batches, make_loader
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.hooks import DataHooks, Reading, UserCollate
-from trainkit.data.reading.loader import Loader, Source
+from trainkit.data.reading.iterable import Stream
+from trainkit.data.reading.loader import EvalBatches, Loader, Source
 from trainkit.errors import ConfigError, DataError
 from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket
 
@@ -208,3 +211,113 @@ def test_a_worker_that_is_stopped_by_a_signal_ends_with_the_loader(monkeypatch: 
     os.kill(worker.pid or 0, signal.SIGSTOP)
     loader.close()
     assert worker.exitcode == -signal.SIGKILL
+
+
+NUM_STEPS = 9
+
+
+class Numbers:
+    """Sample i is i; which were read, in order."""
+
+    def __init__(self, *, broken: int = -1, delay_s: float = 0.0, size: int = 1) -> None:
+        self.broken, self.delay_s, self.size = broken, delay_s, size
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.read.append(index)
+        time.sleep(self.delay_s)
+        if index == self.broken:
+            raise ValueError("broken")
+        return torch.full((self.size,), float(index))
+
+
+def reader_of(dataset: Any) -> Loader:
+    return make_loader(dataset, shuffle=False, micro_size=4)  # batches of 4, 4 and 2
+
+
+def numbers(source: Loader, step: int) -> list[float]:
+    found: list[float] = source.fetch(Ticket(step, (0,)))[0].flatten().tolist()
+    return found
+
+
+def test_small_batches_are_read_ahead_over_epochs_and_each_sample_once() -> None:
+    data = Numbers()
+    source = reader_of(data)
+    assert [numbers(source, step) for step in range(NUM_STEPS)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 3
+    assert data.read == list(range(10)) * 3
+
+
+def test_a_batch_is_read_before_its_step_but_none_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.data.reading.loader._BURST_S", 60.0)  # a busy machine may pause for longer
+    data = Numbers()
+    numbers(reader_of(data), 7)
+    assert data.read == [4, 5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("data", [Numbers(delay_s=0.003), Numbers(size=1 << 18)], ids=["slow", "large"])
+def test_slow_and_large_batches_are_read_one_at_a_time(data: Numbers) -> None:
+    numbers(reader_of(data), 0)
+    assert data.read == [0, 1, 2, 3]
+
+
+def test_a_sample_that_fails_is_read_once_and_its_error_is_raised_in_its_own_step() -> None:
+    data = Numbers(broken=6)
+    source = reader_of(data)
+    assert numbers(source, 0) == [0, 1, 2, 3]
+    with pytest.raises(DataError, match="sample 6 cannot be read: ValueError: broken"):
+        numbers(source, 1)
+    assert data.read == [0, 1, 2, 3, 4, 5, 6]
+
+
+class NoisyStream:
+    """Items with noise of all three generators."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, float]]:
+        for index in range(10):
+            yield torch.rand(1) + index, random.random() + np.random.random()  # noqa: NPY002
+
+
+class Gathered:
+    """Gives many samples at once, and draws while it does."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.rand(len(indices)), indices
+
+
+def states() -> tuple[Any, ...]:
+    numpys: Any = np.random.get_state()  # noqa: NPY002
+    return torch.default_generator.get_state().tolist(), random.getstate(), numpys[1].tolist()
+
+
+def read(dataset: Any, *, steps: range = range(3), **settings: Any) -> list[Any]:
+    loader = make_loader(dataset, **settings)
+    found = [loader.fetch(Ticket(step, (0,))) for step in steps]
+    loader.close()
+    return [part.tolist() for batches in found for batch in batches for part in batch]
+
+
+@pytest.mark.parametrize("dataset", [Noisy(), Stream(source=NoisyStream(), num_samples=10)], ids=["map", "stream"])
+def test_reading_leaves_the_generators_of_the_training_alone(dataset: Any) -> None:
+    before = states()
+    read(dataset)
+    list(EvalBatches(dataset, Reading(device=CPU, settings=LoaderSettings()), batch_size=4, rank=0, num_ranks=1))
+    assert states() == before
+
+
+def test_a_stream_draws_by_position_whatever_was_drawn_before() -> None:
+    stream = Stream(source=NoisyStream(), num_samples=10)
+    once = read(stream)
+    torch.rand(3)
+    assert read(stream) == once
+    assert read(stream, steps=range(1, 3)) == once[2:]
+
+
+def test_a_dataset_that_draws_while_it_gathers_is_refused() -> None:
+    with pytest.raises(DataError, match=r"draws random numbers in gather, .* Use loader\.cache=false"):
+        read(Gathered())

@@ -193,11 +193,11 @@ class DealtOrder:
 
     def __init__(self, plan: BatchPlan) -> None:
         self._global_size, self._num_whole = plan.global_size, plan.num_samples // plan.global_size
-        steps = [0] * (self._num_whole > 0) + [plan.steps_per_epoch - 1] * (plan.steps_per_epoch > self._num_whole)
-        sizes = {step: [plan.shard_size(step, shard) for shard in range(plan.num_shards(step))] for step in steps}
-        whole, last = sizes.get(0, []) if self._num_whole else [], sizes.get(self._num_whole, [])
+        shards, last_step = range(plan.num_shards(0)), plan.steps_per_epoch - 1
         # A short last step may have fewer shards than the others.
-        whole, last = (one + [0] * (plan.num_shards(0) - len(one)) for one in (whole, last))
+        rest = range(plan.num_shards(last_step) if last_step >= self._num_whole else 0)
+        whole = [plan.shard_size(0, shard) if self._num_whole else 0 for shard in shards]
+        last = [plan.shard_size(last_step, shard) if shard in rest else 0 for shard in shards]
         begins = [0, *accumulate(self._num_whole * one + other for one, other in zip(whole, last, strict=True))]
         self._first = np.concatenate([begin + np.arange(one) for begin, one in zip(begins, whole, strict=False)])
         self._stride = np.repeat(whole, whole)
