@@ -19,7 +19,8 @@ from tests.support.pool import Pool
 from trainkit.strategies.base import SetupRequest
 from trainkit.strategies.central_storage import CentralExecutor, CentralStorage
 from trainkit.strategies.core.copies import ComputingCopies
-from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms, is_compiled
+from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
+from trainkit.strategies.model_transforms.compiling import is_compiled
 from trainkit.strategies.updates.worker import read_when_looked_up
 
 pytestmark = pytest.mark.usefixtures("fresh_graphs")

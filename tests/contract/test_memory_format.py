@@ -15,8 +15,13 @@ from tests.support.pool import Pool
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.mesh.fsdp import Fsdp
-from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms, format_for, shaping_notes
-from trainkit.strategies.model_transforms.shape import shaping_problems
+from trainkit.strategies.model_transforms import (
+    ModelTransforms,
+    apply_transforms,
+    format_for,
+    shaping_notes,
+    shaping_problems,
+)
 
 LAST = ModelTransforms(memory_format="channels_last")
 CASE = Case(task="resnet", global_size=8, micro_size=4, num_steps=4, shaping=LAST)

@@ -25,7 +25,7 @@ from tests.support.storages import Counting
 from trainkit.errors import TrainkitError
 from trainkit.models.resnet import ResNet
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms, shaping_problems
-from trainkit.strategies.model_transforms.selective import selective_contexts
+from trainkit.strategies.model_transforms.recomputing import selective_contexts
 
 SELECTIVE = ModelTransforms(recompute="selective")
 

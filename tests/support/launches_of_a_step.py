@@ -104,9 +104,9 @@ def counting_graphs(trace: StepTrace) -> Iterator[None]:
         boxed: Callable[..., Any] = make_boxed_func(run)
         return boxed
 
-    def untraced(graph: WholeGraph, *args: Any) -> Any:
+    def untraced(graph: WholeGraph, *args: Any, unchanged: bool = False) -> Any:
         with _disable_current_modes():
-            return call(graph, *args)
+            return call(graph, *args, unchanged=unchanged)
 
     call = WholeGraph.__call__
     backend = aot_autograd(fw_compiler=compiled)

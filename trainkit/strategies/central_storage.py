@@ -49,7 +49,7 @@ from trainkit.strategies.core.synchronous import build_parts
 from trainkit.strategies.core.update import apply_update
 from trainkit.strategies.groups.devices import device_list_problems, device_problems, parse_device
 from trainkit.strategies.memory import ModelMemory
-from trainkit.strategies.model_transforms import uncompiled
+from trainkit.strategies.model_transforms.compiling import uncompiled
 from trainkit.strategies.tensors.lazy_state import select
 from trainkit.strategies.updates.scheduler import AsyncScheduler, PendingUpdate, WorkItem, settled
 

@@ -26,7 +26,7 @@ from trainkit.strategies.core.refusals import async_problems, no_rollback
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import build_parts, no_reducer
 from trainkit.strategies.memory import ModelMemory
-from trainkit.strategies.model_transforms import uncompiled
+from trainkit.strategies.model_transforms.compiling import uncompiled
 from trainkit.strategies.scaling import Remedies, Scaled
 from trainkit.strategies.traffic import StepCut, Transfer, precision_of
 from trainkit.strategies.traffic.tables import lookups_of

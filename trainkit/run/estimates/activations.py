@@ -27,7 +27,7 @@ from trainkit.numerics.precision import Precision, buffer_dtype, param_dtype
 from trainkit.objectives.base import Loss, Model
 from trainkit.run.estimates.workspace import workspace_of
 from trainkit.strategies.memory import RankPass
-from trainkit.strategies.model_transforms import selective_contexts
+from trainkit.strategies.model_transforms.recomputing import selective_contexts
 
 Moment = Literal["forward", "backward", "exchange", "optimizer step", "evaluation"]
 """The part of a step, or an evaluation, at which a device holds the most."""

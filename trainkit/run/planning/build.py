@@ -35,8 +35,13 @@ from trainkit.objectives.distillation import FrozenModel
 from trainkit.run.planning.adapters import converted
 from trainkit.strategies.base import LossWeighting, Numerics, PlanContext, Strategy
 from trainkit.strategies.core.replica import refuse_mismatch
-from trainkit.strategies.model_transforms import NO_TRANSFORMS, ModelTransforms, apply_transforms, format_for
-from trainkit.strategies.model_transforms.trainable import why_untrainable
+from trainkit.strategies.model_transforms import (
+    NO_TRANSFORMS,
+    ModelTransforms,
+    apply_transforms,
+    format_for,
+    why_untrainable,
+)
 from trainkit.trainer.checkpoint.loading import Loaded, load_below, newest_valid
 from trainkit.trainer.events import Callback, Planned
 from trainkit.trainer.manifest import is_checkpoint

@@ -22,7 +22,7 @@ from trainkit.strategies.base import Batch, PhaseListener, StepContext, ignore_p
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.replica import PlacedModel, Replica, ReplicaParts
 from trainkit.strategies.core.step import ShardStep
-from trainkit.strategies.model_transforms import is_compiled
+from trainkit.strategies.model_transforms.compiling import is_compiled
 from trainkit.strategies.model_transforms.recomputing import Recomputed
 from trainkit.strategies.tensors.staging import Parcel, moved
 

@@ -61,7 +61,7 @@ from trainkit.strategies.mesh.tensor import ActivationRngRegions, Exchange, cut_
 from trainkit.strategies.mesh.tensor_pass import CutPass
 from trainkit.strategies.mesh.tensor_plan import MatchedPlan, described, match_plan, shares_rng_across_ranks
 from trainkit.strategies.mesh.transfers import CutRanks, activation_transfers, gradient_transfers
-from trainkit.strategies.model_transforms import is_compiled
+from trainkit.strategies.model_transforms.compiling import is_compiled
 from trainkit.strategies.reducers import BackendReducer, Reducer
 from trainkit.strategies.tensors.layouts import Placement, SingleDevicePlacement, make_dense
 from trainkit.strategies.traffic import ModuleCall, StepCut, Transfer, WorkShare, precision_of, ranks_of
