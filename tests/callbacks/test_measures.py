@@ -382,6 +382,13 @@ def test_a_save_at_the_step_of_an_evaluation_is_no_pause_of_its_own() -> None:
         assert PauseSchedule(last_step=1000, evaluations=evaluations, saves=saves, evaluated=1).due(1, 201) == due
 
 
+def test_the_save_at_the_end_of_a_run_is_expected_too() -> None:
+    pace = Pace(PauseSchedule(last_step=100, saves=Interval(every_steps=50)), begun=(0, 0.0, 0.0))
+    pace.row(25, 25.0, now=25.0)
+    pace.row(75, 75.0, now=78.0)  # a save of 3 s at step 50
+    assert pace.remaining_s(now=78.0) == 25.0 + 3.0
+
+
 def test_a_slow_start_is_forgotten_after_a_minute_and_a_finished_run_has_nothing_left() -> None:
     pace = Pace(PauseSchedule(last_step=10_000), begun=(0, 0.0, 0.0))
     pace.row(1, 100.0, now=100.0)

@@ -101,6 +101,15 @@ def test_replicas_are_those_of_the_whole_run_under_every_launch() -> None:
     ]
 
 
+def test_the_evaluator_of_a_cluster_is_none_of_the_ranks_that_train() -> None:
+    members = {"worker": ["a:1", "a:2"], "evaluator": ["a:3"]}
+    seen = [launch_in(members, task, kind="TF_CONFIG").training for task in (("worker", 1), ("evaluator", 0))]
+    assert [(launch.rank, launch.local_rank, launch.num_local, launch.num_ranks) for launch in seen] == [
+        (1, 1, 2, 2), (0, 0, 2, 2),
+    ]  # fmt: skip
+    assert problems(Mirrored(), seen[0]) == []
+
+
 def test_ranks_of_one_host_are_counted_by_host() -> None:
     seen = [launch_in({"worker": ["a:1", "b:1", "a:2"]}, ("worker", index), kind="TF_CONFIG") for index in range(3)]
     assert [(launch.local_rank, launch.num_local, launch.num_hosts) for launch in seen] == [
@@ -114,6 +123,13 @@ SPEC = ("cluster=spec", "cluster.worker=[a:1,b:1]", "cluster.task=worker:0", "st
 def test_settings_of_several_ranks_have_an_effect_where_each_host_has_one() -> None:
     run = ["recipe=null", *SPEC, "strategy.replicas=2", "numerics.check_replicas_every=5"]
     assert checked(compose(run)).notes == ()
+
+
+def test_the_plan_is_that_of_the_whole_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "recipe=null", *SPEC]) == 0
+    out = capsys.readouterr().out
+    assert "2 on cpu" in out
+    assert "worker:0 worker:1 on cpu" in out
 
 
 class Clock:

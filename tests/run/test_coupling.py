@@ -158,6 +158,17 @@ def test_a_mean_over_unequal_numbers_of_targets_does_not_couple() -> None:
     assert probe(nn.Sequential(nn.Embedding(5, 5)), LanguageModelling(), list(tokens())) == Coupling()
 
 
+def test_generators_are_left_as_they_were() -> None:
+    model = mlp(dropout=0.5)
+    torch.manual_seed(3)
+    random.seed(3)
+    expected = torch.rand(1), random.random()
+    torch.manual_seed(3)
+    random.seed(3)
+    probe(model, Classification(), samples())
+    assert (torch.rand(1), random.random()) == expected
+
+
 def test_samples_that_are_all_alike_show_nothing_and_two_that_differ_are_enough() -> None:
     assert probe(mlp(), Classification(), samples(1) * 8).not_probed == "the samples that were tried are all equal"
     assert probe(Changed(lambda _, y: y - y.mean(0)), Classification(), samples(4)).text == f"the model {COUPLES}"
@@ -282,6 +293,11 @@ def test_keys_that_change_the_result_are_named_and_no_cut_helps(arguments: list[
     found = sameness(*arguments)
     assert (found.verdict, found.remedy) == ("no", None)
     assert all(one.startswith(start) for one, start in zip(found.reasons, reasons, strict=True))
+
+
+def test_a_batch_that_follows_the_replicas_is_another_training() -> None:
+    base = ("batch.global_size=null", "batch.micro_size=8", "batch.accumulation=2")
+    assert sameness("strategy=mirrored", base=base).reasons == ("batch.global_size is 32 here and 16 under one_device",)
 
 
 FOUND = {
