@@ -26,15 +26,6 @@ _LARGEST: Final = 2.0**120
 Value = Literal["fp64", "fp32", "tf32", "bf16", "bf16_mixed", "fp16_mixed"]
 
 
-@dataclass(frozen=True, slots=True)
-class Narrower:
-    """A precision that needs less memory than another one."""
-
-    value: Value
-    saves: str
-    """Saved memory, in words."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """The number formats of a training.
@@ -82,13 +73,11 @@ class Precision:
         return mixed.get(self.value, self.model_dtype)
 
     @property
-    def narrower(self) -> Narrower | None:
+    def narrower(self) -> Value | None:
         """The next precision that needs less memory; None if there is none, or if it saves little."""
         if self.value == "fp64":
-            return Narrower("fp32", "half of everything")
-        if self.compute_dtype is torch.float32:
-            return Narrower("bf16_mixed", "about half of the activations")
-        return None
+            return "fp32"
+        return "bf16_mixed" if self.compute_dtype is torch.float32 else None
 
     def rule_without_cuda(self) -> str | None:
         """Return the alternative for a machine without CUDA GPUs; None if this precision has an effect there."""

@@ -238,9 +238,9 @@ def _sharded_over(plan: RunPlan, count: int) -> Iterator[_Change]:
 def _narrower(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
     narrower = plan.components.precision.narrower
     if narrower is not None:
-        cfg = replace(plan.cfg, precision={**plan.cfg.precision, "value": narrower.value})
+        cfg = replace(plan.cfg, precision={**plan.cfg.precision, "value": narrower})
         price = "other rounding: compare the results"
-        yield _Change(overrides=f"precision={narrower.value}", price=price, cfg=cfg)
+        yield _Change(overrides=f"precision={narrower}", price=price, cfg=cfg)
 
 
 def _leaner_optimizer(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
