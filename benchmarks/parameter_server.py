@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from benchmarks import report
-from tests.support.serving import serving
+from tests.support.serving import serving, stepping
 from trainkit.errors import LinkError
 from trainkit.strategies.updates.client import ParameterServerClient
 from trainkit.strategies.updates.links import AuthenticatedListener, connect
@@ -92,7 +92,7 @@ def serve_trainkit(told: Any, size_mb: float) -> None:
     told.send(listener.address)
     with suppress(LinkError):  # the end of the benchmark
         shares = VariableShards(variables_of(Model(size_mb), torch.float32), 1)
-        VariableServer(shares, 0, make_optimizer=sgd).serve(listener)
+        VariableServer(shares, 0, stepping(sgd)).serve(listener)
 
 
 @contextmanager

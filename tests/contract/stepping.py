@@ -349,10 +349,12 @@ class _Rank:
     def assist(self) -> Trained:
         """All parts of the training, as a task that does not train."""
         for part in range(1 if self.case.resume_at is None else 2):
+            model = self._model()
             context = TaskContext(
                 identity=self._identity(part),
-                model=self._model(),
+                model=model,
                 make_optimizer=self._optimizer,
+                optimizers=self.case.make_optimizers(model),
                 precision=self.precision,
                 numerics=self.numerics,
                 training=self.training,

@@ -220,6 +220,23 @@ def test_two_optimizers_that_are_set_alike_give_the_bits_of_one(pool: Pool) -> N
     assert all(torch.equal(found.state[name], tensor) for name, tensor in expected.state.items())
 
 
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        ("parameter_server", {"workers": 2, "servers": 2}),
+        ("parameter_server", {"workers": 1, "servers": 2, "mode": "async"}),
+        ("central_storage", {"compute_devices": ["cpu", "cpu"]}),
+        ("central_storage", {"compute_devices": ["cpu"], "mode": "async"}),
+    ],
+    ids=str,
+)
+def test_variables_in_one_place_have_several_optimizers(strategy: str, settings: dict[str, Any], pool: Pool) -> None:
+    case = Halves(optimizer="adamw", micro_size=4, max_norm=0.5)
+    (expected,) = train(pool, case)
+    (found,) = train(pool, replace(case, strategy=strategy, settings=settings, resume_at=4))
+    assert_close(dict(found.state), dict(expected.state))
+
+
 def test_two_optimizers_of_cut_layers_are_those_of_one_device(pool: Pool) -> None:
     plan = {"0": "colwise", "2": "rowwise"}
     case = Halves(optimizer="adamw", model={"width": 8}, micro_size=4, max_norm=0.5)

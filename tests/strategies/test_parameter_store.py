@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.present import present
-from tests.support.serving import Farm, links_to, serving, state_of
+from tests.support.serving import Farm, links_to, serving, state_of, stepping
 from trainkit.errors import CheckpointError, TrainingError
 from trainkit.numerics.batch import lane_order
 from trainkit.strategies.base import Numerics, PlanContext
@@ -262,7 +262,7 @@ def test_a_cut_that_an_optimizer_feels_is_refused() -> None:
 def test_what_is_being_sent_stays_as_it_is_while_an_update_goes_on_in_other_memory() -> None:
     model = Net()
     pieces = VariableShards(variables_of(model, torch.float32), 1).pieces[0]
-    held = ServerShard(pieces, torch.float32, optimizer_of("momentum"))
+    held = ServerShard(pieces, torch.float32, stepping(optimizer_of("momentum")))
     held.load({**state_of(model), "buffer/table": model.table}, version=3)
     memory, lent = held.begin_read(range(4, len(pieces)), torch.float32)
     before = memory.clone()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from threading import Event, Thread
@@ -11,12 +11,21 @@ import torch
 from torch import nn
 
 from trainkit.errors import LinkError
+from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.updates.client import ParameterServerClient
 from trainkit.strategies.updates.links import AuthenticatedListener, Connection, connect
-from trainkit.strategies.updates.server import MakeOptimizer, VariableServer
+from trainkit.strategies.updates.server import MakeStepper, VariableServer
 from trainkit.strategies.updates.variables import VariableShards, unsaved_of, variables_of
 
 TOKEN = b"a token of 32 bytes, as a run has"
+
+
+MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
+
+
+def stepping(make_optimizer: MakeOptimizer) -> MakeStepper:
+    """What steps one optimizer."""
+    return lambda masters: OptimizerStepper(make_optimizer(masters), list(masters.values()))
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ def serving(
         over = Event()
         listeners = [AuthenticatedListener(f"ps:{index}", token=TOKEN, timeout_s=5) for index in range(servers)]
         for index, listener in enumerate(listeners):
-            server = VariableServer(shares, index, make_optimizer, timeout_s=timeout_s)
+            server = VariableServer(shares, index, stepping(make_optimizer), timeout_s=timeout_s)
             thread = Thread(target=_run, args=(server, listener, over.is_set))
             thread.start()
             stack.callback(thread.join)

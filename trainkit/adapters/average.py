@@ -53,6 +53,16 @@ class Average(ABC):
         optimizer.register_step_post_hook(AfterStep(self))
 
 
+def count_update(optimizers: Sequence[torch.optim.Optimizer], params: Iterable[Tensor]) -> None:
+    """Bring the averages of parameters up to date, after an update that other optimizers have made."""
+    updated = set(map(id, params))
+    for optimizer in optimizers:
+        members = [param for group in optimizer.param_groups for param in group["params"] if id(param) in updated]
+        for hook in list(optimizer._optimizer_step_post_hooks.values()):  # noqa: SLF001 - has no public name
+            if isinstance(hook, AfterStep):
+                hook.update(optimizer, members)
+
+
 def detach(optimizer: torch.optim.Optimizer) -> None:
     """Keep no averages by the updates of an optimizer: another one of the same parameters counts them."""
     hooks = optimizer._optimizer_step_post_hooks  # noqa: SLF001 - has no public name

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from trainkit.adapters.average import AVERAGE, UPDATES, detach
+from trainkit.adapters.average import AVERAGE, UPDATES, count_update, detach
 from trainkit.bounded import whole_numbers
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
@@ -41,11 +41,12 @@ from trainkit.strategies.base import (
     ignore_phase,
 )
 from trainkit.strategies.core.copies import ComputingCopies, Sums, ThreadWork, computing_copy, sum_of, total_of
-from trainkit.strategies.core.optimizer import OptimizerStepper
-from trainkit.strategies.core.refusals import async_problems, launch_problems
+from trainkit.strategies.core.optimizer import Updater
+from trainkit.strategies.core.phases import set_rates
+from trainkit.strategies.core.refusals import async_problems, launch_problems, phase_problems
 from trainkit.strategies.core.replica import Replica, replica_state, restore_replica
 from trainkit.strategies.core.sparse import scatter_to_all_params
-from trainkit.strategies.core.synchronous import build_parts
+from trainkit.strategies.core.synchronous import build_parts, make_stepper
 from trainkit.strategies.core.update import apply_update
 from trainkit.strategies.groups.devices import device_list_problems, device_problems, parse_device
 from trainkit.strategies.memory import ModelMemory
@@ -76,7 +77,7 @@ class CentralStorage(Strategy):
     arXiv:1605.08695, section 4.4.
     """
 
-    facts: ClassVar[Facts] = Facts(compiles="model")
+    facts: ClassVar[Facts] = Facts(compiles="model", several_optimizers=True)
 
     parameter_device: Annotated[int | str, placement] = "auto"
     """Device of the parameters and the optimizer; `auto`: the CPU, or the only compute device."""
@@ -93,6 +94,7 @@ class CentralStorage(Strategy):
         problems = device_list_problems(key, names, context.num_gpus, because="A GPU computes one copy.")
         if self.parameter_device != "auto":
             problems += device_problems("strategy.parameter_device", self.parameter_device, context.num_gpus)
+        problems += phase_problems(context)
         if self.mode == "async":
             problems += async_problems(context)
         if not problems and context.numerics.reproducible and self.num_replicas(context) > context.numerics.lanes:
@@ -180,9 +182,9 @@ class CentralStorage(Strategy):
         if not is_async:
             return CentralExecutor(computing, local, request.training)
         masters = variables.masters
-        steppers = [OptimizerStepper(request.make_optimizer(masters), list(masters.values())) for _ in devices]
-        for stepper in steppers[1:]:
-            detach(stepper.optimizer)
+        steppers = [make_stepper(request, masters) for _ in devices]
+        for optimizer in [one for stepper in steppers[1:] for one in stepper.optimizers]:
+            detach(optimizer)
         return AsyncCentralExecutor(computing, local, request.training, steppers)
 
     def _computing(self, num_gpus: int) -> list[str]:
@@ -241,7 +243,8 @@ class CentralExecutor(Executor):
         variables.on_phase("update", ticket.step)
         loss_sum = sum_of([work.loss_sum.to(device) for work in works if work.loss_sum is not None])
         variables.begin_update(ticket.step)
-        status, norm = apply_update(variables, sums, works[0].divisor, training.rule(ticket.step), loss_sum=loss_sum)
+        rule = set_rates(variables.stepper, ticket.step, training.rule(ticket.step))
+        status, norm = apply_update(variables, sums, works[0].divisor, rule, loss_sum=loss_sum)
         self._local.set_loss_scale(variables.loss_scale)
         copies.refresh()
         variables.end_update(ticket.step)
@@ -311,7 +314,7 @@ class AsyncCentralExecutor(CentralExecutor):
     """The variables and the copies, each of which computes whole steps and has its own optimizer over the variables."""
 
     def __init__(
-        self, copies: ComputingCopies, local: LocalModel, training: StepContext, steppers: Sequence[OptimizerStepper]
+        self, copies: ComputingCopies, local: LocalModel, training: StepContext, steppers: Sequence[Updater]
     ) -> None:
         super().__init__(copies, local, training)
         self._steppers = list(steppers)
@@ -399,14 +402,15 @@ class AsyncCentralExecutor(CentralExecutor):
             variables.use_stepper(self._steppers[int(item.worker)])
             variables.set_sparse(work.replica.sparse)
             variables.buffers.begin_step()
-            rule, used = self._training.rule(update.version), work.replica.loss_scale.scale
+            rule = set_rates(variables.stepper, update.version, self._training.rule(update.version))
+            used = work.replica.loss_scale.scale
             variables.set_loss_scale(replace(variables.precision.loss_scale(), scale=used))
             found, norm = apply_update(variables, sums, work.divisor, rule, loss_sum=work.loss_sum)
             leaves_out = variables.numerics.leaves_out
             status, scale = settled(local.loss_scale, used, found, leaves_out=leaves_out)
             if status is Status.applied and item.worker != "0":
                 pairs = zip(variables.masters.values(), sums, strict=False)
-                self._steppers[0].after_update([param for param, grad in pairs if grad is not None])
+                count_update(self._steppers[0].optimizers, [param for param, grad in pairs if grad is not None])
             if status is Status.retry:
                 self._scheduler.requeue_after_overflow(update)
             else:

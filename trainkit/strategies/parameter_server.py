@@ -22,9 +22,10 @@ from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, needs_of
 from trainkit.strategies.base import Facts, LoopCall, PlanContext, SetupRequest, Strategy, TaskContext
 from trainkit.strategies.core.buffers import sample_dims_of
-from trainkit.strategies.core.refusals import async_problems, no_rollback
+from trainkit.strategies.core.optimizer import Updater
+from trainkit.strategies.core.refusals import async_problems, no_rollback, phase_problems
 from trainkit.strategies.core.replica import Replica
-from trainkit.strategies.core.synchronous import build_parts, no_reducer
+from trainkit.strategies.core.synchronous import build_parts, make_stepper, no_reducer
 from trainkit.strategies.memory import ModelMemory
 from trainkit.strategies.model_transforms.compiling import uncompiled
 from trainkit.strategies.scaling import Remedies, Scaled
@@ -67,7 +68,7 @@ class ParameterServer(Strategy):
     Learning with the Parameter Server; Chen et al. 2016, arXiv:1604.00981; tf.distribute.ParameterServerStrategy.
     """
 
-    facts: ClassVar[Facts] = Facts(compiles="model")
+    facts: ClassVar[Facts] = Facts(compiles="model", several_optimizers=True)
 
     workers: Annotated[int | Literal["auto"], at_least(1), at_most(MOST_PROCESSES), placement] = "auto"
     """Processes that compute, the chief among them; auto: 2, or as many as a cluster names."""
@@ -126,7 +127,11 @@ class ParameterServer(Strategy):
         """Return problems of the fields, with each other and with the context."""
         if context.launch is not None and (found := self.launch_problems(context.launch)):
             return found
-        found, exact, devices = self._problems_of_mode(context), context.numerics.reproducible, self.devices_per_worker
+        found, exact, devices = (
+            [*phase_problems(context), *self._problems_of_mode(context)],
+            context.numerics.reproducible,
+            self.devices_per_worker,
+        )
         folder, gpus = Path(self.replay or "").expanduser(), context.num_gpus
         mixing, key = "with strategy.spare_mode=replace", "strategy.devices_per_worker"
         if self._replaces:
@@ -335,7 +340,12 @@ class ParameterServer(Strategy):
             listener = addresses.listener(str(task))
             addresses.publish(str(task), listener.address)
             context.on_phase("idle", 0)
-            server = VariableServer(shares, task.index, context.make_optimizer, context.on_phase, self.timeout_s)
+
+            def make(masters: Mapping[str, nn.Parameter]) -> Updater:
+                here = tuple(one for one in context.optimizers if one.params & masters.keys())
+                return make_stepper(replace(context, optimizers=here), masters)
+
+            server = VariableServer(shares, task.index, make, context.on_phase, self.timeout_s)
             server.serve(listener, lambda: addresses.is_over)
             return
         context.on_phase("idle", 0)

@@ -12,6 +12,7 @@ from trainkit.data.reading.loader import Loader
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import make_optimizer, transformed_model
 from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.restore import make_step_context
 from trainkit.strategies.base import Data, TaskContext
@@ -40,6 +41,7 @@ def run_auxiliary(
             identity=identity,
             model=model,
             make_optimizer=make_optimizer(cfg, model),
+            optimizers=named_optimizers(cfg, decided.optimizers, model) if decided.optimizers else (),
             precision=decided.components.precision,
             numerics=decided.components.numerics,
             training=make_step_context(decided),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.generators import mix64, name_id
 from trainkit.strategies.base import Batch, LeftOut, Status, StepContext, StepOutcome, UpdateParams
-from trainkit.strategies.core.optimizer import NamedSteppers
+from trainkit.strategies.core.optimizer import NamedSteppers, Updater
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.update import apply_update, observer
@@ -162,6 +162,14 @@ def _only_part(whole: R, stepper: NamedSteppers, training: StepContext) -> _Part
 def _at_own_rate(training: StepContext) -> Callable[[int], UpdateParams]:
     """Return the rule of an update whose optimizers have their own learning rates."""
     return lambda version: replace(training.rule(version), lr_factor=1.0)
+
+
+def set_rates(stepper: Updater, step: int, rule: UpdateParams) -> UpdateParams:
+    """Set the learning rates of a step whose optimizers have their own; return the rule of its one update."""
+    if not isinstance(stepper, NamedSteppers):
+        return rule
+    stepper.begin_step(step)
+    return replace(rule, lr_factor=1.0)
 
 
 def _outcome(step: int, done: Sequence[tuple[str, ShardStep, Tensor | None]], *, has_phases: bool) -> StepOutcome:

@@ -28,6 +28,15 @@ def async_problems(context: PlanContext) -> list[Problem]:
     return problems
 
 
+def phase_problems(context: PlanContext) -> list[Problem]:
+    """Return the problem of an objective with phases, for a strategy that makes one update of a step."""
+    phases = () if context.objective is None else context.objective.phases
+    if not phases:
+        return []
+    rule = f"{type(context.objective).__name__} has the phases {', '.join(phases)}, and here all optimizers step "
+    return [Problem(key="optimizers", rule=f"{rule}together. Use strategy=mirrored.")]
+
+
 def counted_statistics_problems(model: nn.Module, context: PlanContext, *, because: str) -> list[Problem]:
     """Return the problem of an average whose batch statistics are computed again, for a model that has some."""
     counts = context.average is not None and context.average.counts_statistics
@@ -79,11 +88,13 @@ def launch_problems(launch: LaunchEnvironment | None, *, named: str, called: str
     return [Problem(key="strategy", value=named, rule=rule)]
 
 
-def optimizer_problems(facts: PlanContext) -> list[Problem]:
-    """Return a problem for each optimizer of the run that cannot update parts of parameters."""
+def optimizer_problems(
+    facts: PlanContext, *, parts: str = "here a rank has only parts of them", instead: str = "strategy=mirrored"
+) -> list[Problem]:
+    """Return a problem for each optimizer of the run that cannot update parts of parameters, as `whole_problem`."""
     kinds = {f"optimizers.{name}._target_": kind for name, kind in facts.optimizers.items()}
     found = [
-        whole_problem(key, kind, facts, "here a rank has only parts of them", "strategy=mirrored")
+        whole_problem(key, kind, facts, parts, instead)
         for key, kind in (kinds or {"optimizer._target_": facts.optimizer}).items()
     ]
     return [problem for problem in found if problem is not None]

@@ -118,7 +118,7 @@ def build_parts(
         data_ranks=ranks.data_ranks,
         all_ranks=ranks.all_ranks,
         precision=precision,
-        stepper=_stepper(request, masters),
+        stepper=make_stepper(request, masters),
         buffers=StepBuffers(held.model, precision.master_dtype),
         keys=BlockKeys(held.model, seed=numerics.seed, devices=placement.devices, drawing=drawing),
         reducer=reducer,
@@ -132,7 +132,8 @@ def _on(factor: Tensor | float, device: torch.device) -> Tensor | float:
     return factor.to(device) if isinstance(factor, Tensor) else factor
 
 
-def _stepper(request: SetupRequest, masters: Mapping[str, nn.Parameter]) -> Updater:
+def make_stepper(request: SetupRequest, masters: Mapping[str, nn.Parameter]) -> Updater:
+    """Build the optimizer, or the several ones, over the parameters of a replica."""
     if request.optimizers:
         return NamedSteppers.of(request.optimizers, masters)
     return OptimizerStepper(request.make_optimizer(masters), list(masters.values()))

@@ -326,7 +326,7 @@ class Chief(Executor):
         local.set_loss_scale(scale)
         if status is not Status.applied:
             return status, None
-        lr_factor = self._training.rule(update.version).lr_factor / decision.lr_divisor
+        lr_factor = self._lr_factor(update.version) / decision.lr_divisor
         self._servers.apply(version=update.version + 1, lr_factor=lr_factor, factor=decision.factor, keys=report.keys)
         return status, None if report.norm is None else self._number(report.norm)
 
@@ -359,7 +359,10 @@ class Chief(Executor):
             norm = sums.norm
             factor = float(torch.clamp(rule.max_norm / (norm + 1e-6), max=1.0))
         self._servers.apply(
-            version=update.version + 1, lr_factor=rule.lr_factor, factor=factor, buffer_factor=buffer_factor
+            version=update.version + 1,
+            lr_factor=self._lr_factor(update.version),
+            factor=factor,
+            buffer_factor=buffer_factor,
         )
         local.set_loss_scale(scale.after(overflow=False))
         return Status.applied, norm
@@ -377,6 +380,10 @@ class Chief(Executor):
             assert total is not None
             return float(divisor.factor(total)), size / samples
         return (None if size == samples else size / samples), size / samples
+
+    def _lr_factor(self, version: int) -> float:
+        """Return the factor of the learning rate; servers know those of several optimizers."""
+        return 1.0 if self._request.optimizers else self._training.rule(version).lr_factor
 
     @property
     def _leaves_out(self) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainkit.errors import LinkError
 from trainkit.numerics.batch import lane_order
 from trainkit.strategies.base import JsonMap, PhaseListener, ignore_phase
-from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state
+from trainkit.strategies.core.optimizer import NamedSteppers, Updater
 from trainkit.strategies.core.sparse import with_values
 from trainkit.strategies.reducers.deterministic import DeterministicReducer
 from trainkit.strategies.tensors.layouts import FlatBuffer, find_sparse, view_of
@@ -35,7 +35,7 @@ _MOST_KEPT: Final = 4
 _NAME_LENGTH: Final = 1024
 Parts = list[Tensor | None]
 """One tensor per piece of the server, in order; None if it has none."""
-MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
+MakeStepper = Callable[[Mapping[str, nn.Parameter]], Updater]
 
 
 def lane_sum(shards: Sequence[Sequence[Tensor | None]], lanes: int | None, packing: FlatBuffer) -> Parts:
@@ -78,7 +78,7 @@ class ServerShard:
     neither waits for the other: a worker that stops while reading blocks no other.
     """
 
-    def __init__(self, pieces: Sequence[RowShard], dtype: torch.dtype, make_optimizer: MakeOptimizer) -> None:
+    def __init__(self, pieces: Sequence[RowShard], dtype: torch.dtype, make_stepper: MakeStepper) -> None:
         self.pieces = tuple(pieces)
         self.params = [piece for piece in pieces if piece.variable.kind == "param"]
         self.version: int | None = None
@@ -91,8 +91,7 @@ class ServerShard:
         views = zip(self.params, self._packing.views(self._flat), strict=True)
         self.masters = {piece.variable.name: nn.Parameter(view) for piece, view in views}
         self._rest = [torch.zeros(one.shape, dtype=one.variable.dtype) for one in pieces[len(self.params) :]]
-        masters = list(self.masters.values())
-        self._stepper = OptimizerStepper(make_optimizer(self.masters), masters) if masters else None
+        self._stepper = make_stepper(self.masters) if self.masters else None
         self._rounded: dict[torch.dtype, Tensor] = {}
 
     def begin_read(self, skip: Collection[int], dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
@@ -115,6 +114,8 @@ class ServerShard:
         count = len(self.params)
         if gradient and self._stepper is not None:
             self._copy_on_write()
+            if isinstance(self._stepper, NamedSteppers):
+                self._stepper.begin_step(version - 1)
             with torch.enable_grad():  # optimizers expect to be called with grad enabled
                 self._stepper.step(gradient[:count], lr_factor)
         for piece, tensor, total in zip(self.pieces[count:], self._rest, gradient[count:], strict=False):
@@ -138,7 +139,7 @@ class ServerShard:
             if piece.variable.saved:
                 yield piece.variable.key, tensor.detach()
         if self._stepper is not None:
-            yield from optimizer_state(self._stepper.optimizer, self.masters).items()
+            yield from self._stepper.state(self.masters).items()
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
@@ -203,7 +204,7 @@ class VariableServer:
     Args:
         shares: the partition of the variables.
         index: the index of this server's shard.
-        make_optimizer: creates the optimizer over named parameters.
+        make_stepper: creates the optimizers over named parameters.
         on_phase: receives (phase, version): `update` when one begins, `idle` when it is finished.
         timeout_s: seconds that a pull waits for a version.
     """
@@ -212,14 +213,14 @@ class VariableServer:
         self,
         shares: VariableShards,
         index: int,
-        make_optimizer: MakeOptimizer,
+        make_stepper: MakeStepper,
         on_phase: PhaseListener = ignore_phase,
         timeout_s: float = 60.0,
     ) -> None:
         self._ended = Event()
         self._broken: BaseException | None = None
         self._pieces, self._digest, self._dtype = shares.pieces[index], shares.digest, shares.master_dtype
-        self._held = ServerShard(self._pieces, self._dtype, make_optimizer)
+        self._held = ServerShard(self._pieces, self._dtype, make_stepper)
         self._most_bytes = shares.most_bytes(index)
         self._on_phase, self._timeout_s = on_phase, timeout_s
         self._changed = Condition()

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainkit.errors import Problem
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.core.buffers import sample_dims_of
-from trainkit.strategies.core.refusals import whole_problem
+from trainkit.strategies.core.refusals import optimizer_problems
 from trainkit.strategies.tensors.layouts import dense_strides, part_strides
 from trainkit.strategies.traffic import Transfer
 from trainkit.strategies.traffic.tables import AT_MOST, Lookups
@@ -305,8 +305,7 @@ def split_problems(shares: VariableShards, facts: PlanContext) -> list[Problem]:
     if not shares.split:
         return []
     parts = f"{shares.num_servers} servers would have parts of {', '.join(shares.split)}"
-    problem = whole_problem("optimizer._target_", facts.optimizer, facts, parts, "strategy.servers=1")
-    return [] if problem is None else [problem]
+    return optimizer_problems(facts, parts=parts, instead="strategy.servers=1")
 
 
 @dataclass(frozen=True, kw_only=True)
