@@ -108,19 +108,14 @@ def build_split(node: Mapping[str, Any], split: str) -> Any:
     given = {"split": split} if takes_split else {}
     # random numbers in a constructor are the same on every rank
     with Untouched(seed=key32(name_id(split))), _named(f"the {split} split of {part['_target_']} cannot be made"):
-        built = _by_position(build(part, "data", **given))
+        built = build(part, "data", **given)
+        iterated = isinstance(built, IterableDataset) or not hasattr(built, "__getitem__")
+        if iterated and hasattr(built, "__iter__") and hasattr(built, "__len__") and len(built):
+            built = Stream(source=built, num_samples=len(built))
     if size_of(built) == 0:
         more = "".join(f" {note}." for note in getattr(built, "notes", ()))
         raise DataError(f"the {split} split of {node['_target_']} is empty: it has no samples.{more}")
     return built
-
-
-def _by_position(dataset: Any) -> Any:
-    """Return the dataset; one that can only be iterated, but has a length, is read as a stream."""
-    iterated = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-    if iterated and hasattr(dataset, "__iter__") and hasattr(dataset, "__len__") and len(dataset):
-        return Stream(source=dataset, num_samples=len(dataset))
-    return dataset
 
 
 def keep_splits(node: Mapping[str, Any]) -> bool:
