@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -33,9 +33,6 @@ from trainkit.objectives.linear_cross_entropy import (
     product_dtype,
     score_rows,
 )
-
-if TYPE_CHECKING:
-    from trainkit.objectives.base import Loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +155,7 @@ def _is_known(hook: object) -> bool:
 
 
 @contextmanager
-def scored_inside(layer: nn.Linear, score: Callable[[Tensor], Loss]) -> Iterator[None]:
+def scored_inside(layer: nn.Linear, score: Callable[[Tensor], object]) -> Iterator[None]:
     """Let a layer return the loss of its inputs for the duration of the block."""
     call = _CALLS.get(layer)
     if call is None:
@@ -180,12 +177,12 @@ class _Call:
     """The computation of a layer instead of its scores: one object for all steps, which avoids recompilation."""
 
     def __init__(self) -> None:
-        self.score: Callable[[Tensor], Loss] | None = None
+        self.score: Callable[[Tensor], object] | None = None
         self.run = self._run
         if "torch._dynamo" in sys.modules:  # the loop over chunks stays outside of compiled code
             self.run = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
-    def _run(self, hidden: Tensor) -> Loss:
+    def _run(self, hidden: Tensor) -> object:
         assert self.score is not None
         return self.score(hidden)
 
