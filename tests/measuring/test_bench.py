@@ -291,7 +291,7 @@ def test_what_cannot_be_measured_takes_a_number(cwd: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--steps", "3", "optimizer.lr=1,2"], ["--steps: has no effect", "--data: measures one training"]),
+        (["--steps", "3", "optimizer.lr=1,2"], ["--steps=3: has no effect", "--data: measures one training"]),
         (["loader.num_workers=2", "loader.cache=false"], ["loader.num_workers=2: has no effect"]),
         (["steps=20"], ["bench needs 30 or more"]),
     ],

@@ -45,11 +45,12 @@ ALLOWED: Final[dict[str, tuple[tuple[str, set[str]], ...]]] = {
     "the null device, a service, a URL of the user whose answer is not read, and a file that it checks itself": (
         ("cli.py", {"open"}), ("tracking/sending.py", {"open"}), ("callbacks/alerting/channels.py", {"open"}),
         ("report/train_log.py", {"open"}), ("run/process/worker_group.py", {"open"}),
+        ("strategies/updates/scheduler.py", {"open"}),
     ),
     "a new file that it writes, and a folder that it locks or makes durable": (
         ("trainer/checkpoint/saving.py", {"open"}), ("report/events.py", {"open"}),
         ("trainer/checkpoint/tensor_file.py", {"open"}), ("run/record.py", {"open"}), ("storage.py", {"open"}),
-        ("trainer/checkpoint/retention.py", {"open"}), ("trainer/ownership.py", {"open"}),
+        ("trainer/checkpoint/retention.py", {"open"}),
         ("run/folder/run_folder.py", {"open"}), ("inference/parts.py", {"open"}), ("inference/writing.py", {"open"}),
     ),
     "the data that the user names, or a file of a size or hash that is known": (

@@ -445,7 +445,7 @@ def test_a_thread_that_does_not_take_the_interrupt_is_ended_with_its_process(
         with pytest.raises(HangError):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
     assert present(folder.read_result())["reason"].endswith(GIVEN)
-    assert "test_own_watch.py" in capsys.readouterr().err  # the stack of the main thread
+    assert "test_watching.py" in capsys.readouterr().err  # the stack of the main thread
 
 
 @pytest.mark.slow

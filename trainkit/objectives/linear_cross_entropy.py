@@ -39,6 +39,10 @@ class CutVocabulary(Protocol):
         """Return the elementwise sum over the parts; collective. The tensor may be overwritten."""
 
 
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32  # `torch.promote_types` is a call of torch
+
+
 ScoreRows = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(scores, targets) -> (losses, gradient of the scores); see `score_rows`."""
 
@@ -62,7 +66,7 @@ def score_rows(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         >>> round(losses.item(), 4), gradient.tolist()
         (1.3863, [[0.25, 0.25, -0.75, 0.25]])
     """
-    wide, places = torch.promote_types(scores.dtype, torch.float32), targets.unsqueeze(1)
+    wide, places = _sum_dtype(scores.dtype), targets.unsqueeze(1)
     largest, top = scores.max(dim=1, keepdim=True)
     margin = largest.to(wide) - scores.gather(1, places).to(wide)
     shares = scores.softmax(dim=1)
@@ -111,7 +115,7 @@ def linear_cross_entropy(
     targets = targets.to(hidden.device)
     if part is None and hidden.shape[0] * weight.shape[0] <= few:
         scores = functional.linear(hidden, weight, bias)
-        exact = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        exact = scores.to(_sum_dtype(scores.dtype))
         return functional.cross_entropy(exact, targets, reduction="sum", ignore_index=ignore_index)
     dtype, counts = product_dtype(hidden), targets != ignore_index
     total: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, counts, dtype, score, part, only_eager)  # type: ignore[no-untyped-call]
@@ -136,7 +140,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         """Compute chunk by chunk, with products in `dtype`."""
         ctx.only_eager = only_eager
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = _sum_dtype(dtype)
         needed = ctx.needs_input_grad
         rows, layer = hidden.detach(), weight.detach()
         total = torch.zeros((), dtype=wide, device=hidden.device)
@@ -182,7 +186,7 @@ def _score_part(scores: Tensor, targets: Tensor, part: CutVocabulary) -> tuple[T
 
     Every rank gets the losses of all rows, and the gradient of its own scores.
     """
-    wide, size = torch.promote_types(scores.dtype, torch.float32), scores.shape[1]
+    wide, size = _sum_dtype(scores.dtype), scores.shape[1]
     places = (targets - part.start).unsqueeze(1)
     here = (places >= 0) & (places < size)
     places = places.where(here, 0)

@@ -85,6 +85,7 @@ class OptimizerStepper:
             for one in self._kernels:
                 if one.counter is not None:
                     one.counter[0].add_(one.counter[1])
+            for one in self._kernels:
                 given = [grads[place] for place in one.places]
                 one.function(one.params, given, *one.slots, lr=one.base_lr * lr_factor, **one.settings)
             return

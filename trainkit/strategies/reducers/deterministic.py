@@ -63,7 +63,7 @@ class DeterministicReducer(Reducer):
             tree.push(node, parts[node])
         (total,) = tree.take()
         gathered = sent.new_empty(size * ranks)
-        dist.all_gather_into_tensor(gathered, total)
+        dist.all_gather([*gathered.view(ranks, size).unbind()], total)
         return gathered[: packing.numel]
 
 
