@@ -159,8 +159,8 @@ def test_an_invalid_request_of_an_authenticated_peer_is_refused_or_ends_its_conn
         before = farm.chief.state()
         for kind, meta, tensors in BAD:
             worker = farm.client()
-            worker.links[0].send(kind, meta, tensors)
-            with suppress(LinkError):
+            with suppress(LinkError):  # the server may end the connection before all of a request is sent
+                worker.links[0].send(kind, meta, tensors)
                 assert worker.links[0].receive(5).kind == "refused", (kind, meta)
             worker.close()
         equal(farm.chief.state(), before)
