@@ -35,7 +35,8 @@ from trainkit.fields import placement
 from trainkit.strategies.base import Batch, SetupRequest, StepContext, StepOutcome, Ticket
 from trainkit.strategies.collectives import RankGroup
 from trainkit.strategies.core.replica import Replica
-from trainkit.strategies.core.synchronous import MakeStep, SynchronousExecutor, broadcast_initial, build_parts
+from trainkit.strategies.core.step import MakeStep
+from trainkit.strategies.core.synchronous import SynchronousExecutor, broadcast_initial, build_parts
 from trainkit.strategies.data_parallel.strategy import DataParallelExecutor, Mirrored
 from trainkit.strategies.reducers import LocalReducer
 
