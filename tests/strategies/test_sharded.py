@@ -194,6 +194,8 @@ def test_parameters_that_cannot_be_cut_are_named() -> None:
     assert "0 has sparse gradients" in sparse
     assert "1.scale has no dims" in scale
     assert "1.empty has no elements" in empty
+    whole = TensorParallel(degree=1, replicas=2)  # which shards nothing
+    assert whole.validate_model(model, CPU) == []
 
 
 def test_blocks_are_gathered_by_themselves_and_tied_weights_with_the_model() -> None:

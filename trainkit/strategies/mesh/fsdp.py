@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
+from torch import nn
+
 from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import Problem
 from trainkit.fields import at_least, at_most, placement, speed
 from trainkit.strategies.base import Facts, PlanContext
 from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroupOptions
 from trainkit.strategies.mesh.axes import Axes
+from trainkit.strategies.mesh.step import unsharded_model_problems
 from trainkit.strategies.mesh.strategy import Layout, MeshStrategy, Wrap, wrap_problems
 from trainkit.strategies.scaling import Scaled
 
@@ -74,6 +77,11 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, MeshStrategy):
             rule = f"leaves each of the {count} replicas a whole model. Use at most {count // 2}, or strategy=mirrored."
             return [Problem(key="strategy.replicate", value=groups, rule=rule)]
         return wrap_problems(self.wrap)
+
+    def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
+        """Return the problems of sharded parameters even for one rank: a run may continue on more."""
+        problems = super().validate_model(model, context)
+        return problems if self.layout_in(context).gathers else [*unsharded_model_problems(model), *problems]
 
     @classmethod
     def spread_over(cls, count: int) -> dict[str, int]:

@@ -289,7 +289,7 @@ class MeshStrategy(ProcessGroup, Strategy):
         layout = self.layout_in(context)
         fit = layout.fitted(model)
         problems = [*(fit.problems or shares_rng_across_ranks(model, fit))]
-        problems += unsharded_model_problems(model) if layout.gathers or layout.axes.tensor == 1 else []
+        problems += unsharded_model_problems(model) if layout.gathers else []
         if isinstance(layout.wrap, str):
             return problems
         known = sorted({type(module).__name__ for name, module in model.named_modules() if name})
