@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,20 +13,21 @@ from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, tr
 
 from trainkit.errors import Problem, TrainingError
 from trainkit.numerics.batch import Ticket
+from trainkit.numerics.generators import hash64
 from trainkit.objectives.base import Access, Collective
 from trainkit.strategies.base import Batch, PlanContext, StateDict, StepContext
-from trainkit.strategies.collectives import RankGroup, all_gather_object
+from trainkit.strategies.collectives import all_gather_object
 from trainkit.strategies.core.refusals import optimizer_problems
-from trainkit.strategies.core.replica import replica_state, restore_replica
+from trainkit.strategies.core.replica_check import bits_hash
 from trainkit.strategies.core.sparse import sparse_problems
-from trainkit.strategies.core.step import MakeStep, ShardStep, added, cloned_batch, weight_on
+from trainkit.strategies.core.step import ShardStep, added, cloned_batch, weight_on
 from trainkit.strategies.core.synchronous import SynchronousExecutor
 from trainkit.strategies.mesh.state import (
     ShardedReplica,
     restore_pieces,
     sharded_pieces,
 )
-from trainkit.strategies.tensor_shards import ShardedState, TensorShard, gather_full
+from trainkit.strategies.tensor_shards import ShardedState, gather_full
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
 
@@ -211,42 +212,45 @@ def withheld_where_sharded(name: str) -> dict[Access, str]:
     }
 
 
+def drifted_part(replica: ShardedReplica) -> str | None:
+    """Return the first parameter whose same part has different bits on two ranks; collective."""
+    names = list(replica.parts)
+    rows = [
+        [int(bits_hash(part)), hash64(*replica.cuts[name].offset) >> 1]  # a signed number holds 63 bits
+        for name, part in replica.parts.items()
+    ]
+    gathered = torch.stack(replica.all_ranks.gather(torch.tensor(rows).unsqueeze(0))).squeeze(1).tolist()
+    for at, name in enumerate(names):
+        firsts: dict[int, int] = {}
+        for rank, row in enumerate(gathered):
+            bits, part = row[at]
+            first = firsts.setdefault(part, rank)
+            if gathered[first][at][0] != bits:
+                return (
+                    f"the parameter {name} differs on rank {rank} from rank {first}, which holds the same part of it."
+                )
+    return None
+
+
 class ShardedExecutor(SynchronousExecutor[ShardedReplica]):
     """A rank with parts of the parameters, or unsharded ones if the replica has no slices."""
 
-    def __init__(
-        self,
-        replica: ShardedReplica,
-        training: StepContext,
-        *,
-        ranks: RankGroup,
-        make_step: MakeStep[ShardedReplica],
-        check: Callable[[ShardedReplica], str | None] = lambda _: None,
-    ) -> None:
-        super().__init__(replica, training, ranks=ranks, make_step=make_step)
-        self._check = check
-
     def sharded_state_dict(self) -> ShardedState:
         """Return the shards of this rank; tensors that are whole on all ranks, on rank 0."""
-        replica = self._replica
-        if replica.cuts:
-            return sharded_pieces(replica)
-        if not replica.is_rank0:
-            return {}
-        return {name: (TensorShard.whole(tensor),) for name, tensor in replica_state(replica).items()}
+        return sharded_pieces(self._replica) if self._replica.cuts else super().sharded_state_dict()
 
     def state_dict(self) -> StateDict:
         """Return the whole state, gathered on every rank; collective."""
         if self._replica.cuts:
             return gather_full(sharded_pieces(self._replica), self._replica.all_ranks)
-        return replica_state(self._replica)
+        return super().state_dict()
 
     def load_state_dict(self, state: StateDict) -> None:
         """Restore this rank's parts of the tensors of a checkpoint of any strategy."""
         if self._replica.cuts:
             restore_pieces(self._replica, state)
         else:
-            restore_replica(self._replica, state)
+            super().load_state_dict(state)
 
     def recover(self, step: int) -> bool:
         """Return False: other ranks hold parts, and may have begun an update."""
@@ -255,4 +259,4 @@ class ShardedExecutor(SynchronousExecutor[ShardedReplica]):
 
     def check_replicas(self) -> str | None:
         """Return a parameter whose same part has different bits on two ranks; collective."""
-        return self._check(self._replica)
+        return drifted_part(self._replica) if self._replica.cuts else None

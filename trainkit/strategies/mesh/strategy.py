@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, ClassVar, Literal
 
@@ -19,14 +19,12 @@ from trainkit.config.values import MOST_PROCESSES, closest
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import at_least, at_most, placement, speed
 from trainkit.numerics.deferred import lazy_init_values
-from trainkit.numerics.generators import hash64
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_at_random, draws_nothing
 from trainkit.objectives.base import Access, Collective
 from trainkit.strategies.base import Facts, Numerics, PlanContext, SetupRequest, Strategy
 from trainkit.strategies.collectives import broadcast_values
 from trainkit.strategies.core.replica import PlacedModel
-from trainkit.strategies.core.replica_check import bits_hash
 from trainkit.strategies.core.step import MakeStep, ShardStep
 from trainkit.strategies.core.synchronous import (
     build_parts,
@@ -148,12 +146,12 @@ class Layout:
 class OnMesh(SingleDevicePlacement):
     """The device of a rank and its place on the mesh."""
 
-    axes: Axes = field(default_factory=Axes)
+    axes: Axes
     """The axes along which the ranks are arranged."""
-    rank: int = 0
+    rank: int
     """This rank."""
-    mesh: DeviceMesh | None = None
-    """The axes of more than one rank; None without a process group."""
+    mesh: DeviceMesh
+    """The axes of more than one rank."""
 
     @property
     def places(self) -> dict[str, int]:
@@ -162,7 +160,7 @@ class OnMesh(SingleDevicePlacement):
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return the group of ranks that differ only on one axis; None if this is the only one."""
-        return None if self.mesh is None or getattr(self.axes, axis) == 1 else self.mesh.get_group(axis)
+        return None if getattr(self.axes, axis) == 1 else self.mesh.get_group(axis)
 
     def new_data_group(self) -> dist.ProcessGroup | None:
         """Return the group of the ranks with the same part of the layers and other samples; None: all. Collective."""
@@ -209,26 +207,6 @@ def begin_alike(replica: ShardedReplica, place: OnMesh, cut: Container[str], *, 
         for group in (copies, None if name in cut else whole):
             if group is not None:
                 broadcast_values(local_part(tensor), group)
-
-
-def drifted_part(replica: ShardedReplica) -> str | None:
-    """Return the first parameter whose same part has different bits on two ranks; collective."""
-    names = list(replica.parts)
-    rows = [
-        [int(bits_hash(part)), hash64(*replica.cuts[name].offset) >> 1]  # a signed number holds 63 bits
-        for name, part in replica.parts.items()
-    ]
-    gathered = torch.stack(replica.all_ranks.gather(torch.tensor(rows).unsqueeze(0))).squeeze(1).tolist()
-    for at, name in enumerate(names):
-        firsts: dict[int, int] = {}
-        for rank, row in enumerate(gathered):
-            bits, part = row[at]
-            first = firsts.setdefault(part, rank)
-            if gathered[first][at][0] != bits:
-                return (
-                    f"the parameter {name} differs on rank {rank} from rank {first}, which holds the same part of it."
-                )
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,7 +391,7 @@ class MeshStrategy(ProcessGroup, Strategy):
         )
         begin_alike(replica, place, fit.dims, is_sharded=gathers)
         step: MakeStep[ShardedReplica] = partial(ShardedWork, group=place.new_data_group()) if gathers else ShardStep
-        return ShardedExecutor(replica, request.training, ranks=ranks, make_step=step, check=drifted_part)
+        return ShardedExecutor(replica, request.training, ranks=ranks, make_step=step)
 
     def _place(self, identity: Identity, axes: Axes) -> OnMesh:
         """Return the device of this rank, and its place on the mesh; collective.
@@ -448,7 +426,6 @@ def _move(
     Raises:
         ConfigError: the plan does not fit the model.
     """
-    assert place.mesh is not None
     fit, places, draws = layout.fitted(model), place.places, not draws_nothing(model)
     if fit.problems:
         raise ConfigError(list(fit.problems))
@@ -471,7 +448,6 @@ def _move(
 
 def _move_sharded(layout: Layout, place: OnMesh, model: nn.Module, precision: Precision) -> PlacedModel:
     """Shard every parameter, and return this rank's parts as plain tensors; collective."""
-    assert place.mesh is not None
     axes = [axis for axis in ("replicate", "shard") if getattr(layout.axes, axis) > 1]
     make_dense(model)
     sharding = Sharding(
