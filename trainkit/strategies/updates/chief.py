@@ -287,12 +287,15 @@ class Chief(Executor):
             self._servers.discard_staged(gradient_keys(order.number, count))
 
     def _expire_silent_workers(self) -> None:
-        for name, (order, since) in list(self._orders.items()):
-            if time.monotonic() - since > self._timeout_s:
-                if name == OWN:
-                    said = f"no gradient within strategy.timeout_s={self._timeout_s:g}"
-                    raise TrainingError(f"step {order.step}: {said}")
-                self._lose(name)
+        now = time.monotonic()
+        silent = {name: order for name, (order, since) in self._orders.items() if now - since > self._timeout_s}
+        if silent:
+            self._servers.check()  # where a server does not answer, its workers wait, and it is the one to be named
+        for name, order in silent.items():
+            if name == OWN:
+                said = f"no gradient within strategy.timeout_s={self._timeout_s:g}"
+                raise TrainingError(f"step {order.step}: {said}")
+            self._lose(name)
 
     def _apply(self, update: PendingUpdate) -> StepOutcome:
         scheduler, local = self._scheduler, self._eval_model

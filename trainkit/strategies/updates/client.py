@@ -114,7 +114,7 @@ class ParameterServerClient:
         """Number of loads of the servers at the last pull."""
         self._buffers: dict[int, tuple[tuple[object, ...], PullBuffer]] = {}
         try:
-            self._all(VariableServer.layout, digest=shares.digest)
+            self.check()
         except BaseException:
             self.close()
             raise
@@ -125,6 +125,15 @@ class ParameterServerClient:
             link.close()
         if self._threads is not None:
             self._threads.shutdown()
+
+    def check(self) -> None:
+        """Wait for an answer of every server.
+
+        Raises:
+            TrainingError: a server holds another model.
+            LinkError: the connection to a server broke, or it does not answer.
+        """
+        self._all(VariableServer.layout, digest=self.shares.digest)
 
     def ask(
         self,
