@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.contract.stepping import Case, _Rank
 from tests.support.pool import Place, Pool
 from tests.support.zoo import Net
-from trainkit.strategies.mesh.state import local_part
+from trainkit.strategies.tensors.layouts import local_part
 
 PLAN = {"0": "colwise", "2": "rowwise"}
 

@@ -159,7 +159,7 @@ class ShardStep:
         if replica.buffers.names:
             replica.buffers.end_forward(self._shard_fraction(shard))
         total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
-        replica.reducer.begin_backward(replica.reduced, is_last=self.ticket.shards[-1:] == (shard,))
+        replica.reducer.begin_backward(replica.reduced, is_last=self._is_last(shard))
         earlier = None if replica.exchanges or len(self.ticket.shards) == 1 else SmallGrads(replica.trained)
         replica.run_backward(total, self._seed(total))
         replica.reducer.end_backward()
@@ -175,6 +175,10 @@ class ShardStep:
         if loss.terms is not None or objective.term_names:
             add_terms(self.terms, objective, loss)
         return loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
+
+    def _is_last(self, shard: int) -> bool:
+        """Return whether the pass of a shard is the last one of this rank."""
+        return self.ticket.shards[-1:] == (shard,)
 
     def _enter(self, phase: str) -> None:
         self.replica.on_phase(phase, self.ticket.step)
@@ -202,7 +206,7 @@ class ShardStep:
         if replica.sparse is None:
             replica.set_sparse(find_sparse(taken))
         if replica.some_unused:
-            self._refuse_late(taken)
+            self._refuse_late([grad is not None for grad in taken])
         if replica.sparse and replica.lanes is not None:  # they are summed in the order of dense vectors
             taken = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in taken]
         if replica.exchanged is not None:
@@ -214,10 +218,9 @@ class ShardStep:
             taken.append(weight_on(weight, replica.precision.master_dtype, replica.device))
         return taken
 
-    def _refuse_late(self, grads: Sequence[Tensor | None]) -> None:
-        used = self.replica.used
-        for name, grad, known in zip(self.replica.params, grads, used, strict=True):
-            if grad is not None and not known:
+    def _refuse_late(self, found: Sequence[bool]) -> None:
+        for name, has_grad, known in zip(self.replica.params, found, self.replica.used, strict=True):
+            if has_grad and not known:
                 raise TrainingError(
                     f"rank {self.replica.rank}, step {self.ticket.step}: the parameter {name} got a gradient, but had "
                     f"none in the first step of this run. Use it in every step, or freeze it."

@@ -19,8 +19,9 @@ from trainkit.numerics.deferred import lazy_init_values
 from trainkit.numerics.precision import Precision, buffer_dtype, param_dtype
 from trainkit.strategies.collectives import broadcast_values
 from trainkit.strategies.maps.blocks import blocks_of
-from trainkit.strategies.mesh.state import ShardSlice, local_part
+from trainkit.strategies.mesh.state import ShardSlice
 from trainkit.strategies.object_snapshot import watch_first_call
+from trainkit.strategies.tensors.layouts import local_part
 
 
 def with_memory(model: nn.Module, device: torch.device) -> nn.Module:
@@ -103,7 +104,7 @@ class Sharding:
     """The way in which parameters are sharded and gathered."""
 
     mesh: DeviceMesh
-    """One dim: sharded over its ranks. Two: replicated over the first, sharded over the second."""
+    """One dim: the ranks over which parameters are sharded."""
     device: torch.device
     precision: Precision
     reshard_after_forward: bool = True
@@ -248,8 +249,8 @@ def _move_and_cast(module: nn.Module, sharding: Sharding, precision: Precision) 
 
 def _broadcast_first(tensor: Tensor, mesh: DeviceMesh) -> None:
     """Broadcast the values of the mesh's first rank: other meshes may hold other parts of a layer."""
-    for dim in range(0 if tensor.is_meta else mesh.ndim):
-        broadcast_values(tensor, mesh.get_group(dim))
+    if not tensor.is_meta:
+        broadcast_values(tensor, mesh.get_group())
 
 
 @torch.no_grad()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainkit.errors import TrainingError
@@ -17,6 +17,7 @@ from trainkit.strategies.base import Batch
 from trainkit.strategies.core.optimizer import Updater
 from trainkit.strategies.core.replica import JoinNorms, Replica, ReplicaParts, refuse_mismatch
 from trainkit.strategies.tensor_shards import ShardedState, TensorShard, region
+from trainkit.strategies.tensors.layouts import local_part
 from trainkit.strategies.tensors.lazy_state import name_in, read_slice, shape_of
 
 
@@ -82,11 +83,6 @@ class ShardSlice:
         unchanged.
         """
         return whole[self.region].clone() if tuple(whole.shape) == self.shape else whole
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor on this rank, as a view."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _order(placements: tuple[Any, ...]) -> list[int]:
@@ -164,6 +160,11 @@ class ShardedReplica(Replica):
     def counted_parts(self) -> Mapping[str, bool] | None:
         """Whether this rank counts its part of each parameter in sums over ranks; None if it holds them unsharded."""
         return {name: self.cuts[name].is_written for name in self.params} if self.cuts else None
+
+    @cached_property
+    def reduced(self) -> list[nn.Parameter]:
+        """The parameters whose gradients the reducer sums: those of the model, which backward reaches."""
+        return [self.owners[name] for name in self.reduced_names]
 
     def set_stand_in(self, batch: Batch) -> None:
         """Store a batch for steps in which this rank has none."""

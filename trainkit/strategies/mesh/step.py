@@ -76,8 +76,13 @@ def _exchanged(leaf: Any, description: dict[str, Any], device: torch.device) -> 
 class ShardedWork(ShardStep):
     """One try at a step whose forward and backward passes are collective.
 
-    Gradients are summed over the ranks during backward; tensors that are whole on every rank (updated buffers, the
-    counted weight) are summed at the end. A rank with fewer shards than others repeats one, with weight 0.
+    Gradients are summed over the ranks of `shard` during backward, and tensors that are whole on every rank (updated
+    buffers, the counted weight) at the end; the reducer sums both over the copies. A rank with fewer shards than others
+    repeats one, with weight 0.
+
+    Args:
+        group: the ranks of `shard`; None: this one alone.
+        has_copies: whether the reducer sums over several copies.
     """
 
     replica: ShardedReplica
@@ -90,18 +95,20 @@ class ShardedWork(ShardStep):
         training: StepContext,
         *,
         group: dist.ProcessGroup | None = None,
+        has_copies: bool = False,
     ) -> None:
         super().__init__(replica, ticket, batches, training)
-        self._group = group
-        self._counts = True
+        self._group, self._has_copies = group, has_copies
+        self._counts, self._ends = True, False
 
     def run(self) -> Sequence[Tensor | None]:
         """Return this rank's gradient shards, updated buffers and counted weight, over all shards; collective."""
-        replica = self.replica
+        replica, reducer = self.replica, self.replica.reducer
         again = self._again()
         packing = replica.packing or self.agree_on_grad_layout()
         if replica.buffers.names:
             replica.buffers.begin_step()
+        reducer.begin(packing, num_shards=self.training.plan.num_shards(self.ticket.step))
         turns = list(zip(self.ticket.shards, self.batches, strict=True))
         for turn, (shard, batch) in enumerate(turns, start=1):
             self._expect(is_last=turn == len(turns) and again is None)
@@ -110,7 +117,17 @@ class ShardedWork(ShardStep):
             self._expect(is_last=True)
             self._repeat(again)
         self._enter("reduce")
-        return [*replica.take_grads(), *self._sum(packing)]
+        grads = replica.take_grads()
+        if self._has_copies:
+            self._agree_on_used([grad is not None or reducer.has_taken(place) for place, grad in enumerate(grads)])
+        reducer.add(0, [*grads, *self._sum_whole(packing)])
+        sums = reducer.finish()
+        if not self._has_copies:
+            return sums
+        parts = zip(replica.params.values(), replica.used, sums, strict=False)
+        # offloaded parts are in the memory of the host
+        own = [total.to(param.device) if used and total is not None else None for param, used, total in parts]
+        return [*own, *sums[len(own) :]]
 
     def agree_on_grad_layout(self) -> FlatBuffer:
         """Find which buffers are updated, and agree on it; collective, once."""
@@ -121,8 +138,9 @@ class ShardedWork(ShardStep):
                 self._forward(0, cloned_batch(batch))
             rows = replica.data_ranks.gather(torch.tensor(changed))
             buffers.settle(torch.stack(rows).amax(0).tolist())
-        shapes = buffers.shapes() + [torch.Size([1])] * self.divisor.counted
-        packing = FlatBuffer(shapes, replica.precision.master_dtype, replica.device, num_grads=0)
+        grads = [param.shape for param in replica.params.values()]
+        shapes = [*grads, *buffers.shapes(), *[torch.Size([1])] * self.divisor.counted]
+        packing = FlatBuffer(shapes, replica.precision.master_dtype, replica.device, num_grads=len(grads))
         replica.set_packing(packing)
         return packing
 
@@ -151,19 +169,36 @@ class ShardedWork(ShardStep):
         return super()._seed(total) if self._counts else torch.zeros_like(total, requires_grad=False)
 
     def _expect(self, *, is_last: bool) -> None:
+        self._ends = is_last
         self.replica.expect(is_last)
 
-    def _sum(self, packing: FlatBuffer) -> list[Tensor]:
-        """Sum the tensors that are unsharded on every rank over the ranks whose data differ."""
+    def _is_last(self, shard: int) -> bool:  # noqa: ARG002 - it may be repeated
+        return self._ends
+
+    def _agree_on_used(self, found: Sequence[bool]) -> None:
+        """Find which parameters get gradients, over all ranks; collective, once.
+
+        Raises:
+            TrainingError: a parameter has a gradient, and had none in the first step.
+        """
+        replica = self.replica
+        if not replica.used:
+            rows = replica.data_ranks.gather(torch.tensor(found, dtype=torch.int64))
+            replica.set_exchange(used=torch.stack(rows).amax(0).bool().tolist(), sparse={})
+        self._refuse_late(found)
+
+    def _sum_whole(self, packing: FlatBuffer) -> list[Tensor]:
+        """Sum the tensors that every rank holds whole over the ranks of `shard`."""
         replica = self.replica
         held: list[Tensor | None] = list(replica.buffers.take()) if replica.buffers.names else []
         if self.divisor.counted:
             held.append(weight_on(self.weight, packing.dtype, replica.device))
         if not held:
             return []
-        flat = packing.pack(held)
+        whole = FlatBuffer(packing.shapes[packing.num_grads :], packing.dtype, packing.device)
+        flat = whole.pack(held)
         dist.all_reduce(flat, group=self._group)
-        return packing.views(flat)
+        return whole.views(flat)
 
 
 def without_order(context: PlanContext) -> PlanContext:

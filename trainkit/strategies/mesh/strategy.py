@@ -46,7 +46,7 @@ from trainkit.strategies.mesh.sharding import (
     reduces_when,
     without_shared,
 )
-from trainkit.strategies.mesh.state import ShardedReplica, ShardSlice, joined_norms, local_part
+from trainkit.strategies.mesh.state import ShardedReplica, ShardSlice, joined_norms
 from trainkit.strategies.mesh.step import (
     ShardedExecutor,
     ShardedWork,
@@ -61,7 +61,7 @@ from trainkit.strategies.mesh.tensor_plan import MatchedPlan, described, match_p
 from trainkit.strategies.mesh.transfers import CutRanks, activation_transfers, gradient_transfers
 from trainkit.strategies.model_transforms.compiling import is_compiled
 from trainkit.strategies.reducers import BackendReducer, Reducer
-from trainkit.strategies.tensors.layouts import Placement, SingleDevicePlacement, make_dense
+from trainkit.strategies.tensors.layouts import Placement, SingleDevicePlacement, local_part, make_dense
 from trainkit.strategies.traffic import ModuleCall, StepCut, Transfer, WorkShare, precision_of, ranks_of
 from trainkit.strategies.traffic.sharded import Gathers
 
@@ -162,18 +162,6 @@ class OnMesh(SingleDevicePlacement):
         """Return the group of ranks that differ only on one axis; None if this is the only one."""
         return None if getattr(self.axes, axis) == 1 else self.mesh.get_group(axis)
 
-    def new_data_group(self) -> dist.ProcessGroup | None:
-        """Return the group of the ranks with the same part of the layers and other samples; None: all. Collective."""
-        if self.axes.tensor == 1:
-            return None
-        if self.axes.replicate == 1:
-            return self.group("shard")
-        ranks = range(self.axes.num_ranks)
-        groups: list[dist.ProcessGroup] = [
-            dist.new_group(list(ranks[at :: self.axes.tensor])) for at in range(self.axes.tensor)
-        ]
-        return groups[self.places["tensor"]]
-
 
 def within(outer: ShardSlice, part: Tensor, *, is_first: bool) -> ShardSlice:
     """Return the slice of the full tensor that a part of a part is.
@@ -189,7 +177,7 @@ def within(outer: ShardSlice, part: Tensor, *, is_first: bool) -> ShardSlice:
 
 
 @torch.no_grad()
-def begin_alike(replica: ShardedReplica, place: OnMesh, cut: Container[str], *, is_sharded: bool) -> None:
+def begin_alike(replica: ShardedReplica, place: OnMesh, cut: Container[str]) -> None:
     """Broadcast what ranks hold alike from the first one of each axis; collective.
 
     A model may draw numbers that no seed controls.
@@ -198,9 +186,8 @@ def begin_alike(replica: ShardedReplica, place: OnMesh, cut: Container[str], *, 
         replica: the model on its device.
         place: the place of this rank.
         cut: names of the parameters that are cut along `tensor`: its ranks hold other parts of them.
-        is_sharded: whether `fully_sharded` has done so along `replicate` and `shard` before it sharded.
     """
-    copies, whole = None if is_sharded else place.group("replicate"), place.group("tensor")
+    copies, whole = place.group("replicate"), place.group("tensor")
     rounded = replica.params if replica.masters_apart else {}
     named = [*{**replica.owners, **replica.masters}.items(), *rounded.items(), *replica.model.named_buffers()]
     for name, tensor in named:
@@ -374,7 +361,7 @@ class MeshStrategy(ProcessGroup, Strategy):
             self._place(request.identity, layout.axes),
             dict[str, ShardSlice](),
         )
-        copies = None if layout.gathers else place.group("replicate")
+        copies = place.group("replicate")
 
         def reducer(collective: Collective, numerics: Numerics) -> Reducer:
             return no_reducer(collective, numerics) if copies is None else BackendReducer(group=copies)
@@ -389,8 +376,10 @@ class MeshStrategy(ProcessGroup, Strategy):
             expect=partial(reduces_when, model) if gathers and layout.sync == "last" else None,
             reload=partial(gathers_anew, model) if gathers else None,
         )
-        begin_alike(replica, place, fit.dims, is_sharded=gathers)
-        step: MakeStep[ShardedReplica] = partial(ShardedWork, group=place.new_data_group()) if gathers else ShardStep
+        begin_alike(replica, place, fit.dims)
+        step: MakeStep[ShardedReplica] = ShardStep
+        if gathers:
+            step = partial(ShardedWork, group=place.group("shard"), has_copies=layout.axes.replicate > 1)
         return ShardedExecutor(replica, request.training, ranks=ranks, make_step=step)
 
     def _place(self, identity: Identity, axes: Axes) -> OnMesh:
@@ -448,10 +437,9 @@ def _move(
 
 def _move_sharded(layout: Layout, place: OnMesh, model: nn.Module, precision: Precision) -> PlacedModel:
     """Shard every parameter, and return this rank's parts as plain tensors; collective."""
-    axes = [axis for axis in ("replicate", "shard") if getattr(layout.axes, axis) > 1]
     make_dense(model)
     sharding = Sharding(
-        mesh=place.mesh[tuple(axes)] if axes else place.mesh,
+        mesh=place.mesh["shard"] if layout.axes.shard > 1 else place.mesh,
         device=place.device,
         precision=precision,
         reshard_after_forward=layout.reshard_after_forward,

@@ -24,7 +24,7 @@ from trainkit.strategies.traffic import (
     times,
 )
 from trainkit.strategies.traffic.reductions import Vector, reduction
-from trainkit.strategies.traffic.sharded import Gathers, sharded_traffic
+from trainkit.strategies.traffic.sharded import Gathers, sharded_traffic, together
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter"]
 
@@ -204,8 +204,8 @@ def gradient_transfers(
     part = part_of(model, fit.dims, where.degree)
     if gathers is None:
         vector = Vector.of(exchanged_elements(part), where.master_width)
-        return _together([reduction("backend", group, vector, ranks_a_host=1) for group in where.alike])
-    return _together([sharded_traffic(part, units(part), group, gathers) for group in where.alike])
+        return together([reduction("backend", group, vector, ranks_a_host=1) for group in where.alike])
+    return together([sharded_traffic(part, units(part), group, gathers) for group in where.alike])
 
 
 def part_of(model: nn.Module, dims: Mapping[str, int], degree: int) -> nn.Module:
@@ -223,8 +223,3 @@ def part_of(model: nn.Module, dims: Mapping[str, int], degree: int) -> nn.Module
             shape[dim] //= degree
         held[id(param)] = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=param.requires_grad)
     return copied(model, held)
-
-
-def _together(several: Sequence[tuple[Transfer, ...]]) -> tuple[Transfer, ...]:
-    """Return the transfers of groups of ranks that make the same exchange at the same time."""
-    return tuple(replace(alike[0], flows=joined(*(one.flows for one in alike))) for alike in zip(*several, strict=True))

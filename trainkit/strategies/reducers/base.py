@@ -49,6 +49,10 @@ class Reducer(ABC):
     def end_backward(self) -> None:  # noqa: B027
         """Announce that the pass has ended."""
 
+    def has_taken(self, index: int) -> bool:  # noqa: ARG002 - most take none
+        """Return whether the reducer has taken a gradient of this step."""
+        return False
+
     def add(self, lane: int, sums: Sums) -> None:  # noqa: ARG002 - without lanes there is one sum, or none
         """Take the sums of this rank over the shards of a lane, in the order of `lane_order`; without lanes, over all.
 

@@ -16,13 +16,14 @@ from typing import Any, ClassVar, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from trainkit.errors import TrainingError
 from trainkit.objectives.base import Collective
 from trainkit.strategies.flight_recorder import note_exchange
 from trainkit.strategies.reducers.base import Reducer, Sums
 from trainkit.strategies.reducers.compression import Compressor
-from trainkit.strategies.tensors.layouts import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer, local_part
 
 BUCKET_BYTES: Final = 25 * 2**20
 """Bytes from which a bucket is full, by default."""
@@ -179,18 +180,23 @@ class VectorReducer(Reducer):
             grad = param.grad
             if grad is None or grad is view:
                 continue
-            is_cast = grad.dtype is not view.dtype
-            if leaves_new and not is_cast and not self._held[index]:
+            is_apart = grad.dtype is not view.dtype or isinstance(grad, DTensor)
+            if leaves_new and not is_apart and not self._held[index]:
                 continue
-            param.grad = None if is_cast else view
-            if is_cast and self._held[index]:
-                view.add_(grad)
+            param.grad = None if is_apart else view
+            part = local_part(grad)
+            if is_apart and self._held[index]:
+                view.add_(part.to(view.device))
                 continue
             views.append(view)
-            grads.append(grad)
+            grads.append(part)
             self._held[index] = True
         if grads:
             torch._foreach_copy_(views, grads)
+
+    def has_taken(self, index: int) -> bool:
+        """Return whether the vector holds a gradient."""
+        return self._held[index]
 
     def on_full(self, number: int) -> None:
         """Receive the number of a bucket whose final gradients are in the vector, during the last backward pass."""

@@ -16,6 +16,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.generators import hash64
@@ -40,6 +41,11 @@ def dense_strides(tensor: Tensor) -> Strides:
         return None
     preserved = torch.empty_like(tensor, device="meta").stride()  # the dims stay in the order of the memory
     return None if preserved == torch.empty(tensor.shape, device="meta").stride() else preserved
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor on this rank, as a view."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def part_strides(shape: Sequence[int], whole: Strides) -> Strides:

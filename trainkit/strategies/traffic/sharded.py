@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
-from trainkit.strategies.traffic.flows import all_gather, all_reduce, joined, reduce_scatter, times
+from trainkit.strategies.traffic.flows import all_gather, joined, reduce_scatter, times
+from trainkit.strategies.traffic.reductions import Vector, reduction
 from trainkit.strategies.traffic.transfers import Transfer
 
 
@@ -52,9 +53,8 @@ def sharded_traffic(
     summed = joined(
         *(reduce_scatter(group, trained * how.summed_bytes, device_type=how.device_type) for group in groups)
     )
-    if how.groups > 1:
-        part = trained * how.summed_bytes / size
-        summed = joined(summed, *(all_reduce([group[at] for group in groups], part) for at in range(size)))
+    part = Vector.of(trained // size, how.summed_bytes)
+    copies = [reduction("backend", [group[at] for group in groups], part, ranks_a_host=1) for at in range(size)]
     return (
         Transfer(
             what="parameters",
@@ -65,12 +65,18 @@ def sharded_traffic(
         ),
         Transfer(
             what="gradients",
-            how="reduce-scatter" if how.groups == 1 else "reduce-scatter and all-reduce",
+            how="reduce-scatter",
             flows=times(summed, how.sums),
-            messages=how.sums * each * (rounds + (2 * (how.groups - 1) if how.groups > 1 else 0)),
+            messages=how.sums * each * rounds,
             overlaps=True,
         ),
+        *together(copies),
     )
+
+
+def together(several: Sequence[tuple[Transfer, ...]]) -> tuple[Transfer, ...]:
+    """Return the transfers of groups of ranks that make the same exchange at the same time."""
+    return tuple(replace(alike[0], flows=joined(*(one.flows for one in alike))) for alike in zip(*several, strict=True))
 
 
 def _unit_params(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[list[nn.Parameter]]:
