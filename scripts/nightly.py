@@ -30,6 +30,7 @@ RESULTS: Final = ROOT / "benchmarks/results/nightly.md"
 PYTEST: Final = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 PARTS: Final = {
     "layouts": [sys.executable, __file__, "--only-layouts"],
+    "meshes": [sys.executable, "benchmarks/meshes.py"],
     "matrix": [*PYTEST, "-m", "matrix"],
     "long": [*PYTEST, "-m", "long and not matrix"],
     "stories": [*PYTEST, "-m", "long or not long", "tests/outside"],
@@ -38,7 +39,10 @@ PARTS: Final = {
     "mutants": [sys.executable, "scripts/mutants.py"],
     "floors": [sys.executable, "scripts/floors.py"],
 }
-"""Part -> its command. `layouts` proves random layouts; the scripts and the marks of pytest describe the others."""
+"""Part -> its command. `layouts` proves random layouts; the scripts and the marks of pytest describe the others.
+
+`meshes` also writes `benchmarks/results/meshes.md`.
+"""
 LIMIT_S: Final = 60.0
 """Longest time of a proof of one layout."""
 LAYOUTS: Final[tuple[tuple[str, dict[str, tuple[object, ...]]], ...]] = (
@@ -133,18 +137,19 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--draws", type=int, default=200, help="layouts to prove")
-    parser.add_argument("--seed", type=int, default=TODAY.toordinal(), help="of the layouts")
+    parser.add_argument("--seed", type=int, default=TODAY.toordinal(), help="of layouts and meshes")
     parser.add_argument("--only-layouts", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only_layouts:
         return prove_layouts(options.draws, options.seed)
     if unknown := {*options.parts} - {*PARTS}:
         parser.error(f"no such part: {', '.join(sorted(unknown))}. There are: {', '.join(PARTS)}.")
-    draws = [f"--draws={options.draws}", f"--seed={options.seed}"]
+    seed = f"--seed={options.seed}"
+    drawing = {"layouts": [f"--draws={options.draws}", seed], "meshes": [seed]}
     lines, failed = dict[str, str](), 0
     for name in options.parts or PARTS:
         print(f"=== {name}", flush=True)
-        lines[name], code = line_of(name, [*PARTS[name], *(draws if name == "layouts" else [])])
+        lines[name], code = line_of(name, [*PARTS[name], *drawing.get(name, [])])
         write(lines)
         failed |= int(code != 0)
     return failed

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -133,3 +134,9 @@ def test_the_glossary_names_every_tag() -> None:
     page = (ROOT / "docs" / "glossary.md").read_text()
     (row,) = (row for row in page.splitlines() if row.startswith("| tag |"))
     assert [tag.name for tag in Tag] == re.findall(r"\*(\w+)\*", row)
+
+
+@pytest.mark.slow
+def test_the_table_of_features_is_what_the_strategies_refuse() -> None:
+    script = runpy.run_path(str(ROOT / "scripts/features.py"))
+    assert script["PAGE"].read_text() == script["page"](), "run python scripts/features.py --write"

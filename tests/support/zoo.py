@@ -392,7 +392,9 @@ def torch_sum(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, floa
 def tokens_sum(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, float]:
     """Cross entropy over the tokens that count, for the oracle."""
     inputs, targets = batch
-    loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=PAD, reduction="sum")
+    output = model(inputs)
+    scores = getattr(output, "logits", output)  # transformers returns an object
+    loss = functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=PAD, reduction="sum")
     return loss, float((targets != PAD).sum())
 
 

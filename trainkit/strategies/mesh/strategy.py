@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from trainkit.cluster.tasks import Identity
 from trainkit.config.values import MOST_PROCESSES, closest
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import at_least, at_most, placement, speed
+from trainkit.fields import Limit, at_most, placement, speed
 from trainkit.numerics.deferred import lazy_init_values
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_at_random, draws_nothing
@@ -454,7 +454,8 @@ def _move_sharded(layout: Layout, place: OnMesh, model: nn.Module, precision: Pr
     return PlacedModel(model=model, params=parts, masters=parts)
 
 
-Size = Annotated[int | Literal["auto"], placement, at_least(1), at_most(MOST_PROCESSES)]
+AXIS = Limit(rule="must be at least 1, which leaves the axis out.", low=1)
+Size = Annotated[int | Literal["auto"], placement, AXIS, at_most(MOST_PROCESSES)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -478,7 +479,7 @@ class Mesh(MeshStrategy):
     """Copies of the model; gradients are summed over them. auto: as many as the other axes leave."""
     shard: Size = "auto"
     """Ranks over which the parameters of a copy are sharded; auto: as many as the other axes leave."""
-    tensor: Annotated[int, placement, at_least(1), at_most(MOST_PROCESSES)] = 1
+    tensor: Annotated[int, placement, AXIS, at_most(MOST_PROCESSES)] = 1
     """Ranks over which each layer of the plan is cut."""
     plan: Annotated[TensorPlan, placement] = "auto"
     """Module names, suffixes of names or globs, each with a style (`colwise`, `rowwise` ...); `auto`: the model's own

@@ -1,0 +1,101 @@
+"""Train on every mesh of 2, 4 and 8 ranks, and resume on another mesh: `python benchmarks/meshes.py [--seed N]`.
+
+Three language models of two blocks, each on every mesh that it can have, in three precisions; then random pairs of
+meshes, from one of which a training goes to the other in the middle of an epoch. The results are written into
+`benchmarks/results/meshes.md`; exits with 1 if one is not the training of one device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import warnings
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from tests.contract.meshes import LAYOUTS, STEPS, TOLERANCES, compare, draw_pairs, resume_error
+from tests.support.pool import Pool
+
+RESULTS: Final = ROOT / "benchmarks/results/meshes.md"
+TEXT: Final = f"""# Every mesh of 2, 4 and 8 ranks
+
+`python benchmarks/meshes.py --seed {{seed}}`, {{date}}, commit {{commit}}, {{cores}} cores ({{machine}}), Gloo.
+{{verdict}}
+
+Three language models of two blocks: `Gpt`, and a Llama and a GPT-2 that transformers makes from their configs, with
+`use_cache=false`, and with `nn.RMSNorm` in the place of Llama's norms, which compute in float32 in any precision.
+Batches of 8 sequences in shards of 2, so that meshes of 8 have idle ranks; clipping; {STEPS} steps, which are two and a
+half epochs. The layers of GPT-2 that compute queries, keys and values at once are not cut.
+
+- *begins*: the initial weights on each rank have the bits of those on one device, in each precision.
+- *fp64*: the largest relative error of a parameter after the last step, and of a loss, against the plain loop, which
+  imports nothing of trainkit. AdamW, for GPT-2 SGD (the bias of its keys has no gradient). Held to
+  {TOLERANCES["fp64"]:g}.
+- *fp32*, *bf16_mixed*: the same against one device in that precision, with SGD: AdamW makes steps of the rounding of
+  gradients near zero. Held to 8 eps sqrt(steps): {TOLERANCES["fp32"]:.1e} and {TOLERANCES["bf16_mixed"]:.1e}.
+
+| model | ranks | replicate x shard x tensor | begins | fp64 | fp32 | bf16_mixed |
+|---|---:|---|---|---:|---:|---:|
+"""
+RESUMED: Final = f"""
+## From one mesh to another
+
+A training is saved on the first mesh in the middle of an epoch, and continued on the second one to step {STEPS}, in
+fp64; the error is that against the plain loop, which nobody stopped. Random pairs of the seed.
+
+| model | from | to | at step | error |
+|---|---|---|---:|---:|
+"""
+
+
+def main() -> int:
+    """Train, resume, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of meshes")
+    parser.add_argument("--seed", type=int, default=datetime.now().astimezone().date().toordinal(), help="of the pairs")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    layouts, resumed, failed = list[str](), list[str](), 0
+    with Pool() as pool:
+        for family, mesh in LAYOUTS:
+            found = {precision: compare(pool, family, mesh, precision) for precision in TOLERANCES}
+            begins = all(one.begins_alike for one in found.values())
+            failed += not begins or any(one.error > TOLERANCES[name] for name, one in found.items())
+            errors = " | ".join(f"{one.error:.1e}" for one in found.values())
+            row = f"| {family} | {mesh.ranks} | {mesh} | {'alike' if begins else 'OTHERWISE'} | {errors} |"
+            layouts.append(row)
+            print(row, flush=True)
+        for pair in draw_pairs(options.pairs, options.seed):
+            with tempfile.TemporaryDirectory() as folder:
+                error = resume_error(pool, pair, Path(folder))
+            failed += error > TOLERANCES["fp64"]
+            row = f"| {pair.family} | {pair.before} | {pair.after} | {pair.step} | {error:.1e} |"
+            resumed.append(row)
+            print(row, flush=True)
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    verdict = f"{len(layouts)} meshes and {len(resumed)} resumes, {failed or 'none'} of which failed."
+    head = TEXT.format(
+        seed=options.seed,
+        date=datetime.now().astimezone().date(),
+        commit=commit,
+        cores=os.cpu_count(),
+        machine=platform.machine(),
+        verdict=verdict,
+    )
+    RESULTS.write_text(head + "".join(f"{row}\n" for row in layouts) + RESUMED + "".join(f"{row}\n" for row in resumed))
+    print(verdict)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
