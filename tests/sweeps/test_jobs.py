@@ -142,6 +142,13 @@ def test_a_signal_stops_all_jobs_in_good_order_and_ends_the_sweep(
     assert "\n3 jobs, 2 stopped, 1 not run, by val/loss (min)\n" in capfd.readouterr().out
 
 
+def test_a_narrow_job_starts_at_once_in_a_gap_that_a_wide_one_leaves(tmp_path: Path) -> None:
+    waits = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.01)\n"
+    wide = [job(tmp_path, place, waits, tmp_path / "2/runs", slots=2) for place in range(2)]
+    sweep = sweep_in(tmp_path, slots=Slots(count=3))
+    assert run(sweep, *wide, job(tmp_path, 2, COUNT)) == {"0": 0, "1": 0, "2": 0}
+
+
 def test_a_job_that_will_not_stop_is_ended(tmp_path: Path) -> None:
     sweep = sweep_in(tmp_path)
     sender = signalled(tmp_path / "0/here", signal.SIGINT, signal.SIGINT, signal.SIGINT)

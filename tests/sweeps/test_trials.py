@@ -39,6 +39,7 @@ class Bench:
         self, root: Path, composer: Composer, arguments: tuple[str, ...] = RATE, *, num_steps: int = 9, **settings: Any
     ) -> None:
         self.root, self.settings = root, Settings(**{"trials": 8, **settings})
+        self.slots: list[int] = []
         self.study = open_study(root, settings=self.settings, goal=LOSS, num_steps=num_steps)
         space = composer.space(arguments)
         trials = present(self.settings.trials)
@@ -47,7 +48,8 @@ class Bench:
     def job(self, overrides: Sequence[str], number: int, *, going_on: SweepJob | None = None) -> SweepJob:
         folder = self.root / str(number)
         folder.mkdir(exist_ok=True)
-        return SweepJob(name=str(number), folder=folder, overrides=tuple(overrides), command=())
+        slots = self.slots[number] if self.slots else 1
+        return SweepJob(name=str(number), folder=folder, overrides=tuple(overrides), command=(), slots=slots)
 
     def told(self, job: SweepJob, step: int, loss: float | None) -> bool:
         with (job.folder / "metrics.jsonl").open("a") as file:
@@ -67,7 +69,7 @@ class Bench:
 def whole(bench: Bench, losses: Iterable[float]) -> None:
     """Play jobs that train to their end."""
     for place, loss in enumerate(losses):
-        job = present(bench.source.next())
+        job = present(bench.source.next(1))
         for step in (1, 2, 3):
             assert not bench.told(job, step, loss / step), f"job {place} pruned"
         bench.ended(job, loss / 3)
@@ -89,10 +91,9 @@ def test_a_search_proposes_points_of_its_space_until_it_has_tried_enough(tmp_pat
     zipped = ("seed=tag(zip,choice(1,2))", "epochs=tag(zip,choice(3,4))")
     bench = Bench(tmp_path, composer, (*zipped, "steps=range(10,30,10)", *RATE), trials=3)
     jobs = []
-    while (job := bench.source.next()) is not None:
+    while (job := bench.source.next(1)) is not None:
         jobs.append(job.overrides)
         bench.ended(job, 1.0)
-    assert bench.source.exhausted
     assert len(jobs) == 3
     for seed, epochs, steps, rate in jobs:
         assert (seed, epochs) in {("seed=1", "epochs=3"), ("seed=2", "epochs=4")}
@@ -100,10 +101,17 @@ def test_a_search_proposes_points_of_its_space_until_it_has_tried_enough(tmp_pat
         assert 0.001 <= float(rate.partition("=")[2]) <= 0.1
 
 
+def test_a_point_that_does_not_fit_waits_while_a_narrower_one_runs(tmp_path: Path, composer: Composer) -> None:
+    bench = Bench(tmp_path, composer, trials=3)
+    bench.slots = [2, 1, 1]
+    names = [job and job.name for job in map(bench.source.next, (1, 2, 1, 1))]
+    assert names == ["1", "0", "2", None]
+
+
 def test_a_job_below_the_median_of_its_step_is_pruned(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer)
     whole(bench, [0.3, 0.2, 0.1])
-    job = present(bench.source.next())
+    job = present(bench.source.next(1))
     assert bench.told(job, 1, 0.9)
     assert bench.source.watch(job)  # asked again before it has ended: still
     bench.ended(job, 0.9, code=130)
@@ -115,21 +123,21 @@ def test_a_trial_reports_a_row_once_and_is_not_pruned_before_its_first_steps(
 ) -> None:
     bench = Bench(tmp_path, composer, min_steps=2)
     whole(bench, [0.3, 0.2, 0.1])
-    job = present(bench.source.next())
+    job = present(bench.source.next(1))
     assert not bench.source.watch(job)
     assert not bench.told(job, 1, 0.9)
     assert bench.told(job, 2, 0.9)
     assert bench.study.get_trials(deepcopy=False)[3].intermediate_values == {1: 0.9, 2: 0.9}
     calm = Bench(tmp_path / "calm", composer, pruner="none")
     whole(calm, [0.3, 0.2, 0.1])
-    assert not calm.told(present(calm.source.next()), 1, 99.0)
+    assert not calm.told(present(calm.source.next(1)), 1, 99.0)
 
 
 @pytest.mark.slow
 def test_hyperband_prunes_by_its_rungs(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer, pruner="hyperband", trials=20, num_steps=9)
     for number in range(20):
-        job = present(bench.source.next())
+        job = present(bench.source.next(1))
         hopeless = any(bench.told(job, step, 1.0 + number % 7) for step in (1, 3, 9))
         bench.ended(job, 1.0 + number % 7, code=130 if hopeless else 0)
     assert 0 < bench.states.count(TrialState.PRUNED) < 20
@@ -137,26 +145,26 @@ def test_hyperband_prunes_by_its_rungs(tmp_path: Path, composer: Composer) -> No
 
 def test_a_job_that_fails_or_has_no_figure_is_no_result(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer)
-    bench.ended(present(bench.source.next()), 0.5, code=1)
-    bench.ended(present(bench.source.next()), None)
+    bench.ended(present(bench.source.next(1)), 0.5, code=1)
+    bench.ended(present(bench.source.next(1)), None)
     assert bench.states == [TrialState.FAIL] * 2
 
 
 def test_a_killed_search_goes_on_with_what_it_had_begun(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer, trials=4)
     whole(bench, [0.3])
-    job = present(bench.source.next())
+    job = present(bench.source.next(1))
     bench.told(job, 1, 0.5)
     bench.ended(job, 0.5, code=130)  # Ctrl-C: nobody had given it up
     again = Bench(tmp_path, composer, trials=4)
-    taken = present(again.source.next())
+    taken = present(again.source.next(1))
     assert (taken.name, taken.overrides) == (job.name, job.overrides)
     assert not again.told(taken, 2, 0.4)  # step 1, which is in its file too, is not reported twice: Optuna would warn
     again.ended(taken, 0.4)
-    fresh = present(again.source.next())
+    fresh = present(again.source.next(1))
     again.ended(fresh, 0.2)
-    again.ended(present(again.source.next()), 0.2)
-    assert again.source.next() is None
+    again.ended(present(again.source.next(1)), 0.2)
+    assert again.source.next(1) is None
     assert again.states == [TrialState.COMPLETE] * 4
     assert len({trial.params["optimizer.lr"] for trial in again.study.trials}) == 4  # no point of the first process
 
@@ -173,11 +181,11 @@ def test_a_search_over_other_values_is_refused_and_changes_no_trial(
     tmp_path: Path, composer: Composer, former: str, current: str
 ) -> None:
     bench = Bench(tmp_path, composer, (*RATE, former), trials=2)
-    bench.ended(present(bench.source.next()), 0.5)
+    bench.ended(present(bench.source.next(1)), 0.5)
     with pytest.raises(ConfigError, match=r"sweep\.name=.* over other values of"):
         Bench(tmp_path, composer, (*RATE, current), trials=2)
     again = Bench(tmp_path, composer, (*RATE, former), trials=2)
-    again.ended(present(again.source.next()), 0.4)
+    again.ended(present(again.source.next(1)), 0.4)
     assert again.states == [TrialState.COMPLETE] * 2
 
 
@@ -195,9 +203,9 @@ def test_a_point_that_is_refused_counts_as_failed_and_the_next_is_proposed(tmp_p
     bench = Bench(tmp_path, composer, trials=2)
     source = Trials(study=bench.study, space=composer.space(RATE), trials=2, goal=LOSS, job=refusing)
     with pytest.raises(ConfigError):
-        source.next()
+        source.next(1)
     again = Bench(tmp_path, composer, trials=2)
-    again.ended(present(again.source.next()), 0.4)
+    again.ended(present(again.source.next(1)), 0.4)
     assert again.states == [TrialState.FAIL, TrialState.COMPLETE]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +35,8 @@ class JobSource(Protocol):
     def total(self) -> int | None:
         """Number of all jobs; None if not known."""
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether no further job will come, independent of the results of the running ones."""
-
-    def next(self) -> SweepJob | None:
-        """Return the next job to run; None if there is none until another has ended. Called when a slot is free."""
+    def next(self, free: int) -> SweepJob | None:
+        """Return the next job that fits into the free slots; None if there is none until another has ended."""
 
     def ended(self, job: SweepJob, code: int) -> None:
         """Receive the exit code of a job after its last try; 0 also for a job that does not need to run."""
@@ -51,20 +46,20 @@ class JobSource(Protocol):
 
 
 class JobList:
-    """Jobs that are all known in advance, those with the most slots first, so that small jobs fill the gaps.
+    """Jobs that are all known in advance: of those that fit, the one with the most slots is next.
 
     Example:
         >>> wide, narrow = (
         ...     SweepJob(name=name, folder=Path(name), overrides=(), command=(), slots=slots)
         ...     for name, slots in (("0", 2), ("1", 1))
         ... )
-        >>> source = JobList([narrow, wide])
-        >>> source.next().name, source.next().name, source.exhausted
-        ('0', '1', True)
+        >>> source = JobList([wide, narrow])
+        >>> source.next(1).name, source.next(1), source.next(2).name
+        ('1', None, '0')
     """
 
     def __init__(self, jobs: Iterable[SweepJob]) -> None:
-        self._waiting = deque(sorted(jobs, key=lambda job: -job.slots))
+        self._waiting = sorted(jobs, key=lambda job: -job.slots)
         self._total = len(self._waiting)
 
     @property
@@ -72,14 +67,9 @@ class JobList:
         """Number of jobs in the list."""
         return self._total
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether every job was returned by `next`."""
-        return not self._waiting
-
-    def next(self) -> SweepJob | None:
-        """Return the next job."""
-        return self._waiting.popleft() if self._waiting else None
+    def next(self, free: int) -> SweepJob | None:
+        """Return the widest job that fits."""
+        return taken(self._waiting, free)
 
     def ended(self, job: SweepJob, code: int) -> None:
         """Do nothing."""
@@ -87,3 +77,9 @@ class JobList:
     def watch(self, job: SweepJob) -> bool:  # noqa: ARG002 - the jobs of a list run to their end
         """Return False."""
         return False
+
+
+def taken(jobs: list[SweepJob], free: int) -> SweepJob | None:
+    """Remove the first job that fits into the free slots, and return it; None if none fits."""
+    place = next((place for place, job in enumerate(jobs) if job.slots <= free), None)
+    return None if place is None else jobs.pop(place)

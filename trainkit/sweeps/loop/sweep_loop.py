@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Final, Literal, Protocol
 
-from trainkit.errors import ConfigError, TrainkitError
+from trainkit.errors import ConfigError
 from trainkit.report.numbers import figure
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import read_status
@@ -86,7 +86,6 @@ class SweepLoop:
         self._sweep, self._source, self._screen = sweep, source, screen
         self._news: SimpleQueue[ProcessExit | int] = SimpleQueue()
         self._running: dict[int, _Running] = {}
-        self._waiting: SweepJob | None = None
         self._lines: dict[str, JobLine] = {}
         self._tries: dict[str, int] = {}
         self._number = 0
@@ -118,20 +117,10 @@ class SweepLoop:
     # --- starting
 
     def _fill(self) -> None:
-        """Start jobs in order while they fit; the first that does not fit waits, and so do the following ones."""
-        while True:
-            job = self._waiting or self._source.next()
-            self._waiting = None
-            if job is None:
-                if not self._running and not self._source.exhausted:
-                    raise TrainkitError("the search returns no job, waits for no job, and has not ended")
-                return
-            if self._need_not_run(job):
-                continue
-            if job.slots > self._sweep.slots.free:
-                self._waiting = job
-                return
-            self._begin(job)
+        """Start jobs while any fits into the free slots."""
+        while (free := self._sweep.slots.free) and (job := self._source.next(free)) is not None:
+            if not self._need_not_run(job):
+                self._begin(job)
 
     def _need_not_run(self, job: SweepJob) -> bool:
         """Return whether the result of a job exists already, or is being computed."""

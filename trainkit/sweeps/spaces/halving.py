@@ -97,7 +97,7 @@ class Halving:
         """Whether the last rung has ended."""
         return self._rung == self._rungs
 
-    def next(self) -> SweepJob | None:
+    def next(self, free: int) -> SweepJob | None:  # noqa: ARG002 - its jobs are alike
         """Return the next job of this rung that has not started."""
         while self._waiting:
             number = self._waiting.popleft()

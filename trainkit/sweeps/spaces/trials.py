@@ -27,13 +27,15 @@ from trainkit.config.compose.space import Choices, Interval, Space
 from trainkit.config.schema import MonitoredMetric
 from trainkit.config.sections import SweepConfig as Settings
 from trainkit.errors import ConfigError, HangupError, Problem, StoppedError, TerminatedError
-from trainkit.sweeps.job_sources import SweepJob
+from trainkit.sweeps.job_sources import SweepJob, taken
 from trainkit.sweeps.results.job_results import read_entry
 from trainkit.sweeps.results.metric_stream import MetricRows
 from trainkit.sweeps.spaces.halving import JobOf
 
 _STOPPED: Final = (StoppedError.exit_code, TerminatedError.exit_code, HangupError.exit_code)
 _FILE: Final = "optuna.db"
+_MOST_HELD: Final = 4
+"""Points that wait for slots: each is proposed without the results of the jobs that run meanwhile."""
 _SEARCH: Final = "trainkit"
 """Attribute of a study: the metric and the ranges of the search."""
 
@@ -57,21 +59,28 @@ class Trials:
         begun = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         self._interrupted = deque(optuna.Trial(study, frozen._trial_id) for frozen in begun)  # noqa: SLF001
         self._running: dict[str, list[_Running]] = {}
+        self._held: list[SweepJob] = []
+        """Jobs of proposed points that did not fit into the free slots."""
 
     @property
     def total(self) -> int:
         """Total number of trials."""
         return self._trials
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether all trials have started."""
-        return not self._interrupted and len(self._study.get_trials(deepcopy=False)) >= self._trials
+    def next(self, free: int) -> SweepJob | None:
+        """Return the next point that Optuna proposes, after the points that an earlier sweep left unfinished.
 
-    def next(self) -> SweepJob | None:
-        """Return the next point that Optuna proposes, after the points that an earlier sweep left unfinished."""
-        if self.exhausted:
-            return None
+        While one point does not fit into the free slots, another is proposed, so that a gap does not stay empty.
+        """
+        while (job := taken(self._held, free)) is None and len(self._held) < _MOST_HELD and self._has_more:
+            self._held.append(self._propose())
+        return job
+
+    @property
+    def _has_more(self) -> bool:
+        return bool(self._interrupted) or len(self._study.get_trials(deepcopy=False)) < self._trials
+
+    def _propose(self) -> SweepJob:
         trial = self._interrupted.popleft() if self._interrupted else self._study.ask()
         for name, distribution in self._distributions.items():
             # What `ask` does with fixed distributions. A trial whose process was killed between two values keeps those
