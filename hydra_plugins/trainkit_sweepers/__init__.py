@@ -1,4 +1,4 @@
-"""Define the sweepers `grid`, `random`, `optuna` and `halving`, in the package that Hydra searches."""
+"""Define the sweepers `grid`, `random` and `optuna`, in the package that Hydra searches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ __all__ = ["TrainkitSweeper"]
 
 
 _READERS: Mapping[str, tuple[str, ...]] = {
-    "trials": ("random", "optuna", "halving"),
-    "seed": ("random", "optuna", "halving"),
+    "trials": ("random", "optuna"),
+    "seed": ("random", "optuna"),
     "pruner": ("optuna",),
     "min_steps": ("optuna",),
-    "reduction": ("halving", "optuna"),
-    "rungs": ("halving",),
+    "reduction": ("optuna",),
 }
 """Key of `sweep` -> the choices of hydra/sweeper that read it."""
 
@@ -39,12 +38,10 @@ class TrainkitSweeper(Sweeper):
             if sweeper not in readers:
                 yield name, f"has no effect with hydra/sweeper={sweeper}: it is for {', '.join(readers)}."
         pruner = sweep.get("pruner")
-        if sweeper == "optuna" and pruner != "hyperband":
-            yield "reduction", "has no effect without sweep.pruner=hyperband."
+        if sweeper == "optuna" and pruner not in ("halving", "hyperband"):
+            yield "reduction", "has no effect without sweep.pruner=halving or hyperband."
         if sweeper == "optuna" and pruner == "none":
             yield "min_steps", "has no effect with sweep.pruner=none: every job takes all its steps."
-        if sweeper == "halving" and sweep.get("trials") is None:
-            yield "seed", "has no effect without sweep.trials: the whole grid is tried."
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Create the launcher."""
@@ -67,7 +64,7 @@ class TrainkitSweeper(Sweeper):
         )
 
 
-for _kind in ("grid", "random", "optuna", "halving"):
+for _kind in ("grid", "random", "optuna"):
     ConfigStore.instance().store(
         group="hydra/sweeper",
         name=_kind,

@@ -22,7 +22,7 @@ def dotted(path: str) -> str:
 def test_config_checks_and_memory_remedies_contain_no_name_of_a_choice() -> None:
     choices = {file.stem for group in ("strategy", "precision") for file in ROOT.glob(f"conf/{group}/*.yaml")}
     choices |= {"basic", "slots", "ray", "submitit_local", "submitit_slurm"}  # hydra/launcher
-    choices |= {"grid", "random", "optuna", "halving"}  # hydra/sweeper
+    choices |= {"grid", "random", "optuna"}  # hydra/sweeper
     asking = ("trainkit/config/", "trainkit/run/planning/", "trainkit/run/estimates/remedies")
     assert [
         f"{path}:{node.lineno} {node.value}"

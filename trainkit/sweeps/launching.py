@@ -141,23 +141,20 @@ class Launching:
             yield
         self._warm, self.sweep.start = None, start_fresh
 
-    def job(self, overrides: Sequence[str], number: int, *, going_on: SweepJob | None = None) -> SweepJob:
+    def job(self, overrides: Sequence[str], number: int) -> SweepJob:
         """Return the job of one point.
 
         Args:
             overrides: the arguments of the point.
             number: number of the job in the sweep and name of its folder, unless a job of this folder has the same
                 config.
-            going_on: the earlier job whose run it continues, in the same folder.
 
         Raises:
             ConfigError: the config has problems, or needs more slots than there are.
         """
-        return self._composed(list(overrides), number, going_on)[1]
+        return self._composed(list(overrides), number)[1]
 
-    def _composed(
-        self, overrides: list[str], number: int, going_on: SweepJob | None = None
-    ) -> tuple[DictConfig, SweepJob]:
+    def _composed(self, overrides: list[str], number: int) -> tuple[DictConfig, SweepJob]:
         try:
             config = self._loader.load_sweep_config(self._config, overrides)
         except ConfigError as error:  # a point that a search has chosen
@@ -174,7 +171,7 @@ class Launching:
             self._kept = True
             self._warm.keep(cfg.data)
         key = identity(cfg)
-        known = self._jobs.get(key) if going_on is None else going_on
+        known = self._jobs.get(key)
         name, folder = (known.name, known.folder) if known is not None else self._place(config, key)
         command = self._loader.command([*overrides, *self._loader.hydra_arguments], folder)
         job = SweepJob(

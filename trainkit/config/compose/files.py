@@ -376,8 +376,8 @@ def unused_sweep_keys(group: str, choice: str, sweep: Mapping[str, Any]) -> Iter
     Its class says so (`unused_keys`); of a class that knows nothing of these keys, the other classes of the group do.
 
     Example:
-        >>> dict(unused_sweep_keys("hydra/sweeper", "random", {}))["rungs"]
-        'has no effect with hydra/sweeper=random: it is for halving.'
+        >>> dict(unused_sweep_keys("hydra/sweeper", "random", {}))["pruner"]
+        'has no effect with hydra/sweeper=random: it is for optuna.'
     """
     found = dict(_plugins(group))
     known = [found[choice]] if hasattr(found.get(choice), "unused_keys") else dict.fromkeys(found.values())

@@ -52,7 +52,6 @@ _NAMES: Final[Mapping[str, str]] = {
     "GPUs": r"num_gpus",
     "jobs": r"reduction|slots|jobs_per_device",
     "points": r"trials",
-    "lengths": r"rungs",
     "parts": r"folds",
     "checkpoints": r"keep_(last|best)",
     "evaluations": r"patience|cooldown",

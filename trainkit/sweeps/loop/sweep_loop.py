@@ -189,7 +189,7 @@ class SweepLoop:
         """Prepare the folder of a job; return its command, and whether it resumes a run."""
         row = self._sweep.record.rows[job.name]
         if not row.tries:
-            RunFolder(job.folder).forget_result()  # the result of another config, or of a shorter rung
+            RunFolder(job.folder).forget_result()  # the result of another config
         row.tries += 1
         goes_on = (job.folder / "resolved.yaml").is_file()
         if not goes_on:

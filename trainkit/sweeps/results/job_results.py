@@ -28,7 +28,6 @@ PRUNED: Final = "pruned"
 SWEEP_FILE: Final = "sweep.json"
 """File in the folder of a sweep that lists its jobs."""
 
-_STOP: Final = "stop_at_step"
 _MAX_BYTES: Final = 256 << 20
 """Size limit of the list of jobs, which has about 500 bytes per job."""
 _JOB: Final[Mapping[str, Kind]] = {"job": str, "folder": str, "overrides": list, "exit_code": (int, type(None))}
@@ -100,18 +99,16 @@ def read_entry(
         job: the name on the leaderboard.
         overrides: the overrides that distinguish the job.
         exit_code: exit code of its process; None if it was not run.
-        arguments: all arguments of its run; a search sets a `stop_at_step` that is not among them.
+        arguments: all arguments of its run.
         pruned: whether a search stopped it while it ran.
     """
     result = _result(folder / "result.json") if exit_code is not None else {}
     figures = result.get("metrics") or {}
     metrics = {name: float(value) for name, value in figures.items() if isinstance(value, int | float)}
     seconds, steps = result.get("seconds"), result.get("steps")
-    keys = {text.lstrip("+").partition("=")[0] for text in arguments}
-    left = bool(arguments) and str(result.get("reason")).startswith(_STOP) and _STOP not in keys
     return JobResult(
         job=job,
-        status=PRUNED if (pruned or left) and exit_code is not None else _status(result, exit_code),
+        status=PRUNED if pruned and exit_code is not None else _status(result, exit_code),
         metrics=metrics,
         overrides=tuple(overrides),
         seconds=None if seconds is None else float(seconds),

@@ -127,12 +127,6 @@ class MetricRows:
         return [found for line in lines if (found := _figure(line, self._metric)) is not None]
 
 
-def figure_at(path: Path, metric: str, step: int | None) -> float | None:
-    """Return the last value of a metric in a `metrics.jsonl`, up to a step if one is given; None if there is none."""
-    found = [value for at, value in MetricRows(path, metric).new() if step is None or at <= step]
-    return found[-1] if found else None
-
-
 def _figure(line: bytes, metric: str) -> tuple[int, float] | None:
     try:
         row = expect_map(parse_json(line), {"step": int, metric: (float, type(None))})

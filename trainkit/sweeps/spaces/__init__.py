@@ -1,7 +1,6 @@
 """The points of a sweep: a grid, random points, or a search that depends on the results of ended jobs.
 
 request         checks a sweep, and lists or draws the points known before the first one runs
-halving         successive halving: the better jobs continue until one remains
 trials          Optuna proposes points, receives every evaluation, and prunes jobs
 run_search      runs any of them with a launcher
 """

@@ -16,9 +16,8 @@ from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.sections import MOST_JOBS
 from trainkit.config.values import closest
 from trainkit.errors import ConfigError, MissingExtraError, Problem
-from trainkit.sweeps.spaces.halving import num_rungs
 
-_SEARCHES: Final = ("random", "optuna", "halving")
+_SEARCHES: Final = ("random", "optuna")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,21 +37,11 @@ class SweepRequest:
         Empty for a sweeper of another package: its points cannot be known in advance.
         """
         trials, seed = self._setting("trials"), self._setting("seed")
-        drawing = self.sweeper == "random" or (self.sweeper == "halving" and trials is not None)
-        if self.sweeper == "optuna" or (drawing and None in (trials, seed)):
+        if self.sweeper == "optuna" or (self.sweeper == "random" and None in (trials, seed)):
             return self.space.corners()
-        if drawing:
+        if self.sweeper == "random":
             return sample(self.space, trials=trials, seed=seed)
-        return self.space.grid() if self.sweeper in ("grid", "basic", "halving") else []
-
-    @property
-    def num_rungs(self) -> int:
-        """Number of rungs of halving, including the whole training."""
-        return self._setting("rungs") or self._most_rungs
-
-    @property
-    def _most_rungs(self) -> int:
-        return num_rungs(len(self.points), max(2, self._setting("reduction") or 2))
+        return self.space.grid() if self.sweeper in ("grid", "basic") else []
 
     def problems(self) -> Iterator[Problem]:
         """Yield the problems of the request, except those of its points."""
@@ -60,34 +49,13 @@ class SweepRequest:
         if trials is not None and trials > MOST_JOBS:  # before the points are drawn
             yield self.common.problem("sweep.trials", f"must be {MOST_JOBS:,} or less.", value=trials)
             return
-        if self.sweeper in ("random", "optuna") and self.common.values["sweep"].get("trials") is None:
+        if self.sweeper in _SEARCHES and self.common.values["sweep"].get("trials") is None:
             rule = f"needs the number of points that hydra/sweeper={self.sweeper} tries, sweep.trials=20."
             yield Problem(key="sweep.trials", rule=rule)
         if self.sweeper in _SEARCHES and not self.space.axes:
             yield self._of("has nothing to search: give a key values, model.width=64,128 or 'seed=interval(0,9)'.")
-        elif self.sweeper == "halving":
-            yield from self._problems_of_halving()
         if self.sweeper == "basic" and any(len(axis.keys) > 1 for axis in self.space.axes if isinstance(axis, Choices)):
             yield self._of("does not vary keys together: leave it out, or write hydra/sweeper=grid.")
-
-    def _problems_of_halving(self) -> Iterator[Problem]:
-        if self.common.values["stop_at_step"] is not None:
-            yield self.common.problem(
-                "stop_at_step",
-                "is set by hydra/sweeper=halving, rung by rung. Leave it out.",
-                value=self.common.values["stop_at_step"],
-            )
-        if any(not isinstance(axis, Choices) for axis in self.space.axes) and self._setting("trials") is None:
-            rule = "needs the number of points of an interval that hydra/sweeper=halving tries, sweep.trials=20."
-            yield Problem(key="sweep.trials", rule=rule)
-            return
-        points, most, asked_for = len(self.points), self._most_rungs, self._setting("rungs")
-        if most == 1:
-            reduction = self._setting("reduction")
-            yield self._of(f"has {points} points, fewer than sweep.reduction={reduction}. Give it more points.")
-        elif asked_for is not None and asked_for > most:
-            rule = f"{points} points leave one job after {most - 1} rungs. Use {most} or less."
-            yield self.common.problem("sweep.rungs", rule, value=asked_for)
 
     def _of(self, rule: str) -> Problem:
         return Problem(key="hydra/sweeper", value=self.sweeper, rule=rule, origin=COMMAND_LINE)

@@ -15,7 +15,7 @@ from trainkit.config.compose import Composer
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.schema import MonitoredMetric
 from trainkit.errors import ConfigError, Problem
-from trainkit.sweeps.job_sources import JobSource, SweepJob
+from trainkit.sweeps.job_sources import JobSource
 from trainkit.sweeps.spaces.request import SweepRequest, read_request
 
 
@@ -47,29 +47,10 @@ def sweep(sweeper: str, *, launcher: Any, composer: Composer, config: DictConfig
         raise ConfigError([Problem(key="hydra/sweeper", value=sweeper, rule=rule, origin=COMMAND_LINE)])
     setup_globals()
     launching.sweep.requested.update(launching.sweep.record.rows)  # a resumed search includes all of its earlier jobs
-    make = _halving if sweeper == "halving" else _trials
-    source = make(found, composer, launching, folder)
+    source = _trials(found, composer, launching, folder)
     OmegaConf.save(config, folder / "multirun.yaml")
     launching.run(source)
     return [_returns(launching.sweep)]
-
-
-def _halving(found: SweepRequest, composer: Composer, launching: Any, folder: Path) -> JobSource:
-    from trainkit.sweeps.spaces.halving import Halving  # noqa: PLC0415 - for its own sweep only
-
-    points, settings = found.points, launching.settings
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = launching.sweep.record.rows.values()
-    jobs = [SweepJob(name=row.job, folder=row.folder, overrides=row.overrides, command=()) for row in rows]
-    return Halving(
-        points=points,
-        lengths=_lengths(composer, points),
-        goal=MonitoredMetric.of(found.common.cfg.eval),
-        reduction=settings.reduction,
-        rungs=found.num_rungs,
-        job=launching.job,
-        known={job.overrides: job for job in jobs},
-    )
 
 
 def _trials(found: SweepRequest, composer: Composer, launching: Any, folder: Path) -> JobSource:
@@ -77,7 +58,7 @@ def _trials(found: SweepRequest, composer: Composer, launching: Any, folder: Pat
 
     settings = launching.settings
     goal = MonitoredMetric.of(found.common.cfg.eval)
-    num_steps = max(_lengths(composer, found.points), default=1) if settings.pruner == "hyperband" else 1
+    num_steps = max(_lengths(composer, found.points), default=1) if settings.pruner in ("halving", "hyperband") else 1
     study = open_study(folder, settings=settings, goal=goal, num_steps=num_steps)
     return Trials(study=study, space=found.space, trials=settings.trials, goal=goal, job=launching.job)
 

@@ -3,8 +3,9 @@
 Its state is in `optuna.db` in the sweep's folder, so that a search resumes after a kill, and `optuna-dashboard` and
 similar tools can read it. This module imports Optuna: import it only if Optuna was chosen.
 
-Source: Bergstra et al. 2011, "Algorithms for hyper-parameter optimization" (TPE); Li et al. 2018, arXiv:1603.06560
-(Hyperband); Akiba et al. 2019, arXiv:1907.10902 (Optuna).
+Source: Bergstra et al. 2011, "Algorithms for hyper-parameter optimization" (TPE); Li et al. 2020, arXiv:1810.05934
+(asynchronous successive halving); Li et al. 2018, arXiv:1603.06560 (Hyperband); Akiba et al. 2019, arXiv:1907.10902
+(Optuna).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import sqlite3
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,6 @@ from trainkit.errors import ConfigError, HangupError, Problem, StoppedError, Ter
 from trainkit.sweeps.job_sources import SweepJob, taken
 from trainkit.sweeps.results.job_results import read_entry
 from trainkit.sweeps.results.metric_stream import MetricRows
-from trainkit.sweeps.spaces.halving import JobOf
 
 _STOPPED: Final = (StoppedError.exit_code, TerminatedError.exit_code, HangupError.exit_code)
 _FILE: Final = "optuna.db"
@@ -52,7 +52,15 @@ class _Running:
 class Trials:
     """The jobs of a search by Optuna, as a source of jobs; trials of an earlier search in the study count."""
 
-    def __init__(self, *, study: optuna.Study, space: Space, trials: int, goal: MonitoredMetric, job: JobOf) -> None:
+    def __init__(
+        self,
+        *,
+        study: optuna.Study,
+        space: Space,
+        trials: int,
+        goal: MonitoredMetric,
+        job: Callable[[Sequence[str], int], SweepJob],
+    ) -> None:
         self._study, self._space, self._trials, self._goal, self._job = study, space, trials, goal, job
         self._distributions = distributions(space)
         self._refuse_another_search()
@@ -157,8 +165,8 @@ class Trials:
 
 
 def open_study(folder: Path, *, settings: Settings, goal: MonitoredMetric, num_steps: int) -> optuna.Study:
-    """Open the study in a sweep's folder, or create one; Hyperband divides the steps of the longest training into
-    rungs.
+    """Open the study in a sweep's folder, or create one; `num_steps` are those of the longest training, of which
+    halving and Hyperband make rungs.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder.mkdir(parents=True, exist_ok=True)
@@ -196,6 +204,8 @@ def _pruner(settings: Settings, num_steps: int) -> optuna.pruners.BasePruner:
         startup = max(3, min(5, (settings.trials or 0) // 4))
         return optuna.pruners.MedianPruner(n_startup_trials=startup, n_warmup_steps=settings.min_steps or 0)
     least = settings.min_steps or max(1, num_steps // settings.reduction**3)
+    if settings.pruner == "halving":
+        return optuna.pruners.SuccessiveHalvingPruner(min_resource=least, reduction_factor=settings.reduction)
     return optuna.pruners.HyperbandPruner(
         min_resource=least, max_resource=max(least, num_steps), reduction_factor=settings.reduction
     )
