@@ -1,4 +1,4 @@
-"""The strategy that docs/adding-a-strategy.md shows, for cases of the contract; ranks of the pool import it here."""
+"""The strategies that docs/adding-a-strategy.md shows, for cases of the contract; ranks import them here."""
 
 from __future__ import annotations
 
@@ -7,16 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from tests.contract.stepping import Case
+from tests.support import zoo
 from trainkit.strategies.base import Strategy
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "adding-a-strategy.md"
 
-found = re.search(r"```python\n(# trainkit/strategies/my_strategy.py\n.*?)```", PAGE.read_text(), re.DOTALL)
-assert found is not None
-page: dict[str, Any] = {"__name__": __name__}
-exec(compile(found[1], str(PAGE), "exec", dont_inherit=True), page)
-MyStrategy: type[Strategy] = page["MyStrategy"]
+
+def _module(first_line: str) -> dict[str, Any]:
+    """Run the block of the page that begins with a line."""
+    found = re.search(rf"```python\n({re.escape(first_line)}\n.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found is not None
+    module: dict[str, Any] = {"__name__": __name__}
+    exec(compile(found[1], str(PAGE), "exec", dont_inherit=True), module)
+    return module
+
+
+MyStrategy: type[Strategy] = _module("# trainkit/strategies/my_strategy.py")["MyStrategy"]
+SEQUENCE = _module("from collections.abc import Sequence")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,3 +38,27 @@ class Documented(Case):
     def make_strategy(self) -> Strategy:
         """The class of the page."""
         return MyStrategy(**self.settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretched(Case):
+    """A training of sequences of 4 tokens by the strategy that cuts them; `settings` are its fields."""
+
+    strategy: str = "sequence"
+    task: str = "tokens"
+
+    def make_model(self) -> nn.Module:
+        """The model of the page."""
+        made: nn.Module = SEQUENCE["Words"](vocab_size=zoo.TOKENS, context=4)
+        return zoo.fill(made)
+
+    def make_data(self) -> zoo.Sentences:
+        """Sequences that two and four ranks cut evenly."""
+        data = zoo.Sentences()
+        data.inputs, data.targets = data.inputs[:, :4].contiguous(), data.targets[:, :4].contiguous()
+        return data
+
+    def make_strategy(self) -> Strategy:
+        """The class of the page."""
+        made: Strategy = SEQUENCE["SequenceParallel"](**self.settings)
+        return made

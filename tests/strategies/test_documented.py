@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.contract.crossing import cross
-from tests.contract.documented import Documented
+from tests.contract.documented import Documented, Stretched
 from tests.contract.stepping import Case, oracle, train
 from tests.support import reference
 from tests.support.pool import Pool
@@ -52,3 +52,19 @@ def test_checkpoints_cross_to_it_and_from_it(earlier: str, later: str, pool: Poo
     ranks = cross(pool, last, source=tmp_path / "step_00000004", target=tmp_path / "again", saves_at=4)
     assert {rank.sha256 for rank in ranks} - {None} == {rank.sha256 for rank in saved} - {None}
     assert all(rank.losses == pytest.approx(oracle(last).losses[4:], rel=1e-12) for rank in ranks)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_sequence_cut_over_ranks_is_that_of_the_reference(parts: int, pool: Pool) -> None:
+    # 29 sequences in batches of 8 and 5, in shards of at most 3, with unequal numbers of tokens that count
+    case = Stretched(settings={"parts": parts}, micro_size=3, max_norm=0.1, resume_at=3)
+    expected = oracle(case)
+    for rank in train(pool, case):
+        assert reference.differences(rank.weights, expected) == []
+        assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
+
+
+def test_a_sequence_that_the_ranks_cannot_cut_is_refused() -> None:
+    case = Stretched(settings={"parts": 3})
+    context = PlanContext(sample=case.make_data()[0])
+    assert [problem.key for problem in case.make_strategy().validate(context)] == ["strategy.parts"]
