@@ -101,10 +101,11 @@ class Contender:
         run = trainkit.compose([*OVERRIDES, *overrides], config_dirs=[conf], packages=["benchmarks"])
         with allow_packages(run.packages):
             plan = make_plan(run.cfg, num_gpus=0)
-            strategy, model = plan.components.strategy, transformed_model(plan.cfg, plan.components.strategy, "cpu")
+            strategy, identity = plan.components.strategy, Identity.solo("cpu")
+            model = transformed_model(plan.cfg, strategy, identity.task)
             request = SetupRequest(
                 model=model,
-                identity=Identity.solo("cpu"),
+                identity=identity,
                 precision=plan.components.precision,
                 numerics=plan.components.numerics,
                 make_optimizer=make_optimizer(plan.cfg, model),

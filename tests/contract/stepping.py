@@ -407,9 +407,11 @@ class _Rank:
         )
 
     def _model(self) -> nn.Module:
-        return apply_transforms(
-            self.case.make_model(), self.case.shaping, compiles=self.strategy.facts_in(PlanContext()).compiles
-        )
+        """The model as a run builds it: without data where rank 0 sends the values."""
+        facts = self.strategy.facts_in(PlanContext())
+        with torch.device("meta") if facts.supports_meta_init and self.task.rank else nullcontext():
+            model = self.case.make_model()
+        return apply_transforms(model, self.case.shaping, compiles=facts.compiles)
 
     def _identity(self, part: int) -> Identity:
         return Identity(

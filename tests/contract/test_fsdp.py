@@ -6,18 +6,16 @@ alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.contract.stepping import Case, oracle, train
 from tests.support import reference
-from tests.support.counted import bytes_of_rank
+from tests.support.counted import bytes_of_rank, bytes_of_start
 from tests.support.pool import Pool
-from trainkit.numerics.deferred import build_deferred
 
 pytestmark = pytest.mark.pairwise
 
@@ -33,19 +31,6 @@ KEPT = {**HYBRID, "sync": "last", "reshard_after_forward": False}
 CASES = [(GPT, {"replicas": 2}), (GPT, KEPT), (ADAMW, LATE), (ADAMW, HYBRID), (RESNET, HYBRID)]
 MORE = [(GPT, {"replicas": 4}), (GPT, HYBRID), (RESNET, {"replicas": 2}), (RESNET, {"replicas": 4, "sync": "last"})]
 """Each model, and each way to place it, is in one of the cases above."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Deferred(Case):
-    """A training whose model is built without its numbers."""
-
-    def make_model(self) -> nn.Module:
-        """The model on the meta device."""
-        return build_deferred(super().make_model)
-
-
-def deferred(case: Case) -> Case:
-    return Deferred(**{field.name: getattr(case, field.name) for field in fields(case)})
 
 
 def named(case: Any) -> str:
@@ -140,17 +125,6 @@ def test_a_checkpoint_is_that_of_one_device_and_loads_there(pool: Pool) -> None:
     assert further.losses == pytest.approx(expected.losses, rel=1e-12)
 
 
-@pytest.mark.parametrize("settings", [{"replicas": 1}, {"replicas": 2}, HYBRID], ids=named)
-@pytest.mark.parametrize("base", [GPT, RESNET], ids=["gpt", "resnet"])
-def test_a_model_that_no_rank_has_built_whole_begins_with_its_numbers(
-    base: Case, settings: dict[str, Any], pool: Pool
-) -> None:
-    case = replace(base, settings=settings, num_steps=2)
-    ranks, expected = train(pool, deferred(case)), oracle(case)
-    for rank in ranks:
-        assert reference.differences(rank.weights, expected) == []
-
-
 @pytest.mark.slow
 def test_four_ranks_hold_a_quarter_each_and_gather_a_block_at_a_time(pool: Pool) -> None:
     blocks = 12
@@ -161,3 +135,15 @@ def test_four_ranks_hold_a_quarter_each_and_gather_a_block_at_a_time(pool: Pool)
     for rank_lasting, rank_peak in pool.run("tests.support.counted.bytes_of_rank", case, num_ranks=4):
         assert 0.24 < rank_lasting / lasting <= 0.26
         assert 0.26 < rank_peak / peak <= 0.26 + 1 / blocks
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+def test_at_the_start_rank_0_has_one_whole_model_and_the_others_a_part_and_a_block(strategy: str, pool: Pool) -> None:
+    blocks = 12
+    model = {"width": 128, "num_layers": blocks, "bias": False}
+    base = replace(GPT, model=model, precision="fp32")
+    whole = bytes_of_start(None, replace(base, strategy="one_device"))
+    case = replace(base, strategy=strategy, settings={"replicas" if strategy == "fsdp" else "stages": 4})
+    first, *others = pool.run("tests.support.counted.bytes_of_start", case, num_ranks=4)
+    assert first / whole == pytest.approx(1.0, abs=0.01)
+    assert max(others) / whole < 0.26 + 1 / blocks

@@ -93,7 +93,9 @@ def test_prove_says_that_the_numbers_differ_by_design_and_only_a_conversion_coun
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_products_are_rounded_and_names_parameters_and_bits_of_weights_stay(recipe: str) -> None:
     configs = [api.compose(one).cfg for one in (WIDE[:3], [*EMULATED, f"convert.recipe={recipe}"])]
-    plain, eight = (transformed_model(cfg, make_plan(cfg).components.strategy, "cpu") for cfg in configs)
+    plain, eight = (
+        transformed_model(plan.cfg, plan.components.strategy, plan.tasks[0]) for plan in map(make_plan, configs)
+    )
     assert list(plain.state_dict()) == list(eight.state_dict())
     assert all(torch.equal(tensor, eight.state_dict()[name]) for name, tensor in plain.state_dict().items())
     inputs = torch.linspace(-1, 1, 8 * 64).reshape(8, 1, 8, 8)

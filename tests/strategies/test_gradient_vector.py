@@ -69,7 +69,7 @@ def test_after_backward_the_gradients_are_alive_once(dtype: torch.dtype) -> None
         for _ in range(3):
             shard(reducer, params, model(inputs).sum())
             assert counting.bytes - own == reducer.flat.nbytes == 8 * LAYER * 4
-    assert counting._most - own < reducer.flat.nbytes + 2.5 * LAYER * dtype.itemsize, "two gradients, activations"
+    assert counting.most - own < reducer.flat.nbytes + 2.5 * LAYER * dtype.itemsize, "two gradients, activations"
     reducer.close()
 
 

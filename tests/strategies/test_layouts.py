@@ -8,10 +8,8 @@ from torch import Tensor, nn
 
 from tests.support import zoo
 from tests.support.pool import Place, Pool
-from trainkit.numerics.deferred import build_deferred, lazy_init_values
 from trainkit.strategies.collectives import GroupCollective, broadcast_values
 from trainkit.strategies.core.optimizer import OptimizerStepper
-from trainkit.strategies.pipeline.strategy import StageParams
 from trainkit.strategies.tensors.layouts import FlatBuffer, in_layout, make_dense
 from trainkit.strategies.updates.variables import VariableShards, variables_of
 
@@ -68,17 +66,6 @@ def test_what_does_not_lie_in_a_row_of_memory_is_copied_and_nothing_else() -> No
     moved = [name for name, param in model.named_parameters() if param.data_ptr() != before[name]]
     assert moved == ["slice"]
     assert (model.get_parameter("slice").stride(), model.get_buffer("ones").stride()) == ((3, 1), (1,))
-
-
-def test_a_deferred_model_has_the_strides_of_one_built_whole() -> None:
-    whole, deferred = zoo.transposed(), build_deferred(zoo.transposed)
-    values = lazy_init_values(deferred)
-    assert values is not None
-    names = frozenset(name for name, _ in whole.named_parameters())
-    StageParams(device=CPU, names=names).release(deferred, values)
-    for (name, param), kept in zip(whole.named_parameters(), deferred.parameters(), strict=True):
-        assert (name, kept.stride()) == (name, param.stride())
-        assert torch.equal(kept, param)
 
 
 def test_rows_of_a_transposed_variable_cannot_be_cut_without_a_bit_changing() -> None:

@@ -29,7 +29,8 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """When the last update began: parameters, gradients, the optimizer's state, and next to nothing else."""
         self.peak = 0
         """The most between the last two updates, the first excluded."""
-        self._most = 0
+        self.most = 0
+        """The most since the last update."""
         self._sizes: dict[weakref.ref[torch.UntypedStorage], int] = {}
         self._resize = mock.patch.object(torch.UntypedStorage, "resize_", _watched(self))
 
@@ -49,14 +50,14 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Called by torch for every operation."""
         updates = func.__name__.startswith("_fused_")
-        if updates and self._most:
-            self.lasting, self.peak, self._most = self.bytes, max(self._most, self.bytes), 0
+        if updates and self.most:
+            self.lasting, self.peak, self.most = self.bytes, max(self.most, self.bytes), 0
         found = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(found):
             if isinstance(leaf, Tensor):
                 self.see((leaf.to_local() if isinstance(leaf, DTensor) else leaf).untyped_storage())
         if not updates:
-            self._most = max(self._most, self.bytes)
+            self.most = max(self.most, self.bytes)
         return found
 
     def see(self, storage: torch.UntypedStorage) -> None:

@@ -28,12 +28,13 @@ from trainkit.files import write_atomically, write_json_atomically
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.schedules import LearningRate
 from trainkit.redaction import mask, redacted_argument
+from trainkit.run.estimates.this_machine import host_bytes
 from trainkit.run.folder.continued import bring_earlier_steps
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.starting_weights import refuse_absent_weights
 from trainkit.run.folder.status import read_status
 from trainkit.run.planning.build import average_of, build_components, build_schedule
-from trainkit.run.planning.memory import checkpoint_bytes, model_bytes
+from trainkit.run.planning.memory import checkpoint_bytes, model_bytes, refuse_small_host
 from trainkit.run.planning.optimizers import num_steps_of, rates_of
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.record import first_command
@@ -61,8 +62,10 @@ def refuse_lack_of_room(plan: RunPlan, model: nn.Module, folder: RunFolder | Non
     """Refuse a run whose checkpoints do not fit on the file system, before anything is written or started.
 
     Raises:
+        ConfigError: rank 0 cannot build the model in the memory of this host.
         StorageError: there is too little free space.
     """
+    refuse_small_host(plan, model, host_bytes())
     if plan.is_measurement:
         return
     settings = plan.cfg.checkpoint

@@ -186,7 +186,7 @@ class Facts:
     compiles: Compiles = "blocks"
     """Unit that torch.compile may compile: the whole model, its blocks, or nothing."""
     supports_meta_init: bool = False
-    """Whether `setup` takes a model without data, and computes what it needs by `lazy_init_values(model)`."""
+    """Whether `setup` takes a model without data on each rank but 0, which sends its values."""
     is_sharded: bool = False
     """Whether each rank holds a part of the state, so that all write a checkpoint and hash the weights together."""
     forward_is_collective: bool = False
@@ -246,7 +246,7 @@ class SetupRequest:
     model: nn.Module
     """The model, initialised on the CPU in float32, the same in every task, and transformed
     (`trainkit.strategies.model_transforms`): forward passes that are recomputed or compiled are in place. On the meta
-    device if the strategy and the constructor support it: otherwise `lazy_init_values(model)` is None.
+    device on ranks above 0 if the strategy and the constructor support it.
     """
     identity: Identity
     """The task of this process, and the addresses of the others."""

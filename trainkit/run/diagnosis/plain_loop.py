@@ -31,14 +31,14 @@ class PlainLoop:
 
     def __init__(self, plan: RunPlan) -> None:
         self.plan = plan
-        device = plan.tasks[0].device
-        model = transformed_model(plan.cfg, plan.components.strategy, device)  # compiled code draws other numbers
+        task = plan.tasks[0]
+        model = transformed_model(plan.cfg, plan.components.strategy, task)  # compiled code draws other numbers
         self._replica = (
             OneDevice()
             .setup(
                 SetupRequest(
                     model=model,
-                    identity=Identity.solo(device),
+                    identity=Identity.solo(task.device),
                     precision=plan.components.precision,
                     numerics=plan.components.numerics,
                     make_optimizer=make_optimizer(plan.cfg, model),

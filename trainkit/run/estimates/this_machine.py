@@ -202,7 +202,7 @@ def _memory_bytes() -> int:
     """Return the memory of the first GPU, else that of this machine, or of the container that limits it."""
     if torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(0).total_memory)
-    return _within_container(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return host_bytes()
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
@@ -214,8 +214,13 @@ def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
         lines = meminfo.read_text(encoding="ascii", errors="replace").splitlines()
         kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError, IndexError):
-        return _within_container(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        return host_bytes()
     return _within_container(kib * 1024)
+
+
+def host_bytes() -> int:
+    """Return the memory of this host, or of the container that limits it."""
+    return _within_container(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _within_container(whole: int) -> int:

@@ -32,10 +32,12 @@ from trainkit.run.planning.build import (
     Components,
     build_model,
     build_objective,
+    model_of_rank,
     model_transforms_of,
     numerics_of,
 )
 from trainkit.run.planning.coupling import kept_generators
+from trainkit.run.planning.memory import model_without_data
 from trainkit.run.planning.plan import plan_context
 from trainkit.strategies.base import (
     Batch,
@@ -218,13 +220,7 @@ def _model_of_source(cfg: RunConfig, source: Source) -> nn.Module:
     """Return the model for `Job.model`."""
     if source.checkpoint is None:
         return load_model(Path(source.path), checkpoint=source.which)
-    try:
-        with torch.device("meta"):
-            return build_model(cfg)
-    except ConfigError:
-        raise
-    except Exception:  # noqa: BLE001 - a constructor that reads data may fail in any way
-        return build_model(cfg)
+    return model_without_data(cfg)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +239,7 @@ def place_model(job: Job, identity: Identity, *, on_phase: PhaseListener) -> Pla
         CheckpointError: the weights are damaged, or those of another model.
     """
     on_phase("join", 0)
-    model = model_of(job)
+    model = model_of(job, identity.task.rank)
     if _is_quantized(job.request, model):
         use_device(device := torch.device(identity.task.device))
         local = LocalModel(model=model.to(device), device=device, data_ranks=LocalCollective(), precision=Precision())
@@ -270,13 +266,13 @@ def _is_quantized(request: JobRequest, model: nn.Module) -> bool:
     return any(type(param.detach()) is not Tensor for param in params) or not any(one.requires_grad for one in params)
 
 
-def model_of(job: Job) -> nn.Module:
-    """Return the model for the executor, once: initialised for a checkpoint to be loaded, or with the weights of a
-    file.
+def model_of(job: Job, rank: int) -> nn.Module:
+    """Return the model for the executor of a rank, once: initialised for a checkpoint to be loaded, or with the weights
+    of a file.
     """
-    cfg, facts = job.cfg, job.strategy.facts
+    cfg = job.cfg
     written = job.request.source.checkpoint is None
-    model = job.model if written else build_model(cfg, deferred=facts.supports_meta_init)
+    model = job.model if written else model_of_rank(cfg, job.strategy, rank)
     apply_transforms(model, model_transforms_of(cfg), compiles=job.strategy.facts_in(PlanContext()).compiles)
     return model
 

@@ -65,7 +65,7 @@ class JobTask:
 
     def _assist(self) -> None:
         """Run an auxiliary task of the strategy until rank 0 ends it."""
-        model = model_of(self.job)
+        model = model_of(self.job, self.identity.task.rank)
         request = setup_request(self.job, self.identity, model, on_phase=self.on_phase)
         context = TaskContext(**vars(request), num_steps=1, requested=self.requested)
         self.job.strategy.run_auxiliary(context)

@@ -9,14 +9,17 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from trainkit.adapters.average import Average
 from trainkit.adapters.float8 import Float8
 from trainkit.callbacks.every_run import FinalSummary, MetricsFile, StartupSummary
+from trainkit.cluster.tasks import Task
 from trainkit.config.identity import run_config
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import TARGET
@@ -26,7 +29,7 @@ from trainkit.data.hooks import DataHooks
 from trainkit.data.splits import build_splits, folded, read_sample
 from trainkit.errors import AbsentFileError, CheckpointError, ConfigError, Problem, TrainkitError
 from trainkit.files import read_map
-from trainkit.numerics.deferred import build_deferred
+from trainkit.frames import first_line
 from trainkit.numerics.generators import Untouched, seed_host
 from trainkit.numerics.precision import Precision, converted_floats
 from trainkit.numerics.schedules import Schedule, TorchSchedule
@@ -226,45 +229,92 @@ def model_transforms_of(cfg: RunConfig, device: str = "cpu", *, keeps_format: bo
     )
 
 
-def build_model(cfg: RunConfig, *, deferred: bool = False) -> nn.Module:
+def build_model(cfg: RunConfig) -> nn.Module:
     """Build the model on the CPU, in training mode; its initial weights depend on the run's seed alone.
-
-    `deferred` builds it without data, if its constructor allows that, for a strategy that initialises the parameters it
-    needs (`trainkit.numerics.deferred.building.lazy_init_values`).
 
     Raises:
         ConfigError: the target is not a model that can be trained.
     """
     with Untouched(seed=cfg.seed):
-        model = _deferred(cfg) if deferred else None
-        if model is None:
-            seed_host(cfg.seed)
-            model = build(cfg.model, "model")
+        seed_host(cfg.seed)
+        model: nn.Module = build(cfg.model, "model")
     if (rule := why_untrainable(model)) is not None:
         raise ConfigError([Problem(key="model._target_", value=cfg.model.get("_target_"), rule=rule)])
     model.train()  # `from_pretrained` of transformers gives evaluation mode; a model may override `train`
     return model
 
 
-def transformed_model(cfg: RunConfig, strategy: Strategy, device: str) -> nn.Module:
-    """Return the model for the executor on a device, with converted layers, recomputed or compiled."""
-    facts = strategy.facts
-    model = build_model(cfg, deferred=facts.supports_meta_init)
-    if (conversion := conversion_of(cfg)) is not None:
-        model = converted(model, conversion)
-    if (transforms := model_transforms_of(cfg, device, keeps_format=facts.keeps_memory_format)) != NO_TRANSFORMS:
-        apply_transforms(model, transforms, compiles=strategy.facts_in(PlanContext()).compiles)
-    return model
+def build_without_data(cfg: RunConfig) -> nn.Module | None:
+    """Build the model on torch's `meta` device; None if its constructor needs data.
 
-
-def _deferred(cfg: RunConfig) -> nn.Module | None:
-    torch.default_generator.manual_seed(cfg.seed)
+    Raises:
+        ConfigError: the size of a parameter in bytes overflows 64 bits.
+    """
+    mode = _WithoutDraws()
     try:
-        return build_deferred(lambda: build(cfg.model, "model"))
+        with torch.device("meta"), mode:
+            model = build_model(cfg)
     except TrainkitError:
         raise
-    except Exception:  # noqa: BLE001 - a constructor that needs data may fail in any way
+    except Exception as error:  # noqa: BLE001 - a constructor that reads data may fail in any way
+        if "Storage size calculation overflowed" in str(error):
+            rule = f"has a parameter that is larger than any memory: {first_line(error)}. Use smaller sizes."
+            raise ConfigError([Problem(key="model", rule=rule)]) from None
         return None
+    return None if mode.has_failed else model
+
+
+class _WithoutDraws(TorchFunctionMode):
+    """Leave out the random numbers of tensors without data, for which torch imports its compiler: 2 s."""
+
+    has_failed = False
+    """Whether an operation needs data; a constructor may catch the error and build another model."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function, or return the tensor that it would fill."""
+        tensor = args[0] if args else (kwargs or {}).get("tensor")
+        if getattr(func, "__name__", "") in _DRAWS and isinstance(tensor, Tensor) and tensor.is_meta:
+            return tensor
+        try:
+            return func(*args, **(kwargs or {}))
+        except NotImplementedError:
+            self.has_failed = True
+            raise
+
+
+_DRAWS: Final = frozenset({"normal_", "uniform_", "trunc_normal_", "bernoulli_", "exponential_", "random_"})
+"""Functions that fill a tensor with random numbers and return it, of `torch.nn.init` and of tensors."""
+
+
+def takes_values(model: nn.Module) -> bool:
+    """Return whether a model without data is complete once its parameters and buffers have values."""
+    known = ("_parameters", "_buffers", "_modules")
+    leaves = tree_leaves([value for one in model.modules() for name, value in vars(one).items() if name not in known])
+    return all(tensor.is_meta for tensor in model.parameters()) and not any(
+        isinstance(leaf, Tensor) and leaf.is_meta and not isinstance(leaf, nn.Parameter) for leaf in leaves
+    )
+
+
+def model_of_rank(cfg: RunConfig, strategy: Strategy, rank: int) -> nn.Module:
+    """Build the model that a rank gives to `Strategy.setup`: only rank 0 needs the data if it sends them."""
+    if rank > 0 and strategy.facts.supports_meta_init:
+        model = build_without_data(cfg)
+        if model is not None and takes_values(model):
+            return model
+    return build_model(cfg)
+
+
+def transformed_model(cfg: RunConfig, strategy: Strategy, task: Task) -> nn.Module:
+    """Return the model for the executor of a task, with converted layers, recomputed or compiled."""
+    facts = strategy.facts
+    model = model_of_rank(cfg, strategy, task.rank)
+    if (conversion := conversion_of(cfg)) is not None:
+        model = converted(model, conversion)
+    if (transforms := model_transforms_of(cfg, task.device, keeps_format=facts.keeps_memory_format)) != NO_TRANSFORMS:
+        apply_transforms(model, transforms, compiles=strategy.facts_in(PlanContext()).compiles)
+    return model
 
 
 def build_callbacks(cfg: RunConfig) -> list[Callback]:

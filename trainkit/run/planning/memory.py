@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem, TrainkitError
-from trainkit.frames import first_line, named_first_line, with_frames
+from trainkit.frames import named_first_line, with_frames
 from trainkit.objectives.distillation import FrozenModel
-from trainkit.run.planning.build import build_model, config_of_run, frozen_models, make_optimizer
+from trainkit.run.planning.build import build_model, build_without_data, config_of_run, frozen_models, make_optimizer
 from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
-from trainkit.storage import bytes_needed
+from trainkit.storage import bytes_needed, num_bytes
 from trainkit.strategies.core.optimizer import NamedSteppers
 from trainkit.strategies.memory import ModelMemory
 
@@ -74,43 +72,8 @@ def meta_model(plan: RunPlan) -> nn.Module:
 
 def model_without_data(cfg: RunConfig) -> nn.Module:
     """Return the model of a config, like `meta_model`."""
-    found = only_without_data(cfg)
+    found = build_without_data(cfg)
     return _with_data(cfg) if found is None else found
-
-
-def only_without_data(cfg: RunConfig) -> nn.Module | None:
-    """Return the model of a config on torch's `meta` device; None if it cannot be built there.
-
-    Raises:
-        ConfigError: the size of a parameter in bytes overflows 64 bits.
-    """
-    try:
-        with torch.device("meta"), _WithoutDraws():
-            return build_model(cfg)
-    except TrainkitError:
-        raise
-    except Exception as error:  # noqa: BLE001 - a constructor that reads data may fail in any way
-        if "Storage size calculation overflowed" in str(error):
-            rule = f"has a parameter that is larger than any memory: {first_line(error)}. Use smaller sizes."
-            raise ConfigError([Problem(key="model", rule=rule)]) from None
-        return None
-
-
-class _WithoutDraws(TorchFunctionMode):
-    """Leave out the random numbers of tensors without data, for which torch imports its compiler: 2 s."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run a function, or return the tensor that it would fill."""
-        tensor = args[0] if args else (kwargs or {}).get("tensor")
-        if getattr(func, "__name__", "") in _DRAWS and isinstance(tensor, Tensor) and tensor.is_meta:
-            return tensor
-        return func(*args, **(kwargs or {}))
-
-
-_DRAWS: Final = frozenset({"normal_", "uniform_", "trunc_normal_", "bernoulli_", "exponential_", "random_"})
-"""Functions that fill a tensor with random numbers and return it, of `torch.nn.init` and of tensors."""
 
 
 def _with_data(cfg: RunConfig) -> nn.Module:
@@ -187,6 +150,19 @@ def _frozen_bytes(frozen: FrozenModel, width: int) -> int:
     model = frozen.source if isinstance(frozen.source, nn.Module) else model_without_data(config_of_run(frozen.source))
     tensors = [*model.parameters(), *model.buffers()]
     return sum(one.numel() * (width if one.is_floating_point() else one.element_size()) for one in tensors)
+
+
+def refuse_small_host(plan: RunPlan, model: nn.Module, host_bytes: int) -> None:
+    """Refuse a model that is sent from rank 0, if it cannot be built whole in the memory of a host.
+
+    Raises:
+        ConfigError: the model is larger.
+    """
+    needed = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    if plan.components.strategy.facts.supports_meta_init and needed > host_bytes:
+        rule = f"rank 0 builds it whole: {num_bytes(needed)}, and the memory of the host is {num_bytes(host_bytes)}. "
+        rule += "Use a host with more memory for rank 0, or a smaller model."
+        raise ConfigError([Problem(key="model._target_", value=plan.cfg.model["_target_"], rule=rule)])
 
 
 def _optimizer_bytes(plan: RunPlan, model: nn.Module, held: Mapping[str, int], width: int) -> int | None:

@@ -35,6 +35,7 @@ from trainkit.run.planning.build import (
     conversion_of,
     matching_groups,
     model_transforms_of,
+    takes_values,
 )
 from trainkit.run.planning.convolutions import convolution_problems
 from trainkit.run.planning.coupling import COUPLES, OBJECTIVE, Coupling, kept_generators, probe
@@ -101,7 +102,10 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
         *plan.components.objective.notes(model, plan.components.sample),
     ]
     of_shaping = () if shaping == NO_TRANSFORMS else shaping_notes(model, shaping)
-    return [*updated, *of_keys, *of_data, *strategy.notes(model, plan.facts), *of_shaping]
+    of_strategy = [*strategy.notes(model, plan.facts)]
+    if facts.supports_meta_init and len(plan.tasks) > 1 and not takes_values(model):
+        of_strategy.append("the model is built whole on every rank: its constructor reads values of its own tensors.")
+    return [*updated, *of_keys, *of_data, *of_strategy, *of_shaping]
 
 
 def _single_samples(plan: RunPlan, statistics: Sequence[nn.Module]) -> Iterator[Problem]:

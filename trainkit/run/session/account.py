@@ -21,7 +21,7 @@ from trainkit.cluster.host import peak_resident_bytes
 from trainkit.cluster.tasks import Identity
 from trainkit.errors import StorageError, TrainingError
 from trainkit.files import write_json_atomically
-from trainkit.run.planning.memory import only_without_data
+from trainkit.run.planning.build import build_without_data
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.evaluation import EvalRunner
 from trainkit.storage import naming, num_bytes
@@ -134,7 +134,7 @@ class Account:
         from trainkit.run.estimates.outlook import outlook_of  # noqa: PLC0415 - a short run plans nothing
 
         plan, run = self._plan, self._run
-        model = only_without_data(plan.cfg)
+        model = build_without_data(plan.cfg)
         if model is None:  # a second model with data may not fit in addition to the trained one
             raise TrainingError("the model cannot be built without data")
         outlook = outlook_of(plan, model)

@@ -111,11 +111,12 @@ class CheckpointEvaluator:
         self._folder, self._on_phase = folder, on_phase
         cfg, parts = self._plan.cfg, self._plan.components
         self._strategy = OneDevice(device=device)
-        model = transformed_model(cfg, self._strategy, device)
+        identity = Identity.solo(device)
+        model = transformed_model(cfg, self._strategy, identity.task)
         self._executor = self._strategy.setup(
             SetupRequest(
                 model=model,
-                identity=Identity.solo(device),
+                identity=identity,
                 precision=parts.precision,
                 numerics=replace(parts.numerics, reproducible=False),
                 make_optimizer=make_optimizer(cfg, model),

@@ -36,7 +36,7 @@ def run_auxiliary(
             opened.callback(loader.close)
             return loader
 
-        model = transformed_model(cfg, strategy, identity.task.device)
+        model = transformed_model(cfg, strategy, identity.task)
         context = TaskContext(
             identity=identity,
             model=model,

@@ -16,7 +16,6 @@ from trainkit.config.identity import fingerprint
 from trainkit.data.reading.loader import Loader
 from trainkit.data.splits import test_splits, validation_splits
 from trainkit.errors import NonFiniteError, TrainingError
-from trainkit.numerics.deferred import lazy_init_values
 from trainkit.run.folder.rollbacks import record_rollback
 from trainkit.run.planning.build import make_optimizer, model_transforms_of, transformed_model
 from trainkit.run.planning.memory import meta_model
@@ -79,9 +78,7 @@ class TaskSession:
         training = make_step_context(self.plan, self.callbacks.gradient_listener())
         self._training = training if given_loss is None else given_loss.context_of(training)
         self.fingerprint, self._given_loss, self.logged = fingerprint(plan.cfg), given_loss, LoggedFigures()
-        model = transformed_model(self.cfg, strategy, identity.task.device)
-        if strategy.facts.supports_meta_init and lazy_init_values(model) is None:
-            notes = (*notes, "the model is built whole on every rank: its constructor reads values of its own tensors.")
+        model = transformed_model(self.cfg, strategy, identity.task)
         on_phase("join", 0)
         in_steps = self._account.heard(on_phase if links.within_steps else heard_by(snapshot, ignore_phase))
         self._step_phase = self.callbacks.with_listeners(in_steps)

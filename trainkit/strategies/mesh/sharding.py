@@ -3,56 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from trainkit.cluster.host import return_freed_memory
-from trainkit.numerics.deferred import lazy_init_values
 from trainkit.numerics.precision import Precision, buffer_dtype, param_dtype
 from trainkit.strategies.collectives import broadcast_values
 from trainkit.strategies.maps.blocks import blocks_of
-from trainkit.strategies.mesh.state import ShardSlice
 from trainkit.strategies.object_snapshot import watch_first_call
-from trainkit.strategies.tensors.layouts import local_part
-
-
-def with_memory(model: nn.Module, device: torch.device) -> nn.Module:
-    """Allocate uninitialised memory for each tensor of a model, sharded or not; return the model.
-
-    Unlike `to_empty`, tied parameters stay tied.
-    """
-    made: dict[int, Tensor] = {}
-
-    def replaced(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            new = torch.empty_like(tensor.detach(), device=device)
-            trains = tensor.requires_grad
-            made[id(tensor)] = nn.Parameter(new, requires_grad=trains) if isinstance(tensor, nn.Parameter) else new
-        return made[id(tensor)]
-
-    for owner in model.modules():
-        for own in (owner._parameters, owner._buffers):  # noqa: SLF001 - tensors are replaced by new ones
-            for name, tensor in own.items():
-                if tensor is not None and tensor.is_meta:
-                    own[name] = replaced(tensor)  # type: ignore[assignment]
-    return model
-
-
-def filled(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
-    """Return the full model on the CPU, with its initial values."""
-    with_memory(model, torch.device("cpu"))
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        tensor.detach().copy_(values[name])
-    return model
-
+from trainkit.strategies.tensors.layouts import replace_tensors
 
 _UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that are never called, so that no hook could gather them."""
@@ -116,17 +83,16 @@ class Sharding:
 def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Sharding) -> nn.Module:
     """Shard the parameters of a model; collective.
 
-    The values of the mesh's first rank are used, one module at a time, because a model may draw values that no seed
-    controls. Trainable parameters are stored in the precision's master dtype and gathered in its model dtype; gradients
-    are summed in the master dtype.
+    The values of the mesh's first rank are used, one module at a time: the others may have built the model without
+    data, or have drawn values that no seed controls. Trainable parameters are stored in the precision's master dtype
+    and gathered in its model dtype; gradients are summed in the master dtype.
 
     Args:
-        model: the model, on the CPU or the device, in any dtype; or without data: then its parameters are initialised
-            one by one.
+        model: the model, on the CPU or the device, in any dtype; without data on any rank but the mesh's first.
         units: modules that are gathered separately, inner ones first; the rest of the model is one more unit.
         sharding: the settings.
     """
-    precision, values = sharding.precision, lazy_init_values(model)
+    precision = sharding.precision
     # batch normalisation is gathered in a dtype of its own
     apart = [one for one in model.modules() if param_dtype(one, precision.model_dtype) is not precision.model_dtype]
     units = dict.fromkeys([*(one for one in apart if one is not model and list(one.parameters())), *units])
@@ -148,8 +114,6 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
     if sharding.reshard_after_forward:
         gather_in_order(model, prefetches=sharding.device.type != "cpu")
     model.register_forward_hook(_free_after_evaluation, always_call=True)
-    if values is not None:
-        _fill(model, values, sharding)
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # the only reduction that gloo supports
@@ -232,40 +196,16 @@ def _policy(precision: Precision, dtype: torch.dtype) -> MixedPrecisionPolicy:
 def _move_and_cast(module: nn.Module, sharding: Sharding, precision: Precision) -> None:
     """Move parameters that are not sharded yet to the device, in their stored dtype, with the first rank's values."""
     device, model_dtype = sharding.device, param_dtype(module, precision.model_dtype)
+    group = sharding.mesh.get_group()
+    replace_tensors(module, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     for param in module.parameters():
         if not isinstance(param, DTensor):
             dtype = precision.master_dtype if param.requires_grad else model_dtype
-            target = param.device if param.is_meta else device
-            param.data = param.data.to(target, dtype if param.is_floating_point() else param.dtype).contiguous()
-            _broadcast_first(param.data, sharding.mesh)
+            param.data = param.data.to(device, dtype if param.is_floating_point() else param.dtype).contiguous()
+            broadcast_values(param.data, group)
     for owner in module.modules():
         for name, buffer in owner._buffers.items():  # noqa: SLF001 - buffers are replaced by new tensors
             if buffer is not None and not isinstance(buffer, DTensor):
-                target = buffer.device if buffer.is_meta else device
                 dtype = buffer_dtype(owner, buffer, precision.model_dtype)
-                owner._buffers[name] = moved = buffer.to(target, dtype)  # noqa: SLF001
-                _broadcast_first(moved, sharding.mesh)
-
-
-def _broadcast_first(tensor: Tensor, mesh: DeviceMesh) -> None:
-    """Broadcast the values of the mesh's first rank: other meshes may hold other parts of a layer."""
-    if not tensor.is_meta:
-        broadcast_values(tensor, mesh.get_group())
-
-
-@torch.no_grad()
-def _fill(model: nn.Module, values: Mapping[str, Tensor], sharding: Sharding) -> None:
-    """Initialise a model one tensor at a time: the first rank computes the full tensor, every rank keeps its shard."""
-    device, mesh = sharding.device, sharding.mesh
-    with_memory(model, torch.device("cpu") if sharding.offload else device)
-    for module in _sharded(model):
-        module._apply(lambda tensor: tensor)  # noqa: SLF001 - makes FSDP reread its parameters
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)
-    makes = not any(mesh.get_coordinate() or ())
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        if makes:
-            whole.copy_(values[name])
-        _broadcast_first(whole, mesh)
-        local_part(tensor).copy_(whole[ShardSlice.of(tensor, is_first=False).region])
+                owner._buffers[name] = moved = buffer.to(device, dtype)  # noqa: SLF001
+                broadcast_values(moved, group)

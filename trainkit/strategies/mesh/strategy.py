@@ -18,7 +18,6 @@ from trainkit.cluster.tasks import Identity
 from trainkit.config.values import MOST_PROCESSES, closest
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import Limit, at_most, placement, speed
-from trainkit.numerics.deferred import lazy_init_values
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_at_random, draws_nothing
 from trainkit.objectives.base import Access, Collective
@@ -39,7 +38,6 @@ from trainkit.strategies.mesh.gathered_pass import GatheredPass, Gathering
 from trainkit.strategies.mesh.sharding import (
     Sharding,
     blocks_of_model,
-    filled,
     fully_sharded,
     gathers_anew,
     modules_of_classes,
@@ -353,7 +351,7 @@ class MeshStrategy(ProcessGroup, Strategy):
         """
         ranks = self.join(request.identity)
         if not dist.is_initialized():
-            parts = build_parts(request, make_reducer=no_reducer, move=_move_whole)
+            parts = build_parts(request, make_reducer=no_reducer)
             return ShardedExecutor(ShardedReplica(parts, cuts={}), request.training, ranks=ranks, make_step=ShardStep)
         layout = self.layout(request.identity.num_ranks)
         fit, place, cuts = (
@@ -393,12 +391,6 @@ class MeshStrategy(ProcessGroup, Strategy):
             raise ConfigError(problems)
         mesh = axes.mesh(device.type, timeout_s=self.timeout_s)
         return OnMesh(device=device, axes=axes, rank=identity.task.rank, mesh=mesh)
-
-
-def _move_whole(model: nn.Module, precision: Precision, placement: Placement) -> PlacedModel:
-    """Move a model to the only rank, which holds all of it."""
-    values = lazy_init_values(model)
-    return move_and_cast(model if values is None else filled(model, values), precision, placement)
 
 
 def _move(

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import above, at_least, at_most, placement
-from trainkit.numerics.deferred import lazy_init_values
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, Supervised
 from trainkit.strategies.base import Facts, PlanContext, SetupRequest, StagePart, Strategy
+from trainkit.strategies.collectives import broadcast_values
 from trainkit.strategies.core.refusals import counted_statistics_problems
 from trainkit.strategies.core.replica import PlacedModel
 from trainkit.strategies.core.sparse import sparse_problems
@@ -37,7 +37,7 @@ from trainkit.strategies.pipeline.schedules import (
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment, cut_blocks, exceeded_limits, names_parts
 from trainkit.strategies.pipeline.tracing.trace import programs_of, record
 from trainkit.strategies.pipeline.validation import misfits, sending_problems, version_problems
-from trainkit.strategies.tensors.layouts import Placement, dense_strides, in_layout
+from trainkit.strategies.tensors.layouts import Placement, replace_tensors
 from trainkit.strategies.traffic import StepCut, Transfer, WorkShare, precision_of, ranks_of
 
 
@@ -53,25 +53,16 @@ class StageParams(Placement):
         """Return the device of a tensor."""
         return self.device if name in self.names else torch.device("meta")
 
-    def release(self, model: nn.Module, values: Mapping[str, Tensor] | None) -> None:
-        """Release the tensors that are not kept, and initialise the others; tied tensors stay tied."""
-        named = [*model.named_parameters(), *model.named_buffers()]
-        name_of = {id(tensor): name for name, tensor in named}
-        replaced: dict[int, Tensor] = {}
+    def receive(self, model: nn.Module) -> None:
+        """Take the values of rank 0 for the tensors that are kept, and release the others, one by one; collective."""
+        name_of = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
-        def replacement(tensor: Tensor) -> Tensor:
-            name = name_of[id(tensor)]
-            if name in self.names and not (tensor.is_meta and values is not None):
-                return tensor
-            if id(tensor) not in replaced:
-                replaced[id(tensor)] = _like(
-                    tensor, values[name] if name in self.names and values is not None else None
-                )
-            return replaced[id(tensor)]
+        def received(tensor: Tensor) -> Tensor:
+            values = torch.empty_like(tensor, device=self.device) if tensor.is_meta else tensor.to(self.device)
+            broadcast_values(values)
+            return values if name_of[id(tensor)] in self.names else torch.empty_like(values, device="meta")
 
-        for module in model.modules():
-            for own in (module._parameters, module._buffers):  # noqa: SLF001 - without those of its children
-                own.update({leaf: replacement(tensor) for leaf, tensor in own.items() if tensor is not None})  # type: ignore[misc]
+        replace_tensors(model, received)
 
     def move(self, model: nn.Module) -> nn.Module:
         """Move the kept tensors to the device."""
@@ -83,12 +74,6 @@ class StageParams(Placement):
                 if buffer is not None and not buffer.is_meta:
                     module._buffers[leaf] = buffer.to(self.device)  # noqa: SLF001
         return model
-
-
-def _like(tensor: Tensor, value: Tensor | None) -> Tensor:
-    """Return a tensor with these values, or without memory."""
-    new = torch.empty_like(tensor, device="meta") if value is None else in_layout(value, dense_strides(tensor))
-    return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
 
 
 if TYPE_CHECKING:
@@ -379,7 +364,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
 
 def _keep_stages(kept: StageParams, model: nn.Module, precision: Precision, placement: Placement) -> PlacedModel:
     """Keep the tensors of a rank's stages, and copies of higher precision only of these."""
-    kept.release(model, lazy_init_values(model))
+    kept.receive(model)
     held = move_and_cast(model, precision, placement)
     params = _here(held.params)
     return PlacedModel(

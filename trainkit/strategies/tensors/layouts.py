@@ -9,7 +9,7 @@ device each tensor lies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -103,6 +103,28 @@ def in_layout(tensor: Tensor, strides: Strides) -> Tensor:
         return tensor.as_strided(tensor.shape, strides)  # a dim of one element may have any stride
     copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)
+
+
+@torch.no_grad()
+def replace_tensors(model: nn.Module, new: Callable[[Tensor], Tensor]) -> None:
+    """Replace each parameter and buffer of a model, in the order of its modules.
+
+    Unlike after `to_empty`, tied parameters stay tied.
+
+    Args:
+        model: the model.
+        new: returns the tensor to take the place of another: the same one to keep it.
+    """
+    made: dict[int, Tensor] = {}
+    for owner in model.modules():
+        params = owner.named_parameters(recurse=False, remove_duplicate=False)
+        for name, tensor in [*params, *owner.named_buffers(recurse=False, remove_duplicate=False)]:
+            if id(tensor) not in made:
+                found = new(tensor)
+                replaces = isinstance(tensor, nn.Parameter) and found is not tensor
+                made[id(tensor)] = nn.Parameter(found, requires_grad=tensor.requires_grad) if replaces else found
+            if made[id(tensor)] is not tensor:
+                setattr(owner, name, made[id(tensor)])  # recurrent layers also keep their parameters in a list
 
 
 def make_dense(model: nn.Module) -> None:

@@ -140,7 +140,7 @@ def _planned(call: Call, composition: Composition, asked: _Asked) -> _Planned:
     from trainkit.run.estimates.outlook import outlook_of  # noqa: PLC0415 - imports torch
     from trainkit.run.estimates.remedies import remedies_for  # noqa: PLC0415 - imports torch
     from trainkit.run.estimates.verdict import verdict_of  # noqa: PLC0415 - imports torch
-    from trainkit.run.planning.memory import meta_model  # noqa: PLC0415 - imports torch
+    from trainkit.run.planning.memory import meta_model, refuse_small_host  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.misfits import refuse_misfits  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - imports torch
@@ -162,6 +162,8 @@ def _planned(call: Call, composition: Composition, asked: _Asked) -> _Planned:
         ends = data is None or data.knows_length or composition.cfg.steps is not None
         outlook = outlook_of(plan, model, ends=ends)
         parts = plan.components.strategy.describe_partition(model, plan.facts)
+        if hardware is not None and hardware.whole_host:
+            refuse_small_host(plan, model, hardware.memory_bytes)
         verdict = None if hardware is None else verdict_of(plan, outlook.memory, hardware)
         too_big = hardware is not None and verdict is not None and verdict.fits is False
         remedies = remedies_for(plan, model, hardware) if too_big and hardware is not None else []
