@@ -1,11 +1,11 @@
-"""Hold `trainkit scale` to measurements: the simulator to stragglers and spares, and the knee to this machine.
+"""Hold `trainkit scale` to measurements: its steps to random shards and a spare, and the knee to this machine.
 
-    python benchmarks/scale.py [--rounds 2] [--num-steps 40] [--only simulator|knee]
+    python benchmarks/scale.py [--rounds 2] [--num-steps 40] [--only spares|knee]
 
-The simulator: trainings with four workers of a parameter server, whose layer sleeps for a tenth of a second a shard,
-which any machine can do four times at once: equal, one of them five times slower, or by a random time; with and without
-a spare. A run's time per step is the mean of its logged windows. The simulator knows the distribution of the sleeping,
-and the seconds of an update, which the run with equal workers takes beyond the sleeping.
+Spares: trainings with four workers of a parameter server, whose layer sleeps for a tenth of a second a shard, which any
+machine can do four times at once: always, or on average by a random time; with and without a spare. A run's time per
+step is the mean of its logged windows. The model knows the spread of the sleeping, and the seconds of an update, which
+the run with equal workers takes beyond the sleeping.
 
 The knee: 1, 2, 3 and 4 replicas are measured; the knee of the measurement stands beside the one that the model predicts
 from one replica, and from one and two.
@@ -18,12 +18,12 @@ import os
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import argparse
+import math
 import random
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -34,32 +34,18 @@ from torch import Tensor, nn
 
 from benchmarks import report
 from benchmarks.pair import WORKLOADS
-from benchmarks.stragglers import SHARD_S, SLOWER, train
-from trainkit.scaling.distributions import StepTimes
-from trainkit.scaling.simulation import Scene, simulate
+from benchmarks.stragglers import SHARD_S, train
+from trainkit.scaling.model import slowest_of
 
 SPREAD: Final = 0.5
-EQUAL: Final = StepTimes(mean_s=SHARD_S, form="constant")
-RANDOM: Final = StepTimes(mean_s=SHARD_S, spread=SPREAD)
-_SPARE: Final = "strategy.spare_replicas=1"
-SIMULATED: Final = {
-    "equal": (("model.slower=1",), Scene(workers=4, compute=EQUAL)),
-    "one 5 x slower": ((), Scene(workers=4, compute=EQUAL, slow_workers=1, slow_factor=SLOWER)),
-    "one 5 x slower, a spare, duplicate": (
-        (_SPARE,),
-        Scene(workers=4, shards=4, compute=EQUAL, slow_workers=1, slow_factor=SLOWER, spares=1, late="duplicate"),
-    ),
-    "one 5 x slower, a spare, replace": (
-        (_SPARE, "strategy.spare_mode=replace"),
-        Scene(workers=4, shards=4, compute=EQUAL, slow_workers=1, slow_factor=SLOWER, spares=1),
-    ),
-    "random": (("model=jitter",), Scene(workers=4, compute=RANDOM)),
+RANDOM: Final = {
+    "equal": (("model.slower=1",), 0.0, 0),
+    "random": (("model=jitter",), SPREAD, 0),
     "random, a spare, replace": (
-        ("model=jitter", _SPARE, "strategy.spare_mode=replace", "batch.global_size=24"),
-        Scene(workers=4, shards=3, compute=RANDOM, spares=1),
+        ("model=jitter", "strategy.spare_replicas=1", "strategy.spare_mode=replace", "batch.global_size=24"), SPREAD, 1,
     ),
-}
-"""Setting -> the overrides of its run, and what is simulated."""
+}  # fmt: skip
+"""Setting -> the overrides of its run, the spread of its shards, and its spares."""
 TRAININGS: Final = {
     "MLP of 2 x 1024 on digits, batch 512": ("batch.global_size=512", "model.hidden=[1024,1024]"),
     "convnet, batch 128": WORKLOADS["convnet"].overrides,
@@ -73,11 +59,10 @@ class Jitter(nn.Linear):
 
     def __init__(self, *, spread: float) -> None:
         super().__init__(4, 2)
-        times = StepTimes(mean_s=SHARD_S, spread=spread)
-        import numpy as np
-
-        rng = np.random.default_rng(random.SystemRandom().getrandbits(32))
-        self._times = iter(times.draw(rng, 100_000).tolist())
+        variance = math.log1p(spread**2)
+        own = random.Random(random.SystemRandom().getrandbits(32))
+        location = math.log(SHARD_S) - variance / 2
+        self._times = iter([own.lognormvariate(location, math.sqrt(variance)) for _ in range(100_000)])
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Compute a shard."""
@@ -85,20 +70,20 @@ class Jitter(nn.Linear):
         return super().forward(inputs)
 
 
-def simulator(rounds: int, num_steps: int) -> str:
-    """Return the table of measured and simulated steps."""
+def spares(rounds: int, num_steps: int) -> str:
+    """Return the table of measured and predicted steps."""
     rows = []
     update_s = 0.0
-    for name, (overrides, scene) in SIMULATED.items():
+    for name, (overrides, spread, spares) in RANDOM.items():
         measured = [train(overrides, num_steps)[0] for _ in range(rounds)]
         middle = statistics.median(measured)
         if name == "equal":
             update_s = max(middle - SHARD_S, 0.0)
-        predicted = simulate(replace(scene, update_s=update_s), updates=2000).mean_s
-        spread = f"{min(measured):.3f} to {max(measured):.3f}"
-        rows.append([name, f"{middle:.3f}", spread, f"{predicted:.3f}", _error(name, predicted / middle - 1)])
-        print(f"{name}: measured {middle:.3f} s, simulated {predicted:.3f} s", file=sys.stderr, flush=True)
-    return report.table(["4 workers", "s a step", "least to most", "simulated", "error"], rows)
+        predicted = SHARD_S * slowest_of(4, spread, spares=spares) + update_s
+        least_to_most = f"{min(measured):.3f} to {max(measured):.3f}"
+        rows.append([name, f"{middle:.3f}", least_to_most, f"{predicted:.3f}", _error(name, predicted / middle - 1)])
+        print(f"{name}: measured {middle:.3f} s, predicted {predicted:.3f} s", file=sys.stderr, flush=True)
+    return report.table(["4 workers", "s a step", "least to most", "predicted", "error"], rows)
 
 
 def _error(name: str, error: float) -> str:
@@ -148,13 +133,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--num-steps", type=int, default=40)
-    parser.add_argument("--only", choices=("simulator", "knee"))
+    parser.add_argument("--only", choices=("spares", "knee"))
     options = parser.parse_args()
     parts = []
     if options.only != "knee":
-        text = f"## The simulator\n\nA shard sleeps {SHARD_S} s, random ones with a spread of {SPREAD}.\n\n"
-        parts.append(text + simulator(options.rounds, options.num_steps))
-    if options.only != "simulator":
+        text = f"## Spares\n\nA shard sleeps {SHARD_S} s, random ones with a spread of {SPREAD}.\n\n"
+        parts.append(text + spares(options.rounds, options.num_steps))
+    if options.only != "spares":
         parts.append(f"## The knee\n\n{knees(options.rounds)}")
     if options.only:
         print("\n\n".join(parts))

@@ -11,8 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from tests.scaling.exchanges import ring, servers
-from trainkit.scaling.model import Exchanges, Interval, Link, Workload, predictions
+from trainkit.scaling.model import Exchanges, Interval, Link, Workload, predictions, ring, servers
 
 Range = tuple[float, float]
 """Smallest and largest value; equal if the source states the value."""

@@ -4,6 +4,7 @@ Published speed-ups: a model of a step whose intervals no longer hold them is ca
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -51,25 +52,36 @@ def test_replicas_that_a_training_cannot_have_are_refused(
     assert words in found
 
 
-@pytest.mark.slow
-def test_a_simulation_prints_its_inputs_and_its_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prediction_without_measurement_prints_its_inputs_and_its_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scale", "--simulate", "--to-replicas", "16", "--assume", "gbit=100,price_h=2"]) == 0
     printed = capsys.readouterr().out
     assert "  gbit         100 Gbit/s  given " in printed
-    assert "  spread       0.1         assumed " in printed
+    assert "  spread              0.1  assumed " in printed
     assert "cost of a million samples" in printed
-    assert "  spares gain nothing: the slowest replica costs less than a spare\n" in printed
-    assert "  write one every 7:12:41: checkpoint.every_s=25961\n" in printed
+    assert "spares gain nothing: the slowest replica costs less\n" in printed
+    assert "write a checkpoint every 7:12:41: checkpoint.every_s=25961\n" in printed
 
 
-@pytest.mark.slow
+def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["scale", "--simulate", "--to-replicas", "16", "--json", *arguments]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    Draft202012Validator(schema_of("scale")).validate(found)
+    return found
+
+
 def test_json_has_a_version_and_the_same_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["scale", "--simulate", "--to-replicas", "16", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["version"], found["to_replicas"], found["seed"]) == (1, 16, 0)
+    found = simulated(capsys)
+    assert (found["version"], found["to_replicas"], found["seed"]) == (2, 16, 0)
     assert found["inputs"]["gbit"] == {"value": 10, "unit": "Gbit/s", "origin": "assumed"}
-    assert (found["simulation"]["best_spares"], found["simulation"]["servers_needed"]) == (0, 4)
-    Draft202012Validator(schema_of("scale_simulate")).validate(found)
+    assert (found["spares"], found["servers_needed"], found["knee"]["middle"]) == (0, 4, 16)
+
+
+def test_inputs_that_are_given_narrow_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    given = "--assume=compute_s=0.3,spread=0.1,megabytes=100,gbit=10,latency_us=50,overlap=0.5"
+    usual, exact = (simulated(capsys, *one)["predictions"][-1]["speedup"] for one in ([], [given]))
+    assert usual["middle"] == pytest.approx(exact["middle"])
+    assert usual["high"] > 1.5 * usual["low"]
+    assert exact["high"] == pytest.approx(exact["low"])
 
 
 @pytest.mark.long

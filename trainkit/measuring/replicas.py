@@ -20,10 +20,11 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.measuring.bench import Candidate, StartTurn, bench
 from trainkit.measuring.figures import Choice
 from trainkit.measuring.turns import Turn, run_turn
+from trainkit.run.estimates import hardware as estimates
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan, make_plan
-from trainkit.scaling.answers import Remediable
-from trainkit.scaling.fit import Point
+from trainkit.scaling.answers import MeasuredShare
+from trainkit.scaling.fit import Fit, Point, fit
 from trainkit.scaling.model import Exchange, Exchanges, Interval, Link, Workload
 from trainkit.strategies.base import Strategy
 from trainkit.strategies.scaling import Scaled, ScalesOut, scaled
@@ -304,35 +305,27 @@ def _through_links(one: Transfer) -> dict[int, float]:
     return found or {0: 0.0}
 
 
-def remediable(what: Scalable) -> Remediable:
-    """Return the remedies of the strategy of a training."""
-    found = what.at(2).remedies
-    return Remediable(
-        compression=found.compression,
-        shared_memory=found.shared_memory,
-        num_servers=found.num_servers,
-        spares=found.spares,
-        has_tables=what.has_tables,
-    )
-
-
-def known_counts(target: int, measured: Sequence[int]) -> list[int]:
-    """Return the numbers of replicas of the table: powers of two, the measured ones, and the target."""
-    powers = [2**power for power in range(target.bit_length())]
-    return sorted({1, target, *(count for count in (*powers, *measured) if count <= target)})
-
-
-def measured_shares(measured: Measured) -> list[tuple[str, Interval]]:
-    """Return the label of each measurement of one replica, and its seconds of a step."""
-    found = [(one.label, one.step_s) for one in measured.shares.values()]
+def measured_shares(measured: Measured) -> list[MeasuredShare]:
+    """Return what one replica measured."""
     return [
-        (label, Interval(low=seconds.low, middle=seconds.median, high=seconds.high))
-        for label, seconds in found
-        if seconds is not None
+        MeasuredShare(what=one.label, step_s=Interval(low=seconds.low, middle=seconds.median, high=seconds.high))
+        for one in measured.shares.values()
+        if (seconds := one.step_s) is not None
     ]
 
 
-def computing_error(measured: Measured) -> float:
-    """Return the relative uncertainty of the shares: half of the widest range of turns, and 3 % at least."""
-    ranges = [math.log(seconds.high / seconds.low) / 2 for _, seconds in measured_shares(measured)]
-    return max(0.03, *ranges)
+def fitted(what: Scalable, measured: Measured, link: estimates.Link | None) -> Fit:
+    """Return the model of a training on this host.
+
+    Args:
+        what: the training.
+        measured: its measurements, of which none failed.
+        link: the link within a host; None: that of the fit, from gloo over loopback, or PCIe 3 x 16.
+    """
+    within = Link(bandwidth=2e9, latency_s=1e-4) if what.on_cpu else Link(bandwidth=1e10, latency_s=1e-5)
+    if link is not None:
+        within = Link(bandwidth=link.gb_s * 1e9, latency_s=link.latency_us / 1e6)
+    work = workload(what, measured, within=within)
+    # The uncertainty of the shares: half of the widest range of turns, and 3 % at least.
+    ranges = [math.log(one.step_s.high / one.step_s.low) / 2 for one in measured_shares(measured)]
+    return fit(work, measured.points(grows=work.grows), computing=max(0.03, *ranges))

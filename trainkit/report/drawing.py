@@ -48,6 +48,12 @@ def range_request(path: Path, *, title: str, content: Mapping[str, Any]) -> dict
     return {"draw": "range", "path": str(path), "title": title, **kept}
 
 
+def scale_request(path: Path, *, title: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request for the plot of more replicas: predictions, checks and knee, as in scale.json."""
+    kept = {name: content[name] for name in ("predictions", "checks", "knee")}
+    return {"draw": "scale", "path": str(path), "title": title, **kept}
+
+
 def histograms_request(folder: Path, *, title: str, records: Path) -> dict[str, Any]:
     """Return the request for a plot of each kind in `histograms.jsonl`: `gradients.png`, `weights.png` ..."""
     return {"draw": "histograms", "folder": str(folder), "title": title, "records": str(records)}
@@ -124,6 +130,11 @@ def draw(request: Mapping[str, Any]) -> None:
 
             fields = {name: request[name] for name in ("title", "points", "steepest", "tenth_of_minimum")}
             measured_plots.draw_range(Path(request["path"]), **fields)
+        case "scale":
+            from trainkit.report import measured_plots  # noqa: PLC0415 - the same
+
+            fields = {name: request[name] for name in ("title", "predictions", "checks", "knee")}
+            measured_plots.draw_scale(Path(request["path"]), **fields)
         case "sweep":
             from trainkit.report import sweep_plot  # noqa: PLC0415 - the same
 

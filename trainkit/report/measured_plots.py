@@ -1,4 +1,5 @@
-"""Draw plots of measured trainings: the speed of each choice with the parts of its step, and a range test.
+"""Draw plots of measured trainings: the speed of each choice with the parts of its step, a range test, and the gain of
+more replicas.
 
 Imports matplotlib: for the drawing process only.
 """
@@ -114,4 +115,45 @@ def draw_range(
             height = (first - least) or abs(first) or 1.0
             axes.set_ylim(least - _ROOM * height, first + (1 + _ROOM) * height)
         axes.legend(loc="upper left", fontsize=8.5, labelcolor=GREY)
+        save(chart, path)
+
+
+def draw_scale(
+    path: Path, *, title: str, predictions: Sequence[Row], checks: Sequence[Row], knee: Mapping[str, float] | None
+) -> None:
+    """Draw speed-up, efficiency and cost over the replicas into a PNG, with a line at the knee."""
+    counts = [one["replicas"] for one in predictions]
+    lines = {
+        "speed-up": [one["speedup"]["middle"] for one in predictions],
+        "efficiency": [one["efficiency"] for one in predictions],
+        "cost of a million samples": [one["cost_per_million"] for one in predictions],
+    }
+    shown = {label: values for label, values in lines.items() if None not in values}
+    predicted = {one["replicas"]: one["speedup"]["middle"] * one["step_s"] for one in predictions}
+    with mpl.rc_context(STYLE):
+        chart = Figure(figsize=(4.4 * len(shown), 3.8), layout="constrained", dpi=150)
+        panels = chart.subplots(1, len(shown))
+        for axes, (label, values) in zip(panels, shown.items(), strict=True):
+            axes.plot(counts, values, color=BLUE, linewidth=2, marker=".", markersize=5)
+            axes.set_ylim(0, 1.05 * max(values))
+            if knee is not None:
+                axes.axvline(knee["middle"], color=ORANGE, linewidth=1.2, linestyle=(0, (2, 2)), label="knee")
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: figure(value)))
+            axes.set_xlabel("replicas")
+            axes.set_title(label, fontsize=10, loc="left", color=INK)
+        low, high = ([one["speedup"][end] for one in predictions] for end in ("low", "high"))
+        panels[0].fill_between(counts, low, high, color=BLUE, alpha=0.18, linewidth=0)
+        panels[0].plot(
+            counts, counts, color=GREY, linewidth=1, linestyle=(0, (4, 3)), label="each as much as the first"
+        )
+        measured = [(one["replicas"], predicted[one["replicas"]] / one["measured_s"]) for one in checks]
+        if measured:
+            panels[0].plot(*zip(*measured, strict=True), "o", color=ORANGE, markersize=6, label="measured", zorder=4)
+        panels[0].set_ylim(0.9 * min(low), 1.1 * max(counts))
+        panels[0].set_yscale("log", base=2)
+        panels[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: figure(value)))
+        panels[0].yaxis.set_minor_formatter(NullFormatter())
+        panels[0].legend(fontsize=8.5)
+        chart.suptitle(title, fontsize=11, color=INK, x=0.01, ha="left")
         save(chart, path)

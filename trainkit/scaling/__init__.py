@@ -1,3 +1,3 @@
-"""Predict the gain of more replicas: an event simulator, a model of a step's time, and its fit to measurements.
+"""Predict the gain of more replicas: one model of a step's time, fitted to measurements or drawn from assumptions.
 Pure.
 """

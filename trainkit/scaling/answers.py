@@ -1,18 +1,31 @@
-"""Find the number of replicas at which more do not pay, the bottleneck there, and changes that remove it."""
+"""The answers about one training: predictions, knee, bottleneck, remedies, spares and the interval between checkpoints,
+as a JSON document and as text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
-from trainkit.scaling.model import Exchange, Exchanges, Link, Workload, predict, samples_per_s
+import numpy as np
+
+from trainkit.report.numbers import duration, figure, share
+from trainkit.report.tables import row_lines
+from trainkit.scaling import model
+from trainkit.scaling.fit import Check, Fit
+from trainkit.scaling.inputs import HOSTS, SIMULATED, InputValue, simulated
+from trainkit.scaling.model import Exchange, Interval, Prediction, Step, Workload
+from trainkit.strategies.scaling import Remedies
 
 PAYS: Final = 0.5
 """A replica pays if it adds at least this share of the speed of the first one."""
 _WALL: Final = 0.05
 _HELPS: Final = 1.05
 """A remedy is named if it increases the samples per second by at least this factor."""
+_SPARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2)
+"""Shares of the replicas that are tried as spares."""
 
 
 def knee(rates: Sequence[tuple[int, float]]) -> int:
@@ -36,21 +49,11 @@ def knee(rates: Sequence[tuple[int, float]]) -> int:
 
 
 def knee_of(work: Workload, most: int) -> int:
-    """Return the knee of a workload between 1 and `most` replicas."""
-    return knee([(count, samples_per_s(work, count)) for count in _counts(most)])
-
-
-def _counts(most: int) -> list[int]:
-    """Return every number up to 32, then steps of a sixteenth.
-
-    Example:
-        >>> _counts(40)[-4:]
-        [34, 36, 38, 40]
-    """
+    """Return the knee of a workload between 1 and `most` replicas: every number up to 32, then steps of a sixteenth."""
     counts = [1]
-    while (following := counts[-1] + max(1, counts[-1] // 16)) <= most:
-        counts.append(following)
-    return counts
+    while counts[-1] < most:
+        counts.append(min(counts[-1] + max(1, counts[-1] // 16), most))
+    return knee([(count, model.samples_per_s(work, count)) for count in counts])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,70 +72,52 @@ class Remedy:
     """Whether it makes a different training."""
 
 
-def binding(work: Workload, replicas: int) -> tuple[str, float]:
-    """Return the bottleneck other than computing at `replicas` replicas, and its share of the step."""
-    step = predict(work, replicas)
-    parts = {name: value for name, value in step.parts().items() if name != "compute"}
-    name = max(parts, key=lambda one: parts[one])
-    return name, max(parts[name], 0.0) / step.total_s
+def remedies(work: Workload, replicas: int, keys: Remedies, *, has_tables: bool = False) -> list[Remedy]:
+    """Return the changes that help at `replicas` replicas, the best first.
 
+    Args:
+        work: the training.
+        replicas: more than one.
+        keys: the keys of the strategy that change its exchange.
+        has_tables: whether the model has tables (embeddings), whose gradients can be sparse.
+    """
+    have = keys.num_servers
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Remediable:
-    """The remedies that a strategy has, by their keys."""
+    def times(factor: float) -> dict[int, float]:
+        return {count: factor * value for count, value in work.share_s.items()}
 
-    compression: str | None = None
-    """The key that sends gradients in 16 bits."""
-    shared_memory: str | None = None
-    """The key of a reducer through memory of the host."""
-    num_servers: int | None = None
-    """Parameter servers; None for a strategy without any."""
-    spares: str | None = None
-    has_tables: bool = False
-    """Whether the model has tables (embeddings), whose gradients can be sparse."""
-
-
-def remedies(work: Workload, replicas: int, keys: Remediable) -> list[Remedy]:
-    """Return the changes that help at `replicas` replicas, the best first."""
-    base = samples_per_s(work, replicas)
-    tried = _tried(work, replicas, keys)
-    found = [
+    large = replace(work, samples=4 * work.samples, share_s=times(4))
+    within, spares = replace(work.within, bandwidth=4 * work.within.bandwidth), best_spares(work, replicas)
+    with_spares, half = replace(work, spares=spares), replicas // 2
+    tried: list[tuple[str, str | Literal[False, 0] | None, Workload, bool]] = [
+        ("a batch four times as large", "batch.global_size x 4, or batch.accumulation", large, True),
+        ("local SGD, an exchange in 8 steps", "strategy=local_sgd", _sending(work, 1 / 8, messages=1 / 8), True),
+        ("gradients in 16 bits", keys.compression, _sending(work, 0.5), True),
+        ("a sum through shared memory", keys.shared_memory, replace(work, within=within), False),
+        ("twice the servers", have and f"strategy.servers={2 * have}", _sending(work, wall=0.5), False),
+        (
+            "sparse gradients, a tenth of the rows",
+            has_tables and "nn.Embedding(sparse=True)",
+            _sending(work, 0.1),
+            False,
+        ),
+        (f"{spares} spares for the slowest", keys.spares and f"{keys.spares}={spares}", with_spares, False),
+    ]
+    rates = [(name, key, model.samples_per_s(one, replicas), other) for name, key, one, other in tried if key]
+    fewer = model.samples_per_s(replace(work, share_s=times(1 / 2)), half)
+    rates.append((f"{half} replicas twice as fast", "other devices", fewer, False))
+    base = model.samples_per_s(work, replicas)
+    return [
         Remedy(name=name, key=key, gain=rate / base, replicas=replicas, other_training=other)
-        for name, key, rate, other in tried
+        for name, key, rate, other in sorted(rates, key=lambda one: -one[2])
+        if rate >= _HELPS * base
     ]
-    return sorted((one for one in found if one.gain >= _HELPS), key=lambda one: -one.gain)
 
 
-def _tried(work: Workload, replicas: int, keys: Remediable) -> list[tuple[str, str, float, bool]]:
-    """Return name, key, samples per second and whether it is a different training, for every possible change."""
-
-    def rate(changed: Workload) -> float:
-        return samples_per_s(changed, replicas)
-
-    four = replace(work, samples=work.samples * 4, share_s={count: 4 * value for count, value in work.share_s.items()})
-    half = replace(work, share_s={count: value / 2 for count, value in work.share_s.items()})
-    rare = replace(work, exchange=_scaled(work.exchange, 1 / 8, messages=1 / 8))
-    found = [
-        ("a batch four times as large", "batch.global_size x 4, or batch.accumulation", rate(four), True),
-        ("local SGD, an exchange in 8 steps", "strategy=local_sgd", rate(rare), True),
-    ]
-    if replicas > 1:
-        fewer = max(replicas // 2, 1)
-        found.append((f"{fewer} replicas twice as fast", "other devices", samples_per_s(half, fewer), False))
-    if keys.compression:
-        found.append(("gradients in 16 bits", keys.compression, rate(_with(work, _scaled(work.exchange, 0.5))), True))
-    if keys.shared_memory:
-        faster = replace(work, within=Link(bandwidth=4 * work.within.bandwidth, latency_s=work.within.latency_s))
-        found.append(("a sum through shared memory", keys.shared_memory, rate(faster), False))
-    if keys.num_servers:
-        twice = _with(work, _wall(work.exchange, 0.5))
-        found.append(("twice the servers", f"strategy.servers={2 * keys.num_servers}", rate(twice), False))
-    if keys.spares:
-        found.append(("spares for the slowest", keys.spares, rate(replace(work, spread=work.spread / 2)), False))
-    if keys.has_tables:
-        sparse = _with(work, _scaled(work.exchange, 0.1))
-        found.append(("sparse gradients, a tenth of the rows", "nn.Embedding(sparse=True)", rate(sparse), False))
-    return found
+def best_spares(work: Workload, replicas: int) -> int:
+    """Return the number of spares with the most samples per second: none, or up to a fifth of the replicas."""
+    counts = {0, *(round(replicas * share) for share in _SPARES)} - {replicas}
+    return max(sorted(counts), key=lambda count: model.samples_per_s(replace(work, spares=count), replicas))
 
 
 def servers_needed(work: Workload, replicas: int, num_servers: int) -> int | None:
@@ -142,31 +127,305 @@ def servers_needed(work: Workload, replicas: int, num_servers: int) -> int | Non
         None if even 1,024 times the servers do not suffice.
     """
     for power in range(11):
-        step = predict(_with(work, _wall(work.exchange, 1 / (1 << power))), replicas)
-        if step.wall_s < _WALL * step.total_s:
+        step = model.predict(_sending(work, wall=1 / (1 << power)), replicas)
+        if step.parts["fullest link"] < _WALL * step.total_s:
             return num_servers << power
     return None
 
 
-def _with(work: Workload, exchange: Exchanges) -> Workload:
+def _sending(work: Workload, share: float = 1.0, *, wall: float = 1.0, messages: float = 1.0) -> Workload:
+    """Return the workload with shares of the bytes, of those of the busiest link, and of the messages."""
+
+    def exchange(replicas: int) -> Exchange:
+        one = work.exchange(replicas)
+        own = one.own_bytes * share
+        busiest = max(one.wall_bytes * share * wall, own)
+        return replace(one, own_bytes=own, wall_bytes=busiest, messages=one.messages * messages)
+
     return replace(work, exchange=exchange)
 
 
-def _scaled(exchange: Exchanges, factor: float, *, messages: float = 1.0) -> Exchanges:
-    return _changed(
-        exchange,
-        lambda one: replace(
-            one,
-            own_bytes=one.own_bytes * factor,
-            wall_bytes=one.wall_bytes * factor,
-            messages=one.messages * messages,
-        ),
+def checkpoint_interval_s(write_s: float, mtbf_s: float) -> float:
+    """Return the computing time between two checkpoints that loses the least.
+
+    Args:
+        write_s: seconds for which a checkpoint stops the training.
+        mtbf_s: mean seconds between two failures of the whole run, which come at random (exponential).
+
+    Example:
+        >>> round(checkpoint_interval_s(30.0, 180_000.0))  # half a minute to write, a failure in 50 hours
+        3266
+
+    Source: Young 1974, sqrt(2 C M); Daly 2006, A higher order estimate of the optimum checkpoint interval, eq. 37.
+    """
+    if write_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = write_s / (2 * mtbf_s)
+    return math.sqrt(2 * write_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - write_s
+
+
+def goodput(interval_s: float, write_s: float, mtbf_s: float, *, restart_s: float) -> float:
+    """Return the share of time spent on progress, for a training that writes a checkpoint every `interval_s`.
+
+    Example:
+        >>> round(goodput(3266.0, 30.0, 180_000.0, restart_s=300.0), 4)
+        0.9802
+
+    Source: Daly 2006, eq. 20: T = M exp(R/M) (exp((tau + C)/M) - 1) for each interval tau.
+    """
+    return interval_s / (mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + write_s) / mtbf_s))
+
+
+_KNEES: Final = 40
+"""Draws of the interval of the knee."""
+_IMPLAUSIBLE: Final = 1.2
+"""Efficiency above which a measurement must have been disturbed."""
+_MOST_KNEE: Final = 1024
+"""The largest number of replicas up to which a knee is searched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredShare:
+    """One replica, alone, with a share of a step."""
+
+    what: str
+    """Samples of the share, and threads."""
+    step_s: Interval
+    """Seconds of a step: median, least and most of the turns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """The bottleneck other than computing."""
+
+    at_replicas: int
+    """The number of replicas at which it is the bottleneck."""
+    what: str
+    """The part of a step."""
+    share: float
+    """Share of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInterval:
+    """The interval between checkpoints that loses the least, by Daly's formula."""
+
+    every_s: float
+    """Seconds of computing between two checkpoints."""
+    goodput: float
+    """Share of the time spent on progress."""
+    mtbf_s: float
+    """Mean seconds between two failures of the whole run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleDocument:
+    """Content of `trainkit scale --json` and `scale.json`."""
+
+    version: Literal[2] = 2
+    """Version of this document."""
+    to_replicas: int
+    """The target number of replicas."""
+    seed: int
+    """Seed of the intervals."""
+    inputs: Mapping[str, InputValue]
+    """Values that were not measured, by name."""
+    measured: Sequence[MeasuredShare] = ()
+    """Measurements of one replica; empty with --simulate."""
+    checks: Sequence[Check] = ()
+    """Measured numbers of replicas; empty if this machine can measure only one, and with --simulate."""
+    predictions: Sequence[Prediction]
+    """By replicas, up to the target."""
+    knee: Interval | None = None
+    """The last number of replicas up to which each further one adds at least half of the speed of the first. It and the
+    other answers are null if a check lies outside its interval.
+    """
+    use_one_device: bool | None = None
+    """Whether not even the second replica adds that much."""
+    binds: Binding | None = None
+    """The bottleneck at twice the knee."""
+    remedies: Sequence[Remedy] = ()
+    """Changes that help there, the best first."""
+    servers_needed: int | None = None
+    """Parameter servers whose links do not limit the target, with --simulate for asynchronous updates; null without
+    servers, or if no number suffices.
+    """
+    spares: int | None = None
+    """Replicas for which a synchronous step of parameter servers should not wait; null without --simulate."""
+    checkpoint: CheckpointInterval | None = None
+    """Interval between checkpoints at the target; null without --simulate."""
+    notes: Sequence[str] = ()
+    """Remarks for the user."""
+
+
+def scale_document(
+    fit: Fit,
+    target: int,
+    known: Mapping[str, InputValue],
+    keys: Remedies,
+    *,
+    seed: int,
+    measured: Sequence[MeasuredShare] = (),
+    has_tables: bool = False,
+    on_cpu: bool = False,
+    notes: Sequence[str] = (),
+) -> ScaleDocument:
+    """Return the answers of a fitted model.
+
+    Args:
+        fit: the model.
+        target: the largest number of replicas to predict.
+        known: the inputs.
+        keys: keys of the strategy that change its exchange.
+        seed: seed of the intervals.
+        measured: what one replica measured.
+        has_tables: whether the model has embeddings with dense gradients.
+        on_cpu: whether the replicas of a host share its price.
+        notes: remarks for the user.
+    """
+    per_host, found = known["per_host"].value if "per_host" in known else 0, []
+    counts = {target, *(2**power for power in range(target.bit_length())), *(check.replicas for check in fit.checks)}
+    for one in model.predictions(fit.work, fit.draw, sorted(counts), seed=seed):
+        paid = (math.ceil(one.replicas / per_host) if per_host else 1) if on_cpu else one.replicas
+        cost = known["price_h"].value * paid / 3600 / one.samples_per_s.middle * 1e6
+        found.append(replace(one, cost_per_million=cost or None))
+    has_verdict, doubts = all(check.inside for check in fit.checks), []
+    if not has_verdict:
+        doubts.append("a check lies outside its interval: this machine was busy, or the model lacks something.")
+    if any(one.efficiency > _IMPLAUSIBLE for one in found):
+        doubts.append("a speed-up exceeds the replicas: the measurement of one was disturbed. Repeat it without load.")
+    document = ScaleDocument(
+        to_replicas=target, seed=seed, inputs=known, measured=measured, checks=fit.checks, predictions=found,
+        notes=[*doubts, *notes],
+    )  # fmt: skip
+    if not has_verdict:
+        return document  # nothing is concluded from a model that did not predict what was measured
+    rng, most = np.random.default_rng(seed), min(target, _MOST_KNEE)
+    knees = sorted(knee_of(fit.draw(rng), most) for _ in range(_KNEES))
+    middle = knee_of(fit.work, most)
+    # The bottleneck is examined beyond the knee; for a training that scales to the target, at the target.
+    bound_at = min(2 * middle, target)
+    name, part = model.predict(fit.work, bound_at).binding
+    return replace(
+        document,
+        knee=Interval(low=min(knees[2], middle), middle=middle, high=max(knees[-3], middle)),
+        use_one_device=middle < 2,
+        binds=Binding(at_replicas=bound_at, what=name, share=part),
+        remedies=remedies(fit.work, bound_at, keys, has_tables=has_tables) if bound_at > 1 else (),
+        servers_needed=servers_needed(fit.work, target, keys.num_servers) if keys.num_servers else None,
     )
 
 
-def _wall(exchange: Exchanges, factor: float) -> Exchanges:
-    return _changed(exchange, lambda one: replace(one, wall_bytes=max(one.wall_bytes * factor, one.own_bytes)))
+def simulated_document(known: Mapping[str, InputValue], target: int, *, seed: int) -> ScaleDocument:
+    """Return the answers without any measurement: an all-reduce, parameter servers, spares and checkpoints.
+
+    Example:
+        >>> from trainkit.scaling.inputs import assumed
+        >>> inputs = assumed(SIMULATED, {"given": {"spread": 0.3}})
+        >>> found = simulated_document(inputs, 16, seed=0)
+        >>> found.spares, found.servers_needed
+        (2, 4)
+    """
+    fit, values = simulated(known), {name: one.value for name, one in known.items()}
+    work = fit.work
+    # Each server is counted with the bytes that cross its own link in the time of one on the link of a replica.
+    exchange = model.servers(values["megabytes"] * 1e6, values["server_gbit"] / values["gbit"], is_async=True)
+    unlinked = replace(work, exchange=lambda _: Exchange())
+    write_s, mtbf_s = values["write_s"], values["mtbf_h"] * 3600 / target
+    every_s = max(checkpoint_interval_s(write_s, mtbf_s), 1.0)
+    progress = goodput(every_s, write_s, mtbf_s, restart_s=values["restart_s"])
+    return replace(
+        scale_document(fit, target, known, Remedies(), seed=seed),
+        servers_needed=servers_needed(replace(work, exchange=exchange), target, 1),
+        spares=best_spares(unlinked, target),
+        checkpoint=CheckpointInterval(every_s=every_s, goodput=progress, mtbf_s=mtbf_s),
+    )
 
 
-def _changed(exchange: Exchanges, change: Callable[[Exchange], Exchange]) -> Exchanges:
-    return lambda replicas: change(exchange(replicas))
+def scale_lines(found: ScaleDocument, title: str, *, num_servers: int | None = None) -> Iterator[str]:
+    """Yield the report of a training that has this number of parameter servers."""
+    yield title
+    meaning = HOSTS if "per_host" in found.inputs else SIMULATED
+    inputs = [
+        (name, f"{figure(one.value)} {one.unit or ''}".rstrip(), one.origin, meaning[name].means)
+        for name, one in found.inputs.items()
+    ]
+    yield from row_lines(("input", "value", "", "meaning"), inputs)
+    if found.measured:
+        yield ""
+        yield "measured: one replica, alone"
+        yield from (f"  {one.what}: {_ms(one.step_s)} ms a step" for one in found.measured)
+    if found.checks:
+        yield ""
+        yield "check: each number of replicas predicted from the smaller ones, then measured"
+        checks = [
+            (
+                str(check.replicas),
+                _ms(check.predicted_s),
+                figure(check.measured_s * 1000),
+                f"{check.error:+.0%}".replace("%", " %"),
+                "inside" if check.inside else "OUTSIDE",
+            )
+            for check in found.checks
+        ]
+        yield from row_lines(("replicas", "predicted ms a step", "measured", "error", "interval"), checks)
+    yield ""
+    yield "predicted, with the interval of nine tenths"
+    headings = ["replicas", "ms a step", "samples/s", "speed-up", "efficiency", "most, beside computing"]
+    rows = []
+    for one in found.predictions:
+        name, part = Step(one.parts_s).binding
+        speedup = f"{one.speedup.middle:.2f} ({one.speedup.low:.2f} to {one.speedup.high:.2f})"
+        row = [f"{one.replicas:,}", figure(one.step_s * 1000), figure(one.samples_per_s.middle), speedup]
+        row += [share(one.efficiency), f"{name} {share(part)}" if part > 0 else "-"]
+        rows.append([*row, *([] if one.cost_per_million is None else [figure(one.cost_per_million)])])
+    has_cost = found.predictions[0].cost_per_million is not None
+    yield from row_lines([*headings, *(["cost of a million samples"] if has_cost else [])], rows)
+    yield ""
+    yield from _answer_lines(found, num_servers)
+
+
+def _answer_lines(found: ScaleDocument, num_servers: int | None) -> Iterator[str]:
+    target, knee, binds = found.to_replicas, found.knee, found.binds
+    if knee is None or binds is None:
+        yield "no verdict: the model did not predict what was measured here. Repeat it on an idle machine."
+        return
+    around = f" ({knee.low:,.0f} to {knee.high:,.0f})" if knee.high > knee.low else ""
+    if found.use_one_device:
+        yield f"use one device{around}: a second replica brings less than half of the first"
+    elif knee.middle >= target:
+        yield f"the knee lies beyond {target:,} replicas{around}: each brings at least half of the first"
+    else:
+        yield f"the knee: {knee.middle:,.0f} replicas{around}; a further one brings less than half of the first"
+    if binds.at_replicas > 1:
+        yield f"bottleneck at {binds.at_replicas:,} replicas: {binds.what}, {share(binds.share)} of a step"
+    if num_servers is not None:
+        yield _servers_line(found.servers_needed, f"{target:,} replicas", num_servers)
+    if found.checkpoint is not None:
+        yield _servers_line(found.servers_needed, f"{target:,} asynchronous replicas", 0)
+        kept, spares = found.checkpoint, found.spares
+        yield f"spares that pay: {spares:,}" if spares else "spares gain nothing: the slowest replica costs less"
+        yield f"write a checkpoint every {duration(kept.every_s)}: checkpoint.every_s={kept.every_s:.0f}"
+        yield f"  {kept.goodput:.4f} of the time is progress, with a failure every {duration(kept.mtbf_s)}"
+    if found.remedies:
+        yield "remedies, by the model"
+        changes = [
+            (one.name, f"x {one.gain:.2f}", one.key, "another training" if one.other_training else "")
+            for one in found.remedies
+        ]
+        yield from row_lines(("change", "speed", "by", ""), changes)
+
+
+def _servers_line(need: int | None, replicas: str, have: int) -> str:
+    if need is None:
+        return f"the links of the servers limit {replicas}, for any number of servers"
+    if need <= have:
+        return f"the links of {have} server{'' if have == 1 else 's'} do not limit {replicas}"
+    return f"the links of the servers limit {replicas} below {need:,} of them (strategy.servers={need})"
+
+
+def _ms(seconds: Interval) -> str:
+    middle = figure(seconds.middle * 1000)
+    if seconds.low == seconds.high:
+        return middle
+    return f"{middle} ({figure(seconds.low * 1000)} to {figure(seconds.high * 1000)})"

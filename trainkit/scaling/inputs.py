@@ -1,158 +1,144 @@
-"""The quantities that a prediction or simulation needs, their defaults, and `--assume NAME=VALUE,...`."""
+"""The quantities that a prediction needs, their defaults, and `--assume NAME=VALUE,...`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields, replace
-from typing import Final, Generic, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
 
 from trainkit.config.values import nearest
 from trainkit.errors import ConfigError, Problem
+from trainkit.scaling.fit import UNSURE, Fit
+from trainkit.scaling.model import Link, Workload, ring
 
 Origin = Literal["assumed", "given", "measured", "hardware"]
 
 
-def _input(default: float, unit: str, means: str, *, low: float = 0.0, above: bool = False) -> float:
-    """Return a field with its unit and its limit: at least `low`, or above it."""
-    limits = {"unit": unit, "means": means, "low": low, "above": above}
-    made: float = field(default=default, metadata=limits)
-    return made
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Inputs:
-    """One value for each quantity; the defaults are assumptions, and printed as such."""
-
-    compute_s: float = _input(0.3, "s", "a replica's forward and backward pass of a step", above=True)
-    spread: float = _input(0.1, "", "standard deviation of these times by their mean (lognormal)")
-    samples: float = _input(32, "", "samples of a replica in a step", low=1)
-    megabytes: float = _input(100, "MB", "gradients of a step, and variables: 25 million of float32")
-    gbit: float = _input(10, "Gbit/s", "the link of a replica, in each direction", above=True)
-    latency_us: float = _input(50, "us", "a message on that link")
-    overlap: float = _input(0.5, "", "share of the computing time behind which an all-reduce is hidden")
-    server_gbit: float = _input(10, "Gbit/s", "the link of a parameter server, in each direction", above=True)
-    mtbf_h: float = _input(50_000, "h", "mean time between two failures of one replica", above=True)
-    write_s: float = _input(30, "s", "time for which a checkpoint stops the training")
-    restart_s: float = _input(300, "s", "time from a failure to the next step")
-    price_h: float = _input(0, "", "price of a replica an hour, in any currency; 0: costs are left out")
-
-    @property
-    def num_bytes(self) -> float:
-        """Bytes of the gradients."""
-        return self.megabytes * 1e6
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per second of a replica's link."""
-        return self.gbit * 1e9 / 8
-
-    @property
-    def server_bandwidth(self) -> float:
-        """Bytes per second of a server's link."""
-        return self.server_gbit * 1e9 / 8
-
-    @property
-    def latency_s(self) -> float:
-        """Seconds of a message."""
-        return self.latency_us / 1e6
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinkInputs:
-    """Inputs that a measurement on one machine cannot determine."""
-
-    per_host: float = _input(0, "", "replicas of a host; 0: as many GPUs as this host has, or all replicas on the CPU")
-    gbit: float = _input(10, "Gbit/s", "the link between two hosts, in each direction", above=True)
-    latency_us: float = _input(50, "us", "a message on that link")
-    price_h: float = _input(0, "", "price an hour of a GPU, or of a host without any; 0: costs are left out")
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per second of the link between two hosts."""
-        return self.gbit * 1e9 / 8
-
-    @property
-    def latency_s(self) -> float:
-        """Seconds of a message."""
-        return self.latency_us / 1e6
-
-
-Values = TypeVar("Values", Inputs, LinkInputs)
-
-
 @dataclass(frozen=True, kw_only=True)
-class KnownInputs(Generic[Values]):
-    """Inputs, and the origin of each value."""
+class InputValue:
+    """One input of a prediction."""
 
-    values: Values
-    origins: Mapping[str, Origin] = field(default_factory=dict)
-    """Name -> origin, of every value that is not an assumption."""
-
-    def with_values(self, origin: Origin, found: Mapping[str, float]) -> KnownInputs[Values]:
-        """Return the inputs with other values from one origin."""
-        origins = {**self.origins, **dict.fromkeys(found, origin)}
-        return replace(self, values=replace(self.values, **found), origins=origins)
-
-    def rows(self) -> list[tuple[str, float, str, Origin, str]]:
-        """Return name, value, unit, origin and meaning of each."""
-        return [
-            (
-                one.name,
-                getattr(self.values, one.name),
-                one.metadata["unit"],
-                self.origins.get(one.name, "assumed"),
-                one.metadata["means"],
-            )
-            for one in fields(self.values)
-        ]
+    value: float
+    """Value of the input, in its unit."""
+    unit: str | None
+    """The unit; null for a number without one."""
+    origin: Origin
+    """Origin of the value."""
 
 
-_LARGEST: Final = 1e15
+@dataclass(frozen=True)
+class Input:
+    """A quantity with its default, which is an assumption and printed as such."""
+
+    default: float
+    unit: str
+    means: str
+    low: float = 0.0
+    above: bool = False
+    """Whether a value must be above `low`; else it must be at least that."""
 
 
-def parse_assumptions(text: str, kind: type[Inputs | LinkInputs]) -> dict[str, float]:
-    """Return the values of `--assume`, which name fields of `kind`.
+_LINK: Final = {
+    "gbit": Input(10, "Gbit/s", "the link of a host, in each direction", above=True),
+    "latency_us": Input(50, "us", "a message on that link"),
+}
+HOSTS: Final[Mapping[str, Input]] = {
+    "per_host": Input(0, "", "replicas of a host; 0: as many GPUs as this host has, or all replicas on the CPU"),
+    **_LINK,
+    "price_h": Input(0, "", "price an hour of a GPU, or of a host without any; 0: costs are left out"),
+}
+"""Inputs that a measurement on one machine cannot determine."""
+SIMULATED: Final[Mapping[str, Input]] = {
+    "compute_s": Input(0.3, "s", "a replica's forward and backward pass of a step", above=True),
+    "spread": Input(0.1, "", "standard deviation of these times by their mean (lognormal)"),
+    "samples": Input(32, "", "samples of a replica in a step", low=1),
+    "megabytes": Input(100, "MB", "gradients of a step, and variables: 25 million of float32"),
+    **_LINK,
+    "overlap": Input(0.5, "", "share of the computing time behind which an all-reduce is hidden"),
+    "server_gbit": Input(10, "Gbit/s", "the link of a parameter server, in each direction", above=True),
+    "mtbf_h": Input(50_000, "h", "mean time between two failures of one replica", above=True),
+    "write_s": Input(30, "s", "time for which a checkpoint stops the training"),
+    "restart_s": Input(300, "s", "time from a failure to the next step"),
+    "price_h": Input(0, "", "price of a replica an hour, in any currency; 0: costs are left out"),
+}
+"""Inputs of a prediction without any measurement; each replica is a host."""
+_UNSURE: Final = ("compute_s", "spread", "megabytes", "gbit", "latency_us", "overlap")
+
+
+def assumed(inputs: Mapping[str, Input], values: Mapping[Origin, Mapping[str, float]]) -> dict[str, InputValue]:
+    """Return every input with the last of its values, by origin; the default without any."""
+    defaults: dict[Origin, Mapping[str, float]] = {"assumed": {name: one.default for name, one in inputs.items()}}
+    return {
+        name: InputValue(value=value, unit=inputs[name].unit or None, origin=origin)
+        for origin, given in {**defaults, **values}.items()
+        for name, value in given.items()
+    }
+
+
+def link_of(values: Mapping[str, float]) -> Link:
+    """Return the link between two hosts."""
+    return Link(bandwidth=values["gbit"] * 1e9 / 8, latency_s=values["latency_us"] / 1e6)
+
+
+def simulated(inputs: Mapping[str, InputValue]) -> Fit:
+    """Return the model of an all-reduce with these inputs; those that are assumed and not given are uncertain."""
+
+    def work(values: Mapping[str, float]) -> Workload:
+        return Workload(
+            share_s={1: values["compute_s"]},
+            samples=values["samples"],
+            grows=True,
+            exchange=ring(values["megabytes"] * 1e6),
+            between=link_of(values),
+            per_host=1,
+            spread=values["spread"],
+            overlap=min(values["overlap"], 1.0),
+        )
+
+    values = {name: one.value for name, one in inputs.items()}
+    unsure = [name for name in _UNSURE if inputs[name].origin == "assumed"]
+
+    def draw(rng: np.random.Generator) -> Workload:
+        return work(values | {name: values[name] * math.exp(rng.normal(0.0, UNSURE)) for name in unsure})
+
+    return Fit(work=work(values), draw=draw)
+
+
+def parse_assumptions(text: str, inputs: Mapping[str, Input]) -> dict[str, float]:
+    """Return the values of `--assume`, which name some of the inputs.
 
     Example:
-        >>> parse_assumptions("compute_s=0.12,gbit=100", Inputs)
+        >>> parse_assumptions("compute_s=0.12,gbit=100", SIMULATED)
         {'compute_s': 0.12, 'gbit': 100.0}
 
     Raises:
         ConfigError: every item that is not NAME=NUMBER, with a known name, once, and a number within its limits.
     """
-    known = {one.name: one for one in fields(kind)}
     found: dict[str, float] = {}
     problems: list[Problem] = []
     for item in text.split(","):
         name, equals, value = (part.strip() for part in item.partition("="))
-        rule = _item_rule(name, equals, value, known, found)
-        if rule is None:
-            found[name] = float(value)
+        if name not in inputs:
+            rule = f"is not an input here. {nearest(name, inputs)}"
+        elif not equals:
+            rule = f"needs a value: {name}=NUMBER."
+        elif name in found:
+            rule = "is given twice. Give it once."
         else:
-            problems.append(Problem(key=item.strip() or "--assume", rule=rule, origin="--assume"))
+            one = inputs[name]
+            comparison, unit = "above" if one.above else "at least", f" {one.unit}" if one.unit else ""
+            rule = f"must be a number {comparison} {one.low:g}{unit}: {one.means}."
+            try:
+                number = float(value)
+            except ValueError:
+                number = math.nan
+            if one.low <= number < math.inf and (number > one.low or not one.above):
+                found[name] = number
+                continue
+        problems.append(Problem(key=item.strip() or "--assume", rule=rule, origin="--assume"))
     if problems:
         raise ConfigError(problems)
     return found
-
-
-def _item_rule(
-    name: str, equals: str, value: str, known: Mapping[str, Field[float]], found: Mapping[str, float]
-) -> str | None:
-    """Return the problem of one item, or None."""
-    if name not in known:
-        return f"is not an input here. {nearest(name, known)}"
-    if not equals:
-        return f"needs a value: {name}=NUMBER."
-    if name in found:
-        return "is given twice. Give it once."
-    limits = known[name].metadata
-    comparison = "above" if limits["above"] else "at least"
-    unit = f" {limits['unit']}" if limits["unit"] else ""
-    rule = f"must be a number {comparison} {limits['low']:g}{unit}: {limits['means']}."
-    try:
-        number = float(value)
-    except ValueError:
-        return rule
-    is_low = number <= limits["low"] if limits["above"] else number < limits["low"]
-    return rule if is_low or not math.isfinite(number) or number > _LARGEST else None

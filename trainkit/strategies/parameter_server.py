@@ -300,7 +300,7 @@ class ParameterServer(Strategy):
             remedies=Remedies(
                 compression="strategy.transfer=bf16" if self.transfer == "full" else None,
                 num_servers=self.num_servers(context),
-                spares=None if is_async or self.spare_replicas else "strategy.spare_replicas=1",
+                spares=None if is_async or self.spare_replicas else "strategy.spare_replicas",
             ),
         )
 

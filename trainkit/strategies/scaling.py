@@ -20,7 +20,7 @@ class Remedies:
     num_servers: int | None = None
     """Number of parameter servers."""
     spares: str | None = None
-    """Argument that adds replicas for which a step does not wait."""
+    """The key whose number adds replicas for which a step does not wait."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

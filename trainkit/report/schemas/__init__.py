@@ -39,9 +39,8 @@ DOCUMENTS: Final[Mapping[str, Document]] = {
         about="trainkit find micro_size --json, and find_micro_size.json",
         kind="trainkit.measuring.documents.FindMicroSizeDocument",
     ),
-    "scale": Document(about="trainkit scale --json, and scale.json", kind="trainkit.scaling.documents.ScaleDocument"),
-    "scale_simulate": Document(
-        about="trainkit scale --simulate --json", kind="trainkit.scaling.documents.SimulationDocument"
+    "scale": Document(
+        about="trainkit scale --json, and scale.json", kind="trainkit.scaling.answers.ScaleDocument", version=2
     ),
     "advise": Document(about="trainkit advise --json", kind="trainkit.report.schemas.looking.AdviceDocument"),
     "watch": Document(about="trainkit watch --json", kind="trainkit.watching.documents.Watched"),
