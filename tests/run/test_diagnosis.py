@@ -12,28 +12,35 @@ from tests.support.present import present
 from tests.support.second_device import SecondDevice, There
 from trainkit import api
 from trainkit.config.schema import RunConfig
+from trainkit.config.sections import ClipConfig
 from trainkit.objectives.base import Loss, Model, Objective
-from trainkit.run.diagnosis import matching as causes
-from trainkit.run.diagnosis.evidence import Shard, StepEvidence, add_up, combine
-from trainkit.run.diagnosis.examining import Examiner, Probed, explain_probe, explain_updates
-from trainkit.run.diagnosis.matching import (
+from trainkit.run.diagnosis import faults as causes
+from trainkit.run.diagnosis.examining import (
+    Examiner,
+    Probed,
+    add_up,
+    differing_gradients,
+    explain_probe,
+    explain_updates,
+)
+from trainkit.run.diagnosis.faults import (
     Cause,
     Difference,
     Hypothesis,
     Matching,
-    differing_buffers,
-    differing_gradients,
-    differing_parameters,
-)
-from trainkit.run.diagnosis.plain_loop import PlainLoop
-from trainkit.run.diagnosis.updates import (
     Replay,
+    Shard,
+    StepEvidence,
     buffer_hypotheses,
     clipped,
+    combine,
+    differing_buffers,
+    differing_parameters,
     gradient_hypotheses,
     read_as_contiguous,
     update_hypotheses,
 )
+from trainkit.run.diagnosis.plain_loop import PlainLoop
 from trainkit.run.equivalence.comparing import compare, is_rounding, moved_by_rounding
 from trainkit.run.planning.coupling import probe
 
@@ -63,7 +70,6 @@ def step(number: int = 0) -> StepEvidence:
         buffers={"mean": torch.zeros(4, dtype=torch.float64), "count": torch.tensor(7)},
         strides={"w": (1, 3), "b": (1,)},
         drawn_alike=lambda: redrawn,
-        in_sequence=lambda chosen: {"mean": wave((4,), 9.0 + len(chosen)), "count": torch.tensor(7 + len(chosen))},
     )
 
 
@@ -126,7 +132,6 @@ WRONG_BUFFERS: dict[str, tuple[Cause, Callable[[StepEvidence], dict[str, Tensor]
         causes.BUFFERS_OF_ONE,
         lambda s: {"mean": (5 * s.shards[0].buffers["mean"] + 3 * s.shards[2].buffers["mean"]) / 8},
     ),
-    "every shard": (causes.EVERY_SHARD_MOVES, lambda s: {"mean": wave((4,), 12.0), "count": torch.tensor(10)}),
 }
 
 
@@ -139,7 +144,7 @@ def test_wrong_buffers_have_one_cause(fault: str) -> None:
     assert named(wrong(evidence), buffer_hypotheses(evidence), expected) == [cause]
 
 
-def replay(*, max_norm: float | None = 0.3) -> Replay:
+def replay() -> Replay:
     model = nn.Linear(4, 3, dtype=torch.float64)
     with torch.no_grad():
         model.weight.copy_(wave((3, 4), 0.4))
@@ -149,9 +154,8 @@ def replay(*, max_norm: float | None = 0.3) -> Replay:
     state = {f"optimizer/{slot}/{name}": wave(tuple(param.shape), 2.0).abs() * 0.1 for name, param in params.items()
              for slot in ("exp_avg", "exp_avg_sq")}  # fmt: skip
     state |= {f"optimizer/step/{name}": torch.tensor(3.0) for name in params}
-    return Replay(
-        cfg=RunConfig(optimizer=optimizer), model=model, params=params, state=state, factor=0.5, max_norm=max_norm
-    )
+    cfg = RunConfig(optimizer=optimizer, clip=ClipConfig(max_norm=0.3))
+    return Replay(cfg=cfg, model=model, params=params, state=state, factor=0.5)
 
 
 def linear_step() -> StepEvidence:
@@ -173,8 +177,8 @@ WRONG_UPDATES: dict[str, tuple[Cause, Callable[[StepEvidence, Replay], Mapping[s
     "clipped before reducing": (
         causes.CLIPPED_APART,
         lambda s, r: r.step(combine(
-            [Shard(gradient=clipped(combine(s.of_replica(rank), [1 / 9] * (2 - rank)), 0.3), weight=1, size=1)
-             for rank in (0, 1)], [1, 1])),
+            [Shard(gradient=clipped(combine(s.shards, shares), 0.3), weight=1, size=1)
+             for shares in ([1 / 9, 0, 1 / 9], [0, 1 / 9, 0])], [1, 1])),
     ),
 }  # fmt: skip
 

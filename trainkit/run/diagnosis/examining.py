@@ -12,8 +12,9 @@ without recording anything during a step. Without momentum, `g = (p - p') / lr`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -21,21 +22,29 @@ import torch
 from torch import Tensor
 
 from trainkit.config.schema import RunConfig
-from trainkit.run.diagnosis.evidence import Expected, StepEvidence, Tensors, add_up
-from trainkit.run.diagnosis.matching import (
+from trainkit.run.diagnosis.faults import (
+    NO_GRADIENT,
     ORDER,
-    Cause,
+    ULPS,
     Difference,
     Hypothesis,
-    Match,
     Matching,
+    Replay,
+    Shard,
+    StepEvidence,
+    Tensors,
+    averaged_buffers,
+    buffer_hypotheses,
+    clipped,
+    differing,
     differing_buffers,
-    differing_gradients,
     differing_parameters,
+    distance,
+    gradient_hypotheses,
     norm,
+    update_hypotheses,
 )
 from trainkit.run.diagnosis.plain_loop import PlainLoop
-from trainkit.run.diagnosis.updates import Replay, buffer_hypotheses, clipped, gradient_hypotheses, update_hypotheses
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.runner import train
 from trainkit.trainer.checkpoint.loading import load
@@ -45,6 +54,68 @@ MOMENTUM: Final = 2.0**-10
 """Small, so that the subtracted part is small; a power of two, so that the product is exact."""
 _MOVE: Final = 0.01
 """The fraction of the parameters' norm by which the first step of a probe moves them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """The results that points 3 and 4 of the numbers contract derive from the shards of a step."""
+
+    gradient: Tensors
+    """The sum over all shards, divided by the total weight."""
+    scale: Mapping[str, float]
+    """The sum of the norms of the terms of that sum, which bounds its rounding."""
+    buffers: Tensors
+    """The buffers after the step."""
+
+
+def add_up(shards: Iterable[Shard], buffers: Tensors, per_sample: Container[str] = ()) -> Expected:
+    """Return the expected result of a step; the shards are consumed one at a time.
+
+    Args:
+        shards: the shards of the step.
+        buffers: the buffers before the step.
+        per_sample: names of the buffers that hold state per sample.
+    """
+    total: dict[str, Tensor] = {}
+    scale: dict[str, float] = {}
+    seen: list[Shard] = []
+    for shard in shards:
+        for name, gradient in shard.gradient.items():
+            total[name] = total[name] + gradient if name in total else gradient
+            scale[name] = scale.get(name, 0.0) + float(gradient.norm())
+        seen.append(replace(shard, gradient={}))
+    weight = sum(shard.weight for shard in seen) or 1.0
+    size = sum(shard.size for shard in seen)
+    return Expected(
+        gradient={name: gradient / weight for name, gradient in total.items()},
+        scale={name: value / weight for name, value in scale.items()},
+        buffers=averaged_buffers(seen, [shard.size / size for shard in seen], buffers, per_sample),
+    )
+
+
+def differing_gradients(
+    step: int, expected: Expected, found: Tensors, *, errors: dict[str, float], read_from: Tensors | None, rate: float
+) -> Difference | None:
+    """Compare the gradients of a step; None if all are equal up to rounding.
+
+    Args:
+        step: the step.
+        expected: the result of the plain loop.
+        found: the gradients of the candidate.
+        errors: mapping that receives the relative error of each parameter.
+        read_from: the parameters whose difference gave the gradient; None: the gradient itself was saved.
+        rate: the learning rate that this difference was divided by.
+    """
+    least = NO_GRADIENT * math.hypot(*expected.scale.values())
+    full = {name: expected.gradient.get(name, torch.zeros_like(grad)) for name, grad in found.items()}
+    allowed: dict[str, float] = {}
+    for name, grad in found.items():
+        scale, epsilon = expected.scale.get(name, 0.0), torch.finfo(grad.dtype).eps
+        read = 0.0 if read_from is None else 4 * epsilon * norm(read_from[f"param/{name}"]) / rate
+        allowed[name] = max(ULPS * epsilon * scale, least) + read
+        off = distance(full[name], grad)
+        errors[name] = off / (scale if scale > least else least / NO_GRADIENT) if off else 0.0
+    return differing(step, full, found, allowed)
 
 
 def probe_rate(expected: Expected, params: Iterable[Tensor]) -> float:
@@ -111,10 +182,6 @@ def gradient_between(
 
 _STEPS: Final = 3
 """Number of differing steps on which hypotheses are tested."""
-_NO_GRADIENT: Final = 1e-12
-"""A gradient below this fraction of the model's is zero except for rounding; AdamW turns such rounding into
-full steps.
-"""
 
 
 @dataclass
@@ -155,13 +222,13 @@ class Examiner:
         self._rate = probe_rate(first, loop.params.values())
         whole = sum(norm(grad) ** 2 for grad in first.gradient.values()) ** 0.5
         self.without_gradient = frozenset(
-            name for name in loop.params if norm(first.gradient.get(name)) < _NO_GRADIENT * whole
+            name for name in loop.params if norm(first.gradient.get(name)) < NO_GRADIENT * whole
         )
         """The parameters whose gradient in the first step is zero except for rounding."""
         self.elements_without_gradient: dict[str, Tensor] = {
             name: mask.cpu()
             for name, grad in first.gradient.items()
-            if name not in self.without_gradient and (mask := grad.abs() < _NO_GRADIENT * whole).any()
+            if name not in self.without_gradient and (mask := grad.abs() < NO_GRADIENT * whole).any()
         }
         """Mask of the elements whose gradient is zero except for rounding, on the host; only for parameters where
         others are not.
@@ -180,22 +247,29 @@ class Examiner:
                 read_from = before if sparse else None
                 wrong = differing_gradients(step, expected, found, errors=errors, read_from=read_from, rate=self._rate)
                 probed.record(step, errors, wrong)
-                self._test(probed.gradients, wrong, self._gradient_hypotheses, num_replicas)
+                hypotheses = partial(gradient_hypotheses, rate_is_apart=not sparse)
+                self._test(probed.gradients, wrong, hypotheses, num_replicas)
                 moved = differing_buffers(step, expected.buffers, _below(after, "buffer/"))
                 self._test(probed.buffers, moved, buffer_hypotheses, num_replicas)
         return probed
 
     def replay(self, *, num_replicas: int, folder: Path) -> Matching:
         """Repeat each step of a candidate's own training from its checkpoint, and test why a step differs."""
-        matching = Matching()
+        matching, cfg = Matching(), self._plan.cfg
         with self._loop.reading():
             for step, before, after in transitions(folder, self._initial):
                 self._loop.load(before)
                 evidence = self._loop.evidence(step, num_replicas=num_replicas)
-                replay = self._replay_of(step, before)
+                replay = Replay(
+                    cfg=cfg,
+                    model=self._loop.model,
+                    params=self._loop.params,
+                    state={key: before[key] for key in before if key.startswith("optimizer/")},
+                    factor=self._plan.rate.factor(step),
+                )
                 wrong = differing_parameters(
                     step,
-                    replay.step(clipped(evidence.gradient, replay.max_norm)),
+                    replay.step(clipped(evidence.gradient, cfg.clip.max_norm)),
                     before=_below(before, "param/"),
                     found=_below(after, "param/"),
                     skipped=self.without_gradient,
@@ -206,9 +280,6 @@ class Examiner:
                     break
         return matching
 
-    def _gradient_hypotheses(self, evidence: StepEvidence) -> Iterator[Hypothesis]:
-        return gradient_hypotheses(evidence, rate_is_apart=not self._loop.sparse)
-
     def _test(
         self,
         matching: Matching,
@@ -218,16 +289,6 @@ class Examiner:
     ) -> None:
         if wrong is not None and matching.differences < _STEPS:
             matching.add(wrong, hypotheses(self._loop.evidence(wrong.step, num_replicas=num_replicas)))
-
-    def _replay_of(self, step: int, before: Mapping[str, Tensor]) -> Replay:
-        return Replay(
-            cfg=self._plan.cfg,
-            model=self._loop.model,
-            params=self._loop.params,
-            state={key: before[key] for key in before if key.startswith("optimizer/")},
-            factor=self._plan.rate.factor(step),
-            max_norm=self._plan.cfg.clip.max_norm,
-        )
 
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
@@ -253,28 +314,22 @@ def explain_updates(updates: Matching) -> Iterator[str]:
         )
 
 
-def explain_order() -> str:
-    """Return the line for numbers that are equal only up to rounding although equal bits are promised."""
-    return f"explained by: {_named(ORDER)} ({ORDER.page})"
+ORDERED: Final = f"explained by: {ORDER.named} ({ORDER.page})"
+"""The line for numbers that are equal only up to rounding although equal bits are promised."""
 
 
 def _lines(matching: Matching, kind: str) -> Iterator[str]:
-    found = matching.matches
-    if len(found) == 1:
-        yield f"explained by: {_named(found[0].cause)}; {_fit(found[0], kind)} ({found[0].cause.page})"
-    elif found:
+    lines = [
+        f"{match.cause.named}; {kind}/{match.name} of step {match.step + 1} fits this to {match.error:.1g}"
+        f"{f' ({match.form})' if match.form else ''} ({match.cause.page})"
+        for match in matching.matches
+    ]
+    if len(lines) == 1:
+        yield f"explained by: {lines[0]}"
+    elif lines:
         yield "explained by one of these, which the numbers cannot distinguish:"
-        yield from (f"  {_named(match.cause)}; {_fit(match, kind)} ({match.cause.page})" for match in found)
+        yield from (f"  {line}" for line in lines)
     else:
         wrong = {"gradient": "gradients", "buffer": "buffers", "param": "updates, from correct gradients,"}[kind]
         yield f"not explained: the {wrong} differ from a plain loop's in a way that no known fault explains; ruled out:"
         yield f"  {'; '.join(dict.fromkeys(cause.words for cause in matching.tested))}"
-
-
-def _named(cause: Cause) -> str:
-    return f"{cause.title}: {cause.words}"
-
-
-def _fit(match: Match, kind: str) -> str:
-    form = f" ({match.form})" if match.form else ""
-    return f"{kind}/{match.name} of step {match.step + 1} fits this to {match.error:.1g}{form}"

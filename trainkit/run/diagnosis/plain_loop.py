@@ -6,7 +6,7 @@ no reducer, no division of the loss, no clipping, no fused kernel. Its sums are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainkit.cluster.tasks import Identity
 from trainkit.data.reading.loader import Loader
-from trainkit.run.diagnosis.evidence import Shard, StepEvidence, Tensors
+from trainkit.run.diagnosis.faults import Shard, StepEvidence
 from trainkit.run.folder.starting_weights import starting_weights
 from trainkit.run.planning.build import make_optimizer, transformed_model
 from trainkit.run.planning.plan import RunPlan
@@ -57,18 +57,13 @@ class PlainLoop:
         self._loader: Loader | None = None
         self.sparse = False
         """Whether a computed shard gave a sparse gradient."""
-        self._begin()
+        if plan.cfg.init_from is not None:
+            self.load(starting_weights(plan.cfg, report=lambda _: None))
 
     @property
     def model(self) -> nn.Module:
         """The model."""
         return self._replica.model
-
-    def _begin(self) -> None:
-        """Load the weights that the training starts from."""
-        cfg = self.plan.cfg
-        if cfg.init_from is not None:
-            self.load(starting_weights(cfg, report=lambda _: None))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return copies of the parameters and buffers, named as a checkpoint names them."""
@@ -104,10 +99,8 @@ class PlainLoop:
             self._loader.close()
             self._loader = None
 
-    def shards(
-        self, step: int, *, num_replicas: int = 1, shard_of_keys: int | None = None, only: Sequence[int] | None = None
-    ) -> Iterator[Shard]:
-        """Yield the results of shards of a step, by default all, from the loaded parameters and buffers.
+    def shards(self, step: int, *, num_replicas: int = 1, shard_of_keys: int | None = None) -> Iterator[Shard]:
+        """Yield the results of the shards of a step, from the loaded parameters and buffers.
 
         Each shard draws its own random numbers, or those of `shard_of_keys`.
         """
@@ -117,8 +110,6 @@ class PlainLoop:
         before = self.buffers()
         numerics = self.plan.components.numerics
         for shard, batch in enumerate(batches):
-            if only is not None and shard not in only:
-                continue
             self._restore(before)
             gradient, weight, after = self._shard(step, shard if shard_of_keys is None else shard_of_keys, batch)
             lane = shard % numerics.lanes if numerics.reproducible else shard
@@ -141,7 +132,6 @@ class PlainLoop:
             buffers=self.buffers(),
             strides={name: param.stride() for name, param in self.params.items()},
             drawn_alike=lambda: tuple(self.shards(step, num_replicas=num_replicas, shard_of_keys=0)),
-            in_sequence=lambda chosen: self._in_sequence(step, chosen),
         )
 
     def _shard(self, step: int, keyed_as: int, batch: Any) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
@@ -158,17 +148,6 @@ class PlainLoop:
             if grad is not None
         }
         return found, float(loss.weight), after
-
-    def _in_sequence(self, step: int, chosen: Sequence[int]) -> Tensors:
-        """Return the buffers after the forward passes of some shards, one after the other."""
-        before = self.buffers()
-        after: Mapping[str, Tensor] = before
-        for shard in chosen:
-            self._restore(after)
-            for found in self.shards(step, only=(shard,)):
-                after = found.buffers
-        self._restore(before)
-        return after
 
     @torch.no_grad()
     def _restore(self, buffers: Mapping[str, Tensor]) -> None:

@@ -13,7 +13,7 @@ from trainkit.config.identity import Difference, difference
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, DataError
 from trainkit.frames import first_line
-from trainkit.run.diagnosis import Examiner, Probed, explain_order, explain_probe, explain_updates
+from trainkit.run.diagnosis import ORDERED, Examiner, Probed, explain_probe, explain_updates
 from trainkit.run.equivalence.comparing import Comparison, Verdict, is_rounding, worst
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.runner import train
@@ -159,7 +159,7 @@ def _explained(
     elif worst(case.comparisons) != "different":
         return
     elif case.candidate.numerics.reproducible and is_rounding(case.expected, case.found):
-        yield explain_order()
+        yield ORDERED
     else:
         try:
             updates = examiner.replay(num_replicas=case.plan.num_replicas, folder=folder)
