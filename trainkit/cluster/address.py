@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import ipaddress
 import re
 import socket
 import struct
-import sys
 from typing import Final, NamedTuple
-
-if sys.platform != "win32":
-    import fcntl
 
 _SIOCGIFADDR: Final = 0x8915  # a Linux constant without a name in Python
 _UNREACHED: Final = "192.0.2.1"
@@ -121,9 +118,7 @@ def own_address(towards: str = _UNREACHED) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that has an IPv4 address; None if none has, and on other systems than Linux."""
-    if sys.platform != "linux":
-        return None
+    """Return the network interface that has an IPv4 address; None if none has."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])

@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import resource
 import socket
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +69,7 @@ class ProcessId:
     @classmethod
     def of(cls, pid: int) -> ProcessId:
         """Return the id of this process, or of a child that was not reaped yet."""
-        found = _stat(pid)
+        found = _stat(Path(f"/proc/{pid}"))
         return cls(pid, found[1] if found else 0)
 
     @property
@@ -81,7 +81,7 @@ class ProcessId:
             >>> ProcessId.of(os.getpid()).state
             'R'
         """
-        found = _stat(self.pid)
+        found = _stat(Path(f"/proc/{self.pid}"))
         if found is None and not Path("/proc/self/stat").exists():
             return ""
         return found[0] if found is not None and found[1] == self.started else "gone"
@@ -107,10 +107,10 @@ def host_id() -> int:
     return int.from_bytes(hashlib.sha256("\n".join(parts).encode()).digest()[:8], "little") >> 1
 
 
-def _stat(pid: int) -> tuple[str, int] | None:
-    """Return the state and start time of a process; None if it does not exist."""
+def _stat(place: Path) -> tuple[str, int] | None:
+    """Return the state and start time of a process or thread, by its folder in /proc; None if it does not exist."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        text = (place / "stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()  # the process name before it may contain any character
@@ -231,23 +231,15 @@ def threads_of(own: Mapping[str, Any], places: Sequence[Mapping[str, Any]]) -> i
 
 
 def peak_resident_bytes() -> int:
-    """Return the most memory in bytes that this process has held so far; 0 on Windows, where it is unknown.
+    """Return the most memory in bytes that this process has held so far.
 
-    Source: getrusage(2), ru_maxrss: KiB on Linux, bytes on macOS.
+    Source: getrusage(2), ru_maxrss: KiB on Linux.
 
     Example:
         >>> peak_resident_bytes() > 0
         True
     """
-    if sys.platform == "win32":
-        return 0
-    import resource  # noqa: PLC0415 - not on Windows
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-_STATE: Final = 0
-"""Index of the state among the fields after the name in /proc/PID/stat (field 3)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def children_of(pid: int | None) -> tuple[int, ...]:
@@ -280,11 +272,10 @@ def thread_times(pids: Iterable[int]) -> dict[int, ThreadTimes]:
         for task in _tasks(pid):
             try:
                 ran, waited_for, _ = (task / "schedstat").read_text().split()
-                fields = _fields(task / "stat")
             except (OSError, ValueError):
                 continue
-            if fields is not None:
-                found[int(task.name)] = ThreadTimes(int(ran) / 1e9, int(waited_for) / 1e9, fields[_STATE] == "R")
+            if (stat := _stat(task)) is not None:
+                found[int(task.name)] = ThreadTimes(int(ran) / 1e9, int(waited_for) / 1e9, stat[0] == "R")
     return found
 
 
@@ -317,12 +308,3 @@ def _tasks(pid: int) -> Iterator[Path]:
     except OSError:
         return
     yield from (Path(root, name) for name in names)
-
-
-def _fields(path: Path) -> list[str] | None:
-    """Return the fields after the name, which may contain any character."""
-    try:
-        fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return fields or None

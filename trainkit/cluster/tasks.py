@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
-from trainkit.config.values import whole_number
-from trainkit.errors import MISSING, ConfigError, Problem
+from trainkit.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,22 +41,6 @@ class Task:
 
     def __str__(self) -> str:
         return f"{self.role}:{self.index}"
-
-
-VARIABLES: Final = (
-    "TRAINKIT_RANK",
-    "TRAINKIT_RANKS",
-    "TRAINKIT_ROLE",
-    "TRAINKIT_INDEX",
-    "TRAINKIT_DEVICE",
-    "TRAINKIT_STORE",
-    "TRAINKIT_PREFIX",
-    "TRAINKIT_ATTEMPT",
-    "TRAINKIT_LIFE",
-    "TRAINKIT_HOST",
-    "TRAINKIT_TOKEN",
-)
-"""All environment variables that `Identity.to_environ` writes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,54 +102,44 @@ class Identity:
                 rank and `TRAINKIT_DEVICE` cpu.
 
         Raises:
-            ConfigError: every problem: a variable is not a number, a rank is out of range, or the store is not
-                HOST:PORT.
+            ConfigError: a variable is not a number, the rank is out of range, or the store is not HOST:PORT.
         """
         if "TRAINKIT_RANK" not in environ:
             return cls.solo(environ.get("TRAINKIT_DEVICE", "cpu"))
-        problems: list[Problem] = []
-        rank = _number(environ, "TRAINKIT_RANK", None, problems)
-        num_ranks = _number(environ, "TRAINKIT_RANKS", 1, problems)
-        index = _number(environ, "TRAINKIT_INDEX", rank, problems)
-        attempt = _number(environ, "TRAINKIT_ATTEMPT", 0, problems)
-        life = _number(environ, "TRAINKIT_LIFE", 0, problems)
-        store = _store(environ, problems)
-        if not problems and rank >= num_ranks:
-            rule = f"ranks go from 0 to TRAINKIT_RANKS - 1 = {num_ranks - 1}."
-            problems.append(Problem(key="TRAINKIT_RANK", value=rank, rule=rule, origin="environment"))
-        if problems:
-            raise ConfigError(problems)
-        role, device = environ.get("TRAINKIT_ROLE", "worker"), environ.get("TRAINKIT_DEVICE", "cpu")
+        rank, num_ranks = _number(environ, "TRAINKIT_RANK"), _number(environ, "TRAINKIT_RANKS", 1)
+        if rank >= num_ranks:
+            raise _refused("TRAINKIT_RANK", rank, f"ranks go from 0 to TRAINKIT_RANKS - 1 = {num_ranks - 1}.")
+        task = Task(
+            role=environ.get("TRAINKIT_ROLE", "worker"),
+            index=_number(environ, "TRAINKIT_INDEX", rank),
+            rank=rank,
+            device=environ.get("TRAINKIT_DEVICE", "cpu"),
+        )
         return cls(
-            task=Task(role=role, index=index, rank=rank, device=device),
+            task=task,
             num_ranks=num_ranks,
-            store=store,
+            store=_store(environ.get("TRAINKIT_STORE", "")),
             prefix=environ.get("TRAINKIT_PREFIX", ""),
-            attempt=attempt,
-            life=life,
+            attempt=_number(environ, "TRAINKIT_ATTEMPT"),
+            life=_number(environ, "TRAINKIT_LIFE"),
             host=environ.get("TRAINKIT_HOST", "127.0.0.1"),
             token=environ.get("TRAINKIT_TOKEN", ""),
         )
 
 
-def _number(environ: Mapping[str, str], name: str, default: int | None, problems: list[Problem]) -> int:
-    text = environ.get(name, "" if default is None else str(default))
-    number = whole_number(text, low=0, high=2**31 - 1)
-    if number is not None:
-        return number
-    rule = "must be a whole number, 0 or more."
-    problems.append(Problem(key=name, value=text or MISSING, rule=rule, origin="environment"))
-    return 0
+def _number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
+    text = environ.get(name, str(default))
+    if not text.isdecimal():
+        raise _refused(name, text, "must be a whole number, 0 or more.")
+    return int(text)
 
 
-def _store(environ: Mapping[str, str], problems: list[Problem]) -> tuple[str, int] | None:
-    text = environ.get("TRAINKIT_STORE", "")
-    if not text:
-        return None
+def _store(text: str) -> tuple[str, int] | None:
     host, _, port = text.rpartition(":")
-    number = whole_number(port, low=1, high=65535)
-    if host and number is not None:
-        return host, number
-    rule = "must be HOST:PORT, as in 127.0.0.1:29400."
-    problems.append(Problem(key="TRAINKIT_STORE", value=text, rule=rule, origin="environment"))
-    return None
+    if text and not (host and port.isdecimal()):
+        raise _refused("TRAINKIT_STORE", text, "must be HOST:PORT, as in 127.0.0.1:29400.")
+    return (host, int(port)) if text else None
+
+
+def _refused(name: str, value: object, rule: str) -> ConfigError:
+    return ConfigError([Problem(key=name, value=value, rule=rule, origin="environment")])
