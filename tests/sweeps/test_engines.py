@@ -118,9 +118,9 @@ def test_a_run_that_has_begun_goes_on_and_one_that_was_killed_before_keeps_its_f
 
 def test_a_job_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
     here = Driver.here()
-    gone = Driver(host=here.host, pid=here.pid, begun="1")
+    gone = Driver(host=here.host, pid=here.pid, started=1)
     assert run_described(str(described(tmp_path, WAITS, driver=gone))) == -signal.SIGKILL
-    assert Driver(host="elsewhere", pid=here.pid, begun="1").is_gone is False
+    assert Driver(host="elsewhere", pid=here.pid, started=1).is_gone is False
 
 
 def test_the_end_of_a_job_is_reported_once(tmp_path: Path) -> None:

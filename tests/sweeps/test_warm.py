@@ -23,7 +23,7 @@ from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.launching import WarmStarter
 from trainkit.sweeps.loop.processes import JobCommand
 from trainkit.sweeps.loop.slots import Slots
-from trainkit.sweeps.loop.sweep_loop import LOG
+from trainkit.sweeps.loop.sweep import LOG
 
 pytestmark = pytest.mark.skipif(not WarmStarter.is_possible(), reason="forks of a warm process are of Linux")
 

@@ -32,7 +32,7 @@ from trainkit.sweeps.job_sources import JobList, JobSource, SweepJob
 from trainkit.sweeps.loop.processes import JobCommand, JobProcess, start_fresh, started_in
 from trainkit.sweeps.loop.slots import Slots, numbering_problems
 from trainkit.sweeps.loop.sweep import Sweep
-from trainkit.sweeps.results.job_results import FILE
+from trainkit.sweeps.results.job_results import SWEEP_FILE
 from trainkit.sweeps.screen import print_line
 from trainkit.trainer.ownership import free_name
 
@@ -241,8 +241,8 @@ def _folder_of(config: DictConfig, settings: Settings) -> Path:
     folder = Path(str(config.hydra.sweep.dir))
     if rule := path_rule(str(folder)):
         raise ConfigError([Problem(key="hydra.sweep.dir", value=str(folder), rule=rule, origin=COMMAND_LINE)])
-    if settings.resume is not None and not (folder / FILE).is_file():
-        rule = f"is not the folder of a sweep: it has no {FILE}."
+    if settings.resume is not None and not (folder / SWEEP_FILE).is_file():
+        rule = f"is not the folder of a sweep: it has no {SWEEP_FILE}."
         raise ConfigError([Problem(key="sweep.resume", value=settings.resume, rule=rule, origin=COMMAND_LINE)])
     named = settings.resume or settings.name or any("hydra.sweep.dir" in line for line in config.hydra.overrides.hydra)
     return folder if named else free_name(folder)

@@ -38,7 +38,6 @@ class JobLine:
     progress: Progress = field(default_factory=Progress)
     seconds: float | None = None
     """Seconds from its start to its end."""
-    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +160,7 @@ def _cells(line: JobLine) -> tuple[str, ...]:
     step = "" if now.step is None else count(now.step) + ("" if now.done is None else f" {share(now.done):>5}")
     left = clock(now.remaining_s) if line.state == "running" else "" if line.seconds is None else duration(line.seconds)
     metric, loss = ("" if value is None else figure(value) for value in (now.metric, now.loss))
-    return line.name, line.state, step, metric, loss, left, line.label or line.note
+    return line.name, line.state, step, metric, loss, left, line.label
 
 
 def screen_for() -> Screen:

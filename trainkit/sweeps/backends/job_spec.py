@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.cluster.host import Machine
+from trainkit.cluster.host import Machine, ProcessId
 from trainkit.files import read_lines, read_map, write_atomically
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 from trainkit.trainer.ownership import discard_lock
@@ -34,18 +34,18 @@ class Driver:
 
     host: str
     pid: int
-    begun: str
-    """Start time of the process in ticks since boot, because process ids are reused."""
+    started: int
+    """Ticks after boot at which it started, because process ids are reused."""
 
     @classmethod
     def here(cls) -> Driver:
         """Return the calling process as driver."""
-        return cls(host=_host(), pid=os.getpid(), begun=_start_time(os.getpid()))
+        return cls(host=_host(), pid=os.getpid(), started=ProcessId.of(os.getpid()).started)
 
     @property
     def is_gone(self) -> bool:
         """Whether the process has exited; always False for a process of another host."""
-        return _host() == self.host and _start_time(self.pid) != self.begun
+        return _host() == self.host and not ProcessId(self.pid, self.started).lives
 
 
 @cache
@@ -53,22 +53,6 @@ def _host() -> str:
     """Return an id of the process table: machines, and containers on them, may share a host name."""
     machine = Machine.here()
     return " ".join(filter(None, (machine.host, machine.boot_id, machine.processes)))
-
-
-def _start_time(pid: int) -> str:
-    """Return the start time; empty for a process that has exited. Without /proc, the number alone."""
-    if not Path("/proc/self/stat").exists():
-        try:
-            os.kill(pid, 0)
-        except OSError:
-            return ""
-        return str(pid)
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except OSError:
-        return ""
-    state, *fields = text.rpartition(")")[2].split()
-    return "" if state in ("Z", "X") else fields[18]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

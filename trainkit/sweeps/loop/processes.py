@@ -65,11 +65,10 @@ def started_in(group: WorkerGroup, job: JobCommand) -> JobProcess:
     return group
 
 
-HANGUP: Final = getattr(signal, "SIGHUP", None)
-"""The terminal was closed; Windows has no such signal."""
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED: Final = (
     *(kind.exit_code for kind in (StoppedError, TerminatedError, HangupError)),
-    *(-number for number in (signal.SIGINT, signal.SIGTERM, HANGUP) if number is not None),
+    *(-number for number in _ENDING),
 )
 """Exit codes of a job that was asked to stop."""
 NOT_TRIED_AGAIN: Final = (0, ConfigError.exit_code, DataError.exit_code, StoppedError.exit_code, -signal.SIGINT)
@@ -102,8 +101,7 @@ def signals_to(take: Callable[[int], None]) -> Iterator[None]:
         del frame
         take(number)
 
-    numbers = [number for number in (signal.SIGINT, signal.SIGTERM, HANGUP) if number is not None]
-    before = {number: signal.signal(number, handle) for number in numbers if not is_ignored(number)}
+    before = {number: signal.signal(number, handle) for number in _ENDING if not is_ignored(number)}
     try:
         yield
     finally:

@@ -1,26 +1,74 @@
-"""A sweep: the jobs of one folder and their results."""
+"""Run the jobs of a sweep in parallel, as many as slots exist; no process keeps running, even after errors.
+
+    while there are jobs    start the jobs that fit into the free slots
+                            wait for an exit, a signal, or half a second
+        a job exited        done, retried from its checkpoint, or failed: its slots are free
+        Ctrl-C, SIGTERM,    start no more jobs; running jobs save and stop; a second Ctrl-C or SIGTERM kills them
+        SIGHUP
+        half a second       read the progress of the jobs, and stop the jobs that the search gives up
+
+Tested on Linux only.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from queue import Empty, SimpleQueue
+from typing import Final, Literal
 
 from trainkit.config.commands import shell_word
 from trainkit.config.grammar import setting
+from trainkit.errors import ConfigError
+from trainkit.report.numbers import figure
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.status import read_status
+from trainkit.run.process.worker_group import ProcessExit
 from trainkit.run.signals import stop_error, stop_signals
 from trainkit.storage import reporting
 from trainkit.sweeps.job_sources import JobSource, SweepJob
-from trainkit.sweeps.loop.processes import STOPPED, Starter, start_fresh
-from trainkit.sweeps.loop.slots import Slots
-from trainkit.sweeps.loop.sweep_loop import SweepLoop
-from trainkit.sweeps.results.job_results import PRUNED, SweepState
+from trainkit.sweeps.loop.processes import (
+    NOT_TRIED_AGAIN,
+    STOPPED,
+    JobCommand,
+    JobProcess,
+    Starter,
+    died,
+    signals_to,
+    start_fresh,
+)
+from trainkit.sweeps.loop.slots import SlotLease, Slots
+from trainkit.sweeps.results.job_results import PRUNED, SweepState, is_complete
 from trainkit.sweeps.results.leaderboard import collect, write
+from trainkit.sweeps.results.metric_stream import Watch, last_line
 from trainkit.sweeps.results.page import page_at_end
-from trainkit.sweeps.screen import Screen, print_line, screen_for
-from trainkit.trainer.ownership import locked
+from trainkit.sweeps.screen import JobLine, Screen, State, View, print_line, screen_for
+from trainkit.trainer.ownership import discard_lock, locked
+
+LOG: Final = "output.log"
+"""The file for the output of a job, in its folder."""
+
+_LOOK_S: Final = 0.5
+_GRACE_S: Final = 3.0
+"""Time for jobs to exit after a second Ctrl-C."""
+_MOST_SIGNALS: Final = 2
+
+
+@dataclass(kw_only=True)
+class _Running:
+    job: SweepJob
+    process: JobProcess
+    grant: SlotLease
+    line: JobLine
+    watch: Watch
+    begun: float
+    duplicates: list[SweepJob] = field(default_factory=list)
+    """Identical jobs that were requested while this one runs."""
+    stopped_by_search: bool = False
 
 
 class Sweep:
@@ -132,3 +180,225 @@ class Sweep:
         text = f"the sweep was stopped: {ended}{known} jobs were started. The same command resumes it with "
         text += shell_word(setting("sweep.resume", self.folder))
         raise stop_error(stop_signals()[signal.Signals(number)], text)
+
+
+class SweepLoop:
+    """One call of `Sweep.run`."""
+
+    def __init__(self, sweep: Sweep, source: JobSource, screen: Screen) -> None:
+        self._sweep, self._source, self._screen = sweep, source, screen
+        self._news: SimpleQueue[ProcessExit | int] = SimpleQueue()
+        self._running: dict[int, _Running] = {}
+        self._lines: dict[str, JobLine] = {}
+        self._tries: dict[str, int] = {}
+        self._number = 0
+        self._kill_at = float("inf")
+        self._look_at = 0.0
+        self._metric = "metric"
+        self.signals: list[int] = []
+        """The signals received."""
+        self.failed: SweepJob | None = None
+        """The job whose failure ended the sweep."""
+
+    def run(self) -> None:
+        """Run all jobs of the source to their ends, or until a signal."""
+        with signals_to(self._news.put):
+            while True:
+                if not self.signals and self.failed is None:
+                    self._fill()
+                self._show()
+                if not self._running:
+                    break
+                self._take()
+                self._poll()
+
+    def end_all(self) -> None:
+        """Kill all running jobs."""
+        for one in self._running.values():
+            one.process.kill()
+
+    # --- starting
+
+    def _fill(self) -> None:
+        """Start jobs while any fits into the free slots."""
+        while (free := self._sweep.slots.free) and (job := self._source.next(free)) is not None:
+            if not self._need_not_run(job):
+                self._begin(job)
+
+    def _need_not_run(self, job: SweepJob) -> bool:
+        """Return whether the result of a job exists already, or is being computed."""
+        sweep = self._sweep
+        twin = next((one for one in self._running.values() if one.job.name == job.name), None)
+        if twin is not None:
+            twin.duplicates.append(job)
+            self._report_drawn_again(job)
+            return True
+        row = sweep.record.add(job)
+        known = job.name in self._lines
+        sweep.requested.add(job.name)
+        if known and row.exit_code == ConfigError.exit_code:  # it would be refused again
+            self._report_drawn_again(job)
+            self._source.ended(job, ConfigError.exit_code)
+            return True
+        if not job.config or not is_complete(row):
+            row.exit_code, row.pruned = None, False
+            return False
+        row.exit_code = 0
+        sweep.note()
+        if known:
+            self._report_drawn_again(job)
+        else:
+            self._screen.report(f"{_named(job)}: already has a result, in {job.folder}")
+            self._lines[job.name] = JobLine(
+                name=job.name, label=job.label, state="done", progress=Watch(job.folder).look()
+            )
+        self._source.ended(job, 0)
+        return True
+
+    def _report_drawn_again(self, job: SweepJob) -> None:
+        self._screen.report(f"{job.label or 'the point'}: equals job {job.name}, which runs only once")
+
+    def _begin(self, job: SweepJob) -> None:
+        grant = self._sweep.slots.take(job.slots)
+        tries = self._tries[job.name] = self._tries.get(job.name, 0) + 1
+        found = read_status(RunFolder(job.folder))
+        command, goes_on = self._prepare(job)
+        self._sweep.record.write()  # before the job starts: a sweep that is killed then must not train it again
+        self._number += 1
+        try:
+            process = self._sweep.start(
+                JobCommand(
+                    number=self._number,
+                    command=command,
+                    environ=grant.environ,
+                    log=job.folder / LOG,
+                    report=self._news.put,
+                )
+            )
+        except BaseException:
+            self._sweep.slots.give_back(grant)
+            raise
+        line = JobLine(name=job.name, label=job.label)
+        self._lines.pop(job.name, None)
+        self._lines[job.name] = line
+        self._running[self._number] = _Running(
+            job=job, process=process, grant=grant, line=line, watch=Watch(job.folder), begun=time.monotonic()
+        )
+        before = "" if found.state == "unknown" else f": the run {found.summary()}"
+        what = "starts" if not goes_on else f"goes on{before}" if tries == 1 else f"continues, try {tries}"
+        self._screen.report(f"{_named(job)} {what}", transient=True)
+
+    def _prepare(self, job: SweepJob) -> tuple[tuple[str, ...], bool]:
+        """Prepare the folder of a job; return its command, and whether it resumes a run."""
+        row = self._sweep.record.rows[job.name]
+        if not row.tries:
+            RunFolder(job.folder).forget_result()  # the result of another config
+        row.tries += 1
+        goes_on = (job.folder / "resolved.yaml").is_file()
+        if not goes_on:
+            # Left by a job that was killed before it began: its run would attribute the folder to another run.
+            discard_lock(job.folder / ".lock")
+        asks = any(word.startswith("resume=") for word in job.overrides)
+        return (*job.command, "resume=auto") if goes_on and not asks else job.command, goes_on
+
+    # --- waiting
+
+    def _take(self) -> None:
+        """Wait for an event and handle it."""
+        try:
+            event = self._news.get(timeout=_LOOK_S)
+        except Empty:
+            return
+        if not isinstance(event, ProcessExit):
+            self._forward_signal(event)
+        elif (one := self._running.pop(event.attempt, None)) is not None:
+            one.process.kill()
+            self._sweep.slots.give_back(one.grant)
+            self._end(one, event.code)
+
+    def _poll(self) -> None:
+        """Update the progress of the running jobs."""
+        if (now := time.monotonic()) < self._look_at:
+            return
+        self._look_at = now + _LOOK_S
+        if now >= self._kill_at:
+            self.end_all()
+        for one in list(self._running.values()):
+            one.line.progress = one.watch.look()
+            self._metric = one.watch.goal
+            if not one.stopped_by_search and not self.signals and self._source.watch(one.job):
+                one.stopped_by_search = True
+                one.process.signal(signal.SIGINT)
+
+    def _forward_signal(self, number: int) -> None:
+        if self.signals and number == signal.SIGHUP:  # sent by the shell and the kernel when a terminal is closed
+            return
+        self.signals.append(number)
+        if len(self.signals) > _MOST_SIGNALS:
+            self.end_all()
+        else:
+            self._stop_all(signal.Signals(number))
+        if len(self.signals) == _MOST_SIGNALS:
+            self._kill_at = time.monotonic() + _GRACE_S
+        elif len(self.signals) == 1:
+            self._screen.report(
+                f"stopping: {len(self._running)} running, each saves first; press again to end them now"
+            )
+
+    def _stop_all(self, number: signal.Signals) -> None:
+        for one in self._running.values():
+            one.process.signal(number)
+
+    # --- ending
+
+    def _end(self, one: _Running, code: int) -> None:
+        job, row = one.job, self._sweep.record.rows[one.job.name]
+        one.line.seconds = time.monotonic() - one.begun
+        one.line.progress = one.watch.look()
+        pruned = one.stopped_by_search and code in STOPPED
+        may = not self.signals and not pruned and code not in NOT_TRIED_AGAIN
+        if may and self._tries[job.name] <= self._sweep.retries:
+            self._screen.report(f"{_named(job)}: {died(code)}; it is tried again")
+            self._begin(job)  # at once: its slots are free, and it precedes jobs that have not started
+            self._running[self._number].duplicates = one.duplicates
+            return
+        row.exit_code, row.pruned = code, pruned
+        state: State = "done" if code == 0 else "pruned" if pruned else "stopped" if code in STOPPED else "failed"
+        one.line.state = state
+        self._sweep.note()
+        self._screen.report(self._end_text(one, code, state))
+        if state == "failed" and self._sweep.on_error == "stop" and self.failed is None:
+            self.failed = job
+            self._screen.report(f"stopping: {len(self._running)} running, each saves first (sweep.on_error=stop)")
+            self._stop_all(signal.SIGINT)
+        for twin in (job, *one.duplicates):
+            self._source.ended(twin, code)
+
+    def _end_text(self, one: _Running, code: int, state: State) -> str:
+        seconds = f"{one.line.seconds or 0.0:.1f} s"
+        metric = one.line.progress.metric
+        if state == "done":
+            found = "" if metric is None else f", {figure(metric)}"
+            return f"{_named(one.job)} done{found}, {seconds}"
+        if state != "failed":
+            return f"{_named(one.job)} {state}, {seconds}"
+        log = one.job.folder / LOG
+        said = last_line(log)
+        return f"{_named(one.job)} failed: {died(code)}{f', {said}' if said else ''} ({log})"
+
+    def _show(self) -> None:
+        total = self._source.total
+        queued = None if total is None else max(0, total - len(self._lines))
+        slots = self._sweep.slots
+        view = View(
+            lines=list(self._lines.values()),
+            queued=queued,
+            in_use=slots.in_use,
+            slots=slots.total,
+            metric=self._metric,
+        )
+        self._screen.show(view)
+
+
+def _named(job: SweepJob) -> str:
+    return f"job {job.name} ({job.label})" if job.label else f"job {job.name}"

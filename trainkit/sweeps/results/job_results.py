@@ -14,12 +14,12 @@ from statistics import fmean, stdev
 from typing import Any, Final
 
 from trainkit.bounded import Kind, expect_maps
+from trainkit.config.grammar import refusal
 from trainkit.config.schema import MonitoredMetric, load_resolved
 from trainkit.errors import AbsentFileError, ConfigError, UnreadableError
 from trainkit.files import read_map, write_atomically
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.sweeps.job_sources import SweepJob
-from trainkit.trainer.ownership import set_aside
 
 NOT_RUN: Final = "not run"
 PRUNED: Final = "pruned"
@@ -32,7 +32,6 @@ _MAX_BYTES: Final = 256 << 20
 """Size limit of the list of jobs, which has about 500 bytes per job."""
 _JOB: Final[Mapping[str, Kind]] = {"job": str, "folder": str, "overrides": list, "exit_code": (int, type(None))}
 _LATER: Final[Mapping[str, Kind]] = {"config": str, "slots": int, "tries": int, "pruned": bool}
-"""Keys that an earlier version did not write."""
 _RESULT: Final[Mapping[str, Kind]] = {
     "status": (str, type(None)),
     "reason": (str, type(None)),
@@ -127,28 +126,45 @@ def _status(result: Mapping[str, Any], exit_code: int | None) -> str:
     return status or "no result"
 
 
+@dataclass(kw_only=True)
+class Row:
+    """One job in `sweep.json`."""
+
+    job: str
+    folder: Path
+    overrides: tuple[str, ...]
+    exit_code: int | None = None
+    """None if it was not run or has not ended."""
+    config: str = ""
+    slots: int = 1
+    tries: int = 0
+    """Number of processes started for it with this config, in this sweep and in the sweeps it resumes."""
+    pruned: bool = False
+    """Whether the search stopped it early."""
+
+
 def read_entries(folder: Path) -> list[JobResult]:
     """Return the jobs of a sweep's folder in order, or all runs below any other folder."""
     try:
-        jobs = read_jobs(folder)
+        rows = read_jobs(folder)
     except AbsentFileError:
         found = sorted(path.parent for path in folder.rglob("result.json"))
         return [read_entry(run, job=relative(run, folder)) for run in found]
-    labels = varied_overrides([job["overrides"] for job in jobs])
+    labels = varied_overrides([row.overrides for row in rows])
     return [
         read_entry(
-            folder / job["folder"],
-            job=job["job"],
+            row.folder,
+            job=row.job,
             overrides=label,
-            exit_code=job["exit_code"],
-            arguments=job["overrides"],
-            pruned=bool(job.get("pruned")),
+            exit_code=row.exit_code,
+            arguments=row.overrides,
+            pruned=row.pruned,
         )
-        for job, label in zip(jobs, labels, strict=True)
+        for row, label in zip(rows, labels, strict=True)
     ]
 
 
-def read_jobs(folder: Path) -> list[dict[str, Any]]:
+def read_jobs(folder: Path) -> list[Row]:
     """Return the jobs that the `sweep.json` of a folder lists.
 
     Raises:
@@ -162,7 +178,14 @@ def read_jobs(folder: Path) -> list[dict[str, Any]]:
             _refuse_foreign(job)
     except ValueError as error:
         raise UnreadableError(path, str(error)) from None
-    return jobs
+    keys = (*_JOB, *_LATER)
+    return [
+        Row(
+            **{name: value for name, value in job.items() if name in keys}
+            | {"folder": folder / job["folder"], "overrides": tuple(job["overrides"])}
+        )
+        for job in jobs
+    ]
 
 
 def _refuse_foreign(job: Mapping[str, Any]) -> None:
@@ -235,26 +258,6 @@ def _spread(values: Sequence[float]) -> float:
     return stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
 
 
-FILE: Final = SWEEP_FILE
-
-
-@dataclass(kw_only=True)
-class Row:
-    """One job in `sweep.json`."""
-
-    job: str
-    folder: Path
-    overrides: tuple[str, ...]
-    exit_code: int | None = None
-    """None if it was not run or has not ended."""
-    config: str = ""
-    slots: int = 1
-    tries: int = 0
-    """Number of processes started for it with this config, in this sweep and in the sweeps it resumes."""
-    pruned: bool = False
-    """Whether the search stopped it early."""
-
-
 @dataclass(kw_only=True)
 class SweepState:
     """The rows of a sweep, by the name of the job."""
@@ -270,11 +273,14 @@ class SweepState:
 
         Raises:
             UnreadableError: the file is damaged; without it, every job would be trained again.
+            ConfigError: the folder holds a file of the user with the name of a sweep's.
         """
         try:
-            rows = [_row(folder, item) for item in read_jobs(folder)]
+            rows = read_jobs(folder)
         except AbsentFileError:
             rows = []
+            if other := next(folder.glob("leaderboard.*"), None):
+                raise refusal(str(other), "was not written by a sweep, which would replace it. Move it.") from None
         return cls(folder=folder, rows={row.job: row for row in rows}, command=tuple(command))
 
     def of(self, config: str) -> Row | None:
@@ -298,27 +304,7 @@ class SweepState:
         """Write the file atomically: after a crash it is the previous one or this one."""
         rows = [{**asdict(row), "folder": os.path.relpath(row.folder, self.folder)} for row in self.rows.values()]
         content = {"version": 1, "command": list(self.command), "jobs": rows}
-        self._keep_others()
-        write_atomically(self.folder / FILE, json.dumps(content, indent=2) + "\n")
-
-    def _keep_others(self) -> None:
-        """Rename files that have the names of a sweep's files, in a folder without a sweep."""
-        if not (self.folder / FILE).exists():
-            for other in self.folder.glob("leaderboard.*"):
-                set_aside(other, "was not written by this sweep")
-
-
-def _row(folder: Path, item: dict[str, Any]) -> Row:
-    return Row(
-        job=str(item["job"]),
-        folder=folder / item["folder"],
-        overrides=tuple(item["overrides"]),
-        config=str(item.get("config", "")),
-        slots=int(item.get("slots", 1)),
-        exit_code=item.get("exit_code"),
-        tries=int(item.get("tries", 0)),
-        pruned=bool(item.get("pruned", False)),
-    )
+        write_atomically(self.folder / SWEEP_FILE, json.dumps(content, indent=2) + "\n")
 
 
 def is_complete(row: Row) -> bool:
