@@ -14,7 +14,7 @@ from trainkit.cluster.manifests.job import seconds_of
 from trainkit.cluster.members import ROLES, member_problems
 from trainkit.config.grammar import COMMAND_LINE, key_of
 from trainkit.config.targets.allowed import package_arguments
-from trainkit.config.values import closest, whole_number
+from trainkit.config.values import closest
 from trainkit.config.yaml_files import config_dir_arguments
 from trainkit.errors import MISSING, ConfigError, Problem
 from trainkit.redaction import mask, variable_of
@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 USAGE: Final = f"{{{','.join(ENGINES)}}} [--hosts N] [--gpus-per-host N] [--flags] OVERRIDES"
 WORDS: Final = tuple(ENGINES)
 """Possible values of its argument, for completion."""
+_MOST_RANKS: Final = 100_000
+"""Largest number of processes of one launch, over all hosts."""
 FLAGS: Final[Mapping[str, Flag]] = {
-    "hosts": Flag(help="number of equal hosts; 1 without it", value="N"),
-    "gpus-per-host": Flag(help="processes per host, with one GPU each", value="N"),
-    "processes-per-host": Flag(help="processes per host without GPUs; 1 if neither is given", value="N"),
+    "hosts": Flag(help="number of equal hosts; 1 without it", value="N", least=1),
+    "gpus-per-host": Flag(help="processes per host, with one GPU each", value="N", least=1),
+    "processes-per-host": Flag(help="processes per host without GPUs; 1 if neither is given", value="N", least=1),
     "setup": Flag(help="torchrun, slurm, skypilot: a shell command to run first on each host", value="COMMAND"),
     "time": Flag(help="slurm, kubernetes, vertex: end after [DAYS-]HH:MM:SS", value="TIME"),
     "image": Flag(help="kubernetes, vertex, skypilot: the container image with trainkit", value="IMAGE"),
@@ -43,19 +45,20 @@ FLAGS: Final[Mapping[str, Flag]] = {
     "port": Flag(
         help="torchrun: the port of the rendezvous, 29400; tf_config, spec: the first port of each host, 2222",
         value="N",
+        least=1,
+        most=65_535,
     ),
-    "restarts": Flag(help="torchrun: number of restarts of all processes after one fails", value="N"),
-    "min-hosts": Flag(help="torchrun: number of hosts with which to continue after others are lost", value="N"),
+    "restarts": Flag(help="torchrun: number of restarts of all processes after one fails", value="N", least=0),
+    "min-hosts": Flag(
+        help="torchrun: number of hosts with which to continue after others are lost", value="N", least=1
+    ),
     "partition": Flag(help="slurm: the partition", value="NAME"),
     "account": Flag(help="slurm: the account that is charged", value="NAME"),
-    "cpus-per-process": Flag(help="slurm: cores of each process", value="N"),
+    "cpus-per-process": Flag(help="slurm: cores of each process", value="N", least=1),
     "namespace": Flag(help="kubernetes: the namespace", value="NAME"),
     "machine": Flag(help="vertex: the machine type, n1-standard-8", value="TYPE"),
     "accelerator": Flag(help="vertex, skypilot: the GPU, NVIDIA_L4 or A100", value="TYPE"),
 }
-_NUMBERS: Final = ("hosts", "gpus-per-host", "processes-per-host", "port", "restarts", "min-hosts", "cpus-per-process")
-_MOST_RANKS: Final = 100_000
-"""Largest number of processes of one launch, over all hosts."""
 _COMMON: Final = ("hosts", "gpus-per-host", "processes-per-host")
 _WORD: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@,+-]*")
 
@@ -97,8 +100,10 @@ def _engine(call: Call) -> ManifestWriter:
 
 def _flag_problems(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
     flags, name = call.flags, call.arguments[0]
+    numbers = [*call.number_problems(FLAGS)]
+    yield from numbers
     for flag, text in flags.items():
-        rule = _misfit(flag, text, engine)
+        rule = None if FLAGS[flag].least is not None else _misfit(flag, text, engine)
         if flag not in (*_COMMON, *engine.options):
             takers = [other for other, candidate in ENGINES.items() if flag in candidate.options]
             rule = f"has no effect on {name}: only {', '.join(takers)} use it."
@@ -106,27 +111,23 @@ def _flag_problems(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
             yield call.problem(flag, rule)
     if "gpus-per-host" in flags and "processes-per-host" in flags:
         yield call.problem("processes-per-host", "a host has processes with or without GPUs: give only one of the two.")
-    each = flags.get("gpus-per-host") or flags.get("processes-per-host") or "1"
-    hosts = flags.get("hosts", "1")
-    numbers = [whole_number(text, low=0, high=_MOST_RANKS) or 0 for text in (hosts, each)]
-    if numbers[0] * numbers[1] > _MOST_RANKS:
-        rule = f"are {numbers[0] * numbers[1]:,} processes; the limit is {_MOST_RANKS:,}."
-        yield Problem(key="--hosts", value=f"{hosts} of {each} each", rule=rule, origin="command line")
+    if not numbers and (total := _number(call, "hosts") * _per_host(call)) > _MOST_RANKS:
+        yield call.problem("hosts", f"makes {total:,} processes; the limit is {_MOST_RANKS:,}.")
     if "processes-per-host" in flags and engine.takes_devices:
         yield call.problem(
             "processes-per-host", f"has no effect on {name}: it starts one process per host. Give strategy.replicas."
         )
     yield from _missing(call, engine)
-    if "names" in flags and "names" in engine.options:
+    if "names" in flags and "names" in engine.options and not numbers:
         yield from _name_problems(call)
-    if "head" in engine.options:
+    if "head" in engine.options and not numbers:
         yield from _host_flag_problems(call)
 
 
 def _missing(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
     """Yield problems of flags that the engine needs here."""
     flags, name = call.flags, call.arguments[0]
-    several = flags.get("hosts", "1") not in ("0", "1")
+    several = flags.get("hosts", "1") != "1"
     needed = dict.fromkeys(engine.needs, f"{name} needs it")
     if "gpus-per-host" in flags:
         needed |= dict.fromkeys(engine.gpus_need, f"{name} needs it for GPUs")
@@ -147,16 +148,15 @@ def _name_problems(call: Call) -> Iterator[Problem]:
     """Yield problems of the host names."""
     flags = call.flags
     names = flags["names"].split(",")
-    number = whole_number(flags.get("hosts", str(len(names))), low=0, high=_MOST_RANKS)
     double = next((name for name in names if names.count(name) > 1), None)
     if not all(names):
         yield call.problem("names", "contains an empty name.")
     elif double is not None:
         yield call.problem("names", f"names {double} twice. Give each host once.")
-    elif number not in (None, len(names)):
+    elif call.number("hosts") not in (None, len(names)):
         yield call.problem("hosts", f"but --names has {len(names)}. Leave it out.")
     else:
-        port = whole_number(flags.get("port", "2222"), low=1, high=65_535) or 2222
+        port = call.number("port") or 2222
         hosts = [f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in names]
         for problem in member_problems({"worker": hosts}, key="--names", origin=COMMAND_LINE):
             yield replace(problem, key="--names")
@@ -165,27 +165,26 @@ def _name_problems(call: Call) -> Iterator[Problem]:
 def _host_flag_problems(call: Call) -> Iterator[Problem]:
     """Yield problems of torchrun's flags about the rendezvous of several hosts and about lost hosts."""
     flags = call.flags
-    hosts, least = flags.get("hosts", "1"), flags.get("min-hosts", "1")
-    if hosts == "1":
+    hosts = _number(call, "hosts")
+    if hosts == 1:
         for flag in ("head", "port", "min-hosts"):
             if flag in flags:
                 yield call.problem(flag, "has no effect on one host. Give --hosts.")
         return
     if "min-hosts" in flags and flags.get("restarts", "0") == "0":
         yield call.problem("min-hosts", "needs --restarts: the remaining hosts restart together.")
-    most = whole_number(hosts, low=0, high=_MOST_RANKS)
-    if most is not None and (whole_number(least, low=0, high=_MOST_RANKS) or 0) > most:
+    if _number(call, "min-hosts") > hosts:
         yield call.problem("min-hosts", f"must be --hosts={hosts} or less.")
 
 
 def _misfit(flag: str, text: str, engine: ManifestWriter) -> str | None:
     """Return a rule that the value breaks, without regard to other flags; None if it is valid."""
-    if flag in _NUMBERS:
-        return _misfit_of_number(text, least=0 if flag == "restarts" else 1)
     if flag == "time":
         return None if seconds_of(text) else "must be [DAYS-]HH:MM:SS, as in 12:00:00."
+    if flag == "setup" and mask(text) != text:
+        return "contains a password in a URL. Read it from a file or a variable on the host instead."
     if flag == "setup":
-        return _misfit_of_setup(text)
+        return None if text.isprintable() else "must be one line. Put longer text into a script of your own."
     if flag == "shared":
         server, colon, path = text.partition(":")
         if engine.shares_nfs:
@@ -194,17 +193,12 @@ def _misfit(flag: str, text: str, engine: ManifestWriter) -> str | None:
     return None if _WORD.fullmatch(text) else "must be one word of letters, digits and . _ : / @ , + -."
 
 
-def _misfit_of_number(text: str, *, least: int) -> str | None:
-    if whole_number(text, low=_MOST_RANKS + 1, high=10**18) is not None:
-        return f"must be {_MOST_RANKS:,} or less."
-    fits = whole_number(text, low=least, high=_MOST_RANKS) is not None
-    return None if fits else f"must be a whole number, {least} or more."
+def _number(call: Call, flag: str) -> int:
+    return call.number(flag) or 1
 
 
-def _misfit_of_setup(text: str) -> str | None:
-    if mask(text) != text:
-        return "contains a password in a URL. Read it from a file or a variable on the host instead."
-    return None if text.isprintable() else "must be one line. Put longer text into a script of your own."
+def _per_host(call: Call) -> int:
+    return call.number("gpus-per-host") or call.number("processes-per-host") or 1
 
 
 def _job(call: Call, composition: Composition, engine: ManifestWriter) -> ManifestJob:
@@ -214,13 +208,13 @@ def _job(call: Call, composition: Composition, engine: ManifestWriter) -> Manife
     problems = list(_role_problems(call, engine, roles)) if roles else []
     if problems:
         raise ConfigError(problems)
-    named = len(flags["names"].split(",")) if "names" in flags else 1
-    hosts = sum(roles.values()) if roles and engine.host_for_each else int(flags.get("hosts", named))
+    named = len(flags["names"].split(",")) if "names" in flags else _number(call, "hosts")
+    hosts = sum(roles.values()) if roles and engine.host_for_each else named
     return ManifestJob(
         name=composition.cfg.name,
         arguments=tuple(_arguments(call)),
         hosts=hosts,
-        per_host=int(flags.get("gpus-per-host") or flags.get("processes-per-host") or "1"),
+        per_host=_per_host(call),
         gpus=gpus,
         options={name: text for name, text in flags.items() if name not in _COMMON},
         roles=roles,
@@ -256,7 +250,7 @@ def _role_problems(call: Call, engine: ManifestWriter, roles: Mapping[str, int])
     if engine.kind == "TF_CONFIG" and engine.host_for_each and "worker" not in roles:
         rule = "vertex needs a pool of workers between the chief and the servers. Give strategy.workers=2 or more."
         yield Problem(key="strategy.workers", value=1, rule=rule)
-    if not engine.host_for_each and int(flags.get("hosts", "1")) > total:
+    if not engine.host_for_each and _number(call, "hosts") > total:
         yield call.problem("hosts", f"are more than the {total} tasks ({shown}).")
 
 
