@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from tests.data.samples import CPU, Copied, InMemorySquares, Noisy, Numbered, Squares, make_loader
 from trainkit.data.collates import Dicts, PadImages, PadSequences
 from trainkit.data.hooks import DataHooks, UserCollate
-from trainkit.data.reading.as_read import BatchesAsRead
 from trainkit.data.reading.collate import (
+    BatchesAsRead,
     CopyStream,
     PinnedRing,
     collate,

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, Final, Literal, Protocol
+from typing import ClassVar, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +36,16 @@ from trainkit.strategies.step_values import (
     LossWeighting,
     NamedOptimizer,
     NoGradientListener,
+    Numerics,
     Phase,
+    PhaseListener,
     Status,
     StepContext,
     StepOutcome,
     UpdateParams,
     UpdateRule,
     UpdateTensors,
+    ignore_phase,
 )
 from trainkit.strategies.tensor_shards import ShardedState, TensorShard
 
@@ -86,14 +89,6 @@ JsonMap = Mapping[str, object]
 StateDict = Mapping[str, Tensor]
 """Parameters, buffers and optimizer state by canonical name, as a checkpoint keeps them."""
 
-PhaseListener = Callable[[str, int], None]
-"""Callback that receives (phase, step) when a task begins a phase: forward, backward, reduce, update, data, idle."""
-
-
-def ignore_phase(phase: str, step: int) -> None:
-    """Do nothing: the listener of a task whose phases are not watched."""
-    del phase, step
-
 
 class Data(Protocol):
     """Source of the batches of a ticket."""
@@ -110,25 +105,6 @@ class StepCounter(Protocol):
     def step(self) -> int:
         """Updates completed."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Numerics:
-    """The `numerics` settings that a strategy applies."""
-
-    seed: int = 0
-    """The run's seed."""
-    reproducible: bool = False
-    """Whether gradients are summed in the order of the lanes."""
-    lanes: int = 8
-    """Number of lanes of that order, a power of two."""
-    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """Reaction to a loss or gradient that is not finite."""
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether a step that is not finite is skipped."""
-        return self.on_nonfinite != "stop"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +158,7 @@ class Facts:
     place: int = 9
     """Position in texts that list strategies: smaller numbers first, from the simplest strategy on."""
     elastic: bool = False
-    """Whether a run may continue with fewer of its tasks, and later with all: every rank holds the whole state."""
+    """Whether a run may continue with any number of its tasks, and later with all: a checkpoint has the whole state."""
     compiles: Compiles = "blocks"
     """Unit that torch.compile may compile: the whole model, its blocks, or nothing."""
     supports_meta_init: bool = False

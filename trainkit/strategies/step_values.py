@@ -1,19 +1,20 @@
-"""The inputs of a step, and its outcome."""
+"""The inputs of a step, its outcome, and the model of a task, with the guard of its parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, Protocol
+from operator import attrgetter, is_
+from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from trainkit.errors import TrainingError
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.precision import LossScale, Precision
 from trainkit.objectives.base import Collective, Loss, Model, Objective
-from trainkit.strategies.param_guard import ParamGuard
 
 Batch = object
 """A collated batch, in the form that the objective of the run takes."""
@@ -114,6 +115,25 @@ class GraphSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """The `numerics` settings that a strategy applies."""
+
+    seed: int = 0
+    """The run's seed."""
+    reproducible: bool = False
+    """Whether gradients are summed in the order of the lanes."""
+    lanes: int = 8
+    """Number of lanes of that order, a power of two."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """Reaction to a loss or gradient that is not finite."""
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a step that is not finite is skipped."""
+        return self.on_nonfinite != "stop"
+
+
+@dataclass(frozen=True, kw_only=True)
 class LossWeighting:
     """The weight of a sample in the loss; from the objective and one sample, so that all ranks agree."""
 
@@ -211,6 +231,15 @@ class NoGradientListener:
         """Do nothing."""
 
 
+PhaseListener = Callable[[str, int], None]
+"""Callback that receives (phase, step) when a task begins a phase: forward, backward, reduce, update, data, idle."""
+
+
+def ignore_phase(phase: str, step: int) -> None:
+    """Do nothing: the listener of a task whose phases are not watched."""
+    del phase, step
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
     """The inputs of every step of a training; the same on every rank."""
@@ -237,6 +266,95 @@ class StepContext:
         if self.phase is None:
             return self.objective.loss(model, batch)
         return self.objective.phase_loss(self.phase, model, batch)
+
+
+_REMEDY: Final = (
+    "a run trains the parameters that required gradients when it started. Let an argument of the model's constructor "
+    "decide it, and train in two runs, the second with init_from=RUN (docs/bring-your-own.md#freezing)."
+)
+
+_TRAINS: Final = attrgetter("requires_grad")
+
+
+class ParamGuard:
+    """The parameters of a model as a training started with them.
+
+    An optimizer, an exchange of gradients and a checkpoint are made for these. Code of the user (a callback, a forward
+    pass, a loop) that changes them later would train other ones than it seems to. Looking takes 2 us for a
+    small model and 30 us for one of 200 modules, and nothing waits for the device.
+
+    Args:
+        model: the model on its devices, as it is trained.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).requires_grad_(False)
+        >>> guard = ParamGuard(model)
+        >>> model[1].bias.requires_grad_(True).requires_grad, guard.change()
+        (True, 'requires_grad of 1.bias was changed to True')
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._params = dict(model.named_parameters(remove_duplicate=False))
+        self._all = [*self._params.values()]
+        self._trains = [*map(_TRAINS, self._all)]
+        self.frozen = frozenset(name for name, param in self._params.items() if not param.requires_grad)
+        """Names of the parameters that are not trained."""
+        self._watch()
+
+    def _watch(self) -> None:
+        """Store what the modules hold: while it stays, so do the names and the objects of all parameters."""
+        modules = list(self._model.modules())
+        self._tables = [table for module in modules for table in (module._modules, module._parameters)]  # noqa: SLF001
+        self._sizes = [*map(len, self._tables)]
+        held = [(table, name, one) for table in self._tables for name, one in table.items()]
+        self._places, self._names, self._held = (
+            ([*column] for column in zip(*held, strict=True)) if held else ([], [], [])
+        )
+
+    def change(self, *, flags: bool = True) -> str | None:
+        """Return what was changed, as a part of a sentence; None if nothing was.
+
+        Args:
+            flags: whether a changed `requires_grad` counts.
+        """
+        is_same = all(map(is_, map(dict.get, self._places, self._names), self._held))
+        if not is_same or [*map(len, self._tables)] != self._sizes:
+            params = dict(self._model.named_parameters(remove_duplicate=False))
+            kinds = {
+                "added": [name for name in params if name not in self._params],
+                "removed": [name for name in self._params if name not in params],
+                "replaced": [name for name, param in self._params.items() if params.get(name, param) is not param],
+            }
+            if said := " and ".join(f"{_listed(names)} was {kind}" for kind, names in kinds.items() if names):
+                return f"the parameter {said}"
+            self._watch()  # only modules without parameters are new
+        if not flags or [*map(_TRAINS, self._all)] == self._trains:
+            return None
+        changed = {
+            name: one.requires_grad for name, one in self._params.items() if one.requires_grad is (name in self.frozen)
+        }
+        trains = next(iter(changed.values()))
+        names = [name for name, value in changed.items() if value is trains]
+        return f"requires_grad of {_listed(names)} was changed to {trains}"
+
+    def refuse_change(self, step: int, *, flags: bool = True) -> None:
+        """Raise if a parameter was changed.
+
+        Raises:
+            TrainingError: names the step, the parameters and the remedy.
+        """
+        if (change := self.change(flags=flags)) is not None:
+            raise TrainingError(f"after step {step}, {self.refusal(change)}")
+
+    @staticmethod
+    def refusal(change: str) -> str:
+        """Return the sentence about a change that ends the run."""
+        return f"{change} by the model's or your own code, but {_REMEDY}"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 @dataclass(kw_only=True)

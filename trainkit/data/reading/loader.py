@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from trainkit.data.hooks import Reading
-from trainkit.data.reading.as_read import BatchesAsRead
 from trainkit.data.reading.collate import (
+    BatchesAsRead,
     mover_to,
     narrow,
     refuse_other_rows,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.data.reading.as_read import BatchesAsRead
+from trainkit.data.reading.collate import BatchesAsRead
 from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.numerics.batch import Ticket
 from trainkit.run.session.given import FunctionLoss, GivenLoss, LossFunction
