@@ -17,6 +17,7 @@ import tarfile
 import tokenize
 import tomllib
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +30,7 @@ _LAYOUT: Final = {
 }  # fmt: skip
 
 
+@cache  # most of the files are those of main
 def measure(source: str) -> tuple[int, int]:
     """Return the lines of a module that hold code, and their tokens."""
     texts = {

@@ -1,9 +1,7 @@
-"""A README command, a checkout or an extra that installs another thing than it says is caught here alone."""
+"""A checkout or an extra that installs another thing than it says is caught here alone."""
 
 import importlib.metadata
-import json
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -13,16 +11,6 @@ import pytest
 
 from tests.packaging.conftest import ROOT
 from trainkit import extras
-
-NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "dist", "build")
-
-
-def command(name: str) -> str:
-    """A command of the README, to the letter."""
-    pattern = rf"^<!-- command: {name} -->\n```bash\n(.*?)\n```"
-    found = re.search(pattern, (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return found[1]
 
 
 def test_constraints_name_no_machine() -> None:
@@ -57,20 +45,3 @@ def test_a_checkout_works_without_being_installed(tmp_path: Path, cwd: Path, cle
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "\ndigits " in done.stdout
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_the_readmes_training_reaches_its_accuracy_from_a_clean_copy(
-    tmp_path: Path, clean_environ: dict[str, str]
-) -> None:
-    copy = shutil.copytree(ROOT, tmp_path / "clone", ignore=NOT_COPIED)
-    shutil.rmtree(copy / "outputs", ignore_errors=True)
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", command("train")],
-        cwd=copy, env=clean_environ | {"PIP_NO_COMPILE": "1"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    (found,) = (copy / "outputs" / "digits").glob("*/result.json")
-    assert json.loads(found.read_text())["metrics"]["val/accuracy"] >= 0.97
-    assert [path.name for path in (copy / "outputs").iterdir()] == ["digits"]
