@@ -104,7 +104,7 @@ MORE = pytest.mark.matrix
     ),
     pytest.param(
         f"{HALF} hardware=h100_sxm hardware.memory_gib=12 hardware.within_host.gb_s=2", "--devices=4", "pipeline", 4,
-        id="a link too slow for parameters",
+        id="a link too slow for parameters", marks=MORE,
     ),
     pytest.param(
         LARGE, "--devices=4 --hardware=h100_sxm --for=memory", "pipeline", 4, id="the least memory", marks=MORE,

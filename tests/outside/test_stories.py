@@ -19,14 +19,12 @@ PLAIN: Final = ("recommender", "tabular_weights")
 """Stories of the plain suite: fields by name, and a loss whose weight is counted."""
 EVERY: Final = (
     "augmented_images",
-    "diffusion",
-    "inputs_in_place",
     *(
         pytest.param(name, marks=pytest.mark.matrix)
-        for name in ("tabular_weights", "transformers_classifier", "translation")
+        for name in ("diffusion", "inputs_in_place", "tabular_weights", "transformers_classifier", "translation")
     ),
 )
-"""Stories that are held to every strategy."""
+"""Stories that are held to every strategy, one of them by default."""
 REFUSED: Final = {("physics", "fsdp"): "reshards parameters after the first backward pass"}
 """(Story, strategy) -> why the strategy refuses it."""
 EVERYWHERE: Final = {
