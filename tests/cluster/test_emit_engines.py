@@ -14,6 +14,7 @@ import pytest
 
 from tests.launchers.joining import free_port
 from tests.launchers.one_node_slurm import slurm
+from tests.support import quick
 
 pytestmark = pytest.mark.engine
 
@@ -33,13 +34,12 @@ jsonschema.validate(task, schemas.get_task_schema())
 jsonschema.validate(task["resources"], schemas.get_resources_schema())
 """
 PAIR = ("--processes-per-host", "2", "strategy=multi_worker_mirrored")
-SAME = ("epochs=1", "numerics.reproducible=true")
+SAME = ("epochs=1", "numerics.reproducible=true", "callbacks=[]", "logger=[]")
 FLAGS = ("--hosts", "2", "--gpus-per-host", "2", "--image", "ghcr.io/me/trainkit:1", "strategy=multi_worker_mirrored")
 
 
 def trainkit(*arguments: str, cwd: Path) -> str:
-    command = [sys.executable, "-m", "trainkit", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(quick.command(*arguments), cwd=cwd, capture_output=True, text=True, check=True).stdout
 
 
 def result_in(folder: Path) -> dict[str, Any]:
@@ -48,8 +48,22 @@ def result_in(folder: Path) -> dict[str, Any]:
     return result
 
 
+PYTHON = """#!/bin/sh
+if [ "$1 $2" = "-m trainkit" ]; then
+  shift 2
+  exec {quick} "$@"
+fi
+exec {python} "$@"
+"""
+
+
 def run(*command: str, cwd: Path, **variables: str) -> str:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    """Run a script, whose `python -m trainkit` is a fork."""
+    own = cwd / "bin" / "python"
+    own.parent.mkdir(exist_ok=True)
+    own.write_text(PYTHON.format(quick=quick.command()[0], python=sys.executable))
+    own.chmod(0o755)
+    path = os.pathsep.join([str(own.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         command, cwd=cwd, env=os.environ | {"PATH": path, **variables}, capture_output=True, text=True, check=False,
         timeout=120,

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.test_engines import needs, sha256
+from tests.support import quick
 from tests.support.present import present
 from tests.support.waiting import wait_for
 
@@ -25,8 +26,7 @@ ELASTIC = ("strategy=mirrored", "strategy.replicas=2", "elastic.min_replicas=1",
 
 
 def train(folder: str, *more: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "trainkit", *RUN, f"hydra.run.dir={folder}", "quiet=true", *more]
-    return subprocess.Popen(command)
+    return subprocess.Popen(quick.command(*RUN, f"hydra.run.dir={folder}", "quiet=true", *more))
 
 
 @contextlib.contextmanager

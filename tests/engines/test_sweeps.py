@@ -14,6 +14,7 @@ import pytest
 
 from tests.engines.test_engines import needs
 from tests.launchers.one_node_slurm import program, slurm
+from tests.support import quick
 from tests.support.present import present
 from tests.support.settings import latest
 from tests.support.waiting import wait_for
@@ -25,7 +26,7 @@ PACKAGES = {"submitit_local": "submitit", "ray": "ray"}
 
 
 def trainkit(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainkit", *arguments]
+    command = quick.command(*arguments)
     return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
 
 
@@ -85,7 +86,7 @@ def test_a_job_that_is_preempted_saves_and_goes_on(cwd: Path, one_node: None) ->
     options = ("cluster=slurm", "hydra.sweep.dir=sweep", "epochs=40", "checkpoint.background=false")
     environ = {"TRAINKIT_FAIL": f"phase=data,while={cwd / 'slow'},action=slow"}
     Path("slow").touch()  # until it has been preempted
-    command = [sys.executable, "-m", "trainkit", *latest(*JOB, *options)]
+    command = quick.command(*latest(*JOB, *options))
     sweep = subprocess.Popen(command, env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True)
     wait_for(Path("sweep/0/metrics.jsonl").exists, sweep)
     (submitted,) = Path("sweep/.jobs/submitit").glob("*_submitted.pkl")

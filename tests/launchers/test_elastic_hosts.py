@@ -4,13 +4,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.launchers.test_launchers import FIXED, TORCHRUN, environ, sha256
 from tests.launchers.two_hosts import Host, two_hosts
+from tests.support import quick
 from tests.support.descendants import descendants
 from tests.support.settings import latest
 from tests.support.verdicts import plain
@@ -52,7 +52,7 @@ def newest() -> int:
 
 
 def test_a_host_is_lost_and_another_comes_and_no_bit_is_another(cwd: Path) -> None:
-    alone = [sys.executable, "-m", "trainkit", *RUN, "strategy=one_device", "hydra.run.dir=alone", "quiet=true"]
+    alone = quick.command(*RUN, "strategy=one_device", "hydra.run.dir=alone", "quiet=true")
     subprocess.run(alone, env=environ(), check=True)
     with two_hosts() as (first, second), contextlib.ExitStack() as stack:
         leading, following = agent(first, True, first), agent(second, False, first)
@@ -66,8 +66,9 @@ def test_a_host_is_lost_and_another_comes_and_no_bit_is_another(cwd: Path) -> No
         stack.callback(lose, returned)
         assert (leading.wait(240), returned.wait(60)) == (0, 0)
         told = Path(f"{first.name}.log").read_text()
-    sizes = [line.split()[6] for line in told.splitlines() if line.startswith("launch by torchrun: rank 0")]
-    assert sizes == ["2", "1", "2"]
+    found = [line for line in told.splitlines() if line.startswith("launch by torchrun: rank 0")]
+    assert [line.split()[6] for line in found] == ["2", "1", "2"]
+    assert "rank 0 of 2 on 2 hosts" in found[0]
     assert "rank 1 stopped answering in step" in plain(told)
     assert [path.parent.name for path in sorted(cwd.rglob("resolved.yaml"))] == ["alone", "run"]
     assert sha256("run") == sha256("alone")
