@@ -84,6 +84,7 @@ RATES = (0.1, 0.3, 0.5, 0.4, 0.3, 0.2, 0.1, 0.4, 0.2, 0.05)
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=BASE_LR, momentum=0.9, fused=True),
     "adamw": lambda params: torch.optim.AdamW(params, lr=BASE_LR, weight_decay=0.1, fused=True),
+    "adamw_loop": lambda params: torch.optim.AdamW(params, lr=BASE_LR, weight_decay=0.1),
     "plain_sgd": lambda params: torch.optim.SGD(params, lr=BASE_LR, fused=True),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=BASE_LR),
     "sparse_adam": lambda params: torch.optim.SparseAdam(params, lr=BASE_LR),

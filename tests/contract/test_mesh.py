@@ -5,14 +5,18 @@ A sum of gradients, of buffers or of norms over the wrong axes of the mesh is ca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from tests.contract.meshes import TOLERANCES, Mesh, Resumed, case_of, compare, resume_error
-from tests.contract.stepping import Case, oracle, train
+from tests.contract.stepping import Case, Trained, oracle, train
 from tests.contract.test_tensor_parallel import MLP, STREAM, GptCase, StreamCase
 from tests.support import reference
 from tests.support.pool import Pool
@@ -49,6 +53,39 @@ class FrozenCase(GptCase):
         for name, param in model.named_parameters():
             param.requires_grad_("embed" not in name and "blocks.0.mlp" not in name)
         return model
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1 x 1": {"shard": 1},
+    "1 x 2": {"shard": 2},
+    "1 x 4": {"shard": 4},
+    "2 x 2": {"replicate": 2, "shard": 2},
+    "1 x 3": {"shard": 3},
+    "3 x 1": {"replicate": 3, "shard": 1},
+}
+"""replicate x shard."""
+FIXED: dict[str, Any] = {"optimizer": "adamw_loop", "reproducible": True, "precision": "fp32"}
+FIXED_GPT = replace(GPT, **FIXED, num_steps=4)
+BITS: dict[str, tuple[Case, Sequence[str]]] = {
+    "dropout, accumulated": (replace(FIXED_GPT, model={"dropout": 0.2}, global_size=12, micro_size=1), tuple(LAYOUTS)),
+    "statistics, ragged": (
+        replace(NET, **FIXED, model={"width": 7, "norm": True, "dropout": 0.3}, micro_size=3),
+        tuple(LAYOUTS),
+    ),
+    "idle ranks, summed last": (
+        replace(FIXED_GPT, global_size=4, micro_size=2, settings={"sync": "last"}),
+        ("1 x 4", "2 x 2"),
+    ),
+    "tied and frozen": (FrozenCase(**FIXED), ("2 x 2", "1 x 3")),
+    "bf16_mixed": (replace(FIXED_GPT, precision="bf16_mixed"), ("2 x 2", "1 x 3")),
+    "bf16": (replace(FIXED_GPT, precision="bf16", micro_size=1), ("2 x 2", "1 x 3")),
+}
+
+
+def hashes(rank: Trained) -> dict[str, str]:
+    """SHA-256 of each tensor of a rank's state: of the sign of zero too."""
+    found = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in rank.state.items()}
+    return {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in found.items()}
 
 
 def check(case: Case, pool: Pool) -> None:
@@ -113,6 +150,17 @@ def test_all_axes_together_are_the_reference(base: Case, pool: Pool) -> None:
 def test_batch_statistics_are_summed_over_replicate_and_shard(shard: int, pool: Pool) -> None:
     settings = {"replicate": 2, "shard": shard}
     check(replace(NET, model={"width": 8, "norm": True}, settings=settings, micro_size=4), pool)
+
+
+@pytest.mark.parametrize("name", BITS)
+@pytest.mark.slow
+def test_a_reproducible_run_ends_in_the_bits_of_one_device(name: str, pool: Pool) -> None:
+    case, layouts = BITS[name]
+    (one,) = train(pool, replace(case, strategy="one_device", settings={}))
+    for layout in layouts:
+        for rank in train(pool, replace(case, settings={**case.settings, **LAYOUTS[layout]})):
+            assert (layout, hashes(rank)) == (layout, hashes(one))
+            assert (layout, rank.norms) == (layout, one.norms)
 
 
 def test_an_overflow_is_tried_again_by_all_axes(pool: Pool) -> None:

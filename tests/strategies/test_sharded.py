@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -104,7 +106,7 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], key: 
 
 def test_an_order_of_summation_cannot_be_kept() -> None:
     (problem,) = TensorParallel(degree=2).validate(PlanContext(numerics=Numerics(reproducible=True)))
-    assert str(problem).startswith("numerics.reproducible=true: ")
+    assert str(problem).startswith("numerics.reproducible=true: is not kept where strategy.degree=2 cuts layers")
 
 
 def test_a_rank_holds_its_part_of_what_is_cut_and_of_all_rows_where_replicas_share_them_out() -> None:
@@ -166,13 +168,15 @@ class Halving(torch.optim.SGD):
 
 
 REPRODUCIBLE = PlanContext(numerics=Numerics(reproducible=True))
+FUSED = replace(REPRODUCIBLE, optimizer_makers={"optimizer._target_": [partial(torch.optim.AdamW, fused=True)]})
 REFUSED_BY_FSDP: list[tuple[dict[str, Any], PlanContext, str, str]] = [
     ({"replicas": 4, "replicate": 3}, CPU, "strategy.replicate=3", "must divide the 4 replicas."),
     ({"replicas": 4, "replicate": 4}, CPU, "strategy.replicate=4", "Use at most 2, or strategy=mirrored"),
     ({"wrap": ()}, CPU, "strategy.wrap=[]", "names no class"),
     ({"offload": True}, CPU, "strategy.offload=true", "the replicas are on the CPU"),
     ({"wrap": ("_Bloc",)}, CPU, "strategy.wrap=_Bloc", "Did you mean _Block?"),
-    ({"replicas": 16}, REPRODUCIBLE, "numerics.reproducible=true", "summed part by part"),
+    ({"replicas": 16}, REPRODUCIBLE, "strategy.replicas=16", "more replicas than numerics.lanes=8"),
+    ({"replicas": 2}, FUSED, "numerics.reproducible=true", "Use optimizer.fused=false, here and on one device"),
     ({}, PlanContext(optimizer=torch.optim.Adafactor), "optimizer._target_=", "Adafactor uses whole parameters"),
     ({}, PlanContext(optimizer=Halving), "optimizer._target_=", "Halving uses whole parameters"),
 ]

@@ -83,6 +83,16 @@ def test_hybrid_groups_sum_the_part_of_a_rank_between_them() -> None:
     assert (0, 3) not in summed
 
 
+def test_lanes_of_parts_send_each_pass_unsummed_and_copies_gather_their_slices() -> None:
+    reproducible = PlanContext(numerics=Numerics(reproducible=True))
+    assert sent(Fsdp(replicas=2), reproducible) == [("all-gather", 2 * SIZE), ("lanes", 2 * SIZE)]
+    four = StepCut(num_shards=4, num_replicas=4)
+    assert sent(Fsdp(replicas=4, replicate=2), reproducible, four)[1:] == [
+        ("lanes", 3 * SIZE),
+        ("all-gather", SIZE),
+    ]
+
+
 def test_workers_pull_once_a_step_and_push_each_shard() -> None:
     assert sent(ParameterServer(workers=2, servers=1)) == [("pull", 2 * SIZE), ("push", 4 * SIZE)]
     assert sent(ParameterServer(workers=2, servers=1, mode="async")) == [("pull", SIZE), ("push", SIZE)]
@@ -213,6 +223,14 @@ MORE = {
     "to_one_device": [*SMALL, "strategy=mirrored", "strategy.replicas=2", "strategy.reduce=to_one_device"],
     "bf16": [*SMALL, "strategy=mirrored", "strategy.replicas=2", "strategy.compression=bf16"],
     "hybrid": [*SMALL, "strategy=fsdp", "strategy.replicas=4", "strategy.replicate=2"],
+    "lanes of parts": [
+        *SMALL,
+        "strategy=fsdp",
+        "strategy.replicas=4",
+        "strategy.replicate=2",
+        "optimizer.fused=false",
+        "numerics.reproducible=true",
+    ],
     "async": [*SMALL, "strategy=parameter_server", "strategy.mode=async"],
     "tensor_parallel, replicas": [*CUT_GPT, "strategy.replicas=2", "activation_checkpointing=full"],
     "mesh": [*GPT, "strategy=mesh", "strategy.shard=2", "strategy.tensor=2"],

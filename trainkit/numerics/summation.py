@@ -7,9 +7,12 @@ to L computes the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Generic, TypeVar
+
+from trainkit.numerics.batch import lane_order
 
 T = TypeVar("T")
 
@@ -102,3 +105,20 @@ class LaneSums(Generic[T]):
         """Return the sums of the largest nodes that are complete, left to right: one if all lanes were pushed."""
         held, self._held = self._held, []
         return [part for _, part in held]
+
+
+def sum_of_ranks(add: Callable[[T, T], T], of_ranks: Sequence[Sequence[T]], *, num_lanes: int, num_shards: int) -> T:
+    """Return the sum over all lanes of the sums that each rank has for its `owned_nodes`, in the order of the tree.
+
+    Example:
+        >>> sum_of_ranks(lambda left, right: f"({left}+{right})", [["0", "2"], ["1"]], num_lanes=4, num_shards=3)
+        '((0+2)+1)'
+    """
+    count, order = len(of_ranks), list(lane_order(num_lanes))
+    owned = (owned_nodes(rank=r, num_ranks=count, num_lanes=num_lanes, num_shards=num_shards) for r in range(count))
+    parts = dict(zip(chain.from_iterable(owned), chain.from_iterable(of_ranks), strict=True))
+    tree = LaneSums(add, num_lanes=num_lanes, num_shards=num_shards)
+    for node in sorted(parts, key=lambda node: order.index(node.first)):
+        tree.push(node, parts[node])
+    (total,) = tree.take()
+    return total

@@ -221,6 +221,10 @@ class Replica(LocalModel):
         placement = self.parts_made_of.placement
         return None if placement is None else placement.places_of(names)
 
+    def whole(self, name: str, grad: Tensor) -> Tensor:  # noqa: ARG002 - ranks may hold parts
+        """Return the whole gradient of a parameter, of which this rank has `grad`; collective if that is a part."""
+        return grad
+
     @cached_property
     def reduced_names(self) -> list[str]:
         """The names of the parameters whose gradients the reducer sums."""

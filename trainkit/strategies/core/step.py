@@ -44,7 +44,7 @@ def added(total: Tensor | float, weight: Tensor | float) -> Tensor | float:
     return total + weight if isinstance(total, Tensor) or total else weight
 
 
-def _total(weights: Sequence[Tensor | float]) -> Tensor | float:
+def total_weight(weights: Sequence[Tensor | float]) -> Tensor | float:
     """Add the weights of shards: many counts by two kernels, other weights in their order."""
     counts = [weight for weight in weights if isinstance(weight, Tensor) and not weight.is_floating_point()]
     return torch.stack(counts).sum() if len(counts) == len(weights) > 2 else reduce(added, weights)
@@ -144,7 +144,7 @@ class ShardStep:
 
     def _lane(self, shards: Sequence[tuple[int, Batch]]) -> list[Tensor | None]:
         weights = [self._shard(shard, batch) for shard, batch in shards]
-        weight = weights[0] if len(weights) == 1 else _total(weights)
+        weight = total_weight(weights)
         self.weight = added(self.weight, weight)
         if shards[-1][0] == self.ticket.shards[-1]:  # the exchange follows
             self._enter("reduce")

@@ -148,6 +148,10 @@ def _scale(grads: list[Tensor], factor: Tensor) -> None:
 
 def _norms(replica: Replica, grads: Sequence[Tensor | None], present: list[Tensor], order: float) -> Tensor:
     """Return the norm of each gradient, on the device of the first; collective if ranks hold parts of them."""
+    if replica.join_norms is not None and replica.lanes is not None and order != _LARGEST:
+        # a sum of squares depends on the parts; one gradient is whole at a time
+        named = [(name, grad) for name, grad in zip(replica.params, grads, strict=True) if grad is not None]
+        return torch.cat([torch.stack(torch._foreach_norm([replica.whole(*one)], order)) for one in named])  # noqa: SLF001
     filled = [grad if grad.numel() else grad.new_zeros(1) for grad in present]  # an empty tensor has no largest element
     norms = torch._foreach_norm(filled, order)  # noqa: SLF001 - what torch's own clipping calls
     if len({norm.device for norm in norms}) > 1:

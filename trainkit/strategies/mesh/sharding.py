@@ -111,7 +111,7 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
     if sharding.reshard_after_forward:
         gather_in_order(model, prefetches=sharding.device.type != "cpu")
     model.register_forward_hook(_free_after_evaluation, always_call=True)
-    for module in _sharded(model):
+    for module in sharded_units(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # the only reduction that gloo supports
         if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
@@ -151,7 +151,7 @@ def gather_in_order(model: nn.Module, *, prefetches: bool) -> None:
             if prefetches:
                 _prefetch(model, called)
 
-    modules = [module for module in _sharded(model) if module is not model]
+    modules = [module for module in sharded_units(model) if module is not model]
     handles = [module.register_forward_pre_hook(before) for module in modules]
     handles.append(model.register_forward_hook(after))
 
@@ -168,17 +168,18 @@ def _prefetch(model: Any, order: list[Any]) -> None:
 
 def reduces_when(model: nn.Module, is_last: bool) -> None:
     """Set whether the next backward pass exchanges gradients, or accumulates them for a later one that will."""
-    for module in _sharded(model):
+    for module in sharded_units(model):
         module.set_requires_gradient_sync(is_last, recurse=False)
 
 
 def gathers_anew(model: nn.Module) -> None:
     """Reshard all parameters, because the shards were replaced."""
-    for module in _sharded(model):
+    for module in sharded_units(model):
         module.reshard()
 
 
-def _sharded(model: nn.Module) -> Iterable[Any]:
+def sharded_units(model: nn.Module) -> list[Any]:
+    """Return the modules that are gathered separately, and the model."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 

@@ -16,6 +16,7 @@ from trainkit.errors import TrainingError
 from trainkit.strategies.base import Batch
 from trainkit.strategies.core.optimizer import Updater
 from trainkit.strategies.core.replica import JoinNorms, Replica, ReplicaParts, refuse_mismatch
+from trainkit.strategies.mesh.sums import Pass
 from trainkit.strategies.tensor_shards import ShardedState, TensorShard, region
 from trainkit.strategies.tensors.layouts import local_part
 from trainkit.strategies.tensors.lazy_state import name_in, read_slice, shape_of
@@ -128,7 +129,7 @@ class ShardedReplica(Replica):
 
     Args:
         cuts: the slice of each parameter, trainable or not; empty if the replica is whole.
-        expect: called before each shard; its argument is whether the shard is the last one of this rank and step.
+        expect: called before each pass.
         reload: called when parameters were replaced, so that the model frees gathered copies.
     """
 
@@ -137,14 +138,14 @@ class ShardedReplica(Replica):
         parts: ReplicaParts,
         *,
         cuts: Mapping[str, ShardSlice],
-        expect: Callable[[bool], None] | None = None,
+        expect: Callable[[Pass], None] | None = None,
         reload: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(parts)
         self.cuts = dict(cuts)
         self.owners = dict(parts.held.model.named_parameters())
         """The model's own parameters, which get the gradients of backward, by canonical name."""
-        self.expect, self.reload = expect or (lambda _is_last: None), reload or (lambda: None)
+        self.expect, self.reload = expect or (lambda _pass: None), reload or (lambda: None)
         self.stand_in: Batch = None
         """A batch for steps in which this rank has none but must take part in collectives."""
 
@@ -165,6 +166,16 @@ class ShardedReplica(Replica):
     def reduced(self) -> list[nn.Parameter]:
         """The parameters whose gradients the reducer sums: those of the model, which backward reaches."""
         return [self.owners[name] for name in self.reduced_names]
+
+    def whole(self, name: str, grad: Tensor) -> Tensor:
+        """Return the whole gradient of a parameter, gathered from the ranks of `shard`; collective."""
+        like = self.owners[name]
+        if not isinstance(like, DTensor):
+            return grad
+        part = DTensor.from_local(
+            grad.to(self.device), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+        )
+        return part.full_tensor()
 
     def set_stand_in(self, batch: Batch) -> None:
         """Store a batch for steps in which this rank has none."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,16 +16,16 @@ from trainkit.numerics.generators import hash64
 from trainkit.objectives.base import Access, Collective
 from trainkit.strategies.base import Batch, PlanContext, StateDict, StepContext
 from trainkit.strategies.collectives import all_gather_object
-from trainkit.strategies.core.refusals import optimizer_problems
 from trainkit.strategies.core.replica_check import bits_hash
 from trainkit.strategies.core.sparse import sparse_problems
-from trainkit.strategies.core.step import ShardStep, added, cloned_batch, weight_on
+from trainkit.strategies.core.step import ShardStep, added, cloned_batch, total_weight, weight_on
 from trainkit.strategies.core.synchronous import SynchronousExecutor
 from trainkit.strategies.mesh.state import (
     ShardedReplica,
     restore_pieces,
     sharded_pieces,
 )
+from trainkit.strategies.mesh.sums import Pass, passes_of
 from trainkit.strategies.tensor_shards import ShardedState, gather_full
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
@@ -99,25 +98,43 @@ class ShardedWork(ShardStep):
     ) -> None:
         super().__init__(replica, ticket, batches, training)
         self._group, self._has_copies = group, has_copies
-        self._counts, self._ends = True, False
+        self._counts = True
+        self._now: Pass
 
     def run(self) -> Sequence[Tensor | None]:
         """Return this rank's gradient shards, updated buffers and counted weight, over all shards; collective."""
         replica, reducer = self.replica, self.replica.reducer
-        again = self._again()
+        passes = list(
+            passes_of(
+                self.training.plan.num_shards(self.ticket.step),
+                rank=replica.data_ranks.rank,
+                num_ranks=replica.num_ranks,
+                lanes=replica.lanes,
+            )
+        )
+        again = self._again(repeats=any(one.shard is None for one in passes))
         packing = replica.packing or self.agree_on_grad_layout()
         if replica.buffers.names:
             replica.buffers.begin_step()
-        reducer.begin(packing, num_shards=self.training.plan.num_shards(self.ticket.step))
-        turns = list(zip(self.ticket.shards, self.batches, strict=True))
-        for turn, (shard, batch) in enumerate(turns, start=1):
-            self._expect(is_last=turn == len(turns) and again is None)
-            self.weight = added(self.weight, self._shard(shard, batch))
-        if again is not None:
-            self._expect(is_last=True)
-            self._repeat(again)
+        reducer.begin(packing, num_shards=passes[0].num_shards)
+        batches = dict(zip(self.ticket.shards, self.batches, strict=True))
+        weights: list[Tensor | float] = []
+        for self._now in passes:
+            replica.expect(self._now)
+            if self._now.shard is None:
+                self._repeat(again)
+            else:
+                batch = batches[self._now.shard]
+                weights.append(self._shard(self._now.shard, batch if replica.lanes is None else cloned_batch(batch)))
+            if self._now.ends_lane and replica.lanes is not None:
+                self._add_lane(self._now.lanes[replica.data_ranks.rank], weights)
+                weights = []
+        if replica.lanes is None and weights:
+            self.weight = total_weight(weights)
         self._enter("reduce")
         grads = replica.take_grads()
+        if replica.lanes is not None:
+            return [*grads, *(reducer.finish() if packing.shapes else ())]
         if self._has_copies:
             self._agree_on_used([grad is not None or reducer.has_taken(place) for place, grad in enumerate(grads)])
         reducer.add(0, [*grads, *self._sum_whole(packing)])
@@ -138,13 +155,13 @@ class ShardedWork(ShardStep):
                 self._forward(0, cloned_batch(batch))
             rows = replica.data_ranks.gather(torch.tensor(changed))
             buffers.settle(torch.stack(rows).amax(0).tolist())
-        grads = [param.shape for param in replica.params.values()]
+        grads = [param.shape for param in replica.params.values()] if replica.lanes is None else []
         shapes = [*grads, *buffers.shapes(), *[torch.Size([1])] * self.divisor.counted]
         packing = FlatBuffer(shapes, replica.precision.master_dtype, replica.device, num_grads=len(grads))
         replica.set_packing(packing)
         return packing
 
-    def _again(self) -> Batch:
+    def _again(self, *, repeats: bool) -> Batch:
         """Return the batch to repeat if other ranks have more shards, or None. Collective."""
         plan, replica, step = self.training.plan, self.replica, self.ticket.step
         num_shards, ranks = plan.num_shards(step), replica.num_ranks
@@ -152,7 +169,7 @@ class ShardedWork(ShardStep):
             own, all_ranks = self.batches[0] if self.batches else None, replica.all_ranks
             has_own = num_shards >= ranks
             replica.set_stand_in(cloned_batch(own) if has_own else dummy_batch(own, replica.device, all_ranks))
-        if len(self.batches) == -(-num_shards // ranks):
+        if not repeats:
             return None
         return cloned_batch(self.batches[-1] if self.batches else replica.stand_in)  # a model may write into its inputs
 
@@ -168,12 +185,22 @@ class ShardedWork(ShardStep):
     def _seed(self, total: Tensor) -> Tensor:
         return super()._seed(total) if self._counts else torch.zeros_like(total, requires_grad=False)
 
-    def _expect(self, *, is_last: bool) -> None:
-        self._ends = is_last
-        self.replica.expect(is_last)
-
     def _is_last(self, shard: int) -> bool:  # noqa: ARG002 - it may be repeated
-        return self._ends
+        return self._now.ends
+
+    def _add_lane(self, lane: int | None, weights: Sequence[Tensor | float]) -> None:
+        """Give the reducer the tensors of a lane that every rank holds whole; None: this rank has only repeated one."""
+        whole = self._take_whole(total_weight(weights) if weights else 0.0)
+        if lane is not None:
+            self.weight = added(self.weight, total_weight(weights))
+            self.replica.reducer.add(lane, whole)
+
+    def _take_whole(self, weight: Tensor | float) -> list[Tensor | None]:
+        replica = self.replica
+        held: list[Tensor | None] = list(replica.buffers.take()) if replica.buffers.names else []
+        if self.divisor.counted:
+            held.append(weight_on(weight, replica.precision.master_dtype, replica.device))
+        return held
 
     def _agree_on_used(self, found: Sequence[bool]) -> None:
         """Find which parameters get gradients, over all ranks; collective, once.
@@ -189,11 +216,7 @@ class ShardedWork(ShardStep):
 
     def _sum_whole(self, packing: FlatBuffer) -> list[Tensor]:
         """Sum the tensors that every rank holds whole over the ranks of `shard`."""
-        replica = self.replica
-        held: list[Tensor | None] = list(replica.buffers.take()) if replica.buffers.names else []
-        if self.divisor.counted:
-            held.append(weight_on(self.weight, packing.dtype, replica.device))
-        if not held:
+        if not (held := self._take_whole(self.weight)):
             return []
         whole = FlatBuffer(packing.shapes[packing.num_grads :], packing.dtype, packing.device)
         flat = whole.pack(held)
@@ -201,18 +224,30 @@ class ShardedWork(ShardStep):
         return whole.views(flat)
 
 
-def without_order(context: PlanContext) -> PlanContext:
-    """Return a context without the reproducible order of summation, which `sharding_problems` checks."""
-    return replace(context, numerics=replace(context.numerics, reproducible=False))
+def order_problems(context: PlanContext, *, tensor_key: str, degree: int, gathers: bool) -> list[Problem]:
+    """Return problems of the reproducible order of summation: layers that are cut, fused optimizers of parts.
 
-
-def sharding_problems(context: PlanContext) -> list[Problem]:
-    """Return the problem of an order of summation or an optimizer that sharded parameters do not support."""
-    found = []
-    if context.numerics.reproducible:
-        rule = "is not kept where gradients are summed part by part. Use strategy=mirrored, or leave it out."
-        found.append(Problem(key="numerics.reproducible", value=True, rule=rule))
-    return [*found, *optimizer_problems(context)]
+    Args:
+        context: the facts about the config.
+        tensor_key: the key of `strategy` that sets the ranks along `tensor`.
+        degree: number of ranks along `tensor`.
+        gathers: whether parameters are sharded.
+    """
+    if not context.numerics.reproducible:
+        return []
+    if degree > 1:
+        rule = f"is not kept where strategy.{tensor_key}={degree} cuts layers, whose sums are the backend's. Use "
+        rule += f"strategy.{tensor_key}=1, or leave it out."
+        return [Problem(key="numerics.reproducible", value=True, rule=rule)]
+    for key, makers in context.optimizer_makers.items() if gathers else ():
+        if any(make([nn.Parameter(torch.zeros(1))]).param_groups[0].get("fused") for make in makers):
+            fused = key.removesuffix("_target_") + "fused"
+            rule = (
+                f"is not kept by a fused optimizer, which rounds the last elements of each part otherwise. Use {fused}"
+            )
+            rule += "=false, here and on one device, or leave it out."
+            return [Problem(key="numerics.reproducible", value=True, rule=rule)]
+    return []
 
 
 def unsharded_model_problems(model: nn.Module) -> list[Problem]:

@@ -23,12 +23,13 @@ from trainkit.numerics.randomness import draws_at_random, draws_nothing
 from trainkit.objectives.base import Access, Collective
 from trainkit.strategies.base import Facts, Numerics, PlanContext, SetupRequest, Strategy
 from trainkit.strategies.collectives import broadcast_values
+from trainkit.strategies.core.refusals import optimizer_problems
 from trainkit.strategies.core.replica import PlacedModel
 from trainkit.strategies.core.step import MakeStep, ShardStep
 from trainkit.strategies.core.synchronous import (
+    backend_or_lanes,
     build_parts,
     move_and_cast,
-    no_reducer,
     synchronous_gradient_copies,
 )
 from trainkit.strategies.groups.process_group import ProcessGroup
@@ -42,25 +43,35 @@ from trainkit.strategies.mesh.sharding import (
     gathers_anew,
     modules_of_classes,
     reduces_when,
+    sharded_units,
     without_shared,
 )
 from trainkit.strategies.mesh.state import ShardedReplica, ShardSlice, joined_norms
 from trainkit.strategies.mesh.step import (
     ShardedExecutor,
     ShardedWork,
-    sharding_problems,
+    order_problems,
     unsharded_model_problems,
     withheld_where_sharded,
-    without_order,
 )
+from trainkit.strategies.mesh.sums import LaneSummation, Pass, passes_of
 from trainkit.strategies.mesh.tensor import ActivationRngRegions, Exchange, cut_parameters, exchange_activations
 from trainkit.strategies.mesh.tensor_pass import CutPass
 from trainkit.strategies.mesh.tensor_plan import MatchedPlan, described, match_plan, shares_rng_across_ranks
 from trainkit.strategies.mesh.transfers import CutRanks, activation_transfers, gradient_transfers
 from trainkit.strategies.model_transforms.compiling import is_compiled
-from trainkit.strategies.reducers import BackendReducer, Reducer
+from trainkit.strategies.reducers import BackendReducer, LocalReducer, Reducer
 from trainkit.strategies.tensors.layouts import Placement, SingleDevicePlacement, local_part, make_dense
-from trainkit.strategies.traffic import ModuleCall, StepCut, Transfer, WorkShare, precision_of, ranks_of
+from trainkit.strategies.traffic import (
+    ModuleCall,
+    StepCut,
+    Transfer,
+    WorkShare,
+    exchanged_elements,
+    precision_of,
+    ranks_of,
+)
+from trainkit.strategies.traffic.reductions import Vector, in_lanes
 from trainkit.strategies.traffic.sharded import Gathers
 
 Wrap = Literal["blocks"] | tuple[str, ...]
@@ -238,8 +249,16 @@ class MeshStrategy(ProcessGroup, Strategy):
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems of the process group, of settings that parts do not support, and of the keys."""
-        problems = [*super().validate(without_order(context)), *sharding_problems(context)]
-        return problems or [*self.layout_problems(context), *self._offload_problems(context)]
+        problems = [*super().validate(context), *optimizer_problems(context)]
+        return problems or [
+            *self.layout_problems(context),
+            *self._order_problems(context),
+            *self._offload_problems(context),
+        ]
+
+    def _order_problems(self, context: PlanContext) -> list[Problem]:
+        layout = self.layout_in(context)
+        return order_problems(context, tensor_key=layout.tensor_key, degree=layout.axes.tensor, gathers=layout.gathers)
 
     def _offload_problems(self, context: PlanContext) -> list[Problem]:
         if not self.layout_in(context).offload or all(task.device != "cpu" for task in self.tasks(context)):
@@ -282,12 +301,15 @@ class MeshStrategy(ProcessGroup, Strategy):
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return the memory of a rank, and the vector that copies exchange, unless backward sums in parts."""
-        layout = self.layout_in(context)
-        copies = 1 if layout.gathers else layout.axes.replicate
+        layout, numerics = self.layout_in(context), context.numerics
+        copies = 0 if layout.gathers else synchronous_gradient_copies(numerics, layout.axes.replicate)
+        if layout.gathers and numerics.reproducible:  # the pieces of all ranks that wait for the next lanes
+            rounds = -(-numerics.lanes // layout.axes.num_ranks)
+            copies = layout.axes.shard * (rounds - 1).bit_length()
         return ModelMemory(
             resident=layout.resident_elements(model),
             transient=layout.transient_elements(model),
-            gradient_copies=synchronous_gradient_copies(context.numerics, copies),
+            gradient_copies=copies,
         )
 
     def rank_passes(self, model: nn.Module, context: PlanContext, shard: PlannedShard) -> tuple[RankPass, ...]:  # noqa: ARG002 - any
@@ -322,6 +344,7 @@ class MeshStrategy(ProcessGroup, Strategy):
             calls = None if cut.dry_run is None else cut.dry_run.calls([one.name for one in fit.chosen])
         if fit.problems or calls is None:
             return None
+        lanes = context.numerics.lanes if context.numerics.reproducible else None
         where = CutRanks(
             ranks=ranks_of(self, context),
             degree=layout.axes.tensor,
@@ -329,14 +352,19 @@ class MeshStrategy(ProcessGroup, Strategy):
             model_width=precision.model_dtype.itemsize,
             master_width=precision.master_dtype.itemsize,
         )
+        if lanes is not None and not layout.gathers:
+            vector = Vector.of(exchanged_elements(model), where.master_width)
+            return in_lanes(where.ranks, vector, lanes=lanes, num_shards=cut.num_shards)
+        passes = list(passes_of(cut.num_shards, rank=0, num_ranks=cut.num_replicas, lanes=lanes))
         gathers = Gathers(
             groups=layout.axes.replicate,
             device_type=where.device_type,
             gathered_bytes=where.model_width,
             summed_bytes=where.master_width,
-            gathers=cut.shards_a_replica,
+            gathers=len(passes),
             again=layout.reshard_after_forward,
-            sums=cut.shards_a_replica if layout.sync == "each" else 1,
+            sums=sum(layout.sync == "each" or one.ends_lane for one in passes),
+            in_lanes=lanes is not None,
         )
         return (
             *activation_transfers(fit, calls, where, cut, repeats=layout.gathers),
@@ -351,7 +379,7 @@ class MeshStrategy(ProcessGroup, Strategy):
         """
         ranks = self.join(request.identity)
         if not dist.is_initialized():
-            parts = build_parts(request, make_reducer=no_reducer)
+            parts = build_parts(request)
             return ShardedExecutor(ShardedReplica(parts, cuts={}), request.training, ranks=ranks, make_step=ShardStep)
         layout = self.layout(request.identity.num_ranks)
         fit, place, cuts = (
@@ -362,16 +390,29 @@ class MeshStrategy(ProcessGroup, Strategy):
         copies = place.group("replicate")
 
         def reducer(collective: Collective, numerics: Numerics) -> Reducer:
-            return no_reducer(collective, numerics) if copies is None else BackendReducer(group=copies)
+            if numerics.reproducible:
+                return backend_or_lanes(collective, numerics)
+            return LocalReducer() if copies is None else BackendReducer(group=copies)
 
         move = partial(_move, layout=layout, place=place, cuts=cuts)
         parts = build_parts(request, ranks=ranks, placement=place, make_reducer=reducer, move=move)
         parts = replace(parts, join_norms=joined_norms([cuts[name] for name in parts.held.params], parts.device))
-        model, gathers = parts.held.model, layout.gathers
+        model, gathers, numerics = parts.held.model, layout.gathers, request.numerics
+        lanes = None
+        if gathers and numerics.reproducible:
+            lanes = LaneSummation(lanes=numerics.lanes, num_ranks=layout.axes.num_ranks, copies=copies)
+            lanes.attach(sharded_units(model), is_alone=layout.axes.shard == 1)
+
+        def expect(one: Pass) -> None:
+            if lanes is not None:
+                lanes.begin(one)
+            if layout.sync == "last":
+                reduces_when(model, one.ends_lane)
+
         replica = ShardedReplica(
             parts,
             cuts=cuts,
-            expect=partial(reduces_when, model) if gathers and layout.sync == "last" else None,
+            expect=expect if gathers else None,
             reload=partial(gathers_anew, model) if gathers else None,
         )
         begin_alike(replica, place, fit.dims)

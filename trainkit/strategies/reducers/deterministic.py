@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.numerics.batch import lane_order
-from trainkit.numerics.summation import LaneNode, LaneSums, owned_nodes
+from trainkit.numerics.summation import LaneNode, LaneSums, owned_nodes, sum_of_ranks
 from trainkit.strategies.reducers.base import Reducer, Sums
 from trainkit.strategies.tensors.layouts import FlatBuffer, unsplit
 
@@ -44,7 +43,7 @@ class DeterministicReducer(Reducer):
         for number, part in enumerate(self._parts):
             vectors = [of_node[number] for of_node in own]
             total = vectors[0] if self._num_ranks == 1 else self._exchange(vectors, part.packing)
-            totals.append(part.packing.views(total))
+            totals.append(part.packing.views(total.add_(0.0)))  # the sign of zero does not depend on the ranks
         return unsplit(self._parts, totals)
 
     def _exchange(self, own: list[Tensor], packing: FlatBuffer) -> Tensor:
@@ -56,12 +55,8 @@ class DeterministicReducer(Reducer):
         received = sent.new_empty(sum(map(len, nodes)), size)
         splits = [len(owned) * size for owned in nodes]
         dist.all_to_all_single(received.view(-1), sent, splits, [len(own) * size] * ranks)
-        parts = dict(zip((node for owned in nodes for node in owned), received.unbind(), strict=True))
-        order = list(lane_order(lanes))
-        tree = LaneSums(Tensor.add_, num_lanes=lanes, num_shards=shards)
-        for node in sorted(parts, key=lambda node: order.index(node.first)):
-            tree.push(node, parts[node])
-        (total,) = tree.take()
+        of_ranks = [rows.unbind() for rows in torch.split(received, [len(owned) for owned in nodes])]
+        total = sum_of_ranks(Tensor.add_, of_ranks, num_lanes=lanes, num_shards=shards)
         gathered = sent.new_empty(size * ranks)
         dist.all_gather([*gathered.view(ranks, size).unbind()], total)
         return gathered[: packing.numel]

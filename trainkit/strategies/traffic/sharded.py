@@ -27,6 +27,8 @@ class Gathers:
     """Number of forward passes, each of which gathers each unit."""
     sums: int
     """Number of sums of the gradients of each unit."""
+    in_lanes: bool = False
+    """Whether the sums are those of `LaneSummation`, over all groups."""
     again: bool = True
     """Whether backward gathers the units again, except the last one and the rest of the model, which stay unsharded."""
 
@@ -53,24 +55,30 @@ def sharded_traffic(
     summed = joined(
         *(reduce_scatter(group, trained * how.summed_bytes, device_type=how.device_type) for group in groups)
     )
-    part = Vector.of(trained // size, how.summed_bytes)
-    copies = [reduction("backend", [group[at] for group in groups], part, ranks_a_host=1) for at in range(size)]
+    part, alike = Vector.of(trained // size, how.summed_bytes), [[group[at] for group in groups] for at in range(size)]
+    copies = together([reduction("backend", group, part, ranks_a_host=1) for group in alike])
+    if how.in_lanes:
+        slices = trained * how.summed_bytes / len(ranks)
+        summed = {(sender, receiver): slices for sender in ranks for receiver in ranks if sender != receiver}
+        flows = joined(*(all_gather(group, part.num_bytes) for group in alike))
+        rounds = len(ranks) - 1
+        copies = tuple(replace(one, how="all-gather", flows=flows, messages=each * (how.groups - 1)) for one in copies)
     return (
         Transfer(
             what="parameters",
             how="all-gather",
             flows=times(gathered, how.gathers),
-            messages=how.gathers * (each + len(again)) * rounds,
+            messages=how.gathers * (each + len(again)) * (size - 1),
             overlaps=True,
         ),
         Transfer(
             what="gradients",
-            how="reduce-scatter",
+            how="lanes" if how.in_lanes else "reduce-scatter",
             flows=times(summed, how.sums),
             messages=how.sums * each * rounds,
             overlaps=True,
         ),
-        *together(copies),
+        *copies,
     )
 
 
