@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import report
 from benchmarks.pair import WORKLOADS, Workload
 from trainkit.fields import placement
-from trainkit.strategies.base import Batch, SetupRequest, StepContext, StepOutcome, Ticket
+from trainkit.strategies.base import Batch, Facts, SetupRequest, StepContext, StepOutcome, Ticket
 from trainkit.strategies.collectives import RankGroup
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import MakeStep
@@ -95,7 +95,7 @@ class TurningExecutor(DataParallelExecutor):
 class ByTurns(Mirrored):
     """The mirrored strategy, averaging in every other window of steps."""
 
-    changes_maths: ClassVar[bool] = True
+    facts: ClassVar[Facts] = replace(Mirrored.facts, changes_maths=True)
 
     window: Annotated[int, placement] = 10
     """Steps of a window."""

@@ -61,7 +61,7 @@ def takes_replicas(strategy: str) -> bool:
 
 def changes_maths(strategy: str) -> bool:
     """Whether a strategy says that it is another training."""
-    changes: bool = resolve_target(node_of(strategy)["_target_"]).changes_maths
+    changes: bool = resolve_target(node_of(strategy)["_target_"]).facts.changes_maths
     return changes
 
 

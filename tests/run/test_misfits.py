@@ -556,10 +556,10 @@ def test_a_rank_has_the_plan_that_its_parent_sent(arguments: list[str]) -> None:
     plan = make_plan(trainkit.compose(["recipe=digits", *arguments]).cfg, num_gpus=0)
     received = sent(plan)
     assert received is not None
-    for name in {field.name for field in fields(plan)} - {"components", "facts"}:
+    for name in {field.name for field in fields(plan)} - {"components", "context"}:
         assert getattr(received, name) == getattr(plan, name), name
-    assert received.facts.num_gpus == plan.facts.num_gpus
-    assert received.facts.micro_size == plan.facts.micro_size
+    assert received.context.num_gpus == plan.context.num_gpus
+    assert received.context.micro_size == plan.context.micro_size
     assert received.auxiliary_ranks == plan.auxiliary_ranks
 
 
@@ -568,7 +568,7 @@ def test_the_launch_of_a_host_travels_with_the_plan() -> None:
     cfg = trainkit.compose(["recipe=digits", "strategy=multi_worker_mirrored"]).cfg
     received = sent(make_plan(cfg, num_gpus=0, launch=launch))
     assert received is not None
-    assert received.facts.launch == launch
+    assert received.context.launch == launch
     assert len(received.tasks) == 2
 
 

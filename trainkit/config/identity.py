@@ -101,9 +101,9 @@ def _target_of(node: Any) -> Callable[..., Any] | None:
 
 
 def _tag_of_class(group: str, target: Callable[..., Any]) -> Tagged:
-    """Return what choosing this class can affect; a class can declare it: `changes_maths: ClassVar[bool]`."""
+    """Return what choosing this class can affect; a class or its `facts` can declare `changes_maths`."""
     default = group not in (*_PLACES, *LIST_GROUPS)
-    if getattr(target, "changes_maths", default):
+    if getattr(getattr(target, "facts", target), "changes_maths", default):
         return maths
     return placement if group in _PLACES else cosmetic
 

@@ -54,7 +54,7 @@ class Scalable:
     @property
     def on_cpu(self) -> bool:
         """Whether the replicas share the cores of this host."""
-        return not self.plan.facts.num_gpus
+        return not self.plan.context.num_gpus
 
     @property
     def most_replicas(self) -> int:
@@ -80,7 +80,7 @@ class Scalable:
 
     def at(self, replicas: int) -> Scaled:
         """Return the strategy with this number of replicas."""
-        found = scaled(self.plan.components.strategy, replicas, self.plan.facts)
+        found = scaled(self.plan.components.strategy, replicas, self.plan.context)
         assert found is not None, "checked by scalable()"
         return found
 
@@ -94,15 +94,15 @@ class Scalable:
         """Return the transfers of a late step with this number of replicas; None if they are not known."""
         # A strategy of a config is a frozen dataclass, as each component is.
         strategy: Strategy = replace(self.plan.components.strategy, **self.at(replicas).keys)  # type: ignore[type-var]
-        gpus = max(self.plan.facts.num_gpus, replicas) if self.plan.facts.num_gpus else 0
+        gpus = max(self.plan.context.num_gpus, replicas) if self.plan.context.num_gpus else 0
         shards = replicas if self.cut_is_free else self.plan.batch.num_shards(0)
         cut = StepCut(num_shards=max(shards, replicas), num_replicas=replicas)
-        found = traffic_of(strategy, self.model, replace(self.plan.facts, num_gpus=gpus), cut)
+        found = traffic_of(strategy, self.model, replace(self.plan.context, num_gpus=gpus), cut)
         return None if found is None else tuple(one for one in found if one.occurs_at(_STEPS))
 
     def measured_counts(self, target: int) -> list[int]:
         """Return the numbers of replicas above 1 that this machine can measure."""
-        most = target if self.on_cpu else min(target, self.plan.facts.num_gpus)
+        most = target if self.on_cpu else min(target, self.plan.context.num_gpus)
         return [count for count in MEASURED if count <= min(most, self.most_replicas)]
 
     def shares(self, target: int) -> list[int]:
@@ -122,7 +122,7 @@ def scalable(cfg: RunConfig) -> Scalable:
         ConfigError: the config has problems, or its strategy cannot have other numbers of replicas.
     """
     plan = make_plan(cfg, launch=None)
-    if scaled(plan.components.strategy, 2, plan.facts) is None:
+    if scaled(plan.components.strategy, 2, plan.context) is None:
         name = cfg.strategy["_target_"].rpartition(".")[2]
         rule = (
             f"{name} has one replica, or an exchange that scale has no figures for. Use "

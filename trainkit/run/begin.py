@@ -168,7 +168,8 @@ def refuse_own_loss(start: ResumePoint, plan: RunPlan) -> None:
         ConfigError: the newest checkpoint has steps with such a loss.
     """
     root = start.folder.checkpoints if start.folder is not None else start.checkpoints
-    if root is not None and (plan.facts.launch is None or plan.facts.launch.rank == 0):  # others may not see the folder
+    launch = plan.context.launch
+    if root is not None and (launch is None or launch.rank == 0):  # others may not see the folder
         refuse_own_losses(root)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Final, Protocol
 
@@ -182,7 +182,7 @@ class Facts:
     keeps_memory_format: bool = True
     """Whether parameters keep the memory format of the model; parts of sharded ones are contiguous."""
     changes_maths: bool = False
-    """Whether the strategy trains differently from one device."""
+    """Whether the strategy trains differently from one device: False for every synchronous one."""
     is_asynchronous: bool = False
     """Whether gradients are applied as they arrive: the loss of a step belongs to parameters of earlier updates."""
     shards_per_replica: int = 1
@@ -409,15 +409,12 @@ class Strategy(ABC):
     holds what belongs to a process.
     """
 
-    changes_maths: ClassVar[bool] = False
-    """Whether choosing this strategy changes the result: False for every synchronous one."""
-
     facts: ClassVar[Facts] = Facts()
     """Properties of the class."""
 
     def facts_in(self, context: PlanContext) -> Facts:  # noqa: ARG002 - by default those of the class
         """Return the properties with the current fields in a context; pure."""
-        return replace(self.facts, changes_maths=self.changes_maths)
+        return self.facts
 
     # Before any process starts.
 

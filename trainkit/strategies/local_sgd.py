@@ -106,8 +106,8 @@ class LocalSgd(ProcessGroupOptions, Strategy):
     Source: Stich 2018, arXiv:1805.09767; Lin et al. 2018, arXiv:1808.07217; Douillard et al. 2023, arXiv:2311.08105.
     """
 
-    changes_maths: ClassVar[bool] = True
     facts: ClassVar[Facts] = Facts(
+        changes_maths=True,
         compiles="model",
         runs_hooks=True,
         withheld_calls={

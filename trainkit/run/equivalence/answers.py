@@ -63,7 +63,7 @@ def _other_keys(reference: RunPlan, candidate: RunPlan) -> Iterator[str]:
     if any(one.key == "strategy._target_" for one in differing):  # its other keys belong to that difference
         differing = [one for one in differing if not one.key.startswith("strategy.")]
         yield _ANOTHER
-    elif candidate.components.strategy.facts_in(candidate.facts).changes_maths and not differing:
+    elif candidate.components.strategy.facts_in(candidate.context).changes_maths and not differing:
         yield _ANOTHER
     if candidate.cfg.convert:
         yield _ROUNDED

@@ -169,7 +169,7 @@ def _judged(
             plan = make_plan(bare(cfg, steps))
         except ConfigError as error:
             raise located(number, error) from error
-        found = plan.components.strategy.proof_problems(plan.facts)
+        found = plan.components.strategy.proof_problems(plan.context)
         problems += located(number, ConfigError(found)).problems if found else []
         plans.append(plan)
     if problems:

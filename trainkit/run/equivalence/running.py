@@ -128,7 +128,7 @@ def diagnose(case: Case, examiner: Examiner | None, folder: Path) -> Diagnosis:
     Raises:
         TrainkitError: the probe failed.
     """
-    if case.plan.components.strategy.facts_in(case.plan.facts).changes_maths:
+    if case.plan.components.strategy.facts_in(case.plan.context).changes_maths:
         return Diagnosis()
     if examiner is None:
         differs = worst(case.comparisons) == "different"

@@ -140,7 +140,7 @@ def part_memories(
         evaluates: whether evaluations count; otherwise the steps alone.
     """
     shards = -(-plan.batch.num_shards(0) // plan.num_replicas)  # of the replica with the most
-    parts = plan.components.strategy.replica_parts(model, plan.facts, num_shards=shards)
+    parts = plan.components.strategy.replica_parts(model, plan.context, num_shards=shards)
     workspaces = _workspace_bytes(plan)
     try:
         found = Shard(plan=plan, model=model, parts=parts, shards=shards, beside=counter or nullcontext()).lines()

@@ -140,7 +140,7 @@ def outlook_of(plan: RunPlan, model: nn.Module, *, ends: bool = True) -> Outlook
 
 
 def _num_hosts(plan: RunPlan) -> int:
-    return 1 if plan.facts.launch is None else plan.facts.launch.num_hosts
+    return 1 if plan.context.launch is None else plan.context.launch.num_hosts
 
 
 def rank_work(plan: RunPlan, model: nn.Module, shard: Work, *, slots_bytes: int = 0) -> RankWork:
@@ -155,7 +155,7 @@ def rank_work(plan: RunPlan, model: nn.Module, shard: Work, *, slots_bytes: int 
     strategy, batch = plan.components.strategy, plan.batch
     shards = batch.num_shards(0)
     cut = StepCut(num_shards=shards, num_replicas=plan.num_replicas)
-    parts = strategy.replica_parts(model, plan.facts, num_shards=cut.shards_a_replica)
+    parts = strategy.replica_parts(model, plan.context, num_shards=cut.shards_a_replica)
     names = {name for name, param in model.named_parameters() if param.requires_grad}
     trained = max(sum(size for name, size in part.memory.resident.items() if name in names) for part in parts)
     width = plan.components.precision.master_dtype.itemsize

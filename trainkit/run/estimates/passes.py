@@ -110,7 +110,7 @@ class Shard:
         strategy = self.plan.components.strategy
         for share, whole in phases:
             shard = PlannedShard(batch=whole.batch, count=self.shards)
-            passes = strategy.rank_passes(self.model, self.plan.facts, shard)
+            passes = strategy.rank_passes(self.model, self.plan.context, shard)
             if any(one.cuts_operations for one in passes):
                 whole.run()  # counts the operations of a whole replica
             beside = nullcontext() if any(one.cuts_operations for one in passes) else self.beside
@@ -150,7 +150,7 @@ class EvaluatedBatch:
         )
         gradients = Access.derivatives in objective.needs
         shard = PlannedShard(batch=whole.batch, count=1)
-        passes = plan.components.strategy.rank_passes(self.model, plan.facts, shard)
+        passes = plan.components.strategy.rank_passes(self.model, plan.context, shard)
         found = [replace(whole, rank=one, places={}).run_evaluation(gradients=gradients) for one in passes]
         if found:
             return [Line(timeline=timeline, of_rank=True) for timeline in found]

@@ -113,7 +113,7 @@ def largest_savings(plan: RunPlan, model: nn.Module, *, placing: bool) -> list[S
             found = DeviceMemory(held=held, part=found.part)
         return verdict_of(other, found, memory).needs
 
-    before, count = needs(plan), plan.facts.num_gpus or 4
+    before, count = needs(plan), plan.context.num_gpus or 4
     savings: list[Saving] = []
     until = time.monotonic() + (_ENOUGH_S if len(plan.tasks) > 1 else math.inf)
     # what can save most comes first, in case that the time is too short for all
@@ -121,7 +121,7 @@ def largest_savings(plan: RunPlan, model: nn.Module, *, placing: bool) -> list[S
         if time.monotonic() > until:
             break
         for change in kind(plan, model) if kind is not _sharded else _sharded_over(plan, count):
-            other = planned_anew(plan, change.cfg, launch=plan.facts.launch)
+            other = planned_anew(plan, change.cfg, launch=plan.context.launch)
             if other is None:
                 continue
             savings.append(Saving(overrides=change.overrides, price=change.price, saved=before - needs(other)))
@@ -178,7 +178,7 @@ def _cheapest(
     """
     best: tuple[PlannedRemedy, RunPlan] | None = None
     for change in kind(plan, model):
-        other = planned_anew(plan, change.cfg, launch=plan.facts.launch)
+        other = planned_anew(plan, change.cfg, launch=plan.context.launch)
         if other is None:
             continue
         verdict = verdict_of(other, device_memory(other, model, evaluates=evaluates), hardware)
@@ -224,7 +224,7 @@ def _recomputed(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
 
 def _sharded(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
     for count in (2, 4, 8, 16, 32, 64):
-        if count > max(plan.facts.num_gpus, 4):
+        if count > max(plan.context.num_gpus, 4):
             return
         yield from _sharded_over(plan, count)
 
@@ -281,7 +281,7 @@ def sharding_choices(plan: RunPlan, count: int) -> Iterator[tuple[str, RunConfig
 def _with_shards_for_all(plan: RunPlan, node: Mapping[str, Any]) -> tuple[RunConfig, str]:
     """Return the config with another strategy and a shard for each replica, and the override that this needs."""
     cfg = replace(plan.cfg, strategy=dict(node))
-    replicas = build(node, "strategy").num_replicas(plan.facts)
+    replicas = build(node, "strategy").num_replicas(plan.context)
     if replicas == 1:
         return cfg, ""
     if plan.micro_size_depends_on_replicas:
@@ -308,7 +308,7 @@ def planned_anew(plan: RunPlan, cfg: RunConfig, *, launch: LaunchEnvironment | N
         launch: the external launch of its processes.
     """
     try:
-        other = make_plan(cfg, num_gpus=plan.facts.num_gpus, launch=launch, splits=plan.components.datasets)
+        other = make_plan(cfg, num_gpus=plan.context.num_gpus, launch=launch, splits=plan.components.datasets)
         model = meta_model(other)
         model_notes(other, model)  # raises what the run itself would raise
         return replace(other.resolved(lambda: model), given=plan.given)

@@ -130,8 +130,8 @@ def step_traffic(plan: RunPlan, model: nn.Module) -> Traffic | None:
         num_replicas=plan.num_replicas,
         dry_run=PlannedDryRun(plan=plan, model=model),
     )
-    found = traffic_of(plan.components.strategy, model, plan.facts, cut)
+    found = traffic_of(plan.components.strategy, model, plan.context, cut)
     if found is None:
         return None
     count = sum(not task.is_evaluator for task in plan.tasks)
-    return Traffic(transfers=found, ranks_a_host=ranks_a_host(plan.facts, count))
+    return Traffic(transfers=found, ranks_a_host=ranks_a_host(plan.context, count))

@@ -86,7 +86,7 @@ def _unstaged(plan: RunPlan, memory: DeviceMemory, hardware: Hardware | HostMemo
 
 def _sharers(plan: RunPlan, hardware: Hardware | HostMemory) -> int:
     """Return the largest number of tasks that share a memory."""
-    launch = plan.facts.launch
+    launch = plan.context.launch
     if hardware.whole_host:
         return -(-len(plan.tasks) // (1 if launch is None else launch.num_hosts))
     if launch is not None:

@@ -102,7 +102,7 @@ def memory_of(plan: RunPlan, model: nn.Module, estimate: ModelMemory | None = No
     """
     precision = plan.components.precision
     width, master_width = precision.model_dtype.itemsize, precision.master_dtype.itemsize
-    estimate = estimate or plan.components.strategy.estimate_memory(model, plan.facts)
+    estimate = estimate or plan.components.strategy.estimate_memory(model, plan.context)
     held = estimate.resident
     trained = sum(held.get(name, 0) for name, param in model.named_parameters() if param.requires_grad)
     count = sum(held.values())

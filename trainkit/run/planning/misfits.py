@@ -110,7 +110,7 @@ def _wrong_kinds(plan: RunPlan) -> Iterator[Problem]:
 def _state_problems(plan: RunPlan, model: nn.Module) -> Iterator[Problem]:
     """Yield the problem of state per sample whose steps are computed at the same time."""
     declared = [name for name, dim in sample_dims_of(model).items() if dim is not None]
-    if declared and plan.components.strategy.facts_in(plan.facts).is_asynchronous:
+    if declared and plan.components.strategy.facts_in(plan.context).is_asynchronous:
         rule = (
             f"the model keeps state per sample ({declared[0]}), and a step must read that of the step before it. Use "
             "strategy.mode=sync."

@@ -66,11 +66,11 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
     """
     strategy, device = plan.components.strategy, plan.tasks[0].device
     shaping = model_transforms_of(plan.cfg, device, keeps_format=strategy.facts.keeps_memory_format)
-    problems = [*layout_problems(model), *strategy.validate_model(model, plan.facts)]
+    problems = [*layout_problems(model), *strategy.validate_model(model, plan.context)]
     problems += copies_problems(model) if max(len(plan.tasks), plan.num_replicas) > 1 else []
     problems += [] if strategy.facts.runs_hooks and plan.cfg.compile.mode == "off" else hook_problems(model)
     problems += assignment_problems(model, plan.optimizers) if plan.optimizers else []
-    named, facts = plan.cfg.strategy["_target_"].rpartition(".")[2], strategy.facts_in(plan.facts)
+    named, facts = plan.cfg.strategy["_target_"].rpartition(".")[2], strategy.facts_in(plan.context)
     if (conversion := conversion_of(plan.cfg)) is not None:
         problems += conversion_problems(
             conversion,
@@ -83,7 +83,7 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
     if shaping != NO_TRANSFORMS:
         named += "" if facts.compiles == strategy.facts.compiles else ", as its keys are set,"
         problems += shaping_problems(model, shaping, compiles=facts.compiles, strategy=named)
-        problems += step_problems(model, shaping, plan.facts, facts=facts, strategy=named, device=device)
+        problems += step_problems(model, shaping, plan.context, facts=facts, strategy=named, device=device)
     problems += objective_problems(plan, model)
     if plan.components.precision.compute_dtype is torch.bfloat16:
         problems += convolution_problems(plan, model)
@@ -102,7 +102,7 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
         *plan.components.objective.notes(model, plan.components.sample),
     ]
     of_shaping = () if shaping == NO_TRANSFORMS else shaping_notes(model, shaping)
-    of_strategy = [*strategy.notes(model, plan.facts)]
+    of_strategy = [*strategy.notes(model, plan.context)]
     if facts.supports_meta_init and len(plan.tasks) > 1 and not takes_values(model):
         of_strategy.append("the model is built whole on every rank: its constructor reads values of its own tensors.")
     return [*updated, *of_keys, *of_data, *of_strategy, *of_shaping]
@@ -142,7 +142,7 @@ _LOOKED_AT: Final = 32
 
 def cut_notes(plan: RunPlan, coupling: Callable[[], Coupling]) -> list[str]:
     """Return notes for the user about other numbers of replicas; none if the cut does not depend on the replicas."""
-    if not plan.micro_size_depends_on_replicas or plan.components.strategy.facts_in(plan.facts).changes_maths:
+    if not plan.micro_size_depends_on_replicas or plan.components.strategy.facts_in(plan.context).changes_maths:
         return []
     found = coupling()
     if found.depends_on_cut:

@@ -67,7 +67,7 @@ class RunPlan:
     """The learning rate of every step; of the first of several optimizers."""
     optimizers: tuple[PlannedOptimizer, ...] = ()
     """Several optimizers; empty: the one of `cfg.optimizer`."""
-    facts: PlanContext = field(default_factory=PlanContext)
+    context: PlanContext = field(default_factory=PlanContext)
     """The context that the strategy was validated with."""
     backend: ProcessBackend | None = None
     """The backend that starts the processes, if this machine does not."""
@@ -142,7 +142,7 @@ class RunPlan:
 
     def resolved(self, build: Callable[[], nn.Module]) -> RunPlan:
         """Return the plan with the choices that its strategy makes for the model."""
-        strategy = self.components.strategy.resolve(build, self.facts)
+        strategy = self.components.strategy.resolve(build, self.context)
         return replace(self, components=replace(self.components, strategy=strategy))
 
     def with_rate_factor(self, factor: Callable[[int], float]) -> RunPlan:
@@ -181,7 +181,7 @@ class RunPlan:
             "average": average.name if (average := average_of(cfg)) else None,
             "converted": f"float8, {made.recipe}" if (made := conversion_of(cfg)) else None,
             "parameters": f"{num_params:,}",
-            "reduce": self.components.strategy.sum_of_gradients(self.facts) if self.num_replicas > 1 else None,
+            "reduce": self.components.strategy.sum_of_gradients(self.context) if self.num_replicas > 1 else None,
             "recomputed": model_transforms_of(cfg).recomputed,
             "compiled": None if cfg.compile.mode == "off" else f"{cfg.compile.mode}, {cfg.compile.backend}",
             "memory": f"at most {share:.0%} of each GPU, which jobs of a sweep share" if share < 1 else None,
@@ -234,29 +234,29 @@ def make_plan(
     cluster = build(cfg.cluster, "cluster") if cfg.cluster else None
     backend = cluster if isinstance(cluster, ProcessBackend) else None
     parts = build_components(cfg, splits)
-    facts = plan_context(cfg, parts, num_gpus=_num_gpus(backend) if num_gpus is None else num_gpus, launch=launch)
+    context = plan_context(cfg, parts, num_gpus=_num_gpus(backend) if num_gpus is None else num_gpus, launch=launch)
     replicas, batch = together(
         parts.refuse_unknown_fields,
         lambda: parts.hooks.refuse_misfits(parts.datasets["train"], cfg.loader),
         lambda: _refuse(callback_problems(parts.planned(cfg))),
-        then=lambda: _cut(cfg, parts, facts, backend, launch),
+        then=lambda: _cut(cfg, parts, context, backend, launch),
     )
     num_steps = num_steps_of(cfg, batch)
     rate, optimizers = rates_of(cfg, batch, parts.schedule)
-    tasks = parts.strategy.tasks(facts)
+    tasks = parts.strategy.tasks(context)
     found = phase_problems(optimizers, parts.objective) if optimizers or parts.objective.phases else []
-    found += average_problems(facts.average, parts.datasets, num_steps) if facts.average else []
+    found += average_problems(context.average, parts.datasets, num_steps) if context.average else []
     _refuse(found)
     resolved = replace(
         cfg, batch=replace(cfg.batch, global_size=batch.global_size, micro_size=batch.micro_size, accumulation=None)
     )
     if backend is not None:  # a worker sees only its own GPU
-        resolved = replace(resolved, cluster={**cfg.cluster, "num_gpus": facts.num_gpus})
+        resolved = replace(resolved, cluster={**cfg.cluster, "num_gpus": context.num_gpus})
     return RunPlan(
         cfg=resolved,
         components=parts,
         tasks=with_evaluator(tasks) if cfg.eval.beside or (launch is not None and launch.has_evaluator) else tasks,
-        facts=replace(facts, micro_size=batch.micro_size),
+        context=replace(context, micro_size=batch.micro_size),
         backend=backend,
         num_replicas=replicas,
         batch=batch,
@@ -306,16 +306,16 @@ def _made(node: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
 def _cut(
     cfg: RunConfig,
     parts: Components,
-    facts: PlanContext,
+    context: PlanContext,
     backend: ProcessBackend | None,
     launch: LaunchEnvironment | None,
 ) -> tuple[int, BatchPlan]:
     """Return the number of replicas, and the division of steps into their shards."""
-    problems = strategy_problems(parts.strategy, facts) if cfg.optimizers else []
-    problems += [*parts.strategy.validate(facts), *parts.strategy.access_problems(facts)]
-    _refuse(problems or task_problems(cfg, parts, facts, backend, launch))
-    replicas = parts.strategy.num_replicas(facts)
-    return replicas, _batch_plan(cfg, parts, replicas, facts)
+    problems = strategy_problems(parts.strategy, context) if cfg.optimizers else []
+    problems += [*parts.strategy.validate(context), *parts.strategy.access_problems(context)]
+    _refuse(problems or task_problems(cfg, parts, context, backend, launch))
+    replicas = parts.strategy.num_replicas(context)
+    return replicas, _batch_plan(cfg, parts, replicas, context)
 
 
 def _refuse(problems: Sequence[Problem]) -> None:
@@ -327,14 +327,14 @@ def _num_gpus(backend: ProcessBackend | None) -> int:
     return count_gpus() if backend is None or backend.num_gpus == "auto" else backend.num_gpus
 
 
-def _batch_plan(cfg: RunConfig, parts: Components, replicas: int, facts: PlanContext) -> BatchPlan:
+def _batch_plan(cfg: RunConfig, parts: Components, replicas: int, context: PlanContext) -> BatchPlan:
     sizes = resolve_batch(
         global_size=cfg.batch.global_size,
         micro_size=cfg.batch.micro_size,
         accumulation=cfg.batch.accumulation,
         num_replicas=replicas,
         lanes=cfg.numerics.lanes if cfg.numerics.reproducible else None,
-        shards_a_replica=parts.strategy.facts_in(facts).shards_per_replica,
+        shards_a_replica=parts.strategy.facts_in(context).shards_per_replica,
     )
     if isinstance(sizes, list):
         raise ConfigError(sizes)
@@ -357,11 +357,11 @@ VARIABLE: Final = "TRAINKIT_PLAN"
 
 def plan_to_environ(plan: RunPlan) -> dict[str, str]:
     """Return the environment variable that `plan_from_environ` reads in a rank."""
-    launch = plan.facts.launch
+    launch = plan.context.launch
     values = {
         "tasks": [asdict(task) for task in plan.tasks],
         "launch": None if launch is None else asdict(launch),
-        "num_gpus": plan.facts.num_gpus,
+        "num_gpus": plan.context.num_gpus,
         "num_replicas": plan.num_replicas,
         "num_samples": plan.batch.num_samples,
         "given": asdict(plan.given),
@@ -399,7 +399,7 @@ def _planned(cfg: RunConfig, parts: Components, values: Mapping[str, Any]) -> Ru
     launch = None if values["launch"] is None else LaunchEnvironment.from_json(values["launch"])
     if cfg.batch.global_size is None or cfg.batch.micro_size is None:
         raise ValueError("the config does not set the size of a shard")
-    facts = plan_context(cfg, parts, num_gpus=values["num_gpus"], launch=launch)
+    context = plan_context(cfg, parts, num_gpus=values["num_gpus"], launch=launch)
     plan = BatchPlan(
         num_samples=values["num_samples"],
         global_size=cfg.batch.global_size,
@@ -411,7 +411,7 @@ def _planned(cfg: RunConfig, parts: Components, values: Mapping[str, Any]) -> Ru
         cfg=cfg,
         components=parts,
         tasks=tuple(Task.from_json(task) for task in values["tasks"]),
-        facts=replace(facts, micro_size=cfg.batch.micro_size),
+        context=replace(context, micro_size=cfg.batch.micro_size),
         num_replicas=values["num_replicas"],
         batch=plan,
         num_steps=num_steps_of(cfg, plan),

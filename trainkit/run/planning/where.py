@@ -50,7 +50,7 @@ def ideal_bubble_of(plan: RunPlan) -> float | None:
 
 
 def _tasks_text(plan: RunPlan) -> str:
-    tasks, launch = plan.tasks, plan.facts.launch
+    tasks, launch = plan.tasks, plan.context.launch
     hosts = "" if launch is None or launch.num_hosts == 1 else f", {len(tasks) // launch.num_hosts} on each host"
     if len(tasks) > _LISTED:
         return ", ".join(_folded(tasks, by_type=launch is not None)) + hosts

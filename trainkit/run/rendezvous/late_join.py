@@ -111,7 +111,7 @@ def publish_join_info(
         "prefix": barrier.prefix,
         "likeness": config_digest(cfg),
         "batch": [plan.batch.global_size, plan.batch.micro_size],
-        "num_gpus": plan.facts.num_gpus,
+        "num_gpus": plan.context.num_gpus,
         "folder": str(folder.path.absolute()),
         "fence": fencing_token.token,
         "token": "" if os.environ.get(_TOKEN) else token,

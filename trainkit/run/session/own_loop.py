@@ -32,7 +32,7 @@ class OwnLoop:
 
     def __init__(self, task: TaskSession, given: GivenLoss, *, strategy: str) -> None:
         self.task, self._given, self._name = task, given, strategy
-        self._refused = task.parts.strategy.facts_in(task.plan.facts).refused_calls
+        self._refused = task.parts.strategy.facts_in(task.plan.context).refused_calls
         self._compiles_step = task.cfg.compile.mode == "step"
         self._repeats = bool(task.plan.optimizers) or task.parts.precision.loss_scale().moves
         task.begin()

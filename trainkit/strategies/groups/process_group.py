@@ -10,6 +10,7 @@ import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import torch
@@ -130,7 +131,7 @@ class ProcessGroup:
     def launch_problems(self, launch: LaunchEnvironment) -> list[Problem]:
         """Return problems: roles that are not used here, and replicas that the processes do not make up."""
         others = sorted({task.role for task in launch.tasks} - {"chief", "worker"})
-        name = _choice_of(type(self)) if others else ""
+        name = choice_of(type(self).__name__) if others else ""
         problems = [
             Problem(
                 key=f"cluster.{role}",
@@ -308,11 +309,12 @@ class ProcessGroupOptions(ProcessGroup):
         return self.replicas
 
 
-def _choice_of(kind: type) -> str:
+@cache
+def choice_of(kind: str) -> str:
     """Return the choice of the group `strategy`, without importing the others; the class for one of the user's."""
     files = (shipped_conf() / "strategy").glob("*.yaml")
     named = {str(read_document(file).values[TARGET]).rpartition(".")[2]: file.stem for file in files}
-    return named.get(kind.__name__, kind.__name__)
+    return named.get(kind, kind)
 
 
 def _await_ranks(store: Any, identity: Identity, timeout_s: float) -> None:

@@ -51,11 +51,6 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, MeshStrategy):
     offload: Annotated[bool, placement] = False
     """Whether parts and their optimizer are kept in the memory of the host, and copied to the GPU for gathering."""
 
-    @property
-    def named(self) -> str:
-        """The choice of `strategy`, for messages."""
-        return "fsdp"
-
     def layout(self, num_ranks: int) -> Layout:
         """Return the layout: groups of ranks, each with a whole model."""
         return Layout(

@@ -32,7 +32,7 @@ from trainkit.strategies.core.synchronous import (
     move_and_cast,
     synchronous_gradient_copies,
 )
-from trainkit.strategies.groups.process_group import ProcessGroup
+from trainkit.strategies.groups.process_group import ProcessGroup, choice_of
 from trainkit.strategies.memory import ModelMemory, PlannedShard, RankPass
 from trainkit.strategies.mesh.axes import Axes
 from trainkit.strategies.mesh.gathered_pass import GatheredPass, Gathering
@@ -229,11 +229,6 @@ class MeshStrategy(ProcessGroup, Strategy):
     def layout_problems(self, context: PlanContext) -> list[Problem]:
         """Return the problems of the keys, if the ranks fit the devices; pure."""
 
-    @property
-    def named(self) -> str:
-        """The choice of `strategy`, for messages."""
-        return type(self).__name__.lower()
-
     def layout_in(self, context: PlanContext) -> Layout:
         """Return the layout over the ranks of a context."""
         return self.layout(self.num_replicas(context) * self.ranks_a_replica)
@@ -242,7 +237,7 @@ class MeshStrategy(ProcessGroup, Strategy):
         """Return the facts: what an objective cannot have where ranks hold parts."""
         layout = self.layout_in(context)
         is_cut = layout.gathers or layout.axes.tensor > 1
-        withheld = withheld_where_sharded(self.named) if is_cut else {}
+        withheld = withheld_where_sharded(choice_of(type(self).__name__)) if is_cut else {}
         if not layout.gathers:  # modules of cut layers compute outside of forward too
             withheld.pop(Access.methods, None)
         return replace(super().facts_in(context), withheld=withheld)

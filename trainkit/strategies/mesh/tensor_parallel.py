@@ -36,11 +36,6 @@ class TensorParallel(ProcessGroupOptions, MeshStrategy):
     """
 
     @property
-    def named(self) -> str:
-        """The choice of `strategy`, for messages."""
-        return "tensor_parallel"
-
-    @property
     def ranks_a_replica(self) -> int:
         """The number of ranks over which each layer is sharded."""
         return max(self.degree, 1)

@@ -161,7 +161,7 @@ def _planned(call: Call, composition: Composition, asked: _Asked) -> _Planned:
         plan = plan.resolved(lambda: model)  # resolve `auto` once for all lines of the output
         ends = data is None or data.knows_length or composition.cfg.steps is not None
         outlook = outlook_of(plan, model, ends=ends)
-        parts = plan.components.strategy.describe_partition(model, plan.facts)
+        parts = plan.components.strategy.describe_partition(model, plan.context)
         if hardware is not None and hardware.whole_host:
             refuse_small_host(plan, model, hardware.memory_bytes)
         verdict = None if hardware is None else verdict_of(plan, outlook.memory, hardware)

@@ -139,7 +139,7 @@ def _rate_problems(plan: RunPlan) -> Iterator[Problem]:
         yield Problem(key="optimizers", rule=rule)
     elif plan.rate.peak <= 0:
         yield Problem(key="optimizer.lr", value=plan.rate.base, rule="must be above 0: the test multiplies it.")
-    if plan.components.strategy.facts_in(plan.facts).is_asynchronous:
+    if plan.components.strategy.facts_in(plan.context).is_asynchronous:
         rule = (
             "applies gradients as they arrive, so no loss belongs to the learning rate of its step. Find the rate "
             "under strategy=one_device, or strategy.mode=sync."

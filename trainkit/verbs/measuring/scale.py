@@ -79,7 +79,7 @@ def _measure(call: Call, composition: Composition, given: Mapping[str, float], *
     what, hardware = _scalable(composition, target), hardware_of(composition.cfg)
     known: dict[Origin, Mapping[str, float]] = {}
     if not what.on_cpu:
-        known["measured"] = {"per_host": float(what.plan.facts.num_gpus)}
+        known["measured"] = {"per_host": float(what.plan.context.num_gpus)}
     if hardware is not None:
         link, price = hardware.between_hosts, hardware.price_usd_h
         links = {"gbit": link.gb_s * 8, "latency_us": link.latency_us}
