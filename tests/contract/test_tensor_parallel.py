@@ -5,7 +5,9 @@ A cut layer whose bias is added on each rank, or whose input gradient is not sum
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 
 from tests.contract.stepping import Case, oracle, train
 from tests.support import reference, zoo
-from tests.support.pool import Place, Pool
+from tests.support.pool import Place, Pool, TaskError
 from tests.support.requests import request_for
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.models.gpt import Gpt
@@ -107,15 +109,38 @@ def test_blocks_that_are_recomputed_exchange_the_same(pool: Pool) -> None:
     check(replace(GPT, shaping=ModelTransforms(recompute="full"), num_steps=4, micro_size=4), pool)
 
 
-GATHERED = {"0": "colwise_gathered"}
+DROPS = replace(NET, model={"width": 8, "dropout": 0.5}, micro_size=3)
+DROPPING: dict[str, tuple[Case, dict[str, Any]]] = {
+    "whole activations": (DROPS, TWO | {"plan": {"0": "colwise_gathered"}}),
+    "cut features": (DROPS, COPIES | {"plan": {"0": "colwise", "2": "dropout", "3": "rowwise"}}),
+    "heads": (replace(GPT, model={"dropout": 0.3}, micro_size=3), COPIES),
+    "a sequence": (
+        StreamCase(model={"dropout": 0.3}, max_norm=0.1, micro_size=4),
+        COPIES | {"plan": STREAM | {"blocks.*.dropout": "sequence"}},
+    ),
+}
 
 
-def test_what_is_drawn_for_whole_activations_is_drawn_alike(pool: Pool) -> None:
-    base = replace(NET, model={"width": 8, "dropout": 0.5}, micro_size=3)
-    expected = train(pool, replace(base, strategy="one_device"))[0].weights
-    for rank in train(pool, replace(base, settings=TWO | {"plan": GATHERED})):
-        for name, tensor in expected.items():
+@pytest.mark.parametrize("where", DROPPING)
+def test_what_is_dropped_out_of_parts_is_that_of_one_device(where: str, pool: Pool) -> None:
+    base, settings = DROPPING[where]
+    (expected,) = train(pool, replace(base, strategy="one_device", settings={}))
+    for rank in train(pool, replace(base, settings=settings)):
+        for name, tensor in expected.weights.items():
             torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (replace(DROPS, settings=TWO | {"plan": {"0": "colwise", "3": "rowwise"}}), "2 (Dropout) draws"),
+        (StreamCase(settings=TWO | {"plan": STREAM}, model={"dropout": 0.3}), "blocks.0.dropout (Dropout) draws"),
+    ],
+    ids=["features", "a sequence"],
+)
+def test_code_that_draws_for_its_part_without_saying_so_is_refused(case: Case, said: str, pool: Pool) -> None:
+    with pytest.raises(TaskError, match=f"{re.escape(said)} random numbers for activations that .* has cut"):
+        train(pool, case)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Annotated, ClassVar
 
 import torch
@@ -217,16 +218,23 @@ class _Attention(nn.Module):
         super().__init__()
         self.head_size = width // num_heads
         self.dropout = dropout
+        self._cut_dropout: Callable[[Tensor, float, int], Tensor] | None = None
         self.tensor_units = dict.fromkeys(("queries_keys_values", "project"), (num_heads, "heads"))
         self.queries_keys_values = nn.Linear(width, 3 * width, bias=bias)
         self.project = nn.Linear(width, width, bias=bias)
+
+    def set_tensor_dropout(self, dropout: Callable[[Tensor, float, int], Tensor]) -> None:
+        """Drop out weights of attention by a function of (this rank's part, rate, cut dim): a rank has some heads."""
+        self._cut_dropout = dropout
 
     def forward(self, hidden: Tensor, cache: KeyValueCache | None = None, place: int = 0) -> Tensor:
         joined = self.queries_keys_values(hidden)
         # rows are ordered by head, so that a rank's part consists of whole heads, possibly fewer than all
         queries, keys, values = joined.unflatten(-1, (-1, 3, self.head_size)).permute(3, 0, 2, 1, 4)
         if cache is None:
-            mixed = _attend(queries, keys, values, dropout=self.dropout if self.training else 0.0)
+            mixed = _attend(
+                queries, keys, values, dropout=self.dropout if self.training else 0.0, cut=self._cut_dropout
+            )
         else:  # new tokens see the cached ones, and those before each
             keys, values = cache.append(place, keys, values)
             length, total = queries.shape[2], keys.shape[2]
@@ -262,7 +270,14 @@ class _Head(nn.Module):
         return scores
 
 
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, *, dropout: float) -> Tensor:
+def _attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    dropout: float,
+    cut: Callable[[Tensor, float, int], Tensor] | None = None,
+) -> Tensor:
     """Compute causal attention over (samples, heads, length, size).
 
     On the CPU inside autocast it stays in float32: the backward of flash attention in bf16 would take half the step
@@ -271,5 +286,9 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, *, dropout: float) ->
     if queries.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         with torch.autocast("cpu", enabled=False):
             queries, keys, values = queries.float(), keys.float(), values.float()
-            return functional.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=True)
+            return _attend(queries, keys, values, dropout=dropout, cut=cut)
+    if dropout and cut is not None:  # torch's kernels would draw for the heads of this rank alone
+        scores = queries @ keys.transpose(2, 3) / math.sqrt(queries.shape[-1])
+        later = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
+        return cut(scores.masked_fill(later, -math.inf).softmax(-1), dropout, 1) @ values
     return functional.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=True)

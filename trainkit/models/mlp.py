@@ -71,7 +71,9 @@ class Mlp(nn.Module):
         if any(isinstance(layer, nn.BatchNorm1d) for layer in self.layers):
             return dict.fromkeys(linear[:-1], "colwise_gathered")
         pairs = dict(zip(linear[::2], linear[1::2], strict=False))
-        return {name: style for pair in pairs.items() for name, style in zip(pair, ("colwise", "rowwise"), strict=True)}
+        plan = {name: style for pair in pairs.items() for name, style in zip(pair, ("colwise", "rowwise"), strict=True)}
+        drop = [f"layers.{place}" for place, layer in enumerate(self.layers) if isinstance(layer, nn.Dropout)]
+        return plan | dict.fromkeys(drop[: 2 * len(pairs) : 2], "dropout")  # after the first layer of each pair
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map (samples, ...) to (samples, out_features)."""

@@ -19,7 +19,7 @@ from trainkit.config.values import MOST_PROCESSES, closest
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import Limit, at_most, placement, speed
 from trainkit.numerics.precision import Precision
-from trainkit.numerics.randomness import draws_at_random, draws_nothing
+from trainkit.numerics.randomness import draws_nothing
 from trainkit.objectives.base import Access, Collective
 from trainkit.strategies.base import Facts, Numerics, PlanContext, SetupRequest, Strategy
 from trainkit.strategies.collectives import broadcast_values
@@ -55,11 +55,10 @@ from trainkit.strategies.mesh.step import (
     withheld_where_sharded,
 )
 from trainkit.strategies.mesh.sums import LaneSummation, Pass, passes_of
-from trainkit.strategies.mesh.tensor import ActivationRngRegions, Exchange, cut_parameters, exchange_activations
+from trainkit.strategies.mesh.tensor import DrawWatch, Exchange, cut_parameters, exchange_activations
 from trainkit.strategies.mesh.tensor_pass import CutPass
-from trainkit.strategies.mesh.tensor_plan import MatchedPlan, described, match_plan, shares_rng_across_ranks
+from trainkit.strategies.mesh.tensor_plan import MatchedPlan, described, match_plan
 from trainkit.strategies.mesh.transfers import CutRanks, activation_transfers, gradient_transfers
-from trainkit.strategies.model_transforms.compiling import is_compiled
 from trainkit.strategies.reducers import BackendReducer, LocalReducer, Reducer
 from trainkit.strategies.tensors.layouts import Placement, SingleDevicePlacement, local_part, make_dense
 from trainkit.strategies.traffic import (
@@ -265,8 +264,7 @@ class MeshStrategy(ProcessGroup, Strategy):
         """Return problems: layers that cannot be cut, parameters that cannot be sharded, classes that do not exist."""
         layout = self.layout_in(context)
         fit = layout.fitted(model)
-        problems = [*(fit.problems or shares_rng_across_ranks(model, fit))]
-        problems += unsharded_model_problems(model) if layout.gathers else []
+        problems = [*fit.problems, *(unsharded_model_problems(model) if layout.gathers else [])]
         if isinstance(layout.wrap, str):
             return problems
         known = sorted({type(module).__name__ for name, module in model.named_modules() if name})
@@ -279,20 +277,15 @@ class MeshStrategy(ProcessGroup, Strategy):
         return problems
 
     def notes(self, model: nn.Module, context: PlanContext) -> tuple[str, ...]:
-        """Return notes: how layers are cut, and whether their random numbers differ from those of one device."""
+        """Return the note of how layers are cut."""
         layout = self.layout_in(context)
         fit = layout.fitted(model)
         if fit.problems or not fit.chosen:
             return ()
         whole = sum(param.numel() for name, param in model.named_parameters() if name not in fit.dims)
         count = sum(param.numel() for param in model.parameters())
-        line = (
-            f"sharded over {layout.axes.tensor} ranks: {described(fit)}. "
-            f"Each rank has {whole:,} of {count:,} parameters whole."
-        )
-        if not any(draws_at_random(module) for module in model.modules()):
-            return (line,)
-        return (line, "the model draws random numbers: for sharded layers, only the distribution is the same.")
+        cut = f"sharded over {layout.axes.tensor} ranks: {described(fit)}."
+        return (f"{cut} Each rank has {whole:,} of {count:,} parameters whole.",)
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return the memory of a rank, and the vector that copies exchange, unless backward sums in parts."""
@@ -454,10 +447,10 @@ def _move(
     else:
         held = move_and_cast(model, precision, placement)
     if fit.chosen:
-        regions = ActivationRngRegions(
-            place=places["tensor"], devices=placement.devices, draws=draws, compiled=is_compiled(model)
-        )
-        exchange_activations(fit, Exchange(place.mesh["tensor"], regions))
+        exchange = Exchange(place.mesh["tensor"])
+        exchange_activations(held.model, fit, exchange)
+        if draws:
+            DrawWatch(held.model, exchange, placement.devices)
     for name, param in held.model.named_parameters():
         cuts[name] = within(outer[name], param, is_first=places["shard"] == 0)
     return held

@@ -6,8 +6,9 @@ outputs change their layout by DTensor, in the forward pass and, by autograd, in
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,53 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.errors import TrainingError
-from trainkit.numerics.generators import mix64, name_id
+from trainkit.numerics.generators import generators_of
 from trainkit.strategies.mesh.state import ShardSlice
 from trainkit.strategies.mesh.tensor_plan import MatchedModule, MatchedPlan
-
-
-class ActivationRngRegions:
-    """Sets the keys of the default generators on entering and leaving sharded activations.
-
-    Only the last key is stored between calls: a recomputed block uses the same keys again.
-
-    Args:
-        devices: the devices whose generators the model uses (the CPU's is always included).
-        compiled: whether modules of the model are compiled: a graph must not hold a key as a constant.
-    """
-
-    def __init__(self, *, place: int, devices: Sequence[torch.device], draws: bool, compiled: bool = False) -> None:
-        self._place = place
-        self.enter: Callable[[str], None] = self._enter
-        """Set this rank's key, because activations are sharded from here on in the module of a name."""
-        self.leave: Callable[[str], None] = self._leave
-        """Set a common new key, because activations are full again and every rank must draw the same."""
-        if compiled and draws:
-            outside: Callable[..., Any] = torch.compiler.disable
-            self.enter, self.leave = outside(self._enter), outside(self._leave)
-        self._generators = [torch.default_generator] if draws else []
-        if draws:
-            self._generators += [torch.cuda.default_generators[d.index or 0] for d in devices if d.type == "cuda"]
-        self._inside: tuple[int, int] | None = None  # the key inside, and the previous one
-
-    def _enter(self, name: str) -> None:
-        for generator in self._generators[:1]:
-            before = generator.initial_seed()
-            if self._inside is None or before != self._inside[0]:
-                inside = mix64(mix64(before ^ name_id(name)) ^ (self._place + 1)) & 0xFFFFFFFF
-                self._inside = inside, before
-                self._set(inside)
-
-    def _leave(self, name: str) -> None:
-        for generator in self._generators[:1]:
-            if self._inside is not None and generator.initial_seed() == self._inside[0]:
-                self._set(mix64(self._inside[1] ^ name_id(name)) & 0xFFFFFFFF)
-
-    def _set(self, key: int) -> None:
-        for generator in self._generators:
-            generator.manual_seed(key)
+from trainkit.strategies.model_transforms.compiling import is_compiled
 
 
 def cut_parameters(
@@ -76,70 +37,68 @@ def cut_parameters(
         The slice of each parameter, by canonical name.
     """
     cuts = {}
-    for name, parameter in model.named_parameters():
-        shape = tuple(parameter.shape)
-        offset, size, dim = [0] * len(shape), list(shape), fit.dims.get(name)
+    for name, param in model.named_parameters():
+        shape, dim = tuple(param.shape), fit.dims.get(name)
         if dim is not None:
-            size[dim] //= degree
-            offset[dim] = size[dim] * place
+            param.data = param.data.chunk(degree, dim)[place].clone(memory_format=torch.contiguous_format)
+        offset = tuple(size * place if at == dim else 0 for at, size in enumerate(param.shape))
         is_written = is_first and (dim is not None or place == 0)
-        cut = ShardSlice(offset=tuple(offset), size=tuple(size), shape=shape, is_written=is_written)
-        cuts[name] = cut
-        if dim is not None:
-            parameter.data = cut.take(parameter.data).contiguous()
+        cuts[name] = ShardSlice(offset=offset, size=tuple(param.shape), shape=shape, is_written=is_written)
     return cuts
 
 
-def exchange_activations(fit: MatchedPlan, exchange: Exchange) -> None:
-    """Make the modules of a plan change the layout of their inputs and outputs."""
+def exchange_activations(model: nn.Module, fit: MatchedPlan, exchange: Exchange) -> None:
+    """Make the modules of a plan change the layout of their inputs and outputs.
+
+    A module that holds some of them, and draws for the parts of activations between them, gets the function with which
+    it drops them out: the method `set_tensor_dropout` declares this.
+    """
+    cut = [one.name for one in fit.chosen if one.style.gives == "cut"]
+    for name, holder in model.named_modules():
+        declares = getattr(holder, "set_tensor_dropout", None)
+        if declares is not None and any(inner.startswith(f"{name}." if name else "") for inner in cut):
+            declares(exchange.dropout)
     for one in fit.chosen:
         module: Any = one.module
         module.forward = partial(_forward, one, exchange, module.forward)
         if one.style.name == "colwise_gathered" and isinstance(module, nn.Linear):
             # an objective may compute its loss from the scores of each rank, without gathering them
-            module.forward.cut_vocabulary = exchange.vocabulary_part(module)
+            module.forward.cut_vocabulary = VocabularyPart(exchange, exchange.place * module.weight.shape[0])
 
 
 @dataclass(frozen=True)
 class VocabularyPart:
     """The tokens whose scores one rank computes, and the collectives with the ranks of the other tokens."""
 
-    mesh: DeviceMesh
-    """The ranks of one replica."""
+    exchange: Exchange
     start: int
     """The first token of this rank."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> VocabularyPart:
-        """Return this object: a copy of the model is on the same ranks."""
-        return self
-
     def largest(self, tensor: Tensor) -> Tensor:
         """Return the elementwise maximum over the ranks; collective. The tensor is overwritten."""
-        return self._reduced(tensor, dist.ReduceOp.MAX)
+        return self.exchange.reduced(tensor, dist.ReduceOp.MAX)
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return the elementwise sum over the ranks; collective. The tensor is overwritten."""
-        return self._reduced(tensor, dist.ReduceOp.SUM)
-
-    def _reduced(self, tensor: Tensor, op: Any) -> Tensor:
-        dist.all_reduce(tensor, op=op, group=self.mesh.get_group())
-        return tensor
+        return self.exchange.reduced(tensor, dist.ReduceOp.SUM)
 
 
 class Exchange:
     """Changes the layout of tensors between the ranks of one mesh."""
 
-    def __init__(self, mesh: DeviceMesh, regions: ActivationRngRegions) -> None:
-        self.mesh, self.regions = mesh, regions
-        self.place, self.degree = mesh.get_local_rank(), mesh.size()
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self.place, self.degree = mesh, mesh.get_local_rank(), mesh.size()
+        self.watch: DrawWatch | None = None
+        """What sees random numbers that are drawn in the first forward pass; None after it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
         """Return this object: a copy of the model is on the same ranks."""
         return self
 
-    def vocabulary_part(self, layer: nn.Linear) -> VocabularyPart:
-        """Return the tokens whose scores this rank computes in a cut layer."""
-        return VocabularyPart(self.mesh, start=self.place * layer.weight.shape[0])
+    def reduced(self, tensor: Tensor, op: Any) -> Tensor:
+        """Reduce a tensor over the ranks, in place; collective."""
+        dist.all_reduce(tensor, op=op, group=self.mesh.get_group())
+        return tensor
 
     def changed(self, tensor: Tensor, layout: Placement, to: Placement, *, used_by_parts: bool = False) -> Tensor:
         """Return a tensor in another layout.
@@ -157,6 +116,22 @@ class Exchange:
         changed: Tensor = spread.to_local(grad_placements=(Partial(),) if used_by_parts else None)
         return changed
 
+    def dropout(self, tensor: Tensor, rate: float, dim: int) -> Tensor:
+        """Drop out elements of a tensor of which this rank has a part, as one device would.
+
+        The mask is drawn for the whole tensor, on every rank alike; each uses its part.
+
+        Args:
+            tensor: this rank's part.
+            rate: fraction to drop, in training.
+            dim: the dim that is cut.
+        """
+        size, shape = tensor.shape[dim], list(tensor.shape)
+        shape[dim] *= self.degree
+        with self.watch.paused() if self.watch else ExitStack():
+            mask = functional.dropout(tensor.new_ones(shape), rate)
+        return tensor * mask.narrow(dim, self.place * size, size)
+
     @contextmanager
     def summed_gradients(self, module: nn.Module, names: Sequence[str]) -> Iterator[None]:
         """Sum the gradients of full parameters over the ranks, each of which uses them for its part of the sequence."""
@@ -170,28 +145,95 @@ class Exchange:
             own.update(found)
 
 
+class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses random numbers that code draws for its part of an activation: every rank would draw the same ones.
+
+    It sees the first forward pass in training, in which compiled modules run eagerly. Later ones cost nothing.
+
+    Args:
+        devices: the devices whose generators the model uses.
+    """
+
+    def __init__(self, model: nn.Module, exchange: Exchange, devices: Sequence[torch.device]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cut_by = ""
+        """The module since whose output activations are in parts; empty: they are whole."""
+        self._model, self._exchange, self._generators = model, exchange, generators_of(devices)
+        self._begins = model.register_forward_pre_hook(self._begin)
+        self._active = ExitStack()
+
+    def _begin(self, model: nn.Module, _args: object) -> None:
+        if model.training:
+            self._begins.remove()
+            ends = model.register_forward_hook(lambda *_: self._active.close(), always_call=True)
+            self._active.callback(ends.remove)
+            self._active.callback(setattr, self._exchange, "watch", None)
+            self._exchange.watch = self
+            if is_compiled(model):
+                self._active.enter_context(torch.compiler.set_stance("force_eager"))
+            self._active.enter_context(self)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let the code inside draw: it draws for whole activations."""
+        cut_by, self.cut_by = self.cut_by, ""
+        yield
+        self.cut_by = cut_by
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and raise if it has drawn for a part."""
+        if not self.cut_by or torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        before = [generator.get_state() for generator in self._generators]
+        found = func(*args, **(kwargs or {}))
+        if not all(map(torch.equal, before, (generator.get_state() for generator in self._generators))):
+            holders = (frame.frame.f_locals.get("self") for frame in inspect.stack(0))  # in torch's frames, the module
+            drawing = next(holder for holder in holders if isinstance(holder, nn.Module))
+            name = {module: name for name, module in self._model.named_modules()}[drawing] or "the model"
+            raise TrainingError(
+                f"{name} ({type(drawing).__name__}) draws random numbers for activations that {self.cut_by} has cut: "
+                f"every rank would draw the same for its part. If it is a Dropout, name it in strategy.plan with the "
+                f"style dropout, or sequence; let other code draw for its part by set_tensor_dropout "
+                f"(docs/tensor-parallel.md#randomness), or set its rate to 0."
+            )
+        return found
+
+
 def _forward(one: MatchedModule, exchange: Exchange, inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """Run the forward of a sharded module, in the layouts of its plan."""
-    style, module = one.style, one.module
+    if exchange.watch is not None and one.style.name == "sequence_join":
+        exchange.watch.cut_by = ""
+    outputs = _computed(one, exchange, inner, *args, **named)
+    if exchange.watch is not None:
+        exchange.watch.cut_by = "" if one.style.gives == "whole" else one.name
+    return outputs
+
+
+def _computed(one: MatchedModule, exchange: Exchange, inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    style, module, given = one.style, one.module, args[0]
+    if isinstance(module, nn.Dropout) and style.name in ("dropout", "sequence"):
+        dim = 1 if style.name == "sequence" else given.dim() - 1
+        return exchange.dropout(given, module.p, dim) if module.training else given
     if style.name == "sequence":
         with exchange.summed_gradients(module, list(module._parameters)):  # noqa: SLF001
             return inner(*args, **named)
     if style.name == "sequence_split":
-        return _stretch(one, exchange, inner(*args, **named))
+        outputs = inner(*args, **named)
+        if outputs.shape[1] % exchange.degree:
+            raise TrainingError(
+                f"{one.name} gives sequences of {outputs.shape[1]}, which {exchange.degree} ranks along tensor do not "
+                f"divide: sequence_split needs parts of equal length. Use another length, or a plan without sequence."
+            )
+        return exchange.changed(outputs, Replicate(), Shard(1))
     if style.name == "sequence_join":
-        return inner(exchange.changed(args[0], Shard(1), Replicate()), *args[1:], **named)
+        return inner(exchange.changed(given, Shard(1), Replicate()), *args[1:], **named)
     if style.sums:
-        exchange.regions.leave(one.name)
-        return _rowwise(one, exchange, args[0])
-    takes = Shard(1) if style.takes == "stretch" else Replicate()
-    # the inputs of an embedding are token ids, which have no gradient
-    takes_numbers = isinstance(module, nn.Embedding)
-    given = args[0] if takes_numbers else exchange.changed(args[0], takes, Replicate(), used_by_parts=True)
+        return _rowwise(one, exchange, given)
+    if not isinstance(module, nn.Embedding):  # token ids have no gradient
+        takes = Shard(1) if style.takes == "stretch" else Replicate()
+        given = exchange.changed(given, takes, Replicate(), used_by_parts=True)
     outputs = inner(given, *args[1:], **named)
-    if style.gives == "whole":
-        return exchange.changed(outputs, Shard(outputs.dim() - 1), Replicate())
-    exchange.regions.enter(one.name)
-    return outputs
+    return exchange.changed(outputs, Shard(outputs.dim() - 1), Replicate()) if style.gives == "whole" else outputs
 
 
 def _rowwise(one: MatchedModule, exchange: Exchange, given: Tensor) -> Tensor:
@@ -203,12 +245,8 @@ def _rowwise(one: MatchedModule, exchange: Exchange, given: Tensor) -> Tensor:
     if one.style.takes == "whole":
         given = exchange.changed(given, Replicate(), Shard(given.dim() - 1))
     total = exchange.changed(functional.linear(given, module.weight), Partial(), to)
-    if module.bias is None:
-        return total
-    if one.style.gives == "whole":
-        return total.add(module.bias)
-    with exchange.summed_gradients(module, ["bias"]):
-        return total.add(module.bias)
+    with exchange.summed_gradients(module, ["bias"] if one.style.gives == "stretch" else []):
+        return total if module.bias is None else total.add(module.bias)
 
 
 def _own_rows(module: nn.Embedding, tokens: Tensor, place: int) -> Tensor:
@@ -221,12 +259,3 @@ def _own_rows(module: nn.Embedding, tokens: Tensor, place: int) -> Tensor:
         padding = padding - count * place if 0 <= padding - count * place < count else None
     rows = functional.embedding(local.masked_fill(absent, 0), module.weight, padding_idx=padding)
     return rows.masked_fill(absent.unsqueeze(-1), 0.0)
-
-
-def _stretch(one: MatchedModule, exchange: Exchange, outputs: Tensor) -> Tensor:
-    if outputs.shape[1] % exchange.degree:
-        raise TrainingError(
-            f"{one.name} gives sequences of {outputs.shape[1]}, which {exchange.degree} ranks along tensor do not "
-            f"divide: sequence_split needs parts of equal length. Use another length, or a plan without sequence."
-        )
-    return exchange.changed(outputs, Replicate(), Shard(1))

@@ -60,7 +60,7 @@ class TensorParallel(ProcessGroupOptions, MeshStrategy):
         return {"replicas": 1, "degree": count}
 
     def notes(self, model: nn.Module, context: PlanContext) -> tuple[str, ...]:
-        """Return notes: how layers are sharded, and whether their random numbers differ from those of one device."""
+        """Return the note of how layers are sharded."""
         if self.degree == 1:
             return ("strategy.degree=1 shards no layer: every rank has a whole replica, as in strategy=mirrored.",)
         return super().notes(model, context)

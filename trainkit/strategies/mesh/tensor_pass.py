@@ -12,9 +12,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from trainkit.strategies.memory import RankPass
 from trainkit.strategies.mesh.gathered_pass import GatheredPass
 from trainkit.strategies.mesh.tensor import (
-    ActivationRngRegions,
     Exchange,
-    VocabularyPart,
     cut_parameters,
     exchange_activations,
 )
@@ -45,8 +43,7 @@ class CutPass(RankPass):
         fit = self._fitted(model)
         cut_parameters(model, fit, place=0, degree=self._degree, is_first=True)
         self._gathered.prepare(model)
-        regions = ActivationRngRegions(place=0, devices=(), draws=False)
-        exchange_activations(fit, _ExchangeWithoutData(self._degree, regions, by_gloo=self._by_gloo))
+        exchange_activations(model, fit, _ExchangeWithoutData(self._degree, by_gloo=self._by_gloo))
 
     def keep_gradients(self, model: nn.Module) -> Any:
         """Give parameters the gradients of an earlier shard."""
@@ -60,12 +57,12 @@ class CutPass(RankPass):
 class _ExchangeWithoutData(Exchange):
     """Changes layouts like the first rank of a mesh: it allocates the same tensors, and sends nothing."""
 
-    def __init__(self, degree: int, regions: ActivationRngRegions, *, by_gloo: bool) -> None:
-        self.regions, self.place, self.degree, self._by_gloo = regions, 0, degree, by_gloo
+    def __init__(self, degree: int, *, by_gloo: bool) -> None:
+        self.place, self.degree, self.watch, self._by_gloo = 0, degree, None, by_gloo
 
-    def vocabulary_part(self, layer: nn.Linear) -> VocabularyPart:  # noqa: ARG002 - the first rank has the first tokens
-        """Return the tokens of the first rank; their collectives are in place."""
-        return _VocabularyWithoutData(None, start=0)  # type: ignore[arg-type]
+    def reduced(self, tensor: Tensor, op: Any) -> Tensor:  # noqa: ARG002 - of any
+        """Return the tensor: its collective is in place."""
+        return tensor
 
     def changed(self, tensor: Tensor, layout: Placement, to: Placement, *, used_by_parts: bool = False) -> Tensor:
         """Return a tensor in another layout; its gradient changes the layout back."""
@@ -103,13 +100,6 @@ class _ExchangeWithoutData(Exchange):
         if self._by_gloo:
             torch.empty_like(laid)  # gloo sums a copy
         return kept
-
-
-class _VocabularyWithoutData(VocabularyPart):
-    """The tokens of the first rank; it sends nothing."""
-
-    def _reduced(self, tensor: Tensor, op: Any) -> Tensor:  # noqa: ARG002 - of any
-        return tensor
 
 
 class _Changed(torch.autograd.Function):

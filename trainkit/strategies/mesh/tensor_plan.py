@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from trainkit.config.values import closest
 from trainkit.errors import Problem
-from trainkit.numerics.randomness import draws_at_random
 
 Layout = Literal["whole", "cut", "stretch"]
 
@@ -46,13 +45,13 @@ class Style:
             return self.linear
         if isinstance(module, nn.Embedding):
             return self.embedding
-        return {} if self.other else None
+        return {} if self.other or (self.name == "dropout" and type(module) is nn.Dropout) else None
 
     @property
     def suits(self) -> str:
         """The supported modules, as text."""
         kinds = [name for name, dims in (("nn.Linear", self.linear), ("nn.Embedding", self.embedding)) if dims]
-        return " and ".join(kinds) or "modules that keep their weights whole"
+        return " and ".join(kinds) or ("modules that keep their weights whole" if self.other else "nn.Dropout")
 
 
 _ROWS: Final = {"weight": 0, "bias": 0}
@@ -67,6 +66,7 @@ STYLES: Final = {
         Style(name="rowwise", linear=_COLUMNS, embedding={"weight": 0}, takes="cut", sums=True),
         Style(name="rowwise_scattered", linear=_COLUMNS, sums=True),
         Style(name="rowwise_sequence", linear=_COLUMNS, takes="cut", gives="stretch", sums=True),
+        Style(name="dropout", takes="cut", gives="cut"),
         Style(name="sequence", other=True, takes="stretch", gives="stretch"),
         Style(name="sequence_split", other=True, gives="stretch"),
         Style(name="sequence_join", other=True, takes="stretch"),
@@ -126,18 +126,6 @@ def match_plan(model: nn.Module, plan: Mapping[str, str] | Literal["auto"], degr
         problems = [found for one in _one_a_pattern(chosen) if (found := _misfit(one, model, degree))]
     dims, tied = _dims(model, chosen)
     return MatchedPlan(chosen=tuple(chosen), dims=dims, problems=problems or tied)
-
-
-def shares_rng_across_ranks(model: nn.Module, fit: MatchedPlan) -> list[Problem]:
-    """Return a problem if ranks would draw the same random numbers for each part of a sequence."""
-    cut = next((one for one in fit.chosen if "stretch" in (one.style.takes, one.style.gives)), None)
-    drawing = next((name for name, module in model.named_modules() if draws_at_random(module)), None)
-    if cut is None or drawing is None:
-        return []
-    rule = (
-        f"shards the sequence, and {drawing} would draw the same numbers in each part. Use no dropout, or no sequence."
-    )
-    return [Problem(key=f"{_KEY}.{cut.pattern}", value=cut.style.name, rule=rule)]
 
 
 def described(fit: MatchedPlan) -> str:
