@@ -127,7 +127,7 @@ def test_the_verbs_with_json_are_those_of_the_page() -> None:
     )
     have = [verb for verb, module in MODULES.items() if "json" in import_module(module).FLAGS]
     assert sorted(re.findall(r"`(\w+)`", names)) == sorted(have)
-    assert len(have) * 2 == len(MODULES), "AGENTS.md says half of them"
+    assert len(have) * 2 > len(MODULES), "AGENTS.md says more than half"
 
 
 def test_the_glossary_names_every_tag() -> None:

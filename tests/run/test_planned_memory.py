@@ -30,9 +30,10 @@ from trainkit.objectives.base import Loss, Model
 from trainkit.objectives.classification import Classification
 from trainkit.run.estimates import calibrating
 from trainkit.run.estimates.activations import Timeline, TracedPass
+from trainkit.run.estimates.calibrating import Calibration, Machine, calibration_file
 from trainkit.run.estimates.hardware import Link, hardware_of, hardware_under
 from trainkit.run.estimates.memory import DeviceMemory, device_memory, part_memories
-from trainkit.run.estimates.this_machine import Calibration, Machine, ThisMachine, calibration_file
+from trainkit.run.estimates.this_machine import ThisMachine
 from trainkit.run.estimates.verdict import verdict_of
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import make_plan
@@ -463,11 +464,11 @@ def test_all_problems_of_a_hardware_are_named_at_once(capsys: pytest.CaptureFixt
     assert "hardware.tflops.fp33: no such number format" in capsys.readouterr().err
 
 
-def test_this_machine_takes_what_calibrate_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_takes_the_figures_that_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = Machine.here()
     before = ThisMachine(price_usd_h=0.5).here()
-    assert before.name == f"{machine.name}, not calibrated"
+    assert before.name == f"{machine.name}, not measured"
     values = {
         "version": 1, "date": "2026-11-23", "tflops": {"fp32": 0.1}, "memory_gb_s": 9.0, "operation_us": 4.0,
         "within_host": {"gb_s": 1.5, "latency_us": 40.0}, "input_mb_s": 90.0,
@@ -476,7 +477,7 @@ def test_this_machine_takes_what_calibrate_has_measured(tmp_path: Path, monkeypa
     calibration_file(machine).write_text(json.dumps(Calibration.of(values).document(machine)))
     found = ThisMachine(price_usd_h=0.5).here()
     assert (found.tflops["fp32"], found.memory_gb_s, found.input_mb_s, found.price_usd_h) == (0.1, 9.0, 90.0, 0.5)
-    assert found.notes == (f"hardware: {machine.name}, calibrated; trainkit calibrate (2026-11-23)",)
+    assert found.notes == (f"hardware: {machine.name}; measured here (2026-11-23)",)
 
 
 def test_a_damaged_calibration_is_refused_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,25 +487,28 @@ def test_a_damaged_calibration_is_refused_with_its_path(tmp_path: Path, monkeypa
     path.write_text('{"version": 9}')
     with pytest.raises(ConfigError) as caught:
         ThisMachine().here()
-    assert str(caught.value.problems[0]).startswith(f"hardware=this: {path} holds no calibration (its version is 9)")
+    assert str(caught.value.problems[0]).startswith(
+        f"hardware=this: {path} holds no figures of this machine (its version is 9)"
+    )
 
 
 @pytest.mark.slow
-def test_calibrate_writes_what_this_takes(
+def test_the_first_plan_measures_this_machine_and_keeps_the_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibrating, "_ROUND_S", 1e-4)
     monkeypatch.setattr(calibrating, "_ROUNDS", 1)
     monkeypatch.setattr(calibrating, "measured_link", lambda *, num_gpus: Link(gb_s=1.5, latency_us=40.0 + num_gpus))
-    assert main(["calibrate"]) == 0
+    assert main(["plan", "hardware=this"]) == 0
     path = calibration_file(Machine.here())
-    assert path.parent.parent == tmp_path
-    assert str(path) in capsys.readouterr().out
+    assert f"plan: kept in {path}: remove it to measure again" in capsys.readouterr().err
     found = ThisMachine().here()
     assert {"fp64", "fp32", "bf16"} <= found.tflops.keys()
     assert found.within_host == Link(gb_s=1.5, latency_us=40.0)
     assert found.date["tflops"] == json.loads(path.read_text())["date"]
+    assert main(["plan", "hardware=this"]) == 0
+    assert "measured once" not in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Final
 
@@ -69,12 +69,16 @@ class Link:
     """Microseconds of the smallest message."""
 
 
+Say = Callable[[str], None]
+"""Function that receives a line of progress."""
+
+
 class HardwareChoice(ABC):
     """A choice of the group `hardware`."""
 
     @abstractmethod
-    def here(self) -> Hardware:
-        """Return the figures of the hardware."""
+    def here(self, say: Say | None = None) -> Hardware:
+        """Return the figures of the hardware; with `say`, they may be measured, with a line for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +170,9 @@ class Hardware(HardwareChoice):
             wanted = _INSTEAD[wanted]
         return None if wanted is None else self.tflops[wanted] * 1e12
 
-    def here(self) -> Hardware:
+    def here(self, say: Say | None = None) -> Hardware:
         """Return this object."""
+        del say
         return self
 
     @property
@@ -177,12 +182,15 @@ class Hardware(HardwareChoice):
         return (f"hardware: {self.name}; {'; '.join(dict.fromkeys(parts))}",) if parts else ()
 
 
-def hardware_of(cfg: RunConfig) -> Hardware | None:
-    """Return the hardware that a run is planned for; None if the config names none."""
+def hardware_of(cfg: RunConfig, say: Say | None = None) -> Hardware | None:
+    """Return the hardware that a run is planned for; None if the config names none.
+
+    With `say`, the figures of this machine are measured where they are needed for the first time.
+    """
     if not cfg.hardware:
         return None
     chosen: HardwareChoice = build(cfg.hardware, "hardware")
-    return chosen.here()
+    return chosen.here(say)
 
 
 def hardware_under(device: torch.device) -> Hardware | None:

@@ -1,144 +1,28 @@
-"""`hardware=this`: the memory, cores and GPUs of this machine, and the figures that `trainkit calibrate` measured here.
-
-A calibration is a file of the user, `~/.cache/trainkit/calibration-MACHINE.json`, one for each machine: several
-machines may share a home folder.
-"""
+"""`hardware=this`: the memory, cores and GPUs of this machine, and the figures that were measured here."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import torch
 from torch import nn
 
-from trainkit.cluster.host import num_cores
-from trainkit.errors import AbsentFileError, ConfigError, Problem, UnreadableError
+from trainkit.errors import ConfigError, Problem
 from trainkit.fields import at_least, cosmetic
-from trainkit.files import cache_folder, read_json
-from trainkit.run.estimates.hardware import Band, Hardware, HardwareChoice, Link, recognised
+from trainkit.run.estimates.calibrating import Machine, calibration_of, cpu_fact
+from trainkit.run.estimates.hardware import Band, Hardware, HardwareChoice, Link, Say, recognised
 from trainkit.run.estimates.memory import DeviceMemory
 from trainkit.run.estimates.verdict import HostMemory, verdict_of
 from trainkit.run.planning.memory import memory_of
 from trainkit.run.planning.plan import RunPlan
 from trainkit.storage import num_bytes
 
-VERSION: Final = 1
-"""The version of a calibration's file."""
-_UNCALIBRATED: Final = Band(low=0.1, high=1.0)
-_CALIBRATED: Final = Band(low=0.6, high=1.1)
+_GUESSED: Final = Band(low=0.1, high=1.0)
+_MEASURED: Final = Band(low=0.6, high=1.1)
 """Shares of the rates of single matrix products and copies that a training reaches."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """Identity of a machine for a calibration."""
-
-    cpu: str
-    """The model of the processor."""
-    cores: int
-    """Cores that this process may use."""
-    gpus: tuple[str, ...]
-    """The names of its GPUs."""
-    torch: str
-    """The version of torch."""
-
-    @classmethod
-    def here(cls) -> Machine:
-        """Return this machine."""
-        gpus = tuple(torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count()))
-        processor = _cpu_fact("model name") or "unknown processor"
-        return cls(cpu=processor, cores=num_cores(), gpus=gpus, torch=torch.__version__)
-
-    @property
-    def mark(self) -> str:
-        """Eight characters of a hash of the machine."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:8]
-
-    @property
-    def name(self) -> str:
-        """Description of the machine.
-
-        Example:
-            >>> Machine(cpu="AMD EPYC", cores=2, gpus=(), torch="2.13.0").name
-            'AMD EPYC, 2 cores'
-        """
-        return f"{len(self.gpus)} x {self.gpus[0]}" if self.gpus else f"{self.cpu}, {self.cores} cores"
-
-
-def calibration_file(machine: Machine) -> Path:
-    """Return the file of a machine's calibration, in the cache folder of the user."""
-    return cache_folder() / f"calibration-{machine.mark}.json"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Calibration:
-    """Measurements of `trainkit calibrate` on a machine."""
-
-    date: str
-    """The day, `2026-11-23`."""
-    tflops: Mapping[str, float]
-    """10^12 operations a second of matrix products, by number format."""
-    memory_gb_s: float
-    """10^9 bytes a second, read and written, of a copy."""
-    operation_us: float
-    """Microseconds of an operation on few numbers."""
-    within_host: Link
-    """The link between two processes of this machine."""
-    input_mb_s: float
-    """10^6 bytes a second that one process reads and collates."""
-
-    def document(self, machine: Machine) -> dict[str, Any]:
-        """Return the content of the file."""
-        return {"version": VERSION, "machine": asdict(machine), **asdict(self)}
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Calibration:
-        """Return the calibration that a file holds.
-
-        Raises:
-            ValueError, KeyError, TypeError: the file does not hold a calibration.
-        """
-        if values["version"] != VERSION:
-            raise ValueError(f"its version is {values['version']!r}")
-        numbers = {name: _positive(values[name]) for name in ("memory_gb_s", "operation_us", "input_mb_s")}
-        link = values["within_host"]
-        return cls(
-            date=str(values["date"]),
-            tflops={str(name): _positive(rate) for name, rate in values["tflops"].items()},
-            within_host=Link(gb_s=_positive(link["gb_s"]), latency_us=_positive(link["latency_us"])),
-            **numbers,
-        )
-
-
-def _positive(value: Any) -> float:
-    number = float(value)
-    if not 0 < number < float("inf"):
-        raise ValueError(f"{value!r} is not a rate")
-    return number
-
-
-def calibration_of(machine: Machine) -> Calibration | None:
-    """Return the calibration of a machine; None if there is none.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
-    try:
-        path = calibration_file(machine)
-    except RuntimeError:  # a user without a home folder has no caches
-        return None
-    try:
-        return Calibration.of(read_json(path))
-    except AbsentFileError:
-        return None
-    except (ValueError, KeyError, TypeError, AttributeError, UnreadableError) as error:
-        rule = f"{path} holds no calibration ({error}). Measure again: trainkit calibrate"
-        raise ConfigError([Problem(key="hardware", value="this", rule=rule)]) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,50 +32,49 @@ class ThisMachine(HardwareChoice):
     price_usd_h: Annotated[float | None, at_least(0), cosmetic] = None
     """US dollars for an hour of one device; null: unknown."""
 
-    def here(self) -> Hardware:
+    def here(self, say: Say | None = None) -> Hardware:
         """Return the figures of this machine: measured ones, else estimates from the data of the processor.
 
         Raises:
-            ConfigError: there is a GPU without a calibration, or the calibration file is damaged.
+            ConfigError: there is a GPU whose rates are not measured, or the file of the figures is damaged.
         """
         machine = Machine.here()
-        found = calibration_of(machine)
+        found = calibration_of(machine, say)
         if found is None:
-            return self._uncalibrated(machine)
+            return self._not_measured(machine)
         known = recognised(machine.gpus[0]) if machine.gpus else None
-        text = "trainkit calibrate"
         measured = ("tflops", "memory_gb_s", "operation_us", "within_host", "between_hosts", "input_mb_s")
         return Hardware(
-            name=f"{machine.name}, calibrated",
+            name=machine.name,
             memory_gib=_memory_bytes() / 2**30,
             workspace_mib=None if known is None else known.workspace_mib,
             memory_gb_s=found.memory_gb_s,
             tflops=found.tflops,
             within_host=found.within_host,
             between_hosts=found.within_host,
-            reached=_CALIBRATED,
+            reached=_MEASURED,
             operation_us=found.operation_us,
             input_mb_s=found.input_mb_s,
             price_usd_h=self.price_usd_h,
             whole_host=not machine.gpus,
-            source=dict.fromkeys(measured, text),
+            source=dict.fromkeys(measured, "measured here"),
             date=dict.fromkeys(measured, found.date),
         )
 
-    def _uncalibrated(self, machine: Machine) -> Hardware:
+    def _not_measured(self, machine: Machine) -> Hardware:
         if machine.gpus:
-            rule = f"the rates of {machine.gpus[0]} are not measured yet. Measure them: trainkit calibrate"
+            rule = f"the rates of {machine.gpus[0]} are not measured yet. Measure them: trainkit plan hardware=this"
             raise ConfigError([Problem(key="hardware", value="this", rule=rule)])
         rate = _cpu_tflops(machine.cores)
-        text = f"{machine.cores} cores x operations a cycle x MHz of /proc/cpuinfo; not calibrated: trainkit calibrate"
+        text = f"{machine.cores} cores x operations a cycle x MHz of /proc/cpuinfo"
         return Hardware(
-            name=f"{machine.name}, not calibrated",
+            name=f"{machine.name}, not measured",
             memory_gib=_memory_bytes() / 2**30,
             memory_gb_s=20.0,
             tflops={"fp32": rate, "fp64": rate / 2},
             within_host=Link(gb_s=2.0, latency_us=50.0),
             between_hosts=Link(gb_s=0.125, latency_us=200.0),
-            reached=_UNCALIBRATED,
+            reached=_GUESSED,
             price_usd_h=self.price_usd_h,
             whole_host=True,
             source={"tflops": text, "memory_gb_s": "assumption", "within_host": "assumption"},
@@ -233,18 +116,10 @@ def _within_container(whole: int) -> int:
 
 def _cpu_tflops(cores: int) -> float:
     """Return the peak of fp32: two vector units that multiply and add, at the current frequency."""
-    flags = (_cpu_fact("flags") or "").split()
+    flags = (cpu_fact("flags") or "").split()
     lanes = 16 if "avx512f" in flags else 8 if "avx2" in flags else 4
-    mhz = float(_cpu_fact("cpu MHz") or 2500.0)
+    mhz = float(cpu_fact("cpu MHz") or 2500.0)
     return cores * 2 * 2 * lanes * mhz * 1e6 / 1e12
-
-
-def _cpu_fact(name: str) -> str | None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
 
 
 def crowding_problems(

@@ -16,6 +16,7 @@ from trainkit.report.rate_curve import corners, curve_line, draw_rates
 from trainkit.report.tables import print_rows, print_summary
 from trainkit.storage import num_bytes
 from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
+from trainkit.verbs.support.measured import line_printer
 from trainkit.verbs.support.planned_data import DATA_FLAGS, declared_for
 
 if TYPE_CHECKING:
@@ -146,7 +147,6 @@ def _planned(call: Call, composition: Composition, asked: _Asked) -> _Planned:
     from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - imports torch
 
     try:
-        hardware = hardware_of(composition.cfg)
         data = declared_for(call, composition.cfg)
         launch = asked.launch() or launch_environment_of(composition.cfg)
         splits = None if data is None else data.splits
@@ -160,6 +160,7 @@ def _planned(call: Call, composition: Composition, asked: _Asked) -> _Planned:
             notes += cut_notes(plan, lambda: coupling_of(plan, model))
         plan = plan.resolved(lambda: model)  # resolve `auto` once for all lines of the output
         ends = data is None or data.knows_length or composition.cfg.steps is not None
+        hardware = hardware_of(composition.cfg, line_printer("plan"))
         outlook = outlook_of(plan, model, ends=ends)
         parts = plan.components.strategy.describe_partition(model, plan.context)
         if hardware is not None and hardware.whole_host:

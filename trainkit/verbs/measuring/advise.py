@@ -14,6 +14,7 @@ from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import ConfigError, Problem
 from trainkit.storage import num_bytes
 from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
+from trainkit.verbs.support.measured import line_printer
 from trainkit.verbs.support.planned_data import DATA_FLAGS, declared_for
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def _hardware_of(composition: Composition) -> Hardware:
     from trainkit.run.estimates.hardware import hardware_of  # noqa: PLC0415 - imports torch
 
     try:
-        found = hardware_of(composition.cfg)
+        found = hardware_of(composition.cfg, line_printer("advise"))
     except ConfigError as error:
         raise composition.with_origins(error) from error
     if found is None:

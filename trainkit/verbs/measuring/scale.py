@@ -76,7 +76,7 @@ def _measure(call: Call, composition: Composition, given: Mapping[str, float], *
     from trainkit.scaling.answers import scale_document, scale_lines  # noqa: PLC0415 - the same
     from trainkit.scaling.inputs import HOSTS, assumed, link_of  # noqa: PLC0415 - imports numpy
 
-    what, hardware = _scalable(composition, target), hardware_of(composition.cfg)
+    what, hardware = _scalable(composition, target), hardware_of(composition.cfg, _print_line)
     known: dict[Origin, Mapping[str, float]] = {}
     if not what.on_cpu:
         known["measured"] = {"per_host": float(what.plan.context.num_gpus)}

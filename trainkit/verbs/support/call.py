@@ -35,7 +35,6 @@ VERBS: Final[Mapping[str, str]] = {
     "scale": "predict the speedup of more replicas: scale strategy=mirrored --to-replicas 64",
     "advise": "find the best valid way to train on some devices, by plans: advise --devices 8 --hardware h100_sxm",
     "emit": "print the script or manifest that starts a run on an engine: emit slurm --hosts 2 --gpus-per-host 4",
-    "calibrate": "measure this machine for plans with hardware=this, in about a minute",
     "init": "write a package of your own that can train at once: init NAME",
     "schema": "print the JSON schema of your YAML files, for editors, or of a JSON output: schema config",
     "watch": "show all runs below a folder, live: watch [DIR]",
@@ -46,7 +45,7 @@ MODULES: Final[Mapping[str, str]] = {
     verb: f"trainkit.verbs.{room}.{verb}"
     for room, verbs in {
         "running": ("train", "resume", "prove"),
-        "looking": ("plan", "explain", "diff", "schema", "report", "top", "ls", "calibrate", "watch"),
+        "looking": ("plan", "explain", "diff", "schema", "report", "top", "ls", "watch"),
         "using": ("ensemble", "evaluate", "export", "generate", "predict", "quantize"),
         "starting": ("emit", "init"),
         "measuring": ("advise", "bench", "find", "scale"),
