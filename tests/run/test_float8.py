@@ -19,7 +19,7 @@ from trainkit.config.identity import fingerprint
 from trainkit.errors import ConfigError
 from trainkit.models.gpt import Gpt
 from trainkit.run.equivalence.answers import same_training
-from trainkit.run.equivalence.running import with_precision
+from trainkit.run.equivalence.proving import with_precision
 from trainkit.run.planning.adapters import output_name
 from trainkit.run.planning.build import transformed_model
 from trainkit.run.planning.memory import meta_model

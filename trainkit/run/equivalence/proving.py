@@ -1,42 +1,110 @@
-"""Prove every candidate: compare its training with that of one device."""
+"""Prove every candidate: train a few steps with equal shards, and compare each step with that of one device.
+
+The gradients of a probe are compared with a plain loop's; a rule that is broken is named.
+"""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from torch import nn
+from torch import Tensor, nn
 
+from trainkit.config.identity import difference
 from trainkit.config.schema import RunConfig
-from trainkit.errors import ConfigError, Problem, StorageError
-from trainkit.run.diagnosis import Examiner
+from trainkit.errors import ConfigError, DataError, Problem, StorageError
+from trainkit.frames import first_line
+from trainkit.run.diagnosis import ORDERED, Examiner, Probed, explain_probe, explain_updates
 from trainkit.run.equivalence.answers import Numbers, Proof, Sameness, same_training
-from trainkit.run.equivalence.comparing import compare, moved_by_rounding
-from trainkit.run.equivalence.running import (
-    Case,
-    Diagnosis,
-    Weights,
-    bare,
-    diagnose,
-    reference_weights,
-    weights_by_step,
-    with_precision,
-)
+from trainkit.run.equivalence.comparing import Comparison, Verdict, compare, is_rounding, moved_by_rounding, worst
 from trainkit.run.folder.proof_records import keep_proof
 from trainkit.run.planning.coupling import Coupling
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
+from trainkit.run.runner import train
 from trainkit.storage import reporting
+from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.manifest import list_complete
 
 _ONE_DEVICE: Final = "trainkit.strategies.OneDevice"
+_PRECISION: Final = "trainkit.numerics.Precision"
 _TEMPORARY: Final = "TMPDIR=FOLDER chooses where prove keeps the weights of its trainings."
+
+Weights = Mapping[int, Mapping[str, Tensor]]
+"""Updates -> `param/...` or `buffer/...` -> tensor."""
+
+
+def bare(cfg: RunConfig, steps: int) -> RunConfig:
+    """Return the config with a checkpoint after every step, and without evaluation, callbacks and loggers."""
+    return replace(
+        cfg,
+        stop_at_step=steps,
+        resume=None,
+        quiet=True,
+        callbacks={},
+        logger={},
+        log_every_steps=1,
+        loader=replace(cfg.loader, num_workers=cfg.loader.num_processes),
+        eval=replace(cfg.eval, every_steps=None, every_epochs=None, beside=False),
+        checkpoint=replace(
+            cfg.checkpoint,
+            every_steps=1,
+            every_epochs=None,
+            keep_last=1 << 30,
+            keep_best=0,
+            background=False,
+            export=False,
+        ),
+    )
+
+
+def with_precision(cfg: RunConfig, value: str) -> RunConfig:
+    """Return the config with another precision, and without converted layers, which round to eight bits in any
+    precision.
+    """
+    return replace(cfg, precision={"_target_": _PRECISION, "value": value}, convert={})
+
+
+def _reference_weights(
+    cfg: RunConfig, folder: Path, log: Callable[[str], None]
+) -> tuple[str, dict[int, dict[str, Tensor]]]:
+    """Train the reference in fp64, or in fp32 if the model does not run in fp64.
+
+    Returns:
+        The precision that was used, and the weights after every step.
+    """
+    try:
+        log("reference: one_device in fp64")
+        return "fp64", _weights_by_step(with_precision(cfg, "fp64"), folder / "reference_fp64")
+    except (ConfigError, DataError):
+        raise
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        log(f"the model does not run in fp64 ({first_line(error)}); reference: one_device in fp32")
+        return "fp32", _weights_by_step(with_precision(cfg, "fp32"), folder / "reference_fp32")
+
+
+def last_weights(folder: Path) -> dict[int, dict[str, Tensor]]:
+    """Return the weights in the last checkpoint of a run folder, by its step."""
+    last = max(list_complete(folder / "checkpoints"), key=lambda checkpoint: checkpoint.step)
+    return {last.step: _weights(load(last.folder).tensors)}
+
+
+def _weights_by_step(cfg: RunConfig, folder: Path) -> dict[int, dict[str, Tensor]]:
+    """Train in a folder, and return the weights after every step that has a checkpoint."""
+    train(cfg, run_dir=folder)
+    found = sorted(list_complete(folder / "checkpoints"), key=lambda checkpoint: checkpoint.step)
+    return {one.step: _weights(load(one.folder).tensors) for one in found}
+
+
+def _weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer/")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,60 +152,118 @@ def prove(
     """
     judged = _judged(candidates, steps=steps, same_cut=same_cut, located=located)
     sizes = replace(min(judged, key=lambda one: one.plan.batch.micro_size).plan.cfg.batch, accumulation=None)
+    micro_size = sizes.micro_size
+    assert micro_size is not None, "each plan has one"
     # A candidate whose replicas diverge between synchronisations ends later, at the next synchronisation.
     last = max(one.plan.last_step for one in judged)
     reference = replace(_on_one_device(judged[0].plan.cfg), batch=sizes, stop_at_step=last)
     proofs = []
     with _scratch() as folder:
-        precision, expected = reference_weights(reference, Path(folder), log)
+        precision, expected = _reference_weights(reference, folder, log)
         reference = with_precision(reference, precision)
         examiner = None if reference.optimizers else Examiner(reference)
         for number, one in enumerate(judged):
             log(f"{one.label} on {one.plan.num_replicas} replica{'' if one.plan.num_replicas == 1 else 's'}")
             candidate = with_precision(replace(one.plan.cfg, batch=sizes), precision)
-            found = weights_by_step(candidate, Path(folder) / str(number))
-            case = _case(
-                one, candidate=candidate, reference=reference, examiner=examiner, expected=expected, found=found
+            where = folder / str(number)
+            found = _weights_by_step(candidate, where)
+            masks = examiner.elements_without_gradient if examiner else {}
+            comparisons = compare(
+                expected,
+                found,
+                no_gradient=frozenset(f"param/{name}" for name in (examiner.without_gradient if examiner else ())),
+                without_gradient={f"param/{name}": mask for name, mask in masks.items()},
+                allowed=moved_by_rounding(map(one.plan.highest_rate, range(one.plan.last_step))),
+                exact=candidate.numerics.reproducible,
             )
-            proof = _proof(one, case, diagnose(case, examiner, Path(folder) / str(number)))
-            proofs.append(proof)
-            if (failure := keep_proof(one.started, {"command": command, **_kept(proof)})) is not None:
+            numbers = Numbers(
+                precision=precision, micro_size=micro_size, steps=tuple(found), comparisons=tuple(comparisons)
+            )
+            if not one.plan.components.strategy.facts_in(one.plan.context).changes_maths:
+                numbers = _diagnosed(
+                    numbers,
+                    candidate,
+                    reference,
+                    plan=one.plan,
+                    examiner=examiner,
+                    folder=where,
+                    only_rounded=candidate.numerics.reproducible and is_rounding(expected, found),
+                )
+            proofs.append(
+                Proof(
+                    label=one.label,
+                    replicas=one.plan.num_replicas,
+                    sameness=one.sameness,
+                    numbers=numbers,
+                    notes=one.notes,
+                )
+            )
+            kept = {
+                "command": command,
+                "same_training": None if one.sameness is None else one.sameness.verdict,
+                "same_numbers": numbers.verdict,
+                "micro_size": micro_size,
+                "steps": max(numbers.steps),
+                "precision": precision,
+                "largest_error": max(each.error for each in numbers.comparisons),
+            }
+            if (failure := keep_proof(one.started, kept)) is not None:
                 log(f"the proof could not be saved: {failure}")
     return proofs
 
 
-def _case(
-    one: _Candidate,
-    *,
+def _diagnosed(
+    numbers: Numbers,
     candidate: RunConfig,
     reference: RunConfig,
+    *,
+    plan: RunPlan,
     examiner: Examiner | None,
-    expected: Weights,
-    found: Weights,
-) -> Case:
-    """Compare the weights of a candidate with those of the reference."""
-    masks = examiner.elements_without_gradient if examiner else {}
-    comparisons = compare(
-        expected,
-        found,
-        no_gradient=frozenset(f"param/{name}" for name in (examiner.without_gradient if examiner else ())),
-        without_gradient={f"param/{name}": mask for name, mask in masks.items()},
-        allowed=moved_by_rounding(map(one.plan.highest_rate, range(one.plan.last_step))),
-        exact=candidate.numerics.reproducible,
-    )
-    return Case(
-        label=one.label,
-        reference=reference,
-        plan=one.plan,
-        candidate=candidate,
-        expected=expected,
-        found=found,
-        comparisons=tuple(comparisons),
-    )
+    folder: Path,
+    only_rounded: bool,
+) -> Numbers:
+    """Return the numbers with the gradients of a probe and, if they differ, the rule that the candidate breaks.
+
+    There is no examiner if the run has several optimizers: a plain loop has one.
+
+    Raises:
+        TrainkitError: the probe failed.
+    """
+    differs = worst(numbers.comparisons) == "different"
+    if examiner is None:
+        return replace(numbers, explanation=("not explained: the run has several optimizers",) if differs else ())
+    own = replace(candidate, strategy=reference.strategy)
+    apart = [one for one in difference(reference, own) if one.matters]
+    if apart:  # the rules are applied at the candidate's own settings
+        examiner = Examiner(own)
+    probed = examiner.probe(candidate, num_replicas=plan.num_replicas, folder=folder.with_name(f"{folder.name}_probe"))
+    numbers = replace(numbers, gradients=tuple(_gradients(probed)))
+    if probed.differs:
+        return replace(numbers, explanation=tuple(explain_probe(probed)))
+    if not differs:
+        return numbers
+    if only_rounded:
+        return replace(numbers, explanation=(ORDERED,))
+    try:
+        updates = examiner.replay(num_replicas=plan.num_replicas, folder=folder)
+    except Exception as error:  # noqa: BLE001 - a user's optimizer may fail in any way outside of its strategy
+        lines = [f"not explained: an update cannot be replayed by itself ({type(error).__name__}: {error})"]
+    else:
+        keys = ", ".join(f"{one.key} is {one.right} here and {one.left} in the reference" for one in apart)
+        is_config = bool(apart and not updates.differences)
+        lines = [f"explained by: the config: {keys}"] if is_config else list(explain_updates(updates))
+    return replace(numbers, explanation=tuple(lines))
+
+
+def _gradients(probed: Probed) -> Iterator[Comparison]:
+    for name, error in probed.errors.items():
+        first = probed.first.get(name)
+        verdict: Verdict = "different" if first is not None else "rounding" if error else "equal"
+        yield Comparison(name=f"gradient/{name}", verdict=verdict, error=error, first_step=first)
 
 
 @contextmanager
-def _scratch() -> Iterator[str]:
+def _scratch() -> Iterator[Path]:
     """Make a temporary folder for the weights of all trainings.
 
     Raises:
@@ -150,7 +276,7 @@ def _scratch() -> Iterator[str]:
     with temporary as folder:
         try:
             with reporting(Path(folder)):
-                yield folder
+                yield Path(folder)
         except StorageError as error:
             raise StorageError(f"{error} {_TEMPORARY}") from error
 
@@ -200,35 +326,3 @@ def _coupling(plan: RunPlan, model: nn.Module, known: dict[str, Coupling]) -> Co
 
 def _on_one_device(cfg: RunConfig) -> RunConfig:
     return replace(cfg, strategy={"_target_": _ONE_DEVICE, "device": "auto"})
-
-
-def _proof(one: _Candidate, case: Case, diagnosis: Diagnosis) -> Proof:
-    micro_size = case.candidate.batch.micro_size
-    assert micro_size is not None
-    return Proof(
-        label=one.label,
-        replicas=one.plan.num_replicas,
-        sameness=one.sameness,
-        numbers=Numbers(
-            precision=case.candidate.precision["value"],
-            micro_size=micro_size,
-            steps=tuple(case.found),
-            comparisons=case.comparisons,
-            gradients=diagnosis.gradients,
-            explanation=diagnosis.lines,
-        ),
-        notes=one.notes,
-    )
-
-
-def _kept(proof: Proof) -> dict[str, Any]:
-    """Return the content of the record of a proof."""
-    numbers = proof.numbers
-    return {
-        "same_training": None if proof.sameness is None else proof.sameness.verdict,
-        "same_numbers": numbers.verdict,
-        "micro_size": numbers.micro_size,
-        "steps": max(numbers.steps),
-        "precision": numbers.precision,
-        "largest_error": max(one.error for one in numbers.comparisons),
-    }
