@@ -107,7 +107,7 @@ def simulated(inputs: Mapping[str, InputValue]) -> Fit:
     return Fit(work=work(values), draw=draw)
 
 
-def parse_assumptions(text: str, inputs: Mapping[str, Input]) -> dict[str, float]:
+def parse_assumptions(text: str | None, inputs: Mapping[str, Input]) -> dict[str, float]:
     """Return the values of `--assume`, which name some of the inputs.
 
     Example:
@@ -119,7 +119,7 @@ def parse_assumptions(text: str, inputs: Mapping[str, Input]) -> dict[str, float
     """
     found: dict[str, float] = {}
     problems: list[Problem] = []
-    for item in text.split(","):
+    for item in [] if text is None else text.split(","):
         name, equals, value = (part.strip() for part in item.partition("="))
         if name not in inputs:
             rule = f"is not an input here. {nearest(name, inputs)}"

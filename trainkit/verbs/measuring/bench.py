@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.config.composition import Level
@@ -14,11 +14,11 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import redacted_argument
 from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
 from trainkit.verbs.support.measured import (
+    Results,
     launch_problems,
     line_printer,
+    measure,
     out_problems,
-    result_folder,
-    show_results,
     training_problems,
 )
 
@@ -49,47 +49,50 @@ def run(call: Call) -> int:
     problems += [] if points is None else dict.fromkeys(_choice_problems(call, points))
     if problems or points is None:
         raise ConfigError(problems)
-    return _measure_data(call, points[0]) if "data" in call.flags else _measure(call, points)
+    if "data" in call.flags:
+        from trainkit.measuring.workers import FEWEST_STEPS  # noqa: PLC0415 - imports torch
+
+        (candidate,) = _candidates(points, fewest=FEWEST_STEPS)
+        return measure(call, "bench", partial(_measured_data, call, points[0], candidate))
+    return measure(call, "bench", partial(_measured, call, points, _candidates(points)))
 
 
-def _measure(call: Call, points: Sequence[Composition]) -> int:
-    """Measure the choices, and print them."""
+def _measured(call: Call, points: Sequence[Composition], candidates: Sequence[Candidate]) -> Results:
+    """Measure the choices."""
     from trainkit.measuring.bench import bench  # noqa: PLC0415 - imports torch
     from trainkit.measuring.showing import document, table_lines  # noqa: PLC0415 - the same
 
-    candidates, target = _candidates(points), _target(call, points)
+    target = _target(call, points)
     rounds, steps = call.number("rounds") or (3 if target is None else 1), call.number("steps")
-    with result_folder("bench", call.flags.get("out")) as folder:
-        found = bench(candidates, rounds=rounds, steps=steps, target=target, log=_print_line)
-        notes = list(dict.fromkeys([*(note for point in points for note in point.notes), *_energy_notes(found)]))
-        content = document(found, command=call.command, rounds=rounds, target=target, notes=notes)
-        _show(call, folder, content, table_lines(found, target=target))
-    return int(not all(one.is_measured for one in found))
+    found = bench(candidates, rounds=rounds, steps=steps, target=target, log=_print_line)
+    notes = list(dict.fromkeys([*(note for point in points for note in point.notes), *_energy_notes(found)]))
+    content = document(found, command=call.command, rounds=rounds, target=target, notes=notes)
+    is_failed = not all(one.is_measured for one in found)
+    return _results(content, table_lines(found, target=target), is_failed=is_failed)
 
 
-def _measure_data(call: Call, point: Composition) -> int:
-    """Measure numbers of data loading processes, and print the one to use."""
+def _measured_data(call: Call, point: Composition, candidate: Candidate) -> Results:
+    """Measure numbers of data loading processes, and find the one to use."""
     from trainkit.measuring.showing import data_lines, document  # noqa: PLC0415 - imports torch
-    from trainkit.measuring.workers import FEWEST_STEPS, search_workers  # noqa: PLC0415 - the same
+    from trainkit.measuring.workers import search_workers  # noqa: PLC0415 - the same
     from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - the same
 
-    cfg = _candidates([point], fewest=FEWEST_STEPS)[0].cfg
+    cfg = candidate.cfg
     plan = make_plan(cfg)
     rounds, ranks = call.number("rounds") or 1, len(plan.tasks)
-    with result_folder("bench", call.flags.get("out")) as folder:
-        found = search_workers(cfg, num_steps=plan.num_steps, num_ranks=ranks, rounds=rounds, log=_print_line)
-        content = document(found.choices, command=call.command, rounds=rounds, notes=point.notes)
-        _show(call, folder, {**content, "data": found.to_json()}, data_lines(found))
-    return int(not found.choices[0].is_measured)
+    found = search_workers(cfg, num_steps=plan.num_steps, num_ranks=ranks, rounds=rounds, log=_print_line)
+    content = document(found.choices, command=call.command, rounds=rounds, notes=point.notes)
+    is_failed = not found.choices[0].is_measured
+    return _results({**content, "data": found.to_json()}, data_lines(found), is_failed=is_failed)
 
 
-def _show(call: Call, folder: Path, content: Mapping[str, Any], lines: Iterable[str]) -> None:
+def _results(content: Mapping[str, Any], lines: Iterable[str], *, is_failed: bool) -> Results:
     from trainkit.report.drawing import bench_request  # noqa: PLC0415 - not for --help
 
     measured = [one for one in content["choices"] if one["samples_per_s"] is not None]
     shown = [{name: one[name] for name in ("label", "samples_per_s", "parts_s")} for one in measured]
-    picture = bench_request(folder / "bench.png", title=content["command"], choices=shown) if shown else None
-    show_results(call, folder, "bench", content, lines, picture=picture)
+    picture = partial(bench_request, title=content["command"], choices=shown) if shown else None
+    return Results(content=content, lines=lines, picture=picture, is_failed=is_failed)
 
 
 def _points(call: Call, problems: list[Problem]) -> list[Composition] | None:

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.errors import MISSING, ConfigError, Problem
 from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
-from trainkit.verbs.support.measured import (
-    composed,
-    launch_problems,
-    line_printer,
-    out_problems,
-    result_folder,
-    show_results,
-)
+from trainkit.verbs.support.measured import Results, begin, line_printer, measure
 
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
@@ -56,55 +48,49 @@ def run(call: Call) -> int:
     if what not in WORDS:
         rule = f"finds one of {', '.join(WORDS)}: trainkit find {WORDS[0]} OVERRIDES."
         raise ConfigError([Problem(key="find", value=what or MISSING, rule=rule, origin=COMMAND_LINE)])
-    problems = [*_flag_problems(call, what), *launch_problems("find", "try every value")]
-    point = composed(replace(call, arguments=()), problems)
-    if problems or point is None:
-        raise ConfigError(problems)
-    return _find_lr(call, point) if what == "lr" else _find_micro_size(call, point)
+    flags = {**FLAGS, "steps": replace(FLAGS["steps"], least=10 if what == "lr" else 1)}
+    point = begin(call, flags, "try every value", _flag_problems(call, what))
+    plan = _plan(point, _rate_problems if what == "lr" else lambda _: ())
+    find = _find_lr if what == "lr" else _find_micro_size
+    return measure(call, f"find_{what}", partial(find, call, point, plan), keeps=False)
 
 
-def _find_lr(call: Call, point: Composition) -> int:
+def _find_lr(call: Call, point: Composition, plan: RunPlan) -> Results:
     from trainkit.measuring.find_showing import rate_document, rate_lines  # noqa: PLC0415 - imports torch
     from trainkit.measuring.range_test import range_config, range_test  # noqa: PLC0415 - the same
     from trainkit.report.drawing import range_request  # noqa: PLC0415 - the same
 
-    plan = _plan(point, _rate_problems)
     low, high = _rates(call)
     steps = call.number("steps") or _STEPS
     _print_line(f"{steps} steps from {low:g} to {high:g}, until the loss diverges")
     cfg = range_config(point.cfg, low=low, high=high, steps=steps, peak=plan.rate.peak)
-    with ExitStack() as stack:
-        folder = _folder(call, stack)
-        found = range_test(cfg)
-        content = rate_document(
-            found,
-            command=call.command,
-            asked=(low, high, steps),
-            global_size=plan.batch.global_size,
-            scale=plan.rate.peak / plan.rate.base,
-            notes=[*point.notes, *_range_notes(plan, found)],
-        )
-        picture = None if folder is None else range_request(folder / "find_lr.png", title=call.command, content=content)
-        show_results(call, folder, "find_lr", content, rate_lines(found, content), picture=picture)
-    return int(found.curve.steepest is None)
+    found = range_test(cfg)
+    content = rate_document(
+        found,
+        command=call.command,
+        asked=(low, high, steps),
+        global_size=plan.batch.global_size,
+        scale=plan.rate.peak / plan.rate.base,
+        notes=[*point.notes, *_range_notes(plan, found)],
+    )
+    return Results(
+        content=content,
+        lines=rate_lines(found, content),
+        picture=lambda path: range_request(path, title=call.command, content=content),
+        is_failed=found.curve.steepest is None,
+    )
 
 
-def _find_micro_size(call: Call, point: Composition) -> int:
+def _find_micro_size(call: Call, point: Composition, plan: RunPlan) -> Results:
     from trainkit.measuring.find_showing import size_document, size_lines  # noqa: PLC0415 - imports torch
     from trainkit.measuring.micro_sizes import overrides_for, search_micro_size  # noqa: PLC0415 - the same
 
-    plan = _plan(point, lambda _: ())
     rounds, steps = call.number("rounds") or 1, call.number("steps")
-    with ExitStack() as stack:
-        folder = _folder(call, stack)
-        found = search_micro_size(
-            point.cfg, plan, memory=_host_memory(plan), rounds=rounds, steps=steps, log=_print_line
-        )
-        overrides = overrides_for(point.cfg, found)
-        notes = [*point.notes, *_size_notes(plan)]
-        content = size_document(found, command=call.command, rounds=rounds, overrides=overrides, notes=notes)
-        show_results(call, folder, "find_micro_size", content, size_lines(found, overrides))
-    return int(found.best is None)
+    found = search_micro_size(point.cfg, plan, memory=_host_memory(plan), rounds=rounds, steps=steps, log=_print_line)
+    overrides = overrides_for(point.cfg, found)
+    notes = [*point.notes, *_size_notes(plan)]
+    content = size_document(found, command=call.command, rounds=rounds, overrides=overrides, notes=notes)
+    return Results(content=content, lines=size_lines(found, overrides), is_failed=found.best is None)
 
 
 def _plan(point: Composition, problems_of: Any) -> RunPlan:
@@ -182,11 +168,8 @@ def _flag_problems(call: Call, what: str) -> Iterator[Problem]:
     for name in call.flags:
         if _OF_ONE.get(name, what) != what:
             yield call.problem(name, f"has no effect with find {what}.")
-    least = 10 if what == "lr" else 1
-    yield from call.number_problems({**FLAGS, "steps": replace(FLAGS["steps"], least=least)})
     if what == "lr":
         yield from _range_problems(call)
-    yield from out_problems(call)
 
 
 def _range_problems(call: Call) -> Iterator[Problem]:
@@ -208,9 +191,3 @@ def _rates(call: Call) -> tuple[float, float]:
         except ValueError:
             found.append(float("nan"))
     return found[0], found[1]
-
-
-def _folder(call: Call, stack: ExitStack) -> Path | None:
-    """Create and return the folder of `--out`; None without the flag."""
-    out = call.flags.get("out")
-    return None if out is None else stack.enter_context(result_folder("find", out))

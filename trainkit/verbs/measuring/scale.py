@@ -9,19 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.errors import ConfigError, Problem
 from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
-from trainkit.verbs.support.measured import (
-    composed,
-    launch_problems,
-    line_printer,
-    out_problems,
-    result_folder,
-    show_results,
-)
+from trainkit.verbs.support.measured import Results, begin, line_printer, measure
 
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
@@ -48,35 +42,35 @@ def run(call: Call) -> int:
     """Print the predictions for more replicas; return 1 if a measurement failed."""
     from trainkit.scaling.inputs import HOSTS, SIMULATED, assumed, parse_assumptions  # noqa: PLC0415 - imports numpy
 
-    simulates, given = "simulate" in call.flags, dict[str, float]()
-    problems, inputs = list(_problems(call)), SIMULATED if simulates else HOSTS
+    simulates, given, problems = "simulate" in call.flags, dict[str, float](), list(_problems(call))
     try:
-        given = parse_assumptions(call.flags["assume"], inputs) if "assume" in call.flags else {}
+        given = parse_assumptions(call.flags.get("assume"), SIMULATED if simulates else HOSTS)
     except ConfigError as error:
         problems += error.problems
-    composition = None if simulates else composed(call, problems)
-    if problems:
+    if not simulates:
+        composition = begin(call, FLAGS, "measure", problems)
+        what = _scalable(composition, int(call.flags["to-replicas"]))
+        return measure(call, "scale", partial(_measured, call, composition, what, given))
+    if problems := [*call.number_problems(FLAGS), *problems]:
         raise ConfigError(problems)
     target, seed = int(call.flags["to-replicas"]), call.number("seed") or 0
-    if composition is not None:
-        return _measure(call, composition, given, target=target, seed=seed)
     from trainkit.scaling.answers import scale_lines, simulated_document  # noqa: PLC0415 - imports torch
 
     found = simulated_document(assumed(SIMULATED, {"given": given}), target, seed=seed)
     lines = scale_lines(found, f"prediction for {target:,} replicas, without a measurement")
-    show_results(call, None, "scale", asdict(found), lines)
-    return 0
+    return measure(call, "scale", lambda: Results(content=asdict(found), lines=lines), keeps=False)
 
 
-def _measure(call: Call, composition: Composition, given: Mapping[str, float], *, target: int, seed: int) -> int:
-    """Measure a few replicas, fit the model to them, and print its predictions; return 1 if a measurement failed."""
-    from trainkit.measuring.replicas import fitted, measure, measured_shares  # noqa: PLC0415 - imports torch
+def _measured(call: Call, composition: Composition, what: Scalable, given: Mapping[str, float]) -> Results | None:
+    """Measure a few replicas, and fit the model to them; None if a measurement failed."""
+    from trainkit.measuring.replicas import fitted, measured_shares  # noqa: PLC0415 - imports torch
+    from trainkit.measuring.replicas import measure as measure_replicas  # noqa: PLC0415 - the same
     from trainkit.report.drawing import scale_request  # noqa: PLC0415 - not for --help
     from trainkit.run.estimates.hardware import hardware_of  # noqa: PLC0415 - imports torch
     from trainkit.scaling.answers import scale_document, scale_lines  # noqa: PLC0415 - the same
     from trainkit.scaling.inputs import HOSTS, assumed, link_of  # noqa: PLC0415 - imports numpy
 
-    what, hardware = _scalable(composition, target), hardware_of(composition.cfg, _print_line)
+    target, hardware = int(call.flags["to-replicas"]), hardware_of(composition.cfg, _print_line)
     known: dict[Origin, Mapping[str, float]] = {}
     if not what.on_cpu:
         known["measured"] = {"per_host": float(what.plan.context.num_gpus)}
@@ -87,29 +81,30 @@ def _measure(call: Call, composition: Composition, given: Mapping[str, float], *
     inputs = assumed(HOSTS, {**known, "given": given})
     values = {name: one.value for name, one in inputs.items()}
     batch, strategy = what.plan.batch.global_size, composition.choices.get("strategy")
-    with result_folder("scale", call.flags.get("out")) as folder:
-        measured = measure(what, target, rounds=call.number("rounds") or 2, steps=call.number("steps"), log=_print_line)
-        if measured.failures:
-            sys.stderr.write("".join(f"scale: failed: {line}\n" for line in measured.failures))
-            return 1
-        fit = fitted(what, measured, None if hardware is None else hardware.within_host)
-        found = scale_document(
-            fit.on_hosts(int(values["per_host"]) or None, link_of(values)),
-            target,
-            inputs,
-            what.at(2).remedies,
-            seed=seed,
-            measured=measured_shares(measured),
-            has_tables=what.has_tables,
-            on_cpu=what.on_cpu,
-            notes=[*composition.notes, *_notes(what, values, hardware, is_checked=bool(fit.checks))],
-        )
-        title = f"scale of {what.plan.cfg.name}: strategy={strategy}, batch.global_size={batch}"
-        content = asdict(found)
-        picture = scale_request(folder / "scale.png", title=title, content=content)
-        lines = scale_lines(found, title, num_servers=what.at(2).remedies.num_servers)
-        show_results(call, folder, "scale", content, lines, picture=picture)
-    return 0
+    rounds, steps = call.number("rounds") or 2, call.number("steps")
+    measured = measure_replicas(what, target, rounds=rounds, steps=steps, log=_print_line)
+    if measured.failures:
+        sys.stderr.write("".join(f"scale: failed: {line}\n" for line in measured.failures))
+        return None
+    fit = fitted(what, measured, None if hardware is None else hardware.within_host)
+    found = scale_document(
+        fit.on_hosts(int(values["per_host"]) or None, link_of(values)),
+        target,
+        inputs,
+        what.at(2).remedies,
+        seed=call.number("seed") or 0,
+        measured=measured_shares(measured),
+        has_tables=what.has_tables,
+        on_cpu=what.on_cpu,
+        notes=[*composition.notes, *_notes(what, values, hardware, is_checked=bool(fit.checks))],
+    )
+    title = f"scale of {what.plan.cfg.name}: strategy={strategy}, batch.global_size={batch}"
+    content, num_servers = asdict(found), what.at(2).remedies.num_servers
+    return Results(
+        content=content,
+        lines=scale_lines(found, title, num_servers=num_servers),
+        picture=lambda path: scale_request(path, title=title, content=content),
+    )
 
 
 def _notes(
@@ -149,14 +144,11 @@ def _scalable(composition: Composition, target: int) -> Scalable:
 
 def _problems(call: Call) -> Iterator[Problem]:
     """Yield the problems of the flags, and the arguments that have no meaning."""
-    yield from call.number_problems(FLAGS)
     if "to-replicas" not in call.flags:
         yield call.problem("to-replicas", f"is needed: {FLAGS['to-replicas'].help}.")
-    yield from out_problems(call)
     for word in call.arguments:
         yield Problem(key=word, rule="is not an argument of scale. Set a key by key=value.", origin=COMMAND_LINE)
     if "simulate" not in call.flags:
-        yield from launch_problems("scale", "measure")
         return
     for name in _MEASURING:
         if name in call.flags:

@@ -1,11 +1,12 @@
-"""Functions shared by the verbs that measure trainings: refusals, the folder of the results, progress lines."""
+"""The skeleton of the verbs that measure trainings: refusals, the folder and the results, progress lines."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,7 +15,7 @@ from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.values import path_rule
 from trainkit.errors import ConfigError, Problem
 from trainkit.report.json_output import print_json
-from trainkit.verbs.support.call import Call
+from trainkit.verbs.support.call import Call, Flag
 
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
@@ -60,14 +61,25 @@ def training_problems(verb: str, composition: Composition) -> Iterator[Problem]:
         yield composition.problem("resume", rule, value=resumed)
 
 
-def composed(call: Call, problems: list[Problem]) -> Composition | None:
-    """Compose the one training that a verb measures; None if that adds problems."""
+def begin(call: Call, flags: Mapping[str, Flag], what: str, problems: Iterable[Problem] = ()) -> Composition:
+    """Compose the one training that a verb measures.
+
+    Args:
+        call: the call.
+        flags: the flags of the verb.
+        what: what each process of a launcher would do.
+        problems: problems of the verb's own rules.
+
+    Raises:
+        ConfigError: those, and the problems of flags, launch and config.
+    """
+    found = [*call.number_problems(flags), *problems, *out_problems(call), *launch_problems(call.verb, what)]
     try:
         composition = call.compose()
     except ConfigError as error:
-        problems += error.problems
-        return None
-    problems += training_problems(call.verb, composition)
+        raise ConfigError([*found, *error.problems]) from None
+    if found := [*found, *training_problems(call.verb, composition)]:
+        raise ConfigError(found)
     return composition
 
 
@@ -101,41 +113,52 @@ def result_folder(verb: str, out: str | None) -> Iterator[Path]:
                 folder.rmdir()  # not if it contains any file
 
 
-def show_results(
-    call: Call,
-    folder: Path | None,
-    name: str,
-    content: Mapping[str, Any],
-    lines: Iterable[str],
-    *,
-    picture: Mapping[str, Any] | None = None,
-) -> None:
-    """Write the results of a measurement into its folder, if there is one, and print them.
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """The results of a measurement."""
+
+    content: Mapping[str, Any]
+    """The document, with its `notes`."""
+    lines: Iterable[str]
+    """The text of the results."""
+    picture: Callable[[Path], Mapping[str, Any]] | None = None
+    """Function from the file of the plot to its request; None: nothing is drawn."""
+    is_failed: bool = False
+    """Whether a measurement failed, or found nothing."""
+
+
+def measure(call: Call, name: str, work: Callable[[], Results | None], *, keeps: bool = True) -> int:
+    """Measure, write the results into their folder, and print them; return the exit code.
 
     Args:
-        call: its flag `json` asks for the content instead of the lines.
-        folder: the folder of `NAME.json` and `NAME.png`.
-        name: the name of the files.
-        content: the document, with its `notes`.
-        lines: the text of the results.
-        picture: the request for the plot; None: nothing is drawn.
+        call: its flag `out` names the folder; its flag `json` asks for the content instead of the lines.
+        name: the name of the files: NAME.json and NAME.png.
+        work: measures; None: it failed without results.
+        keeps: whether results are written without `--out`, too.
     """
     from trainkit.files import write_json_atomically  # noqa: PLC0415 - not for --help
     from trainkit.report.drawing import Drawing  # noqa: PLC0415 - the same
     from trainkit.storage import reporting  # noqa: PLC0415 - the same
 
-    notes = list(content["notes"])
-    if folder is not None:
-        if picture is not None and (failure := Drawing(dict(picture)).wait(_DRAWING_S)):
-            notes.append(f"{name}.png is not drawn: {failure}")
-        content = {**content, "notes": notes}
-        with reporting(folder):
-            write_json_atomically(folder / f"{name}.json", content)
-    if "json" in call.flags:
-        print_json(content)
-        return
-    rest = [*(f"  note: {note}" for note in notes), *([] if folder is None else [f"  folder  {folder}"])]
-    sys.stdout.write("\n".join([*lines, *([""] if rest else []), *rest]) + "\n")
+    out = call.flags.get("out")
+    with result_folder(call.verb, out) if keeps or out is not None else nullcontext() as folder:
+        found = work()
+        if found is None:
+            return 1
+        notes = list(found.content["notes"])
+        content = {**found.content, "notes": notes}
+        if folder is not None:
+            request = found.picture and found.picture(folder / f"{name}.png")
+            if request and (failure := Drawing(request).wait(_DRAWING_S)):
+                notes.append(f"{name}.png is not drawn: {failure}")
+            with reporting(folder):
+                write_json_atomically(folder / f"{name}.json", content)
+        if "json" in call.flags:
+            print_json(content)
+        else:
+            rest = [*(f"  note: {note}" for note in notes), *([] if folder is None else [f"  folder  {folder}"])]
+            sys.stdout.write("\n".join([*found.lines, *([""] if rest else []), *rest]) + "\n")
+    return int(found.is_failed)
 
 
 def line_printer(verb: str) -> Callable[[str], None]:
