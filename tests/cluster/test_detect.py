@@ -276,10 +276,8 @@ WHOLE = "must be a whole number, 0 or more. Correct it, or ignore the launch: TR
         (LOOPBACK, "RANK", "x", WHOLE),
         (LOOPBACK, "RANK", "²", WHOLE),
         (LOOPBACK, "RANK", "2", "must be less than WORLD_SIZE=2"),
-        (LOOPBACK, "WORLD_SIZE", "1000000000", "must be 100,000 or less"),
         (LOOPBACK, "LOCAL_WORLD_SIZE", "9", "must be WORLD_SIZE=2 or less"),
         (LOOPBACK, "MASTER_PORT", "70000", "must be a port, 65535 at most"),
-        (LOOPBACK, "MASTER_ADDR", "a b", "must be the name or address of a host"),
         (STEP, "SLURM_LOCALID", "7", "must be less than the 1 tasks of its node"),
         ({}, "PET_NNODES", "x", "must be a whole number, 1 or more"),
     ],
@@ -288,13 +286,6 @@ def test_a_malformed_variable_is_refused(environ: dict[str, str], name: str, val
     (problem,) = refused(lambda: detect({**environ, name: value}))
     assert problem.startswith(name)
     assert rule in problem
-
-
-@pytest.mark.parametrize(("environ", "name"), [(LOOPBACK, "RANK"), (STEP, "SLURM_PROCID")])
-def test_a_number_of_thousands_of_digits_is_no_number(environ: dict[str, str], name: str) -> None:
-    (problem,) = refused(lambda: detect({**environ, name: "1" * 5000}))
-    assert problem.startswith(f"{name}=111")
-    assert len(problem) < 600
 
 
 FOUR: dict[str, Any] = {"chief": "a:1", "worker": ("b:1", "b:2"), "evaluator": ("c:1",)}

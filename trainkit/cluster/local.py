@@ -30,26 +30,20 @@ def _tf_config(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     return None if tf_config is None else launch_of(tf_config.members, tf_config.task, kind=tf_config.variable)
 
 
-LAUNCHERS: Final[Mapping[str, Callable[[Mapping[str, str]], LaunchEnvironment | None]]] = {
-    "torchrun": torchrun,
-    "environment": by_hand,
-    "tf_config": _tf_config,
-    "openmpi": open_mpi,
-    "mpich": mpich,
-    "slurm": slurm,
-    "pet": pet,
+LAUNCHERS: Final[Mapping[str, tuple[Callable[[Mapping[str, str]], LaunchEnvironment | None], tuple[str, ...]]]] = {
+    "torchrun": (torchrun, ("TORCHELASTIC_RUN_ID",)),
+    "environment": (by_hand, ("RANK", "WORLD_SIZE")),
+    "tf_config": (_tf_config, ("TF_CONFIG", "CLUSTER_SPEC")),
+    "openmpi": (open_mpi, ("OMPI_COMM_WORLD_SIZE",)),
+    "mpich": (mpich, ("PMI_SIZE",)),
+    "slurm": (slurm, ("SLURM_STEP_ID",)),
+    "pet": (pet, ("PET_NNODES",)),
 }
-"""Launcher -> function that detects it in an environment, the innermost launcher first.
+"""Launcher -> function that reads it, and the variables of which it sets at least one; the innermost launcher first.
 
 torchrun started by srun is torchrun; mpirun in a job of SLURM is mpirun; variables that a user sets in a shell are
 inside of the launcher that started the shell.
 """
-_MARKS: Final[Mapping[str, tuple[str, ...]]] = {
-    "torchrun": ("TORCHELASTIC_RUN_ID",), "environment": ("RANK", "WORLD_SIZE"),
-    "tf_config": ("TF_CONFIG", "CLUSTER_SPEC"), "openmpi": ("OMPI_COMM_WORLD_SIZE",), "mpich": ("PMI_SIZE",),
-    "slurm": ("SLURM_STEP_ID",), "pet": ("PET_NNODES",),
-}  # fmt: skip
-"""Launcher -> variables that it sets, at least one of them in each of its processes."""
 
 
 def detect(environ: Mapping[str, str], *, launcher: str = "auto") -> LaunchEnvironment | None:
@@ -79,12 +73,12 @@ def detect(environ: Mapping[str, str], *, launcher: str = "auto") -> LaunchEnvir
         return None
     if asked != "auto":
         return _forced(asked, environ)
-    for name, found in LAUNCHERS.items():
-        given = [bool(environ.get(mark)) for mark in _MARKS[name]]
+    for name, (found, marks) in LAUNCHERS.items():
+        given = [bool(environ.get(mark)) for mark in marks]
         launch = found(environ) if any(given) and (name != "environment" or all(given)) else None
         if launch is not None:
             return _shared(launch, environ)
-    if environ.get("WORLD_SIZE") == "1" or not any(environ.get(mark) for mark in _MARKS["environment"]):
+    if environ.get("WORLD_SIZE") == "1" or not (environ.get("RANK") or environ.get("WORLD_SIZE")):
         return None
     half = by_hand(environ)  # only one of the two variables is set: the error names the missing one
     return None if half is None else _shared(half, environ)
@@ -106,9 +100,10 @@ def _forced(name: str, environ: Mapping[str, str]) -> LaunchEnvironment | None:
         hint = f"Did you mean {near}? " if near else ""
         rule = f"no such launcher. {hint}There are: {', '.join(LAUNCHERS)}, auto and none."
         raise ConfigError([Problem(key=key, value=name, rule=rule, origin=origin)])
-    launch = LAUNCHERS[name](environ)
+    found, marks = LAUNCHERS[name]
+    launch = found(environ)
     if launch is None:
-        rule = f"this process was not started by it, or is the only one: see {' and '.join(_MARKS[name])}."
+        rule = f"this process was not started by it, or is the only one: see {' and '.join(marks)}."
         raise ConfigError([Problem(key=key, value=name, rule=rule, origin=origin)])
     return _shared(launch, environ)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -10,9 +9,7 @@ from trainkit.cluster.address import Address
 from trainkit.config.values import whole_number
 from trainkit.errors import MISSING, ConfigError, Problem
 
-_MOST_RANKS: Final = 100_000
 _REMEDY: Final = "Correct it, or ignore the launch: TRAINKIT_LAUNCHER=none."
-_HOST: Final = re.compile(r"[\w.:%\[\]-]{1,253}")
 
 
 class Variables:
@@ -62,9 +59,7 @@ class Variables:
         """Return a rank and the number of ranks: `RANK` and `WORLD_SIZE`."""
         before = len(self.problems)
         rank, size = self.number(rank_name), self.number(size_name, least=1)
-        if len(self.problems) == before and size > _MOST_RANKS:
-            self.report(size_name, f"must be {_MOST_RANKS:,} or less. {_REMEDY}")
-        elif len(self.problems) == before and rank >= size:
+        if len(self.problems) == before and rank >= size:
             self.report(rank_name, f"must be less than {size_name}={size}. {_REMEDY}")
         return rank, size
 
@@ -84,8 +79,6 @@ class Variables:
         """
         host_name, port_name = names
         chosen = self._environ.get(host_name) or (self.text(host_name) if host is None else host)
-        if not _HOST.fullmatch(chosen) and chosen == self._environ.get(host_name):
-            self.report(host_name, f"must be the name or address of a host. {_REMEDY}")
         number = self.number(port_name, default=port, least=1)
         if number > 65535:
             self.report(port_name, f"must be a port, 65535 at most. {_REMEDY}")

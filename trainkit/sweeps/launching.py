@@ -9,8 +9,9 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
@@ -23,6 +24,7 @@ from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.identity import tag_of
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import SweepConfig as Settings
+from trainkit.config.targets.build import build
 from trainkit.config.values import path_rule
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import Tag
@@ -35,6 +37,9 @@ from trainkit.sweeps.loop.sweep import Sweep
 from trainkit.sweeps.results.job_results import SWEEP_FILE
 from trainkit.sweeps.screen import print_line
 from trainkit.trainer.ownership import free_name
+
+if TYPE_CHECKING:
+    from trainkit.strategies.base import Strategy
 
 _ENTRY: Final = (sys.executable, "-m", "trainkit")
 
@@ -68,6 +73,9 @@ class Launching:
         ConfigError: this machine does not have the requested slots.
     """
 
+    runs_here: ClassVar[bool] = True
+    """Whether jobs are processes of this machine."""
+
     def __init__(self, *, hydra_context: HydraContext, config: DictConfig) -> None:
         self._loader: Any = hydra_context.config_loader
         self._config = config
@@ -77,26 +85,22 @@ class Launching:
         with open_dict(config):
             config.hydra.sweep.dir = str(self._folder)  # the sweeper writes into it too
         self._jobs: dict[str, SweepJob] = {}
-        self._sweep: Sweep | None = None
         self._warm: WarmStarter | None = None
         self._kept = False
 
-    @property
+    @cached_property
     def sweep(self) -> Sweep:
         """The sweep that runs the jobs; created for the first job, because it queries torch for GPUs."""
-        if self._sweep is None:
-            self._sweep = self._make_sweep()
-        return self._sweep
-
-    def _make_sweep(self) -> Sweep:
-        slots = Slots.of(self.settings, num_gpus=count_gpus(), num_cores=num_cores(), environ=os.environ)
         return Sweep(
             folder=self._folder,
-            slots=slots,
+            slots=self._make_slots(),
             retries=self.settings.retries,
             on_error=self.settings.on_error,
             command=tuple(map(redacted_argument, sys.argv[1:])),
         )
+
+    def _make_slots(self) -> Slots:
+        return Slots.of(self.settings, num_gpus=count_gpus(), num_cores=num_cores(), environ=os.environ)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
         """Compose all jobs of a batch, run them, and show the leaderboard so far.
@@ -132,8 +136,8 @@ class Launching:
     @contextlib.contextmanager
     def _warmed(self, total: int | None) -> Iterator[None]:
         """Start jobs as forks of a preloaded process while the block runs, where this is possible and saves time."""
-        fresh = self.sweep.start is start_fresh
-        if not fresh or total == 1 or self.sweep.slots.on_gpus or not WarmStarter.is_possible():
+        unused = not self.runs_here or self._warm is not None
+        if unused or total == 1 or self.sweep.slots.on_gpus or not WarmStarter.is_possible():
             yield
             return
         with WarmStarter(self.sweep.slots.threads) as self._warm:
@@ -174,16 +178,17 @@ class Launching:
         known = self._jobs.get(key)
         name, folder = (known.name, known.folder) if known is not None else self._place(config, key)
         command = self._loader.command([*overrides, *self._loader.hydra_arguments], folder)
+        strategy = build(cfg.strategy, "strategy")
         job = SweepJob(
             name=name,
             folder=folder,
             overrides=tuple(overrides),
             command=command,
-            slots=self._slots_of(cfg),
+            slots=self._slots_of(strategy),
             config=key,
             label=self._label(overrides),
         )
-        problems = self.sweep.slots.problems([(job.label, job.slots)]) or self._numbering_problems(cfg, job.slots)
+        problems = self.sweep.slots.problems(job.label, job.slots) or self._numbering_problems(strategy, job.slots)
         if problems:
             raise ConfigError(problems)
         self._jobs[key] = job
@@ -199,20 +204,15 @@ class Launching:
         folder = free_name(wanted, taken)
         return folder.relative_to(self.sweep.folder).as_posix(), folder
 
-    def _slots_of(self, cfg: RunConfig) -> int:
-        from trainkit.config.targets.build import build  # noqa: PLC0415 - imports the target
-
+    def _slots_of(self, strategy: Strategy) -> int:
         slots = self.sweep.slots
-        num_slots: int = build(cfg.strategy, "strategy").num_slots(slots.count if slots.on_gpus else 0)
-        return num_slots
+        return strategy.num_slots(slots.count if slots.on_gpus else 0)
 
-    def _numbering_problems(self, cfg: RunConfig, wanted: int) -> list[Problem]:
+    def _numbering_problems(self, strategy: Strategy, wanted: int) -> list[Problem]:
         if not self.sweep.slots.on_gpus:
             return []
-        from trainkit.config.targets.build import build  # noqa: PLC0415 - imports the target
         from trainkit.strategies.base import PlanContext  # noqa: PLC0415 - imports torch
 
-        strategy = build(cfg.strategy, "strategy")
         return numbering_problems(
             lambda num_gpus: strategy.validate(PlanContext(num_gpus=num_gpus)), there=self.sweep.slots.count, own=wanted
         )

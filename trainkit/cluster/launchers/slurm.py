@@ -10,12 +10,10 @@ from typing import Final
 from trainkit.cluster.address import derived_port
 from trainkit.cluster.launch import LaunchEnvironment, workers
 from trainkit.cluster.variables import Variables
-from trainkit.config.values import whole_number
 
 _NAME: Final = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")
 _RANGE: Final = re.compile(r"(\d+)-(\d+)")
 _COUNT: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-_SHOWN: Final = 200
 
 
 def node_names(text: str) -> list[str]:
@@ -33,7 +31,7 @@ def node_names(text: str) -> list[str]:
     while place < len(text):
         found = _NAME.match(text, place)
         if found is None or text[found.end() : found.end() + 1] not in ("", ","):
-            raise ValueError(f"is not a list of nodes: {text[:_SHOWN]}")
+            raise ValueError(f"is not a list of nodes: {text}")
         parts = re.split(r"(\[[^\]]*\])", found[0])
         variants = [_variants(part) for part in parts]
         names += map("".join, itertools.product(*variants))
@@ -55,7 +53,7 @@ def tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         found = _COUNT.fullmatch(part)
         if found is None:
-            raise ValueError(f"is not a list of tasks per node: {text[:_SHOWN]}")
+            raise ValueError(f"is not a list of tasks per node: {text}")
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
@@ -68,7 +66,7 @@ def _variants(part: str) -> list[str]:
         ends = _RANGE.fullmatch(item)
         if ends is None:
             if not item.isdigit():
-                raise ValueError(f"is not a list of nodes: {part[:_SHOWN]}")
+                raise ValueError(f"is not a list of nodes: {part}")
             found.append(item)
             continue
         found += [f"{number:0{len(ends[1])}d}" for number in range(int(ends[1]), int(ends[2]) + 1)]
@@ -88,7 +86,7 @@ def step_place(environ: Mapping[str, str]) -> tuple[str, str] | None:
     --pty` is a step, but an interactive one: it did not start other tasks of a run.
     """
     step = environ.get("SLURM_STEP_ID", "")
-    if not step or (whole_number(step, low=0, high=10**18) or 0) >= _FIRST_SPECIAL or _typed_in(environ):
+    if not step or int(step) >= _FIRST_SPECIAL or _typed_in(environ):
         return None
     size = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "")
     return environ.get("SLURM_PROCID", ""), size

@@ -81,10 +81,9 @@ def pet(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     """
     if not environ.get("PET_NNODES"):
         return None
-    read = Variables(environ, because="PET_NNODES")
+    low, _, high = environ["PET_NNODES"].partition(":")
     read = Variables(environ, because="PET_NNODES")
     start = "It is for torchrun: start torchrun -m trainkit instead of trainkit."
-    low, _, high = environ["PET_NNODES"].partition(":")
     if high not in ("", low):
         read.report("PET_NNODES", f"is a range of nodes. {start}")
     if environ.get("PET_NPROC_PER_NODE", "") not in ("", "1", "auto", "gpu", "cpu"):

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.cluster.members import ROLES
+from trainkit.cluster.launch import LaunchEnvironment, workers
+from trainkit.cluster.manifests.roles import roles_in
 from trainkit.cluster.tasks import Task
 
 SHARED: Final = "/shared"
@@ -85,15 +85,13 @@ class ManifestJob:
         count = self.hosts if takes_devices else self.hosts * self.per_host
         if count == 1:
             return None
-        tasks = tuple(Task(role="worker", index=rank, rank=rank) for rank in range(count))
         return LaunchEnvironment(
-            kind=kind, tasks=tasks, rank=0, local_rank=0, num_local=count // self.hosts, num_hosts=self.hosts,
+            kind=kind, tasks=workers(count), rank=0, local_rank=0, num_local=count // self.hosts, num_hosts=self.hosts,
             store=("127.0.0.1", 0), takes_devices=takes_devices,
         )  # fmt: skip
 
     def _launch_of_roles(self, kind: str) -> LaunchEnvironment:
-        placed = [(role, index) for role in ROLES for index in range(self.roles.get(role, 0))]
-        tasks = tuple(Task(role=role, index=index, rank=rank) for rank, (role, index) in enumerate(placed))
+        tasks = tuple(Task(role=role, index=at, rank=rank) for rank, (role, at) in enumerate(roles_in(self.roles)))
         each = -(-len(tasks) // self.hosts)
         return LaunchEnvironment(
             kind=kind, tasks=tasks, rank=0, local_rank=0, num_local=each, num_hosts=self.hosts,

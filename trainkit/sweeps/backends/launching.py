@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from signal import SIGKILL, Signals
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
-from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem, UnreadableError
 from trainkit.files import open_regular, read_text
-from trainkit.redaction import redacted_argument
 from trainkit.run.process.worker_group import ProcessExit
 from trainkit.run.process_backend import CARRIED
 from trainkit.sweeps.backends.base import Handle, JobBackend, Submitter
@@ -29,7 +26,9 @@ from trainkit.sweeps.job_sources import JobSource
 from trainkit.sweeps.launching import Launching
 from trainkit.sweeps.loop.processes import JobCommand
 from trainkit.sweeps.loop.slots import Slots
-from trainkit.sweeps.loop.sweep import Sweep
+
+if TYPE_CHECKING:
+    from trainkit.strategies.base import Strategy
 
 FOLDER: Final = ".jobs"
 """The subfolder of a sweep's folder with the descriptions of its jobs."""
@@ -55,20 +54,17 @@ class _Remote:
     over: threading.Event = field(default_factory=threading.Event)
     lost_at: float | None = None
 
-    def signal(self, number: Signals) -> None:
-        """Request a signal for the job, which polls for requests several times a second."""
-        self._ask(number)
-
     def kill(self) -> None:
         """End the job now and wait; if it does not exit, the backend ends it."""
         if self.over.is_set():
             return
-        self._ask(SIGKILL)
+        self.signal(SIGKILL)
         if not self.over.wait(_KILL_S):
             self.handle.cancel()
             self.over.wait(_KILL_S)
 
-    def _ask(self, number: Signals) -> None:
+    def signal(self, number: Signals) -> None:
+        """Request a signal for the job, which polls for requests several times a second."""
         with open_regular(signals_file(self.path), "ab") as file:
             file.write(f"{number.name}\n".encode())
 
@@ -89,33 +85,32 @@ class _Remote:
 
 
 class Remote:
-    """Starts jobs with a backend."""
+    """Starts jobs with a backend, and reports their ends while the block runs.
 
-    def __init__(self, folder: Path, slots_of: Callable[[Path], int]) -> None:
-        self._folder, self._slots_of = folder, slots_of
-        self._submitter: Submitter | None = None
+    Args:
+        submitter: the connected backend.
+        folder: the folder for the descriptions of the jobs.
+        slots_of: returns the number of processes of the job in a run folder.
+    """
+
+    def __init__(self, submitter: Submitter, folder: Path, slots_of: Callable[[Path], int]) -> None:
+        self._submitter, self._folder, self._slots_of = submitter, folder, slots_of
         self._jobs: list[_Remote] = []
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="jobs of the engine", daemon=True)
 
-    @contextlib.contextmanager
-    def connected(self, submitter: Submitter) -> Iterator[None]:
-        """Use a backend while the block runs."""
-        self._submitter = submitter
-        ended = threading.Event()
-        thread = threading.Thread(target=self._look, args=(ended,), name="jobs of the engine", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
-            self._submitter = None
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._closed.set()
+        self._thread.join()
 
     def __call__(self, job: JobCommand) -> _Remote:
         """Describe a job and submit it."""
-        if self._submitter is None:
-            raise RuntimeError("no backend is connected")
         # Not the number alone: a job of a sweep that was killed may still run on another host.
-        path = (self._folder / FOLDER / f"{int(time.time())}_{job.number}.json").absolute()
+        path = (self._folder / f"{int(time.time())}_{job.number}.json").absolute()
         carried = {name: os.environ[name] for name in CARRIED if name in os.environ}
         described = JobSpec(
             command=tuple(job.command),
@@ -130,9 +125,9 @@ class Remote:
         self._jobs.append(remote)
         return remote
 
-    def _look(self, ended: threading.Event) -> None:
+    def _look(self) -> None:
         """Report the end of every job, once."""
-        while not ended.wait(_LOOK_S):
+        while not self._closed.wait(_LOOK_S):
             for job in [one for one in self._jobs if not one.over.is_set()]:
                 code = job.look(time.monotonic())
                 if code is not None:
@@ -157,6 +152,8 @@ class EngineLaunching(Launching):
         ConfigError: a key does not fit.
     """
 
+    runs_here = False
+
     def __init__(
         self, *, hydra_context: HydraContext, config: DictConfig, launcher: str, keys: Mapping[str, Any]
     ) -> None:
@@ -166,25 +163,18 @@ class EngineLaunching(Launching):
         kind: type[JobBackend] = getattr(import_module(f"trainkit.sweeps.backends.{module}"), name)
         self._engine = kind.of(keys)
         self._engine.require()
-        self._remote = Remote(self._folder, self._slots_in)
 
-    def _make_sweep(self) -> Sweep:
-        return Sweep(
-            folder=self._folder,
-            slots=_Width(count=self._engine.width()),
-            retries=self.settings.retries,
-            on_error=self.settings.on_error,
-            start=self._remote,
-            command=tuple(map(redacted_argument, sys.argv[1:])),
-        )
+    def _make_slots(self) -> Slots:
+        return _Width(count=self._engine.width())
 
     def run(self, source: JobSource) -> None:
         """Run all jobs of a source with the backend, and show the leaderboard."""
-        with self._engine.connect(self._folder / FOLDER) as submitter, self._remote.connected(submitter):
+        folder = self._folder / FOLDER
+        with self._engine.connect(folder) as submitter, Remote(submitter, folder, self._slots_in) as self.sweep.start:
             super().run(source)
 
-    def _slots_of(self, cfg: RunConfig) -> int:
-        return self._engine.slots_of(super()._slots_of(cfg))
+    def _slots_of(self, strategy: Strategy) -> int:
+        return self._engine.slots_of(super()._slots_of(strategy))
 
     def _slots_in(self, folder: Path) -> int:
         return next((job.slots for job in self._jobs.values() if job.folder == folder), 1)
@@ -193,13 +183,8 @@ class EngineLaunching(Launching):
 class _Width(Slots):
     """Slots for jobs whose devices another system assigns."""
 
-    def problems(self, wanted: Iterable[tuple[str, int]]) -> list[Problem]:
-        """Return problems of jobs that have more processes than are submitted at a time."""
-        key = "hydra.launcher.jobs_at_once"
-        return [
-            Problem(
-                key=key, value=self.count, rule=f"{label or 'a job'} has {count} processes. Give it {count} or more."
-            )
-            for label, count in dict(wanted).items()
-            if count > self.count
-        ]
+    def problems(self, label: str, wanted: int) -> list[Problem]:
+        """Return the problem of a job that has more processes than are submitted at a time."""
+        rule = f"{label or 'a job'} has {wanted} processes. Give it {wanted} or more."
+        problem = Problem(key="hydra.launcher.jobs_at_once", value=self.count, rule=rule)
+        return [problem] if wanted > self.count else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -113,18 +113,13 @@ class Slots:
         for place in grant.places:
             self._room[place] += 1
 
-    def problems(self, wanted: Iterable[tuple[str, int]]) -> list[Problem]:
-        """Return problems of jobs, given by label and number of slots, that need more slots than exist."""
+    def problems(self, label: str, wanted: int) -> list[Problem]:
+        """Return the problem of a job that needs more slots than exist."""
+        if wanted <= self.count:
+            return []
         what = "GPUs" if self.on_gpus else "slots"
-        return [
-            Problem(
-                key="sweep.slots",
-                value=self.count,
-                rule=f"{label or 'a job'} takes {count} {what}. Give it fewer, or sweep.slots={count} or more.",
-            )
-            for label, count in dict(wanted).items()
-            if count > self.count
-        ]
+        rule = f"{label or 'a job'} takes {wanted} {what}. Give it fewer, or sweep.slots={wanted} or more."
+        return [Problem(key="sweep.slots", value=self.count, rule=rule)]
 
 
 def numbering_problems(problems_on: Callable[[int], Sequence[Problem]], *, there: int, own: int) -> list[Problem]:
