@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, TypedDict
 
 from trainkit.bounded import parse_json
 from trainkit.errors import UnreadableError
 from trainkit.files import read_map, read_tail
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import FILE, read_status
-from trainkit.watching.documents import Watched, WatchedRun
 
 _DEEPEST: Final = 6
 _MOST_FOLDERS: Final = 20_000
@@ -26,6 +25,44 @@ _MOST_METRICS: Final = 20
 _LONGEST: Final = 200
 _SEARCH_S: Final = 10.0
 """Seconds between two walks through the folders."""
+
+
+class WatchedRun(TypedDict):
+    """One watched run."""
+
+    folder: str
+    """The run folder, relative to the watched folder."""
+    name: str
+    """Name of the run."""
+    state: str
+    """`starting`, `running`, `killed`, `silent`, `unknown`, or the status with which the run ended."""
+    note: str
+    """Note on the state; may be empty."""
+    step: int | None
+    """Updates done; null if unknown."""
+    last_step: int | None
+    """Updates after which the run ends; null if unknown."""
+    remaining_s: float | None
+    """Seconds until its end at the speed of its last row; null if it is not running, or unknown."""
+    samples_per_s: float | None
+    """Samples per second in its last row."""
+    metrics: dict[str, float]
+    """The newest training loss and the newest value of each metric of an evaluation."""
+    updated: float | None
+    """Time of its last sign of life, in seconds since 1970; null if unknown."""
+
+
+class Watched(TypedDict):
+    """The output of `trainkit watch --json`."""
+
+    version: Literal[1]
+    """Version of this document."""
+    root: str
+    """The watched folder."""
+    runs: list[WatchedRun]
+    """The runs below it, running ones first, then by their last update."""
+    not_shown: int
+    """Number of runs that are not shown."""
 
 
 def runs_below(root: Path) -> Iterator[Path]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from trainkit.report.numbers import clock, compact, count, figure, share
 from trainkit.report.tables import row_lines
-from trainkit.watching.documents import Watched, WatchedRun
+from trainkit.watching.board import Watched, WatchedRun
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -43,7 +43,7 @@ DOCUMENTS: Final[Mapping[str, Document]] = {
         about="trainkit scale --json, and scale.json", kind="trainkit.scaling.answers.ScaleDocument", version=2
     ),
     "advise": Document(about="trainkit advise --json", kind="trainkit.report.schemas.looking.AdviceDocument"),
-    "watch": Document(about="trainkit watch --json", kind="trainkit.watching.documents.Watched"),
+    "watch": Document(about="trainkit watch --json", kind="trainkit.watching.board.Watched"),
     "generate": Document(about="trainkit generate RUN --json", kind="trainkit.report.schemas.files.Generation"),
     "result": Document(about="RUN/result.json", kind="trainkit.report.schemas.files.Result", is_open=True),
     "status": Document(about="RUN/status.json", kind="trainkit.report.schemas.files.Status"),

@@ -1,9 +1,8 @@
-"""Read the progress of a running job from the last rows of the `metrics.jsonl` in its folder."""
+"""Read the progress of a running job from the `metrics.jsonl` in its folder."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -36,6 +35,7 @@ class Watch:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._rows = MetricRows(folder / "metrics.jsonl")
         self._cfg: RunConfig | None = None
         self._last = Progress()
         self.goal = "metric"
@@ -49,8 +49,8 @@ class Watch:
             return self._last
         self.goal = MonitoredMetric.of(self._cfg.eval).metric
         row: dict[str, Any] = {}
-        for found in _rows(self._folder / "metrics.jsonl"):
-            row |= {name: value for name, value in found.items() if value is not None}
+        for found in self._rows.new():
+            row |= {name: value for name, value in found.items() if isinstance(value, int | float)}
         self._last = _read(row, self.goal, self._cfg, self._last)
         return self._last
 
@@ -61,20 +61,6 @@ def config_of(folder: Path) -> RunConfig | None:
         return load_resolved(folder / "resolved.yaml")
     except (ConfigError, UnreadableError):
         return None
-
-
-def _rows(file: Path) -> list[dict[str, Any]]:
-    """Return the last complete rows of the file."""
-    try:
-        content, is_whole = read_tail(file, _TAIL_BYTES)
-    except UnreadableError:
-        return []
-    rows = []
-    for line in content.split(b"\n")[0 if is_whole else 1 : -1]:
-        with contextlib.suppress(ValueError):
-            row = expect_map(parse_json(line), {"step": int})
-            rows.append({name: value for name, value in row.items() if isinstance(value, int | float)})
-    return rows
 
 
 def _read(row: dict[str, Any], goal: str, cfg: RunConfig, before: Progress) -> Progress:
@@ -106,17 +92,17 @@ def last_line(log: Path) -> str:
 
 
 class MetricRows:
-    """The values of one metric of a `metrics.jsonl`: each call of `new` returns the values since the last call.
+    """The rows of a `metrics.jsonl`: each call of `new` returns those since the last call.
 
     The file need not exist yet. A resumed job truncates rows that it writes again: a file that has become shorter is
     read from its start.
     """
 
-    def __init__(self, path: Path, metric: str) -> None:
-        self._path, self._metric, self._read = path, metric, 0
+    def __init__(self, path: Path) -> None:
+        self._path, self._read = path, 0
 
-    def new(self) -> list[tuple[int, float]]:
-        """Return step and value of each new row; NaN for a value that is not finite."""
+    def new(self) -> list[dict[str, Any]]:
+        """Return the new rows; each has a `step`."""
         try:
             if size_of(self._path) < self._read:
                 self._read = 0
@@ -124,12 +110,8 @@ class MetricRows:
         except UnreadableError:
             return []
         self._read += sum(map(len, lines))
-        return [found for line in lines if (found := _figure(line, self._metric)) is not None]
-
-
-def _figure(line: bytes, metric: str) -> tuple[int, float] | None:
-    try:
-        row = expect_map(parse_json(line), {"step": int, metric: (float, type(None))})
-        return row["step"], math.nan if row[metric] is None else float(row[metric])
-    except ValueError:
-        return None
+        rows = []
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                rows.append(expect_map(parse_json(line), {"step": int}))
+        return rows

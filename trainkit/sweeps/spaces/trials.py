@@ -100,7 +100,7 @@ class Trials:
             self._study.tell(trial, state=TrialState.FAIL)  # left open, it would be proposed and refused for ever
             raise
         trial.set_user_attr("job", job.name)
-        rows = MetricRows(job.folder / "metrics.jsonl", self._goal.metric)
+        rows = MetricRows(job.folder / "metrics.jsonl")
         last = max(self._study.get_trials(deepcopy=False)[trial.number].intermediate_values, default=-1)
         self._running.setdefault(job.name, []).append(_Running(trial=trial, rows=rows, last=last))
         return job
@@ -157,10 +157,11 @@ class Trials:
 
     def _report_new(self, one: _Running) -> bool:
         """Report new values to the trial; return whether there were any."""
-        new = [(step, value) for step, value in one.rows.new() if step > one.last]
-        for step, value in new:
-            one.trial.report(value, step)
-            one.last = step
+        new = [row for row in one.rows.new() if row["step"] > one.last and self._goal.metric in row]
+        for row in new:
+            value = row[self._goal.metric]
+            one.trial.report(math.nan if value is None else value, row["step"])
+            one.last = row["step"]
         return bool(new)
 
 
