@@ -54,7 +54,7 @@ class TrainkitSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> Any:
         """Run the sweep of the given arguments."""
-        from trainkit.sweeps.spaces.run_search import sweep  # noqa: PLC0415 - the same
+        from trainkit.sweeps.spaces.request import sweep  # noqa: PLC0415 - the same
 
         assert self._context is not None
         assert self.config is not None

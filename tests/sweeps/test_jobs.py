@@ -88,7 +88,7 @@ def test_a_page_that_cannot_be_written_ends_no_sweep_and_one_that_nobody_wants_i
 ) -> None:
     sweep = sweep_in(tmp_path)
     run(sweep, job(tmp_path, 0, RUN, 0.9))
-    monkeypatch.setattr("trainkit.sweeps.results.page.write_sweep_page", lambda *_: 1 / 0)
+    monkeypatch.setattr("trainkit.sweeps.results.page.write_page", lambda *_: 1 / 0)
     sweep.finish()
     assert "report.html cannot be written: ZeroDivisionError" in caplog.text
     assert "  leaderboard  " in capfd.readouterr().out

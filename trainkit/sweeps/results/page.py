@@ -1,4 +1,4 @@
-"""Write `SWEEP/report.html`, the page of a sweep: at its end, and for `trainkit report SWEEP`."""
+"""Write `SWEEP/report.html`, the page of a sweep, at its end."""
 
 from __future__ import annotations
 
@@ -20,33 +20,20 @@ FILE: Final = "report.html"
 _log = logging.getLogger(__name__)
 
 
-def write_sweep_page(comparison: Comparison, path: Path) -> None:
-    """Write the page of a sweep; a foreign file of its name is renamed first.
-
-    Args:
-        comparison: its jobs, from `compare_sweep`.
-        path: the file to write.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    from trainkit.report.web.comparison_document import comparison_page  # noqa: PLC0415 - for a page only
-
-    write_page(path, comparison_page(comparison))
-
-
 def page_at_end(folder: Path, board: Leaderboard) -> Path | None:
     """Write the page at the end of a sweep and return its path; None if there is none.
 
     No page is written with `report_page=false`, or before any job has started. A page that cannot be written is a
     warning: the results of the jobs exist.
     """
+    from trainkit.report.web.comparison_document import comparison_page  # noqa: PLC0415 - for a page only
+
     path = folder / FILE
     try:
         if not wants_page(board):
             return None
         comparison = compare_sweep(folder, board)
-        write_sweep_page(comparison, path)
+        write_page(path, comparison_page(comparison))
     except Exception as error:  # noqa: BLE001 - any error: the results of the sweep exist
         _log.warning("%s cannot be written: %s: %s", path, type(error).__name__, error)
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -49,7 +49,7 @@ def run(call: Call) -> int:
     if group not in groups and len(call.arguments) == 1 and (folder := Path(group).expanduser()).is_dir():
         return list_runs(folder, as_json=as_json)
     if group not in groups:
-        raise _unknown(group, "no such group.", groups)
+        raise refusal(group, f"no such group. {nearest(group, groups)}")
     choices = groups[group]
     if len(call.arguments) == 1:
         rows = [(name, document.description) for name, document in choices.items()]
@@ -57,7 +57,7 @@ def run(call: Call) -> int:
         return 0
     name = call.arguments[1]
     if name not in choices:
-        raise _unknown(f"{group}={name}", "no such choice.", choices)
+        raise refusal(f"{group}={name}", f"no such choice. {nearest(name, choices)}")
     text = shown_text(choices[name], group)
     print_json(_listing({group: {name: choices[name]}}, text)) if as_json else sys.stdout.write(text)
     return 0
@@ -109,16 +109,7 @@ def _print_groups(groups: Mapping[str, Mapping[str, Document]]) -> None:
 
 def _print_table(rows: list[tuple[str, str]]) -> None:
     width = max((len(name) for name, _ in rows), default=0)
-    for line in _lines(rows, width):
-        sys.stdout.write(f"{line}\n")
-
-
-def _lines(rows: list[tuple[str, str]], width: int) -> Iterator[str]:
-    yield from (f"{name:<{width}}  {text}".rstrip() for name, text in rows)
-
-
-def _unknown(name: str, rule: str, known: Collection[str]) -> ConfigError:
-    return refusal(name, f"{rule} {nearest(name.rpartition('=')[2], known)}")
+    sys.stdout.writelines(f"{f'{name:<{width}}  {text}'.rstrip()}\n" for name, text in rows)
 
 
 def list_runs(root: Path, *, as_json: bool = False) -> int:
@@ -187,11 +178,8 @@ def _list_layers(call: Call, *, as_json: bool) -> int:
 
 def _layer_lines(found: ModelSummary) -> list[str]:
     header = ("layer", "class", "output", "parameters", "FLOPs")
-    total = (
-        ""
-        if found.flops is None
-        else f", {compact(found.flops)} FLOPs in a forward pass of {count(found.batch)} samples"
-    )
+    work = None if found.flops is None else f", {compact(found.flops)} FLOPs in a forward pass"
+    total = "" if work is None else f"{work} of {count(found.batch)} samples"
     trained = "" if found.trained == found.parameters else f", {count(found.trained)} of them trained"
     return [
         *row_lines(header, [_cells(one) for one in found.layers]),

@@ -41,45 +41,6 @@ FLAGS: Final[Mapping[str, Flag]] = {
     "rate-png": Flag(help="draw the learning rate into this PNG", value="FILE"),
     "json": JSON_FLAG,
 }
-VERSION: Final = 1
-"""Version of the output of `--json`; a new version has other keys or meanings."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """The flags of a call about the planned hosts."""
-
-    num_gpus: int | None
-    """GPUs of a host; None: those of this host."""
-    num_hosts: int | None
-
-    @classmethod
-    def of(cls, call: Call) -> _Asked:
-        """Return the flags of a call.
-
-        Raises:
-            ConfigError: flags that exclude or need each other.
-        """
-        world, hosts, each = (call.number(name) for name in ("world", "hosts", "gpus-per-host"))
-        rules = {}
-        if (hosts is None) != (each is None):
-            given, other = ("--hosts", "--gpus-per-host") if each is None else ("--gpus-per-host", "--hosts")
-            rules[given] = f"needs {other}, too."
-        elif hosts is not None and world is not None:
-            rules["--world"] = "plans for one host. Leave it out with --hosts."
-        elif hosts is not None and each is not None and hosts * each > MOST_PROCESSES:
-            rules["--hosts"] = f"makes {hosts * each:,} tasks. Give {MOST_PROCESSES:,} or fewer."
-        if rules:
-            raise ConfigError([Problem(key=key, rule=rule, origin="command line") for key, rule in rules.items()])
-        return cls(num_gpus=world if each is None else each, num_hosts=hosts)
-
-    def launch(self) -> LaunchEnvironment | None:
-        """Return the hypothetical launch of `--hosts`; None without it."""
-        from trainkit.run.planning.where import imagined_launch  # noqa: PLC0415 - imports torch
-
-        if self.num_hosts is None or self.num_gpus is None:
-            return None
-        return imagined_launch(self.num_hosts, self.num_gpus)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,17 +65,38 @@ class _Planned:
         return self.plan.num_steps if self.knows_length or self.plan.cfg.steps is not None else None
 
 
+def _hosts(call: Call) -> tuple[int | None, LaunchEnvironment | None]:
+    """Return the GPUs of a host, or None for those of this host, and the hypothetical launch of `--hosts`.
+
+    Raises:
+        ConfigError: flags that exclude or need each other.
+    """
+    world, hosts, each = (call.number(name) for name in ("world", "hosts", "gpus-per-host"))
+    if hosts is None and each is None:
+        return world, None
+    if hosts is None or each is None:
+        given, other = ("--hosts", "--gpus-per-host") if each is None else ("--gpus-per-host", "--hosts")
+        raise refusal(given, f"needs {other}, too.")
+    if world is not None:
+        raise refusal("--world", "plans for one host. Leave it out with --hosts.")
+    if hosts * each > MOST_PROCESSES:
+        raise refusal("--hosts", f"makes {hosts * each:,} tasks. Give {MOST_PROCESSES:,} or fewer.")
+    from trainkit.run.planning.where import imagined_launch  # noqa: PLC0415 - imports torch
+
+    return each, imagined_launch(hosts, each)
+
+
 def run(call: Call) -> int:
     """Print the plan; return 2 if there are problems, like every verb."""
     call.check_arity()
     call.check_numbers(FLAGS)
-    asked = _Asked.of(call)
+    num_gpus, imagined = _hosts(call)
     composition = call.compose(may_lack=None if "open-data" in call.flags else "data")
     if "fail-if-too-big" in call.flags and not composition.cfg.hardware:
         raise refusal(
             "--fail-if-too-big", "needs the memory of a device. Name the hardware: hardware=this, hardware=h100_sxm."
         )
-    found = _planned(call, composition, asked)
+    found = _planned(call, composition, num_gpus, imagined)
     if "rate-png" in call.flags:
         _draw(found, call.flags["rate-png"])
     if "json" in call.flags:
@@ -135,7 +117,9 @@ def _draw(found: _Planned, name: str) -> None:
         raise ConfigError([Problem(key="--rate-png", value=name, rule=rule, origin="command line")])
 
 
-def _planned(call: Call, composition: Composition, asked: _Asked) -> _Planned:
+def _planned(
+    call: Call, composition: Composition, num_gpus: int | None, imagined: LaunchEnvironment | None
+) -> _Planned:
     from trainkit.cluster.local import launch_environment_of  # noqa: PLC0415 - not for --help
     from trainkit.run.estimates.hardware import hardware_of  # noqa: PLC0415 - imports torch
     from trainkit.run.estimates.outlook import outlook_of  # noqa: PLC0415 - imports torch
@@ -148,9 +132,9 @@ def _planned(call: Call, composition: Composition, asked: _Asked) -> _Planned:
 
     try:
         data = declared_for(call, composition.cfg)
-        launch = asked.launch() or launch_environment_of(composition.cfg)
+        launch = imagined or launch_environment_of(composition.cfg)
         splits = None if data is None else data.splits
-        plan = make_plan(composition.cfg, num_gpus=asked.num_gpus, launch=launch, splits=splits)
+        plan = make_plan(composition.cfg, num_gpus=num_gpus, launch=launch, splits=splits)
         model = meta_model(plan)
         notes = together(
             lambda: refuse_misfits(plan, model), then=lambda: model_notes(plan, model, composition.is_given)
@@ -198,10 +182,16 @@ def _show(found: _Planned) -> None:
     rows |= dict(found.outlook.rows())
     print_summary(f"plan of {plan.cfg.name}", rows, notes=found.notes)
     if found.parts:
-        print_rows(("stage", "modules", "parameters", "bytes", "device"), map(_part, found.parts))
+        rows_of_parts = [
+            (str(one.stage), one.modules, f"{one.num_params:,}", num_bytes(one.num_bytes), one.device)
+            for one in found.parts
+        ]
+        print_rows(("stage", "modules", "parameters", "bytes", "device"), rows_of_parts)
     if found.remedies:
         head = "to make it fit" if found.remedies[0].fits else "no change suffices; the closest"
-        print_rows((head, "needs", "price"), map(_remedy, found.remedies))
+        print_rows(
+            (head, "needs", "price"), [(one.overrides, num_bytes(one.needs), one.price) for one in found.remedies]
+        )
 
 
 def _without_length(rows: Mapping[str, str], found: _Planned) -> dict[str, str]:
@@ -214,10 +204,6 @@ def _without_length(rows: Mapping[str, str], found: _Planned) -> dict[str, str]:
     return kept if found.num_steps is None else {**kept, "steps": f"{found.num_steps:,}"}
 
 
-def _remedy(one: PlannedRemedy) -> tuple[str, ...]:
-    return one.overrides, num_bytes(one.needs), one.price
-
-
 def _document(found: _Planned) -> dict[str, object]:
     """Return the output of `--json`; unknown values are null."""
     from trainkit.config.identity import fingerprint  # noqa: PLC0415 - not for --help
@@ -225,7 +211,7 @@ def _document(found: _Planned) -> dict[str, object]:
 
     plan, memory = found.plan, found.outlook.memory
     return {
-        "version": VERSION,
+        "version": 1,
         "name": plan.cfg.name,
         "num_params": memory.held.num_params,
         "tasks": [{"task": str(task), "rank": task.rank, "device": task.device} for task in plan.tasks],
@@ -259,7 +245,3 @@ def _more(plan: RunPlan) -> Iterator[tuple[str, str]]:
 
 def _rates(plan: RunPlan) -> dict[str, LearningRate]:
     return {one.name: one.rate for one in plan.optimizers} or {"": plan.rate}
-
-
-def _part(part: StagePart) -> tuple[str, ...]:
-    return str(part.stage), part.modules, f"{part.num_params:,}", num_bytes(part.num_bytes), part.device

@@ -77,6 +77,7 @@ class Flag:
     """Largest value of a whole number."""
 
 
+CHECKPOINT_FLAG: Final = Flag(help="the checkpoint of a run: last, or best; last without it", value="WHICH")
 JSON_FLAG: Final = Flag(help="print one JSON document, whose schema trainkit schema prints")
 """The flag `--json`, for the verbs that have it."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.verbs.looking.top import ranked
-from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.call import CHECKPOINT_FLAG, Call, Flag
 
 if TYPE_CHECKING:
     from trainkit.sweeps.results.ensemble import Candidate
@@ -20,7 +20,7 @@ FLAGS: Final[Mapping[str, Flag]] = {
     "k": Flag(help="number of the best runs to combine; 3 without it", value="N"),
     "metric": Flag(help="the metric for the order; eval.metric of the runs without it", value="NAME"),
     "mode": Flag(help="whether the smallest (min) or the largest (max) value is best", value="MODE"),
-    "checkpoint": Flag(help="the checkpoint of each run: last, or best; last without it", value="WHICH"),
+    "checkpoint": CHECKPOINT_FLAG,
     "out": Flag(help="the folder for the model; DIR/ensemble without it", value="FOLDER"),
 }
 

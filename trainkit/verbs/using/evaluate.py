@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.files import read_map
 from trainkit.trainer.ownership import print_notice
-from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.call import CHECKPOINT_FLAG, Call, Flag
 
 if TYPE_CHECKING:
     from trainkit.api.evaluation import Evaluated
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 USAGE: Final = "RUN|FOLDER|FILE [data=... strategy=... and other keys]"
 FLAGS: Final[Mapping[str, Flag]] = {
     "split": Flag(help="the split to evaluate; val without it", value="NAME"),
-    "checkpoint": Flag(help="the checkpoint of a run: last, or best; last without it", value="WHICH"),
+    "checkpoint": CHECKPOINT_FLAG,
     "json": Flag(help="print evaluation.json instead of tables"),
 }
 _MOST_ROWS: Final = 20
@@ -68,10 +68,6 @@ def _lines(found: Evaluated) -> Iterator[str]:
 def _cell(cell: Any) -> str:
     if cell is None:
         return "-"
-    return (
-        f"{cell:.4g}"
-        if isinstance(cell, float) and not cell.is_integer()
-        else f"{cell:g}"
-        if isinstance(cell, float)
-        else str(cell)
-    )
+    if not isinstance(cell, float):
+        return str(cell)
+    return f"{cell:g}" if cell.is_integer() else f"{cell:.4g}"

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 from trainkit.errors import ConfigError, Problem
 from trainkit.files import read_text
 from trainkit.models.sampling import MAX_TOKENS, RULES, Sampling, broken_settings, temperature_of
-from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.call import CHECKPOINT_FLAG, Call, Flag
 
 USAGE: Final = "RUN --prompt TEXT"
 FLAGS: Final[Mapping[str, Flag]] = {
@@ -23,7 +23,7 @@ FLAGS: Final[Mapping[str, Flag]] = {
     "top-k": Flag(help="draw from the N most likely tokens", value="N"),
     "top-p": Flag(help="draw from the most likely tokens that have this probability together", value="X"),
     "seed": Flag(help="seed of the random numbers; 0 without it", value="N"),
-    "checkpoint": Flag(help="the checkpoint: last, or best; last without it", value="WHICH"),
+    "checkpoint": CHECKPOINT_FLAG,
     "json": Flag(help="print prompts and texts as JSON"),
 }
 

@@ -10,13 +10,13 @@ from typing import Final
 
 from trainkit.config.grammar import refusal
 from trainkit.trainer.ownership import print_notice
-from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.call import CHECKPOINT_FLAG, Call, Flag
 
 USAGE: Final = "RUN|FOLDER|FILE --out FILE.parquet|.npy|.jsonl [data=... strategy=... predict.outputs=...]"
 FLAGS: Final[Mapping[str, Flag]] = {
     "out": Flag(help="the file: .parquet, .npy (with ids in FILE.ids.npy) or .jsonl", value="FILE"),
     "split": Flag(help="the split to predict; val, or the only one, without it", value="NAME"),
-    "checkpoint": Flag(help="the checkpoint of a run: last, or best; last without it", value="WHICH"),
+    "checkpoint": CHECKPOINT_FLAG,
     "overwrite": Flag(help="replace an existing file, and drop the parts of another prediction"),
 }
 

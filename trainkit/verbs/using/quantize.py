@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from trainkit.config.grammar import refusal
-from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.call import CHECKPOINT_FLAG, Call, Flag
 
 USAGE: Final = "RUN"
 FLAGS: Final[Mapping[str, Flag]] = {
@@ -18,7 +18,7 @@ FLAGS: Final[Mapping[str, Flag]] = {
         value="N",
         least=1,
     ),
-    "checkpoint": Flag(help="the checkpoint: last, or best; last without it", value="WHICH"),
+    "checkpoint": CHECKPOINT_FLAG,
 }
 
 
