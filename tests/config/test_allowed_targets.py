@@ -226,7 +226,7 @@ def test_a_package_that_cannot_be_allowed_is_refused(
 
 HYDRA = [
     ("callbacks", {"_target_": "os.system", "command": "touch canary"}, "os is not among the packages that Hydra's"),
-    ("callbacks", {"_target_": "hydra_plugins.trainkit_slots.SlotsLauncher"}, "is not a callback of Hydra."),
+    ("callbacks", {"_target_": "hydra_plugins.trainkit_launchers.SlotsLauncher"}, "is not a callback of Hydra."),
     (
         "callbacks",
         {"_target_": "hydra.experimental.callbacks.LogJobReturnCallback", "x": [{"_target_": "os.system"}]},

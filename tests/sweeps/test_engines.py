@@ -19,7 +19,7 @@ from typing import Any, Self
 import pytest
 import torch
 
-import hydra_plugins.trainkit_engines as plugin
+import hydra_plugins.trainkit_launchers as plugin
 import trainkit
 from tests.support.waiting import wait_for
 from tests.sweeps.support import POLITE, job, run, sweep_in

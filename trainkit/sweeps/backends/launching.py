@@ -154,11 +154,8 @@ class EngineLaunching(Launching):
 
     runs_here = False
 
-    def __init__(
-        self, *, hydra_context: HydraContext, config: DictConfig, launcher: str, keys: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, *, hydra_context: HydraContext, config: DictConfig, launcher: str, **keys: Any) -> None:
         super().__init__(hydra_context=hydra_context, config=config)
-        self._launcher = launcher
         module, name = ENGINES[launcher]
         kind: type[JobBackend] = getattr(import_module(f"trainkit.sweeps.backends.{module}"), name)
         self._engine = kind.of(keys)
