@@ -15,6 +15,7 @@ import hashlib
 import os
 import resource
 import socket
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,13 +234,13 @@ def threads_of(own: Mapping[str, Any], places: Sequence[Mapping[str, Any]]) -> i
 def peak_resident_bytes() -> int:
     """Return the most memory in bytes that this process has held so far.
 
-    Source: getrusage(2), ru_maxrss: KiB on Linux.
+    Source: getrusage(2), ru_maxrss: KiB on Linux, bytes on macOS.
 
     Example:
         >>> peak_resident_bytes() > 0
         True
     """
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def children_of(pid: int | None) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -134,7 +135,7 @@ def workers(count: int) -> tuple[Task, ...]:
 def socket_environ(launch: LaunchEnvironment) -> dict[str, str]:
     """Return the environment for gloo: loopback on one host, else the interface that reaches the store."""
     if launch.num_hosts == 1 or is_loopback(launch.store[0]):
-        name: str | None = "lo"
+        name: str | None = "lo0" if sys.platform == "darwin" else "lo"
     else:
         own = own_address(launch.store[0])
         if own is not None and is_loopback(own):  # the store is here, under a name that resolves to this host

@@ -42,39 +42,32 @@ REASONS: Final[Mapping[str, str]] = {
 """Cause of a stop -> the reason in the result."""
 
 
+RESIZE_SIGNAL: Final = signal.SIGWINCH
+"""Asks a worker to make room for a larger group. A worker has no terminal, so nothing else sends it this signal, and
+processes ignore it by default.
+"""
+STACKS_SIGNAL: Final = signal.SIGUSR2
+"""Makes a worker write the stacks of its threads."""
+
+
 def stop_signals() -> dict[signal.Signals, Reason]:
-    """Return the signals that request a stop, with the reason of each; Windows has no SIGUSR1 and no SIGHUP."""
-    signals: dict[signal.Signals, Reason] = {signal.SIGINT: "stopped", signal.SIGTERM: "preempted"}
-    if hasattr(signal, "SIGUSR1"):
-        signals[signal.SIGUSR1] = "preempted"
-    if hasattr(signal, "SIGHUP"):
-        signals[signal.SIGHUP] = "hangup"
-    return signals
+    """Return the signals that request a stop, with the reason of each."""
+    return {
+        signal.SIGINT: "stopped",
+        signal.SIGTERM: "preempted",
+        signal.SIGUSR1: "preempted",
+        signal.SIGHUP: "hangup",
+    }
 
 
 def worker_signals() -> dict[signal.Signals, Reason]:
     """Return the stop signals of a worker with a supervisor, which may also ask it to make room for a larger group."""
-    number = resize_signal()
-    return stop_signals() if number is None else {**stop_signals(), number: "resized"}
-
-
-def resize_signal() -> signal.Signals | None:
-    """Return the signal that asks a worker to make room for a larger group; None on Windows, which has none.
-
-    A worker has no terminal, so nothing else sends it this signal, and processes ignore it by default.
-    """
-    return getattr(signal, "SIGWINCH", None)
-
-
-def stacks_signal() -> signal.Signals | None:
-    """Return the signal that makes a worker write the stacks of its threads; None on Windows, which has none."""
-    return getattr(signal, "SIGUSR2", None)
+    return {**stop_signals(), RESIZE_SIGNAL: "resized"}
 
 
 def blocked_at_start() -> list[signal.Signals]:
     """Return the signals that a worker is started with blocked: they stay pending until the worker handles them."""
-    stacks = stacks_signal()
-    return [*stop_signals(), *([] if stacks is None else [stacks])]
+    return [*stop_signals(), STACKS_SIGNAL]
 
 
 def signal_of(reason: Reason) -> signal.Signals:

@@ -40,9 +40,9 @@ from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.process.worker_group import LIFELINE, watch_parent
 from trainkit.run.signals import (
     EXIT_CODES,
+    STACKS_SIGNAL,
     StopFlag,
     exit_without_teardown,
-    stacks_signal,
     stop_signals,
     worker_signals,
 )
@@ -149,19 +149,15 @@ def _name_process(name: str) -> None:
 def _stacks_on_demand(folder: RunFolder, rank: int) -> Iterator[None]:
     """Write the stacks of all threads on SIGUSR2, even while C code hangs; crashes of C code are reported on stderr."""
     faulthandler.enable()
-    number = stacks_signal()
-    if number is None:
-        yield
-        return
     folder.open_live()
     with open_regular(folder.stacks_of(rank), "wb") as file:
-        faulthandler.register(number, file=file, all_threads=True)
-        before = signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])  # a pending one arrives now
+        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+        before = signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACKS_SIGNAL])  # a pending one arrives now
         try:
             yield
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)  # without a handler it would end this process
-            faulthandler.unregister(number)
+            faulthandler.unregister(STACKS_SIGNAL)
 
 
 @contextlib.contextmanager

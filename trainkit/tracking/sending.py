@@ -10,6 +10,7 @@ standard input, or dies, which closes it; then the process ends within a limited
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -36,9 +37,6 @@ ASKS, ANSWERS, TROUBLE = "asks", "answers", "trouble"
 _POLL_S: Final = 1.0
 _RETRY_S: Final = (5.0, 15.0, 60.0)
 """Seconds between attempts after one, two, and more failures in a row."""
-
-if sys.platform != "win32":
-    import fcntl
 
 
 @dataclass(kw_only=True)
@@ -130,8 +128,7 @@ def only_sender(folder: Path, tracker: str) -> Iterator[None]:
     """
     descriptor = open_descriptor(folder / FOLDER / f".{tracker}.lock", os.O_RDWR | os.O_CREAT)
     try:
-        if sys.platform != "win32":
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
@@ -159,8 +156,7 @@ class _Training:
         for line in sys.stdin:
             if line.strip() == END:
                 break
-        if sys.platform != "win32":
-            signal.setitimer(signal.ITIMER_REAL, self._wait_s)  # the kernel ends the process, even while it waits
+        signal.setitimer(signal.ITIMER_REAL, self._wait_s)  # the kernel ends the process, even while it waits
         self.has_ended.set()
 
 
@@ -169,8 +165,7 @@ def main() -> int:
     request = expect_map(parse_json(sys.stdin.readline()), {"folder": str, "tracker": str, "wait_s": (int, float)})
     folder = Path(request["folder"])
     training = _Training(float(request["wait_s"]))
-    if sys.platform != "win32":
-        os.nice(10)
+    os.nice(10)
     with only_sender(folder, request["tracker"]):
         state = read_state(folder, request["tracker"])
         if state is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import fcntl
 import gc
 import os
 import select
@@ -32,7 +33,7 @@ from trainkit.config.yaml_files import config_dir_environ
 from trainkit.files import open_descriptor, open_regular
 from trainkit.report.train_log import unrecorded
 from trainkit.run.process.stacks import stacks_from
-from trainkit.run.signals import blocked_at_start, stacks_signal
+from trainkit.run.signals import STACKS_SIGNAL, blocked_at_start
 from trainkit.trainer import failpoints
 
 
@@ -144,11 +145,10 @@ class WorkerGroup:
             rank: the worker.
             file: the file that it writes them to.
         """
-        number, mark = stacks_signal(), self.marks.get(rank)
-        if number is None:
-            return ""
+        mark = self.marks.get(rank)
         children = children_of(None if mark is None else mark.pid)
-        stacks = stacks_from(file, [partial(self.signal, number), *(partial(os.kill, pid, number) for pid in children)])
+        asking = [partial(self.signal, STACKS_SIGNAL), *(partial(os.kill, pid, STACKS_SIGNAL) for pid in children)]
+        stacks = stacks_from(file, asking)
         return f"Stacks of its threads:\n{stacks}" if stacks else ""
 
     def end(self, rank: int) -> None:
@@ -267,18 +267,12 @@ def _opened(log: Path) -> Iterator[IO[bytes]]:
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
     """Block signals while a process is started: they stay pending until that process handles them."""
-    if sys.platform == "win32":
-        yield
-        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked_at_start())
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-
-if sys.platform != "win32":
-    import fcntl
 
 LIFELINE: Final = "TRAINKIT_LIFELINE"
 """The environment variable with the file descriptor of the read end."""
@@ -379,7 +373,5 @@ def worker_environ(environ: Mapping[str, str], identity: Identity) -> dict[str, 
     }
     if identity.task.rank > 0:
         defaults["PYTHONUNBUFFERED"] = "1"  # a rank that is killed keeps its log
-    if sys.platform == "win32":
-        del defaults["GLOO_SOCKET_IFNAME"]
     own = {**identity.to_environ(), **rank_environ(identity.task.device, environ)}
     return {**defaults, **environ, **package_environ(), **config_dir_environ(), **own}

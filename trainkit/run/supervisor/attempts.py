@@ -15,7 +15,7 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection import MemoryEvents, ProcessEvidence, TimeLimits, Watch
 from trainkit.run.process.heartbeat import read_heartbeat
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup, worker_environ
-from trainkit.run.signals import Reason, StopFlag, resize_signal, signal_of
+from trainkit.run.signals import RESIZE_SIGNAL, Reason, StopFlag, signal_of
 from trainkit.run.supervisor.failure import Failure, hanging, is_clean, root_cause
 from trainkit.run.supervisor.restart_policy import TaskRestarter
 from trainkit.storage import Presence
@@ -274,8 +274,7 @@ class AttemptRunner:
         """
         if self._may_return() and not self._asked_to_resize and self.has_progressed(0, continues_at):
             self._asked_to_resize = True
-            if (number := resize_signal()) is not None:  # without such a signal the resize waits for a failure
-                group.signal(number)
+            group.signal(RESIZE_SIGNAL)
 
     def _next_event(self, timeout_s: float) -> ProcessExit | Reason | None:
         try:

@@ -11,8 +11,7 @@ start all --> watch exits, heartbeats, stop signals
                     else                    --> restart all; they continue from the newest complete checkpoint
                 a lost replica is due       --> the others save and end; restart all, including that one
 
-Tested on Linux only. macOS should behave the same. Windows has no process groups and no pipe that closes when the
-supervisor dies, so killing the supervisor there leaves its workers running.
+Tested on Linux only.
 """
 
 from __future__ import annotations
