@@ -18,9 +18,8 @@ from trainkit.report.web.commands import repeating_command
 from trainkit.report.web.comparison_document import ComparedRun, Comparison, DifferingKey
 from trainkit.report.web.curves import MetricsReader, number
 from trainkit.report.web.run_document import Spread
-from trainkit.sweeps.results.job_results import JobResult, read_entries, read_entry
+from trainkit.sweeps.results.job_results import JobResult, config_of, first_config, read_entries, read_entry
 from trainkit.sweeps.results.leaderboard import Leaderboard, command_of, key_value
-from trainkit.sweeps.results.metric_stream import config_of
 
 _SEED: Final = "seed"
 _MOST_DEVICES: Final = 1e6
@@ -97,7 +96,7 @@ def compare_sweep(folder: Path, board: Leaderboard) -> Comparison:
     entries = read_entries(folder)
     settings = [dict(key_value(text) for text in entry.overrides) for entry in entries]
     keys = dict.fromkeys(key for one in settings for key in one)
-    cfg = next((known for entry in entries if (known := config_of(entry.folder)) is not None), None)
+    cfg = first_config(entries)
     return Comparison(
         title=f"sweep {folder.absolute().name}",
         goal=board.goal,
@@ -114,7 +113,7 @@ def compare_sweep(folder: Path, board: Leaderboard) -> Comparison:
 
 def wants_page(board: Leaderboard) -> bool:
     """Return whether the jobs of a sweep write pages: the first readable config decides for all."""
-    cfg = next((known for entry in board.entries if (known := config_of(entry.folder)) is not None), None)
+    cfg = first_config(board.entries)
     return cfg is not None and cfg.report_page
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from trainkit.bounded import Kind, expect_maps
 from trainkit.config.grammar import refusal
-from trainkit.config.schema import MonitoredMetric, load_resolved
+from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.errors import AbsentFileError, ConfigError, UnreadableError
 from trainkit.files import read_map, write_atomically
 from trainkit.run.folder.run_folder import RunFolder
@@ -74,12 +74,17 @@ def varied_overrides(overrides: Sequence[Sequence[str]]) -> list[tuple[str, ...]
     return [tuple(text for text in job if text not in common) for job in overrides]
 
 
-def goal_of(folder: Path) -> MonitoredMetric | None:
-    """Return the monitored metric of the run in a folder; None if its config cannot be read."""
+def config_of(folder: Path) -> RunConfig | None:
+    """Return the config of the run in a folder; None if it cannot be read."""
     try:
-        return MonitoredMetric.of(load_resolved(folder / "resolved.yaml").eval)
+        return load_resolved(folder / "resolved.yaml")
     except (ConfigError, UnreadableError):
         return None
+
+
+def first_config(entries: Iterable[JobResult]) -> RunConfig | None:
+    """Return the first config of some jobs that can be read; None if there is none."""
+    return next((cfg for entry in entries if (cfg := config_of(entry.folder)) is not None), None)
 
 
 def read_entry(

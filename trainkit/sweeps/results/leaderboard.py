@@ -25,7 +25,7 @@ from trainkit.sweeps.results.job_results import (
     PRUNED,
     JobResult,
     by_point,
-    goal_of,
+    first_config,
     read_entries,
     relative,
 )
@@ -235,10 +235,8 @@ def collect(folder: Path, goal: MonitoredMetric | None = None) -> Leaderboard:
     """Return the leaderboard of a sweep, or of all runs below a folder; by default, by the goal of the first run."""
     entries = by_point(read_entries(folder))
     if goal is None:
-        goal = next(
-            (known for entry in entries if (known := goal_of(entry.folder)) is not None),
-            MonitoredMetric.of(EvalConfig()),
-        )
+        cfg = first_config(entries)
+        goal = MonitoredMetric.of(EvalConfig() if cfg is None else cfg.eval)
     return Leaderboard.of(entries, goal)
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainkit.bounded import expect_map, parse_json
-from trainkit.config.schema import MonitoredMetric, RunConfig, load_resolved
-from trainkit.errors import ConfigError, UnreadableError
+from trainkit.config.schema import MonitoredMetric, RunConfig
+from trainkit.errors import UnreadableError
 from trainkit.files import read_lines, read_tail, size_of
+from trainkit.sweeps.results.job_results import config_of
 
 _TAIL_BYTES: Final = 1 << 13
 
@@ -53,14 +54,6 @@ class Watch:
             row |= {name: value for name, value in found.items() if isinstance(value, int | float)}
         self._last = _read(row, self.goal, self._cfg, self._last)
         return self._last
-
-
-def config_of(folder: Path) -> RunConfig | None:
-    """Return the config of a job's run; None if it cannot be read."""
-    try:
-        return load_resolved(folder / "resolved.yaml")
-    except (ConfigError, UnreadableError):
-        return None
 
 
 def _read(row: dict[str, Any], goal: str, cfg: RunConfig, before: Progress) -> Progress:
