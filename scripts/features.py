@@ -1,6 +1,6 @@
 """Ask each strategy for each feature, and write what it refuses: `python scripts/features.py [--write]`.
 
-A cell of the table is a run that is planned and not started: `yes`, or the number of the message that refuses it.
+A cell of the table is a run that is planned and not started; each message that refuses one is below it.
 Without `--write`, exits with 1 if `docs/features.md` says otherwise.
 """
 
@@ -92,9 +92,10 @@ NO_KEY: Final = "no such key in "
 HEAD: Final = f"""# What each strategy takes
 
 A run with a feature that its strategy does not support is refused before it starts. This table is what the refusals
-say: each cell is a run that `python scripts/features.py --write` planned, on two ranks or devices of a CPU. A number is
-the message that it got, and `-` a key that the strategy does not have. `multi_worker_mirrored` is as `mirrored`,
-`tensor_parallel` as `mesh: tensor`; on several axes of a [mesh](mesh.md), the refusals of each hold.
+say: each cell is a run that `python scripts/features.py --write` planned, on two ranks or devices of a CPU. The
+messages are below. `-` is a key that the strategy does not have. `multi_worker_mirrored` is as `mirrored`,
+`tensor_parallel` as `mesh: tensor`; on several axes of a [mesh](mesh.md), the refusals of each hold. The sizes of a
+mesh are numbers here: an axis of `auto` is [elastic](elastic.md).
 
 {MARK}
 """
@@ -117,20 +118,21 @@ def refusal(*overrides: str) -> str | None:
 
 def page() -> str:
     """Return the page."""
-    numbers: dict[str, int] = {}
     rows = [f"| feature | {' | '.join(STRATEGIES)} |", f"|---|{'---|' * len(STRATEGIES)}"]
+    reasons = []
     for feature, wanted in FEATURES.items():
-        cells = []
+        cells, said = [], dict[str, list[str]]()
         for name, strategy in STRATEGIES.items():
             beside = BESIDE.get((feature, name))
-            said = refusal(*wanted, *strategy, *([beside] if beside else []))
-            if said is None or NO_KEY in said:
-                cells.append("yes" if said is None else "-")
-            else:
-                cells.append(f"[{numbers.setdefault(said, len(numbers) + 1)}](#messages)")
+            message = refusal(*wanted, *strategy, *([beside] if beside else []))
+            if message is not None and NO_KEY not in message:
+                said.setdefault(message, []).append(name)
+            cells.append("yes" if message is None else "-" if NO_KEY in message else "**no**")
         rows.append(f"| {feature} | {' | '.join(cells)} |")
-    messages = "".join(f"{number}. {text}\n" for text, number in numbers.items())
-    return f"{HEAD}{chr(10).join(rows)}\n\n## Messages\n\n{messages}"
+        if said:
+            lines = [f"- {', '.join(names)}: {message}\n" for message, names in said.items()]
+            reasons.append(f"\n{feature}:\n\n{''.join(lines)}")
+    return f"{HEAD}{chr(10).join(rows)}\n\n## The messages\n{''.join(reasons)}"
 
 
 def main(arguments: list[str]) -> int:

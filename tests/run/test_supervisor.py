@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -415,6 +416,24 @@ def test_a_launcher_that_restarts_and_a_strategy_that_needs_all_are_refused(monk
     monkeypatch.setattr(Mirrored, "facts", replace(Mirrored.facts, elastic=False))
     with pytest.raises(ConfigError, match="has no effect: this strategy needs all its processes"):
         plan(*MIRRORED, "elastic.min_replicas=1")
+
+
+@pytest.mark.parametrize(
+    ("keys", "fits"),
+    [
+        (("strategy=mesh",), True),
+        (("strategy=mesh", "strategy.shard=1", "strategy.replicate=auto"), True),
+        (("strategy=fsdp", "strategy.replicas=4"), True),
+        (("strategy=mesh", "strategy.shard=4"), False),
+        (("strategy=mesh", "strategy.replicate=2"), False),
+        (("strategy=mesh", "strategy.tensor=2"), False),
+        (("strategy=fsdp", "strategy.replicas=4", "strategy.replicate=2"), False),
+    ],
+)
+def test_a_mesh_continues_on_fewer_ranks_if_any_number_has_a_layout(keys: tuple[str, ...], fits: bool) -> None:
+    refused = nullcontext() if fits else pytest.raises(ConfigError, match="needs all its processes")
+    with refused:
+        plan("recipe=null", *keys, "strategy.devices=[cpu,cpu,cpu,cpu]", "elastic.min_replicas=2")
 
 
 def raised(rank: int = 1, step: int = 5, text: str = "ValueError: bad sample") -> frozenset[RaisedError]:

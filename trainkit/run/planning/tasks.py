@@ -78,7 +78,7 @@ def _elastic_problems(
         rule = f"has no effect under {facts.launch.kind}, which restarts processes itself: set the number there."
     elif backend is not None and not backend.elastic:
         rule = f"has no effect: {backend.name} starts all processes or none."
-    elif not parts.strategy.facts.elastic:
+    elif not parts.strategy.facts_in(facts).elastic:
         rule = "has no effect: this strategy needs all its processes."
     elif fewest > count:
         rule = f"more than the {count} replicas of this run. Use {count} or fewer."

@@ -233,13 +233,15 @@ class MeshStrategy(ProcessGroup, Strategy):
         return self.layout(self.num_replicas(context) * self.ranks_a_replica)
 
     def facts_in(self, context: PlanContext) -> Facts:
-        """Return the facts: what an objective cannot have where ranks hold parts."""
+        """Return the facts: what an objective cannot have where ranks hold parts, and whether fewer ranks will do."""
         layout = self.layout_in(context)
         is_cut = layout.gathers or layout.axes.tensor > 1
         withheld = withheld_where_sharded(choice_of(type(self).__name__)) if is_cut else {}
+        fewer = range(1, layout.axes.num_ranks)
         if not layout.gathers:  # modules of cut layers compute outside of forward too
             withheld.pop(Access.methods, None)
-        return replace(super().facts_in(context), withheld=withheld)
+        elastic = all(not self.layout(count).axes.problems(count) for count in fewer)
+        return replace(super().facts_in(context), withheld=withheld, elastic=elastic)
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems of the process group, of settings that parts do not support, and of the keys."""

@@ -1,0 +1,86 @@
+"""A rank of a mesh that dies or stops, and takes the run along, costs a bit, or is not named, is caught here alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.test_roles import tasks
+from tests.support import quick
+from tests.support.verdicts import plain
+from tests.support.waiting import wait_for
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(sys.platform != "linux", reason="finds tasks in /proc"),
+]
+
+RUN = (
+    "recipe=digits", "batch.micro_size=16", "epochs=null", "steps=200", "checkpoint.every_steps=25",
+    "eval.every_epochs=null", "callbacks=[]", "logger=[]", "supervisor.hang_timeout_s=20", "log_every_steps=50",
+)  # fmt: skip
+AXES = {
+    "replicate": ("strategy.replicate=2", "strategy.shard=1"),
+    "shard": ("strategy.shard=2",),
+    "tensor": ("strategy.shard=1", "strategy.tensor=2"),
+}
+
+
+def command(folder: str, *more: str) -> list[str]:
+    return quick.command(*RUN, "strategy=mesh", *more, f"hydra.run.dir={folder}")
+
+
+def has_saved(folder: str) -> bool:
+    return any(Path(folder).glob("checkpoints/step_*"))
+
+
+def result(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(folder, "result.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_a_rank_that_is_killed_or_stopped_is_named_and_costs_no_bit(axis: str, cwd: Path) -> None:
+    subprocess.run(command("whole", *AXES[axis]), check=True, stdout=subprocess.DEVNULL)
+    for sent, said in (
+        (signal.SIGKILL, "rank 1 was ended by SIGKILL in step"),
+        (signal.SIGSTOP, "rank 1 has made no progress for 20 s in step"),
+    ):
+        folder = f"after_{sent.name}"
+        process = subprocess.Popen(
+            command(folder, *AXES[axis]), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        wait_for(partial(has_saved, folder), process)
+        os.kill(tasks(cwd / folder)["worker:1"], sent)
+        told = plain(process.communicate(timeout=300)[1])
+        assert process.returncode == 0, told
+        assert said in told
+        assert "Restarting from the checkpoint of step" in told
+        assert result(folder)["weights_sha256"] == result("whole")["weights_sha256"]
+        assert tasks(cwd / folder) == {}
+
+
+@pytest.mark.parametrize("axis", ["replicate", "shard"])
+def test_a_run_continues_on_the_ranks_that_are_left_of_auto(
+    axis: str, cwd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = "replicate" if axis == "shard" else "shard"
+    keys = (f"strategy.{other}=1", f"strategy.{axis}=auto", "strategy.devices=[cpu,cpu]")
+    subprocess.run(command("whole", *keys, "precision=fp64"), check=True, stdout=subprocess.DEVNULL)
+    (cwd / "gone").touch()
+    starts = [f"index=1,phase=start,attempt={number},while=gone,action=kill" for number in range(1, 9)]
+    monkeypatch.setenv("TRAINKIT_FAIL", ";".join(["index=1,step=60,phase=backward,attempt=0,action=kill", *starts]))
+    elastic = ("elastic.min_replicas=1", "elastic.retry_s=600", "precision=fp64")
+    done = subprocess.run(command("fewer", *keys, *elastic), check=True, capture_output=True, text=True)
+    assert "worker:1 (cpu) is lost: the run continues with 1 of 2 replicas" in done.stderr
+    assert (result("fewer")["status"], result("fewer")["steps"]) == ("finished", 200)
+    assert result("fewer")["metrics"] == pytest.approx(result("whole")["metrics"], rel=1e-9)
