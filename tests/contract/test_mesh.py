@@ -76,7 +76,7 @@ BITS: dict[str, tuple[Case, Sequence[str]]] = {
         replace(FIXED_GPT, global_size=4, micro_size=2, settings={"sync": "last"}),
         ("1 x 4", "2 x 2"),
     ),
-    "tied and frozen": (FrozenCase(**FIXED), ("2 x 2", "1 x 3")),
+    "tied and frozen": (FrozenCase(**FIXED, resume_at=2), ("2 x 2", "1 x 3")),
     "bf16_mixed": (replace(FIXED_GPT, precision="bf16_mixed"), ("2 x 2", "1 x 3")),
     "bf16": (replace(FIXED_GPT, precision="bf16", micro_size=1), ("2 x 2", "1 x 3")),
 }

@@ -34,6 +34,8 @@ from trainkit.strategies.mesh.step import unsharded_model_problems
 from trainkit.strategies.mesh.strategy import Mesh
 from trainkit.strategies.mesh.tensor_parallel import TensorParallel
 from trainkit.strategies.mesh.tensor_plan import match_plan
+from trainkit.strategies.reducers import VectorReducer
+from trainkit.strategies.tensors.layouts import FlatBuffer, local_part
 
 SIZES: dict[str, Any] = {"vocab_size": 12, "context": 4, "num_layers": 2, "num_heads": 2, "width": 8}
 
@@ -236,6 +238,44 @@ def eight() -> Iterator[None]:
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     yield
     dist.destroy_process_group()
+
+
+class Alone(VectorReducer):
+    """A reducer of one rank, which notes the buckets that it would exchange in backward."""
+
+    overlaps = True
+
+    def __init__(self, bucket_bytes: int) -> None:
+        super().__init__(bucket_bytes)
+        self.full: list[int] = []
+
+    def on_full(self, number: int) -> None:
+        self.full.append(number)
+
+    def sum(self, flat: Tensor) -> None: ...
+
+
+def test_parts_of_gradients_go_into_the_vector_bucket_by_bucket(eight: None) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    mesh = init_device_mesh("cpu", (8, 1), mesh_dim_names=("replicate", "shard"))["shard"]
+    sharding = Sharding(mesh=mesh, device=torch.device("cpu"), precision=Precision(value="fp32"))
+    fully_sharded(model, list(model)[:3], sharding)
+    params = list(model.parameters())
+    reducer = Alone(8 * 8 * 4)
+    reducer.begin(FlatBuffer([param.shape for param in params], torch.float32, torch.device("cpu")), num_shards=2)
+    for is_last in (False, True):
+        reducer.begin_backward(params, is_last=is_last)
+        model(torch.eye(8)).sum().backward()
+        assert sorted(reducer.full) == ([0, 1, 2, 3] if is_last else [])
+        reducer.end_backward()
+    assert all(reducer.has_taken(place) and param.grad is None for place, param in enumerate(params))
+    whole = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    whole.load_state_dict({key: local_part(value) for key, value in model.state_dict().items()})
+    whole(torch.eye(8)).sum().backward()
+    for sum_, param in zip(reducer.finish(), whole.parameters(), strict=True):
+        assert sum_ is not None
+        assert param.grad is not None
+        torch.testing.assert_close(sum_, 2 * param.grad)
 
 
 def events_of_a_step(order: list[int], monkeypatch: pytest.MonkeyPatch, *, prefetches: bool = False) -> list[str]:

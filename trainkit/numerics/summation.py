@@ -111,7 +111,7 @@ def sum_of_ranks(add: Callable[[T, T], T], of_ranks: Sequence[Sequence[T]], *, n
     """Return the sum over all lanes of the sums that each rank has for its `owned_nodes`, in the order of the tree.
 
     Example:
-        >>> sum_of_ranks(lambda left, right: f"({left}+{right})", [["0", "2"], ["1"]], num_lanes=4, num_shards=3)
+        >>> sum_of_ranks(lambda left, right: f"({left}+{right})", [["(0+2)"], ["1"]], num_lanes=4, num_shards=3)
         '((0+2)+1)'
     """
     count, order = len(of_ranks), list(lane_order(num_lanes))

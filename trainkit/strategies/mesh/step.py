@@ -14,7 +14,7 @@ from trainkit.errors import Problem, TrainingError
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.generators import hash64
 from trainkit.objectives.base import Access, Collective
-from trainkit.strategies.base import Batch, PlanContext, StateDict, StepContext
+from trainkit.strategies.base import Batch, StateDict, StepContext
 from trainkit.strategies.collectives import all_gather_object
 from trainkit.strategies.core.replica_check import bits_hash
 from trainkit.strategies.core.sparse import sparse_problems
@@ -222,32 +222,6 @@ class ShardedWork(ShardStep):
         flat = whole.pack(held)
         dist.all_reduce(flat, group=self._group)
         return whole.views(flat)
-
-
-def order_problems(context: PlanContext, *, tensor_key: str, degree: int, gathers: bool) -> list[Problem]:
-    """Return problems of the reproducible order of summation: layers that are cut, fused optimizers of parts.
-
-    Args:
-        context: the facts about the config.
-        tensor_key: the key of `strategy` that sets the ranks along `tensor`.
-        degree: number of ranks along `tensor`.
-        gathers: whether parameters are sharded.
-    """
-    if not context.numerics.reproducible:
-        return []
-    if degree > 1:
-        rule = f"is not kept where strategy.{tensor_key}={degree} cuts layers, whose sums are the backend's. Use "
-        rule += f"strategy.{tensor_key}=1, or leave it out."
-        return [Problem(key="numerics.reproducible", value=True, rule=rule)]
-    for key, makers in context.optimizer_makers.items() if gathers else ():
-        if any(make([nn.Parameter(torch.zeros(1))]).param_groups[0].get("fused") for make in makers):
-            fused = key.removesuffix("_target_") + "fused"
-            rule = (
-                f"is not kept by a fused optimizer, which rounds the last elements of each part otherwise. Use {fused}"
-            )
-            rule += "=false, here and on one device, or leave it out."
-            return [Problem(key="numerics.reproducible", value=True, rule=rule)]
-    return []
 
 
 def unsharded_model_problems(model: nn.Module) -> list[Problem]:

@@ -50,7 +50,6 @@ from trainkit.strategies.mesh.state import ShardedReplica, ShardSlice, joined_no
 from trainkit.strategies.mesh.step import (
     ShardedExecutor,
     ShardedWork,
-    order_problems,
     unsharded_model_problems,
     withheld_where_sharded,
 )
@@ -253,8 +252,22 @@ class MeshStrategy(ProcessGroup, Strategy):
         ]
 
     def _order_problems(self, context: PlanContext) -> list[Problem]:
-        layout = self.layout_in(context)
-        return order_problems(context, tensor_key=layout.tensor_key, degree=layout.axes.tensor, gathers=layout.gathers)
+        """Return problems of the reproducible order of summation: layers that are cut, fused optimizers of parts."""
+        layout, leave = self.layout_in(context), ", or leave it out."
+        if not context.numerics.reproducible:
+            return []
+        if layout.axes.tensor > 1:
+            key = f"strategy.{layout.tensor_key}"
+            rule = (
+                f"is not kept where {key}={layout.axes.tensor} cuts layers, whose sums are the backend's. Use {key}=1"
+            )
+            return [Problem(key="numerics.reproducible", value=True, rule=rule + leave)]
+        for key, makers in context.optimizer_makers.items() if layout.gathers else ():
+            if any(make([nn.Parameter(torch.zeros(1))]).param_groups[0].get("fused") for make in makers):
+                rule = "is not kept by a fused optimizer, which rounds the last elements of each part otherwise. Use "
+                rule += f"{key.removesuffix('_target_')}fused=false, here and on one device"
+                return [Problem(key="numerics.reproducible", value=True, rule=rule + leave)]
+        return []
 
     def _offload_problems(self, context: PlanContext) -> list[Problem]:
         if not self.layout_in(context).offload or all(task.device != "cpu" for task in self.tasks(context)):

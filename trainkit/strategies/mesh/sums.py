@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.numerics.batch import shards_of_rank
+from trainkit.numerics.batch import lane_order
 from trainkit.numerics.summation import LaneNode, LaneSums, sum_of_ranks
 
 
@@ -24,8 +25,8 @@ class Pass:
     """Whether it is the last pass of the step."""
     ends_lane: bool
     """Whether it is the last one over the lanes of `lanes`; without lanes, `ends`."""
-    lanes: tuple[int | None, ...] = ()
-    """The lane of each data rank, None for a rank without one; empty without lanes."""
+    lanes: tuple[int | None, ...]
+    """The lane of each data rank, None for a rank without one; without lanes, its first shard."""
     num_shards: int
     """Number of shards of the step."""
 
@@ -38,33 +39,25 @@ def passes_of(num_shards: int, *, rank: int, num_ranks: int, lanes: int | None) 
     Example:
         >>> [one.shard for one in passes_of(5, rank=1, num_ranks=2, lanes=None)]
         [1, 3, None]
-        >>> [(one.shard, one.lanes) for one in passes_of(5, rank=1, num_ranks=2, lanes=4) if one.ends_lane]
-        [(1, (0, 1)), (3, (2, 3))]
+        >>> [(one.shard, one.lanes) for one in passes_of(5, rank=1, num_ranks=2, lanes=4)]
+        [(1, (0, 1)), (None, (0, 1)), (3, (2, 3))]
     """
+    ranks, work = range(num_ranks), list[Sequence[range]]()
     if lanes is None:
-        most = -(-num_shards // num_ranks)
-        for turn in range(most):
-            shard, ends = turn * num_ranks + rank, turn == most - 1
-            yield Pass(shard=shard if shard < num_shards else None, ends=ends, ends_lane=ends, num_shards=num_shards)
-        return
-    own = [
-        list(
-            dict.fromkeys(
-                shard % lanes for shard in shards_of_rank(num_shards, rank=one, num_ranks=num_ranks, lanes=lanes)
-            )
-        )
-        for one in range(num_ranks)
-    ]
-    for turn in range(len(own[0])):
-        of_ranks = tuple(found[turn] if turn < len(found) else None for found in own)
-        longest = max(-(-(num_shards - lane) // lanes) for lane in of_ranks if lane is not None)
-        for at in range(longest):
-            lane, last = of_ranks[rank], at == longest - 1
+        work.append([range(one, num_shards, num_ranks) for one in ranks])
+    else:
+        own = [[lane for lane in lane_order(lanes) if lane % num_ranks == one and lane < num_shards] for one in ranks]
+        for round_ in zip_longest(*own, fillvalue=num_shards):
+            work.append([range(lane, num_shards, lanes) for lane in round_])
+    for number, shards in enumerate(work, start=1):
+        longest = max(map(len, shards))
+        for turn in range(longest):
+            mine, is_last = shards[rank], turn == longest - 1
             yield Pass(
-                shard=lane + at * lanes if lane is not None and lane + at * lanes < num_shards else None,
-                ends=last and turn == len(own[0]) - 1,
-                ends_lane=last,
-                lanes=of_ranks,
+                shard=mine[turn] if turn < len(mine) else None,
+                ends=is_last and number == len(work),
+                ends_lane=is_last,
+                lanes=tuple(found[0] if found else None for found in shards),
                 num_shards=num_shards,
             )
 
