@@ -74,7 +74,6 @@ UNFIT: list[tuple[nn.Module, Any, str, str]] = [
     (gpt(), {"mlp.expnd": "colwise"}, "plan.mlp.expnd=colwise", "no such module. Did you mean mlp.expand?"),
     (gpt(), {"expand": "colwise", EXPAND: "rowwise"}, f"plan.{EXPAND}=rowwise", "is in expand already"),
     (gpt(), {"mlp_norm": "colwise"}, "plan.mlp_norm=colwise", "is for nn.Linear and nn.Embedding"),
-    (gpt(), {"expand": "sequence"}, "plan.expand=sequence", "keep their weights whole"),
     (zoo.Net(width=7), {"0": "colwise", "2": "rowwise"}, "degree=2", "does not divide the 7 rows of 0.weight"),
     (gpt(num_heads=1), {"queries_keys_values": "colwise"}, "degree=2", "does not divide the 1 heads"),
     (gpt(), {"head.output": "colwise_gathered"}, "plan.head.output=colwise_gathered", "are one parameter (tied)"),

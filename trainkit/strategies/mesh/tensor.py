@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -128,21 +128,32 @@ class Exchange:
         """
         size, shape = tensor.shape[dim], list(tensor.shape)
         shape[dim] *= self.degree
-        with self.watch.paused() if self.watch else ExitStack():
+        with self.watch.paused() if self.watch else nullcontext():
             mask = functional.dropout(tensor.new_ones(shape), rate)
         return tensor * mask.narrow(dim, self.place * size, size)
 
     @contextmanager
-    def summed_gradients(self, module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-        """Sum the gradients of full parameters over the ranks, each of which uses them for its part of the sequence."""
-        own = module._parameters  # noqa: SLF001 - modules read their parameters from it
-        found: dict[str, nn.Parameter] = {name: param for name in names if (param := own[name]) is not None}
+    def summed_gradients(self, module: nn.Module, leaf: str = "") -> Iterator[None]:
+        """Sum the gradients of full parameters over the ranks, each of which uses them for its part of the sequence.
+
+        Args:
+            module: the module that uses them, itself or in modules below it.
+            leaf: the only parameter; empty: all.
+        """
+        tables = [one._parameters for one in module.modules()]  # noqa: SLF001 - modules read their parameters from it
+        found = [
+            (table, name, param)
+            for table in tables
+            for name, param in table.items()
+            if param is not None and leaf in ("", name)
+        ]
         try:
-            for name, param in found.items():
-                own[name] = self.changed(param, Replicate(), Replicate(), used_by_parts=True)  # type: ignore[assignment]
+            for table, name, param in found:
+                table[name] = self.changed(param, Replicate(), Replicate(), used_by_parts=True)  # type: ignore[assignment]
             yield
         finally:
-            own.update(found)
+            for table, name, param in found:
+                table[name] = param
 
 
 class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -215,7 +226,7 @@ def _computed(one: MatchedModule, exchange: Exchange, inner: Callable[..., Any],
         dim = 1 if style.name == "sequence" else given.dim() - 1
         return exchange.dropout(given, module.p, dim) if module.training else given
     if style.name == "sequence":
-        with exchange.summed_gradients(module, list(module._parameters)):  # noqa: SLF001
+        with exchange.summed_gradients(module):
             return inner(*args, **named)
     if style.name == "sequence_split":
         outputs = inner(*args, **named)
@@ -245,7 +256,7 @@ def _rowwise(one: MatchedModule, exchange: Exchange, given: Tensor) -> Tensor:
     if one.style.takes == "whole":
         given = exchange.changed(given, Replicate(), Shard(given.dim() - 1))
     total = exchange.changed(functional.linear(given, module.weight), Partial(), to)
-    with exchange.summed_gradients(module, ["bias"] if one.style.gives == "stretch" else []):
+    with exchange.summed_gradients(module, "bias") if one.style.gives == "stretch" else nullcontext():
         return total if module.bias is None else total.add(module.bias)
 
 

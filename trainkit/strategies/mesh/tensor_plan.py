@@ -7,7 +7,7 @@ the last dim (features), or a `stretch`, a slice of dim 1 (the sequence).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Final, Literal
@@ -26,12 +26,8 @@ class Style:
 
     name: str
     """Name of the style in a plan."""
-    linear: Mapping[str, int] | None = None
-    """Parameter -> the sharded dim, of an nn.Linear; None: the style does not support it."""
-    embedding: Mapping[str, int] | None = None
-    """Parameter -> the sharded dim, of an nn.Embedding; None: the style does not support it."""
-    other: bool = False
-    """Whether it supports any module: only activations are sharded."""
+    cuts: Mapping[type[nn.Module], Mapping[str, int]] = field(default_factory=dict)
+    """Supported class -> parameter -> the sharded dim; empty: any module, whose parameters stay whole."""
     takes: Layout = "whole"
     """The layout of the input."""
     gives: Layout = "whole"
@@ -41,17 +37,7 @@ class Style:
 
     def dims(self, module: nn.Module) -> Mapping[str, int] | None:
         """Return parameter -> the sharded dim; None if the style does not support such a module."""
-        if isinstance(module, nn.Linear):
-            return self.linear
-        if isinstance(module, nn.Embedding):
-            return self.embedding
-        return {} if self.other or (self.name == "dropout" and type(module) is nn.Dropout) else None
-
-    @property
-    def suits(self) -> str:
-        """The supported modules, as text."""
-        kinds = [name for name, dims in (("nn.Linear", self.linear), ("nn.Embedding", self.embedding)) if dims]
-        return " and ".join(kinds) or ("modules that keep their weights whole" if self.other else "nn.Dropout")
+        return next((dims for kind, dims in self.cuts.items() if isinstance(module, kind)), None if self.cuts else {})
 
 
 _ROWS: Final = {"weight": 0, "bias": 0}
@@ -60,16 +46,16 @@ _COLUMNS: Final = {"weight": 1}
 STYLES: Final = {
     style.name: style
     for style in (
-        Style(name="colwise", linear=_ROWS, embedding=_COLUMNS, gives="cut"),
-        Style(name="colwise_gathered", linear=_ROWS, embedding=_COLUMNS),
-        Style(name="colwise_sequence", linear=_ROWS, takes="stretch", gives="cut"),
-        Style(name="rowwise", linear=_COLUMNS, embedding={"weight": 0}, takes="cut", sums=True),
-        Style(name="rowwise_scattered", linear=_COLUMNS, sums=True),
-        Style(name="rowwise_sequence", linear=_COLUMNS, takes="cut", gives="stretch", sums=True),
-        Style(name="dropout", takes="cut", gives="cut"),
-        Style(name="sequence", other=True, takes="stretch", gives="stretch"),
-        Style(name="sequence_split", other=True, gives="stretch"),
-        Style(name="sequence_join", other=True, takes="stretch"),
+        Style(name="colwise", cuts={nn.Linear: _ROWS, nn.Embedding: _COLUMNS}, gives="cut"),
+        Style(name="colwise_gathered", cuts={nn.Linear: _ROWS, nn.Embedding: _COLUMNS}),
+        Style(name="colwise_sequence", cuts={nn.Linear: _ROWS}, takes="stretch", gives="cut"),
+        Style(name="rowwise", cuts={nn.Linear: _COLUMNS, nn.Embedding: {"weight": 0}}, takes="cut", sums=True),
+        Style(name="rowwise_scattered", cuts={nn.Linear: _COLUMNS}, sums=True),
+        Style(name="rowwise_sequence", cuts={nn.Linear: _COLUMNS}, takes="cut", gives="stretch", sums=True),
+        Style(name="dropout", cuts={nn.Dropout: {}}, takes="cut", gives="cut"),
+        Style(name="sequence", takes="stretch", gives="stretch"),
+        Style(name="sequence_split", gives="stretch"),
+        Style(name="sequence_join", takes="stretch"),
     )
 }
 """Style by its name in a plan."""
@@ -123,7 +109,8 @@ def match_plan(model: nn.Module, plan: Mapping[str, str] | Literal["auto"], degr
         return MatchedPlan(problems=[given])
     chosen, problems = _chosen(model, given)
     if not problems:
-        problems = [found for one in _one_a_pattern(chosen) if (found := _misfit(one, model, degree))]
+        misfits = {one.pattern: found for one in reversed(chosen) if (found := _misfit(one, model, degree))}
+        problems = list(misfits.values())  # of each pattern, that of its first module
     dims, tied = _dims(model, chosen)
     return MatchedPlan(chosen=tuple(chosen), dims=dims, problems=problems or tied)
 
@@ -201,22 +188,13 @@ def _unknown(pattern: str, modules: Mapping[str, nn.Module]) -> str:
     return f"no such module.{f' Did you mean {near}?' if near else ''}"
 
 
-def _one_a_pattern(chosen: Sequence[MatchedModule]) -> Iterator[MatchedModule]:
-    """Yield one module of each pattern, class and parameter shapes."""
-    seen = set()
-    for one in chosen:
-        shapes = tuple(tuple(parameter.shape) for parameter in one.module.parameters(recurse=False))
-        if (one.pattern, type(one.module), shapes) not in seen:
-            seen.add((one.pattern, type(one.module), shapes))
-            yield one
-
-
 def _misfit(one: MatchedModule, model: nn.Module, degree: int) -> Problem | None:
     """Return why a module cannot be sharded by its style; None if it can."""
     style, module = one.style, one.module
     dims, key = style.dims(module), f"{_KEY}.{one.pattern}"
     if dims is None:
-        rule = f"{one.name} is a {type(module).__name__}, and {style.name} is for {style.suits}."
+        suits = " and ".join(f"nn.{kind.__name__}" for kind in style.cuts)
+        rule = f"{one.name} is a {type(module).__name__}, and {style.name} is for {suits}."
         return Problem(key=key, value=style.name, rule=rule)
     if dims and (why := _uncuttable(one, model)):
         return Problem(key=key, value=style.name, rule=why)

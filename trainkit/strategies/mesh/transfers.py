@@ -169,15 +169,15 @@ def _forward(one: MatchedModule, call: ModuleCall) -> Iterator[tuple[Collective,
 def _backward(one: MatchedModule, call: ModuleCall, width: int) -> Iterator[tuple[Collective, int]]:
     style, module, given, returned = one.style, one.module, call.given, call.returned
     if style.name == "sequence":
-        own = module.parameters(recurse=False)
-        yield from (("all-reduce", param.numel() * width) for param in own if param.requires_grad)
+        params = module.parameters()
+        yield from (("all-reduce", param.numel() * width) for param in params if param.requires_grad)
     elif style.gives == "stretch":
         if returned is not None and returned.requires_grad:
             yield "all-gather", returned.num_bytes
         bias: Any = getattr(module, "bias", None) if style.sums else None
         if bias is not None and bias.requires_grad:
             yield "all-reduce", bias.numel() * width
-    if isinstance(module, nn.Embedding) or given is None or not given.requires_grad or not style.linear:
+    if isinstance(module, nn.Embedding) or given is None or not given.requires_grad or nn.Linear not in style.cuts:
         return
     if not style.sums:
         yield "reduce-scatter" if style.takes == "stretch" else "all-reduce", given.num_bytes
