@@ -46,7 +46,9 @@ def tensors_of(place: Place, case: Case) -> dict[str, Tensor]:
     executor = _Rank(place, case).setup(0)
     model = executor.local.model
     found = {
-        name: local_part(one).detach().clone() for name, one in [*model.named_parameters(), *model.named_buffers()]
+        name: local_part(one).detach().clone()
+        for name, one in [*model.named_parameters(), *model.named_buffers()]
+        if not one.is_meta
     }
     executor.close()
     return found
@@ -59,6 +61,7 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[int, ...]]]] = [
     ("tensor_parallel", {"degree": 2, "replicas": 2, "plan": PLAN}, [(0, 2), (1, 3)]),
     ("mesh", {"shard": 2, "tensor": 2, "plan": PLAN}, []),
     ("mesh", {"replicate": 2, "shard": 2, "plan": "auto"}, [(0, 2), (1, 3)]),
+    ("pipeline", {"stages": 2, "replicas": 2}, [(0, 2), (1, 3)]),
 ]
 """Strategy, settings, and the ranks that hold the same parts of all parameters."""
 
@@ -69,7 +72,7 @@ def test_ranks_begin_with_the_same_numbers(
     strategy: str, settings: dict[str, Any], alike: list[tuple[int, ...]], precision: str, pool: Pool
 ) -> None:
     case = Drawn(strategy=strategy, settings=settings, precision=precision)
-    sizes = [settings.get(axis, 1) for axis in ("replicas", "degree", "replicate", "shard", "tensor")]
+    sizes = [settings.get(axis, 1) for axis in ("replicas", "degree", "replicate", "shard", "tensor", "stages")]
     ranks = pool.run(f"{__name__}.tensors_of", case, num_ranks=math.prod(sizes))
     for found in ranks[1:]:
         assert torch.equal(found["saved"], ranks[0]["saved"])

@@ -84,6 +84,9 @@ def exchanged(place: Place) -> tuple[Tensor, list[Tensor]]:
     everyone = GroupCollective(rank=place.rank, num_ranks=2, device=CPU)
     gathered = everyone.gather(own)
     broadcast_values(own)
+    small = torch.full((), place.rank + 7, dtype=torch.int16)  # gloo has no such numbers
+    broadcast_values(small)
+    assert small.item() == 7
     return own, gathered
 
 

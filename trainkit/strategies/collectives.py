@@ -32,7 +32,7 @@ def broadcast_values(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
     """
     own = tensor.detach()
     sent = own.contiguous()
-    dist.broadcast(sent, group=group, group_src=0)
+    dist.broadcast(sent.reshape(-1).view(torch.uint8), group=group, group_src=0)  # gloo takes bytes of any dtype
     if sent is not own:
         own.copy_(sent)
 

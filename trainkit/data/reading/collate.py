@@ -78,16 +78,12 @@ def stack(column: Sequence[Any]) -> Any:
     if isinstance(first, bool | int | float):
         return torch.tensor(column)
     if isinstance(first, Mapping):
-        return {key: stack([_require_same_keys(sample, first)[key] for sample in column]) for key in first}
+        if any(sample.keys() != first.keys() for sample in column):
+            raise KeyError("other keys")
+        return {key: stack([sample[key] for sample in column]) for key in first}
     if isinstance(first, str | bytes):
         return list(column)
     raise TypeError(f"a {type(first).__name__} cannot become part of a batch")
-
-
-def _require_same_keys(sample: Mapping[str, Any], first: Mapping[str, Any]) -> Mapping[str, Any]:
-    if sample.keys() != first.keys():
-        raise KeyError("other keys")
-    return sample
 
 
 def _first_odd_one(samples: Sequence[Any], indices: Sequence[int], error: Exception) -> str:

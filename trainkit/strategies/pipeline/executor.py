@@ -17,7 +17,6 @@ from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Loss, Supervised, add_terms
 from trainkit.objectives.output_layer import output_layer_of, scored_inside
 from trainkit.strategies.base import Batch, StateDict, StepContext
-from trainkit.strategies.collectives import RankGroup
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.replica import ReplicaParts, replica_state, restore_replica
 from trainkit.strategies.core.step import ShardStep, added, weight_on
@@ -298,18 +297,7 @@ def _settle(replica: PipelineReplica, grads: Sequence[Tensor | None]) -> None:
 
 
 class PipelineExecutor(SynchronousExecutor[PipelineReplica]):
-    """A rank that sends the shards of its replica through its stages.
-
-    Construction broadcasts the tensors of the first replica, and tied weights from their first stage; collective.
-    """
-
-    def __init__(self, replica: PipelineReplica, training: StepContext, ranks: RankGroup) -> None:
-        super().__init__(replica, training, ranks=ranks, make_step=PipelineWork)
-        here = {name: tensor for name, tensor in replica.model.named_parameters() if not tensor.is_meta}
-        buffers = {name: tensor for name, tensor in replica.model.named_buffers() if not tensor.is_meta}
-        replica.groups.align({**here, **buffers}, replica.holders)
-        if replica.masters_apart:
-            replica.groups.align(replica.masters, replica.holders)
+    """A rank that sends the shards of its replica through its stages."""
 
     def sharded_state_dict(self) -> ShardedState:
         """Return this rank's tensors, on the first replica; a tensor of several stages, on the first stage."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from trainkit.objectives.base import Collective
-from trainkit.strategies.collectives import broadcast_values
 from trainkit.strategies.core.replica_check import bits_hash
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
 from trainkit.strategies.tensors.layouts import FlatBuffer
@@ -72,13 +71,6 @@ class Groups:
         parts = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(parts, padded, group=self.replica)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
-
-    def align(self, tensors: Mapping[str, Tensor], holders: Mapping[str, tuple[int, ...]]) -> None:
-        """Broadcast each tensor from the first rank that holds it; collective."""
-        for places, group in self.alike.items():
-            for name in sorted(tensors):
-                if holders[name] == places:
-                    broadcast_values(tensors[name], group)
 
 
 def new_groups(

@@ -333,7 +333,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
         Raises:
             ConfigError: the map does not fit the model.
         """
-        from trainkit.strategies.pipeline.executor import PipelineExecutor, assemble  # noqa: PLC0415 - heavy
+        from trainkit.strategies.pipeline.executor import PipelineExecutor, PipelineWork, assemble  # noqa: PLC0415 - heavy
 
         ranks = self.join(request.identity)
         kept = self._stage_params(request)
@@ -343,7 +343,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
         cut = self._cut(parts.held.model, request.precision.value)
         assert isinstance(cut, StageAssignment)
         replica = assemble(parts, cut, stages=self.stages, schedule=self.schedule, timeout_s=self.timeout_s)
-        return PipelineExecutor(replica, request.training, ranks)
+        return PipelineExecutor(replica, request.training, ranks=ranks, make_step=PipelineWork)
 
     def _stage_params(self, request: SetupRequest) -> StageParams:
         """Return the parameters and buffers that this rank keeps.
