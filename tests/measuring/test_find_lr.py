@@ -19,7 +19,6 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import NonFiniteError, TrainingError
 from trainkit.measuring import micro_sizes
 from trainkit.measuring import range_test as module
-from trainkit.measuring.find_showing import rate_document, rate_lines, size_document, size_lines
 from trainkit.measuring.lr_curve import Divergence, LrCurve, RatePoint
 from trainkit.measuring.micro_sizes import (
     MicroSizeSearch,
@@ -29,6 +28,7 @@ from trainkit.measuring.micro_sizes import (
     with_size,
 )
 from trainkit.measuring.range_test import RangeResult, range_config, range_test
+from trainkit.measuring.showing import rate_document, rate_lines, size_document, size_lines
 from trainkit.measuring.turns import Ended, Turn
 from trainkit.report.measured_plots import draw_range
 from trainkit.run.estimates.this_machine import available_bytes

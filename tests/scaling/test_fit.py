@@ -2,7 +2,6 @@
 The model of a step against formulas and measured runs: a factor of two in a ring or in spares is caught here alone.
 """
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,14 +91,14 @@ class FakeTurns:
     """Turns of a machine on which a sample takes 1 ms, alone or not, and a step 2 ms beside."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[str, int, int | None, str | None]] = []
+        self.seen: list[tuple[str, int, int | None, int | None]] = []
 
-    def __call__(self, cfg: RunConfig, folder: Path) -> Turn:
+    def __call__(self, cfg: RunConfig, folder: Path, threads: int | None = None) -> Turn:
         del folder
         name = cfg.strategy["_target_"].rpartition(".")[2]
         replicas, size = cfg.strategy.get("replicas", 1), cfg.batch.global_size
         assert size is not None
-        self.seen.append((name, replicas, size, os.environ.get("OMP_NUM_THREADS")))
+        self.seen.append((name, replicas, size, threads))
         seconds = 10 * (0.002 + 0.001 * size / replicas)
         ranks = [dict.fromkeys(PARTS, 0.0)]
         return Turn(figures={"steps": 10, "samples": 10 * size, "seconds": seconds, "ranks": ranks, "step_spread": 0.1})
@@ -109,15 +108,14 @@ def mirrored(*overrides: str) -> Scalable:
     return scalable(config("strategy=mirrored", *overrides))
 
 
-def test_one_replica_computes_the_shares_of_several_with_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+def test_one_replica_computes_the_shares_of_several_with_their_threads() -> None:
     what, turns = replace(mirrored(), cores=4), FakeTurns()
     found = measure(what, 8, rounds=1, steps=10, start=turns)
     assert turns.seen == [
-        ("OneDevice", 1, 64, "4"),
-        ("OneDevice", 1, 32, "2"),
-        ("OneDevice", 1, 16, "1"),
-        ("OneDevice", 1, 8, "1"),
+        ("OneDevice", 1, 64, 4),
+        ("OneDevice", 1, 32, 2),
+        ("OneDevice", 1, 16, 1),
+        ("OneDevice", 1, 8, 1),
         ("Mirrored", 2, 64, None),
         ("Mirrored", 4, 64, None),
     ]

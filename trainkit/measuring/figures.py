@@ -29,10 +29,6 @@ class Spread:
         """Return the spread of at least one value."""
         return cls(median=median(values), low=min(values), high=max(values))
 
-    def to_json(self) -> dict[str, float]:
-        """Return plain values."""
-        return {"median": self.median, "low": self.low, "high": self.high}
-
 
 @dataclass(kw_only=True)
 class Choice:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 from statistics import median_low
 from typing import Final
 
@@ -17,7 +14,7 @@ from torch import nn
 from trainkit.cluster.host import num_cores
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem
-from trainkit.measuring.bench import Candidate, StartTurn, bench
+from trainkit.measuring.bench import Candidate, bench
 from trainkit.measuring.figures import Choice
 from trainkit.measuring.turns import Turn, run_turn
 from trainkit.run.estimates import hardware as estimates
@@ -37,7 +34,6 @@ MEASURED: Final = (2, 4)
 """Numbers of replicas that are measured."""
 _STEPS: Final = 100_000
 _ONE_DEVICE: Final = {"_target_": "trainkit.strategies.OneDevice", "device": "auto"}
-_THREADS: Final = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,14 +169,15 @@ def measure(
     steps: int | None = None,
     counts: Sequence[int] | None = None,
     log: Callable[[str], None] = lambda _: None,
-    start: StartTurn = run_turn,
+    start: Callable[..., Turn] = run_turn,
 ) -> Measured:
     """Measure the shares of one replica, then `counts` replicas (default: 2 and 4, if there are devices for them)."""
     shares, replicas = {}, {}
     for count in what.shares(target):
         threads = max(1, what.cores // count) if what.on_cpu else None
         one = Candidate(label=_share_label(what, count, threads), cfg=_share(what, count), num_steps=_STEPS)
-        shares[count] = bench([one], rounds=rounds, steps=steps, log=log, start=_with_threads(threads, start))[0]
+        alone = partial(start, threads=threads)
+        shares[count] = bench([one], rounds=rounds, steps=steps, log=log, start=alone)[0]
     for count in what.measured_counts(target) if counts is None else counts:
         cfg = replace(what.cfg, steps=_STEPS, strategy={**what.cfg.strategy, **what.at(count).keys})
         one = Candidate(label=f"{count} replicas", cfg=cfg, num_steps=_STEPS)
@@ -199,31 +196,6 @@ def _share(what: Scalable, count: int) -> RunConfig:
     micro = None if what.cut_is_free else what.plan.batch.micro_size
     batch = replace(what.cfg.batch, global_size=what.share(count), micro_size=micro, accumulation=None)
     return replace(what.cfg, steps=_STEPS, strategy=_ONE_DEVICE, batch=batch)
-
-
-def _with_threads(threads: int | None, start: StartTurn) -> StartTurn:
-    """Return `start` with this number of threads for the processes that it starts."""
-
-    def started(cfg: RunConfig, folder: Path) -> Turn:
-        with _environment({} if threads is None else {_THREADS: str(threads)}):
-            return start(cfg, folder)
-
-    return started
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process, and restore them."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def workload(what: Scalable, measured: Measured, *, within: Link) -> Workload:

@@ -108,31 +108,34 @@ def alone(cfg: RunConfig, callbacks: Mapping[str, Mapping[str, Any]]) -> RunConf
     )
 
 
-def run_turn(cfg: RunConfig, folder: Path) -> Turn:
+def run_turn(cfg: RunConfig, folder: Path, *, threads: int | None = None) -> Turn:
     """Train a config in a new process, and return the measurement after the process has ended.
 
     Args:
         cfg: result of `measured_config` or `config_until`.
         folder: a new folder for the files of the turn.
+        threads: CPU threads of each process; None: those of torch.
     """
     started = time.time()
-    ended = train_apart(cfg, folder)
+    ended = train_apart(cfg, folder, threads=threads)
     if ended.failure:
         return Turn(figures={}, failure=ended.failure, error=ended.error)
     return finished_turn(ended.folder, started)
 
 
-def train_apart(cfg: RunConfig, folder: Path) -> Ended:
+def train_apart(cfg: RunConfig, folder: Path, *, threads: int | None = None) -> Ended:
     """Train a config in a new process; return after this process and its children have ended.
 
     Args:
         cfg: a checked config.
         folder: a new folder for the files of the training.
+        threads: CPU threads of each process; None: those of torch.
     """
     given = RunFolder(folder / "given")
     given.path.mkdir(parents=True)
     write_resolved(given, cfg)
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", **package_environ(), **config_dir_environ()}
+    environ |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     ended: SimpleQueue[ProcessExit] = SimpleQueue()
     command = (sys.executable, "-m", "trainkit.measuring.turn_main", str(given.resolved), str(folder / "run"))
     log = folder / "output.log"

@@ -426,6 +426,5 @@ def _servers_line(need: int | None, replicas: str, have: int) -> str:
 
 def _ms(seconds: Interval) -> str:
     middle = figure(seconds.middle * 1000)
-    if seconds.low == seconds.high:
-        return middle
-    return f"{middle} ({figure(seconds.low * 1000)} to {figure(seconds.high * 1000)})"
+    around = f" ({figure(seconds.low * 1000)} to {figure(seconds.high * 1000)})"
+    return middle + (around if seconds.high > seconds.low else "")

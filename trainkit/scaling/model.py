@@ -174,8 +174,6 @@ def share_alone_s(share_s: Mapping[int, float], replicas: int) -> float:
         >>> round(share_alone_s({1: 0.4, 4: 0.1}, 2), 3), round(share_alone_s({1: 0.4, 4: 0.1}, 8), 3)
         (0.2, 0.1)
     """
-    if replicas in share_s:
-        return share_s[replicas]
     counts = sorted(share_s)
     return float(np.exp(np.interp(math.log(replicas), np.log(counts), np.log([share_s[count] for count in counts]))))
 

@@ -56,8 +56,8 @@ def run(call: Call) -> int:
 
 
 def _find_lr(call: Call, point: Composition, plan: RunPlan) -> Results:
-    from trainkit.measuring.find_showing import rate_document, rate_lines  # noqa: PLC0415 - imports torch
     from trainkit.measuring.range_test import range_config, range_test  # noqa: PLC0415 - the same
+    from trainkit.measuring.showing import rate_document, rate_lines  # noqa: PLC0415 - imports torch
     from trainkit.report.drawing import range_request  # noqa: PLC0415 - the same
 
     low, high = _rates(call)
@@ -82,8 +82,8 @@ def _find_lr(call: Call, point: Composition, plan: RunPlan) -> Results:
 
 
 def _find_micro_size(call: Call, point: Composition, plan: RunPlan) -> Results:
-    from trainkit.measuring.find_showing import size_document, size_lines  # noqa: PLC0415 - imports torch
     from trainkit.measuring.micro_sizes import overrides_for, search_micro_size  # noqa: PLC0415 - the same
+    from trainkit.measuring.showing import size_document, size_lines  # noqa: PLC0415 - imports torch
 
     rounds, steps = call.number("rounds") or 1, call.number("steps")
     found = search_micro_size(point.cfg, plan, memory=_host_memory(plan), rounds=rounds, steps=steps, log=_print_line)
