@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from trainkit.advising import planner
+from trainkit.advising import advice as planner
 from trainkit.cli import main
 from trainkit.run.planning.plan import RunPlan
 from trainkit.verbs.looking.schema import schema_of

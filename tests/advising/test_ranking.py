@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from trainkit.advising.advice import Figures, Goal, Tried, advise, try_family, try_way
-from trainkit.advising.ways import Way, families
+from trainkit.advising.advice import Figures, Goal, Tried, Way, advise, families, try_family, try_way
 from trainkit.errors import ConfigError, Problem
 
 SAVERS = (("activation_checkpointing=full",), ("activation_checkpointing=full", "batch.micro_size=4"))

@@ -18,13 +18,9 @@ from trainkit.verbs.support.measured import line_printer
 from trainkit.verbs.support.planned_data import DATA_FLAGS, declared_for
 
 if TYPE_CHECKING:
-    from trainkit.advising.advice import Advice, Goal, Tried
-    from trainkit.advising.planner import Planner
-    from trainkit.advising.ways import Way
+    from trainkit.advising.advice import Advice, Goal, Planner, Tried, Way
     from trainkit.config.composition import Composition
-    from trainkit.data.splits import DeclaredData
     from trainkit.report.schemas.looking import AdviceDocument, AdvisedWay
-    from trainkit.run.estimates.hardware import Hardware
 
 USAGE: Final = "[OVERRIDES]"
 FLAGS: Final[Mapping[str, Flag]] = {
@@ -56,15 +52,21 @@ class _Request:
 def run(call: Call) -> int:
     """Print the advice; return 2 if no way can be chosen."""
     request = _checked(call)
-    from trainkit.advising.advice import advise, try_family  # noqa: PLC0415 - not for --help
-    from trainkit.advising.planner import Planner  # noqa: PLC0415 - imports torch
+    from trainkit.advising.advice import Planner, advise, try_family  # noqa: PLC0415 - imports torch
+    from trainkit.run.estimates.hardware import hardware_of  # noqa: PLC0415 - the same
 
     def compose(overrides: Sequence[str]) -> Composition:
         other = replace(call, overrides=(*call.overrides, *overrides, *request.hardware))
         return other.compose(may_lack=None if "open-data" in call.flags else "data")
 
     base = compose(())
-    hardware, data = _hardware_of(base), _data_of(call, base)
+    try:
+        hardware, data = hardware_of(base.cfg, line_printer("advise")), declared_for(call, base.cfg)
+    except ConfigError as error:
+        raise base.with_origins(error) from error
+    if hardware is None:
+        rule = "needs the hardware to plan for. Name it: --hardware this, --hardware h100_sxm."
+        raise ConfigError([Problem(key="hardware", value="none", rule=rule, origin=COMMAND_LINE)])
     planner = Planner(
         compose=compose,
         hardware=hardware,
@@ -72,15 +74,13 @@ def run(call: Call) -> int:
         splits=None if data is None else data.splits,
         knows_length=data is None or data.knows_length,
     )
-    found: list[Tried] = []
     families = planner.families(base)
 
     def attempt(way: Way) -> Tried:
         _progress(f"planning {' '.join(way.overrides)}")
         return planner.try_way(way, base, request.goal)
 
-    for family in families:
-        found += try_family(family, attempt, request.goal)
+    found = [one for family in families for one in try_family(family, attempt, request.goal)]
     _progress("")
     if all(one.figures is None for one in found):  # the config is invalid
         planner.figures(families[0][0].overrides)
@@ -118,26 +118,6 @@ def _checked(call: Call) -> _Request:
     return _Request(devices=call.number("devices"), hardware=hardware, goal=goal)
 
 
-def _hardware_of(composition: Composition) -> Hardware:
-    from trainkit.run.estimates.hardware import hardware_of  # noqa: PLC0415 - imports torch
-
-    try:
-        found = hardware_of(composition.cfg, line_printer("advise"))
-    except ConfigError as error:
-        raise composition.with_origins(error) from error
-    if found is None:
-        rule = "needs the hardware to plan for. Name it: --hardware this, --hardware h100_sxm."
-        raise ConfigError([Problem(key="hardware", value="none", rule=rule, origin=COMMAND_LINE)])
-    return found
-
-
-def _data_of(call: Call, composition: Composition) -> DeclaredData | None:
-    try:
-        return declared_for(call, composition.cfg)
-    except ConfigError as error:
-        raise composition.with_origins(error) from error
-
-
 def _progress(text: str) -> None:
     """Replace the progress line, on a terminal."""
     if sys.stderr.isatty():
@@ -156,7 +136,7 @@ def _command(call: Call, request: _Request, tried: Tried, planner: Planner, verb
 
 
 def _show(call: Call, request: _Request, advice: Advice, planner: Planner, name: str, *, notes: Sequence[str]) -> None:
-    from trainkit.advising.ways import NOT_TRIED  # noqa: PLC0415 - not for --help
+    from trainkit.advising.advice import NOT_TRIED  # noqa: PLC0415 - not for --help
     from trainkit.report.tables import print_rows, print_summary  # noqa: PLC0415 - imports rich
 
     rows = {"for": request.goal, "hardware": f"up to {planner.devices} x {planner.hardware.name}"}
