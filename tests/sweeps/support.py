@@ -14,7 +14,7 @@ from tests.support import quick
 from tests.support.waiting import wait_for
 from trainkit.sweeps.job_sources import JobList, SweepJob
 from trainkit.sweeps.loop.sweep import Sweep
-from trainkit.sweeps.screen import PlainScreen
+from trainkit.sweeps.screen import Screen
 
 RUN = """
 import json, pathlib, sys
@@ -68,7 +68,7 @@ def job(
 
 
 def sweep_in(folder: Path, **settings: Any) -> Sweep:
-    return Sweep(folder=folder, screen=PlainScreen, **settings)
+    return Sweep(folder=folder, screen=Screen, **settings)
 
 
 def run(sweep: Sweep, *jobs: SweepJob) -> dict[str, int]:

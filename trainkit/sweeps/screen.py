@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
 from trainkit.report.numbers import clock, count, duration, figure, share
 from trainkit.report.tables import is_terminal
@@ -68,34 +68,21 @@ class View:
         return ", ".join([*counts, f"{self.in_use} of {self.slots} slots in use"])
 
 
-class Screen(Protocol):
-    """Displays a sweep."""
+class Screen:
+    """Displays a sweep: one line per change, for pipes and log files."""
 
-    def report(self, text: str, *, transient: bool = False) -> None:
+    def report(self, text: str, *, transient: bool = False) -> None:  # noqa: ARG002 - no table shows the change
         """Report a change; with `transient`, a table shows the change, and only a display without a table prints it."""
+        print_line(text)
 
     def show(self, view: View) -> None:
-        """Show the current state; called a few times a second."""
+        """Show the current state, called a few times a second; here every change was printed when it happened."""
 
     def close(self) -> None:
         """Release the screen."""
 
 
-class PlainScreen:
-    """One line per change, for pipes and log files."""
-
-    def report(self, text: str, *, transient: bool = False) -> None:  # noqa: ARG002 - no table shows the change
-        """Print the message."""
-        print(text, flush=True)  # noqa: T201 - the user's screen
-
-    def show(self, view: View) -> None:
-        """Do nothing: every change was printed when it happened."""
-
-    def close(self) -> None:
-        """Do nothing: no resource is open."""
-
-
-class TableScreen:
+class TableScreen(Screen):
     """A table redrawn in place by a thread of rich; messages appear above it."""
 
     def __init__(self, console: Console) -> None:
@@ -166,7 +153,7 @@ def _cells(line: JobLine) -> tuple[str, ...]:
 def screen_for() -> Screen:
     """Return the display that suits standard output."""
     if not is_terminal(sys.stdout):
-        return PlainScreen()
+        return Screen()
     from rich.console import Console  # noqa: PLC0415 - a terminal only
 
     return TableScreen(Console(highlight=False))
