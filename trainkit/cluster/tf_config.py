@@ -63,10 +63,10 @@ def _content(variable: str, text: str) -> dict[str, Any]:
         content = parse_json(text)
     except ValueError as error:
         rule = f"cannot be read: {error}. Correct it, or unset it: {variable}= trainkit ..."
-        raise ConfigError([Problem(key=variable, rule=rule, origin="environment")]) from None
+        raise ConfigError([_problem(variable, rule)]) from None
     if not isinstance(content, dict):
         rule = "must be a JSON object with cluster and task."
-        raise ConfigError([Problem(key=variable, rule=rule, origin="environment")])
+        raise ConfigError([_problem(variable, rule)])
     return content
 
 
@@ -83,17 +83,14 @@ def _with_roles(content: dict[str, Any]) -> dict[str, Any]:
 def _shape_problems(variable: str, content: Mapping[str, Any]) -> Iterator[Problem]:
     cluster = content.get("cluster")
     if not isinstance(cluster, dict):
-        rule = (
-            'is missing: {"worker": ["HOST:PORT", ...]}.'
-            if cluster is None
-            else "must be an object: role to addresses."
+        rule = "must be an object: role to addresses."
+        yield _problem(
+            f"{variable}.cluster", 'is missing: {"worker": ["HOST:PORT", ...]}.' if cluster is None else rule
         )
-        yield Problem(key=f"{variable}.cluster", rule=rule, origin="environment")
         return
     for role, value in cluster.items():
         if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(x, str) for x in value)):
-            rule = "must be a list of HOST:PORT."
-            yield Problem(key=f"{variable}.cluster.{role}", rule=rule, origin="environment")
+            yield _problem(f"{variable}.cluster.{role}", "must be a list of HOST:PORT.")
 
 
 def _task_problems(variable: str, task: Any, members: Mapping[str, Sequence[str]]) -> Iterator[Problem]:
@@ -101,33 +98,33 @@ def _task_problems(variable: str, task: Any, members: Mapping[str, Sequence[str]
     if not isinstance(task, dict):
         rule = "is missing: it names" if task is MISSING or task is None else "must be an object that names"
         rule += ' the task of this process, {"type": "worker", "index": 0}.'
-        yield Problem(key=key, rule=rule, origin="environment")
+        yield _problem(key, rule)
         return
     yield from _misspelt(key, task, ("type", "index"))
     role, index = task.get("type"), task.get("index")
     known = isinstance(role, str) and role in ROLES
     if not known:
         rule = "is missing" if role is None else "no such role"
-        yield Problem(
-            key=f"{key}.type", value=MISSING if role is None else role,
-            rule=f"{rule}. There are: {', '.join(ROLES)}.", origin="environment",
-        )  # fmt: skip
+        yield _problem(f"{key}.type", f"{rule}. There are: {', '.join(ROLES)}.", role)
     number = _index(index)
     if number is None:
         rule = "is missing: a whole number, 0 or more." if index is None else "must be a whole number, 0 or more."
-        yield Problem(key=f"{key}.index", value=MISSING if index is None else index, rule=rule, origin="environment")
+        yield _problem(f"{key}.index", rule, index)
     elif known and any(members.get(name) for name in ROLES):
         rule_of_task = task_problem(members, str(role), number)
         if rule_of_task:
-            yield Problem(key=key, value=f"{role}:{number}", rule=rule_of_task, origin="environment")
+            yield _problem(key, rule_of_task, f"{role}:{number}")
 
 
 def _misspelt(key: str, content: Mapping[str, Any], known: Sequence[str]) -> Iterator[Problem]:
     """Yield a problem for each key that is almost a known one; others are those of a cloud, and not for trainkit."""
     for name in content:
         if name not in known and (near := closest(name, known)) is not None:
-            rule = f"no such key. Did you mean {near}?"
-            yield Problem(key=f"{key}.{name}", rule=rule, origin="environment")
+            yield _problem(f"{key}.{name}", f"no such key. Did you mean {near}?")
+
+
+def _problem(key: str, rule: str, value: Any = None) -> Problem:
+    return Problem(key=key, value=MISSING if value is None else value, rule=rule, origin="environment")
 
 
 def _index(value: Any) -> int | None:
