@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, cast
@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 from trainkit.config.grammar import refusal
-from trainkit.config.identity import difference, fingerprint, run_config
+from trainkit.config.identity import difference, run_config
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import build
@@ -62,8 +62,6 @@ class Combined:
     """The config of the best member."""
     nodes: tuple[Mapping[str, Any], ...]
     """The node that builds each member."""
-    notes: tuple[str, ...] = ()
-    """Notes about the members."""
 
     @property
     def all(self) -> tuple[Candidate, ...]:
@@ -114,17 +112,7 @@ def combine(entries: Sequence[JobResult], *, checkpoint: Which = "last") -> Comb
         averaged=_averaged(models),
         cfg=cfgs[0],
         nodes=tuple(cfg.model for cfg in cfgs),
-        notes=tuple(_duplicate_members(entries, cfgs)),
     )
-
-
-def _duplicate_members(entries: Sequence[JobResult], cfgs: Sequence[RunConfig]) -> Iterator[str]:
-    """Yield notes about members that are the same training, run twice, for example on different devices."""
-    known: dict[str, JobResult] = {}
-    for entry, cfg in zip(entries, cfgs, strict=True):
-        first = known.setdefault(fingerprint(cfg), entry)
-        if first is not entry:
-            yield f"job {entry.job} repeats the training of job {first.job}: as a member it adds nothing"
 
 
 def _mismatches(entries: Sequence[JobResult], cfgs: Sequence[RunConfig]) -> list[Problem]:

@@ -47,10 +47,7 @@ def run(call: Call) -> int:
     }
     written = export(combined, folder, about=about)
     _report(scored, names, folder, title=f"{len(entries)} best by {board.goal}")
-    for note in combined.notes:
-        sys.stdout.write(f"{note}\n")
-    for place in written:
-        sys.stdout.write(f"trainkit.load({quoted(place)})\n")
+    sys.stdout.writelines(f"trainkit.load({quoted(place)})\n" for place in written)
     return 0
 
 
