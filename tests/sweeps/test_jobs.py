@@ -175,6 +175,12 @@ def test_the_search_stops_a_job_in_good_order(tmp_path: Path, capfd: pytest.Capt
     assert "job 0 (seed=0) pruned, " in capfd.readouterr().out
 
 
+def test_a_file_of_the_user_with_the_name_of_a_leaderboard_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "leaderboard.csv").write_text("mine")
+    with pytest.raises(ConfigError, match="was not written by a sweep"):
+        sweep_in(tmp_path)
+
+
 def test_two_sweeps_never_share_a_folder(tmp_path: Path) -> None:
     with locked(tmp_path / ".lock"), pytest.raises(ConfigError, match="in use by process"):
         run(sweep_in(tmp_path), job(tmp_path, 0, RUN, 0.9))
