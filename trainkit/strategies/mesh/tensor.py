@@ -171,17 +171,20 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The module since whose output activations are in parts; empty: they are whole."""
         self._model, self._exchange, self._generators = model, exchange, generators_of(devices)
         self._begins = model.register_forward_pre_hook(self._begin)
-        self._active = ExitStack()
+        self._active, self._eager, self._has_seen = ExitStack(), ExitStack(), False
 
     def _begin(self, model: nn.Module, _args: object) -> None:
-        if model.training:
+        if self._has_seen:  # backward has recomputed the blocks of the first pass, eagerly too
             self._begins.remove()
+            self._eager.close()
+        elif model.training:
+            self._has_seen = True
             ends = model.register_forward_hook(lambda *_: self._active.close(), always_call=True)
             self._active.callback(ends.remove)
             self._active.callback(setattr, self._exchange, "watch", None)
             self._exchange.watch = self
             if is_compiled(model):
-                self._active.enter_context(torch.compiler.set_stance("force_eager"))
+                self._eager.enter_context(torch.compiler.set_stance("force_eager"))
             self._active.enter_context(self)
 
     @contextmanager
