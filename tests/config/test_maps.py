@@ -10,6 +10,7 @@ from trainkit.cli import main
 MAP = ("strategy=device_map", "strategy.map={embed:0,blocks.0-1:0,blocks.2-3:1,head:0}")
 
 
+@pytest.mark.slow
 def test_the_plan_shows_what_is_where_and_the_memory_of_the_fullest_device(
     cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

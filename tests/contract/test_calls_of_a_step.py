@@ -10,6 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+import pytest
+
 import trainkit
 from trainkit.cli import main
 from trainkit.trainer.events import State
@@ -43,6 +45,7 @@ def counted(steps: list[int]) -> Iterator[None]:
         sys.setprofile(before)
 
 
+@pytest.mark.slow
 def test_an_eager_step_of_a_small_model_makes_few_calls(tmp_path: Path) -> None:
     steps: list[int] = []
     silent = ("callbacks=[]", "logger=[]", "eval.every_epochs=null", "quiet=true")

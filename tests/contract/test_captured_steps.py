@@ -82,6 +82,7 @@ class Summing:
         return doubled.tolist(), seven
 
 
+@pytest.mark.slow
 def test_replays_take_new_batches_and_change_the_state_once_a_step() -> None:
     summing = Summing()
     for step in range(1, 9):

@@ -49,6 +49,7 @@ def refusals(model: nn.Module) -> list[str]:
     return [str(problem) for problem in Pipeline().validate_model(model.to("meta"), PlanContext(sample=SENTENCE))]
 
 
+@pytest.mark.slow
 def test_a_cache_of_keys_and_values_is_refused_with_the_key_that_turns_it_off() -> None:
     refused = (
         "model: cannot be cut into stages: the block {} is given an object of the class "

@@ -69,6 +69,7 @@ def test_declared_state_equals_that_of_a_loop_by_hand(strategy: str, tmp_path: P
         assert torch.allclose(found[name], tensor, rtol=1e-12, atol=1e-15), name
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_state(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", *SAME, "batch.micro_size=2")
     run(tmp_path / "part", *SAME, "batch.micro_size=2", "stop_at_step=3")

@@ -253,6 +253,7 @@ def sameness(*arguments: str, coupling: Callable[[], Coupling] = unasked, base: 
     return same_training(reference, candidate, coupling, accumulates="batch.accumulation=2" in base)
 
 
+@pytest.mark.slow
 def test_an_equal_cut_is_the_same_training_whatever_the_model_is() -> None:
     assert sameness("strategy=device_map").verdict == "yes"
     assert sameness("strategy=mirrored", "strategy.replicas=1").verdict == "yes"
@@ -261,6 +262,7 @@ def test_an_equal_cut_is_the_same_training_whatever_the_model_is() -> None:
     assert sameness("strategy=mirrored", base=("numerics.reproducible=true",)).verdict == "yes"
 
 
+@pytest.mark.slow
 def test_another_cut_matters_to_a_model_that_couples_samples() -> None:
     arguments = "strategy=mirrored", "strategy.replicas=4"
     assert sameness(*arguments, coupling=lambda: NOTHING).verdict == "yes"
@@ -337,6 +339,7 @@ def test_the_last_proof_of_a_key_is_kept(cache: Path) -> None:
     assert (last_proof(plan) or {})["same_training"] is None
 
 
+@pytest.mark.slow
 def test_another_training_or_placement_has_another_key_and_what_is_shown_has_none() -> None:
     mirrored = ("strategy=mirrored", "strategy.replicas=2")
     for other in ("strategy.replicas=3", "strategy.reduce=ring", "batch.micro_size=16", "optimizer.lr=0.5"):

@@ -59,6 +59,7 @@ def savings(plan: RunPlan) -> list[Saving]:
     return largest_savings(plan, meta_model(plan), placing=False)
 
 
+@pytest.mark.slow
 def test_it_says_what_the_run_needs_and_three_ways_to_need_less() -> None:
     assert told() == [
         (
@@ -71,6 +72,7 @@ def test_it_says_what_the_run_needs_and_three_ways_to_need_less() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_shards_come_first_while_the_model_is_placed_on_gpus_and_are_no_help_on_one_host_without_them() -> None:
     lines = told("precision=fp64", step=None, num_gpus=4)
     assert lines[0].startswith("rank 0, while the model was placed: cuda:0 is out of memory. The run needs ")
@@ -79,6 +81,7 @@ def test_shards_come_first_while_the_model_is_placed_on_gpus_and_are_no_help_on_
     assert not any("strategy=" in line for line in told("precision=fp64", step=None))
 
 
+@pytest.mark.slow
 def test_a_remedy_that_the_run_would_refuse_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolutions, "has_the_kernel", lambda: True)
     layers = "model={_target_: torch.nn.Conv2d, in_channels: 1, out_channels: 1, kernel_size: 3, padding: 1, stride: 2}"
@@ -90,6 +93,7 @@ def test_a_remedy_that_the_run_would_refuse_is_not_named(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("size", ["batch.global_size=16", "batch.micro_size=8"])
+@pytest.mark.slow
 def test_a_remedy_beside_a_given_accumulation_keeps_the_samples_of_a_step(size: str) -> None:
     sizes = (size, "batch.accumulation=2")
     plan = make_plan(compose([*GPT[:-1], *sizes]).cfg, num_gpus=0)
@@ -100,12 +104,14 @@ def test_a_remedy_beside_a_given_accumulation_keeps_the_samples_of_a_step(size: 
         assert make_plan(compose([*keys.values()]).cfg, num_gpus=0).batch.global_size == 16
 
 
+@pytest.mark.slow
 def test_what_is_done_already_is_not_named_and_the_largest_part_comes_first() -> None:
     lines = told("activation_checkpointing=full", "batch.micro_size=1", "precision=bf16_mixed")
     assert lines[1].split()[0] == "checkpoint.background=false"
     assert not any("activation_checkpointing" in line or "micro" in line or "precision" in line for line in lines[1:])
 
 
+@pytest.mark.slow
 def test_the_tensors_of_the_failed_step_are_freed_before_the_state_is_saved() -> None:
     plan, held, alive = make_plan(compose(GPT).cfg, num_gpus=0), list[ref[torch.Tensor]](), list[bool]()
 

@@ -53,6 +53,7 @@ WRONG = (
 )
 
 
+@pytest.mark.slow
 def test_right_files_are_not_flagged_and_planted_mistakes_are(validator: jsonschema.Draft202012Validator) -> None:
     conf, recipes, template = shipped_conf(), shipped_recipes(), shipped_template()
     files = [*conf.glob("**/*.yaml"), *recipes.glob("*/recipe.yaml"), *template.glob("conf/*/*.yaml")]

@@ -29,6 +29,7 @@ def incomplete(composition: Composition, values: Mapping[str, Any]) -> Iterator[
             yield f"{dotted(path)} {facts}"
 
 
+@pytest.mark.slow
 def test_no_key_of_a_choice_or_a_recipe_lacks_a_fact() -> None:
     base, found = compose(["recipe=null"]), list[str]()
     for file in sorted(shipped_conf().glob("*/*.yaml")):
