@@ -95,9 +95,9 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def command(tracker: str, run: Path) -> list[str]:
-    sizes = ["steps=10000000", "log_every_steps=500", "checkpoint.every_steps=1000", "callbacks=[]"]
+    sizes = ["steps=10000000", "log_every_steps=5", "checkpoint.every_steps=20", "callbacks=[]"]
     more = [f"logger.{tracker}.wait_s=120"] + (["logger.wandb.mode=offline"] if tracker == "wandb" else [])
-    more += ["epochs=null", "eval.every_epochs=null", "eval.every_steps=2000"]
+    more += ["epochs=null", "eval.every_epochs=null", "eval.every_steps=40"]
     more += [f"logger.{tracker}.artifacts=[resolved.yaml]", "+logger.w._target_=tests.tracking.folders.Keyed", SECRET]
     first = [sys.executable, "-m", "trainkit", "--allow-package", "tests"]
     return [*first, f"hydra.run.dir={run}", f"logger=[{tracker}]", *sizes, *more]
@@ -108,7 +108,7 @@ def wait_for(run: Path, tracker: str) -> Iterator[None]:
     limit = time.monotonic() + 240
     while time.monotonic() < limit:
         state = read_state(run, tracker) if (run / "tracking" / f"{tracker}.json").exists() else None
-        if state is not None and state.last_step >= 500:
+        if state is not None and state.last_step >= 5:
             return
         yield
 
@@ -122,14 +122,15 @@ def holders(folder: Path, text: str) -> list[str]:
 def test_a_killed_and_resumed_run_is_one_tracked_run_without_secrets(tmp_path: Path, tracker: str) -> None:
     pytest.importorskip(tracker, reason=f'needs the package: pip install "{tracker}"', exc_type=ImportError)
     run, environ = tmp_path / "run", environment(tmp_path)
+    slow = environ | {"TRAINKIT_FAIL": "phase=data,action=slow"}  # the tracker starts for seconds of a core
     with subprocess.Popen(
-        command(tracker, run), env=environ, cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True
+        command(tracker, run), env=slow, cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True
     ) as process:
         for _ in wait_for(run, tracker):
             assert process.poll() is None
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
-    stop = int((run / "metrics.jsonl").read_text().splitlines()[-1].split(":")[1].split(",")[0]) // 500 * 500 + 1000
+    stop = int((run / "metrics.jsonl").read_text().splitlines()[-1].split(":")[1].split(",")[0]) // 5 * 5 + 10
     resumed = [sys.executable, "-m", "trainkit", "resume", str(run), "--allow-package", "tests"]
     resumed += [f"stop_at_step={stop}"]
     done = subprocess.run(resumed, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
@@ -145,7 +146,7 @@ def test_a_killed_and_resumed_run_is_one_tracked_run_without_secrets(tmp_path: P
     (tracked,) = found.pop("runs")
     assert state.id[:8] in tracked
     assert found == {
-        "steps": list(range(500, stop + 1, 500)),
+        "steps": list(range(5, stop + 1, 5)),
         "fingerprint": [fingerprint[:16]],
         "lr": 0.01,
         "files": ["resolved.yaml"],
