@@ -108,6 +108,7 @@ def test_an_average_of_a_model_with_batch_statistics_is_evaluated_with_those_of_
 
 
 @pytest.mark.parametrize("points", [POINTS, SWA], ids=["ema", "swa"])
+@pytest.mark.slow
 def test_an_evaluator_beside_the_training_finds_the_same_figures(points: tuple[str, ...], tmp_path: Path) -> None:
     result = run(tmp_path / "run", *points)
     folder = RunFolder(tmp_path / "run")

@@ -91,6 +91,7 @@ def test_replays_take_new_batches_and_change_the_state_once_a_step() -> None:
     assert summing.captures == 1
 
 
+@pytest.mark.slow
 def test_a_result_outlives_the_next_replay() -> None:
     summing = Summing()
     for _ in range(6):
@@ -100,6 +101,7 @@ def test_a_result_outlives_the_next_replay() -> None:
     assert first.tolist() == [2.0, 2.0]
 
 
+@pytest.mark.slow
 def test_a_checked_step_needs_no_other_capture_and_moved_tensors_do() -> None:
     summing = Summing()
     for step in range(12):

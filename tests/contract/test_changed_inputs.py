@@ -57,6 +57,7 @@ class ScalingGan(Gan):
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place[0] if place else "one_device")
+@pytest.mark.slow
 def test_a_step_that_overflowed_is_repeated_with_the_samples_as_they_were_read(
     place: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_step_that_overflowed_is_repeated_with_the_samples_as_they_were_read(
         torch.testing.assert_close(written, found[-1], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_each_phase_of_a_step_gets_the_samples_as_they_were_read(tmp_path: Path) -> None:
     keys = ["recipe=gan", "objective.latent=4", "epochs=null", "steps=4", "eval.every_epochs=null", "precision=fp32"]
     keys += ["optimizers.discriminator.ratio=2"]

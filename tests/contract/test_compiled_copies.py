@@ -77,6 +77,7 @@ def test_copies_take_turns_where_a_shape_is_new_and_compute_together_where_none_
     assert turns == [True, False, False]
 
 
+@pytest.mark.slow
 def test_what_threads_beside_the_loop_leave_to_evaluate_is_eager() -> None:
     case = replace(POINTS, strategy="central_storage", settings={"mode": "async"}, num_steps=1, resume_at=None)
     made: list[bool] = []

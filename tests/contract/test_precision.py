@@ -175,6 +175,7 @@ PLACES = [("one_device", {}), ("fsdp", {"replicas": 2}), ("parameter_server", {}
 
 
 @pytest.mark.parametrize(("strategy", "settings"), PLACES)
+@pytest.mark.slow
 def test_a_model_in_bf16_trains_with_float32_tables_and_batch_statistics(
     strategy: str, settings: dict[str, int], tmp_path: Path
 ) -> None:

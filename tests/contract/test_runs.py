@@ -32,6 +32,7 @@ def read(folder: Path) -> list[int]:
     return [int(line) for path in sorted(folder.glob("read_*")) for line in path.read_text().split()]
 
 
+@pytest.mark.slow
 def test_a_run_with_everything_on_is_that_of_the_reference(tmp_path: Path) -> None:
     result = run(
         tmp_path / "run", *POINTS, "optimizer=adamw", "optimizer.lr=0.01", "optimizer.weight_decay=0.1", "epochs=3",
@@ -47,6 +48,7 @@ def test_a_run_with_everything_on_is_that_of_the_reference(tmp_path: Path) -> No
     assert reference.differences(weights(result), expected) == []
 
 
+@pytest.mark.slow
 def test_a_language_model_is_trained_by_its_tokens(tmp_path: Path) -> None:
     result = run(
         tmp_path / "run", "model=attention", "data=sentences", "objective=language_modelling", "optimizer=sgd",

@@ -134,6 +134,7 @@ def test_a_block_that_multiplies_otherwise_the_second_time_is_an_error() -> None
         found.sum().backward()
 
 
+@pytest.mark.slow
 def test_batch_statistics_count_each_sample_once() -> None:
     images, found = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)), []
     for shaping in (ModelTransforms(), SELECTIVE):

@@ -151,6 +151,7 @@ class Untraceable(zoo.Net):
         return outputs
 
 
+@pytest.mark.slow
 def test_code_that_cannot_be_traced_is_named(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
     monkeypatch.setitem(stepping.TASKS, "untraceable", stepping.TASKS["classes"]._replace(model=Untraceable))
     with pytest.raises(

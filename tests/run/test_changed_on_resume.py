@@ -33,6 +33,7 @@ def result(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stop", [(), ("stop_at_step=3",)], ids=["ended", "stopped"])
+@pytest.mark.slow
 def test_a_longer_training_is_that_of_its_length_from_the_start(tmp_path: Path, stop: tuple[str, ...]) -> None:
     whole = run(tmp_path / "whole", *TINY, "schedule=constant", "epochs=4")
     run(tmp_path / "parts", *FLAT, *stop)
@@ -55,6 +56,7 @@ def test_a_length_in_steps_replaces_one_in_epochs_if_not_below(
     assert result(tmp_path)["steps"] == 7
 
 
+@pytest.mark.slow
 def test_a_new_schedule_needs_its_flag_and_is_labelled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scratch = run(tmp_path / "scratch", *FALLING, "epochs=4")
     run(tmp_path / "run", *FALLING)

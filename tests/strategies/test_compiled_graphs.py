@@ -42,6 +42,7 @@ def test_the_operator_has_the_bits_of_torch(args: Any, kwargs: Any, channels: in
 
 
 @pytest.mark.parametrize(("channels", "memory_format"), [(3, torch.contiguous_format), (16, LAST)])
+@pytest.mark.slow
 def test_the_layouts_that_the_operators_declare_are_those_of_their_results(channels: int, memory_format: Any) -> None:
     inputs = torch.randn(3, channels, 9, 7).contiguous(memory_format=memory_format).requires_grad_()
     settings = settings_of(3, 2)
