@@ -195,7 +195,8 @@ def planned(arguments: Sequence[str]) -> tuple[list[DeviceMemory], bool]:
     """Return the memory that the plan gives, of each rank of a replica, and whether each rank copies its state."""
     plan = make_plan(api.compose(arguments).cfg)
     model = meta_model(plan)
-    return part_memories(plan.resolved(lambda: model), model), plan.components.strategy.facts.is_sharded
+    facts = plan.components.strategy.facts_in(plan.context)
+    return part_memories(plan.resolved(lambda: model), model), facts.is_sharded
 
 
 def measured(arguments: Sequence[str]) -> list[dict[str, int]]:

@@ -56,7 +56,7 @@ def cross_rank(place: Place | None, case: Case, source: Path | None, target: Pat
 def _save(strategy: Strategy, executor: Executor, target: Path, step: int) -> str | None:
     """As the engine does: by all ranks where they hold pieces, else by the owner."""
     all_ranks = executor.local.all_ranks
-    if strategy.facts.is_sharded and all_ranks.num_ranks > 1:
+    if strategy.facts_in(PlanContext()).is_sharded and all_ranks.num_ranks > 1:
         saver, pieces = Saver(target, all_ranks), executor.sharded_state_dict()
         saver.save(step=step, pieces=pieces, meta={})
         saver.close()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.contract.crossing import cross
 from tests.contract.running import run
 from tests.contract.stepping import Case, oracle, run_rank, train
 from tests.contract.test_sparse import Words
@@ -144,6 +145,49 @@ def test_a_training_continued_at_an_average_ends_in_the_same_bits(pool: Pool) ->
         unequal = [name for name, tensor in whole.items() if not torch.equal(tensor, rank.state[name])]
         assert (rank.state.keys() - whole.keys(), unequal) == (set(), [])
     assert "optimizer/outer_momentum/0.weight" in whole
+
+
+SHARDED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "outer": {"optimizer": "adamw", "outer": {"lr": 0.7}},
+    "norm and clipping": {"model": {"norm": True}, "max_norm": 0.05},
+    "first as one device": {"optimizer": "adamw", "local_after": 3},
+    "continued": {"optimizer": "adamw", "outer": {"lr": 0.7}, "resume_at": 6},
+    "in masters": {"precision": "bf16", "optimizer": "adamw"},
+}
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_replicas_that_are_sharded_train_as_whole_ones(kind: str, pool: Pool) -> None:
+    given = dict(SHARDED[kind])
+    settings = {key: given.pop(key) for key in ("outer", "local_after") if key in given}
+    case = replace(CLASSES, **{"micro_size": 3, "num_steps": 9, **given})  # a batch of 5 leaves a rank without a shard
+    expected = train(pool, local(case, 2, average_every=3, **settings))[0].state
+    rtol, atol = (1e-12, 1e-13) if case.precision == "fp64" else (2.0**-7, 2.0**-9)
+    for rank in train(pool, local(case, 2, shard=2, average_every=3, **settings)):
+        assert rank.state.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(rank.state[name], tensor, rtol=rtol, atol=atol)
+
+
+def test_a_sharded_replica_without_a_sample_of_a_batch_waits_for_the_average(pool: Pool) -> None:
+    case = replace(CLASSES, micro_size=8, num_steps=6, optimizer="adamw")  # the batch of 5 is one shard
+    expected = train(pool, local(case, 3, average_every=3))[0].state
+    for rank in train(pool, local(case, 3, shard=2, average_every=3)):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(rank.state[name], tensor, rtol=1e-12, atol=1e-13)
+
+
+def test_a_checkpoint_of_sharded_replicas_continues_in_whole_ones_and_back(pool: Pool, tmp_path: Path) -> None:
+    case = replace(CLASSES, optimizer="adamw", num_steps=9)
+    whole, sharded = (local(case, 2, shard=shard, average_every=3, outer={"lr": 0.7}) for shard in (1, 2))
+    first = cross(pool, replace(sharded, num_steps=9), source=None, target=tmp_path, saves_at=3)
+    second = cross(pool, whole, source=tmp_path / "step_00000003", target=tmp_path, saves_at=6)
+    third = cross(pool, sharded, source=tmp_path / "step_00000006", target=tmp_path, saves_at=9)
+    undisturbed = first[0].losses
+    for later in (second[0].losses, third[0].losses):
+        torch.testing.assert_close(torch.tensor(later), torch.tensor(undisturbed[-len(later) :]), rtol=1e-12, atol=0)
+    assert (len(second[0].losses), len(third[0].losses)) == (6, 3)
 
 
 @pytest.mark.parametrize(("before", "after"), [("one_device", "local_sgd"), ("local_sgd", "one_device")])

@@ -42,7 +42,7 @@ from trainkit.run.inference.launch import run_job
 from trainkit.run.inference.request import JobRequest
 from trainkit.run.planning.build import build_objective
 from trainkit.storage import naming, reporting
-from trainkit.strategies.base import LocalModel
+from trainkit.strategies.base import LocalModel, PlanContext
 from trainkit.strategies.collectives import LocalCollective
 from trainkit.trainer.ownership import locked
 
@@ -176,7 +176,7 @@ def _refuse_existing(out: Path, *, overwrite: bool) -> None:
 
 def _identity(trained: Trained, job: Job) -> dict[str, Any]:
     """Return everything that decides the bytes of the parts, as JSON."""
-    cfg, together = job.cfg, job.strategy.facts.forward_is_collective
+    cfg, together = job.cfg, job.strategy.facts_in(PlanContext()).forward_is_collective
     return {
         "version": 1,
         "weights": _hash_of_weights(trained),

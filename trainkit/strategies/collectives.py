@@ -67,6 +67,8 @@ class GroupCollective:
     device: torch.device
     representatives: tuple[int, ...] = ()
     """The rank of the group whose tensor counts for each data rank; empty: every rank is a data rank."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that take part; None: all of the run."""
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the elementwise sum over ranks, added in rank order; collective.
@@ -100,8 +102,8 @@ class GroupCollective:
 
     def _exchange_all(self, tensor: Tensor) -> list[Tensor]:
         held = tensor.contiguous()
-        parts = [torch.empty_like(held) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, held)
+        parts = [torch.empty_like(held) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, held, group=self.group)
         return parts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Final
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 
 from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import Problem
-from trainkit.fields import above, at_least, at_most, below, maths
-from trainkit.numerics.batch import BatchPlan
+from trainkit.fields import above, at_least, at_most, below, maths, placement
+from trainkit.numerics.batch import BatchPlan, shards_of_rank
+from trainkit.objectives.base import Collective
 from trainkit.strategies.base import (
     Batch,
     Facts,
@@ -28,22 +30,28 @@ from trainkit.strategies.base import (
     Strategy,
     Ticket,
 )
-from trainkit.strategies.collectives import LocalCollective, RankGroup, all_gather_object
+from trainkit.strategies.collectives import GroupCollective, LocalCollective, RankGroup, all_gather_object
+from trainkit.strategies.core.refusals import optimizer_problems
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.replica_check import drifted_parameter
-from trainkit.strategies.core.step import ShardStep, cloned_batch
-from trainkit.strategies.core.synchronous import SynchronousExecutor, broadcast_initial, build_parts
+from trainkit.strategies.core.step import MakeStep, ShardStep, cloned_batch
+from trainkit.strategies.core.synchronous import broadcast_initial, build_parts
 from trainkit.strategies.core.update import apply_update
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
-from trainkit.strategies.memory import ModelMemory
+from trainkit.strategies.memory import ModelMemory, PlannedShard, RankPass
+from trainkit.strategies.mesh.state import ShardedReplica, joined_norms
+from trainkit.strategies.mesh.step import ShardedExecutor, ShardedWork
+from trainkit.strategies.mesh.strategy import Mesh
 from trainkit.strategies.reducers import LocalReducer
+from trainkit.strategies.tensor_shards import ShardedState
 from trainkit.strategies.tensors.layouts import FlatBuffer, dense_strides, in_layout
-from trainkit.strategies.tensors.lazy_state import select
+from trainkit.strategies.tensors.lazy_state import read_slice, select
 from trainkit.strategies.traffic import (
     StepCut,
     Transfer,
     all_reduce,
     exchanged_elements,
+    joined,
     precision_of,
     ranks_a_host,
     ranks_of,
@@ -116,7 +124,9 @@ class LocalSgd(ProcessGroupOptions, Strategy):
     )
 
     replicas: Annotated[int, maths, at_least(1), at_most(MOST_PROCESSES)] = 2
-    """Number of processes; it changes the result."""
+    """Number of replicas; it changes the result."""
+    shard: Annotated[int, placement, at_least(1), at_most(MOST_PROCESSES)] = 1
+    """Processes of a replica, over which its parameters are sharded; each computes its own shards of the replica's."""
     average_every: Annotated[int, maths, at_least(1)] = 8
     """Steps between two averages."""
     local_after: Annotated[int, maths, at_least(0)] = 0
@@ -124,9 +134,35 @@ class LocalSgd(ProcessGroupOptions, Strategy):
     outer: Annotated[OuterOptimizer, maths] = _AVERAGE_ALONE
     """The outer optimizer, which steps after an average."""
 
+    @property
+    def wanted_replicas(self) -> int:
+        """The number of processes: all of them have samples of their own."""
+        return self.replicas * self.shard
+
+    @property
+    def _mesh(self) -> Mesh:
+        """The ranks: replicas, each sharded over its processes."""
+        return Mesh(replicate=self.replicas, shard=self.shard, devices=self.devices, timeout_s=self.timeout_s)
+
+    def facts_in(self, context: PlanContext) -> Facts:
+        """Return the facts: with shards, those of sharded parameters."""
+        facts = super().facts_in(context)
+        if self.shard == 1:
+            return facts
+        sharded = self._mesh.facts_in(context)
+        return replace(sharded, withheld_calls=facts.withheld_calls, several_optimizers=False, shows_gradients=False)
+
+    def replicas_problem(self, rule: str, value: object = None) -> Problem:
+        """Return a problem of the number of processes, which two keys set if replicas are sharded."""
+        if self.shard == 1:
+            return super().replicas_problem(rule, value)
+        return Problem(key="strategy", value=f"local_sgd (replicas={self.replicas}, shard={self.shard})", rule=rule)
+
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems of every process group, and settings that differing replicas do not support."""
         problems = super().validate(context)
+        if self.shard > 1:
+            problems += optimizer_problems(context)
         if context.numerics.reproducible:
             rule = "local_sgd depends on the number of replicas. Use strategy=mirrored, or false."
             problems.append(Problem(key="numerics.reproducible", value=True, rule=rule))
@@ -142,22 +178,32 @@ class LocalSgd(ProcessGroupOptions, Strategy):
             problems.append(Problem(key=f"strategy.outer.{key}", value=value, rule=rule))
         return problems
 
+    def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
+        """Return problems of parameters that cannot be sharded."""
+        return super().validate_model(model, context) if self.shard == 1 else self._mesh.validate_model(model, context)
+
     def notes(self, model: nn.Module, context: PlanContext) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
         """Return a note about the averages."""
         first = f", after {self.local_after} steps as in mirrored" if self.local_after else ""
         steps = "step" if self.average_every == 1 else f"{self.average_every} steps"
         outer = "" if self.outer.lr is None else f", then an outer step at rate {self.outer.lr:g}"
-        many = (
-            "1 replica steps independently and averages"
-            if self.replicas == 1
-            else f"{self.replicas} replicas step independently and average"
-        )
+        parts = "" if self.shard == 1 else f", each sharded over {self.shard} processes,"
+        many = f"1 replica{parts} steps independently and averages"
+        if self.replicas > 1:
+            many = f"{self.replicas} replicas{parts} step independently and average"
         line = f"local_sgd: {many} every {steps}{first}{outer}"
         return (f"{line}: a different training from that of one device.",)
 
-    def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:  # noqa: ARG002 - on any number
-        """Return a whole replica, the vector of an average (parameters and two moments), and the outer optimizer."""
-        return ModelMemory.whole(model, gradient_copies=3 + (3 if self.outer.lr is not None else 0))
+    def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
+        """Return the replica of a rank, the vector of an average (parameters and two moments), and the outer
+        optimizer.
+        """
+        here = ModelMemory.whole(model) if self.shard == 1 else self._mesh.estimate_memory(model, context)
+        return replace(here, gradient_copies=3 + (3 if self.outer.lr is not None else 0))
+
+    def rank_passes(self, model: nn.Module, context: PlanContext, shard: PlannedShard) -> tuple[RankPass, ...]:
+        """Return the pass of a rank with a part of each parameter; none if a rank has whole ones."""
+        return () if self.shard == 1 else self._mesh.rank_passes(model, context, shard)
 
     def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
         """Return the transfers: the average every `average_every` steps, and before `local_after` the sum of gradients
@@ -172,14 +218,20 @@ class LocalSgd(ProcessGroupOptions, Strategy):
             return None
         ranks, width = ranks_of(self, context), precision_of(context).master_dtype.itemsize
         elements = exchanged_elements(model)
+        parts = [ranks[place :: self.shard] for place in range(self.shard)]  # ranks with the same part
         average = Transfer(
             what="parameters and optimizer state",
             how="all-reduce",
-            flows=all_reduce(ranks, (elements + slots) * width),
-            messages=2 * (len(ranks) - 1),
+            flows=joined(*(all_reduce(part, (elements + slots) * width / self.shard) for part in parts)),
+            messages=2 * (len(parts[0]) - 1),
             first_step=self.local_after,
             every=self.average_every,
         )
+        if self.shard > 1:
+            step = self._mesh.traffic(model, context, cut) or ()
+            within = [one for one in step if one.how != "all-reduce"]
+            copies = [replace(one, end_step=self.local_after) for one in step if one.how == "all-reduce"]
+            return (*within, *(copies if self.local_after else ()), average)
         if not self.local_after:
             return (average,)
         dense = elements - sum(table.numel() for table in weights_of(lookups))
@@ -197,26 +249,67 @@ class LocalSgd(ProcessGroupOptions, Strategy):
     def setup(self, request: SetupRequest) -> LocalSgdExecutor:
         """Join the other ranks, and broadcast the model of rank 0."""
         ranks = self.join(request.identity)
-        parts = build_parts(request, ranks=ranks)
-        replica = Replica(parts)
-        broadcast_initial(replica)
-        # For independent steps, this rank computes with the same model, optimizer and buffers, without sums over ranks.
-        alone = LocalCollective()
-        apart = Replica(replace(parts, data_ranks=alone, all_ranks=alone, reducer=LocalReducer()))
-        return LocalSgdExecutor(self, replica, apart, request.training, ranks)
+        # For independent steps, the same model, optimizer and buffers, without sums over the other replicas.
+        if self.shard == 1:
+            parts, alone = build_parts(request, ranks=ranks), LocalCollective()
+            replica = ShardedReplica(parts, cuts={})
+            broadcast_initial(replica)
+            apart = ShardedReplica(replace(parts, data_ranks=alone, all_ranks=alone, reducer=LocalReducer()), cuts={})
+            return LocalSgdExecutor(self, replica, apart, request.training, ranks)
+        replica, place, step = self._mesh.build(request, ranks)
+        group, cuts = place.group("shard"), replica.cuts
+        own = GroupCollective(rank=place.places["shard"], num_ranks=self.shard, device=replica.device, group=group)
+        parts = replace(
+            replica.parts_made_of,
+            data_ranks=own,
+            all_ranks=own,
+            reducer=LocalReducer(),
+            join_norms=joined_norms(
+                [replace(cuts[name], is_written=True) for name in replica.params], replica.device, group
+            ),
+        )
+        apart = ShardedReplica(parts, cuts=cuts, expect=replica.expect, reload=replica.reload)
+        return LocalSgdExecutor(
+            self,
+            replica,
+            apart,
+            request.training,
+            ranks,
+            make_step=step,
+            make_step_apart=partial(ShardedWork, group=group),
+            own=own,
+            copies=place.group("replicate"),
+        )
 
 
-class LocalSgdExecutor(SynchronousExecutor[Replica]):
-    """A replica that steps independently and is averaged with the others every few steps.
+class LocalSgdExecutor(ShardedExecutor):
+    """A rank of a replica that steps independently and is averaged with the others every few steps.
 
-    `apart` is the same model, with a reducer that does not sum over ranks.
+    Args:
+        replica: the model, with sums over all ranks.
+        apart: the same model, with sums over the ranks of its replica.
+        make_step: makes a step of all replicas together.
+        make_step_apart: makes a step of one replica.
+        own: the ranks of this replica.
+        copies: the ranks with the same part of the other replicas; None: all ranks.
     """
 
     def __init__(
-        self, settings: LocalSgd, replica: Replica, apart: Replica, training: StepContext, ranks: RankGroup
+        self,
+        settings: LocalSgd,
+        replica: ShardedReplica,
+        apart: ShardedReplica,
+        training: StepContext,
+        ranks: RankGroup,
+        *,
+        make_step: MakeStep[ShardedReplica] = ShardStep,
+        make_step_apart: MakeStep[ShardedReplica] = ShardStep,
+        own: Collective | None = None,
+        copies: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(replica, training, ranks=ranks)
-        self._settings, self._apart = settings, apart
+        super().__init__(replica, training, ranks=ranks, make_step=make_step)
+        self._settings, self._apart, self._make_step_apart = settings, apart, make_step_apart
+        self._own, self._copies = own or LocalCollective(), copies
         self._steps = 0
         """Steps since the last average, the same on every rank."""
         self._targets: Tensor | float = 0.0
@@ -232,6 +325,19 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         self._skipped: list[tuple[int, int]] = []
         """(step, shard) of the shards that this replica has skipped since the last average."""
 
+    def assign(self, step: int) -> tuple[int, ...]:
+        """Return this rank's share of the shards of its replica."""
+        return self._shards_of_replica(step)[self._own.rank :: self._own.num_ranks]
+
+    def _shards_of_replica(self, step: int) -> tuple[int, ...]:
+        replica, each = self._replica, self._own.num_ranks
+        return shards_of_rank(
+            self._training.plan.num_shards(step),
+            rank=replica.rank // each,
+            num_ranks=replica.num_ranks // each,
+            lanes=replica.lanes,
+        )
+
     def step(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
         """Update only this replica; after the last step of a window, average."""
         if ticket.step < self._settings.local_after:
@@ -242,11 +348,11 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
             if self._settings.outer.lr is not None:
                 self._start = self._masters.pack(list(self._replica.masters.values()), into=self._start)
         plan = {item.name: getattr(training.plan, item.name) for item in fields(BatchPlan)}
-        own = replace(training, plan=_OwnPart(**plan, shards=ticket.shards))
+        own = replace(training, plan=_OwnPart(**plan, shards=self._shards_of_replica(ticket.step)))
         outcome = self._step_alone(ticket, batches, own)
         self._steps += 1
         self._targets = self._targets + outcome.weight
-        if outcome.loss_sum is not None:
+        if outcome.status is Status.applied:
             self._samples += own.plan.batch_size(ticket.step)
         if self._settings.next_sync_step(ticket.step + 1) == ticket.step + 1:
             self._replica.on_phase("reduce", ticket.step)
@@ -258,17 +364,20 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         """Run forward, backward and update of one replica, with the loss averaged over its own targets."""
         replica, apart = self._replica, self._apart
         if replica.packing is None:
-            ShardStep(replica, ticket, batches, own).agree_on_grad_layout()
+            self._make_step(replica, ticket, batches, self._training).agree_on_grad_layout()
         if apart.packing is None:
             apart.adopt_layout(replica)
-        if not ticket.shards:  # in a short batch
+            apart.set_stand_in(replica.stand_in)
+        if not own.plan.num_shards(ticket.step):  # in a short batch
+            self._agree_on_used([None] * len(apart.params))
             return StepOutcome(ticket.step, Status.applied, None, 0.0)
         status = Status.retry
         while status is Status.retry:  # at half the scale: the others go on meanwhile
             apart.set_loss_scale(replica.loss_scale)
             fresh = [cloned_batch(batch) for batch in batches] if replica.loss_scale.moves else batches
-            work = ShardStep(apart, ticket, fresh, own)
+            work = self._make_step_apart(apart, ticket, fresh, own)
             sums = list(work.run())
+            self._agree_on_used(sums[: len(apart.params)])
             for place, param in enumerate(apart.trained):
                 if sums[place] is None and apart.used[place]:
                     sums[place] = torch.zeros_like(param, dtype=apart.precision.master_dtype)
@@ -279,6 +388,15 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
             self._skipped += [(ticket.step, shard) for shard in ticket.shards]
             return StepOutcome(ticket.step, status, None, 0.0)
         return StepOutcome(ticket.step, status, work.loss_sum, work.weight, norm, terms=work.terms)
+
+    def _agree_on_used(self, grads: Sequence[Tensor | None]) -> None:
+        """Find which parameters get gradients in any replica; collective, once. Whole ones have done so before."""
+        replica, apart = self._replica, self._apart
+        if replica.cuts and not apart.used:
+            found = replica.all_ranks.gather(torch.tensor([grad is not None for grad in grads], dtype=torch.int64))
+            used = torch.stack(found).amax(0).bool().tolist()
+            for one in (replica, apart):
+                one.set_exchange(used=used, sparse={})
 
     def _left_out_by_any(self) -> tuple[LeftOut, ...]:
         """Return the steps of the window that a replica has skipped, with the shards; collective."""
@@ -299,7 +417,7 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
 
     def check_replicas(self) -> str | None:
         """Return the first parameter that differs between ranks, at a step with identical replicas; collective."""
-        return drifted_parameter(self._replica)
+        return super().check_replicas() if self._replica.cuts else drifted_parameter(self._replica)
 
     @property
     def _masters(self) -> FlatBuffer:
@@ -311,12 +429,13 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
     def _average(self) -> None:
         """Average the replicas, and give them the lowest of their loss scales; collective, unless there is one."""
         replica = self._replica
-        if replica.num_ranks > 1:
+        if replica.num_ranks > self._own.num_ranks:
             _make_state(replica)
             self._exchange()
         if self._settings.outer.lr is not None:
             self._step_outside(self._settings.outer.lr)
         replica.refresh_params()
+        replica.reload()
         self._steps, self._targets, self._samples = 0, 0.0, 0.0
         if replica.loss_scale.moves:
             scale = replica.loss_scale.state()
@@ -325,17 +444,18 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
             replica.set_loss_scale(replica.loss_scale.restored(dict(zip(scale, lowest, strict=True))))
 
     def _exchange(self) -> None:
-        """Sum one vector over the ranks.
+        """Sum one vector over the replicas.
 
-        Parameters and optimizer state are weighted by the targets of their rank, buffers by its samples; counters
-        (Adam's steps, integer buffers) are taken from rank 0, which has a shard of every step.
+        Parameters and optimizer state are weighted by the targets of their replica, buffers by its samples; counters
+        (Adam's steps, integer buffers) are taken from the first one, which has a shard of every step.
         """
-        replica = self._replica
+        replica, copies = self._replica, self._copies
+        targets = torch.as_tensor(self._targets, dtype=replica.precision.master_dtype, device=replica.device)
         weighed, counters = _trained(replica)
         states = replica.buffers.per_sample()
         for state, start in zip(states, self._states, strict=True):
             moved = state.to(replica.precision.master_dtype).sub_(start)
-            dist.all_reduce(moved)
+            dist.all_reduce(moved, group=copies)
             state.copy_(moved.add_(start))
         held = set(map(id, states))
         buffers = [buffer for buffer in replica.buffers.tensors() if id(buffer) not in held]
@@ -351,13 +471,13 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         flat = packing.pack([*tensors, None])
         lengths = [sum(tensor.numel() for tensor in group) for group in (weighed, buffers, counters)]
         by_targets, by_samples, counts, totals = flat.split_with_sizes([*lengths, 2])
-        # A rank without targets must not count, and a window without any must not divide by zero.
-        totals[0], totals[1] = self._targets, self._samples
+        # A replica without targets must not count, and a window without any must not divide by zero.
+        totals[0], totals[1] = self._own.sum(targets), self._samples
         totals.clamp_(min=1e-20)
         by_targets.mul_(totals[0])
         by_samples.mul_(totals[1])
-        counts.mul_(float(replica.rank == 0))  # exact in float32 up to 2^24, as Adam's own count is
-        dist.all_reduce(flat, op=dist.ReduceOp.SUM)
+        counts.mul_(float(replica.rank < self._own.num_ranks))  # exact in float32 up to 2^24, as Adam's own count is
+        dist.all_reduce(flat, group=copies)
         by_targets.div_(totals[0])
         by_samples.div_(totals[1])
         torch._foreach_copy_(tensors, packing.views(flat)[:-1])
@@ -374,11 +494,24 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
             moved = moved.add_(self._momentum, alpha=outer.momentum) if outer.nesterov else self._momentum
         torch._foreach_copy_(masters, packing.views(self._start.sub_(moved, alpha=lr)))
 
+    def _momenta(self) -> dict[str, Tensor]:
+        """Name of a parameter -> the outer optimizer's momentum of this rank's part of it."""
+        views = [] if self._momentum is None else self._masters.views(self._momentum)
+        return dict(zip(self._replica.masters, views, strict=False))
+
+    def sharded_state_dict(self) -> ShardedState:
+        """Return the shards of this rank, with the outer optimizer's momentum."""
+        state, cuts = super().sharded_state_dict(), self._replica.cuts
+        if not cuts:
+            return state
+        written = {name: part for name, part in self._momenta().items() if cuts[name].is_written and part.numel()}
+        return {**state, **{_SLOT + name: (cuts[name].piece(part),) for name, part in written.items()}}
+
     def state_dict(self) -> StateDict:
         """Return the state of every synchronous strategy, and the outer optimizer's momentum."""
-        views = [] if self._momentum is None else self._masters.views(self._momentum)
-        own = {_SLOT + name: view for name, view in zip(self._replica.masters, views, strict=False)}
-        return {**super().state_dict(), **own}
+        if self._replica.cuts:
+            return super().state_dict()
+        return {**super().state_dict(), **{_SLOT + name: view for name, view in self._momenta().items()}}
 
     def recover(self, step: int) -> bool:
         """Return False: between averages each rank has its own parameters."""
@@ -387,7 +520,15 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
 
     def load_state_dict(self, state: StateDict) -> None:
         """Restore the tensors of a checkpoint of any strategy, by name."""
-        own = [state.get(_SLOT + name) for name in self._replica.masters]
+        cuts = self._replica.cuts
+        own = [
+            None
+            if (key := _SLOT + name) not in state
+            else read_slice(state, key, cuts[name].region)
+            if cuts
+            else state[key]
+            for name in self._replica.masters
+        ]
         is_kept = self._settings.outer.lr is not None and any(tensor is not None for tensor in own)
         self._momentum = self._masters.pack(own) if is_kept else None
         super().load_state_dict(select(state, lambda name: not name.startswith(_SLOT)))

@@ -267,7 +267,7 @@ def sharding_choices(plan: RunPlan, count: int) -> Iterator[tuple[str, RunConfig
         plan: a run; if its model is sharded already, there are none.
         count: number of devices.
     """
-    if count < 2 or plan.components.strategy.facts.is_sharded:
+    if count < 2 or plan.components.strategy.facts_in(plan.context).is_sharded:
         return
     for name, target, kind in shipped_strategies():
         keys = kind.sharded_over(count)

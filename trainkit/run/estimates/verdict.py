@@ -80,7 +80,8 @@ def verdict_of(plan: RunPlan, memory: DeviceMemory, hardware: Hardware | HostMem
 
 def _unstaged(plan: RunPlan, memory: DeviceMemory, hardware: Hardware | HostMemory, sharers: int) -> int:
     """Return the bytes of copies that tasks do not have: only one task has the copy if each holds the whole state."""
-    counted = hardware.whole_host and memory.held.staged_here and not plan.components.strategy.facts.is_sharded
+    is_sharded = plan.components.strategy.facts_in(plan.context).is_sharded
+    counted = hardware.whole_host and memory.held.staged_here and not is_sharded
     return memory.held.staging_bytes * (sharers - 1) if counted else 0
 
 

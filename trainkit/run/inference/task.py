@@ -20,7 +20,7 @@ from trainkit.inference.predicting import PartsComputation
 from trainkit.run.inference.job import Job, model_of, place_model, setup_request
 from trainkit.run.signals import REASONS, Reason, stop_error
 from trainkit.run.task import reproducible_process
-from trainkit.strategies.base import LocalModel, PhaseListener, TaskContext
+from trainkit.strategies.base import LocalModel, PhaseListener, PlanContext, TaskContext
 from trainkit.trainer.evaluate import evaluate
 
 _PROGRESS_S: Final = 2.0
@@ -79,7 +79,7 @@ class JobTask:
             batch_size=job.eval_batch_size,
             rank=local.rank,
             num_ranks=local.num_ranks,
-            together=job.strategy.facts.forward_is_collective,
+            together=job.strategy.facts_in(PlanContext()).forward_is_collective,
         )
         details = objective.details(dataset, batch_size=job.eval_batch_size)
         own = objective.metrics()
@@ -121,7 +121,7 @@ class JobTask:
             parts=parts,
             settings=job.cfg.loader,
             hooks=job.parts.hooks,
-            together=job.strategy.facts.forward_is_collective,
+            together=job.strategy.facts_in(PlanContext()).forward_is_collective,
             is_asked_to_stop=lambda: self.requested() is not None,
             batch_done=batch_done,
         ).run(job.request.todo)

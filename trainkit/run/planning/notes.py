@@ -65,12 +65,13 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
             single sample, or a key that the user set has no effect.
     """
     strategy, device = plan.components.strategy, plan.tasks[0].device
-    shaping = model_transforms_of(plan.cfg, device, keeps_format=strategy.facts.keeps_memory_format)
+    facts = strategy.facts_in(plan.context)
+    shaping = model_transforms_of(plan.cfg, device, keeps_format=facts.keeps_memory_format)
     problems = [*layout_problems(model), *strategy.validate_model(model, plan.context)]
     problems += copies_problems(model) if max(len(plan.tasks), plan.num_replicas) > 1 else []
-    problems += [] if strategy.facts.runs_hooks and plan.cfg.compile.mode == "off" else hook_problems(model)
+    problems += [] if facts.runs_hooks and plan.cfg.compile.mode == "off" else hook_problems(model)
     problems += assignment_problems(model, plan.optimizers) if plan.optimizers else []
-    named, facts = plan.cfg.strategy["_target_"].rpartition(".")[2], strategy.facts_in(plan.context)
+    named = plan.cfg.strategy["_target_"].rpartition(".")[2]
     if (conversion := conversion_of(plan.cfg)) is not None:
         problems += conversion_problems(
             conversion,

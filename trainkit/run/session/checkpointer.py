@@ -56,7 +56,8 @@ class Checkpointer:
         self._callbacks, self._fingerprint, self._enter = callbacks, fingerprint, enter
         self._settings, self._config = plan.cfg.checkpoint, plan.cfg.to_dict()
         self._confirm = confirm
-        self._is_sharded = plan.components.strategy.facts.is_sharded and executor.local.all_ranks.num_ranks > 1
+        is_sharded = plan.components.strategy.facts_in(plan.context).is_sharded
+        self._is_sharded = is_sharded and executor.local.all_ranks.num_ranks > 1
         """Whether every rank writes its shards; otherwise rank 0 writes whole checkpoints."""
         self._finite: set[str] = set()
         """The buffers that were finite at the start."""

@@ -166,7 +166,7 @@ class EvalRunner:
             batch_size=self.plan.eval_batch_size,
             rank=self.executor.local.rank,
             num_ranks=self.executor.local.num_ranks,
-            together=self.plan.components.strategy.facts.forward_is_collective,
+            together=self.plan.components.strategy.facts_in(self.plan.context).forward_is_collective,
         )
         return evaluate(
             self.executor.local,
@@ -295,7 +295,7 @@ class Averages:
             batch_size=self._plan.eval_batch_size,
             rank=local.rank,
             num_ranks=local.num_ranks,
-            together=parts.strategy.facts.forward_is_collective,
+            together=parts.strategy.facts_in(self._plan.context).forward_is_collective,
         )
         counted = batches.num_counted
         count_statistics(local, parts.objective, self._with_heartbeats(batches), num_counted=counted)

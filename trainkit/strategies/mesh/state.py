@@ -93,8 +93,8 @@ def _order(placements: tuple[Any, ...]) -> list[int]:
     return sorted(range(len(placements)), key=lambda place: hasattr(placements[place], "split_factor"))
 
 
-def joined_norms(cuts: Sequence[ShardSlice], device: torch.device) -> JoinNorms:
-    """Return a function that combines norms of shards into norms of full tensors, over all ranks of the run."""
+def joined_norms(cuts: Sequence[ShardSlice], device: torch.device, group: dist.ProcessGroup | None = None) -> JoinNorms:
+    """Return a function that combines norms of shards into norms of full tensors, over a group; None: all ranks."""
     counts = [float(cut.is_written) for cut in cuts]
 
     @lru_cache(maxsize=4)
@@ -110,10 +110,10 @@ def joined_norms(cuts: Sequence[ShardSlice], device: torch.device) -> JoinNorms:
         chosen, written = on_device(tuple(places), (norms.dtype, norms.device))
         if order == float("inf"):  # values that are not finite must remain, and a maximum may drop a NaN
             found[chosen] = torch.where(torch.isfinite(norms), norms, order).to(device)
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
             return found[chosen]
         found[chosen] = (norms**order * written).to(device)
-        dist.all_reduce(found)
+        dist.all_reduce(found, group=group)
         joined: Tensor = found[chosen] ** (1 / order)
         return joined
 

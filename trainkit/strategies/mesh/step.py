@@ -112,20 +112,21 @@ class ShardedWork(ShardStep):
                 lanes=replica.lanes,
             )
         )
-        again = self._again(repeats=any(one.shard is None for one in passes))
+        again = self._again(repeats=len(passes) > len(self.batches))
         packing = replica.packing or self.agree_on_grad_layout()
         if replica.buffers.names:
             replica.buffers.begin_step()
         reducer.begin(packing, num_shards=passes[0].num_shards)
-        batches = dict(zip(self.ticket.shards, self.batches, strict=True))
+        batches, left = dict(zip(self.ticket.shards, self.batches, strict=True)), iter(self.ticket.shards)
         weights: list[Tensor | float] = []
         for self._now in passes:
             replica.expect(self._now)
-            if self._now.shard is None:
+            shard = next(left, None) if replica.lanes is None else self._now.shard
+            if shard is None:
                 self._repeat(again)
             else:
-                batch = batches[self._now.shard]
-                weights.append(self._shard(self._now.shard, batch if replica.lanes is None else cloned_batch(batch)))
+                batch = batches[shard]
+                weights.append(self._shard(shard, batch if replica.lanes is None else cloned_batch(batch)))
             if self._now.ends_lane and replica.lanes is not None:
                 self._add_lane(self._now.lanes[replica.data_ranks.rank], weights)
                 weights = []
@@ -149,6 +150,7 @@ class ShardedWork(ShardStep):
     def agree_on_grad_layout(self) -> FlatBuffer:
         """Find which buffers are updated, and agree on it; collective, once."""
         replica, buffers = self.replica, self.replica.buffers
+        self._provide_stand_in()
         if buffers.names:
             batch = self.batches[0] if self.batches else replica.stand_in
             with torch.no_grad(), buffers.watch() as changed:
@@ -163,15 +165,20 @@ class ShardedWork(ShardStep):
 
     def _again(self, *, repeats: bool) -> Batch:
         """Return the batch to repeat if other ranks have more shards, or None. Collective."""
+        self._provide_stand_in()
+        if not repeats:
+            return None
+        own = self.batches[-1] if self.batches else self.replica.stand_in
+        return cloned_batch(own)  # a model may write into its inputs
+
+    def _provide_stand_in(self) -> None:
+        """Store a batch for later steps, if some step will have fewer shards than ranks. Collective."""
         plan, replica, step = self.training.plan, self.replica, self.ticket.step
         num_shards, ranks = plan.num_shards(step), replica.num_ranks
         if replica.stand_in is None and plan.num_shards(plan.steps_per_epoch - 1) < ranks:  # some step will need it
             own, all_ranks = self.batches[0] if self.batches else None, replica.all_ranks
             has_own = num_shards >= ranks
             replica.set_stand_in(cloned_batch(own) if has_own else dummy_batch(own, replica.device, all_ranks))
-        if not repeats:
-            return None
-        return cloned_batch(self.batches[-1] if self.batches else replica.stand_in)  # a model may write into its inputs
 
     def _repeat(self, batch: Batch) -> None:
         """Take part in the collectives of a shard, with weight 0."""
@@ -286,7 +293,7 @@ class ShardedExecutor(SynchronousExecutor[ShardedReplica]):
     def state_dict(self) -> StateDict:
         """Return the whole state, gathered on every rank; collective."""
         if self._replica.cuts:
-            return gather_full(sharded_pieces(self._replica), self._replica.all_ranks)
+            return gather_full(self.sharded_state_dict(), self._replica.all_ranks)
         return super().state_dict()
 
     def load_state_dict(self, state: StateDict) -> None:

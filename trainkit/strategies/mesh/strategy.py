@@ -22,7 +22,7 @@ from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_nothing
 from trainkit.objectives.base import Access, Collective
 from trainkit.strategies.base import Facts, Numerics, PlanContext, SetupRequest, Strategy
-from trainkit.strategies.collectives import broadcast_values
+from trainkit.strategies.collectives import RankGroup, broadcast_values
 from trainkit.strategies.core.refusals import optimizer_problems
 from trainkit.strategies.core.replica import PlacedModel
 from trainkit.strategies.core.step import MakeStep, ShardStep
@@ -384,6 +384,19 @@ class MeshStrategy(ProcessGroup, Strategy):
         if not dist.is_initialized():
             parts = build_parts(request)
             return ShardedExecutor(ShardedReplica(parts, cuts={}), request.training, ranks=ranks, make_step=ShardStep)
+        replica, _, step = self.build(request, ranks)
+        return ShardedExecutor(replica, request.training, ranks=ranks, make_step=step)
+
+    def build(self, request: SetupRequest, ranks: RankGroup) -> tuple[ShardedReplica, OnMesh, MakeStep[ShardedReplica]]:
+        """Keep this rank's part of the model; return it with its place, and the maker of its steps; collective.
+
+        Args:
+            request: the model and the settings of the run.
+            ranks: the ranks, which have joined.
+
+        Raises:
+            ConfigError: the plan does not fit the model, or the axes do not multiply to the number of ranks.
+        """
         layout = self.layout(request.identity.num_ranks)
         fit, place, cuts = (
             layout.fitted(request.model),
@@ -422,7 +435,7 @@ class MeshStrategy(ProcessGroup, Strategy):
         step: MakeStep[ShardedReplica] = ShardStep
         if gathers:
             step = partial(ShardedWork, group=place.group("shard"), has_copies=layout.axes.replicate > 1)
-        return ShardedExecutor(replica, request.training, ranks=ranks, make_step=step)
+        return replica, place, step
 
     def _place(self, identity: Identity, axes: Axes) -> OnMesh:
         """Return the device of this rank, and its place on the mesh; collective.
