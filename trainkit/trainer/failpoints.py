@@ -109,18 +109,17 @@ def _parse_one(text: str) -> Failpoint:
     return Failpoint(action=action, step=step, phase=phase, marker=marker, process=process)
 
 
-def _of_this_process(environ: Mapping[str, str]) -> tuple[Failpoint, ...]:
-    return tuple(point for point in parse(environ.get(VARIABLE, "")) if point.concerns(environ))
-
-
-ARMED: tuple[Failpoint, ...] = _of_this_process(os.environ)
+ARMED: tuple[Failpoint, ...] = ()
 """The failpoints of this process."""
 
 
 def reload(environ: Mapping[str, str]) -> None:
-    """Read the failpoints again, because the environment changed after the import, as in a test."""
+    """Read the failpoints: at the import, and again where the environment has changed since, as in a test."""
     global ARMED  # noqa: PLW0603 - one switch per process, read on the hot path
-    ARMED = _of_this_process(environ)
+    ARMED = tuple(point for point in parse(environ.get(VARIABLE, "")) if point.concerns(environ))
+
+
+reload(os.environ)
 
 
 def hit(phase: Phase, step: int) -> None:

@@ -29,7 +29,7 @@ from trainkit.data.reading.collate import (
     with_parts,
 )
 from trainkit.data.reading.iterable import Stream, StreamReader
-from trainkit.data.reading.reader import Reader, read_by_workers, watched
+from trainkit.data.reading.reader import Reader, as_it_is, read_by_workers, watched
 from trainkit.data.splits import size_of
 from trainkit.data.stored import refuse_other_samples, stored_of
 from trainkit.errors import ConfigError, DataError, Problem
@@ -100,8 +100,8 @@ class Source:
             gather = partial(_rows, arrays)
         elif gather is not None:
             gather = _Checked(gather)
-        self._move = mover_to(device, pins=settings.pin_memory is not False) if moves else _as_it_is
-        self._widened = _as_it_is if widened is None else widened
+        self._move = mover_to(device, pins=settings.pin_memory is not False) if moves else as_it_is
+        self._widened = as_it_is if widened is None else widened
         self._widens_first = moves and device.type not in _TAKES_STORED
         reader = Reader(read, seed=reading.seed, collate=hooks.collate)
         by_workers = gather is None and stream is None and settings.num_processes > 0
@@ -196,10 +196,6 @@ class _Checked:
         refuse_other_rows(found, len(index), "gather(indices)")
         self._is_known = True
         return found
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _rows(arrays: Arrays, index: Tensor) -> Any:

@@ -198,7 +198,7 @@ def read_by_workers(reader: Reader, reading: Reading, requests: Iterable[Request
             sampler=requests,
             num_workers=settings.num_processes,
             prefetch_factor=settings.prefetch,
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             pin_memory=reading.device.type == "cuda" if settings.pin_memory == "auto" else settings.pin_memory,
             worker_init_fn=_enter_worker,
             # a separate generator: nothing may draw from the global one
@@ -269,7 +269,8 @@ def _ending(code: int) -> str:
     return f"by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"with exit code {code}"
 
 
-def _as_it_is(batch: _T) -> _T:
+def as_it_is(batch: _T) -> _T:
+    """Return the batch itself."""
     return batch
 
 
