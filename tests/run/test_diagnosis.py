@@ -14,7 +14,7 @@ from trainkit import api
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import ClipConfig
 from trainkit.objectives.base import Loss, Model, Objective
-from trainkit.run.diagnosis import faults as causes
+from trainkit.run.diagnosis import faults
 from trainkit.run.diagnosis.examining import (
     Examiner,
     Probed,
@@ -31,14 +31,8 @@ from trainkit.run.diagnosis.faults import (
     Replay,
     Shard,
     StepEvidence,
-    buffer_hypotheses,
     clipped,
     combine,
-    differing_buffers,
-    differing_parameters,
-    gradient_hypotheses,
-    read_as_contiguous,
-    update_hypotheses,
 )
 from trainkit.run.diagnosis.plain_loop import PlainLoop
 from trainkit.run.equivalence.comparing import compare, is_rounding, moved_by_rounding
@@ -82,13 +76,13 @@ def named(
 
 
 WRONG_GRADIENTS: dict[str, tuple[Cause, Callable[[StepEvidence], dict[str, Tensor]]]] = {
-    "mean of shard means": (causes.MEAN_OF_MEANS, lambda s: combine(s.shards, [1 / (3 * w.weight) for w in s.shards])),
-    "mean of replica means": (causes.MEAN_OF_MEANS, lambda s: combine(s.shards, [1 / 12, 1 / 6, 1 / 12])),
-    "not reduced": (causes.NOT_REDUCED, lambda s: combine(s.shards, [1 / 9, 0, 1 / 9])),
-    "summed twice": (causes.COUNTED_TWICE, lambda s: {"b": s.gradient["b"] * 2}),
-    "averaged over replicas": (causes.AVERAGED, lambda s: {name: s.gradient[name] / 2 for name in NAMES}),
-    "read as contiguous": (causes.LAYOUT, lambda s: {"w": read_as_contiguous(s.gradient["w"], (1, 3))}),
-    "drawn alike": (causes.DRAWN_ALIKE, lambda s: combine(present(s.drawn_alike)(), [1 / 9] * 3)),
+    "mean of shard means": (faults.MEAN_OF_MEANS, lambda s: combine(s.shards, [1 / (3 * w.weight) for w in s.shards])),
+    "mean of replica means": (faults.MEAN_OF_MEANS, lambda s: combine(s.shards, [1 / 12, 1 / 6, 1 / 12])),
+    "not reduced": (faults.NOT_REDUCED, lambda s: combine(s.shards, [1 / 9, 0, 1 / 9])),
+    "summed twice": (faults.COUNTED_TWICE, lambda s: {"b": s.gradient["b"] * 2}),
+    "averaged over replicas": (faults.AVERAGED, lambda s: {name: s.gradient[name] / 2 for name in NAMES}),
+    "read as contiguous": (faults.LAYOUT, lambda s: {"w": faults.read_as_contiguous(s.gradient["w"], (1, 3))}),
+    "drawn alike": (faults.DRAWN_ALIKE, lambda s: combine(present(s.drawn_alike)(), [1 / 9] * 3)),
 }
 
 
@@ -96,15 +90,15 @@ WRONG_GRADIENTS: dict[str, tuple[Cause, Callable[[StepEvidence], dict[str, Tenso
 def test_a_wrong_gradient_has_one_cause(fault: str) -> None:
     cause, wrong = WRONG_GRADIENTS[fault]
     evidence = step()
-    assert named(wrong(evidence), gradient_hypotheses(evidence), dict(evidence.gradient)) == [cause]
+    assert named(wrong(evidence), faults.gradient_hypotheses(evidence), dict(evidence.gradient)) == [cause]
 
 
 def test_a_gradient_that_no_fault_gives_is_not_explained_and_a_doubled_update_has_two_causes() -> None:
     evidence = step()
     odd, doubled = ({name: evidence.gradient[name] * factor for name in NAMES} for factor in (1.01, 2))
-    assert named(odd, gradient_hypotheses(evidence), dict(evidence.gradient)) == []
-    hypotheses = gradient_hypotheses(evidence, rate_is_apart=False)
-    assert named(doubled, hypotheses, dict(evidence.gradient)) == [causes.COUNTED_TWICE, causes.RATE]
+    assert named(odd, faults.gradient_hypotheses(evidence), dict(evidence.gradient)) == []
+    hypotheses = faults.gradient_hypotheses(evidence, rate_is_apart=False)
+    assert named(doubled, hypotheses, dict(evidence.gradient)) == [faults.COUNTED_TWICE, faults.RATE]
 
 
 def matched(*steps: dict[str, Tensor]) -> list[Cause]:
@@ -113,23 +107,23 @@ def matched(*steps: dict[str, Tensor]) -> list[Cause]:
     for number, found in enumerate(steps):
         evidence = step(number)
         wrong = Difference(step=number, found=found, expected=evidence.gradient, allowed=dict.fromkeys(found, 1e-12))
-        matching.add(wrong, gradient_hypotheses(evidence))
+        matching.add(wrong, faults.gradient_hypotheses(evidence))
     return [match.cause for match in matching.matches]
 
 
 def test_a_cause_must_give_what_differs_in_every_step_and_drift_is_explained_by_the_first() -> None:
     assert matched({"w": step(0).gradient["w"] * 2.0}, {"w": step(1).gradient["w"] / 3.0}) == []  # each known alone
     first, second = combine(step(0).shards, [1 / 9, 0, 1 / 9]), combine(step(1).shards, [0.1, 0.2, 0.3])
-    assert matched(first, second) == [causes.NOT_REDUCED]
+    assert matched(first, second) == [faults.NOT_REDUCED]
 
 
 WRONG_BUFFERS: dict[str, tuple[Cause, Callable[[StepEvidence], dict[str, Tensor]]]] = {
     "averaged alike": (
-        causes.BUFFERS_UNWEIGHTED,
+        faults.BUFFERS_UNWEIGHTED,
         lambda s: {"mean": sum((one.buffers["mean"] for one in s.shards), torch.zeros(4)) / 3},
     ),
     "rank 0": (
-        causes.BUFFERS_OF_ONE,
+        faults.BUFFERS_OF_ONE,
         lambda s: {"mean": (5 * s.shards[0].buffers["mean"] + 3 * s.shards[2].buffers["mean"]) / 8},
     ),
 }
@@ -141,7 +135,7 @@ def test_wrong_buffers_have_one_cause(fault: str) -> None:
     evidence = step()
     expected = dict(add_up(evidence.shards, evidence.buffers).buffers)
     assert int(expected["count"]) == 8
-    assert named(wrong(evidence), buffer_hypotheses(evidence), expected) == [cause]
+    assert named(wrong(evidence), faults.buffer_hypotheses(evidence), expected) == [cause]
 
 
 def replay() -> Replay:
@@ -169,13 +163,13 @@ def linear_step() -> StepEvidence:
 
 
 WRONG_UPDATES: dict[str, tuple[Cause, Callable[[StepEvidence, Replay], Mapping[str, Tensor]]]] = {
-    "rate by replicas": (causes.RATE, lambda s, r: r.step(clipped(s.gradient, 0.3), rate=2.0)),
-    "decay by shards": (causes.DECAY_PER_SHARD, lambda s, r: r.step(clipped(s.gradient, 0.3), decay=3.0)),
-    "no decay": (causes.NOT_DECAYED, lambda s, r: r.step(clipped(s.gradient, 0.3), decay=0.0)),
-    "no clip": (causes.NOT_CLIPPED, lambda s, r: r.step(s.gradient)),
-    "state lost": (causes.STATE_LOST, lambda s, r: r.step(clipped(s.gradient, 0.3), forgets=True)),
+    "rate by replicas": (faults.RATE, lambda s, r: r.step(clipped(s.gradient, 0.3), rate=2.0)),
+    "decay by shards": (faults.DECAY_PER_SHARD, lambda s, r: r.step(clipped(s.gradient, 0.3), decay=3.0)),
+    "no decay": (faults.NOT_DECAYED, lambda s, r: r.step(clipped(s.gradient, 0.3), decay=0.0)),
+    "no clip": (faults.NOT_CLIPPED, lambda s, r: r.step(s.gradient)),
+    "state lost": (faults.STATE_LOST, lambda s, r: r.step(clipped(s.gradient, 0.3), forgets=True)),
     "clipped before reducing": (
-        causes.CLIPPED_APART,
+        faults.CLIPPED_APART,
         lambda s, r: r.step(combine(
             [Shard(gradient=clipped(combine(s.shards, shares), 0.3), weight=1, size=1)
              for shares in ([1 / 9, 0, 1 / 9], [0, 1 / 9, 0])], [1, 1])),
@@ -188,7 +182,7 @@ def test_a_wrong_update_has_one_cause(fault: str) -> None:
     cause, wrong = WRONG_UPDATES[fault]
     evidence, again = linear_step(), replay()
     right = dict(again.step(clipped(evidence.gradient, 0.3)))
-    assert named(dict(wrong(evidence, again)), update_hypotheses(evidence, again), right) == [cause]
+    assert named(dict(wrong(evidence, again)), faults.update_hypotheses(evidence, again), right) == [cause]
 
 
 def test_a_replayed_step_has_the_bits_of_torch_and_leaves_the_checkpoint_as_it_was() -> None:
@@ -227,7 +221,7 @@ def probed(factors: dict[str, float]) -> Probed:
     evidence, found = step(), Probed()
     wrong = {name: evidence.gradient[name] * factor for name, factor in factors.items()}
     difference = Difference(step=0, found=wrong, expected=evidence.gradient, allowed=dict.fromkeys(wrong, 1e-12))
-    found.gradients.add(difference, gradient_hypotheses(evidence))
+    found.gradients.add(difference, faults.gradient_hypotheses(evidence))
     return found
 
 
@@ -248,7 +242,7 @@ def test_all_causes_with_the_same_numbers_are_named() -> None:
     evidence, found = step(), Probed()
     wrong = {"b": evidence.gradient["b"] * 2}
     difference = Difference(step=0, found=wrong, expected=evidence.gradient, allowed={"b": 1e-12})
-    found.gradients.add(difference, gradient_hypotheses(evidence, rate_is_apart=False))
+    found.gradients.add(difference, faults.gradient_hypotheses(evidence, rate_is_apart=False))
     lines = list(explain_probe(found))
     assert lines[0] == "explained by one of these, which the numbers cannot distinguish:"
     assert [line.split(":")[0] for line in lines[1:]] == ["  rule 3 (gradient)", "  rule 6 (learning rate)"]
@@ -299,7 +293,7 @@ def test_a_gradient_differs_by_units_of_its_terms_of_all_or_over_the_rate(times:
 @HALF_AND_TWICE
 def test_a_buffer_differs_by_4096_units_of_its_norm(times: float, differs: bool) -> None:
     found = {"mean": torch.tensor([1.0 + times * 2.0**-11])}
-    assert (differing_buffers(0, {"mean": torch.ones(1)}, found) is not None) == differs
+    assert (faults.differing_buffers(0, {"mean": torch.ones(1)}, found) is not None) == differs
 
 
 @HALF_AND_TWICE
@@ -307,7 +301,7 @@ def test_a_buffer_differs_by_4096_units_of_its_norm(times: float, differs: bool)
 def test_an_update_differs_by_units_of_its_move(times: float, differs: bool, before: float, bound: float) -> None:
     right, start = {"w": torch.ones(1)}, {"w": torch.full((1,), before)}
     found = {"w": torch.tensor([1.0 + times * bound])}
-    assert (differing_parameters(0, right, before=start, found=found, skipped=()) is not None) == differs
+    assert (faults.differing_parameters(0, right, before=start, found=found, skipped=()) is not None) == differs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -202,13 +202,6 @@ class Probed:
         """Whether a gradient or a buffer of a step differs from the plain loop's."""
         return bool(self.gradients.differences or self.buffers.differences)
 
-    def record(self, step: int, errors: Mapping[str, float], wrong: Difference | None) -> None:
-        """Record the comparison of the gradients of one step."""
-        for name, error in errors.items():
-            self.errors[name] = max(self.errors.get(name, 0.0), error)
-        for name in () if wrong is None else wrong.found:
-            self.first.setdefault(name, step + 1)
-
 
 class Examiner:
     """Compares candidates with a plain loop at the common cut, in the precision that is used."""
@@ -246,7 +239,10 @@ class Examiner:
                 found, errors = gradient_between(before, after, loop.params, rate=self._rate), dict[str, float]()
                 read_from = before if sparse else None
                 wrong = differing_gradients(step, expected, found, errors=errors, read_from=read_from, rate=self._rate)
-                probed.record(step, errors, wrong)
+                for name, error in errors.items():
+                    probed.errors[name] = max(probed.errors.get(name, 0.0), error)
+                for name in () if wrong is None else wrong.found:
+                    probed.first.setdefault(name, step + 1)
                 hypotheses = partial(gradient_hypotheses, rate_is_apart=not sparse)
                 self._test(probed.gradients, wrong, hypotheses, num_replicas)
                 moved = differing_buffers(step, expected.buffers, _below(after, "buffer/"))
