@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict
 
-
-class SpreadOfTurns(TypedDict):
-    """A figure over the turns of a choice."""
-
-    median: float
-    """Median over the turns."""
-    low: float
-    """Smallest value."""
-    high: float
-    """Largest value."""
+from trainkit.measuring.figures import Spread
+from trainkit.measuring.turns import Target
 
 
 class PartsOfRank(TypedDict):
@@ -34,17 +26,17 @@ class PartsOfRank(TypedDict):
 class PartsOfStep(TypedDict):
     """Seconds of the parts of a step, the mean over the ranks."""
 
-    input: SpreadOfTurns | None
+    input: Spread | None
     """Waiting for the batch."""
-    forward: SpreadOfTurns | None
+    forward: Spread | None
     """The forward passes."""
-    backward: SpreadOfTurns | None
+    backward: Spread | None
     """The backward passes."""
-    exchange: SpreadOfTurns | None
+    exchange: Spread | None
     """Summing the gradients after backward, and waiting for other ranks."""
-    update: SpreadOfTurns | None
+    update: Spread | None
     """Updating the parameters."""
-    rest: SpreadOfTurns | None
+    rest: Spread | None
     """Time that belongs to no part: the loop, the log, agreement between ranks."""
 
 
@@ -115,27 +107,27 @@ class MeasuredChoice(TypedDict):
     """cpu or cuda."""
     steps: int | None
     """Measured steps of a turn."""
-    samples_per_s: SpreadOfTurns | None
+    samples_per_s: Spread | None
     """Samples per second over all replicas."""
-    targets_per_s: SpreadOfTurns | None
+    targets_per_s: Spread | None
     """Targets per second; null if each sample is one target."""
-    step_s: SpreadOfTurns | None
+    step_s: Spread | None
     """Seconds of a step."""
     parts_s: PartsOfStep
     """Seconds of the parts of a step."""
     peak_bytes: int | None
     """The most memory of a process, in bytes."""
-    start_s: SpreadOfTurns | None
+    start_s: Spread | None
     """Seconds from the start of the process to the first step."""
-    first_step_s: SpreadOfTurns | None
+    first_step_s: Spread | None
     """Seconds of the first step."""
-    compile_s: SpreadOfTurns | None
+    compile_s: Spread | None
     """Seconds in which torch.compile worked."""
     cold_start_s: float | None
     """Seconds to the first step in the turn before the first round; null if there was none."""
-    joules_per_sample: SpreadOfTurns | None
+    joules_per_sample: Spread | None
     """Energy of the devices per sample, in joules; null if no device reports it."""
-    until_s: SpreadOfTurns | None
+    until_s: Spread | None
     """Seconds of training to the result of --until; null if a turn has not reached it, or without --until."""
     turns: list[MeasuredTurn]
     """The turns that count."""
@@ -154,17 +146,6 @@ class Machine(TypedDict):
     """The names of its GPUs."""
     packages: dict[str, str]
     """Versions of packages, by name."""
-
-
-class Until(TypedDict):
-    """The result of --until."""
-
-    metric: str
-    """The name of the metric."""
-    value: float
-    """The value that ends a training."""
-    mode: str
-    """Whether higher or lower values are better: max or min."""
 
 
 class DataVerdict(TypedDict):
@@ -191,7 +172,7 @@ class BenchDocument(TypedDict):
     """The machine of the measurement."""
     rounds: int
     """Turns of each choice."""
-    until: Until | None
+    until: Target | None
     """The requested result; null without --until."""
     choices: list[MeasuredChoice]
     """The choices, in the order of the command."""
@@ -261,9 +242,9 @@ class TriedSize(TypedDict):
     """Whether the size was measured, or why not."""
     reason: str | None
     """The reason why the size was not measured; null if it was."""
-    samples_per_s: SpreadOfTurns | None
+    samples_per_s: Spread | None
     """Samples per second over all replicas."""
-    step_s: SpreadOfTurns | None
+    step_s: Spread | None
     """Seconds of a step."""
     peak_bytes: int | None
     """The most memory of a process, in bytes."""

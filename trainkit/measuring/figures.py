@@ -21,8 +21,11 @@ class Spread:
     """
 
     median: float
+    """Median over the turns."""
     low: float
+    """Smallest value."""
     high: float
+    """Largest value."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:

@@ -39,7 +39,9 @@ class Target:
     """The result of an evaluation that ends a training."""
 
     metric: str
+    """The name of the metric."""
     value: float
+    """The value that ends a training."""
     mode: str
     """Whether higher or lower values are better: max or min."""
 
