@@ -49,6 +49,7 @@ LAYOUTS: Final[tuple[tuple[str, dict[str, tuple[object, ...]]], ...]] = (
     ("mirrored", {"strategy.replicas": (2, 3, 4), "strategy.reduce": ("auto", "backend", "ring")}),
     ("mirrored", {"strategy.replicas": (2, 3, 4), "numerics.reproducible": ("true",)}),
     ("fsdp", {"strategy.replicas": (2, 3), "strategy.sync": ("each", "last")}),
+    ("fsdp", {"strategy.replicas": (2, 3, 4), "numerics.reproducible": ("true",), "optimizer.fused": ("false",)}),
     ("pipeline", {"strategy.stages": (2,), "strategy.schedule": ("gpipe", "1f1b", "zero_bubble")}),
     (
         "mesh",

@@ -57,11 +57,18 @@ def test_the_exchanges_really_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(calls) == 4
 
 
-@pytest.mark.parametrize("sync", ["each", "last"])
+@pytest.mark.parametrize(
+    ("sync", "more"),
+    [("each", ()), ("last", ()), ("each", ("numerics.reproducible=true", "optimizer.fused=false"))],
+    ids=["each", "last", "lanes"],
+)
 @pytest.mark.slow
-def test_fully_sharded_over_one_rank_gives_the_bits_of_one_device(tmp_path: Path, sync: str) -> None:
-    alone = digest(tmp_path / "alone", "strategy=fsdp", *ALONE, f"strategy.sync={sync}", "clip.max_norm=0.5")
-    assert alone == digest(tmp_path / "one", "strategy=one_device", "clip.max_norm=0.5")
+def test_fully_sharded_over_one_rank_gives_the_bits_of_one_device(
+    tmp_path: Path, sync: str, more: tuple[str, ...]
+) -> None:
+    more = (*more, "clip.max_norm=0.5")
+    alone = digest(tmp_path / "alone", "strategy=fsdp", *ALONE, f"strategy.sync={sync}", *more)
+    assert alone == digest(tmp_path / "one", "strategy=one_device", *more)
 
 
 def test_shared_memory_needs_a_second_replica() -> None:
