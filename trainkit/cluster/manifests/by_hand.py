@@ -6,8 +6,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
-from trainkit.cluster.manifests.job import ManifestJob, ManifestWriter
-from trainkit.cluster.manifests.roles import members_on, roles_in, tf_config
+from trainkit.cluster.manifests.job import ManifestJob, ManifestWriter, members_on, roles_in, tf_config
 
 _PORT: Final = 2222
 """The first port of a host: TensorFlow's."""

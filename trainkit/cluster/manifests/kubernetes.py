@@ -7,8 +7,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from trainkit.cluster.manifests.job import SHARED, ManifestJob, ManifestWriter, block_yaml, linking, seconds_of
-from trainkit.cluster.manifests.roles import tf_config
+from trainkit.cluster.manifests.job import (
+    SHARED,
+    ManifestJob,
+    ManifestWriter,
+    block_yaml,
+    linking,
+    seconds_of,
+    tf_config,
+)
 
 _PORT: Final = 2222
 

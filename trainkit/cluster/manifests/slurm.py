@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from trainkit.cluster.manifests.job import ManifestJob, ManifestWriter
-from trainkit.cluster.manifests.roles import roles_in
+from trainkit.cluster.manifests.job import ManifestJob, ManifestWriter, roles_in
 
 
 def _write(job: ManifestJob) -> str:

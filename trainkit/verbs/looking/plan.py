@@ -15,9 +15,8 @@ from trainkit.report.json_output import print_json
 from trainkit.report.rate_curve import corners, curve_line, draw_rates
 from trainkit.report.tables import print_rows, print_summary
 from trainkit.storage import num_bytes
-from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
+from trainkit.verbs.support.call import DATA_FLAGS, JSON_FLAG, Call, Flag, declared_for
 from trainkit.verbs.support.measured import line_printer
-from trainkit.verbs.support.planned_data import DATA_FLAGS, declared_for
 
 if TYPE_CHECKING:
     from trainkit.cluster.launch import LaunchEnvironment

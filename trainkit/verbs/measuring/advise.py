@@ -13,9 +13,8 @@ from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import ConfigError, Problem
 from trainkit.storage import num_bytes
-from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
+from trainkit.verbs.support.call import DATA_FLAGS, JSON_FLAG, Call, Flag, declared_for
 from trainkit.verbs.support.measured import line_printer
-from trainkit.verbs.support.planned_data import DATA_FLAGS, declared_for
 
 if TYPE_CHECKING:
     from trainkit.advising.advice import Advice, Goal, Planner, Tried, Way

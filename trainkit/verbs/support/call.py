@@ -14,6 +14,8 @@ from trainkit.errors import MISSING, ConfigError, Problem
 
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
+    from trainkit.config.schema import RunConfig
+    from trainkit.data.splits import DeclaredData
 
 VERBS: Final[Mapping[str, str]] = {
     "train": "train; the default without a verb. -m runs every combination of comma lists",
@@ -80,6 +82,13 @@ class Flag:
 CHECKPOINT_FLAG: Final = Flag(help="the checkpoint of a run: last, or best; last without it", value="WHICH")
 JSON_FLAG: Final = Flag(help="print one JSON document, whose schema trainkit schema prints")
 """The flag `--json`, for the verbs that have it."""
+DATA_FLAGS: Final[Mapping[str, Flag]] = {
+    "num-samples": Flag(
+        help="length of the training data, if its class does not declare it", value="N", least=1, most=10**15
+    ),
+    "open-data": Flag(help="read the data, if its class does not declare its samples"),
+}
+"""The flags of verbs that plan a run without opening its data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,3 +213,18 @@ class Call:
             raise ConfigError([Problem(key=self.verb, rule=rule + hint, origin="command line")])
         if self.overrides and not overrides:
             raise refusal(self.verb, "takes no key=value.")
+
+
+def declared_for(call: Call, cfg: RunConfig) -> DeclaredData | None:
+    """Return the splits that the class of the data declares; None with `--open-data`.
+
+    Raises:
+        ConfigError: the class declares another number of samples than `--num-samples`.
+    """
+    from trainkit.data.splits import declared_data  # noqa: PLC0415 - imports torch
+
+    if "open-data" in call.flags:
+        return None
+    long = (cfg.batch.global_size or cfg.batch.micro_size or 1) * 1000
+    ends = cfg.steps is not None
+    return declared_data(cfg.data, cfg.cv, num_samples=call.number("num-samples"), unknown_length=long, ends=ends)
