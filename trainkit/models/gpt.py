@@ -213,18 +213,22 @@ class _Block(nn.Module):
         return hidden + added
 
 
+_CutDropout = Callable[[Tensor, float, int], Tensor]
+"""(part of a tensor, rate, dim that is cut) -> the part, dropped out like that of one device."""
+
+
 class _Attention(nn.Module):
     def __init__(self, width: int, num_heads: int, dropout: float, *, bias: bool) -> None:
         super().__init__()
         self.head_size = width // num_heads
         self.dropout = dropout
-        self._cut_dropout: Callable[[Tensor, float, int], Tensor] | None = None
+        self._cut_dropout: _CutDropout | None = None
         self.tensor_units = dict.fromkeys(("queries_keys_values", "project"), (num_heads, "heads"))
         self.queries_keys_values = nn.Linear(width, 3 * width, bias=bias)
         self.project = nn.Linear(width, width, bias=bias)
 
-    def set_tensor_dropout(self, dropout: Callable[[Tensor, float, int], Tensor]) -> None:
-        """Drop out weights of attention by a function of (this rank's part, rate, cut dim): a rank has some heads."""
+    def set_tensor_dropout(self, dropout: _CutDropout) -> None:
+        """Drop out weights of attention by a function for parts: this rank has some of the heads."""
         self._cut_dropout = dropout
 
     def forward(self, hidden: Tensor, cache: KeyValueCache | None = None, place: int = 0) -> Tensor:
@@ -232,9 +236,8 @@ class _Attention(nn.Module):
         # rows are ordered by head, so that a rank's part consists of whole heads, possibly fewer than all
         queries, keys, values = joined.unflatten(-1, (-1, 3, self.head_size)).permute(3, 0, 2, 1, 4)
         if cache is None:
-            mixed = _attend(
-                queries, keys, values, dropout=self.dropout if self.training else 0.0, cut=self._cut_dropout
-            )
+            rate = self.dropout if self.training else 0.0
+            mixed = _attend(queries, keys, values, dropout=rate, cut=self._cut_dropout)
         else:  # new tokens see the cached ones, and those before each
             keys, values = cache.append(place, keys, values)
             length, total = queries.shape[2], keys.shape[2]
@@ -270,14 +273,7 @@ class _Head(nn.Module):
         return scores
 
 
-def _attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    dropout: float,
-    cut: Callable[[Tensor, float, int], Tensor] | None = None,
-) -> Tensor:
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, *, dropout: float, cut: _CutDropout | None) -> Tensor:
     """Compute causal attention over (samples, heads, length, size).
 
     On the CPU inside autocast it stays in float32: the backward of flash attention in bf16 would take half the step

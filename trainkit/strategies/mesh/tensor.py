@@ -89,7 +89,7 @@ class Exchange:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.place, self.degree = mesh, mesh.get_local_rank(), mesh.size()
         self.watch: DrawWatch | None = None
-        """What sees random numbers that are drawn in the first forward pass; None after it."""
+        """What looks for random numbers in the first forward pass; None after it, and while a whole mask is drawn."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
         """Return this object: a copy of the model is on the same ranks."""
@@ -128,8 +128,9 @@ class Exchange:
         """
         size, shape = tensor.shape[dim], list(tensor.shape)
         shape[dim] *= self.degree
-        with self.watch.paused() if self.watch else nullcontext():
-            mask = functional.dropout(tensor.new_ones(shape), rate)
+        watch, self.watch = self.watch, None  # this draws for a whole tensor
+        mask = functional.dropout(tensor.new_ones(shape), rate)
+        self.watch = watch
         return tensor * mask.narrow(dim, self.place * size, size)
 
     @contextmanager
@@ -187,16 +188,9 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._eager.enter_context(torch.compiler.set_stance("force_eager"))
             self._active.enter_context(self)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let the code inside draw: it draws for whole activations."""
-        cut_by, self.cut_by = self.cut_by, ""
-        yield
-        self.cut_by = cut_by
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and raise if it has drawn for a part."""
-        if not self.cut_by or torch.Tag.nondeterministic_seeded not in func.tags:
+        if self._exchange.watch is None or not self.cut_by or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         before = [generator.get_state() for generator in self._generators]
         found = func(*args, **(kwargs or {}))
