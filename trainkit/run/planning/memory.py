@@ -71,17 +71,13 @@ def meta_model(plan: RunPlan) -> nn.Module:
 
 
 def model_without_data(cfg: RunConfig) -> nn.Module:
-    """Return the model of a config, like `meta_model`."""
-    found = build_without_data(cfg)
-    return _with_data(cfg) if found is None else found
-
-
-def _with_data(cfg: RunConfig) -> nn.Module:
-    """Build the model with data.
+    """Return the model of a config, like `meta_model`.
 
     Raises:
-        ConfigError: its constructor raised an error of its own.
+        ConfigError: as `meta_model`; or its constructor raised an error of its own, also with data.
     """
+    if (found := build_without_data(cfg)) is not None:
+        return found
     try:
         return build_model(cfg)
     except TrainkitError:
