@@ -1,9 +1,12 @@
-"""Count the files of trainkit/ in which a run calls a function, up to its first reduced gradient.
+"""Count the files of trainkit/ in which a run calls a function, up to its first reduced gradient, or in one step.
 
 python scripts/hops.py [--by-process]
+python scripts/hops.py --step one_device
+python scripts/hops.py --step mirrored
 
 The run is `strategy=mirrored strategy.replicas=2` with the default recipe; its parent and its rank 0 count. Code of a
-module or of a class body, which an import runs, does not.
+module or of a class body, which an import runs, does not. With `--step`, it is the sixth step of rank 0 at which nothing
+else is due, without callbacks: the files of docs/one-step.md.
 """
 
 from __future__ import annotations
@@ -50,16 +53,54 @@ threading.setprofile(seen)
 sys.setprofile(seen)
 """
 
+STEP_HOOK: Final = """
+import json, os, sys, threading
+OUT, PACKAGE = os.environ["HOPS_OUT"], os.environ["HOPS_PACKAGE"]
+FILES, ENDED = set(), [0]
+
+def seen(frame, event, _):
+    code = frame.f_code
+    if not code.co_filename.startswith(PACKAGE):
+        return
+    if event == "call" and ENDED[0] == 5 and code.co_flags & 1 and code.co_name[0] != "<":
+        FILES.add(code.co_filename)
+    elif event == "return" and code.co_name == "complete" and code.co_filename.endswith("/trainer/loop.py"):
+        ENDED[0] += 1
+        if ENDED[0] == 6 and os.environ.get("TRAINKIT_RANK", "0") == "0":
+            sys.setprofile(None)
+            with open(os.path.join(OUT, "step"), "w") as file:
+                json.dump(sorted(FILES), file)
+
+threading.setprofile(seen)
+sys.setprofile(seen)
+"""
+STRATEGIES: Final = {
+    "one_device": ("strategy=one_device",),
+    "mirrored": ("strategy=mirrored", "strategy.replicas=2"),
+}
+
+
+def traced_step(strategy: str) -> list[str]:
+    """Run a training of some steps; return the files of one of them, relative to trainkit/."""
+    with tempfile.TemporaryDirectory() as place:
+        run = [*STRATEGIES[strategy], "callbacks=[]", "logger=[]", "report_page=false", "stop_at_step=8"]
+        _run(place, STEP_HOOK, *run)
+        files = json.loads(Path(place, "step").read_text())
+    return [file.removeprefix(f"{ROOT}/trainkit/") for file in files]
+
+
+def _run(place: str, hook: str, *arguments: str, **variables: str) -> None:
+    Path(place, "sitecustomize.py").write_text(hook)
+    paths = os.pathsep.join([place, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = {"HOPS_OUT": place, "HOPS_PACKAGE": str(ROOT / "trainkit"), "PYTHONPATH": paths, **variables}
+    command = [sys.executable, "-m", "trainkit", *arguments, f"hydra.run.dir={place}/run"]
+    subprocess.run(command, env={**os.environ, **own}, check=True, capture_output=True)
+
 
 def traced() -> dict[str, set[str]]:
     """Run the training; return the files of its parent and of its rank 0, relative to trainkit/."""
     with tempfile.TemporaryDirectory() as place:
-        Path(place, "sitecustomize.py").write_text(HOOK)
-        variables = {"HOPS_OUT": place, "HOPS_PACKAGE": str(ROOT / "trainkit"), "HOPS_PARENT": "1"}
-        paths = os.pathsep.join([place, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        run = ["strategy=mirrored", "strategy.replicas=2", "stop_at_step=2", f"hydra.run.dir={place}/run"]
-        command = [sys.executable, "-m", "trainkit", *run]
-        subprocess.run(command, env={**os.environ, **variables, "PYTHONPATH": paths}, check=True, capture_output=True)
+        _run(place, HOOK, "strategy=mirrored", "strategy.replicas=2", "stop_at_step=2", HOPS_PARENT="1")
         rank0, parent = (json.loads(Path(place, name).read_text()) for name in ("rank0", "parent"))
     before = {file for file, moment in parent["first"].items() if moment <= rank0["now"]}
     prefix = f"{ROOT}/trainkit/"
@@ -73,7 +114,13 @@ def main() -> int:
     """Print the files and their number; return 1 where there are too many."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--by-process", action="store_true", help="show which process calls each file")
-    by_process = parser.parse_args().by_process
+    parser.add_argument("--step", choices=STRATEGIES, help="the files of one step of a strategy")
+    options = parser.parse_args()
+    if options.step:
+        files = traced_step(options.step)
+        print(*files, f"{len(files)} files", sep="\n")
+        return 0
+    by_process = options.by_process
     found = traced()
     files = sorted(set().union(*found.values()))
     for file in files:

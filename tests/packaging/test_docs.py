@@ -1,5 +1,6 @@
 """A command of the README or the docs that fails, or prints another error than the page shows, is caught here alone."""
 
+import ast
 import os
 import re
 import runpy
@@ -140,3 +141,17 @@ def test_the_glossary_names_every_tag() -> None:
 def test_the_table_of_features_is_what_the_strategies_refuse() -> None:
     script = runpy.run_path(str(ROOT / "scripts/features.py"))
     assert script["PAGE"].read_text() == script["page"](), "run python scripts/features.py --write"
+
+
+PLACE = re.compile(r"\[`([\w.]+)`\]\(\.\./(trainkit/[\w/]+\.py)\)")
+
+
+def test_each_line_about_a_step_names_a_function_that_is_there() -> None:
+    places = PLACE.findall((ROOT / "docs/one-step.md").read_text())
+    assert len(places) > 30
+    for name, path in places:
+        body: list[ast.stmt] = ast.parse((ROOT / path).read_text()).body
+        for part in name.split("."):
+            found = [one for one in body if getattr(one, "name", None) == part]
+            assert found, f"{path} has no {name}"
+            body = found[0].body if isinstance(found[0], ast.ClassDef) else []
