@@ -5,8 +5,8 @@ python scripts/hops.py --step one_device
 python scripts/hops.py --step mirrored
 
 The run is `strategy=mirrored strategy.replicas=2` with the default recipe; its parent and its rank 0 count. Code of a
-module or of a class body, which an import runs, does not. With `--step`, it is the sixth step of rank 0 at which nothing
-else is due, without callbacks: the files of docs/one-step.md.
+module or of a class body, which an import runs, does not. With `--step`, it is a step of rank 0 at which
+nothing else is due, without callbacks: see docs/one-step.md.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ sys.setprofile(seen)
 STEP_HOOK: Final = """
 import json, os, sys, threading
 OUT, PACKAGE = os.environ["HOPS_OUT"], os.environ["HOPS_PACKAGE"]
-FILES, ENDED = set(), [0]
+STEPS = [set()]
 
 def seen(frame, event, _):
     code = frame.f_code
     if not code.co_filename.startswith(PACKAGE):
         return
-    if event == "call" and ENDED[0] == 5 and code.co_flags & 1 and code.co_name[0] != "<":
-        FILES.add(code.co_filename)
+    if event == "call" and code.co_flags & 1 and code.co_name[0] != "<":
+        STEPS[-1].add(code.co_filename)
     elif event == "return" and code.co_name == "complete" and code.co_filename.endswith("/trainer/loop.py"):
-        ENDED[0] += 1
-        if ENDED[0] == 6 and os.environ.get("TRAINKIT_RANK", "0") == "0":
+        STEPS.append(set())
+        if len(STEPS) == 11 and os.environ.get("TRAINKIT_RANK", "0") == "0":
             sys.setprofile(None)
             with open(os.path.join(OUT, "step"), "w") as file:
-                json.dump(sorted(FILES), file)
+                json.dump(sorted(min(STEPS[3:10], key=len)), file)
 
 threading.setprofile(seen)
 sys.setprofile(seen)
@@ -83,7 +83,7 @@ STRATEGIES: Final = {
 def traced_step(strategy: str) -> list[str]:
     """Run a training of some steps; return the files of one of them, relative to trainkit/."""
     with tempfile.TemporaryDirectory() as place:
-        run = [*STRATEGIES[strategy], "callbacks=[]", "logger=[]", "report_page=false", "stop_at_step=8"]
+        run = [*STRATEGIES[strategy], "callbacks=[]", "logger=[]", "report_page=false", "stop_at_step=12"]
         _run(place, STEP_HOOK, *run)
         files = json.loads(Path(place, "step").read_text())
     return [file.removeprefix(f"{ROOT}/trainkit/") for file in files]

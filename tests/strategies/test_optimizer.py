@@ -16,11 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tests.contract.stepping import Case, _Rank
 from trainkit.errors import TrainingError
 from trainkit.strategies.base import LossWeighting, Numerics, Status, UpdateParams
-from trainkit.strategies.core import update as module
+from trainkit.strategies.core import step as module
 from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.replica import Replica
-from trainkit.strategies.core.step import LossDivisor
-from trainkit.strategies.core.update import apply_update
+from trainkit.strategies.core.step import LossDivisor, apply_update
 
 
 def stepped(

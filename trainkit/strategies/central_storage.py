@@ -46,8 +46,8 @@ from trainkit.strategies.core.phases import set_rates
 from trainkit.strategies.core.refusals import async_problems, launch_problems, phase_problems
 from trainkit.strategies.core.replica import Replica, replica_state, restore_replica
 from trainkit.strategies.core.sparse import scatter_to_all_params
+from trainkit.strategies.core.step import apply_update
 from trainkit.strategies.core.synchronous import build_parts, make_stepper
-from trainkit.strategies.core.update import apply_update
 from trainkit.strategies.groups.devices import device_list_problems, device_problems, parse_device
 from trainkit.strategies.memory import ModelMemory
 from trainkit.strategies.model_transforms.compiling import uncompiled

@@ -34,9 +34,8 @@ from trainkit.strategies.collectives import GroupCollective, LocalCollective, Ra
 from trainkit.strategies.core.refusals import optimizer_problems
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.replica_check import drifted_parameter
-from trainkit.strategies.core.step import MakeStep, ShardStep, cloned_batch
+from trainkit.strategies.core.step import MakeStep, ShardStep, apply_update, cloned_batch
 from trainkit.strategies.core.synchronous import broadcast_initial, build_parts
-from trainkit.strategies.core.update import apply_update
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
 from trainkit.strategies.memory import ModelMemory, PlannedShard, RankPass
 from trainkit.strategies.mesh.state import ShardedReplica, joined_norms

@@ -39,8 +39,7 @@ from trainkit.strategies.core.replica import (
     replica_state,
     restore_replica,
 )
-from trainkit.strategies.core.step import MakeStep, ShardStep
-from trainkit.strategies.core.update import apply_update, observer
+from trainkit.strategies.core.step import MakeStep, ShardStep, apply_update, observer
 from trainkit.strategies.reducers import BackendReducer, DeterministicReducer, LocalReducer, Reducer
 from trainkit.strategies.tensors.layouts import Placement, SingleDevicePlacement, make_dense
 

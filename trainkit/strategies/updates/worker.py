@@ -19,8 +19,7 @@ from trainkit.strategies.base import Batch, Data, JsonMap, Status, StepContext
 from trainkit.strategies.core.copies import ComputingCopies, Sums, ThreadWork, computing_copy, total_of
 from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.replica import Replica
-from trainkit.strategies.core.step import LossDivisor, cloned_batch
-from trainkit.strategies.core.update import apply_update
+from trainkit.strategies.core.step import LossDivisor, apply_update, cloned_batch
 from trainkit.strategies.model_transforms.compiling import is_compiled
 from trainkit.strategies.traffic.tables import sparse_tables as tables_of
 from trainkit.strategies.updates.client import ParameterServerClient
