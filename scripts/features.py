@@ -70,7 +70,7 @@ FEATURES: Final[dict[str, tuple[str, ...]]] = {
     "`compile.mode=step`": ("compile.mode=step",),
     "`convert=float8`": (*TEXT, "convert=float8", "convert.emulate=true", "precision=bf16_mixed"),
     "`memory_format=channels_last`": (*IMAGES, "memory_format=channels_last"),
-    "`numerics.reproducible`": ("numerics.reproducible=true",),
+    "`numerics.reproducible`, with `optimizer.fused=false`": ("numerics.reproducible=true", "optimizer.fused=false"),
     "`numerics.on_nonfinite=skip`": ("numerics.on_nonfinite=skip",),
     "`numerics.on_nonfinite=rollback`": ("numerics.on_nonfinite=rollback",),
     "`strategy.compression`": ("strategy.compression=bf16",),
