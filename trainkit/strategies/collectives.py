@@ -21,7 +21,9 @@ _ABORT_S: Final = 2.0
 """Seconds that a failed rank waits for its connections to close."""
 
 
-def broadcast_values(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+def broadcast_values(
+    tensor: Tensor, group: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> None:
     """Overwrite a tensor with the values of a group's first rank, also if their strides differ; collective.
 
     Backends send tensors in memory order, and NCCL requires contiguous ones.
@@ -29,9 +31,10 @@ def broadcast_values(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
     Args:
         tensor: a tensor with the same shape and dtype on every rank.
         group: the ranks that take part; None: all.
+        device: the device whose tensors they exchange; None: that of the tensor.
     """
     own = tensor.detach()
-    sent = own.contiguous()
+    sent = own.contiguous().to(device)
     dist.broadcast(sent.reshape(-1).view(torch.uint8), group=group, group_src=0)  # gloo takes bytes of any dtype
     if sent is not own:
         own.copy_(sent)

@@ -200,7 +200,7 @@ def begin_alike(replica: ShardedReplica, place: OnMesh, cut: Container[str]) -> 
     for name, tensor in named:
         for group in (copies, None if name in cut else whole):
             if group is not None:
-                broadcast_values(local_part(tensor), group)
+                broadcast_values(local_part(tensor), group, place.device)  # offloaded parts are in the host's memory
 
 
 @dataclass(frozen=True, kw_only=True)
