@@ -18,6 +18,7 @@ import torch
 import yaml
 from torch import nn
 
+from tests.support.pool import Place, Pool
 from tests.support.present import present
 from tests.support.storages import Counting
 from trainkit import api
@@ -25,19 +26,19 @@ from trainkit.cli import main
 from trainkit.config.schema import RunConfig
 from trainkit.config.yaml_files import shipped_conf
 from trainkit.errors import ConfigError
-from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Loss, Model
 from trainkit.objectives.classification import Classification
-from trainkit.run.estimates import calibrating
+from trainkit.run.estimates import calibrating, fake_run
 from trainkit.run.estimates.activations import Timeline, TracedPass
 from trainkit.run.estimates.calibrating import Calibration, Machine, calibration_file
+from trainkit.run.estimates.fake_run import ObservedSteps, observe
 from trainkit.run.estimates.hardware import Link, hardware_of, hardware_under
 from trainkit.run.estimates.memory import DeviceMemory, device_memory, part_memories
 from trainkit.run.estimates.this_machine import ThisMachine
 from trainkit.run.estimates.verdict import verdict_of
+from trainkit.run.planning.build import build_model
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import make_plan
-from trainkit.strategies.mesh.gathered_pass import GatheredPass, Gathering
 from trainkit.strategies.pipeline.schedules import most_in_flight
 from trainkit.trainer.checkpoint.snapshot import Snapshot
 
@@ -207,38 +208,56 @@ def parts_planned(*arguments: str) -> list[DeviceMemory]:
     return part_memories(plan.resolved(lambda: model), model)
 
 
-WEIGHT = 64 * 64 * 4
-ROWS = 64 * 4
-"""Bytes of a sample of the batch, and of the output of a layer for it."""
+ACCUMULATED = ("batch.global_size=16", "batch.micro_size=2", "clip.max_norm=1.0")
+OBSERVED: dict[str, tuple[int, tuple[str, ...]]] = {
+    "fsdp": (2, (*GPT, *ACCUMULATED, "strategy=fsdp", "precision=bf16_mixed", "activation_checkpointing=full")),
+    "fsdp, sums last": (4, (*GPT, *ACCUMULATED, "strategy=fsdp", "strategy.sync=last", "precision=bf16")),
+    "fsdp, buffers": (2, ("recipe=cifar10", "data=synthetic", "data.shape=[3,32,32]", "data.num_samples=64",
+                      "batch.global_size=8", "batch.micro_size=2", "strategy=fsdp")),
+    "fsdp, alone": (1, ("recipe=digits", "strategy=fsdp", "strategy.process_group=always")),
+    "mesh": (4, (*GPT, *ACCUMULATED, "strategy=mesh", "strategy.shard=2", "strategy.tensor=2")),
+    "mesh, copies": (4, (*GPT, *ACCUMULATED, "strategy=mesh", "strategy.replicate=2", "strategy.shard=2",
+                     "numerics.on_nonfinite=skip", "precision=fp16_mixed")),
+    "tensor_parallel": (2, (*GPT, *ACCUMULATED, "strategy=tensor_parallel", "strategy.degree=2",
+                        "activation_checkpointing=full")),
+}  # fmt: skip
 
 
-def gathered(*, accumulates: bool = False, sums_each: bool = True, reshard: bool = True) -> Timeline:
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
-    precision = Precision(value="fp32")
-    how = Gathering(num_ranks=2, precision=precision, by_gloo=False, reshard_after_forward=reshard, sums_each=sums_each)
-    rank = GatheredPass(lambda model: list(model.children()), how)
-    batch = torch.zeros(1, 64)
-    traced = TracedPass(model=model, batch=batch, loss=summed, precision=precision, rank=rank, accumulates=accumulates)
-    return traced.run()
+def observed(num_ranks: int, arguments: tuple[str, ...], rank: int = 0, *, has_data: bool = False) -> ObservedSteps:
+    ranks = ("strategy.replicas=1",) if "strategy=tensor_parallel" in arguments else (f"strategy.replicas={num_ranks}",)
+    cfg = api.compose([*arguments, *(() if "strategy=mesh" in arguments else ranks)]).cfg
+    plan = make_plan(cfg)
+    model = meta_model(plan)
+    return observe(plan.resolved(lambda: model), build_model(cfg) if has_data else model, rank=rank, has_data=has_data)
 
 
-def test_a_rank_of_fsdp_holds_what_it_gathers_and_sums() -> None:
-    line = gathered()
-    assert line.gradient_bytes() == 2 * WEIGHT // 2, "a half of each"
-    # backward of the first layer: its flat and its whole weight, the last sum of gradients, and a half of that
-    assert 3.5 * WEIGHT < line.peak().num_bytes <= 3.5 * WEIGHT + 8 * ROWS
+def with_data(place: Place, arguments: tuple[str, ...]) -> ObservedSteps:
+    return observed(place.num_ranks, arguments, place.rank, has_data=True)
 
 
-def test_a_second_shard_of_fsdp_adds_no_gradients_unless_they_are_summed_last() -> None:
-    line = gathered(accumulates=True)
-    assert line.gradient_bytes() == 0
-    assert line.peak().num_bytes <= 3 * WEIGHT + 8 * ROWS
-    assert gathered(accumulates=True, sums_each=False).peak().num_bytes >= 4 * WEIGHT
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OBSERVED)
+def test_a_step_without_data_has_the_bytes_and_the_collectives_of_one_with_data(name: str, pool: Pool) -> None:
+    num_ranks, arguments = OBSERVED[name]
+    found = pool.run(f"{__name__}.with_data", arguments, num_ranks=num_ranks, group=True)[0]
+    planned_steps = observed(num_ranks, arguments)
+    assert planned_steps.collectives == found.collectives
+    assert (max(planned_steps.peaks.values()), planned_steps.start) == (max(found.peaks.values()), found.start)
 
 
-def test_weights_that_stay_gathered_are_there_at_the_start_of_backward() -> None:
-    stay, leave = gathered(reshard=False), gathered()
-    assert stay.stored() - leave.stored() == WEIGHT, "the last module stays in any case"
+def test_ranks_on_gpus_gather_the_next_block_before_it_is_needed_and_copy_nothing() -> None:
+    arguments = [*GPT, *ACCUMULATED, "strategy=fsdp", "strategy.replicas=2"]
+    gpus, cpus = (make_plan(api.compose(arguments).cfg, num_gpus=count) for count in (2, 0))
+    found, by_gloo = (observe(one, meta_model(one)) for one in (gpus, cpus))
+    assert found.peaks != by_gloo.peaks
+    assert {one.num_bytes for one in found.collectives} == {one.num_bytes for one in by_gloo.collectives}
+
+
+def test_an_unknown_collective_is_refused_and_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_run, "_KINDS", {})
+    found = planned("recipe=digits", "strategy=fsdp", "strategy.replicas=2")
+    assert found.peak is None
+    assert "the collective" in found.notes()[0]
 
 
 def test_each_rank_of_a_pipeline_has_its_own_memory() -> None:

@@ -20,7 +20,6 @@ from trainkit.run.planning.plan import make_plan
 from trainkit.strategies.base import Numerics, PlanContext, Strategy
 from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirrored
 from trainkit.strategies.local_sgd import LocalSgd
-from trainkit.strategies.mesh.fsdp import Fsdp
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.parameter_server import ParameterServer
 from trainkit.strategies.traffic import ModuleCall, StepCut, TensorFacts, traffic_of
@@ -62,24 +61,31 @@ def test_powersgd_sends_whole_gradients_first_and_thin_ones_later() -> None:
     assert [traffic.at(step).network_bytes() for step in (6, 7)] == [2 * SIZE, 2 * 150 * 4]
 
 
-def test_fsdp_gathers_all_but_the_last_block_twice_a_shard() -> None:
-    layers = nn.Sequential(*(nn.Linear(100, 50, bias=False) for _ in range(3)))
-    found = traffic_of(Fsdp(replicas=2), layers, PlanContext(), CUT) or ()
-    assert (found[0].num_bytes, found[0].messages) == (2 * 5 * SIZE, 2 * 5)
-    kept = traffic_of(Fsdp(replicas=2, reshard_after_forward=False), layers, PlanContext(), CUT) or ()
-    assert (kept[0].num_bytes, kept[0].messages) == (2 * 3 * SIZE, 2 * 3)
+SUMS = "weights, norms and buffers"
+SHARDED = ["recipe=digits", "model.hidden=[32]", "strategy=fsdp", "batch.global_size=64", "batch.micro_size=4"]
+"""Two layers, of 64 * 32 + 32 and of 32 * 10 + 10 parameters, and 16 shards."""
+FIRST, LAST = (64 * 32 + 32) * 4, (32 * 10 + 10) * 4
 
 
-def test_fsdp_gathers_a_model_of_one_block_once_and_gloo_sums_whole_vectors() -> None:
-    assert sent(Fsdp(replicas=2)) == [("all-gather", 2 * SIZE), ("reduce-scatter", 2 * 2 * SIZE)]
-    once = Fsdp(replicas=2, reshard_after_forward=False, sync="last")
-    assert sent(once) == [("all-gather", 2 * SIZE), ("reduce-scatter", 2 * SIZE)]
+def of_each(traffic: Traffic) -> dict[tuple[str, str], float]:
+    return {(one.what, one.how): one.num_bytes for one in traffic.transfers if one.what != SUMS}
+
+
+def test_fsdp_gathers_all_but_the_last_block_twice_a_shard_and_gloo_sums_whole_vectors() -> None:
+    assert of_each(planned([*SHARDED, "strategy.replicas=2"])) == {
+        ("parameters", "all-gather"): 8 * (2 * FIRST + LAST),
+        ("gradients", "reduce-scatter"): 8 * 2 * (FIRST + LAST),
+    }
+    kept = [*SHARDED, "strategy.replicas=2", "strategy.reshard_after_forward=false", "strategy.sync=last"]
+    assert of_each(planned(kept))["gradients", "reduce-scatter"] == 2 * (FIRST + LAST)
 
 
 def test_hybrid_groups_sum_the_part_of_a_rank_between_them() -> None:
-    found = traffic_of(Fsdp(replicas=4, replicate=2), MODEL, PlanContext(), CUT) or ()
-    summed = found[2].flows  # each rank sums its half with that of its twin once, by an all-reduce of two
-    assert summed[0, 2] == summed[2, 0] == SIZE / 2
+    traffic = planned([*SHARDED, "strategy.replicas=4", "strategy.replicate=2"])
+    (summed,) = [one.flows for one in traffic.transfers if (one.what, one.how) == ("gradients", "all-reduce")]
+    assert (
+        summed[0, 2] == summed[2, 0] == (FIRST + LAST) / 2 + 4
+    )  # and the weight: each rank with its twin, once, by an all-reduce of two
     assert (0, 3) not in summed
 
 
@@ -118,6 +124,9 @@ class Shown:
 
     def state_elements(self) -> int:
         return self.slots
+
+    def collectives(self) -> None:
+        return None
 
 
 TABLES = nn.Sequential(nn.Embedding(1000, 25, sparse=True), nn.Linear(25, 4, bias=False))
@@ -170,10 +179,10 @@ def test_a_cut_block_sums_activations_twice_in_each_direction_and_once_more_wher
     traffic = planned([*GPT, *cut, f"activation_checkpointing={recompute}"])
     shards, hidden, tokens = 8, 2 * 64 * 64 * 4, 2 * 64 * 4
     in_parts, whole = 2 * 12 * 64 * 64 + 256 * 64, 64 * 64 + 5 * 64  # whole: positions and norms
-    assert {(one.what, one.how): one.num_bytes for one in traffic.transfers} == {
+    assert of_each(traffic) == {
         # two blocks, what the embedding gives, and the gradient of what the output layer takes, which has the loss
         ("activations and their gradients", "all-reduce"): 2 * ((2 * sums + 2) * hidden + 4 * tokens) * shards,
-        ("gradients", "all-reduce"): 2 * 2 * (in_parts // 2 + whole) * 4,
+        ("gradients", "all-reduce"): 2 * 2 * ((in_parts // 2 + whole) * 4 + 4),  # and the weight of a step
     }
 
 

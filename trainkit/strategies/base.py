@@ -175,6 +175,8 @@ class Facts:
     """
     compiles_step: bool = False
     """Whether it may compute gradients and update of a step as graphs of torch.compile."""
+    observed: bool = False
+    """Whether a plan takes its steps without data and observes them, instead of `rank_passes`."""
     shows_gradients: bool = False
     """Whether its steps call `StepContext.on_gradients`."""
     runs_hooks: bool = False

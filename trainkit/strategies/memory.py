@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -58,10 +57,6 @@ class RankPass:
     data, and the plan traces them.
     """
 
-    cuts_operations: ClassVar[bool] = False
-    """Whether operations are smaller than those of a whole replica."""
-    sums_in_master_dtype: ClassVar[bool] = False
-    """Whether gradients of an earlier shard are kept in the masters' dtype, for any dtype of the model."""
     received_bytes: int = 0
     """Bytes of the receive buffers for tensors of other ranks for this shard; known after `loss`."""
     once_bytes: int = 0

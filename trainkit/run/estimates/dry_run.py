@@ -14,7 +14,7 @@ from trainkit.run.estimates.activations import TracedPass
 from trainkit.run.estimates.passes import example_batch, own_copy, recomputed_names
 from trainkit.run.planning.memory import stepped_optimizers
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.traffic import ModuleCall, TensorFacts
+from trainkit.strategies.traffic import CollectiveCall, ModuleCall, TensorFacts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,8 @@ class PlannedDryRun:
     plan: RunPlan
     model: nn.Module
     """The model, with or without data; unchanged."""
+    observed: Sequence[CollectiveCall] | None = None
+    """The collectives of the first rank, if they are known already."""
 
     def calls(self, names: Collection[str]) -> Sequence[ModuleCall] | None:
         """Return the calls of modules in forward and backward of the largest shard; None if it cannot run without
@@ -62,6 +64,17 @@ class PlannedDryRun:
             selective=plan.cfg.activation_checkpointing == "selective",
             accumulates=True,  # make gradients dense: sparse ones have no storage to trace
         ).run()
+
+    def collectives(self) -> Sequence[CollectiveCall] | None:
+        """Return the collectives of the first rank in a step; None if it cannot run without data."""
+        if self.observed is not None:
+            return self.observed
+        from trainkit.run.estimates.fake_run import observe  # noqa: PLC0415 - imports torch's compiler: seconds
+
+        try:
+            return observe(self.plan, self.model).collectives
+        except Exception:  # noqa: BLE001 - the user's model and objective may fail in any way without data
+            return None
 
     def state_elements(self) -> int | None:
         """Return the elements of the optimizer's state of a whole model; None if the optimizer cannot run without

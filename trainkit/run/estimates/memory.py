@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from trainkit.run.planning.memory import Memory, memory_of, stepped_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.storage import num_bytes
 from trainkit.strategies.memory import ReplicaPart
+from trainkit.strategies.traffic import CollectiveCall
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +40,8 @@ class DeviceMemory:
     """The part of a step with the peak, or the evaluation if its peak is higher."""
     checkpoint: int = 0
     """Bytes while a checkpoint is copied: on the CPU with `checkpoint.background`, the state and its copy."""
+    collectives: Sequence[CollectiveCall] | None = None
+    """The collectives of the first rank in a step, if a plan observes them (`Facts.observed`)."""
     part: int = 0
     """Number of the device within a replica, if several compute one replica."""
     unknown_because: str | None = None
@@ -139,6 +143,8 @@ def part_memories(
         counter: context manager around forward and backward of a shard.
         evaluates: whether evaluations count; otherwise the steps alone.
     """
+    if plan.components.strategy.facts.observed:
+        return [_observed(plan, model, counter, evaluates=evaluates)]
     shards = -(-plan.batch.num_shards(0) // plan.num_replicas)  # of the replica with the most
     parts = plan.components.strategy.replica_parts(model, plan.context, num_shards=shards)
     workspaces = _workspace_bytes(plan)
@@ -156,6 +162,58 @@ def part_memories(
     except Exception as error:  # noqa: BLE001 - as above
         return [replace(one, unknown_because=_reason(error)) for one in memories]
     return [step.evaluated(*one) for one in zip(memories, evaluated, strict=True)] if evaluated else memories
+
+
+def _observed(
+    plan: RunPlan, model: nn.Module, counter: AbstractContextManager[object] | None, *, evaluates: bool
+) -> DeviceMemory:
+    """Return the memory of the first rank, whose steps are taken without data; no other rank has more."""
+    from trainkit.run.estimates.fake_run import observe  # noqa: PLC0415 - imports torch's compiler: seconds
+
+    strategy, shards = plan.components.strategy, -(-plan.batch.num_shards(0) // plan.num_replicas)
+    held = replace(memory_of(plan, model), workspace_bytes=_workspace_bytes(plan))
+    checkpoint = _checkpoint_bytes(held)
+    try:
+        if counter is not None:
+            parts = strategy.replica_parts(model, plan.facts, num_shards=shards)
+            Shard(plan=plan, model=model, parts=parts, shards=shards, beside=counter).lines()
+        seen = observe(plan, model, evaluates=evaluates)
+        batch = batch_bytes(plan)
+    except Exception as error:  # noqa: BLE001 - the user's model and objective may fail in any way without data
+        return DeviceMemory(held=held, checkpoint=checkpoint, unknown_because=_reason(error))
+    # the batches of the other shards, and of the first step: a run keeps one, and they are views of one batch
+    waiting = (2 * shards - seen.num_batches) * batch
+    beside = held.frozen_bytes + held.workspace_bytes + (held.staging_bytes if held.staged_here else 0)
+    peaks = dict(seen.peaks)
+    if any(task.device.startswith("cuda") for task in plan.tasks):
+        resident = strategy.estimate_memory(model, plan.facts).resident
+        update = seen.start + held.gradient_bytes + _update_bytes(plan, model, resident)
+        peaks["update"] = max(peaks["update"], update)
+    phase = max(_MOMENTS, key=lambda one: peaks.get(one, 0))
+    batches = seen.num_batches * batch
+    active = max(seen.first_forward, seen.most - held.gradient_bytes) - seen.start + batches
+    found = DeviceMemory(
+        held=held,
+        activations=active + waiting,
+        step=peaks[phase] + waiting + beside,
+        moment=_MOMENTS[phase],
+        checkpoint=checkpoint,
+        collectives=seen.collectives,
+        unknown_because=None if seen.evaluation_error is None else _reason(seen.evaluation_error),
+    )
+    if seen.evaluation is None:
+        return found
+    size = seen.evaluation + 2 * shards * batch + beside
+    return replace(
+        found, evaluation=size, moment="evaluation" if size > (found.step or 0) else found.moment,
+        activations=max(active + waiting, seen.evaluation - seen.start + batches + 2 * shards * batch),
+    )  # fmt: skip
+
+
+_MOMENTS: Final[Mapping[str, Moment]] = {
+    "forward": "forward", "backward": "backward", "reduce": "exchange", "update": "optimizer step",
+}  # fmt: skip
+"""Phase of a step -> the moment of a peak."""
 
 
 def _workspace_bytes(plan: RunPlan) -> int:

@@ -120,7 +120,7 @@ def outlook_of(plan: RunPlan, model: nn.Module, *, ends: bool = True) -> Outlook
         if memory.activations is None
         else rank_work(plan, model, counter.work(), slots_bytes=memory.held.optimizer_bytes or 0)
     )
-    traffic = step_traffic(plan, model)
+    traffic = step_traffic(plan, model, memory.collectives)
     time = budget = None
     if hardware is not None and work is not None:
         lasting = None if traffic is None else traffic.around(plan.num_steps - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -111,13 +111,8 @@ class Shard:
         for share, whole in phases:
             shard = PlannedShard(batch=whole.batch, count=self.shards)
             passes = strategy.rank_passes(self.model, self.plan.context, shard)
-            if any(one.cuts_operations for one in passes):
-                whole.run()  # counts the operations of a whole replica
-            beside = nullcontext() if any(one.cuts_operations for one in passes) else self.beside
             for lines, one in zip(found, passes, strict=False):
-                accumulates = self.shards > 1 if one.sums_in_master_dtype else whole.accumulates
-                timeline = replace(whole, rank=one, places={}, accumulates=accumulates, beside=beside).run()
-                lines.append(Line(timeline=timeline, share=share, of_rank=True))
+                lines.append(Line(timeline=replace(whole, rank=one, places={}).run(), share=share, of_rank=True))
             if not passes:
                 timeline, several = whole.run(), len(self.parts) > 1
                 for place, lines in enumerate(found):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,7 +11,7 @@ from torch import nn
 from trainkit.run.estimates.dry_run import PlannedDryRun
 from trainkit.run.planning.plan import RunPlan
 from trainkit.storage import num_bytes
-from trainkit.strategies.traffic import StepCut, Transfer, ranks_a_host, times, traffic_of
+from trainkit.strategies.traffic import CollectiveCall, StepCut, Transfer, ranks_a_host, times, traffic_of
 
 LinkKind = Literal["memory", "within_host", "between_hosts"]
 """Path of a byte: memory shared by the tasks of a host, a link within a host, or one between hosts."""
@@ -118,17 +118,20 @@ def _when(one: Transfer) -> str:
     return every + (f" from step {one.first_step:,} on" if one.first_step else "")
 
 
-def step_traffic(plan: RunPlan, model: nn.Module) -> Traffic | None:
+def step_traffic(
+    plan: RunPlan, model: nn.Module, collectives: Sequence[CollectiveCall] | None = None
+) -> Traffic | None:
     """Return the traffic of a full step; None if that is not known before the run.
 
     Args:
         plan: the run, with the choices of its strategy resolved.
         model: the model, with or without data; unchanged.
+        collectives: those of the first rank, if its step was observed before; None: it is observed if necessary.
     """
     cut = StepCut(
         num_shards=plan.batch.num_shards(0),
         num_replicas=plan.num_replicas,
-        dry_run=PlannedDryRun(plan=plan, model=model),
+        dry_run=PlannedDryRun(plan=plan, model=model, observed=collectives),
     )
     found = traffic_of(plan.components.strategy, model, plan.context, cut)
     if found is None:

@@ -254,7 +254,7 @@ class ProcessGroup:
         return "cpu:gloo,cuda:nccl" if exchanges_on_cpu else "nccl"
 
     def join(self, identity: Identity, *, exchanges_on_cpu: bool = False, exchanges_on_gpus: bool = False) -> RankGroup:
-        """Join the process group of this attempt; collective.
+        """Join the process group of this attempt, or use the one that this process is in; collective.
 
         Args:
             identity: the identity of this task.
@@ -265,6 +265,23 @@ class ProcessGroup:
         use_device(device)
         if identity.store is None and not self.is_grouped:
             return RankGroup()
+        if not dist.is_initialized():
+            self._connect(identity, device, exchanges_on_cpu=exchanges_on_cpu, exchanges_on_gpus=exchanges_on_gpus)
+        each, ranks = self.ranks_a_replica, range(0, identity.num_ranks, self.ranks_a_replica)
+        every = GroupCollective(rank=identity.task.rank, num_ranks=identity.num_ranks, device=device)
+        if each == 1:
+            return RankGroup(data_ranks=every, all_ranks=every, is_joined=True)
+        data = GroupCollective(
+            rank=identity.task.rank // each,
+            num_ranks=identity.num_ranks // each,
+            device=device,
+            representatives=tuple(first + self.loss_rank for first in ranks),
+        )
+        return RankGroup(data_ranks=data, all_ranks=every, is_joined=True)
+
+    def _connect(
+        self, identity: Identity, device: torch.device, *, exchanges_on_cpu: bool, exchanges_on_gpus: bool
+    ) -> None:
         store = HashStore() if identity.store is None else store_client(identity.store, self.timeout_s)
         store.delete_key(_DUMP_SIGNAL)  # of an earlier attempt: NCCL would end this one minutes later
         backend = self.backend(device.type, exchanges_on_cpu=exchanges_on_cpu)
@@ -281,17 +298,6 @@ class ProcessGroup:
             timeout=timedelta(seconds=self.timeout_s),
             device_id=device if "nccl" in backend and not exchanges_on_gpus else None,
         )
-        each, ranks = self.ranks_a_replica, range(0, identity.num_ranks, self.ranks_a_replica)
-        every = GroupCollective(rank=identity.task.rank, num_ranks=identity.num_ranks, device=device)
-        if each == 1:
-            return RankGroup(data_ranks=every, all_ranks=every, is_joined=True)
-        data = GroupCollective(
-            rank=identity.task.rank // each,
-            num_ranks=identity.num_ranks // each,
-            device=device,
-            representatives=tuple(first + self.loss_rank for first in ranks),
-        )
-        return RankGroup(data_ranks=data, all_ranks=every, is_joined=True)
 
 
 @dataclass(frozen=True, kw_only=True)

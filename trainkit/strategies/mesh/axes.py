@@ -40,6 +40,16 @@ class Axes:
             rank, found[axis.name] = divmod(rank, getattr(self, axis.name))
         return dict(reversed(found.items()))
 
+    def group_of_first(self, axis: str) -> tuple[int, ...]:
+        """Return the ranks that differ from the first one on one axis only, and the first one.
+
+        Example:
+            >>> Axes(replicate=2, shard=3).group_of_first("replicate")
+            (0, 3)
+        """
+        first = dict.fromkeys(self.coordinates(0), 0)
+        return tuple(rank for rank in range(self.num_ranks) if {**self.coordinates(rank), axis: 0} == first)
+
     def problems(self, num_ranks: int) -> list[Problem]:
         """Return a problem if the product of the axes is not the number of ranks."""
         if self.num_ranks == num_ranks:

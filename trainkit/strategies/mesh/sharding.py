@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -109,7 +110,7 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
         if module is not model:
             watch_first_call(module, names[module], "and FSDP gives each block copies of lists, dicts and dataclasses")
     if sharding.reshard_after_forward:
-        gather_in_order(model, prefetches=sharding.device.type != "cpu")
+        gather_in_order(model, prefetches="gloo" not in dist.get_backend())
     model.register_forward_hook(_free_after_evaluation, always_call=True)
     for module in sharded_units(model):
         module.set_gradient_divide_factor(1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, ClassVar, Literal
@@ -33,9 +33,8 @@ from trainkit.strategies.core.synchronous import (
     synchronous_gradient_copies,
 )
 from trainkit.strategies.groups.process_group import ProcessGroup, choice_of
-from trainkit.strategies.memory import ModelMemory, PlannedShard, RankPass
+from trainkit.strategies.memory import ModelMemory
 from trainkit.strategies.mesh.axes import Axes
-from trainkit.strategies.mesh.gathered_pass import GatheredPass, Gathering
 from trainkit.strategies.mesh.sharding import (
     Sharding,
     blocks_of_model,
@@ -53,24 +52,13 @@ from trainkit.strategies.mesh.step import (
     unsharded_model_problems,
     withheld_where_sharded,
 )
-from trainkit.strategies.mesh.sums import LaneSummation, Pass, passes_of
+from trainkit.strategies.mesh.sums import LaneSummation
 from trainkit.strategies.mesh.tensor import DrawWatch, Exchange, cut_parameters, exchange_activations
-from trainkit.strategies.mesh.tensor_pass import CutPass
 from trainkit.strategies.mesh.tensor_plan import MatchedPlan, described, match_plan
-from trainkit.strategies.mesh.transfers import CutRanks, activation_transfers, gradient_transfers
 from trainkit.strategies.reducers import BackendReducer, LocalReducer, Reducer
 from trainkit.strategies.tensors.layouts import Placement, SingleDevicePlacement, local_part, make_dense
-from trainkit.strategies.traffic import (
-    ModuleCall,
-    StepCut,
-    Transfer,
-    WorkShare,
-    exchanged_elements,
-    precision_of,
-    ranks_of,
-)
-from trainkit.strategies.traffic.reductions import Vector, in_lanes
-from trainkit.strategies.traffic.sharded import Gathers
+from trainkit.strategies.traffic import CollectiveCall, StepCut, Transfer, WorkShare
+from trainkit.strategies.traffic.observed import observed_transfers
 
 Wrap = Literal["blocks"] | tuple[str, ...]
 TensorPlan = Mapping[str, str] | Literal["auto"]
@@ -217,6 +205,7 @@ class MeshStrategy(ProcessGroup, Strategy):
         several_optimizers=True,
         keeps_memory_format=False,
         shows_gradients=True,
+        observed=True,
     )
 
     @abstractmethod
@@ -315,63 +304,40 @@ class MeshStrategy(ProcessGroup, Strategy):
             gradient_copies=copies,
         )
 
-    def rank_passes(self, model: nn.Module, context: PlanContext, shard: PlannedShard) -> tuple[RankPass, ...]:  # noqa: ARG002 - any
-        """Return the pass of a rank with a part of each parameter; none if a rank has whole ones."""
-        layout, by_gloo, gathered = self.layout_in(context), self.tasks(context)[0].device == "cpu", None
-        if layout.axes.shard > 1:
-            how = Gathering(
-                num_ranks=layout.axes.shard,
-                precision=precision_of(context),
-                by_gloo=by_gloo,
-                reshard_after_forward=layout.reshard_after_forward,
-                sums_each=layout.sync == "each",
-            )
-            gathered = GatheredPass(layout.units, how)
-        if layout.axes.tensor > 1:
-            return (CutPass(layout.fitted, layout.axes.tensor, by_gloo=by_gloo, gathered=gathered),)
-        return () if gathered is None else (gathered,)
-
     def work_share(self, cut: StepCut) -> WorkShare:  # noqa: ARG002 - the same of any number of shards
         """Return the share of a rank in the operations, if all layers are cut."""
         return WorkShare(size=1 / self.ranks_a_replica)
 
     def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
-        """Return the exchange of activations within the replicas, and of parameters and gradients between them.
-
-        None if the plan does not fit the model, or the model cannot run without data.
+        """Return the transfers that were observed on the first rank, for all; None if its step cannot run without
+        data.
         """
-        layout, precision = self.layout_in(context), precision_of(context)
-        fit = layout.fitted(model)
-        calls: Sequence[ModuleCall] | None = ()
-        if fit.chosen:
-            calls = None if cut.dry_run is None else cut.dry_run.calls([one.name for one in fit.chosen])
-        if fit.problems or calls is None:
+        layout = self.layout_in(context)
+        axes = layout.axes
+        calls = None if cut.dry_run is None or layout.fitted(model).problems else cut.dry_run.collectives()
+        if calls is None:
             return None
-        lanes = context.numerics.lanes if context.numerics.reproducible else None
-        where = CutRanks(
-            ranks=ranks_of(self, context),
-            degree=layout.axes.tensor,
+        of_axis = {axis: axes.group_of_first(axis) for axis in ("replicate", "shard", "tensor")}
+
+        def purpose(one: CollectiveCall) -> tuple[str, bool]:
+            if one.ranks == of_axis["tensor"] and one.shard is not None:
+                return "activations and their gradients", False
+            if one.ranks == of_axis["shard"] and one.kind != "all-reduce":
+                return "parameters" if one.kind == "all-gather" else "gradients", True
+            if one.ranks == of_axis["replicate"] and one.kind == "all-reduce" and not one.is_in_update:
+                return "gradients", one.shard is not None
+            return "weights, norms and buffers", False
+
+        def share(rank: int) -> float:
+            return 1.0 if layout.gathers else cut.shards_of(rank // axes.tensor) / cut.shards_a_replica
+
+        return observed_transfers(
+            calls,
+            num_ranks=axes.num_ranks,
             device_type=self.tasks(context)[0].device.partition(":")[0],
-            model_width=precision.model_dtype.itemsize,
-            master_width=precision.master_dtype.itemsize,
-        )
-        if lanes is not None and not layout.gathers:
-            vector = Vector.of(exchanged_elements(model), where.master_width)
-            return in_lanes(where.ranks, vector, lanes=lanes, num_shards=cut.num_shards)
-        passes = list(passes_of(cut.num_shards, rank=0, num_ranks=cut.num_replicas, lanes=lanes))
-        gathers = Gathers(
-            groups=layout.axes.replicate,
-            device_type=where.device_type,
-            gathered_bytes=where.model_width,
-            summed_bytes=where.master_width,
-            gathers=len(passes),
-            again=layout.reshard_after_forward,
-            sums=sum(layout.sync == "each" or one.ends_lane for one in passes),
-            in_lanes=lanes is not None,
-        )
-        return (
-            *activation_transfers(fit, calls, where, cut, repeats=layout.gathers),
-            *gradient_transfers(model, fit, where, gathers if layout.gathers else None, layout.units),
+            cut=cut,
+            purpose=purpose,
+            share=share,
         )
 
     def setup(self, request: SetupRequest) -> ShardedExecutor:
@@ -381,7 +347,7 @@ class MeshStrategy(ProcessGroup, Strategy):
             ConfigError: the plan does not fit the model, or the axes do not multiply to the number of ranks.
         """
         ranks = self.join(request.identity)
-        if not dist.is_initialized():
+        if not ranks.is_joined:
             parts = build_parts(request)
             return ShardedExecutor(ShardedReplica(parts, cuts={}), request.training, ranks=ranks, make_step=ShardStep)
         replica, _, step = self.build(request, ranks)

@@ -1,6 +1,6 @@
 """The transfers between the ranks of a strategy in a step: the bytes of each, by sender and receiver."""
 
-from trainkit.strategies.traffic.dry_run import DryRun, ModuleCall, TensorFacts
+from trainkit.strategies.traffic.dry_run import CollectiveCall, DryRun, ModuleCall, TensorFacts
 from trainkit.strategies.traffic.flows import Flows, all_gather, all_reduce, joined, reduce_scatter, times
 from trainkit.strategies.traffic.transfers import (
     DescribesTraffic,
@@ -17,6 +17,7 @@ from trainkit.strategies.traffic.transfers import (
 )
 
 __all__ = [
+    "CollectiveCall",
     "DescribesTraffic",
     "DryRun",
     "Flows",

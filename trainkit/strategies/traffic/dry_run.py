@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +40,28 @@ class ModuleCall:
     """Whether backward recomputes it."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveCall:
+    """A collective of the first rank in a step."""
+
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce"]
+    ranks: tuple[int, ...]
+    """The ranks that take part."""
+    num_bytes: int
+    """Bytes of the whole tensor, of which each rank has a part before or after, or which is summed."""
+    shard: int | None
+    """Number of the observed shard of the rank; None: between the last backward pass and the next step."""
+    is_in_update: bool = False
+    """Whether the update makes it."""
+
+
 class DryRun(Protocol):
     """Runs the largest shard of a step, or an update, on tensors without data."""
+
+    def collectives(self) -> Sequence[CollectiveCall] | None:
+        """Return the collectives of the first rank in a step with the first two and the last of its shards, in order;
+        None if it cannot run without data.
+        """
 
     def calls(self, names: Collection[str]) -> Sequence[ModuleCall] | None:
         """Return the calls of modules in forward and backward of a shard, in order; None if it cannot run without data.

@@ -1,0 +1,374 @@
+"""Observe the steps of a rank without data: its own executor on fake tensors, in a process group without other ranks.
+
+The strategy sets up the executor of a run, which takes its own steps, so that nothing here knows the order in which a
+strategy allocates or exchanges. The private parts of torch that this needs are used in this module alone; a collective
+that it does not know is refused.
+
+The tensors are fake ones of the CPU, because backward of fake tensors of a GPU needs a GPU: the terms of a device are
+added by the caller. Small tensors that are made from nothing have data: the ranks agree on some values.
+"""
+
+# ruff: noqa: SLF001 - here, and nowhere else
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from types import SimpleNamespace
+from typing import Any, Final, Literal, Self
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GroupName  # type: ignore[attr-defined]
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+from trainkit.cluster.tasks import Identity, Task
+from trainkit.numerics.batch import BatchPlan, Ticket
+from trainkit.numerics.copies import computed_tensors
+from trainkit.numerics.generators import Untouched
+from trainkit.objectives.base import Access
+from trainkit.run.estimates.passes import evaluated_samples, example_batch, own_copy
+from trainkit.run.planning.build import make_optimizer, model_transforms_of
+from trainkit.run.planning.optimizers import named_optimizers
+from trainkit.run.planning.plan import RunPlan
+from trainkit.strategies.base import Executor, NoGradientListener, SetupRequest, StepContext, UpdateParams
+from trainkit.strategies.model_transforms import apply_transforms
+from trainkit.strategies.traffic import CollectiveCall
+
+_SMALL: Final = 4096
+"""Elements up to which a tensor that is made from nothing has data."""
+_KINDS: Final[Mapping[str, Literal["all-gather", "reduce-scatter", "all-reduce"]]] = {
+    "reduce_scatter": "reduce-scatter",
+    "gather": "all-gather",
+    "reduce": "all-reduce",
+}
+"""Part of the name of a collective -> its kind; the first one counts."""
+_FREED_S: Final = 0.01
+"""Seconds in which a thread of gloo frees what it has exchanged, in steps with data."""
+_SENDS_NOTHING: Final = ("wait_tensor", "barrier", "wrap_tensor_autograd")
+_GROUP_NUMBERS: Final = count(1_000_000, 1_000_000)
+"""Numbers of the first group of each fake run: torch's caches must not find groups of an earlier one by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservedSteps:
+    """The memory and the collectives of a rank in a step after the first one, and in an evaluation."""
+
+    peaks: Mapping[str, int]
+    """Phase -> the most bytes of tensors that are alive in it."""
+    start: int
+    """Bytes that are alive between steps, with the batches of one."""
+    first_forward: int
+    """Peak bytes of the first forward pass, in which no gradient is alive unless it outlives the step."""
+    most: int
+    """Peak bytes of forward and backward passes."""
+    collectives: Sequence[CollectiveCall]
+    """The collectives of the step."""
+    num_batches: int
+    """Number of batches that are alive in a step."""
+    evaluation: int | None = None
+    """Peak bytes of an evaluation; None if the run has none, or it cannot be observed."""
+    evaluation_error: Exception | None = None
+    """Why an evaluation cannot be observed."""
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the storages that are alive, by phase, and records collectives; of fake tensors and of others.
+
+    Args:
+        fakes: the mode of the fake tensors; None: all tensors have data.
+        by_gloo: whether collectives copy what they exchange, as gloo does.
+        shards: number of shards that the rank computes in a step.
+    """
+
+    def __init__(self, fakes: FakeTensorMode | None, *, by_gloo: bool, shards: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fakes, self._by_gloo, self._shards = fakes, by_gloo, shards
+        self.live, self.phase = 0, ""
+        self.peaks: Counter[str] = Counter()
+        self.first_forward = 0
+        self.collectives: list[CollectiveCall] = []
+        self._forwards = 0
+        self._sizes: dict[weakref.ref[torch.UntypedStorage], int] = {}
+        self._normed: set[int] = set()
+        self._stack = ExitStack()
+
+    def begin(self) -> None:
+        """Forget what was recorded; what is alive stays counted."""
+        self.peaks.clear()
+        self.collectives.clear()
+        self._forwards = 0
+
+    def enter(self, phase: str, step: int = 0) -> None:
+        """Begin a phase of a step."""
+        del step
+        if phase != "forward" and self._forwards == 1 and self.phase == "forward":
+            self.first_forward = self.peaks["forward"]
+        self._forwards += phase == "forward"
+        self.phase = phase
+        self._note(self.live)
+
+    def __enter__(self) -> Self:
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP frees and fills storages by this
+            found = resize(storage, size)
+            if weakref.ref(storage) in self._sizes:
+                self._see(storage)
+            return found
+
+        self._stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
+        return super().__enter__()  # type: ignore[no-untyped-call, no-any-return]
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and count what it makes; a DTensor comes back with its local tensors."""
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # two of three calls
+            inside = args[0].fake_mode.in_kernel_invocation
+            return torch.device("meta") if inside else args[0].fake_device
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        if active is not None and active is not self._fakes:
+            return func(*args, **kwargs)  # DTensor infers a shape
+        found = func(*args, **kwargs) if self._fakes is None else self._without_data(self._fakes, func, args, kwargs)
+        for leaf in tree_iter(found):
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.device.type != "meta":
+                self._see(leaf.untyped_storage())
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._record(func, args, found)
+        return found
+
+    def _without_data(self, fakes: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        name = func._schema.name
+        if not tensors and func.namespace == "aten":
+            with fakes:
+                found = func(*args, **kwargs)
+            made = [leaf for leaf in tree_iter(found) if isinstance(leaf, Tensor)]
+            if made and all(leaf.numel() > _SMALL for leaf in made):
+                return found
+        elif any(isinstance(leaf, FakeTensor) for leaf in tensors):
+            if "batch_norm" in name:
+                self._normed.update(leaf.untyped_storage()._cdata for leaf in tensors)
+            if name == "aten::equal":  # asked of buffers, whose version batch normalisation does not count
+                return tensors[0].untyped_storage()._cdata not in self._normed
+            if name == "aten::_local_scalar_dense" and self.phase == "update":
+                return tensors[0].dtype is torch.bool  # whether gradients are finite; sums of overflows
+        return func(*args, **kwargs)
+
+    def _record(self, func: Any, args: Sequence[Any], found: Any) -> None:
+        """Record a collective.
+
+        Raises:
+            NotImplementedError: it is not known.
+        """
+        name = func._schema.name.split("::")[1].strip("_")
+        if name in _SENDS_NOTHING:
+            return
+        kind = next((kind for part, kind in _KINDS.items() if part in name), None)
+        if kind is None and name != "broadcast":
+            raise NotImplementedError(f"the collective {name} is not known")
+        ranks = next(dist.get_process_group_ranks(group) for group in map(_group_of, args) if group is not None)
+        leaves = [[leaf for leaf in tree_iter(arg) if isinstance(leaf, Tensor)] for arg in (*args, found)]
+        size = max(sum(leaf.nbytes for leaf in tensors) for tensors in leaves)
+        if self._fakes is None:
+            time.sleep(_FREED_S)
+        if kind is None:
+            return
+        shard = (self._forwards - 1) % self._shards if self.phase in ("forward", "backward") else None
+        self.collectives.append(
+            CollectiveCall(
+                kind=kind, ranks=tuple(ranks), num_bytes=size, shard=shard, is_in_update=self.phase == "update"
+            )
+        )
+        if self._by_gloo:
+            self._note(self.live + size)
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = weakref.ref(storage, self._forget)
+        self.live += storage.nbytes() - self._sizes.get(key, 0)
+        self._sizes[key] = storage.nbytes()
+        self._note(self.live)
+
+    def _forget(self, key: weakref.ref[torch.UntypedStorage]) -> None:
+        self.live -= self._sizes.pop(key, 0)
+
+    def _note(self, size: int) -> None:
+        self.peaks[self.phase] = max(self.peaks[self.phase], size)
+
+
+def _group_of(arg: object) -> dist.ProcessGroup | None:
+    """Return the process group that an argument of a collective is or names."""
+    if isinstance(arg, torch.ScriptObject) and str(arg._type()).endswith(".ProcessGroup"):
+        return dist.ProcessGroup.unbox(arg)
+    if isinstance(arg, str) and arg not in ("sum", "avg", "max", "min", "product"):
+        return torch._C._distributed_c10d._resolve_process_group(GroupName(arg))
+    return None
+
+
+# a strategy asks for gloo by name
+dist.Backend.register_backend("fake_gloo", _create_fake_pg, extended_api=True, devices=["cpu"])
+
+
+@contextmanager
+def _alone(rank: int, num_ranks: int, backend: str) -> Iterator[None]:
+    """Be a rank of a process group without the others; the groups of this process are not seen meanwhile."""
+    world = SimpleNamespace(
+        default_pg=None, group_count=next(_GROUP_NUMBERS), comms=[], pg_config_info=[],
+        **{name: {} for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag",
+                                 "pg_coalesce_state")},
+    )  # fmt: skip
+    with (
+        mock.patch.object(distributed_c10d, "_world", world),
+        mock.patch.object(dist.ProcessGroup, "set_timeout", _ignore),
+        mock.patch.object(torch.utils, "swap_tensors", _take_data),  # a module refuses `data` of fake tensors
+    ):
+        dist.init_process_group(backend, rank=rank, world_size=num_ranks, store=FakeStore())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def _ignore(*_: object) -> None:
+    """Do nothing."""
+
+
+def _take_data(param: Tensor, converted: Tensor) -> None:
+    param.data = converted.data
+
+
+def observe(
+    plan: RunPlan, model: nn.Module, *, rank: int = 0, evaluates: bool = False, has_data: bool = False
+) -> ObservedSteps:
+    """Take steps of one rank of a run, and observe the last one.
+
+    A step has the first two shards of the rank and its last one: those between are like the second.
+
+    Args:
+        plan: the run, with the choices of its strategy resolved.
+        model: the model, with or without data; unchanged unless `has_data`.
+        rank: the rank; the first one has no smaller part than another one.
+        evaluates: whether to observe an evaluation, too.
+        has_data: take the steps with data, in the process group of this process, to compare.
+
+    Raises:
+        Exception: the model or the objective reads the data of a tensor, or the step cannot run without data.
+    """
+    strategy, num_ranks, replicas = plan.components.strategy, plan.num_computing, plan.num_replicas
+    own = range(0, plan.batch.num_shards(0), replicas)
+    chosen = own if len(own) <= 3 else (own[0], own[1], own[-1])
+    fakes = None if has_data else FakeTensorMode(allow_non_fake_inputs=True)
+    by_gloo = plan.tasks[rank].device == "cpu"
+    watch = Watch(fakes, by_gloo=by_gloo, shards=len(chosen))
+    with ExitStack() as stack:
+        stack.enter_context(Untouched(seed=0))
+        stack.enter_context(warnings.catch_warnings(action="ignore"))  # torch's, about its own calls
+        if fakes is not None:
+            stack.enter_context(_alone(rank, num_ranks, "fake_gloo" if by_gloo else "fake"))
+            model = _without_data(model, fakes)
+        apply_transforms(model, replace(model_transforms_of(plan.cfg), compile_mode="off"))
+        # the last step of this epoch has one shard a rank: it makes what outlives a step
+        batches = BatchPlan(num_samples=replicas * (len(chosen) + 1), global_size=replicas * len(chosen), micro_size=1)
+        rate, max_norm = plan.rate, plan.cfg.clip.max_norm
+        training = StepContext(
+            plan=batches,
+            objective=own_copy(plan.components.objective),
+            weighing=plan.components.weighing,
+            rule=lambda version: UpdateParams(rate.factor(version), max_norm),
+            phases=plan.phases,
+            on_gradients=NoGradientListener(),
+        )
+        examples = [example_batch(plan, plan.batch.shard_size(0, shard)) for shard in chosen]
+        evaluated = example_batch(plan, size) if evaluates and (size := evaluated_samples(plan)) else None
+        stack.enter_context(watch)
+        task = Task(role="worker", index=rank, rank=rank, device="cpu")
+        executor = strategy.setup(
+            SetupRequest(
+                model=model,
+                identity=Identity(task=task, num_ranks=num_ranks, store=None if num_ranks == 1 else ("", 0)),
+                precision=plan.components.precision,
+                numerics=plan.components.numerics,
+                make_optimizer=make_optimizer(plan.cfg, model),
+                optimizers=named_optimizers(plan.cfg, plan.optimizers, model) if plan.optimizers else (),
+                training=training,
+                open_data=_no_data,
+                on_phase=watch.enter,
+            )
+        )
+        del model
+        for step in (batches.steps_per_epoch - 1, batches.steps_per_epoch):
+            ticket = Ticket(step, executor.assign(step))
+            given = [_batch(example, fakes) for example in examples[: len(ticket.shards)]]
+            watch.begin()
+            watch.enter("begin")
+            start = watch.live
+            executor.step(ticket, given)
+        found = ObservedSteps(
+            peaks=dict(watch.peaks),
+            start=start,
+            first_forward=watch.first_forward,
+            most=max(watch.peaks["forward"], watch.peaks["backward"]),
+            collectives=tuple(watch.collectives),
+            num_batches=len(chosen),
+        )
+        del given
+        if evaluated is None:
+            return found
+        try:
+            watch.begin()
+            watch.enter("evaluation")
+            _evaluate(executor, plan, _batch(evaluated, fakes))
+        except Exception as error:  # noqa: BLE001 - the user's objective may fail in any way without data
+            return replace(found, evaluation_error=error)
+        return replace(found, evaluation=watch.peaks["evaluation"])
+
+
+def _evaluate(executor: Executor, plan: RunPlan, batch: Any) -> None:
+    local, objective = executor.local, own_copy(plan.components.objective)
+    local.model.eval()
+    with torch.set_grad_enabled(Access.derivatives in objective.needs), local.precision.autocast(local.device_types):
+        objective.loss(local.model, batch)
+
+
+def _no_data(device: torch.device) -> Any:
+    raise NotImplementedError(f"no data is opened on {device} for a step without data")
+
+
+def _without_data(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
+    """Return a copy of a model whose tensors have no data."""
+    tensors = [*model.parameters(), *model.buffers(), *computed_tensors(model)]
+    return copy.deepcopy(model, {id(tensor): _fake(tensor, fakes) for tensor in tensors})
+
+
+def _batch(example: Any, fakes: FakeTensorMode | None) -> Any:
+    return tree_map(lambda leaf: _fake(leaf, fakes) if isinstance(leaf, Tensor) else leaf, example)
+
+
+def _fake(tensor: Tensor, fakes: FakeTensorMode | None) -> Tensor:
+    if fakes is None:
+        return tensor.clone()
+    with fakes:
+        made = torch.empty_like(tensor, device="cpu")
+    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
