@@ -28,9 +28,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GroupName  # type: ignore[attr-defined]
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -184,6 +184,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             NotImplementedError: it is not known.
         """
         name = func._schema.name.split("::")[1].strip("_")
+        if self._fakes is None:
+            time.sleep(_FREED_S)
         if name in _SENDS_NOTHING:
             return
         kind = next((kind for part, kind in _KINDS.items() if part in name), None)
@@ -192,8 +194,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ranks = next(dist.get_process_group_ranks(group) for group in map(_group_of, args) if group is not None)
         leaves = [[leaf for leaf in tree_iter(arg) if isinstance(leaf, Tensor)] for arg in (*args, found)]
         size = max(sum(leaf.nbytes for leaf in tensors) for tensors in leaves)
-        if self._fakes is None:
-            time.sleep(_FREED_S)
         if kind is None:
             return
         shard = (self._forwards - 1) % self._shards if self.phase in ("forward", "backward") else None
