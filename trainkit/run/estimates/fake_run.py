@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from trainkit.cluster.tasks import Identity, Task
-from trainkit.numerics.batch import BatchPlan, Ticket
+from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
 from trainkit.numerics.copies import computed_tensors
 from trainkit.numerics.generators import Untouched
 from trainkit.objectives.base import Access
@@ -51,7 +51,8 @@ from trainkit.strategies.traffic import CollectiveCall
 
 _SMALL: Final = 4096
 """Elements up to which a tensor that is made from nothing has data."""
-_KINDS: Final[Mapping[str, Literal["all-gather", "reduce-scatter", "all-reduce"]]] = {
+_KINDS: Final[Mapping[str, Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]]] = {
+    "alltoall": "all-to-all",
     "reduce_scatter": "reduce-scatter",
     "gather": "all-gather",
     "reduce": "all-reduce",
@@ -277,8 +278,12 @@ def observe(
         Exception: the model or the objective reads the data of a tensor, or the step cannot run without data.
     """
     strategy, num_ranks, replicas = plan.components.strategy, plan.num_computing, plan.num_replicas
-    own = range(0, plan.batch.num_shards(0), replicas)
-    chosen = own if len(own) <= 3 else (own[0], own[1], own[-1])
+    numerics = plan.components.numerics
+    lanes = numerics.lanes if numerics.reproducible else None
+    own = shards_of_rank(
+        plan.batch.num_shards(0), rank=rank // (num_ranks // replicas), num_ranks=replicas, lanes=lanes
+    )
+    chosen = own if len(own) <= 3 or lanes is not None else (own[0], own[1], own[-1])
     fakes = None if has_data else FakeTensorMode(allow_non_fake_inputs=True)
     by_gloo = plan.tasks[rank].device == "cpu"
     watch = Watch(fakes, by_gloo=by_gloo, shards=len(chosen))
@@ -291,6 +296,9 @@ def observe(
         apply_transforms(model, replace(model_transforms_of(plan.cfg), compile_mode="off"))
         # the last step of this epoch has one shard a rank: it makes what outlives a step
         batches = BatchPlan(num_samples=replicas * (len(chosen) + 1), global_size=replicas * len(chosen), micro_size=1)
+        steps = batches.steps_per_epoch - 1, batches.steps_per_epoch
+        if lanes is not None:  # the order of the lanes is that of all shards
+            batches, steps = plan.batch, (0, 0)
         rate, max_norm = plan.rate, plan.cfg.clip.max_norm
         training = StepContext(
             plan=batches,
@@ -309,7 +317,7 @@ def observe(
                 model=model,
                 identity=Identity(task=task, num_ranks=num_ranks, store=None if num_ranks == 1 else ("", 0)),
                 precision=plan.components.precision,
-                numerics=plan.components.numerics,
+                numerics=numerics,
                 make_optimizer=make_optimizer(plan.cfg, model),
                 optimizers=named_optimizers(plan.cfg, plan.optimizers, model) if plan.optimizers else (),
                 training=training,
@@ -318,7 +326,7 @@ def observe(
             )
         )
         del model
-        for step in (batches.steps_per_epoch - 1, batches.steps_per_epoch):
+        for step in steps:
             ticket = Ticket(step, executor.assign(step))
             given = [_batch(example, fakes) for example in examples[: len(ticket.shards)]]
             watch.begin()
@@ -330,7 +338,10 @@ def observe(
             start=start,
             first_forward=watch.first_forward,
             most=max(watch.peaks["forward"], watch.peaks["backward"]),
-            collectives=tuple(watch.collectives),
+            collectives=tuple(
+                replace(one, times=len(own) - 2) if one.shard == 1 and len(own) > len(chosen) else one
+                for one in watch.collectives
+            ),
             num_batches=len(chosen),
         )
         del given

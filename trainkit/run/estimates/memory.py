@@ -175,7 +175,7 @@ def _observed(
     checkpoint = _checkpoint_bytes(held)
     try:
         if counter is not None:
-            parts = strategy.replica_parts(model, plan.facts, num_shards=shards)
+            parts = strategy.replica_parts(model, plan.context, num_shards=shards)
             Shard(plan=plan, model=model, parts=parts, shards=shards, beside=counter).lines()
         seen = observe(plan, model, evaluates=evaluates)
         batch = batch_bytes(plan)
@@ -186,7 +186,7 @@ def _observed(
     beside = held.frozen_bytes + held.workspace_bytes + (held.staging_bytes if held.staged_here else 0)
     peaks = dict(seen.peaks)
     if any(task.device.startswith("cuda") for task in plan.tasks):
-        resident = strategy.estimate_memory(model, plan.facts).resident
+        resident = strategy.estimate_memory(model, plan.context).resident
         update = seen.start + held.gradient_bytes + _update_bytes(plan, model, resident)
         peaks["update"] = max(peaks["update"], update)
     phase = max(_MOMENTS, key=lambda one: peaks.get(one, 0))

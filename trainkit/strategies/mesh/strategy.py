@@ -52,7 +52,7 @@ from trainkit.strategies.mesh.step import (
     unsharded_model_problems,
     withheld_where_sharded,
 )
-from trainkit.strategies.mesh.sums import LaneSummation
+from trainkit.strategies.mesh.sums import LaneSummation, Pass
 from trainkit.strategies.mesh.tensor import DrawWatch, Exchange, cut_parameters, exchange_activations
 from trainkit.strategies.mesh.tensor_plan import MatchedPlan, described, match_plan
 from trainkit.strategies.reducers import BackendReducer, LocalReducer, Reducer
@@ -324,7 +324,7 @@ class MeshStrategy(ProcessGroup, Strategy):
                 return "activations and their gradients", False
             if one.ranks == of_axis["shard"] and one.kind != "all-reduce":
                 return "parameters" if one.kind == "all-gather" else "gradients", True
-            if one.ranks == of_axis["replicate"] and one.kind == "all-reduce" and not one.is_in_update:
+            if one.ranks == of_axis["replicate"] and not one.is_in_update:
                 return "gradients", one.shard is not None
             return "weights, norms and buffers", False
 
@@ -335,7 +335,6 @@ class MeshStrategy(ProcessGroup, Strategy):
             calls,
             num_ranks=axes.num_ranks,
             device_type=self.tasks(context)[0].device.partition(":")[0],
-            cut=cut,
             purpose=purpose,
             share=share,
         )

@@ -44,7 +44,7 @@ class ModuleCall:
 class CollectiveCall:
     """A collective of the first rank in a step."""
 
-    kind: Literal["all-gather", "reduce-scatter", "all-reduce"]
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
     ranks: tuple[int, ...]
     """The ranks that take part."""
     num_bytes: int
@@ -53,6 +53,8 @@ class CollectiveCall:
     """Number of the observed shard of the rank; None: between the last backward pass and the next step."""
     is_in_update: bool = False
     """Whether the update makes it."""
+    times: int = 1
+    """Number of shards of the rank with the same one."""
 
 
 class DryRun(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from trainkit.strategies.traffic.dry_run import CollectiveCall
 from trainkit.strategies.traffic.flows import Flows, all_gather, all_reduce, joined, reduce_scatter, times
-from trainkit.strategies.traffic.transfers import StepCut, Transfer
+from trainkit.strategies.traffic.transfers import Transfer
 
 
 def observed_transfers(
@@ -14,7 +14,6 @@ def observed_transfers(
     *,
     num_ranks: int,
     device_type: str,
-    cut: StepCut,
     purpose: Callable[[CollectiveCall], tuple[str, bool]],
     share: Callable[[int], float] = lambda _rank: 1.0,
 ) -> tuple[Transfer, ...]:
@@ -24,17 +23,15 @@ def observed_transfers(
         collectives: those of the first rank, with its first two shards and its last one.
         num_ranks: number of ranks.
         device_type: cpu or cuda.
-        cut: the shards of the step.
         purpose: function that returns what a collective serves, and whether ranks compute meanwhile.
         share: function that returns the share of the first rank's shards that a rank computes.
     """
     found: dict[tuple[str, bool, str], tuple[Flows, int]] = {}
     sizes: dict[tuple[str, bool, str, tuple[int, ...]], tuple[int, int]] = {}
     for one in collectives:
-        count = cut.shards_a_replica - 2 if one.shard == 1 and cut.shards_a_replica > 3 else 1
         key = *purpose(one), one.kind, one.ranks
         size, messages = sizes.get(key, (0, 0))
-        sizes[key] = size + count * one.num_bytes, messages + count
+        sizes[key] = size + one.times * one.num_bytes, messages + one.times
     for (what, overlaps, kind, ranks), (size, messages) in sizes.items():
         groups = [
             (times(_flows(kind, group, size, device_type), share(group[0]))) for group in _alike(ranks, num_ranks)
@@ -53,6 +50,8 @@ def observed_transfers(
 def _flows(kind: str, ranks: Sequence[int], size: int, device_type: str) -> Flows:
     if kind == "reduce-scatter":
         return reduce_scatter(ranks, size, device_type=device_type)
+    if kind == "all-to-all":
+        return {(one, other): size / len(ranks) for one in ranks for other in ranks if one != other}
     return all_reduce(ranks, size) if kind == "all-reduce" else all_gather(ranks, size)
 
 
