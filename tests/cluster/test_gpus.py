@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 import trainkit
 from tests.launchers.launches import launch_of
 from trainkit.cli import main
-from trainkit.cluster.host import count_gpus, use_device
+from trainkit.cluster.host import count_gpus, keep_freed_memory, use_device
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.errors import ConfigError
 from trainkit.run.planning.plan import make_plan
@@ -87,11 +89,39 @@ def test_the_device_of_a_task_becomes_the_current_one(monkeypatch: pytest.Monkey
     assert used == [torch.device("cuda:1")]
 
 
-def test_cublas_is_set_before_a_device_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cublas_and_malloc_are_set_before_a_device_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str | None] = []
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(synchronous, "keep_freed_memory", lambda: found.append("memory is kept"))
     monkeypatch.setattr(synchronous, "use_device", lambda _: found.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
     run = ["recipe=digits", "steps=1", "numerics.reproducible=true", "callbacks=[]", "quiet=true"]
     assert main([*run, "eval.every_epochs=null", f"hydra.run.dir={tmp_path}/run"]) == 0
-    assert found == [":4096:8"]
+    assert sorted(map(str, found)) == [":4096:8", "memory is kept"]
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+STEPS = """
+import resource
+from trainkit.cluster.host import keep_freed_memory
+
+def new_pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    kept = [b"x" * 2**24 for _ in range(6)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+new_pages()
+print(new_pages(), keep_freed_memory(), new_pages(), new_pages())
+"""
+"""Steps that allocate and free 96 MiB each, in a process whose heap holds nothing else."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="options of glibc")
+def test_a_second_step_finds_the_memory_of_the_first_unless_malloc_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    done = subprocess.run([sys.executable, "-c", STEPS], check=True, capture_output=True, text=True)
+    before, kept, _, after = done.stdout.split()
+    assert kept == "True"
+    assert int(after) < 100 < int(before)
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    assert not keep_freed_memory()

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from trainkit.cluster.host import use_device
+from trainkit.cluster.host import keep_freed_memory, use_device
 from trainkit.numerics.batch import Ticket, shards_of_rank
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import BlockKeys, Drawing
@@ -100,6 +100,8 @@ def build_parts(
     ranks = ranks or RankGroup()
     placement = placement or SingleDevicePlacement(device=torch.device(request.identity.task.device))
     use_device(placement.device)
+    if placement.device.type == "cpu":
+        keep_freed_memory()  # before the model is sharded, which makes an exception
     precision, numerics = request.precision, request.numerics
     for device in placement.devices:
         precision.apply_globally(device.type, reproducible=numerics.reproducible)

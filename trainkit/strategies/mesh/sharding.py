@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from trainkit.cluster.host import return_freed_memory
 from trainkit.numerics.precision import Precision, buffer_dtype, param_dtype
 from trainkit.strategies.collectives import broadcast_values
 from trainkit.strategies.maps.blocks import blocks_of
@@ -96,6 +97,8 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
     # batch normalisation is gathered in a dtype of its own
     apart = [one for one in model.modules() if param_dtype(one, precision.model_dtype) is not precision.model_dtype]
     units = dict.fromkeys([*(one for one in apart if one is not model and list(one.parameters())), *units])
+    if sharding.device.type == "cpu":
+        return_freed_memory()
     offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
     names = {module: name for name, module in model.named_modules()}
     for module in [*units, model]:
