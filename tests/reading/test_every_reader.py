@@ -29,7 +29,7 @@ ALLOWED: Final[dict[str, tuple[tuple[str, set[str]], ...]]] = {
     "/proc, the cgroup file system, and a memory segment of this run": (
         ("run/estimates/this_machine.py", {"read_text"}),
         ("run/hang_detection.py", {"read_text"}), ("strategies/reducers/shared_memory.py", {"read_text", "open"}),
-        ("sweeps/backends/job_spec.py", {"read_text"}), ("trainer/metrics_accumulator.py", {"read_text"}),
+        ("trainer/metrics_accumulator.py", {"read_text"}),
         ("cluster/host.py", {"read_text"}),
     ),
     "a config or a variable of the user, and what was read within the bounds": (
