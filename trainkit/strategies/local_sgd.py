@@ -37,7 +37,7 @@ from trainkit.strategies.core.replica_check import drifted_parameter
 from trainkit.strategies.core.step import MakeStep, ShardStep, apply_update, cloned_batch
 from trainkit.strategies.core.synchronous import broadcast_initial, build_parts
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
-from trainkit.strategies.memory import ModelMemory, PlannedShard, RankPass
+from trainkit.strategies.memory import ModelMemory
 from trainkit.strategies.mesh.state import ShardedReplica, joined_norms
 from trainkit.strategies.mesh.step import ShardedExecutor, ShardedWork
 from trainkit.strategies.mesh.strategy import Mesh
@@ -199,10 +199,6 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         """
         here = ModelMemory.whole(model) if self.shard == 1 else self._mesh.estimate_memory(model, context)
         return replace(here, gradient_copies=3 + (3 if self.outer.lr is not None else 0))
-
-    def rank_passes(self, model: nn.Module, context: PlanContext, shard: PlannedShard) -> tuple[RankPass, ...]:
-        """Return the pass of a rank with a part of each parameter; none if a rank has whole ones."""
-        return () if self.shard == 1 else self._mesh.rank_passes(model, context, shard)
 
     def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
         """Return the transfers: the average every `average_every` steps, and before `local_after` the sum of gradients
