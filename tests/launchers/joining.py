@@ -18,9 +18,15 @@ RUN = (
 )  # fmt: skip
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports that differ: a port that was closed may be given out again at once."""
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(server.getsockname()[1]) for server in servers]
+
+
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def variables(place: Place, port: int) -> dict[str, str]:

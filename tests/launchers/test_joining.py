@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.launchers.joining import free_port
+from tests.launchers.joining import free_port, free_ports
 from tests.support.pool import Pool
 from tests.support.present import present
 from tests.support.verdicts import plain
@@ -126,7 +126,8 @@ def test_a_launch_that_is_started_again_goes_on_in_its_folder_on_more_processes(
 
 
 def test_a_task_that_stands_for_a_host_runs_a_rank_a_device(start: Callable[..., list[Any]], tmp_path: Path) -> None:
-    spec = ["cluster=spec", f"cluster.worker=[127.0.0.1:{free_port()},127.0.0.1:{free_port()}]"]
+    workers = ",".join(f"127.0.0.1:{port}" for port in free_ports(2))
+    spec = ["cluster=spec", f"cluster.worker=[{workers}]"]
     own = [[*spec, f"cluster.task=worker:{index}", "strategy.replicas=4"] for index in range(2)]
     told = start(own, function="train_unlike")
     alone = start("strategy=one_device", "hydra.run.dir=alone", num_ranks=1)[0][0]
@@ -222,7 +223,8 @@ def start_tasks(pool: Pool, tmp_path: Path) -> Callable[..., list[Any]]:
     """Start every task of a cluster, given by the number of tasks of each role."""
 
     def go(roles: dict[str, int], *overrides: str) -> list[Any]:
-        cluster = {role: [f"localhost:{free_port()}" for _ in range(count)] for role, count in roles.items()}
+        ports = iter(free_ports(sum(roles.values())))
+        cluster = {role: [f"localhost:{next(ports)}" for _ in range(count)] for role, count in roles.items()}
         args = (str(tmp_path), 0, cluster, overrides)
         return pool.run(f"{HERE}.train_as_task", *args, num_ranks=sum(roles.values()))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.joining import free_port
+from tests.launchers.joining import free_port, free_ports
 from tests.launchers.one_node_slurm import slurm
 from tests.launchers.two_hosts import two_hosts
 from tests.support import quick
@@ -129,7 +129,7 @@ def tf_config(workers: list[str], index: int) -> str:
 
 
 def test_tf_config(one_run: Callable[[], None]) -> None:
-    workers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    workers = [f"127.0.0.1:{port}" for port in free_ports(2)]
     told = ended(*(start(*quick.command(*RUN), TF_CONFIG=tf_config(workers, index)) for index in range(2)))
     assert detected(told[0]) == "launch by TF_CONFIG: rank 0 of 2 on one host"
     assert "rank 1 of 2 on one host" in told[1]
@@ -138,7 +138,8 @@ def test_tf_config(one_run: Callable[[], None]) -> None:
 
 
 def test_a_cluster_spelt_out(one_run: Callable[[], None]) -> None:
-    spec = ("cluster=spec", f"cluster.worker=['127.0.0.1:{free_port()}','127.0.0.1:{free_port()}']")
+    first, second = free_ports(2)
+    spec = ("cluster=spec", f"cluster.worker=['127.0.0.1:{first}','127.0.0.1:{second}']")
     told = ended(*(start(*quick.command(*RUN, *spec, f"cluster.task=worker:{index}")) for index in range(2)))
     assert detected(told[0]) == "launch by cluster=spec: rank 0 of 2 on one host"
     one_run()
