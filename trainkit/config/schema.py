@@ -190,6 +190,9 @@ def load_resolved(path: str | Path) -> RunConfig:
         raise ConfigError([Problem(key=str(path), rule=f"cannot be read: {error}.")]) from None
     if not isinstance(values, Mapping):
         raise ConfigError([Problem(key=str(path), rule="is not a mapping of keys to values.")])
+    sweep, known = values.get("sweep"), hints_of(plain(hints_of(RunConfig)["sweep"]))
+    if isinstance(sweep, Mapping):  # a key that is gone and was null: nothing was asked of it
+        values = {**values, "sweep": {key: value for key, value in sweep.items() if key in known or value is not None}}
     try:
         return RunConfig.from_dict(values)
     except ConfigError as error:

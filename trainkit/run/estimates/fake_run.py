@@ -243,13 +243,18 @@ def _alone(rank: int, num_ranks: int, backend: str) -> Iterator[None]:
     with (
         mock.patch.object(distributed_c10d, "_world", world),
         mock.patch.object(dist.ProcessGroup, "set_timeout", _ignore),
+        # else the groups of a run, within which this may happen, lose the names by which DTensor finds them
+        mock.patch.object(distributed_c10d, "_unregister_all_process_groups", _ignore),
         mock.patch.object(torch.utils, "swap_tensors", _take_data),  # a module refuses `data` of fake tensors
     ):
         dist.init_process_group(backend, rank=rank, world_size=num_ranks, store=FakeStore())
         try:
             yield
         finally:
+            names = list(world.pg_names.values())
             dist.destroy_process_group()
+            for name in names:
+                distributed_c10d._unregister_process_group(GroupName(name))
 
 
 def _ignore(*_: object) -> None:
