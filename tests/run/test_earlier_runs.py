@@ -29,7 +29,7 @@ def test_a_run_of_earlier_code_ends_in_the_weights_of_that_code_or_names_the_key
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     if WEIGHTS[name] is None:
         assert done.returncode == 2
-        assert "strategy.shard: no such key in TensorParallel. It belongs to mesh" in done.stderr
+        assert "strategy.shard: no such key in TensorParallel. It belongs to local_sgd, mesh" in done.stderr
         return
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / name / "result.json").read_text())["weights_sha256"] == WEIGHTS[name]
