@@ -42,6 +42,7 @@ from trainkit.numerics.copies import computed_tensors
 from trainkit.numerics.generators import Untouched
 from trainkit.objectives.base import Access
 from trainkit.run.estimates.passes import evaluated_samples, example_batch, own_copy
+from trainkit.run.estimates.workspace import workspace_of
 from trainkit.run.planning.build import make_optimizer, model_transforms_of
 from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
@@ -156,6 +157,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_iter(found):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.device.type != "meta":
                 self._see(leaf.untyped_storage())
+        self._note(self.live + workspace_of(func, args, found))
         if func.namespace in ("c10d", "_c10d_functional"):
             self._record(func, args, found)
         return found
