@@ -256,7 +256,7 @@ def _alone(rank: int, num_ranks: int, backend: str) -> Iterator[None]:
             names = list(world.pg_names.values())
             dist.destroy_process_group()
             for name in names:
-                distributed_c10d._unregister_process_group(GroupName(name))
+                torch._C._distributed_c10d._unregister_process_group(GroupName(name))
 
 
 def _ignore(*_: object) -> None:
