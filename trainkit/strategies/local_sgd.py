@@ -388,10 +388,8 @@ class LocalSgdExecutor(ShardedExecutor):
         """Find which parameters get gradients in any replica; collective, once. Whole ones have done so before."""
         replica, apart = self._replica, self._apart
         if replica.cuts and not apart.used:
-            found = replica.all_ranks.gather(torch.tensor([grad is not None for grad in grads], dtype=torch.int64))
-            used = torch.stack(found).amax(0).bool().tolist()
-            for one in (replica, apart):
-                one.set_exchange(used=used, sparse={})
+            replica.agree_on_used([grad is not None for grad in grads])
+            apart.set_exchange(used=replica.used, sparse={})
 
     def _left_out_by_any(self) -> tuple[LeftOut, ...]:
         """Return the steps of the window that a replica has skipped, with the shards; collective."""

@@ -177,6 +177,16 @@ class ShardedReplica(Replica):
         )
         return part.full_tensor()
 
+    def agree_on_used(self, found: Sequence[bool]) -> None:
+        """Store which parameters get gradients on any rank, the first time; collective then.
+
+        Args:
+            found: whether each parameter got one here, in the order of `params`.
+        """
+        if not self.used:
+            rows = self.data_ranks.gather(torch.tensor(found, dtype=torch.int64))
+            self.set_exchange(used=torch.stack(rows).amax(0).bool().tolist(), sparse={})
+
     def set_stand_in(self, batch: Batch) -> None:
         """Store a batch for steps in which this rank has none."""
         self.stand_in = batch

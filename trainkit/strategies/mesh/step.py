@@ -137,7 +137,9 @@ class ShardedWork(ShardStep):
         if replica.lanes is not None:
             return [*grads, *(reducer.finish() if packing.shapes else ())]
         if self._has_copies:
-            self._agree_on_used([grad is not None or reducer.has_taken(place) for place, grad in enumerate(grads)])
+            found = [grad is not None or reducer.has_taken(place) for place, grad in enumerate(grads)]
+            replica.agree_on_used(found)
+            self._refuse_late(found)
         reducer.add(0, [*grads, *self._sum_whole(packing)])
         sums = reducer.finish()
         if not self._has_copies:
@@ -208,18 +210,6 @@ class ShardedWork(ShardStep):
         if self.divisor.counted:
             held.append(weight_on(weight, replica.precision.master_dtype, replica.device))
         return held
-
-    def _agree_on_used(self, found: Sequence[bool]) -> None:
-        """Find which parameters get gradients, over all ranks; collective, once.
-
-        Raises:
-            TrainingError: a parameter has a gradient, and had none in the first step.
-        """
-        replica = self.replica
-        if not replica.used:
-            rows = replica.data_ranks.gather(torch.tensor(found, dtype=torch.int64))
-            replica.set_exchange(used=torch.stack(rows).amax(0).bool().tolist(), sparse={})
-        self._refuse_late(found)
 
     def _sum_whole(self, packing: FlatBuffer) -> list[Tensor]:
         """Sum the tensors that every rank holds whole over the ranks of `shard`."""
