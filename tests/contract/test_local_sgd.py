@@ -178,6 +178,11 @@ def test_a_sharded_replica_without_a_sample_of_a_batch_waits_for_the_average(poo
             torch.testing.assert_close(rank.state[name], tensor, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("shard", [1, 2])
+def test_it_is_another_training_however_its_replicas_are_sharded(shard: int) -> None:
+    assert LocalSgd(shard=shard).facts_in(PlanContext()).changes_maths
+
+
 def test_a_checkpoint_of_sharded_replicas_continues_in_whole_ones_and_back(pool: Pool, tmp_path: Path) -> None:
     case = replace(CLASSES, optimizer="adamw", num_steps=9)
     whole, sharded = (local(case, 2, shard=shard, average_every=3, outer={"lr": 0.7}) for shard in (1, 2))

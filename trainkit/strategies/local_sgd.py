@@ -149,7 +149,15 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         if self.shard == 1:
             return facts
         sharded = self._mesh.facts_in(context)
-        return replace(sharded, withheld_calls=facts.withheld_calls, several_optimizers=False, shows_gradients=False)
+        return replace(
+            facts,
+            compiles=sharded.compiles,
+            is_sharded=sharded.is_sharded,
+            forward_is_collective=sharded.forward_is_collective,
+            runs_hooks=sharded.runs_hooks,
+            keeps_memory_format=sharded.keeps_memory_format,
+            withheld=sharded.withheld,
+        )
 
     def replicas_problem(self, rule: str, value: object = None) -> Problem:
         """Return a problem of the number of processes, which two keys set if replicas are sharded."""
@@ -205,7 +213,7 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         in each step.
 
         An average is one all-reduce of parameters, optimizer state and buffers, independent of the gradients; None if
-        the size of the optimizer's state is not known.
+        the size of the optimizer's state is not known, or the step of a sharded replica cannot run without data.
         """
         slots = None if cut.dry_run is None else cut.dry_run.state_elements()
         lookups = lookups_of(model, cut) if self.local_after else {}
@@ -223,7 +231,9 @@ class LocalSgd(ProcessGroupOptions, Strategy):
             every=self.average_every,
         )
         if self.shard > 1:
-            step = self._mesh.traffic(model, context, cut) or ()
+            step = self._mesh.traffic(model, context, cut)
+            if step is None:
+                return None
             within = [one for one in step if one.how != "all-reduce"]
             copies = [replace(one, end_step=self.local_after) for one in step if one.how == "all-reduce"]
             return (*within, *(copies if self.local_after else ()), average)
