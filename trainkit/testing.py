@@ -20,7 +20,7 @@ from trainkit.config.yaml_files import with_config_dirs
 from trainkit.verbs.support.call import Call
 
 if TYPE_CHECKING:
-    from trainkit.run.equivalence import Comparison
+    from trainkit.prove.comparing import Comparison
 
 __all__ = ["assert_resumes", "assert_same_training"]
 
@@ -113,7 +113,8 @@ def assert_resumes(
     from trainkit.config.check import check_names  # noqa: PLC0415
     from trainkit.config.resume import compose_resumed  # noqa: PLC0415
     from trainkit.errors import ConfigError  # noqa: PLC0415
-    from trainkit.run.equivalence import compare, last_weights  # noqa: PLC0415
+    from trainkit.prove.comparing import compare  # noqa: PLC0415
+    from trainkit.prove.proving import last_weights  # noqa: PLC0415
 
     folders = tuple(Path(folder).absolute() for folder in config_dirs)
     quiet = [*(line for line in overrides if key_of(line) not in ("quiet", "hydra.run.dir")), "quiet=true"]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from trainkit.cli import main
-from trainkit.run.diagnosis import Examiner
-from trainkit.run.equivalence import compare
+from trainkit.prove.comparing import compare
+from trainkit.prove.examining import Examiner
 
 MEANS = "_target_: tests.end_to_end.wrong.MeanOfMeans\ndevice: auto\n"
 SMALL = ["recipe=null", "optimizer=sgd", "optimizer.lr=0.1", "--steps", "4"]

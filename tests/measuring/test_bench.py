@@ -31,7 +31,7 @@ from trainkit.measuring.figures import Choice, Spread, parts_of
 from trainkit.measuring.showing import data_lines, table_lines
 from trainkit.measuring.turns import Target, Turn, measured_config
 from trainkit.measuring.workers import WorkerSearch, search_workers
-from trainkit.run.equivalence.proving import bare
+from trainkit.prove.proving import bare
 from trainkit.run.planning.workers import refuse_open_workers
 from trainkit.run.runner import train
 from trainkit.trainer.phase_clock import PARTS

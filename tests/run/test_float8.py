@@ -18,8 +18,8 @@ from trainkit.adapters.float8 import Float8
 from trainkit.config.identity import fingerprint
 from trainkit.errors import ConfigError
 from trainkit.models.gpt import Gpt
-from trainkit.run.equivalence.answers import same_training
-from trainkit.run.equivalence.proving import with_precision
+from trainkit.prove.comparing import same_training
+from trainkit.prove.proving import with_precision
 from trainkit.run.planning.adapters import output_name
 from trainkit.run.planning.build import transformed_model
 from trainkit.run.planning.memory import meta_model

@@ -24,10 +24,10 @@ from trainkit.files import read_map
 from trainkit.run.begin import Result
 from trainkit.run.estimates.out_of_memory import explained
 from trainkit.run.folder.export import export_at_end
-from trainkit.run.folder.proof_records import last_proof
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import build_callbacks
 from trainkit.run.planning.plan import RunPlan, make_plan
+from trainkit.run.planning.proof_records import last_proof
 from trainkit.run.process.heartbeat import Beats, beats_of
 from trainkit.run.process.nccl_dumps import nccl_dumps_to
 from trainkit.run.session.auxiliary import run_auxiliary

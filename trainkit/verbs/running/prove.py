@@ -14,7 +14,7 @@ from trainkit.verbs.support.measured import line_printer
 
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
-    from trainkit.run.equivalence import Comparison, Numbers, Proof, Sameness
+    from trainkit.prove.comparing import Comparison, Numbers, Proof, Sameness
 
 USAGE: Final = "strategy=A[,B...] OVERRIDES"
 FLAGS: Final[Mapping[str, Flag]] = {
@@ -54,7 +54,7 @@ def prove_points(
         ConfigError: a candidate cannot run here, or is the reference itself; names the origins of the keys.
         TrainkitError: a candidate failed.
     """
-    from trainkit.run.equivalence import prove  # noqa: PLC0415 - imports torch
+    from trainkit.prove.proving import prove  # noqa: PLC0415 - imports torch
 
     steps = _steps(str(steps))
     common = set.intersection(*(set(point.overrides) for point in points))

@@ -14,8 +14,9 @@ from trainkit import api
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import ClipConfig
 from trainkit.objectives.base import Loss, Model, Objective
-from trainkit.run.diagnosis import faults
-from trainkit.run.diagnosis.examining import (
+from trainkit.prove import faults
+from trainkit.prove.comparing import compare, is_rounding, moved_by_rounding
+from trainkit.prove.examining import (
     Examiner,
     Probed,
     add_up,
@@ -23,7 +24,7 @@ from trainkit.run.diagnosis.examining import (
     explain_probe,
     explain_updates,
 )
-from trainkit.run.diagnosis.faults import (
+from trainkit.prove.faults import (
     Cause,
     Difference,
     Hypothesis,
@@ -34,8 +35,7 @@ from trainkit.run.diagnosis.faults import (
     clipped,
     combine,
 )
-from trainkit.run.diagnosis.plain_loop import PlainLoop
-from trainkit.run.equivalence.comparing import compare, is_rounding, moved_by_rounding
+from trainkit.prove.plain_loop import PlainLoop
 from trainkit.run.planning.coupling import probe
 
 NAMES = ("w", "b")
@@ -72,7 +72,7 @@ def named(
 ) -> list[Cause]:
     matching = Matching()
     matching.add(Difference(step=at, found=found, expected=expected, allowed=dict.fromkeys(found, 1e-12)), hypotheses)
-    return [match.cause for match in matching.matches]
+    return [*matching.matches]
 
 
 WRONG_GRADIENTS: dict[str, tuple[Cause, Callable[[StepEvidence], dict[str, Tensor]]]] = {
@@ -108,7 +108,7 @@ def matched(*steps: dict[str, Tensor]) -> list[Cause]:
         evidence = step(number)
         wrong = Difference(step=number, found=found, expected=evidence.gradient, allowed=dict.fromkeys(found, 1e-12))
         matching.add(wrong, faults.gradient_hypotheses(evidence))
-    return [match.cause for match in matching.matches]
+    return [*matching.matches]
 
 
 def test_a_cause_must_give_what_differs_in_every_step_and_drift_is_explained_by_the_first() -> None:

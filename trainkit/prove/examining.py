@@ -12,7 +12,7 @@ without recording anything during a step. Without momentum, `g = (p - p') / lr`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,16 +22,14 @@ import torch
 from torch import Tensor
 
 from trainkit.config.schema import RunConfig
-from trainkit.run.diagnosis.faults import (
+from trainkit.prove.faults import (
     NO_GRADIENT,
     ORDER,
     ULPS,
     Difference,
-    Hypothesis,
     Matching,
     Replay,
     Shard,
-    StepEvidence,
     Tensors,
     averaged_buffers,
     buffer_hypotheses,
@@ -44,7 +42,7 @@ from trainkit.run.diagnosis.faults import (
     norm,
     update_hypotheses,
 )
-from trainkit.run.diagnosis.plain_loop import PlainLoop
+from trainkit.prove.plain_loop import PlainLoop
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.runner import train
 from trainkit.trainer.checkpoint.loading import load
@@ -213,15 +211,12 @@ class Examiner:
         with loop.reading():
             first = add_up(loop.shards(0), loop.buffers())
         self._rate = probe_rate(first, loop.params.values())
-        whole = sum(norm(grad) ** 2 for grad in first.gradient.values()) ** 0.5
-        self.without_gradient = frozenset(
-            name for name in loop.params if norm(first.gradient.get(name)) < NO_GRADIENT * whole
-        )
+        least = NO_GRADIENT * math.hypot(*map(norm, first.gradient.values()))
+        self.without_gradient = frozenset(name for name in loop.params if norm(first.gradient.get(name)) < least)
         """The parameters whose gradient in the first step is zero except for rounding."""
+        masks = {name: (grad.abs() < least).cpu() for name, grad in first.gradient.items()}
         self.elements_without_gradient: dict[str, Tensor] = {
-            name: mask.cpu()
-            for name, grad in first.gradient.items()
-            if name not in self.without_gradient and (mask := grad.abs() < NO_GRADIENT * whole).any()
+            name: mask for name, mask in masks.items() if name not in self.without_gradient and mask.any()
         }
         """Mask of the elements whose gradient is zero except for rounding, on the host; only for parameters where
         others are not.
@@ -229,9 +224,8 @@ class Examiner:
 
     def probe(self, candidate: RunConfig, *, num_replicas: int, folder: Path) -> Probed:
         """Train a candidate a few steps under plain SGD, and compare every step's gradients and buffers."""
-        loop, sparse = self._loop, self._loop.sparse
+        loop, sparse, probed = self._loop, self._loop.sparse, Probed()
         train(probe_config(candidate, rate=self._rate, momentum=0.0 if sparse else MOMENTUM), run_dir=folder)
-        probed = Probed()
         with loop.reading():
             for step, before, after in transitions(folder, self._initial):
                 loop.load(before)
@@ -243,26 +237,26 @@ class Examiner:
                     probed.errors[name] = max(probed.errors.get(name, 0.0), error)
                 for name in () if wrong is None else wrong.found:
                     probed.first.setdefault(name, step + 1)
-                hypotheses = partial(gradient_hypotheses, rate_is_apart=not sparse)
-                self._test(probed.gradients, wrong, hypotheses, num_replicas)
+                of_gradients = partial(gradient_hypotheses, rate_is_apart=not sparse)
                 moved = differing_buffers(step, expected.buffers, _below(after, "buffer/"))
-                self._test(probed.buffers, moved, buffer_hypotheses, num_replicas)
+                for matching, one, hypotheses in (
+                    (probed.gradients, wrong, of_gradients),
+                    (probed.buffers, moved, buffer_hypotheses),
+                ):
+                    if one is not None and matching.differences < _STEPS:
+                        matching.add(one, hypotheses(loop.evidence(step, num_replicas=num_replicas)))
         return probed
 
     def replay(self, *, num_replicas: int, folder: Path) -> Matching:
         """Repeat each step of a candidate's own training from its checkpoint, and test why a step differs."""
-        matching, cfg = Matching(), self._plan.cfg
-        with self._loop.reading():
+        matching, cfg, loop = Matching(), self._plan.cfg, self._loop
+        with loop.reading():
             for step, before, after in transitions(folder, self._initial):
-                self._loop.load(before)
-                evidence = self._loop.evidence(step, num_replicas=num_replicas)
-                replay = Replay(
-                    cfg=cfg,
-                    model=self._loop.model,
-                    params=self._loop.params,
-                    state={key: before[key] for key in before if key.startswith("optimizer/")},
-                    factor=self._plan.rate.factor(step),
-                )
+                loop.load(before)
+                evidence = loop.evidence(step, num_replicas=num_replicas)
+                state = {key: before[key] for key in before if key.startswith("optimizer/")}
+                factor = self._plan.rate.factor(step)
+                replay = Replay(cfg=cfg, model=loop.model, params=loop.params, state=state, factor=factor)
                 wrong = differing_parameters(
                     step,
                     replay.step(clipped(evidence.gradient, cfg.clip.max_norm)),
@@ -276,38 +270,23 @@ class Examiner:
                     break
         return matching
 
-    def _test(
-        self,
-        matching: Matching,
-        wrong: Difference | None,
-        hypotheses: Callable[[StepEvidence], Iterator[Hypothesis]],
-        num_replicas: int,
-    ) -> None:
-        if wrong is not None and matching.differences < _STEPS:
-            matching.add(wrong, hypotheses(self._loop.evidence(wrong.step, num_replicas=num_replicas)))
-
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
     return {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
 
 
-def explain_probe(probed: Probed) -> Iterator[str]:
-    """Yield a line about differing gradients, and a line about differing buffers."""
-    if probed.gradients.differences:
-        yield from _lines(probed.gradients, "gradient")
-    if probed.buffers.differences:
-        yield from _lines(probed.buffers, "buffer")
+def explain_probe(probed: Probed) -> list[str]:
+    """Return lines about differing gradients and about differing buffers."""
+    return [*_lines(probed.gradients, "gradient"), *_lines(probed.buffers, "buffer")]
 
 
-def explain_updates(updates: Matching) -> Iterator[str]:
-    """Yield a line about differing updates whose gradients equal those of the plain loop."""
-    if updates.differences:
-        yield from _lines(updates, "param")
-    else:
-        yield (
-            "not explained: every gradient, and every step taken alone from the candidate's own checkpoint, equals "
-            "that of a plain loop; the difference is in state that a checkpoint does not hold"
-        )
+def explain_updates(updates: Matching) -> list[str]:
+    """Return lines about differing updates whose gradients equal those of the plain loop."""
+    state = (
+        "not explained: every gradient, and every step taken alone from the candidate's own checkpoint, equals that of "
+        "a plain loop; the difference is in state that a checkpoint does not hold"
+    )
+    return [*_lines(updates, "param")] or [state]
 
 
 ORDERED: Final = f"explained by: {ORDER.named} ({ORDER.page})"
@@ -316,16 +295,16 @@ ORDERED: Final = f"explained by: {ORDER.named} ({ORDER.page})"
 
 def _lines(matching: Matching, kind: str) -> Iterator[str]:
     lines = [
-        f"{match.cause.named}; {kind}/{match.name} of step {match.step + 1} fits this to {match.error:.1g}"
-        f"{f' ({match.form})' if match.form else ''} ({match.cause.page})"
-        for match in matching.matches
+        f"{cause.named}; {kind}/{match.name} of step {match.step + 1} fits this to {match.error:.1g}"
+        f"{f' ({match.form})' if match.form else ''} ({cause.page})"
+        for cause, match in matching.matches.items()
     ]
     if len(lines) == 1:
         yield f"explained by: {lines[0]}"
     elif lines:
         yield "explained by one of these, which the numbers cannot distinguish:"
         yield from (f"  {line}" for line in lines)
-    else:
+    elif matching.differences:
         wrong = {"gradient": "gradients", "buffer": "buffers", "param": "updates, from correct gradients,"}[kind]
         yield f"not explained: the {wrong} differ from a plain loop's in a way that no known fault explains; ruled out:"
         yield f"  {'; '.join(dict.fromkeys(cause.words for cause in matching.tested))}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -164,37 +164,27 @@ def norm(tensor: Tensor | None) -> float:
     return 0.0 if tensor is None else float(tensor.detach().double().norm())
 
 
-_TITLES: Final = {
-    3: ("gradient", "3-gradient"),
-    4: ("randomness and buffers", "4-randomness-and-buffers"),
-    5: ("order of summation", "5-order-of-summation"),
-    6: ("learning rate", "6-learning-rate"),
-}
-
-
-@dataclass(frozen=True)
-class Cause:
+class Cause(NamedTuple):
     """A fault, described in words."""
 
     rule: int
     """The point of docs/numbers.md that it breaks."""
     words: str
-    parts_replicas: bool = False
-    """Whether the replicas diverge after the first step, so that later steps cannot be predicted."""
 
     @property
     def named(self) -> str:
         """The rule by number and name, and the fault."""
-        return f"rule {self.rule} ({_TITLES[self.rule][0]}): {self.words}"
+        return f"rule {self.rule} ({_TITLES[self.rule]}): {self.words}"
 
     @property
     def page(self) -> str:
         """The page and anchor that define the rule."""
-        return f"docs/numbers.md#{_TITLES[self.rule][1]}"
+        return f"docs/numbers.md#{self.rule}-{_TITLES[self.rule].replace(' ', '-')}"
 
 
+_TITLES: Final = {3: "gradient", 4: "randomness and buffers", 5: "order of summation", 6: "learning rate"}
 MEAN_OF_MEANS: Final = Cause(3, "the mean of the shards' means")
-NOT_REDUCED: Final = Cause(3, "the gradient of one replica, not added to that of the others", parts_replicas=True)
+NOT_REDUCED: Final = Cause(3, "the gradient of one replica, not added to that of the others")
 COUNTED_TWICE: Final = Cause(3, "the sum of the gradients, added up again")
 AVERAGED: Final = Cause(3, "the average of the shards' gradients instead of their sum")
 LAYOUT: Final = Cause(3, "the memory of the gradient is read as contiguous, against the parameter's strides")
@@ -202,9 +192,7 @@ CLIPPED_APART: Final = Cause(3, "gradients clipped before they are added up")
 NOT_CLIPPED: Final = Cause(3, "the gradient is not clipped")
 DRAWN_ALIKE: Final = Cause(4, "random numbers are keyed without the shard: every shard draws those of shard 0")
 BUFFERS_OF_ONE: Final = Cause(4, "the buffers of one replica, not averaged with those of the others")
-BUFFERS_UNWEIGHTED: Final = Cause(
-    4, "the buffers of shards averaged with equal weights, whatever their numbers of samples"
-)
+BUFFERS_UNWEIGHTED: Final = Cause(4, "the buffers of shards averaged with equal weights, not by their samples")
 ORDER: Final = Cause(5, "numerics.reproducible=true promises equal bits, and they are equal to rounding only")
 RATE: Final = Cause(6, "the learning rate is multiplied or divided by the number of replicas or shards")
 DECAY_PER_SHARD: Final = Cause(6, "weight decay acts once per shard or once per replica instead of once per step")
@@ -251,14 +239,13 @@ def _ratios(step: StepEvidence) -> Iterator[tuple[Cause, str, list[float]]]:
 
 def buffer_hypotheses(step: StepEvidence) -> Iterator[Hypothesis]:
     """Yield the buffers that faults predict."""
-    shards = step.shards
+    shards, whole = step.shards, sum(one.size for one in step.shards)
     table = [(BUFFERS_UNWEIGHTED, "", [1.0 / len(shards)] * len(shards))]
-    whole = sum(one.size for one in shards)
     for replica in range(step.num_replicas if step.num_replicas > 1 else 0):
-        own = [place for place, one in enumerate(shards) if one.replica == replica]
         sizes = [float(one.size * (one.replica == replica)) for one in shards]
+        last = max((place for place, size in enumerate(sizes) if size), default=-1)
         shares = [[size / total for size in sizes] for total in {sum(sizes), whole} - {0.0}]
-        shares += [[float(place == own[-1]) for place in range(len(shards))]] if own else []
+        shares.append([float(place == last) for place in range(len(shards))])
         table += [(BUFFERS_OF_ONE, f"replica {replica}", one) for one in shares]
     for cause, form, weights in table:
         yield cause, form, averaged_buffers(shards, weights, step.buffers)
@@ -316,8 +303,8 @@ class Replay:
         cfg = replace(self.cfg, optimizer={**self.cfg.optimizer, **plain})
         optimizer = make_optimizer(cfg, self.model)(params)
         if not forgets:
-            # the optimizer updates its state in place
-            restore_optimizer_state(optimizer, params, {key: slot.clone() for key, slot in self.state.items()})
+            own = {key: slot.clone() for key, slot in self.state.items()}  # it is updated in place
+            restore_optimizer_state(optimizer, params, own)
         for group in optimizer.param_groups:
             group["lr"] = float(group["lr"]) * self.factor * rate
             if "weight_decay" in group:
@@ -332,7 +319,7 @@ class Replay:
         return {name: param.detach() for name, param in params.items()}
 
 
-def clipped(gradient: Tensors, max_norm: float | None, *, floor: float = 1e-6) -> Tensors:
+def clipped(gradient: Tensors, max_norm: float | None) -> Tensors:
     """Return gradients scaled down to a global norm, as torch does it.
 
     Example:
@@ -342,7 +329,7 @@ def clipped(gradient: Tensors, max_norm: float | None, *, floor: float = 1e-6) -
     if max_norm is None:
         return gradient
     whole = torch.stack([grad.norm() for grad in gradient.values()]).norm()
-    factor = torch.clamp(max_norm / (whole + floor), max=1.0)
+    factor = torch.clamp(max_norm / (whole + 1e-6), max=1.0)
     return {name: grad * factor for name, grad in gradient.items()}
 
 
@@ -367,37 +354,27 @@ def update_hypotheses(step: StepEvidence, replay: Replay) -> Iterator[Hypothesis
 
 def _clipped_apart(step: StepEvidence, max_norm: float) -> Iterator[tuple[str, Tensors]]:
     """Yield the sums of gradients that were clipped by shard and by replica, as shares of the sum and as means."""
-    by_replica = [[one for one in step.shards if one.replica == replica] for replica in range(step.num_replicas)]
-    for form, parts in (
-        ("by shard", [[one] for one in step.shards]),
-        ("by replica", [one for one in by_replica if one]),
-    ):
-        weights = [sum(shard.weight for shard in part) for part in parts]
-        for divisors in ([step.weight] * len(parts), [own or step.weight for own in weights]):
-            for floor in (1e-6, 0.0):
-                small = [
-                    Shard(
-                        gradient=clipped(combine(part, [1 / divisor] * len(part)), max_norm, floor=floor),
-                        weight=1,
-                        size=1,
-                    )
-                    for part, divisor in zip(parts, divisors, strict=True)
-                ]
-                if len(parts) > 1:
-                    yield form, combine(small, [divisor / step.weight for divisor in divisors])
+    by_replica = ([one for one in step.shards if one.replica == replica] for replica in range(step.num_replicas))
+    forms = {"by shard": [[one] for one in step.shards], "by replica": [part for part in by_replica if part]}
+    for form, parts in forms.items():
+        weights = [sum(shard.weight for shard in part) or step.weight for part in parts]
+        for divisors in [[step.weight] * len(parts), weights] if len(parts) > 1 else []:
+            small = [
+                Shard(gradient=clipped(combine(part, [1 / divisor] * len(part)), max_norm), weight=1, size=1)
+                for part, divisor in zip(parts, divisors, strict=True)
+            ]
+            yield form, combine(small, [divisor / step.weight for divisor in divisors])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Match:
+class Match(NamedTuple):
     """A prediction that equals the candidate's tensors up to rounding."""
 
-    cause: Cause
-    form: str
-    name: str
-    """The tensor with the largest error."""
-    step: int
     error: float
-    """The relative error of that tensor."""
+    """The largest relative error of a tensor."""
+    name: str
+    """That tensor."""
+    step: int
+    form: str
 
 
 @dataclass
@@ -409,7 +386,7 @@ class Matching:
         >>> two = {"w": torch.ones(2) * 2}
         >>> matching = Matching()
         >>> matching.add(Difference(step=0, found=two, expected=one, allowed={"w": 1e-6}), [(COUNTED_TWICE, "", two)])
-        >>> [match.cause.rule for match in matching.matches]
+        >>> [cause.rule for cause in matching.matches]
         [3]
     """
 
@@ -424,31 +401,34 @@ class Matching:
         found: dict[tuple[Cause, str], Match] = {}
         for cause, form, predicted in hypotheses:
             self.tested.append(cause)
-            match = _match(difference, cause, form, predicted)
-            if match is not None:
-                found[cause, form] = min(match, found.get((cause, form), match), key=lambda one: one.error)
+            if (match := _match(difference, form, predicted)) is not None:
+                found[cause, form] = min(match, found.get((cause, form), match))
         if self.differences:
-            before = {key: one for key, one in self._standing.items() if key in found or key[0].parts_replicas}
-            found = {key: max(one, found.get(key, one), key=lambda it: it.error) for key, one in before.items()}
+            before = {key: one for key, one in self._standing.items() if key in found or key[0] is NOT_REDUCED}
+            found = {key: max(one, found.get(key, one)) for key, one in before.items()}
         self._standing = found
         self.differences += 1
 
     @property
-    def matches(self) -> list[Match]:
-        """The best match of each cause that reproduces every difference."""
-        best = {match.cause: match for match in sorted(self._standing.values(), key=lambda one: -one.error)}
-        return [best[cause] for cause in dict.fromkeys(cause for cause, _ in self._standing)]
+    def matches(self) -> dict[Cause, Match]:
+        """The best match of each cause that reproduces every difference.
+
+        Replicas that are not reduced diverge after the first step, so that no later step can be predicted.
+        """
+        best: dict[Cause, Match] = {}
+        for (cause, _), match in self._standing.items():
+            best[cause] = min(match, best.get(cause, match))
+        return best
 
 
-def _match(difference: Difference, cause: Cause, form: str, predicted: Tensors) -> Match | None:
+def _match(difference: Difference, form: str, predicted: Tensors) -> Match | None:
     """Return the match if a prediction fits all differences, and differs from the expected tensors."""
-    errors: dict[str, float] = {}
+    matches = []
     for name, found in difference.found.items():
         if name not in predicted:
             return None
         allowed, off = difference.allowed[name], distance(predicted[name], found)
         if not off <= allowed or not distance(predicted[name], difference.expected[name]) > allowed:
             return None
-        errors[name] = off / (norm(found) or 1.0)
-    name = max(errors, key=errors.__getitem__)
-    return Match(cause=cause, form=form, name=name, step=difference.step, error=errors[name])
+        matches.append(Match(off / (norm(found) or 1.0), name, difference.step, form))
+    return max(matches)

@@ -20,14 +20,24 @@ from trainkit.config.identity import difference
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, DataError, Problem, StorageError
 from trainkit.frames import first_line
-from trainkit.run.diagnosis import ORDERED, Examiner, Probed, explain_probe, explain_updates
-from trainkit.run.equivalence.answers import Numbers, Proof, Sameness, same_training
-from trainkit.run.equivalence.comparing import Comparison, Verdict, compare, is_rounding, moved_by_rounding, worst
-from trainkit.run.folder.proof_records import keep_proof
+from trainkit.prove.comparing import (
+    Comparison,
+    Numbers,
+    Proof,
+    Sameness,
+    Verdict,
+    compare,
+    is_rounding,
+    moved_by_rounding,
+    same_training,
+    worst,
+)
+from trainkit.prove.examining import ORDERED, Examiner, Probed, explain_probe, explain_updates
 from trainkit.run.planning.coupling import Coupling
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
+from trainkit.run.planning.proof_records import keep_proof
 from trainkit.run.runner import train
 from trainkit.storage import reporting
 from trainkit.trainer.checkpoint.loading import load
@@ -144,7 +154,7 @@ def prove(
         located: (number of a candidate, error about its config) -> the error with the places that set the keys.
 
     Returns:
-        A proof for each candidate. Each is also stored (`trainkit.run.folder.proof_records`).
+        A proof for each candidate. Each is also stored (`trainkit.run.planning.proof_records`).
 
     Raises:
         ConfigError: a candidate cannot run here, or is the reference itself.
@@ -251,7 +261,7 @@ def _diagnosed(
     else:
         keys = ", ".join(f"{one.key} is {one.right} here and {one.left} in the reference" for one in apart)
         is_config = bool(apart and not updates.differences)
-        lines = [f"explained by: the config: {keys}"] if is_config else list(explain_updates(updates))
+        lines = [f"explained by: the config: {keys}"] if is_config else explain_updates(updates)
     return replace(numbers, explanation=tuple(lines))
 
 

@@ -19,31 +19,20 @@ from typing import Any, Final
 
 import torch
 
+from trainkit.bounded import Kind
 from trainkit.config.identity import fingerprint
 from trainkit.errors import UnreadableError
-from trainkit.files import cache_folder, read_json, write_json_atomically
+from trainkit.files import cache_folder, read_map, write_json_atomically
 from trainkit.run.planning.plan import RunPlan
 
 _VERSION: Final = 1
 _LARGEST: Final = 16 * 1024
 """Size limit of a file in bytes."""
-_LONGEST: Final = 4096
-"""Length limit of a text in it, in characters."""
-_KINDS: Final[Mapping[str, tuple[type, ...]]] = {
-    "version": (int,),
-    "date": (str,),
-    "command": (str,),
-    "same_training": (str, type(None)),
-    "same_numbers": (str,),
-    "micro_size": (int,),
-    "steps": (int,),
-    "precision": (str,),
-    "largest_error": (int, float, type(None)),
-    "devices": (str,),
-    "torch": (str,),
-}
-"""Key -> the types of its value."""
-_ALLOWED: Final = {"same_training": ("yes", "no", "unknown", None), "same_numbers": ("equal", "rounding", "different")}
+_KINDS: Final[Mapping[str, Kind]] = {
+    "date": str, "command": str, "same_training": (str, type(None)), "same_numbers": str, "micro_size": int,
+    "steps": int, "precision": str, "largest_error": (float, type(None)), "devices": str, "torch": str, "version": int,
+}  # fmt: skip
+"""Key -> the type of its value."""
 
 
 def proofs_folder() -> Path | None:
@@ -82,7 +71,7 @@ def keep_proof(plan: RunPlan, found: Mapping[str, Any]) -> str | None:
         "version": _VERSION,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **found,
-        "command": found["command"][:_LONGEST],
+        "command": found["command"][:4096],
         "devices": _devices(plan),
         "torch": torch.__version__,
     }
@@ -98,10 +87,10 @@ def last_proof(plan: RunPlan) -> dict[str, Any] | None:
     """Return the last proof of a planned training; None if there is no valid one."""
     folder = proofs_folder()
     try:
-        content = None if folder is None else read_json(folder / f"{key_of(plan)}.json", limit=_LARGEST)
+        found = None if folder is None else read_map(folder / f"{key_of(plan)}.json", _KINDS, limit=_LARGEST)
     except UnreadableError:
         return None
-    return content if _is_proof(content) else None
+    return found if found is not None and found["version"] == _VERSION else None
 
 
 def _plain(value: Any) -> Any:
@@ -113,12 +102,3 @@ def _plain(value: Any) -> Any:
 
 def _devices(plan: RunPlan) -> str:
     return ", ".join(sorted({task.device.partition(":")[0] for task in plan.tasks}))
-
-
-def _is_proof(content: Any) -> bool:
-    if not isinstance(content, dict) or content.keys() != _KINDS.keys() or content["version"] != _VERSION:
-        return False
-    if any(not isinstance(content[key], kinds) or isinstance(content[key], bool) for key, kinds in _KINDS.items()):
-        return False
-    short = all(len(value) <= _LONGEST for value in content.values() if isinstance(value, str))
-    return short and all(content[key] in words for key, words in _ALLOWED.items())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainkit.cluster.tasks import Identity
 from trainkit.data.reading.loader import Loader
-from trainkit.run.diagnosis.faults import Shard, StepEvidence
+from trainkit.prove.faults import Shard, StepEvidence
 from trainkit.run.folder.starting_weights import starting_weights
 from trainkit.run.planning.build import make_optimizer, transformed_model
 from trainkit.run.planning.plan import RunPlan
@@ -33,21 +33,16 @@ class PlainLoop:
         self.plan = plan
         task = plan.tasks[0]
         model = transformed_model(plan.cfg, plan.components.strategy, task)  # compiled code draws other numbers
-        self._replica = (
-            OneDevice()
-            .setup(
-                SetupRequest(
-                    model=model,
-                    identity=Identity.solo(task.device),
-                    precision=plan.components.precision,
-                    numerics=plan.components.numerics,
-                    make_optimizer=make_optimizer(plan.cfg, model),
-                    training=make_step_context(plan),
-                    open_data=lambda device: unprefetched_loader(plan, device),
-                )
-            )
-            .local
+        request = SetupRequest(
+            model=model,
+            identity=Identity.solo(task.device),
+            precision=plan.components.precision,
+            numerics=plan.components.numerics,
+            make_optimizer=make_optimizer(plan.cfg, model),
+            training=make_step_context(plan),
+            open_data=lambda device: unprefetched_loader(plan, device),
         )
+        self._replica = OneDevice().setup(request).local
         self.params = self._replica.params
         saved = self._replica.model.state_dict()
         self._buffers = {name: buffer for name, buffer in self._replica.model.named_buffers() if name in saved}

@@ -1,0 +1,241 @@
+"""Compare two trainings: their plans by the keys that matter, and their weights by name, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from trainkit.config.identity import difference
+from trainkit.run.planning.coupling import Coupling
+from trainkit.run.planning.plan import RunPlan
+
+Verdict = Literal["equal", "rounding", "different"]
+
+_ULPS: Final = 4096.0
+"""Tolerance, in units in the last place, for ten steps of sums in another order: 9e-13 in float64, 5e-4 in float32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Comparison of one parameter or buffer with the reference, over all steps."""
+
+    name: str
+    """`param/...` or `buffer/...`."""
+    verdict: Verdict
+    error: float
+    """The largest relative error of any step, |a - b| / |b| in the 2-norm."""
+    first_step: int | None
+    """The first step after which some bit differs; for `different`, the first beyond rounding."""
+    no_gradient: bool = False
+    """Whether the true gradient is zero; the tolerance is then 1e-8 of the sum of the learning rates."""
+
+
+def worst(comparisons: Iterable[Comparison]) -> Verdict:
+    """Return the worst verdict of some comparisons."""
+    found = {one.verdict for one in comparisons}
+    if "different" in found:
+        return "different"
+    return "rounding" if "rounding" in found else "equal"
+
+
+def is_rounding(expected: Mapping[int, Mapping[str, Tensor]], found: Mapping[int, Mapping[str, Tensor]]) -> bool:
+    """Return whether two trainings differ by rounding only."""
+    pairs = ((expected[number][name], one) for number, right in found.items() for name, one in right.items())
+    return all(torch.equal(one, other) or _close(one, other, 0.0) for one, other in pairs)
+
+
+def moved_by_rounding(rates: Iterable[float]) -> float:
+    """Return how far rounding may move an element whose true gradient is zero: 1e-8 of the sum of the learning rates.
+
+    Example:
+        >>> moved_by_rounding([0.5, 0.5])
+        1e-08
+    """
+    return 1e-8 * sum(rates)
+
+
+def compare(
+    expected: Mapping[int, Mapping[str, Tensor]],
+    found: Mapping[int, Mapping[str, Tensor]],
+    *,
+    no_gradient: frozenset[str] = frozenset(),
+    without_gradient: Mapping[str, Tensor] | None = None,
+    allowed: float = 0.0,
+    exact: bool = False,
+) -> Iterator[Comparison]:
+    """Compare tensors by name after every step that the candidate has.
+
+    Args:
+        expected: the reference: updates -> name -> tensor.
+        found: the same for the candidate.
+        no_gradient: names whose true gradient is zero.
+        without_gradient: name -> mask of the elements whose true gradient is zero (the key bias of attention, which
+            torch keeps in one parameter with two others).
+        allowed: the absolute tolerance for both, and for buffers if the model has such parameters.
+        exact: whether equal bits are promised, so that rounding is a difference.
+
+    Example:
+        >>> one, other = {"param/w": torch.ones(2)}, {"param/w": torch.ones(2) * 2}
+        >>> [(item.verdict, item.first_step) for item in compare({1: one, 2: one}, {1: one, 2: other})]
+        [('different', 2)]
+    """
+    # Batch statistics after a parameter without gradient inherit its rounding.
+    loose = bool(no_gradient)
+    masks = without_gradient or {}
+    for name in next(iter(expected.values())):
+        error, unequal, beyond = 0.0, None, None
+        for number, right in found.items():
+            one, other = expected[number][name], right[name]
+            if torch.equal(one, other):
+                continue
+            unequal = unequal or number
+            error = max(error, _relative(one, other))
+            absolute = allowed if name in no_gradient or (loose and name.startswith("buffer/")) else 0.0
+            if exact or not _close(one, _without(masks.get(name), one, other, allowed), absolute):
+                beyond = beyond or number
+        verdict: Verdict = "different" if beyond else "rounding" if unequal else "equal"
+        yield Comparison(
+            name=name,
+            verdict=verdict,
+            error=error,
+            first_step=beyond or unequal,
+            no_gradient=name in no_gradient,
+        )
+
+
+def _without(mask: Tensor | None, expected: Tensor, found: Tensor, allowed: float) -> Tensor:
+    """Return the found tensor, with its masked elements replaced by the expected ones where they are close enough."""
+    if mask is None:
+        return found
+    return torch.where(mask & ((found - expected).abs() <= allowed), expected, found)
+
+
+def _relative(expected: Tensor, found: Tensor) -> float:
+    one, other = expected.double(), found.double()
+    scale = float(one.norm())
+    return float((one - other).norm()) / scale if scale else float((one - other).norm())
+
+
+def _close(expected: Tensor, found: Tensor, allowed: float) -> bool:
+    if not expected.is_floating_point() or not torch.isfinite(found).all():
+        return False
+    if float((expected - found).abs().max()) <= allowed:
+        return True
+    return _relative(expected, found) <= _ULPS * torch.finfo(expected.dtype).eps
+
+
+_CUT: Final = ("batch.micro_size", "batch.accumulation")
+"""Keys that cut a step into shards."""
+_ROUNDED: Final = (
+    "convert rounds products to eight bits by design: its contract is the curve of the loss, and the numbers below "
+    "are those of the unconverted layers"
+)
+_ANOTHER: Final = "this strategy is a different training from that of one_device"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sameness:
+    """Whether two trainings, as they would be started, are the same training."""
+
+    verdict: Literal["yes", "no", "unknown"]
+    reasons: tuple[str, ...]
+    """The reasons, one line each."""
+    remedy: str | None = None
+    """The overrides with which both would be the same training, if only the cut differs: `batch.micro_size=32`."""
+
+
+def same_training(
+    reference: RunPlan, candidate: RunPlan, coupling: Callable[[], Coupling], *, accumulates: bool = False
+) -> Sameness:
+    """Compare two plans, as they would be started.
+
+    They are the same training if the maths keys other than the cut are equal, and either the cut is equal, or the model
+    and the objective neither draw random numbers nor couple the samples of a shard.
+    """
+    other = tuple(_other_keys(reference, candidate))
+    if other:
+        return Sameness(verdict="no", reasons=other)
+    here, there = candidate.batch.micro_size, reference.batch.micro_size
+    if here == there:
+        return Sameness(verdict="yes", reasons=(f"both have batch.micro_size={here}, and no other maths key differs",))
+    cut, found = f"batch.micro_size is {here} here and {there} under one_device", coupling()
+    if found.depends_on_cut is False:
+        neither = "the model and the objective neither draw random numbers nor couple the samples of a shard"
+        return Sameness(verdict="yes", reasons=(f"{cut}, and {neither}",))
+    remedy = f"batch.micro_size={here}"
+    if accumulates:
+        remedy += " instead of batch.accumulation"
+    if found.depends_on_cut:
+        return Sameness(verdict="no", reasons=(f"{cut}, and {found.text}",), remedy=remedy)
+    return Sameness(verdict="unknown", reasons=(f"{cut}; coupling: not probed, {found.not_probed}",), remedy=remedy)
+
+
+def _other_keys(reference: RunPlan, candidate: RunPlan) -> Iterator[str]:
+    """Yield the differences other than the cut."""
+    differing = [one for one in difference(reference.cfg, candidate.cfg) if one.matters and one.key not in _CUT]
+    if any(one.key == "strategy._target_" for one in differing):  # its other keys belong to that difference
+        differing = [one for one in differing if not one.key.startswith("strategy.")]
+        yield _ANOTHER
+    elif candidate.components.strategy.facts_in(candidate.context).changes_maths and not differing:
+        yield _ANOTHER
+    if candidate.cfg.convert:
+        yield _ROUNDED
+    for one in differing:
+        here, there = ("null" if value is None else value for value in (one.right, one.left))
+        if one.key.startswith("strategy."):
+            yield f"{one.key}={here} counts as maths, and one_device has no such key"
+        else:
+            yield f"{one.key} is {here} here and {there} under one_device"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """The second answer: whether the numbers are the same with equal shards."""
+
+    precision: str
+    """The precision in which both were trained."""
+    micro_size: int
+    """The common cut: both were trained with this `batch.micro_size`."""
+    steps: tuple[int, ...]
+    """The updates after which both were compared: those after which the candidate's replicas are identical."""
+    comparisons: tuple[Comparison, ...]
+    gradients: tuple[Comparison, ...] = ()
+    """The gradients of a probe compared with a plain loop's; empty if the strategy is another training by design."""
+    explanation: tuple[str, ...] = ()
+    """Lines that name the rule which the candidate breaks; empty if it breaks none."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of the comparisons; gradients that differ make the numbers differ."""
+        return worst([*self.comparisons, *(one for one in self.gradients if one.verdict == "different")])
+
+    @property
+    def first(self) -> Comparison | None:
+        """The first difference: the earliest step, and in it the first parameter."""
+        wrong = [one for one in self.comparisons if one.verdict == "different"]
+        return min(wrong, key=lambda one: one.first_step or 0, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """Both answers about one candidate."""
+
+    label: str
+    """The strategy as the user named it."""
+    replicas: int
+    sameness: Sameness | None
+    """The first answer; None if only the second was requested."""
+    numbers: Numbers
+    """The second answer."""
+    notes: tuple[str, ...] = ()
+    """Notes for the user about this strategy and this model; `train` and `plan` print the same."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether every requested answer is yes."""
+        same = self.sameness is None or self.sameness.verdict == "yes"
+        return same and self.numbers.verdict != "different"
