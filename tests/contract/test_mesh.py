@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,11 +17,13 @@ from torch import nn
 
 from tests.contract.meshes import TOLERANCES, Mesh, Resumed, case_of, compare, resume_error
 from tests.contract.stepping import Case, Trained, oracle, train
+from tests.contract.test_compression import distance
 from tests.contract.test_tensor_parallel import MLP, STREAM, GptCase, StreamCase
 from tests.support import reference
 from tests.support.pool import Pool
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.model_transforms import ModelTransforms
+from trainkit.strategies.reducers.options import Reducing
 
 GATE = [
     ("Gpt", Mesh(2, 2, 2)),
@@ -150,6 +152,24 @@ def test_all_axes_together_are_the_reference(base: Case, pool: Pool) -> None:
 def test_batch_statistics_are_summed_over_replicate_and_shard(shard: int, pool: Pool) -> None:
     settings = {"replicate": 2, "shard": shard}
     check(replace(NET, model={"width": 8, "norm": True}, settings=settings, micro_size=4), pool)
+
+
+@pytest.mark.parametrize("reduce", get_args(Reducing)[1:])
+@pytest.mark.slow
+def test_every_reducer_sums_the_copies_of_a_part(reduce: str, pool: Pool) -> None:
+    settings = {"reduce": reduce, "replicate": 2, "shard": 2}
+    check(replace(NET, model={"width": 7, "norm": True}, micro_size=3, settings=settings), pool)
+    check(replace(GPT, micro_size=1, settings={**settings, "replicate": 3, "shard": 1}, num_steps=3), pool)
+    check(replace(GPT, settings=ALL_AXES | {"reduce": reduce, "sync": "last"}, num_steps=3), pool)
+
+
+@pytest.mark.parametrize(("compression", "least", "most"), [("bf16", 1e-4, 2.0**-6), ("fp16", 1e-5, 2.0**-9)])
+def test_copies_of_a_part_lose_what_compression_loses(compression: str, least: float, most: float, pool: Pool) -> None:
+    base = replace(NET, precision="fp32", max_norm=None, micro_size=4, settings={"replicate": 2, "shard": 2})
+    exact = train(pool, base)[0].weights
+    ranks = train(pool, replace(base, settings={**base.settings, "compression": compression}))
+    assert least < distance(ranks[0].weights, exact) < most
+    assert all(hashes(rank) == hashes(ranks[0]) for rank in ranks)
 
 
 @pytest.mark.parametrize("name", BITS)

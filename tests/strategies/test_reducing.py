@@ -103,19 +103,26 @@ def test_allowed_ones_are_left_as_they_are(reduce: str, pool: Pool) -> None:
             torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=0)
 
 
-def grouped(place: Place, hosts: list[int]) -> list[float]:
+def grouped(place: Place, places: list[tuple[int, int]]) -> list[float]:
     packing = FlatBuffer([torch.Size([3])], torch.float64, CPU)
-    reducer = HierarchicalReducer(hosts, rank=place.rank, timeout_s=60)
+    reducer = HierarchicalReducer(places, rank=place.rank, timeout_s=60)
     reducer.begin(packing, num_shards=4)
     reducer.add(0, [torch.full((3,), 10.0**place.rank, dtype=torch.float64)])
     found: list[float] = reducer.finish()[0].tolist()  # type: ignore[union-attr]
     return found
 
 
-@pytest.mark.parametrize("hosts", [[7, 9, 7, 9], [7, 8, 9, 9]])
-def test_hosts_are_summed_one_by_one_and_then_together(hosts: list[int], pool: Pool) -> None:
-    found = pool.run("tests.strategies.test_reducing.grouped", hosts, num_ranks=4, group=True)
-    assert found == [[1111.0] * 3] * 4
+@pytest.mark.parametrize(
+    ("together", "hosts", "sums"),
+    [([0] * 4, [7, 9, 7, 9], [1111.0] * 4), ([0] * 4, [7, 8, 9, 9], [1111.0] * 4),
+     ([0, 1, 0, 1], [7, 7, 9, 9], [101.0, 1010.0] * 2), ([0, 0, 2, 2], [7, 7, 7, 7], [11.0, 11.0, 1100.0, 1100.0])],
+)  # fmt: skip
+def test_hosts_are_summed_one_by_one_and_then_together(
+    together: list[int], hosts: list[int], sums: list[float], pool: Pool
+) -> None:
+    places = list(zip(together, hosts, strict=True))
+    found = pool.run("tests.strategies.test_reducing.grouped", places, num_ranks=4, group=True)
+    assert found == [[one] * 3 for one in sums]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import subprocess
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from torch import nn
@@ -22,6 +23,7 @@ from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirr
 from trainkit.strategies.local_sgd import LocalSgd
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.parameter_server import ParameterServer
+from trainkit.strategies.reducers.options import Reducing
 from trainkit.strategies.traffic import ModuleCall, StepCut, TensorFacts, traffic_of
 from trainkit.strategies.traffic.tables import AT_MOST
 
@@ -238,6 +240,17 @@ MORE = {
     ],
     "async": [*SMALL, "strategy=parameter_server", "strategy.mode=async"],
     "tensor_parallel, replicas": [*CUT_GPT, "strategy.replicas=2", "activation_checkpointing=full"],
+    **{
+        f"mesh, {reduce}": [
+            *SMALL,
+            "strategy=mesh",
+            "strategy.replicate=2",
+            "strategy.shard=2",
+            f"strategy.reduce={reduce}",
+        ]
+        for reduce in get_args(Reducing)
+    },
+    "mesh, bf16": [*SMALL, "strategy=mesh", "strategy.replicate=2", "strategy.shard=2", "strategy.compression=bf16"],
     "mesh": [*GPT, "strategy=mesh", "strategy.shard=2", "strategy.tensor=2"],
     "tensor_parallel, stretches": [*CUT_GPT, "strategy.replicas=1", STRETCHES],
     "tensor_parallel, bf16": [*CUT_GPT, "strategy.replicas=1", "precision=bf16_mixed"],

@@ -538,6 +538,10 @@ class Strategy(ABC):
         """
         return self
 
+    def as_observed(self) -> Strategy:
+        """Return the strategy whose step a plan observes without the other ranks (`Facts.observed`); pure."""
+        return self
+
     @abstractmethod
     def setup(self, request: SetupRequest) -> Executor:
         """Place the model on its devices; collective over the ranks of the run."""

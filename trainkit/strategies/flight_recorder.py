@@ -240,14 +240,19 @@ class FlightRecorder:
 _current: FlightRecorder | None = None
 
 
-def note_exchange(tensor: Tensor, name: str = "exchange of gradients") -> None:
-    """Record an exchange between all ranks that uses no process group, or whose tensors have one size on all of them.
+def note_exchange(tensor: Tensor, name: str = "exchange of gradients", group: dist.ProcessGroup | None = None) -> None:
+    """Record an exchange that calls no collective of torch, or whose tensors have one size on all ranks.
+
+    Args:
+        tensor: the tensor that this rank sends.
+        name: the exchange.
+        group: the ranks that take part; None: all.
 
     Raises:
         CollectiveMismatchError: another rank of this host has called a different collective in the same place.
     """
-    if _current is not None and dist.group.WORLD is not None:
-        _current.record(dist.group.WORLD, name, tensor)
+    if _current is not None and (taking_part := group or dist.group.WORLD) is not None:
+        _current.record(taking_part, name, tensor)
 
 
 def _recorded(method: Callable[..., Any], name: str) -> Callable[..., Any]:

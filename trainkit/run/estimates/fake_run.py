@@ -284,7 +284,7 @@ def observe(
     Raises:
         Exception: the model or the objective reads the data of a tensor, or the step cannot run without data.
     """
-    strategy, num_ranks, replicas = plan.components.strategy, plan.num_computing, plan.num_replicas
+    strategy, num_ranks, replicas = plan.components.strategy.as_observed(), plan.num_computing, plan.num_replicas
     numerics = plan.components.numerics
     lanes = numerics.lanes if numerics.reproducible else None
     own = shards_of_rank(

@@ -233,10 +233,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
 
     def sum_of_gradients(self, context: PlanContext) -> str | None:
         """Return the reducer and the compression, for the summary; lanes leave no choice."""
-        if context.numerics.reproducible:
-            return None
-        known, because = self.planned_reducer(context, self.tasks(context))
-        return f"{known}{f' (auto: {because})' if because else ''}, compression {self.compression}"
+        return None if context.numerics.reproducible else self.described(context, self.tasks(context))
 
     def _takes_gradients(self, numerics: Numerics, num_replicas: int) -> bool:
         """Return whether the vector of the exchange is the memory of the gradients."""

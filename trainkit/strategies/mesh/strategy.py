@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from trainkit.cluster.tasks import Identity
 from trainkit.config.values import MOST_PROCESSES, closest
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import Limit, at_most, placement, speed
+from trainkit.fields import Limit, at_most, maths, placement, speed
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_nothing
 from trainkit.objectives.base import Access, Collective
 from trainkit.strategies.base import Facts, Numerics, PlanContext, SetupRequest, Strategy
-from trainkit.strategies.collectives import RankGroup, broadcast_values
+from trainkit.strategies.collectives import GroupCollective, RankGroup, broadcast_values
 from trainkit.strategies.core.refusals import optimizer_problems
 from trainkit.strategies.core.replica import PlacedModel
 from trainkit.strategies.core.step import MakeStep, ShardStep
@@ -55,10 +55,13 @@ from trainkit.strategies.mesh.step import (
 from trainkit.strategies.mesh.sums import LaneSummation, Pass
 from trainkit.strategies.mesh.tensor import DrawWatch, Exchange, cut_parameters, exchange_activations
 from trainkit.strategies.mesh.tensor_plan import MatchedPlan, described, match_plan
-from trainkit.strategies.reducers import BackendReducer, LocalReducer, Reducer
+from trainkit.strategies.reducers import LocalReducer, Reducer
+from trainkit.strategies.reducers.compression import Compression
+from trainkit.strategies.reducers.options import Reducing, ReductionOptions
 from trainkit.strategies.tensors.layouts import Placement, SingleDevicePlacement, local_part, make_dense
-from trainkit.strategies.traffic import CollectiveCall, StepCut, Transfer, WorkShare
+from trainkit.strategies.traffic import CollectiveCall, StepCut, Transfer, WorkShare, joined, ranks_a_host
 from trainkit.strategies.traffic.observed import observed_transfers
+from trainkit.strategies.traffic.reductions import Vector, reduction
 
 Wrap = Literal["blocks"] | tuple[str, ...]
 TensorPlan = Mapping[str, str] | Literal["auto"]
@@ -208,6 +211,11 @@ class MeshStrategy(ProcessGroup, Strategy):
         observed=True,
     )
 
+    @property
+    def reduction(self) -> ReductionOptions:
+        """The way in which the copies along `replicate` sum their gradients."""
+        return ReductionOptions(reduce="backend")
+
     @abstractmethod
     def layout(self, num_ranks: int) -> Layout:
         """Return the layout over a number of ranks; pure."""
@@ -294,10 +302,12 @@ class MeshStrategy(ProcessGroup, Strategy):
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return the memory of a rank, and the vector that copies exchange, unless backward sums in parts."""
         layout, numerics = self.layout_in(context), context.numerics
-        copies = 0 if layout.gathers else synchronous_gradient_copies(numerics, layout.axes.replicate)
+        copies: float = 0 if layout.gathers else synchronous_gradient_copies(numerics, layout.axes.replicate)
         if layout.gathers and numerics.reproducible:  # the pieces of all ranks that wait for the next lanes
             rounds = -(-numerics.lanes // layout.axes.num_ranks)
             copies = layout.axes.shard * (rounds - 1).bit_length()
+        if layout.axes.replicate > 1 and not numerics.reproducible:
+            copies += self.reduction.exchange_copies(self.reduction.reduce, layout.axes.replicate)
         return ModelMemory(
             resident=layout.resident_elements(model),
             transient=layout.transient_elements(model),
@@ -331,13 +341,31 @@ class MeshStrategy(ProcessGroup, Strategy):
         def share(rank: int) -> float:
             return 1.0 if layout.gathers else cut.shards_of(rank // axes.tensor) / cut.shards_a_replica
 
-        return observed_transfers(
+        found = observed_transfers(
             calls,
             num_ranks=axes.num_ranks,
             device_type=self.tasks(context)[0].device.partition(":")[0],
             purpose=purpose,
             share=share,
         )
+        if (reducer := self.reduction.reduce) == "backend":
+            return found
+        # the observed copies sum by the backend, and exchange the same vector
+        summed = [one for one in calls if one.ranks == of_axis["replicate"] and purpose(one)[0] == "gradients"]
+        vector = Vector.of(sum(one.times * one.num_bytes for one in summed), 1)
+        step = axes.shard * axes.tensor
+        on_host = max(ranks_a_host(context, axes.num_ranks) // step, 1)
+        groups = [range(at, axes.num_ranks, step) for at in range(step)]
+        each = [reduction(reducer, group, vector, ranks_a_host=on_host)[0] for group in groups]
+        kept = (one for one in found if (one.what, one.how) != ("gradients", "all-reduce"))
+        return (*kept, replace(each[0], flows=joined(*(one.flows for one in each))))
+
+    def sum_of_gradients(self, context: PlanContext) -> str | None:
+        """Return the reducer of the copies and the compression, for the summary; lanes leave no choice."""
+        copies = self.layout_in(context).axes.replicate
+        if copies == 1 or context.numerics.reproducible:
+            return None
+        return self.reduction.described(context, self.tasks(context))
 
     def setup(self, request: SetupRequest) -> ShardedExecutor:
         """Join the other ranks, and keep this rank's part of the model.
@@ -373,7 +401,18 @@ class MeshStrategy(ProcessGroup, Strategy):
         def reducer(collective: Collective, numerics: Numerics) -> Reducer:
             if numerics.reproducible:
                 return backend_or_lanes(collective, numerics)
-            return LocalReducer() if copies is None else BackendReducer(group=copies)
+            if copies is None:
+                return LocalReducer()
+            along = GroupCollective(
+                rank=place.places["replicate"], num_ranks=layout.axes.replicate, device=place.device, group=copies
+            )
+            return self.reduction.reducer_of(
+                along,
+                timeout_s=self.timeout_s,
+                on_gpus=place.device.type != "cpu",
+                all_ranks=ranks.all_ranks,
+                group=copies,
+            )()
 
         move = partial(_move, layout=layout, place=place, cuts=cuts)
         parts = build_parts(request, ranks=ranks, placement=place, make_reducer=reducer, move=move)
@@ -507,6 +546,19 @@ class Mesh(MeshStrategy):
     """Whether gradients are summed after each shard, or only after the last one of a rank."""
     offload: Annotated[bool, placement] = False
     """Whether parts and their optimizer are kept in the memory of the host, and copied to the GPU for gathering."""
+    reduce: Annotated[Reducing, placement] = "backend"
+    """The reducer that sums gradients over `replicate`."""
+    compression: Annotated[Compression, maths(neutral="none")] = "none"
+    """Send gradients along `replicate` as bfloat16 or float16: fewer bytes, and a different result."""
+
+    @property
+    def reduction(self) -> ReductionOptions:
+        """The way in which the copies along `replicate` sum their gradients."""
+        return ReductionOptions(reduce=self.reduce, compression=self.compression)
+
+    def as_observed(self) -> Self:
+        """Return this mesh with the backend's sum: no other reducer works without the other ranks."""
+        return replace(self, reduce="backend")
 
     @property
     def ranks_a_replica(self) -> int:
@@ -549,6 +601,14 @@ class Mesh(MeshStrategy):
         idle |= {"sync": self.sync != "each", "offload": self.offload}
         problems = [_idle(key, getattr(self, key), "shard") for key, given in idle.items() if given and axes.shard == 1]
         problems += [_idle("plan", plan_text(self.plan), "tensor")] if axes.tensor == 1 and self.plan != "auto" else []
+        idle = {"reduce": self.reduce != "backend", "compression": self.compression != "none"}
+        if axes.replicate == 1:
+            problems += [_idle(key, getattr(self, key), "replicate") for key, given in idle.items() if given]
+        elif self.compression == "powersgd":
+            rule = "is of whole matrices, of which ranks of a mesh exchange parts. Use bf16 or fp16, or mirrored."
+            problems.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
+        else:
+            problems += self.reduction.reduction_problems(context, lambda: self.tasks(context))
         return [*problems, *wrap_problems(self.wrap)]
 
     def notes(self, model: nn.Module, context: PlanContext) -> tuple[str, ...]:

@@ -1,14 +1,14 @@
-"""Compress gradients with torch's own hooks for DistributedDataParallel, called with trainkit's buckets.
+"""Compress gradients: bf16 and fp16 here, PowerSGD with torch's own hook for DistributedDataParallel.
 
-The hooks average; sums are needed here, so a bucket is multiplied by the number of ranks first. For bf16 and fp16 that
-cancels their division exactly if the number is a power of two.
+The hook averages; sums are needed here, so a bucket is multiplied by the number of ranks first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,16 +16,18 @@ from trainkit.strategies.tensors.layouts import in_memory_order
 
 Compression = Literal["none", "bf16", "fp16", "powersgd"]
 """The encoding of exchanged gradients."""
+_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Compressor:
-    """Sums buckets of gradients over the default group, with fewer bytes.
+    """Sums buckets of gradients over a group, with fewer bytes.
 
     Args:
         kind: bf16 and fp16 round every gradient to 2 bytes; powersgd sends two low-rank matrices instead of one matrix,
             and adds the error to the next step's gradient.
         powersgd_rank: rank of those matrices.
         powersgd_after: number of first steps whose gradients are sent uncompressed; 2 or more.
+        group: the ranks to sum over; None: all of them. PowerSGD sums over all.
 
     Source: Vogels et al. 2019, arXiv:1905.13727; torch.distributed.algorithms.ddp_comm_hooks.
     """
@@ -35,51 +37,55 @@ class Compressor:
     would have to join itself if it released the last reference ("Resource deadlock avoided": the process aborts).
     """
 
-    def __init__(self, kind: Compression, *, powersgd_rank: int = 1, powersgd_after: int = 1000) -> None:
-        self.takes_buckets = kind != "powersgd"
-        """Whether an exchange may start before the previous one has ended. PowerSGD's hook begins exchanges in
-        callbacks, at unpredictable moments: concurrent exchanges could be matched with wrong ones of other ranks (gloo
-        then hangs).
-        """
-        # Import them here: they import torch's optimizers, which would slow down every start.
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # noqa: PLC0415
-
-        self._state: powerSGD_hook.PowerSGDState | None = None
-        hook: Any = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}.get(kind)
+    def __init__(
+        self,
+        kind: Compression,
+        *,
+        powersgd_rank: int = 1,
+        powersgd_after: int = 1000,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._dtype, self._group = _DTYPES.get(kind), group
         if kind == "powersgd":
-            hook = powerSGD_hook.powerSGD_hook
+            # Import it here: it imports torch's optimizers, which would slow down every start.
+            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # noqa: PLC0415
+
+            self._hook = powerSGD_hook.powerSGD_hook
             self._state = powerSGD_hook.PowerSGDState(
                 process_group=None,
                 matrix_approximation_rank=powersgd_rank,
                 start_powerSGD_iter=powersgd_after,
                 orthogonalization_epsilon=1e-8,  # else a layer whose gradient is zero would become NaN
             )
-        self._hook = hook
 
     def sum(self, part: Tensor, grads: Sequence[Tensor], *, index: int) -> Callable[[], None]:
         """Start to sum a bucket, (numel,), in place; return a function that waits for the sum. Collective."""
-        part.mul_(dist.get_world_size())
-        future = self._hook(self._state, _Bucket(part, grads, index))
+        if self._dtype is not None:
+            rounded = part.to(self._dtype)
+            work = dist.all_reduce(rounded, group=self._group, async_op=True)
 
-        def wait() -> None:
-            summed = future.wait()
-            if summed.data_ptr() != part.data_ptr():
-                part.copy_(summed)
+            def wait() -> None:
+                work.wait()
+                part.copy_(rounded)
 
-        if self.takes_buckets:
             return wait
+        part.mul_(dist.get_world_size())
         Compressor.held_group = dist.group.WORLD
-        wait()
+        # It begins exchanges in callbacks, at unpredictable moments: a later bucket's could be matched with wrong ones
+        # of other ranks (gloo then hangs), so this one is waited for.
+        summed = self._hook(self._state, _Bucket(part, grads, index)).wait()
+        if summed.data_ptr() != part.data_ptr():
+            part.copy_(summed)
         return lambda: None
 
     @property
     def steps(self) -> int:
         """Number of steps of PowerSGD."""
-        return int(self._state.iter) if self._state is not None else 0
+        return int(self._state.iter) if self._dtype is None else 0
 
     def set_steps(self, value: int) -> None:
         """Continue after `value` steps."""
-        if self._state is not None:
+        if self._dtype is None:
             self._state.iter = value
 
 

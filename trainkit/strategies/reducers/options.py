@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Self
 
 import torch
+import torch.distributed as dist
 
 from trainkit.cluster.host import host_id
 from trainkit.cluster.tasks import Task
@@ -25,8 +26,10 @@ from trainkit.strategies.reducers.vector import (
     RingReducer,
 )
 
-Reduce = Literal["backend", "shared_memory", "ring", "hierarchical", "to_one_device", "auto"]
+Reducing = Literal["backend", "shared_memory", "ring", "hierarchical", "to_one_device"]
 """The reducers that sum gradients over the ranks."""
+Reduce = Literal[Reducing, "auto"]
+"""A reducer, or `auto`: one by a rule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,23 +132,37 @@ class ReductionOptions:
         compressed = {"none": 0, "bf16": 1, "fp16": 1, "powersgd": 2}
         return beside + compressed[self.compression]
 
-    def reducer_of(self, collective: Collective, *, timeout_s: float, on_gpus: bool) -> Callable[[], Reducer]:
-        """Return a function that makes the reducer of the ranks of a process group; both are collective.
+    def reducer_of(
+        self,
+        collective: Collective,
+        *,
+        timeout_s: float,
+        on_gpus: bool,
+        all_ranks: Collective | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> Callable[[], Reducer]:
+        """Return a function that makes the reducer of some ranks; both are collective over all ranks of the run.
 
         Args:
-            collective: gathers small tensors over the ranks.
+            collective: gathers small tensors over the ranks that sum.
             timeout_s: seconds to wait for another rank.
             on_gpus: whether any gradient is on a GPU.
+            all_ranks: gathers small tensors over all ranks of the run; None: they are the same.
+            group: the ranks that sum; None: all ranks of the run.
         """
-        hosts, ranks = _hosts(collective), collective.num_ranks
+        every = all_ranks or collective
+        together = 0 if group is None else dist.get_process_group_ranks(group)[0]
+        rows = torch.cat(every.gather(torch.tensor([[together, host_id()]]))).tolist()
+        places = [(first, host) for first, host in rows]
+        hosts = {host for first, host in places if first == together}
         makers: dict[Reduce, Callable[[], Reducer]] = {
-            "backend": self._backend,
-            "shared_memory": lambda: SharedMemoryReducer(collective, timeout_s=timeout_s),
-            "ring": lambda: RingReducer(collective),
-            "hierarchical": lambda: HierarchicalReducer(hosts, rank=collective.rank, timeout_s=timeout_s),
-            "to_one_device": ReduceThenBroadcastReducer,
+            "backend": lambda: self._backend(group),
+            "shared_memory": lambda: SharedMemoryReducer(collective, timeout_s=timeout_s, group=group),
+            "ring": lambda: RingReducer(collective, group),
+            "hierarchical": lambda: HierarchicalReducer(places, rank=every.rank, timeout_s=timeout_s),
+            "to_one_device": lambda: ReduceThenBroadcastReducer(group),
         }
-        return makers[self.rule(num_ranks=ranks, num_hosts=len(set(hosts)), on_gpus=on_gpus)[0]]
+        return makers[self.rule(num_ranks=collective.num_ranks, num_hosts=len(hosts), on_gpus=on_gpus)[0]]
 
     def without_obstacle(self, collective: Collective, *, on_gpus: bool, num_bytes: int) -> tuple[Self, str | None]:
         """Return the options with `backend` in the place of an `auto` whose rule the ranks cannot use, and why;
@@ -165,13 +182,18 @@ class ReductionOptions:
             return self, None
         return replace(self, reduce="backend"), f"strategy.reduce=auto: backend, because {why}."
 
-    def _backend(self) -> BackendReducer:
+    def described(self, context: PlanContext, tasks: Sequence[Task]) -> str:
+        """Return the reducer and the compression, for the summary of a run."""
+        known, because = self.planned_reducer(context, tasks)
+        return f"{known}{f' (auto: {because})' if because else ''}, compression {self.compression}"
+
+    def _backend(self, group: dist.ProcessGroup | None) -> BackendReducer:
         compressor = None
         if self.compression != "none":
             compressor = Compressor(
-                self.compression, powersgd_rank=self.powersgd_rank, powersgd_after=self.powersgd_after
+                self.compression, powersgd_rank=self.powersgd_rank, powersgd_after=self.powersgd_after, group=group
             )
-        return BackendReducer(bucket_bytes=self.bucket_bytes, compressor=compressor)
+        return BackendReducer(bucket_bytes=self.bucket_bytes, compressor=compressor, group=group)
 
 
 def _hosts(collective: Collective) -> list[int]:

@@ -10,10 +10,12 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.cluster.host import ProcessId, host_id
@@ -51,15 +53,22 @@ class SharedMemorySegment:
     processors do not; there, releasing and acquiring a lock between the two orders them, because both have release and
     acquire semantics. Tested on x86-64.
 
+    Args:
+        collective: the ranks.
+        numel: elements of a slot.
+        dtype: their dtype.
+        names: the number of each rank in the run, for messages; empty: they are all ranks of it.
+
     Raises:
         TrainingError: the ranks are not on one host, or there is not enough memory.
     """
 
-    def __init__(self, collective: Collective, *, numel: int, dtype: torch.dtype) -> None:
+    def __init__(self, collective: Collective, *, numel: int, dtype: torch.dtype, names: Sequence[int] = ()) -> None:
         self._rank, self._num_ranks = collective.rank, collective.num_ranks
+        self._names = names or range(self._num_ranks)
         stride = -(-numel * dtype.itemsize // _PAGE) * _PAGE
         head = -(-self._num_ranks * _LINE // _PAGE) * _PAGE
-        self._marks, descriptor = _share_memory(collective, head + (self._num_ranks + 1) * stride)
+        self._marks, descriptor = _share_memory(collective, head + (self._num_ranks + 1) * stride, self._names)
         try:
             memory = mmap.mmap(descriptor, head + (self._num_ranks + 1) * stride)
         finally:
@@ -106,14 +115,15 @@ class SharedMemorySegment:
             lost = words[rank * _WORDS + _GONE] == 1 or not self._marks[rank].lives
             if words[place] >= wanted:
                 return  # it arrived, and ended afterwards
+            name, own = self._names[rank], self._names[self._rank]
             # Both report the end of another rank, not a failure of this one: the cause marks the error as secondary.
             if lost:
-                cause: ConnectionError = ConnectionResetError(f"rank {rank} has left")
-                raise TrainingError(f"rank {rank} ended while rank {self._rank} waited for its gradients.") from cause
+                cause: ConnectionError = ConnectionResetError(f"rank {name} has left")
+                raise TrainingError(f"rank {name} ended while rank {own} waited for its gradients.") from cause
             if now - begun > timeout_s:
-                cause = ConnectionAbortedError(f"rank {rank} did not arrive")
+                cause = ConnectionAbortedError(f"rank {name} did not arrive")
                 raise TrainingError(
-                    f"rank {rank} sent no gradients to rank {self._rank} in {timeout_s:g} s (strategy.timeout_s)."
+                    f"rank {name} sent no gradients to rank {own} in {timeout_s:g} s (strategy.timeout_s)."
                 ) from cause
 
     def close(self) -> None:
@@ -121,8 +131,8 @@ class SharedMemorySegment:
         self._words[self._rank * _WORDS + _GONE] = 1
 
 
-def _share_memory(collective: Collective, size: int) -> tuple[list[ProcessId], int]:
-    """Return every rank's process id, and an open descriptor of rank 0's memory; collective."""
+def _share_memory(collective: Collective, size: int, names: Sequence[int]) -> tuple[list[ProcessId], int]:
+    """Return every rank's process id, and an open descriptor of the first rank's memory; collective."""
     own = ProcessId.of(os.getpid())
     descriptor = _make(size) if collective.rank == 0 else -1
     row = torch.tensor([[host_id(), own.pid, own.started, descriptor]], dtype=torch.int64)
@@ -138,11 +148,11 @@ def _share_memory(collective: Collective, size: int) -> tuple[list[ProcessId], i
     if descriptor >= 0:
         os.close(descriptor)
     if away:
-        what = f"rank {away[0]} is not on the host of rank 0, whose memory it would share"
+        what = f"rank {names[away[0]]} is not on the host of rank {names[0]}, whose memory it would share"
     elif made < 0:
         what = f"there are no {size / 2**20:.0f} MiB of memory to share gradients in"
     else:
-        what = f"rank {could.index(0)} may not open the memory that rank 0 would share"
+        what = f"rank {names[could.index(0)]} may not open the memory that rank {names[0]} would share"
     raise TrainingError(f"{what}. {_REMEDY}")
 
 
@@ -188,18 +198,22 @@ class SharedMemoryReducer(VectorReducer):
     """Sums over the ranks of one host through memory that all of them have mapped.
 
     Args:
+        collective: the ranks to sum over.
         timeout_s: seconds to wait for another rank in an exchange.
+        group: the group that they form; None: all ranks of the run.
     """
 
-    def __init__(self, collective: Collective, *, timeout_s: float) -> None:
+    def __init__(self, collective: Collective, *, timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self._collective, self._timeout_s = collective, timeout_s
+        self._collective, self._timeout_s, self._group = collective, timeout_s, group
         self._segment: SharedMemorySegment | None = None
 
     def allocate(self, packing: FlatBuffer) -> Tensor:
         """Return the slot of this rank; collective."""
         collective = self._collective
-        segment = self._segment = SharedMemorySegment(collective, numel=packing.numel, dtype=packing.dtype)
+        names = () if self._group is None else dist.get_process_group_ranks(self._group)
+        segment = SharedMemorySegment(collective, numel=packing.numel, dtype=packing.dtype, names=names)
+        self._segment = segment
         size = -(-packing.numel // collective.num_ranks)
         own = slice(collective.rank * size, (collective.rank + 1) * size)
         self._parts, self._total = [slot[own] for slot in segment.slots], segment.total[own]
@@ -213,7 +227,7 @@ class SharedMemoryReducer(VectorReducer):
         """
         segment = self._segment
         assert segment is not None
-        note_exchange(flat)
+        note_exchange(flat, group=self._group)
         segment.barrier(self._timeout_s)  # all slots are written
         torch.add(self._parts[0], self._parts[1], out=self._total)
         for part in self._parts[2:]:

@@ -295,34 +295,47 @@ class BackendReducer(VectorReducer):
 
 
 class ReduceThenBroadcastReducer(VectorReducer):
-    """Reduce to rank 0, then broadcast. Useful when rank 0 has the fastest link.
+    """Reduce to the first rank, then broadcast. Useful when it has the fastest link.
+
+    Args:
+        group: the ranks to sum over; None: all of them.
 
     Source: tf.distribute.ReductionToOneDevice.
     """
 
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self._group = group
+
     def sum(self, flat: Tensor) -> None:
-        """Sum over all ranks, in place; collective."""
-        dist.reduce(flat, dst=0, op=dist.ReduceOp.SUM)
-        dist.broadcast(flat, src=0)
+        """Sum over the ranks, in place; collective."""
+        dist.reduce(flat, group_dst=0, op=dist.ReduceOp.SUM, group=self._group)
+        dist.broadcast(flat, group_src=0, group=self._group)
 
 
 class HierarchicalReducer(VectorReducer):
     """Reduces to the first rank of each host, all-reduces among those ranks, and broadcasts on each host.
 
     Args:
-        hosts: the host of every rank, as arbitrary numbers; construction is collective.
+        places: (the ranks that sum together, host) of every rank of the run, as arbitrary numbers; construction is
+            collective over all of them.
 
     Source: tf.distribute.HierarchicalCopyAllReduce.
     """
 
-    def __init__(self, hosts: Sequence[int], *, rank: int, timeout_s: float) -> None:
+    def __init__(self, places: Sequence[tuple[int, int]], *, rank: int, timeout_s: float) -> None:
         super().__init__()
-        members = {host: [other for other, its in enumerate(hosts) if its == host] for host in dict.fromkeys(hosts)}
+        members: dict[tuple[int, int], list[int]] = {}
+        for other, place in enumerate(places):
+            members.setdefault(place, []).append(other)
         timeout = timedelta(seconds=timeout_s)
         # Every rank creates every group in the same order, as torch requires.
-        groups = {host: dist.new_group(ranks, timeout=timeout) for host, ranks in members.items()}
-        self._leaders = dist.new_group([ranks[0] for ranks in members.values()], timeout=timeout)
-        self._host, self._leader = groups[hosts[rank]], members[hosts[rank]][0]
+        groups = {place: dist.new_group(ranks, timeout=timeout) for place, ranks in members.items()}
+        for together in dict.fromkeys(found for found, _ in members):
+            leaders = dist.new_group([ranks[0] for place, ranks in members.items() if place[0] == together], timeout)
+            if together == places[rank][0]:
+                self._leaders = leaders
+        self._host, self._leader = groups[places[rank]], members[places[rank]][0]
         self._leads = self._leader == rank
 
     def sum(self, flat: Tensor) -> None:
@@ -341,13 +354,13 @@ class RingReducer(VectorReducer):
     Source: Patarasu and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
     """
 
-    def __init__(self, collective: Collective) -> None:
+    def __init__(self, collective: Collective, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self._rank, self._num_ranks = collective.rank, collective.num_ranks
+        self._rank, self._num_ranks, self._group = collective.rank, collective.num_ranks, group
 
     def sum(self, flat: Tensor) -> None:
-        """Sum over all ranks, in place; collective."""
-        note_exchange(flat)
+        """Sum over the ranks, in place; collective."""
+        note_exchange(flat, group=self._group)
         here = flat.to("cpu", copy=True) if sends_from_host(flat.device) else flat
         slices = here.tensor_split(self._num_ranks)
         received = torch.empty_like(slices[0])  # the first slice is the longest
@@ -356,8 +369,9 @@ class RingReducer(VectorReducer):
             sent, into = (slices[(self._rank - turn - step) % self._num_ranks] for step in (0, 1))
             adds = turn < self._num_ranks - 1
             target = received[: into.numel()] if adds else into
-            sends = [dist.P2POp(dist.isend, sent, right)] if sent.numel() else []
-            receives = [dist.P2POp(dist.irecv, target, left)] if into.numel() else []
+            of_group = partial(dist.P2POp, group=self._group)
+            sends = [of_group(dist.isend, sent, group_peer=right)] if sent.numel() else []
+            receives = [of_group(dist.irecv, target, group_peer=left)] if into.numel() else []
             for work in dist.batch_isend_irecv([*sends, *receives]) if sends or receives else ():
                 work.wait()
             if adds:
