@@ -22,8 +22,7 @@ import torch
 
 from benchmarks import report
 from trainkit.strategies.tensor_shards import TensorShard
-from trainkit.trainer.checkpoint.retention import Retention
-from trainkit.trainer.checkpoint.saving import Saver
+from trainkit.trainer.checkpoint.saving import Retention, Saver
 
 _TENSORS = 48
 """Parameters and two slots of the optimizer each, of 16 layers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from trainkit.data.sets.digits import Digits
+from trainkit.data.sets.images import Digits
 
 BATCH = 64
 LR = 1e-3

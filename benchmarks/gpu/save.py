@@ -25,8 +25,7 @@ import torch
 from benchmarks.gpu.bench import Bench, Row, failed, verdict
 from trainkit.strategies.tensor_shards import TensorShard
 from trainkit.trainer.checkpoint.loading import load
-from trainkit.trainer.checkpoint.retention import Retention
-from trainkit.trainer.checkpoint.saving import Saver
+from trainkit.trainer.checkpoint.saving import Retention, Saver
 from trainkit.trainer.checkpoint.snapshot import Snapshot
 
 _TENSORS = 48

@@ -15,10 +15,7 @@ from torch.nn.utils import prune
 from torch.utils.data import TensorDataset
 
 import trainkit
-from trainkit.api.calls import composed
-from trainkit.api.objects import Given
-from trainkit.api.result import TrainingResult
-from trainkit.api.source import module_of, source_of
+from trainkit.api.calls import Given, TrainingResult, composed, module_of, source_of
 from trainkit.errors import ConfigError
 from trainkit.objectives.distillation import Distillation
 

@@ -21,8 +21,8 @@ import trainkit
 from tests.launchers.joining import free_port
 from tests.support.pool import Pool
 from tests.support.settings import latest
+from trainkit.api.calls import TrainingResult
 from trainkit.api.own_loop import Session
-from trainkit.api.result import TrainingResult
 from trainkit.config.targets.build import build
 from trainkit.errors import ConfigError, TrainingError
 from trainkit.objectives.base import Loss

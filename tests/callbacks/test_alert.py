@@ -18,8 +18,7 @@ import pytest
 
 import trainkit
 from tests.callbacks.run_double import row, run_double
-from trainkit.callbacks.alerting.alert import Alert
-from trainkit.callbacks.alerting.channels import COMMAND, WEBHOOK, Command, Webhook, channels_from
+from trainkit.callbacks.alert import COMMAND, WEBHOOK, Alert, Command, Webhook, channels_from
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, CrashLoopError, NonFiniteError, TerminatedError, TrainkitError
 from trainkit.run.folder.run_folder import RunFolder

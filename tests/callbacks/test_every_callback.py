@@ -25,8 +25,7 @@ import yaml
 
 from tests.callbacks.run_double import row, run_double
 from trainkit.callbacks.every_run import FinalSummary, MetricsFile, StartupSummary, keep_until
-from trainkit.callbacks.figures.confusion import Confusion
-from trainkit.callbacks.plots import Plots
+from trainkit.callbacks.figures import Confusion, Plots
 from trainkit.callbacks.progress import Progress
 from trainkit.callbacks.sample import Sample
 from trainkit.callbacks.tensorboard import TensorBoard

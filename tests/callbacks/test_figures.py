@@ -21,13 +21,9 @@ from torch import nn
 import trainkit
 from tests.callbacks.run_double import Alone, row, run_double
 from tests.report.test_run_page import shown
-from trainkit.callbacks import plots
 from trainkit.callbacks.every_run import MetricsFile
-from trainkit.callbacks.figures.confusion import Confusion
-from trainkit.callbacks.figures.distribution import NUM_COUNTS, Distribution, measure
-from trainkit.callbacks.figures.histograms import Histograms, summed
-from trainkit.callbacks.figures.sample_pictures import SamplePictures, dataset_of
-from trainkit.callbacks.plots import Plots
+from trainkit.callbacks.figures import Confusion, Plots, SamplePictures, dataset_of
+from trainkit.callbacks.histograms import NUM_COUNTS, Distribution, Histograms, measure, summed
 from trainkit.callbacks.tensorboard import png_bytes
 from trainkit.errors import ConfigError
 from trainkit.numerics.schedules import lr_points
@@ -106,8 +102,7 @@ class Drawn:
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
     """What was to be drawn, instead of being drawn by processes."""
-    monkeypatch.setattr("trainkit.callbacks.figures.shown.Drawing", Drawn)
-    monkeypatch.setattr(plots, "Drawing", Drawn)
+    monkeypatch.setattr("trainkit.callbacks.figures.Drawing", Drawn)
     Drawn.requests = []
     return Drawn.requests
 
@@ -203,7 +198,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
         def wait(self, timeout_s: float) -> str:
             return ""
 
-    monkeypatch.setattr("trainkit.callbacks.figures.shown.Drawing", Undrawn)
+    monkeypatch.setattr("trainkit.callbacks.figures.Drawing", Undrawn)
 
 
 @pytest.fixture(scope="module")

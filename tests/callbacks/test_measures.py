@@ -28,20 +28,26 @@ from tests.callbacks.run_double import row, run_double
 from tests.callbacks.test_tensorboard import read
 from trainkit.callbacks import gpu
 from trainkit.callbacks import profiler as profiling
-from trainkit.callbacks.compile_time import CompileTime
+from trainkit.callbacks.every_run import CompileTime
 from trainkit.callbacks.gpu import Gpu
 from trainkit.callbacks.profiler import Profiler
-from trainkit.callbacks.progress import PlainLine, Progress, TerminalLine
-from trainkit.callbacks.screen.notebook import LiveHtml
-from trainkit.callbacks.screen.pace import Interval, Pace, PauseSchedule
-from trainkit.callbacks.screen.reading import Reading, plain_text
+from trainkit.callbacks.progress import (
+    Interval,
+    LiveHtml,
+    Pace,
+    PauseSchedule,
+    PlainLine,
+    Progress,
+    Reading,
+    TerminalLine,
+    plain_text,
+)
 from trainkit.cli import main
 from trainkit.strategies.base import Status, StepOutcome
-from trainkit.trainer import phase_clock
+from trainkit.trainer import metrics_accumulator
 from trainkit.trainer.events import Callback, Row, Run
 from trainkit.trainer.loop import CallbackHooks
-from trainkit.trainer.metrics_accumulator import CountedWork, Instruments
-from trainkit.trainer.phase_clock import PARTS, PhaseClock
+from trainkit.trainer.metrics_accumulator import PARTS, CountedWork, Instruments, PhaseClock
 
 
 def test_a_run_shows_what_its_steps_take(tmp_path: Path) -> None:
@@ -203,7 +209,7 @@ def test_on_a_gpu_the_steps_are_timed_together_and_a_step_takes_their_mean(
 def test_the_parts_of_two_threads_add_up_to_the_time_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread computes; the other makes the update of another worker's gradient meanwhile."""
     times = iter(range(100))
-    monkeypatch.setattr(phase_clock, "perf_counter", lambda: float(next(times)))
+    monkeypatch.setattr(metrics_accumulator, "perf_counter", lambda: float(next(times)))
     clock = PhaseClock()
     clock.begin(torch.device("cpu"))
 

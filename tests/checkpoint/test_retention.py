@@ -11,7 +11,7 @@ import torch
 from tests.support.present import present
 from tests.support.saving import save
 from trainkit.trainer.checkpoint.loading import newest_valid
-from trainkit.trainer.checkpoint.retention import Retention
+from trainkit.trainer.checkpoint.saving import Retention
 
 
 @pytest.mark.parametrize(

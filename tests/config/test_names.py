@@ -41,10 +41,10 @@ def test_each_verb_refuses_a_run_of_an_earlier_version(tmp_path: Path, capsys: p
     old = tmp_path / "old"
     assert main(["recipe=digits", "steps=1", "warmup.epochs=0", "quiet=true", f"hydra.run.dir={old}"]) == 0
     config = old / "resolved.yaml"
-    config.write_text(config.read_text().replace("trainkit.data.Digits", "trainkit.data.sets.digits.Digits"))
+    config.write_text(config.read_text().replace("trainkit.data.Digits", "trainkit.data.sets.images.Digits"))
     capsys.readouterr()
     problem = (
-        f"{config}: names trainkit.data.sets.digits.Digits: a version before 0.1.0 wrote this run, with other names "
+        f"{config}: names trainkit.data.sets.images.Digits: a version before 0.1.0 wrote this run, with other names "
         f"and fingerprints. Read and resume it with that version, or train on from its weights, init_from={old}."
     )
     for command in ("resume", "evaluate", "predict --out=x.jsonl", "report", "generate --prompt=x", "export --to=onnx",

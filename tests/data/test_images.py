@@ -14,10 +14,8 @@ import pytest
 import torch
 
 from trainkit.config.sections import CvConfig
-from trainkit.data.sets import published
-from trainkit.data.sets.digits import Digits
-from trainkit.data.sets.image_folder import ImageFiles, ImageFolder
-from trainkit.data.sets.published import FashionMnist
+from trainkit.data.sets import images
+from trainkit.data.sets.images import Digits, FashionMnist, ImageFiles, ImageFolder
 from trainkit.data.splits import folded
 from trainkit.errors import ConfigError, DataError
 
@@ -49,7 +47,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, st
 def idx(packed: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy to damage, whose hashes are those that are expected."""
     folder, hashes = packed
-    monkeypatch.setattr(published, "_SHA256", dict(hashes))
+    monkeypatch.setattr(images, "_SHA256", dict(hashes))
     return Path(shutil.copytree(folder, tmp_path / "idx"))
 
 
@@ -76,7 +74,7 @@ def test_a_damaged_or_absent_idx_file_is_named(idx: Path) -> None:
 
 def test_a_missing_fashion_mnist_names_the_ways_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(published, "_DEBIAN", tmp_path / "none")
+    monkeypatch.setattr(images, "_DEBIAN", tmp_path / "none")
     with pytest.raises(ConfigError, match="Install the Debian package dataset-fashion-mnist"):
         FashionMnist(split="train")
 

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, Subset
 
 from trainkit.data.hooks import DataHooks, UserCollate
 from trainkit.data.reading.iterable import Stream
-from trainkit.data.remarks import own_generators, remarks
+from trainkit.data.splits import own_generators, remarks
 
 _GLOBAL, _OLD = np.random.default_rng(0), np.random.RandomState(0)
 

@@ -12,7 +12,7 @@ from tests.data.samples import Noisy, Squares, make_loader
 from trainkit.config.sections import CvConfig
 from trainkit.data.hooks import DataHooks, UserSampler, WeightedOrder
 from trainkit.data.samplers import BalancedClasses, WeightsOf
-from trainkit.data.sets.digits import Digits
+from trainkit.data.sets.images import Digits
 from trainkit.data.splits import folded
 from trainkit.errors import DataError
 from trainkit.numerics.batch import Ticket

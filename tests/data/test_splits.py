@@ -13,7 +13,7 @@ from tests.support.present import present
 from trainkit.config.sections import CvConfig
 from trainkit.data import splits
 from trainkit.data.reading.iterable import Stream
-from trainkit.data.sets.digits import Digits
+from trainkit.data.sets.images import Digits
 from trainkit.data.sets.synthetic import Synthetic, SyntheticTokens
 from trainkit.data.splits import build_splits, fold_of_each, folded, keep_splits, labels_of, part_of, splits_of
 from trainkit.errors import ConfigError, DataError

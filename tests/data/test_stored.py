@@ -17,7 +17,7 @@ from trainkit.config.sections import CvConfig, LoaderConfig
 from trainkit.data.hooks import DataHooks, Reading, UserCollate
 from trainkit.data.reading.collate import collate
 from trainkit.data.reading.loader import EvalBatches, Loader
-from trainkit.data.sets.image_folder import ImageFiles, ImageFolder
+from trainkit.data.sets.images import ImageFiles, ImageFolder
 from trainkit.data.sets.text import PythonSource, TextLines, TokenMemmap
 from trainkit.data.splits import declared_data, part_of
 from trainkit.data.stored import ImagesInMemory, Normalisation, Samples, Stored, stored_of, travelling_bytes

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from trainkit.data.reading.loader import collated
-from trainkit.data.sets import published
-from trainkit.data.sets.published import Cifar10
+from trainkit.data.sets import images
+from trainkit.data.sets.images import Cifar10
 from trainkit.data.sets.synthetic import Friedman, Synthetic, SyntheticTokens
 from trainkit.data.sets.tables import CsvTable
 from trainkit.errors import ConfigError, DataError
@@ -158,9 +158,9 @@ def test_the_made_table_has_the_noise_that_it_names() -> None:
 
 
 def test_cifar_files_are_read_as_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(published, "_RECORDS", 4)
+    monkeypatch.setattr(images, "_RECORDS", 4)
     pixels = np.random.default_rng(0).integers(0, 256, (24, 3, 32, 32), dtype=np.uint8)
-    for place, name in enumerate((*published._TRAIN, "test_batch.bin")):
+    for place, name in enumerate((*images._TRAIN, "test_batch.bin")):
         part = slice(4 * place, 4 * place + 4)
         records = [bytes([number % 10]) + image.tobytes() for number, image in enumerate(pixels[part])]
         (tmp_path / name).write_bytes(b"".join(records))
@@ -178,7 +178,7 @@ def test_a_wrong_file_of_cifar_is_named_with_the_remedy(tmp_path: Path, monkeypa
     (tmp_path / "test_batch.bin").write_bytes(b"\x0a" * 3073)
     with pytest.raises(DataError, match=r"test_batch\.bin has 3,073 bytes, and a file of CIFAR-10 has 30,730,000\."):
         Cifar10(split="test", path=tmp_path)
-    monkeypatch.setattr(published, "_RECORDS", 1)
+    monkeypatch.setattr(images, "_RECORDS", 1)
     with pytest.raises(DataError, match="an image has the class 10"):
         Cifar10(split="test", path=tmp_path)
 

@@ -12,7 +12,7 @@ import pytest
 
 import trainkit
 from tests.support import quick
-from trainkit.api.prediction import predict_to_file
+from trainkit.api.jobs import predict_to_file
 
 ROOT = Path(__file__).parents[2]
 CASES = ((1, 3), (1_797, 2), (100_003, 3))
@@ -22,7 +22,7 @@ ROWS = ("data._target_=tests.inference.samples.Rows",)
 MEMORY = """
 import resource, sys
 from pathlib import Path
-from trainkit.api.prediction import predict_to_file
+from trainkit.api.jobs import predict_to_file
 from trainkit.config.targets.allowed import allow_packages
 
 with allow_packages(["tests"]):

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import trainkit
-from trainkit.api import evaluation
-from trainkit.data.sets.digits import Digits
+from trainkit.api import jobs
+from trainkit.data.sets.images import Digits
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.trainer.ownership import locked
 from trainkit.verbs.support.call import Call
@@ -150,7 +150,7 @@ def test_what_a_killed_evaluation_leaves_is_deleted_by_a_later_one_and_the_folde
     with locked(root / ".new_2/.lock"):
         os.utime(root / ".new_2", (1, 1))
         with monkeypatch.context() as patch:
-            patch.setattr(evaluation, "_content", lambda *_: pytest.fail("killed"))
+            patch.setattr(jobs, "_content", lambda *_: pytest.fail("killed"))
             with pytest.raises(pytest.fail.Exception):
                 evaluate(root.parent)
         assert [path.name for path in root.iterdir()] == [".new_2"]

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from trainkit.errors import ConfigError, DataError, MissingExtraError
-from trainkit.inference.parts import Chunks, Parts
-from trainkit.inference.writing import format_of, ids_of, write_rows
+from trainkit.inference.parts import Chunks, Parts, format_of, ids_of, write_rows
 
 CHUNKS = Chunks(num_rows=100, batch_size=3)
 VALUES = np.arange(200, dtype=np.float32).reshape(100, 2) / 3

@@ -18,8 +18,8 @@ from torch import nn
 import trainkit
 from tests.inference.samples import Ragged, Rows
 from tests.support import quick
-from trainkit.api import prediction
-from trainkit.data.sets.digits import Digits
+from trainkit.api import jobs
+from trainkit.data.sets.images import Digits
 from trainkit.errors import CheckpointError, ConfigError, DataError
 from trainkit.models.mlp import Mlp
 from trainkit.numerics.precision import Precision
@@ -136,7 +136,7 @@ def test_what_stands_in_the_place_of_the_file_is_refused_and_kept(run: Path, cwd
 def test_a_prediction_that_fails_before_its_first_part_leaves_nothing_and_one_of_nan_says_so(
     run: Path, cwd: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prediction, "run_job", lambda *_, **__: pytest.fail("damaged"))
+    monkeypatch.setattr(jobs, "run_job", lambda *_, **__: pytest.fail("damaged"))
     with pytest.raises(pytest.fail.Exception):
         predict(run, "rows.npy")
     assert [*Path().iterdir()] == []
@@ -184,7 +184,7 @@ def test_folders_that_hold_no_model_are_refused_with_their_exit_code(run: Path, 
 
 def test_python_predicts_with_a_model_or_a_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images, used, set_for = Digits(split="val"), list[torch.device](), list[str]()
-    monkeypatch.setattr(prediction, "use_device", used.append)
+    monkeypatch.setattr(jobs, "use_device", used.append)
     monkeypatch.setattr(Precision, "apply_globally", lambda _, kind: set_for.append(kind))
     assert torch.equal(trainkit.predict(run, images), plain(run))
     assert used == [torch.device("cpu")]

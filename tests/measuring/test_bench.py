@@ -34,7 +34,7 @@ from trainkit.measuring.workers import WorkerSearch, search_workers
 from trainkit.prove.proving import bare
 from trainkit.run.planning.workers import refuse_open_workers
 from trainkit.run.runner import train
-from trainkit.trainer.phase_clock import PARTS
+from trainkit.trainer.metrics_accumulator import PARTS
 from trainkit.verbs.looking.schema import schema_of
 
 SLOW_DATA = "data._target_=tests.measuring.slow.SlowSamples"

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import trainkit
-from trainkit.callbacks.bottleneck import KernelTimes, StepTimes, breakdown, remedy, verdict
-from trainkit.callbacks.energy import consumed_joules
+from trainkit.callbacks.gpu import consumed_joules
+from trainkit.callbacks.profiler import KernelTimes, StepTimes, breakdown, remedy, verdict
 from trainkit.config.schema import RunConfig
-from trainkit.trainer import phase_clock
-from trainkit.trainer.phase_clock import PhaseClock
+from trainkit.trainer import metrics_accumulator
+from trainkit.trainer.metrics_accumulator import PhaseClock
 
 MINE = "tests.measuring.slow"
 KEYS = (
@@ -172,7 +172,7 @@ def test_parts_on_a_gpu_are_measured_between_events_of_its_stream(monkeypatch: p
 def test_events_that_the_device_has_reached_are_added_up_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
-    monkeypatch.setattr(phase_clock, "_MOST_EVENTS", 8)
+    monkeypatch.setattr(metrics_accumulator, "_MOST_EVENTS", 8)
     monkeypatch.setattr(Event, "query", lambda event: event.at_ms < Event.reached_ms, raising=False)
     clock = PhaseClock()
     clock.begin(torch.device("cuda", 1))

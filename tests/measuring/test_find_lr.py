@@ -34,7 +34,7 @@ from trainkit.report.measured_plots import draw_range
 from trainkit.run.estimates.this_machine import available_bytes
 from trainkit.run.estimates.verdict import HostMemory
 from trainkit.run.planning.plan import make_plan
-from trainkit.trainer.phase_clock import PARTS
+from trainkit.trainer.metrics_accumulator import PARTS
 from trainkit.verbs.looking.schema import schema_of
 
 

@@ -13,8 +13,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainkit.numerics import copies
+from trainkit.numerics.batch import LaneNode, LaneSums
 from trainkit.numerics.copies import constant_on
-from trainkit.numerics.summation import LaneNode, LaneSums
 
 
 def test_the_sums_of_a_step_are_freed_without_a_garbage_collection() -> None:

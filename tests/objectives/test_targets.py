@@ -20,7 +20,7 @@ from tests.objectives.ranks import Alone, on_ranks
 from tests.support import zoo
 from trainkit.data.collates import PadImages
 from trainkit.errors import DataError, TrainingError, ZeroWeightError
-from trainkit.inference.outputs import Outputs
+from trainkit.inference.predicting import Outputs
 from trainkit.models.ensemble import Ensemble
 from trainkit.objectives.base import Collective, Loss, Metric
 from trainkit.objectives.classification import Classification

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import trainkit
 from trainkit import cli
-from trainkit.data.sets.digits import Digits
+from trainkit.data.sets.images import Digits
 from trainkit.errors import CheckpointError, ConfigError, MissingExtraError
 from trainkit.exporting.inputs import Inputs
 from trainkit.models.convnet import ConvNet

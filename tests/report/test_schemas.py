@@ -11,15 +11,14 @@ import jsonschema
 import pytest
 import torch
 
-from trainkit.api import prediction
+from trainkit.api import jobs
 from trainkit.cli import main
 from trainkit.report.schemas import DOCUMENTS
 from trainkit.strategies.tensor_shards import TensorShard
 from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.results.job_results import SweepState
 from trainkit.tracking.state import TrackingState, begun_state
-from trainkit.trainer.checkpoint.retention import EvaluatedIndex
-from trainkit.trainer.checkpoint.saving import Draft, begin, commit, write_part
+from trainkit.trainer.checkpoint.saving import Draft, EvaluatedIndex, begin, commit, write_part
 from trainkit.trainer.ownership import OwnershipToken
 from trainkit.verbs.looking.schema import schema_of
 
@@ -144,6 +143,6 @@ def test_an_evaluation_and_a_prediction_that_is_not_complete(
         raise KeyboardInterrupt
 
     printed(capsys, "evaluation", "evaluate", str(runs / "3"))
-    monkeypatch.setattr(prediction, "_computed", stop)
+    monkeypatch.setattr(jobs, "_computed", stop)
     assert main(["predict", str(runs / "3"), "--out", "out.npy"]) == 130
     refuse_invalid("prediction", json.loads(Path("out.npy.parts/prediction.json").read_text()))

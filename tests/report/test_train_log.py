@@ -15,8 +15,7 @@ from typing import NoReturn
 import pytest
 from rich.console import Console
 
-from trainkit.callbacks.progress import live_line
-from trainkit.callbacks.screen.reading import Reading
+from trainkit.callbacks.progress import Reading, live_line
 from trainkit.errors import TrainingError
 from trainkit.redaction import remember
 from trainkit.report.tracebacks import one_screen

@@ -22,7 +22,7 @@ from tests.support import quick
 from tests.support.present import present
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.schema import load_resolved
-from trainkit.data.sets.digits import Digits
+from trainkit.data.sets.images import Digits
 from trainkit.errors import ConfigError, DataError
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.plan import RunPlan, make_plan
@@ -32,7 +32,7 @@ from trainkit.run.session import evaluator_main as evaluator
 from trainkit.run.session.async_evaluator import CheckpointEvaluator, evaluate_checkpoints
 from trainkit.run.session.await_evaluator import await_evaluator, bring_up_to_date, describe
 from trainkit.run.session.evaluator_end import EvaluatorEnd, report_end
-from trainkit.trainer.checkpoint.retention import EvaluatedIndex, Retention, owner_of
+from trainkit.trainer.checkpoint.saving import EvaluatedIndex, Retention, owner_of
 from trainkit.trainer.manifest import list_complete, manifest_bytes
 
 OVERRIDES = [

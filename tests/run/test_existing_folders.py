@@ -44,8 +44,7 @@ from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.record import StatusFile
 from trainkit.run.supervisor.supervisor import _result
 from trainkit.storage import Free, Presence, as_storage_error, naming, reporting, storage_error
-from trainkit.trainer.checkpoint.retention import delete
-from trainkit.trainer.checkpoint.saving import Saver
+from trainkit.trainer.checkpoint.saving import Saver, delete
 from trainkit.trainer.manifest import list_complete
 from trainkit.trainer.ownership import MARK, OwnershipToken, discard_lock, locked
 from trainkit.verbs.looking.ls import list_runs

@@ -11,7 +11,7 @@ from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.precision import LossScale, Precision
 from trainkit.run.folder.rollbacks import FILE, record_rollback, rollbacks_of, suspect_checkpoint_of
 from trainkit.strategies.base import LeftOut
-from trainkit.trainer.left_out import LeftOutSteps, RollbackNeeded, Suspect
+from trainkit.trainer.events import LeftOutSteps, RollbackNeeded, Suspect
 
 PLAN = BatchPlan(num_samples=600, global_size=300, micro_size=300)
 

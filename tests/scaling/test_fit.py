@@ -38,7 +38,7 @@ from trainkit.scaling.model import (
     slowest_of,
 )
 from trainkit.strategies.scaling import Remedies
-from trainkit.trainer.phase_clock import PARTS
+from trainkit.trainer.metrics_accumulator import PARTS
 
 ASSUMED = Workload(
     share_s={1: 0.08, 2: 0.043, 4: 0.025, 8: 0.015},

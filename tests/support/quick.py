@@ -311,10 +311,10 @@ def _run_as_it_is(module: str, arguments: list[str]) -> int:
 _IMPORTED: Final = {
     "trainkit": (
         "torch._dynamo", "trainkit.verbs.running.train", "trainkit.api", "trainkit.run.runner",
-        "trainkit.run.supervisor.supervisor", "trainkit.config.compose.jobs", "trainkit.callbacks.plots",
+        "trainkit.run.supervisor.supervisor", "trainkit.config.compose.jobs", "trainkit.callbacks.figures",
         "trainkit.callbacks.progress", "trainkit.callbacks.tensorboard", "trainkit.report.events",
         "trainkit.report.web.run_document", "trainkit.objectives.classification", "trainkit.models.mlp",
-        "trainkit.data.sets.digits", "trainkit.strategies.data_parallel.strategy", "trainkit.strategies.mesh.fsdp",
+        "trainkit.data.sets.images", "trainkit.strategies.data_parallel.strategy", "trainkit.strategies.mesh.fsdp",
         "trainkit.verbs.looking.plan", "tensorboard.compat.proto.event_pb2",
     ),
     "torch": ("torch._dynamo", "torch.distributed", "pytest"),

@@ -22,8 +22,7 @@ from trainkit.objectives.base import Loss, Supervised
 from trainkit.objectives.classification import Classification
 from trainkit.objectives.fields import scores_of
 from trainkit.objectives.language_modelling import LanguageModelling
-from trainkit.objectives.linear_cross_entropy import linear_cross_entropy
-from trainkit.objectives.output_layer import OutputLayer
+from trainkit.objectives.linear_cross_entropy import OutputLayer, linear_cross_entropy
 
 FEATURES, CLASSES, TOKENS, LENGTH, PAD = 6, 3, 11, 5, -100
 

@@ -17,8 +17,8 @@ from trainkit.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from torch import nn
 
+    from trainkit.api.calls import TrainingResult
     from trainkit.api.own_loop import Session
-    from trainkit.api.result import TrainingResult
     from trainkit.run.planning.plan import RunPlan
     from trainkit.run.session.given import LossFunction
 
@@ -101,24 +101,22 @@ def train(
         result = train(model=Net(), data=(train_set, val_set), objective="classification", optimizer="adamw", steps=100)
         result.metrics["val/accuracy"], result.model()
     """
-    from trainkit.api.calls import composed, refuse_several, run_folder  # noqa: PLC0415 - imports torch
-    from trainkit.api.objects import registered  # noqa: PLC0415 - imports torch
-    from trainkit.api.result import TrainingResult  # noqa: PLC0415 - imports torch
+    from trainkit.api import calls  # noqa: PLC0415 - imports torch
     from trainkit.config.check import checked  # noqa: PLC0415 - imports the targets, and torch with them
     from trainkit.run.runner import train_composition  # noqa: PLC0415 - imports torch
 
     objects = {"model": model, "data": data, "objective": objective, "optimizer": optimizer}
-    folder = run_folder(run_dir)
-    composition, given = composed(
+    folder = calls.run_folder(run_dir)
+    composition, given = calls.composed(
         run, objects, keys, write_source=write_source, config_dirs=config_dirs, packages=packages
     )
     if composition.is_sweep:
         raise ConfigError([_several(composition)])
-    with registered(given), allow_packages(composition.packages), with_config_dirs(composition.config_dirs):
+    with calls.registered(given), allow_packages(composition.packages), with_config_dirs(composition.config_dirs):
         composition = checked(composition)
-        refuse_several(given, composition.cfg, launch_environment_of(composition.cfg))
+        calls.refuse_several(given, composition.cfg, launch_environment_of(composition.cfg))
         result = train_composition(composition, run_dir=folder, kept_in=given.kept_in, choose_workers=choose_workers)
-        return TrainingResult(result, given=given, packages=composition.packages)
+        return calls.TrainingResult(result, given=given, packages=composition.packages)
 
 
 @called_from("python")

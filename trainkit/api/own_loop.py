@@ -13,9 +13,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
-from trainkit.api.calls import composed, run_folder
-from trainkit.api.objects import Given, registered
-from trainkit.api.result import TrainingResult
+from trainkit.api.calls import Given, TrainingResult, composed, registered, run_folder
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.check import checked
 from trainkit.config.check.unused_keys import unused_keys_with_classes

@@ -13,14 +13,14 @@ from typing import Annotated, Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from trainkit.callbacks.compile_time import CompileTime
-from trainkit.callbacks.energy import consumed_joules, devices_of
+from trainkit.callbacks.every_run import CompileTime
+from trainkit.callbacks.gpu import consumed_joules, devices_of
 from trainkit.cluster.host import peak_resident_bytes
 from trainkit.fields import at_least, cosmetic
 from trainkit.storage import naming
 from trainkit.strategies.base import PhaseListener, StepOutcome
 from trainkit.trainer.events import Callback, Row, Run, State
-from trainkit.trainer.phase_clock import PARTS, PhaseClock, wait_for
+from trainkit.trainer.metrics_accumulator import PARTS, PhaseClock, wait_for
 
 FILE: Final = "measured.json"
 """File of a run folder that holds the measurement."""

@@ -1,25 +1,437 @@
-"""The live progress line."""
+"""The live progress line: in a terminal, a notebook or a log.
+
+The remaining time of a run is estimated from its steps, evaluations and checkpoints.
+"""
 
 from __future__ import annotations
 
 import atexit
+import html
+import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TextIO
+from statistics import median_low
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Protocol, TextIO
 
-from trainkit.callbacks.screen.notebook import NotebookLine, display_of_notebook
-from trainkit.callbacks.screen.pace import Pace, PauseSchedule
-from trainkit.callbacks.screen.reading import LiveLine, Reading, plain_text, terminal_parts
 from trainkit.config.schema import MonitoredMetric
+from trainkit.data.splits import test_splits, validation_splits
 from trainkit.fields import above, cosmetic
+from trainkit.report.numbers import clock, compact, count, fixed, share
 from trainkit.report.tables import is_terminal
 from trainkit.report.train_log import into_log_alone, recorded_again, unrecorded
+from trainkit.storage import num_bytes
 from trainkit.trainer.events import Callback, Row, Run
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """The values of the live line at one moment; None if unknown."""
+
+    step: int
+    num_steps: int
+    loss: float | None = None
+    """Mean training loss of the latest logged row."""
+    metric: tuple[str, float] | None = None
+    """Name and value of the latest evaluation."""
+    metric_step: int | None = None
+    """The step of that evaluation; None: this step."""
+    samples_per_s: float | None = None
+    data_wait: float | None = None
+    """Fraction of the time spent waiting for data, 0 to 1."""
+    targets_per_s: float | None = None
+    """Throughput in targets of a training whose samples have several targets, such as tokens of a language model."""
+    mfu: float | None = None
+    """Share of the devices' peak that the operations of the model use."""
+    memory: tuple[float, float] | None = None
+    """Bytes held by rank 0, now and at the peak."""
+    launches: float | None = None
+    """Operations that the host starts in a step, of a run that compiles nothing."""
+    skipped: int = 0
+    """Steps skipped because they were not finite."""
+    remaining_s: float = float("inf")
+
+    @property
+    def done(self) -> float:
+        """The share of the steps that are done, 0 to 1."""
+        return self.step / self.num_steps if self.num_steps else 1.0
+
+
+class LiveLine(Protocol):
+    """The interface of a live line."""
+
+    def update(self, reading: Reading) -> None:
+        """Update the latest reading; cheap, drawn at the line's own pace."""
+
+    def close(self) -> None:
+        """Show the last reading and restore the terminal."""
+
+
+def plain_text(reading: Reading) -> str:
+    """Return a reading as one line of a log.
+
+    Example:
+        >>> plain_text(Reading(step=1240, num_steps=5800, loss=0.5, samples_per_s=412_000, data_wait=0.03))
+        'step 1,240/5,800   21 %  loss 0.5000  412 k samples/s  data wait 3 %'
+    """
+    parts = [f"step {count(reading.step)}/{count(reading.num_steps)}", f"{share(reading.done):>5}"]
+    if reading.loss is not None:
+        parts.append(f"loss {fixed(reading.loss)}")
+    if reading.metric is not None:
+        step = reading.metric_step
+        of = "" if step is None or step == reading.step else f" of step {count(step)}"
+        parts.append(f"{reading.metric[0]} {fixed(reading.metric[1])}{of}")
+    if reading.samples_per_s is not None:
+        parts.append(f"{compact(reading.samples_per_s)} samples/s")
+    if reading.data_wait is not None:
+        parts.append(f"data wait {share(reading.data_wait)}")
+    parts += [text for _, text, _ in _measured(reading)]
+    if reading.skipped:
+        parts.append(f"{count(reading.skipped)} skipped")
+    if reading.remaining_s < float("inf"):
+        parts.append(f"{clock(reading.remaining_s)} left")
+    return "  ".join(parts)
+
+
+def _measured(reading: Reading) -> Iterator[tuple[str, str, int]]:
+    """Yield the short and the long text of each instrument, and how soon a narrow terminal drops it."""
+    if reading.targets_per_s is not None:
+        rate = compact(reading.targets_per_s)
+        yield f"{rate} targets/s", f"{rate} targets/s", 4
+    if reading.mfu is not None:
+        yield f"MFU {share(reading.mfu)}", f"MFU {share(reading.mfu)}", 5
+    if reading.memory is not None:
+        now, peak = (num_bytes(round(one)) for one in reading.memory)
+        yield now, f"{now}, peak {peak}", 6
+    if reading.launches is not None:
+        yield f"{count(round(reading.launches))} launches", f"{count(round(reading.launches))} launches a step", 7
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _BarPart:
+    long: str
+    short: str
+    style: str
+    rank: int
+    """Order in which a narrow terminal drops parts: the highest first, 0 never."""
+
+
+def terminal_parts(reading: Reading, *, step: int, width: int) -> list[tuple[str, str]]:
+    """Return the texts beside the bar with their styles: in full if they fit, else short, else without the least
+    important.
+
+    Example:
+        >>> reading = Reading(step=10, num_steps=20, loss=0.5, samples_per_s=412_000, data_wait=0.03)
+        >>> [text for text, _ in terminal_parts(reading, step=12, width=60)]
+        ['12/20', 'loss 0.5000', '412 k samples/s', 'data wait 3 %']
+        >>> [text for text, _ in terminal_parts(reading, step=12, width=40)]
+        ['12/20', 'loss 0.5000', '412 k/s', 'wait 3 %']
+        >>> [text for text, _ in terminal_parts(reading, step=12, width=25)]
+        ['12/20', 'loss 0.5000']
+    """
+    parts = _parts(reading, step)
+    if _fits([part.long for part in parts], width):
+        return [(part.long, part.style) for part in parts]
+    for rank in range(7, 0, -1):
+        kept = [part for part in parts if part.rank <= rank]
+        if _fits([part.short for part in kept], width):
+            return [(part.short, part.style) for part in kept]
+    return [(part.short, part.style) for part in parts if part.rank == 0]
+
+
+def _parts(reading: Reading, step: int) -> list[_BarPart]:
+    position = f"{count(step)}/{count(reading.num_steps)}"
+    parts = [_BarPart(long=position, short=position, style="bold", rank=0)]
+    if reading.loss is not None:
+        loss = f"loss {fixed(reading.loss)}"
+        parts.append(_BarPart(long=loss, short=loss, style="cyan", rank=1))
+    if reading.metric is not None:
+        name, value = reading.metric[0], fixed(reading.metric[1])
+        short = f"{name.rpartition('/')[2]} {value}"
+        parts.append(_BarPart(long=f"{name} {value}", short=short, style="green", rank=2))
+    if reading.samples_per_s is not None:
+        rate = compact(reading.samples_per_s)
+        parts.append(_BarPart(long=f"{rate} samples/s", short=f"{rate}/s", style="", rank=4))
+    if reading.data_wait is not None:
+        wait, style = share(reading.data_wait), "yellow" if reading.data_wait > 0.2 else "dim"
+        parts.append(_BarPart(long=f"data wait {wait}", short=f"wait {wait}", style=style, rank=5))
+    for shown, text, rank in _measured(reading):
+        parts.append(_BarPart(long=text, short=shown, style="dim", rank=rank))
+    if reading.skipped:
+        skipped = f"{count(reading.skipped)} skipped"
+        parts.append(_BarPart(long=skipped, short=skipped, style="yellow", rank=1))
+    if reading.remaining_s < float("inf"):
+        left = clock(reading.remaining_s)
+        parts.append(_BarPart(long=f"{left} left", short=left, style="magenta", rank=3))
+    return parts
+
+
+def _fits(texts: list[str], width: int) -> bool:
+    return sum(map(len, texts)) + 2 * (len(texts) - 1) <= width
+
+
+_EVERY_S: Final = 0.5
+"""Seconds between two replacements of the output: each one sends a message to the browser."""
+_WIDTH: Final = 200
+"""Limit of the characters of the texts: a browser wraps them."""
+
+
+class _Handle(Protocol):
+    def update(self, shown: object) -> None: ...
+
+
+class Display(Protocol):
+    """Shows an object below the cell, and returns a handle to replace it: `IPython.display.display`."""
+
+    def __call__(self, shown: object, *, display_id: bool) -> Any:
+        """Show an object."""
+
+
+class LiveHtml:
+    """A reading as HTML, and as text for a front end that shows no HTML."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._texts = [text for text, _ in terminal_parts(reading, step=reading.step, width=_WIDTH)]
+
+    def __repr__(self) -> str:
+        return "  ".join(self._texts)
+
+    def _repr_html_(self) -> str:
+        """Return the bar and the texts beside it, for a notebook."""
+        label = f"step {self._reading.step} of {self._reading.num_steps}"
+        bar = f"<progress max='1' value='{self._reading.done:.4f}' aria-label='{label}'></progress>"
+        cells = "".join(f"<span style='margin-left:1em'>{html.escape(text)}</span>" for text in self._texts)
+        return f"<div style='font-variant-numeric:tabular-nums'>{bar}{cells}</div>"
+
+
+class NotebookLine:
+    """A bar below the cell, replaced twice a second at most."""
+
+    def __init__(self, *, display: Display, clock: Callable[[], float] = time.monotonic) -> None:
+        self._display, self._clock = display, clock
+        self._due = -float("inf")
+        self._handle: _Handle | None = None
+        self._unshown: Reading | None = None
+
+    def update(self, reading: Reading) -> None:
+        """Show the reading, if the output is due to be replaced."""
+        self._unshown = reading
+        if self._clock() >= self._due:
+            self._due = self._clock() + _EVERY_S
+            self.close()
+
+    def close(self) -> None:
+        """Show the last reading, if it was not shown yet; it stays below the cell."""
+        reading, self._unshown = self._unshown, None
+        if reading is None:
+            return
+        if self._handle is None:
+            self._handle = self._display(LiveHtml(reading), display_id=True)
+        else:
+            self._handle.update(LiveHtml(reading))
+
+
+def display_of_notebook() -> Display | None:
+    """Return IPython's `display` if this process is the kernel of a notebook; None elsewhere, also in a terminal."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if getattr(shell, "kernel", None) is None:
+        return None
+    from IPython.display import display  # noqa: PLC0415 - the kernel has imported it
+
+    found: Display = display
+    return found
+
+
+_FORWARD_SHARE: Final = 1 / 3
+"""Time of an evaluated sample relative to a training sample: the backward pass takes twice the forward pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """The interval in steps between two evaluations or saves; each part may be absent."""
+
+    every_steps: int | None = None
+    steps_per_period: float | None = None
+    """The interval given in epochs, converted to steps; it need not be a whole number."""
+
+    def count(self, low: int, high: int) -> int:
+        """Return the number of steps at which it is due, `low` <= step < `high`, from step 1 on.
+
+        A step at which both parts are due counts twice.
+
+        Example:
+            >>> Interval(every_steps=4, steps_per_period=2.5).count(1, 9)  # 4 and 8; 3, 5 and 8
+            5
+        """
+        first, last = max(low, 1) - 1, max(high, 1) - 1
+        return sum(math.floor(last / one + 1e-9) - math.floor(first / one + 1e-9) for one in self.lengths)
+
+    @property
+    def lengths(self) -> list[float]:
+        """The number of steps between two due steps, for each part."""
+        return [float(one) for one in (self.every_steps, self.steps_per_period) if one is not None]
+
+    def shared_with(self, other: Interval) -> Interval:
+        """Return the interval at which both are due, if each has one part in whole steps; else an empty interval."""
+        mine, others = self.lengths, other.lengths
+        if len(mine) != 1 or len(others) != 1 or not (mine[0].is_integer() and others[0].is_integer()):
+            return Interval()
+        return Interval(every_steps=math.lcm(int(mine[0]), int(others[0])))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PauseSchedule:
+    """The pauses of a run: evaluations and saves."""
+
+    last_step: int
+    """The last step of the run."""
+    evaluations: Interval = Interval()
+    saves: Interval = Interval()
+    saves_every_s: float | None = None
+    samples_per_step: float = 1.0
+    evaluated: int = 0
+    """Samples of one evaluation; 0 without evaluation."""
+    evaluated_at_end: int = 0
+    """Samples of the evaluation after the last step."""
+
+    @classmethod
+    def of(cls, run: Run) -> PauseSchedule:
+        """Return the pauses of a run, by its config."""
+        cfg, per_epoch = run.cfg, run.plan.steps_per_epoch
+        beside = cfg.eval.beside or cfg.strategy.get("evaluator")  # another process evaluates
+        sizes = {} if beside else {name: _length(run.datasets[name]) for name in run.datasets}
+        evaluated = sum(sizes[name] for name in validation_splits(sizes))
+        last_step = run.num_steps if cfg.stop_at_step is None else min(run.num_steps, cfg.stop_at_step)
+        watched = (cfg.eval.every_steps, cfg.eval.every_epochs) != (None, None)
+        at_end = evaluated + sum(sizes[name] for name in test_splits(sizes))
+        return cls(
+            last_step=last_step,
+            evaluations=Interval(
+                every_steps=cfg.eval.every_steps, steps_per_period=_steps(cfg.eval.every_epochs, per_epoch)
+            ),
+            saves=Interval(
+                every_steps=cfg.checkpoint.every_steps, steps_per_period=_steps(cfg.checkpoint.every_epochs, per_epoch)
+            ),
+            saves_every_s=cfg.checkpoint.every_s,
+            samples_per_step=run.plan.global_size,
+            evaluated=evaluated if evaluated and watched else 0,
+            evaluated_at_end=at_end if watched or last_step == run.num_steps else 0,
+        )
+
+    def due(self, low: int, high: int) -> tuple[int, int]:
+        """Return the number of evaluations and of saves without one, with `low` <= step < `high`."""
+        saves = self.saves.count(low, high)
+        if not self.evaluated:
+            return 0, saves
+        both = self.saves.shared_with(self.evaluations).count(low, high)
+        return self.evaluations.count(low, high), saves - both
+
+
+def _steps(epochs: float | None, per_epoch: int) -> float | None:
+    return None if epochs is None else epochs * per_epoch
+
+
+def _length(dataset: object) -> int:
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except TypeError:  # a stream
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Mark:
+    step: int
+    seconds: float
+    """Seconds spent training, without pauses."""
+    moment: float
+    """The same moment on the clock, with pauses."""
+
+
+class Pace:
+    """Estimates the remaining time from the steps of the last minute and the pauses so far.
+
+    Of a shorter training, the later half counts: the first rows also hold compiling, imports, and the comparison of the
+    plan with what was measured.
+
+    A row of metrics contains the training time without pauses; the rest of the elapsed time was spent in pauses.
+    Between two rows, an evaluation with the save of a new best model is one pause, and a separate save is another. A
+    pause in which neither is due (for example the plan after the first steps) is not expected again. Before the first
+    evaluation has ended, its duration is estimated from its number of samples and the time of a training sample.
+
+    Example:
+        >>> pace = Pace(PauseSchedule(last_step=100), begun=(0, 0.0, 0.0))
+        >>> pace.remaining_s(now=0.0)
+        inf
+        >>> pace.row(20, 10.0, now=10.0)
+        >>> pace.remaining_s(now=10.0), pace.remaining_s(now=15.0)
+        (40.0, 35.0)
+    """
+
+    def __init__(self, pauses: PauseSchedule, *, begun: tuple[int, float, float], window_s: float = 60.0) -> None:
+        """Measure from `begun` on: step, seconds of training, moment on the clock."""
+        self._pauses, self._window_s = pauses, window_s
+        self._begun = self._last = _Mark(step=begun[0], seconds=begun[1], moment=begun[2])
+        self._marks: deque[_Mark] = deque()
+        self._first_s = math.inf
+        """Seconds of training at the first mark."""
+        self._evaluations: list[float] = []
+        self._saves: list[float] = []
+
+    def row(self, step: int, seconds: float, *, now: float) -> None:
+        """Record the position of a row of metrics; the pauses of that step follow the row."""
+        mark, before = _Mark(step=step, seconds=seconds, moment=now), self._last
+        paused = max((mark.moment - before.moment) - (mark.seconds - before.seconds), 0.0)
+        evaluations, saves = self._pauses.due(before.step, step)
+        if evaluations:
+            self._evaluations.append(paused / evaluations)
+        elif saves:
+            self._saves.append(paused / saves)
+        elif self._saves_by_time(before, mark):
+            self._saves.append(paused)
+        if step > self._begun.step and (not self._marks or seconds - self._marks[-1].seconds >= self._window_s / 240):
+            self._marks.append(mark)
+            self._first_s = min(self._first_s, seconds)
+        oldest = seconds - min(self._window_s, (seconds - self._first_s) / 2)
+        while len(self._marks) > 2 and self._marks[1].seconds <= oldest:
+            self._marks.popleft()
+        self._last = mark
+
+    def _saves_by_time(self, before: _Mark, after: _Mark) -> bool:
+        every, begun = self._pauses.saves_every_s, self._begun.moment
+        return every is not None and (after.moment - begun) // every > (before.moment - begun) // every
+
+    def remaining_s(self, *, now: float) -> float:
+        """Return the seconds until the run ends; infinite as long as no step has been timed."""
+        last, end = self._last, self._pauses.last_step
+        if last.step >= end:
+            return 0.0
+        # The first row holds the first step, which compiles and allocates: it is never among the steps that are timed.
+        base = self._marks[0] if self._marks and self._marks[0].step < last.step else self._begun
+        if last.step <= base.step:
+            return math.inf
+        step_s = (last.seconds - base.seconds) / (last.step - base.step)
+        training = (end - last.step) * step_s
+        remaining = training + sum(self._pauses_s(training, step_s))
+        return max(remaining - (now - last.moment), 0.0)
+
+    def _pauses_s(self, training: float, step_s: float) -> Iterator[float]:
+        """Yield the seconds of the evaluations and saves that are left."""
+        pauses, expected = self._pauses, _FORWARD_SHARE * step_s / self._pauses.samples_per_step
+        evaluations, saves = pauses.due(self._last.step, pauses.last_step)
+        one = median_low(self._evaluations) if self._evaluations else expected * pauses.evaluated
+        yield evaluations * one
+        per_sample = one / pauses.evaluated if pauses.evaluated else expected
+        yield per_sample * pauses.evaluated_at_end
+        if pauses.saves_every_s is not None:
+            saves += int(training // pauses.saves_every_s)
+        yield (saves + 1) * (median_low(self._saves) if self._saves else 0.0)
 
 
 class PlainLine:

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, Self
 
 from trainkit.measuring.turns import Turn
-from trainkit.trainer.phase_clock import PARTS
+from trainkit.trainer.metrics_accumulator import PARTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ from trainkit.report.numbers import duration, figure, share
 from trainkit.report.tables import row_lines
 from trainkit.run.begin import packages
 from trainkit.storage import num_bytes
-from trainkit.trainer.phase_clock import PARTS
+from trainkit.trainer.metrics_accumulator import PARTS
 
 VERSION: Final = 1
 """Version of the JSON."""

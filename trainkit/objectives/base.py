@@ -21,7 +21,7 @@ from torch.utils._pytree import register_pytree_node, tree_leaves
 
 from trainkit.errors import Problem, TrainingError
 from trainkit.objectives.fields import Fields, input_of, scores_of, split_batch, unused_fields
-from trainkit.objectives.output_layer import OutputLayer, output_layer_of, reason_for_scores, scored_inside
+from trainkit.objectives.linear_cross_entropy import OutputLayer, output_layer_of, reason_for_scores, scored_inside
 from trainkit.objectives.tables import Result
 
 Model = Callable[..., Any]

@@ -16,8 +16,8 @@ from trainkit.extras import install_command
 from trainkit.fields import speed
 from trainkit.objectives.base import Details, Loss, Metric, Supervised
 from trainkit.objectives.fields import IGNORED, counted_in, exact, parts_of, scores_of
+from trainkit.objectives.linear_cross_entropy import OutputLayer, keeps_scores, offered_by
 from trainkit.objectives.metrics import Perplexity, ScoredFields, fresh_metrics, token_details
-from trainkit.objectives.output_layer import OutputLayer, keeps_scores, offered_by
 
 _LIGER: Final = "liger_kernel.transformers.functional"
 

@@ -13,8 +13,8 @@ from trainkit.errors import DataError, Problem, TrainingError
 from trainkit.fields import cosmetic, speed
 from trainkit.objectives.base import Loss, Metric, Model, Objective, found_loss, parameters_of
 from trainkit.objectives.fields import IGNORED, counted_in, named_fields, scores_of
+from trainkit.objectives.linear_cross_entropy import has_plain_loss, output_layer_of, reason_for_scores, scored_inside
 from trainkit.objectives.metrics import fresh_metrics
-from trainkit.objectives.output_layer import has_plain_loss, output_layer_of, reason_for_scores, scored_inside
 
 _OF_THE_LOSS: Final = frozenset({"num_items_in_batch", "shift_labels", "ignore_index", "weight"})
 """Fields that transformers passes on to its loss function."""

@@ -30,8 +30,7 @@ from trainkit.strategies.base import (
     UpdateTensors,
 )
 from trainkit.trainer.events import Callback, Row, Run
-from trainkit.trainer.metrics_accumulator import MetricsAccumulator
-from trainkit.trainer.phase_clock import each_of
+from trainkit.trainer.metrics_accumulator import MetricsAccumulator, each_of
 
 
 class Trigger(NamedTuple):

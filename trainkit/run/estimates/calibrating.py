@@ -33,7 +33,7 @@ from trainkit.data.reading.collate import collate
 from trainkit.errors import AbsentFileError, ConfigError, Problem, StorageError, UnreadableError
 from trainkit.files import cache_folder, read_json, write_json_atomically
 from trainkit.run.estimates.hardware import Link, Say
-from trainkit.trainer.phase_clock import wait_for
+from trainkit.trainer.metrics_accumulator import wait_for
 
 _ROUND_S: Final = 0.3
 """Seconds of a round, at least."""

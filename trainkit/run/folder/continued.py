@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Final
 
 from trainkit.callbacks.every_run import keep_until
-from trainkit.callbacks.figures.histograms import FILE as HISTOGRAMS
+from trainkit.callbacks.histograms import FILE as HISTOGRAMS
 from trainkit.errors import CheckpointError
 from trainkit.files import open_regular, refuse_link
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.storage import naming
 from trainkit.trainer.checkpoint.loading import load
-from trainkit.trainer.checkpoint.retention import EvaluatedIndex, Retention
-from trainkit.trainer.checkpoint.saving import bring, prune
+from trainkit.trainer.checkpoint.saving import EvaluatedIndex, Retention, bring, prune
 from trainkit.trainer.manifest import MANIFEST, list_complete
 
 _ROWS: Final = ("metrics.jsonl", "tables.jsonl", "evaluations.jsonl", HISTOGRAMS)

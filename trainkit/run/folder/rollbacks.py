@@ -14,7 +14,7 @@ from typing import Any, Final
 from trainkit.bounded import expect_map, expect_maps
 from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
 from trainkit.files import read_map, write_json_atomically
-from trainkit.trainer.left_out import Suspect
+from trainkit.trainer.events import Suspect
 from trainkit.trainer.manifest import list_complete
 
 FILE: Final = "rollbacks.json"

@@ -30,7 +30,7 @@ from trainkit.files import read_map, write_json_atomically
 from trainkit.redaction import mask
 from trainkit.run.folder.restart_record import restarts_of
 from trainkit.storage import file_in_the_way, naming, quoted
-from trainkit.trainer.checkpoint.retention import owner_of
+from trainkit.trainer.checkpoint.saving import owner_of
 from trainkit.trainer.manifest import is_checkpoint, list_complete
 from trainkit.trainer.ownership import FOLDERS, MARK, OwnershipToken, free_name, locked, print_notice, set_aside
 

@@ -21,7 +21,7 @@ from trainkit.data.reading.iterable import Stream
 from trainkit.data.splits import build_split, build_splits, folded, read_sample, size_of, splits_of
 from trainkit.errors import ConfigError, Problem, TrainingError, TrainkitError
 from trainkit.frames import named_first_line
-from trainkit.inference.outputs import Outputs
+from trainkit.inference.predicting import Outputs
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.copies import copied
 from trainkit.numerics.precision import Precision

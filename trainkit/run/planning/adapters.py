@@ -9,7 +9,7 @@ from torch import nn
 from trainkit.adapters.average import Average
 from trainkit.adapters.float8 import Float8
 from trainkit.errors import Problem
-from trainkit.objectives.output_layer import offered_by
+from trainkit.objectives.linear_cross_entropy import offered_by
 from trainkit.strategies.shipped import names_of
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from trainkit.data.reading.collate import CollateFunction, collate
 from trainkit.numerics.generators import GeneratorStates, seed_host
 from trainkit.objectives.base import Objective
-from trainkit.objectives.output_layer import scores_kept
+from trainkit.objectives.linear_cross_entropy import scores_kept
 
 DRAWS: Final = "draws random numbers"
 COUPLES: Final = "couples the samples of a shard"

@@ -29,7 +29,7 @@ from trainkit.numerics.generators import GeneratorStates
 from trainkit.numerics.precision import buffers_apart
 from trainkit.objectives.base import Loss, Objective
 from trainkit.objectives.classification import ScoredClasses
-from trainkit.objectives.output_layer import scores_kept
+from trainkit.objectives.linear_cross_entropy import scores_kept
 from trainkit.run.planning.build import build_model, build_objective, make_optimizer
 from trainkit.run.planning.coupling import kept_generators
 from trainkit.run.planning.optimizers import named_optimizers

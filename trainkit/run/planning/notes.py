@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_leaves
 from trainkit.config.schema import MonitoredMetric
 from trainkit.config.targets.build import resolve_target
 from trainkit.data.reading.iterable import Stream
-from trainkit.data.remarks import remarks
-from trainkit.data.splits import size_of, test_splits, validation_splits
+from trainkit.data.splits import remarks, size_of, test_splits, validation_splits
 from trainkit.errors import ConfigError, Problem
 from trainkit.frames import named_first_line
 from trainkit.numerics.batch import AT_EQUAL_CUT, CUT_UNKNOWN

@@ -17,7 +17,7 @@ from trainkit.data.reading.collate import to_device
 from trainkit.data.splits import read_sample
 from trainkit.errors import Problem
 from trainkit.numerics.batch import Positions, Ticket
-from trainkit.objectives.output_layer import scores_kept
+from trainkit.objectives.linear_cross_entropy import scores_kept
 from trainkit.run.planning.build import build_model, build_objective
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.core.buffers import sample_dims_of, written_indices

@@ -28,8 +28,7 @@ from trainkit.storage import naming, num_bytes
 from trainkit.strategies.base import LocalModel, PhaseListener
 from trainkit.trainer.events import Run
 from trainkit.trainer.loop import Trigger
-from trainkit.trainer.metrics_accumulator import CountedWork, Instruments, MetricsAccumulator
-from trainkit.trainer.phase_clock import wait_for
+from trainkit.trainer.metrics_accumulator import CountedWork, Instruments, MetricsAccumulator, wait_for
 
 if TYPE_CHECKING:
     from trainkit.run.estimates.hardware import Hardware

@@ -2,7 +2,7 @@
 
 It only reads the folder of checkpoints. It writes its results to `evaluations.jsonl`, one line per checkpoint, and to
 an event file next to that of the training; it publishes the best checkpoint through `checkpoints/evaluated.json`
-(`trainkit.trainer.checkpoint.retention`). It may die and be restarted at any moment: a finished checkpoint has its
+(`trainkit.trainer.checkpoint.saving`). It may die and be restarted at any moment: a finished checkpoint has its
 line, and checkpoints with a line are not evaluated again.
 """
 
@@ -40,7 +40,7 @@ from trainkit.strategies.base import SetupRequest
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.tensors.lazy_state import averaged_weights, model_weights
 from trainkit.trainer.checkpoint.loading import Loaded, load
-from trainkit.trainer.checkpoint.retention import EvaluatedIndex, Retention, exclusive
+from trainkit.trainer.checkpoint.saving import EvaluatedIndex, Retention, exclusive
 from trainkit.trainer.evaluate import Evaluation, evaluate, statistics_of
 from trainkit.trainer.events import State
 from trainkit.trainer.manifest import MANIFEST, Checkpoint, is_checkpoint, list_complete

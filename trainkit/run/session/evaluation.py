@@ -24,7 +24,7 @@ from trainkit.run.planning.build import average_of
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import Executor, LocalModel
 from trainkit.strategies.collectives import LocalCollective
-from trainkit.trainer.checkpoint.retention import Retention
+from trainkit.trainer.checkpoint.saving import Retention
 from trainkit.trainer.evaluate import Evaluation, count_statistics, evaluate, restore_buffers, statistics_of
 from trainkit.trainer.events import Run
 from trainkit.trainer.loop import CallbackHooks

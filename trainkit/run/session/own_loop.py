@@ -16,7 +16,7 @@ from trainkit.run.session.given import FunctionLoss, GivenLoss, LossFunction
 from trainkit.run.session.session import TaskSession
 from trainkit.run.signals import REASONS, stop_error
 from trainkit.strategies.base import Batch, Executor, LoopCall, StepOutcome
-from trainkit.trainer.left_out import RollbackNeeded
+from trainkit.trainer.events import RollbackNeeded
 
 
 class OwnLoop:

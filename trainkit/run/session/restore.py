@@ -33,8 +33,7 @@ from trainkit.strategies.base import (
     ignore_phase,
 )
 from trainkit.trainer.checkpoint.loading import Loaded, newest_valid, note_foreign
-from trainkit.trainer.events import Measure, Run, State
-from trainkit.trainer.left_out import LeftOutSteps
+from trainkit.trainer.events import LeftOutSteps, Measure, Run, State
 from trainkit.trainer.manifest import damaged
 from trainkit.trainer.ownership import OwnershipToken, uncontested
 

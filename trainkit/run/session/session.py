@@ -33,8 +33,7 @@ from trainkit.storage import Presence
 from trainkit.strategies.base import Executor, SetupRequest, ignore_phase
 from trainkit.strategies.tensor_shards import TensorShard
 from trainkit.trainer.checkpoint.loading import Loaded
-from trainkit.trainer.events import Callback
-from trainkit.trainer.left_out import RollbackNeeded, Suspect
+from trainkit.trainer.events import Callback, RollbackNeeded, Suspect
 from trainkit.trainer.loop import (
     CallbackHooks,
     StopSaveConsensus,

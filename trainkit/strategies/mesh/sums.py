@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.numerics.batch import lane_order
-from trainkit.numerics.summation import LaneNode, LaneSums, sum_of_ranks
+from trainkit.numerics.batch import LaneNode, LaneSums, lane_order, sum_of_ranks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,7 @@ from trainkit.config.values import closest
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_at_random, draws_nothing
-from trainkit.objectives.linear_cross_entropy import score_rows
-from trainkit.objectives.output_layer import offered_by
+from trainkit.objectives.linear_cross_entropy import offered_by, score_rows
 from trainkit.strategies.model_transforms.compiling import Compiled, CompiledFunction
 from trainkit.strategies.model_transforms.recomputing import Recomputed
 from trainkit.strategies.step_values import GraphSettings

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Loss, Supervised, add_terms
-from trainkit.objectives.output_layer import output_layer_of, scored_inside
+from trainkit.objectives.linear_cross_entropy import output_layer_of, scored_inside
 from trainkit.strategies.base import Batch, StateDict, StepContext
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.replica import ReplicaParts, replica_state, restore_replica

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.numerics.summation import LaneNode, LaneSums, owned_nodes, sum_of_ranks
+from trainkit.numerics.batch import LaneNode, LaneSums, owned_nodes, sum_of_ranks
 from trainkit.strategies.reducers.base import Reducer, Sums
 from trainkit.strategies.tensors.layouts import FlatBuffer, unsplit
 

@@ -35,7 +35,7 @@ class ModuleCall:
     returned: TensorFacts | None = None
     """Output of the call; None if it is not a tensor, or if recomputation ended earlier."""
     has_loss: bool = False
-    """Whether it returns the loss of its outputs instead of the outputs (`trainkit.objectives.output_layer`)."""
+    """Whether it returns the loss of its outputs instead of them (`trainkit.objectives.linear_cross_entropy`)."""
     is_again: bool = False
     """Whether backward recomputes it."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from trainkit.numerics.summation import owned_nodes
+from trainkit.numerics.batch import owned_nodes
 from trainkit.strategies.traffic.flows import all_gather, all_reduce, broadcast, joined, reduce_to_first
 from trainkit.strategies.traffic.transfers import Transfer
 

@@ -13,7 +13,7 @@ from trainkit.trainer.ownership import print_notice
 from trainkit.verbs.support.call import CHECKPOINT_FLAG, Call, Flag
 
 if TYPE_CHECKING:
-    from trainkit.api.evaluation import Evaluated
+    from trainkit.api.jobs import Evaluated
 
 USAGE: Final = "RUN|FOLDER|FILE [data=... strategy=... and other keys]"
 FLAGS: Final[Mapping[str, Flag]] = {
@@ -29,7 +29,7 @@ def run(call: Call) -> int:
     """Evaluate, write the results and print them."""
     call.check_arity(arguments=1)
     which = call.checkpoint()
-    from trainkit.api.evaluation import evaluate  # noqa: PLC0415 - imports torch
+    from trainkit.api.jobs import evaluate  # noqa: PLC0415 - imports torch
 
     found = evaluate(
         Path(call.arguments[0]).expanduser(),

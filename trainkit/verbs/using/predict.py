@@ -27,7 +27,7 @@ def run(call: Call) -> int:
     which = call.checkpoint()
     if "out" not in call.flags:
         raise refusal("--out", "is missing: --out FILE.parquet, FILE.npy or FILE.jsonl.")
-    from trainkit.api.prediction import predict_to_file  # noqa: PLC0415 - imports torch
+    from trainkit.api.jobs import predict_to_file  # noqa: PLC0415 - imports torch
     from trainkit.report.numbers import duration  # noqa: PLC0415 - not for --help
     from trainkit.run.signals import EXIT_CODES  # noqa: PLC0415 - the same
 

@@ -1,1 +1,0 @@
-"""Alerts: what happened in a run calls a command or a webhook."""

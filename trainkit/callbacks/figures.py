@@ -1,0 +1,418 @@
+"""Figures of a run, drawn by processes of their own: curves, confusion matrices, the samples with the highest loss."""
+
+from __future__ import annotations
+
+import logging
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainkit.callbacks.tensorboard import grid, images_in, png_bytes
+from trainkit.config.schema import MonitoredMetric
+from trainkit.data.splits import read_sample
+from trainkit.errors import Problem, UnreadableError
+from trainkit.fields import above, cosmetic
+from trainkit.files import read_bytes
+from trainkit.numerics.generators import Untouched
+from trainkit.numerics.schedules import lr_points
+from trainkit.objectives.fields import input_of
+from trainkit.objectives.metrics import WORST
+from trainkit.objectives.tables import MAX_CELLS, Table
+from trainkit.report.drawing import Drawing, confusion_request, lr_request, metrics_request, samples_request
+from trainkit.storage import naming
+from trainkit.trainer.events import Callback, Planned, Row, Run
+
+if TYPE_CHECKING:
+    from trainkit.report.events import EventFile
+
+_log = logging.getLogger(__name__)
+_TIMEOUT_S: Final = 60.0
+"""Enough time to build matplotlib's font cache, which the first plot on a machine does."""
+_PNG: Final = struct.Struct(">16xII")
+"""Signature and header of a PNG up to its width and height."""
+
+
+class EventFolder:
+    """A folder below `tensorboard/` with the events of one callback; a resumed run continues its steps."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._events: EventFile | None = None
+        self._start: int | None = None
+
+    def of(self, run: Run) -> EventFile:
+        """Return the file, which is created at the first call."""
+        if self._events is None:
+            from trainkit.report.events import EventFile  # noqa: PLC0415 - protobuf, after the first steps
+
+            parent = run.folder / "tensorboard"
+            with naming(parent):
+                parent.mkdir(exist_ok=True)
+            folder = parent / self._name
+            start = run.begun_at if self._start is None else self._start
+            self._events = EventFile(folder, purge_after=start if folder.is_dir() else None)
+        return self._events
+
+    def restart(self, step: int) -> None:
+        """Discard the events after a step: those steps are trained again."""
+        self.close()
+        self._start = step
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        events, self._events = self._events, None
+        if events is not None:
+            events.close()
+
+
+class FigureQueue:
+    """Draws the newest of the requested figures, each in a process of its own, one at a time.
+
+    Args:
+        every_s: least seconds between two drawings of a run; the last figures are drawn at its end.
+        events: event folder for TensorBoard; None: only image files are written.
+    """
+
+    def __init__(self, *, every_s: float, events: EventFolder | None = None) -> None:
+        self._every_s, self._events = every_s, events
+        self._waiting: dict[Path, tuple[int, Mapping[str, Any]]] = {}
+        self._running: tuple[Path, int, Drawing] | None = None
+        self._due = 0.0
+
+    def ask(self, run: Run, path: Path, request: Mapping[str, Any]) -> None:
+        """Draw a figure of this step, now or when the drawings before it are done."""
+        self._waiting[path] = run.state.step, request
+        self.advance(run)
+
+    def advance(self, run: Run) -> None:
+        """Collect finished drawings and start the drawings that are due; does not wait."""
+        if self._running is not None and not self._running[2].running:
+            self._take(run)
+        if self._running is None and self._waiting and time.monotonic() >= self._due:
+            self._begin()
+            if not self._waiting:
+                self._due = time.monotonic() + self._every_s
+
+    def finish(self, run: Run) -> None:
+        """Draw everything that waits, and wait for it."""
+        while self._running is not None or self._waiting:
+            if self._running is None:
+                self._begin()
+            self._take(run)
+
+    def _begin(self) -> None:
+        path = next(iter(self._waiting))
+        step, request = self._waiting.pop(path)
+        try:
+            self._running = path, step, Drawing(request)
+        except OSError as error:  # a process that cannot be started must not end the training
+            _log.warning("plots/%s: %s", path.name, error)
+
+    def _take(self, run: Run) -> None:
+        if self._running is None:
+            return
+        (path, step, drawing), self._running = self._running, None
+        if trouble := drawing.wait(_TIMEOUT_S):
+            _log.warning("plots/%s: %s", path.name, trouble)
+            return
+        if self._events is None:
+            return
+        try:
+            png = read_bytes(path)
+            width, height = _PNG.unpack_from(png)
+        except (UnreadableError, struct.error) as error:
+            _log.warning("plots/%s: %s", path.name, error)
+            return
+        self._events.of(run).image(path.stem, png, height=height, width=width, step=step, wall_time=time.time())
+        self._events.of(run).flush()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationFigures(Callback):
+    """Draws a figure of each split after an evaluation: a subclass requests it in `eval_tables`."""
+
+    observes: ClassVar[bool] = True
+    decides_by_figures: ClassVar[bool] = True  # an evaluator beside the training gives it no tables
+    events_name: ClassVar[str]
+    """Folder of its events below `tensorboard/`."""
+
+    every_s: Annotated[float, cosmetic, above(0)] = 60.0
+    """Least seconds between two drawings during the run; the last evaluation is always drawn."""
+    _events: EventFolder = field(init=False, repr=False, compare=False)
+    _figures: FigureQueue = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        events = EventFolder(self.events_name)
+        object.__setattr__(self, "_events", events)
+        object.__setattr__(self, "_figures", FigureQueue(every_s=self.every_s, events=events))
+
+    def eval_end(self, run: Run, metrics: Row) -> None:
+        """Collect finished drawings."""
+        if run.is_owner:
+            self._figures.advance(run)
+
+    def log(self, run: Run, row: Row) -> None:
+        """Collect finished drawings, and start the drawings that are due."""
+        if run.is_owner:
+            self._figures.advance(run)
+
+    def rolled_back(self, run: Run, step: int) -> None:
+        """Replace the figures of the steps that are trained again."""
+        self._events.restart(run.state.step)
+
+    def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
+        """Draw the last evaluation."""
+        if run.is_owner:
+            self._figures.finish(run)
+        self._events.close()
+
+
+def figure_path(run: Run, kind: str, split: str) -> Path:
+    """Return the path of a figure of a split."""
+    return run.folder / "plots" / f"{kind}_{split.replace('/', '_')}.png"
+
+
+TABLE: Final = "confusion"
+"""Name of the metric, as `Objective.details` gives it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confusion(EvaluationFigures):
+    """Draws which classes are mistaken for which, after each evaluation: `plots/confusion_val.png`.
+
+    Evaluations count the matrix besides the metrics of the objective, each sample once on any number of ranks. The page
+    of the run and TensorBoard show it; `tables.jsonl` has the counts of every evaluation.
+    """
+
+    details: ClassVar[tuple[str, ...]] = (TABLE,)
+    events_name: ClassVar[str] = "confusion"
+
+    _has_said: bool = field(default=False, init=False, repr=False, compare=False)
+
+    def validate(self, planned: Planned) -> list[Problem]:
+        """Return problems: an objective without classes, and too many of them for a table."""
+        dataset = planned.datasets["train"]
+        tables = {*planned.objective.details(dataset, batch_size=1).metrics, *planned.objective.metrics()}
+        if TABLE not in tables:
+            rule = f"needs classes, and {type(planned.objective).__name__} has none. Leave it out."
+            return [Problem(key=planned.key, rule=rule)]
+        names = getattr(dataset, "classes", None)
+        count = len(names) if isinstance(names, list | tuple) else 0
+        if count**2 > MAX_CELLS:
+            rule = (
+                f"counts at most {MAX_CELLS:,} pairs of classes, and the dataset has {count:,} classes. Leave it out."
+            )
+            return [Problem(key=planned.key, rule=rule)]
+        return []
+
+    def eval_tables(self, run: Run, tables: Mapping[str, Table]) -> None:
+        """Draw the matrix of each split."""
+        if not run.is_owner:
+            return
+        found = {name: table for name, table in tables.items() if is_confusion(name, table)}
+        if not found and not self._has_said:
+            object.__setattr__(self, "_has_said", True)
+            _log.warning("callbacks=[confusion] draws nothing: outputs are not (samples, classes), or have no targets.")
+        for name, table in found.items():
+            split = name.rpartition("/")[0]
+            path = figure_path(run, TABLE, split)
+            title = f"{run.cfg.name}: confusion matrix of {split}, step {run.state.step:,}"
+            counts = [list(row[1:]) for row in table.rows]
+            self._figures.ask(run, path, confusion_request(path, title=title, classes=table.columns[1:], counts=counts))
+
+
+def is_confusion(name: str, table: Table) -> bool:
+    """Return whether a table of an evaluation is a confusion matrix: of this name, and square.
+
+    Example:
+        >>> import torch
+        >>> is_confusion("val/confusion", Table.of(torch.eye(2), ["cat", "dog"]))
+        True
+    """
+    square = table.columns[1:] == tuple(str(row[0]) for row in table.rows)
+    return name.rpartition("/")[2] == TABLE and bool(table.rows) and square
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplePictures(EvaluationFigures):
+    """Draws the 16 samples with the highest loss, after each evaluation: `plots/worst_val.png`.
+
+    Each has its class, the guess of the model, and the probability of the guess. Under cross entropy they are the
+    mistakes that the model is most confident of. The run's page and TensorBoard show them.
+    """
+
+    details: ClassVar[tuple[str, ...]] = (WORST,)
+    events_name: ClassVar[str] = "samples"
+
+    def validate(self, planned: Planned) -> list[Problem]:
+        """Return problems: an objective that has no worst samples, and samples that are no images or cannot be read."""
+        objective, dataset = planned.objective, planned.datasets["train"]
+        if WORST not in objective.details(dataset, batch_size=1).metrics:
+            rule = f"needs the loss of each sample, and {type(objective).__name__} returns none. Leave it out."
+            return [Problem(key=planned.key, rule=rule)]
+        indexed = [split for split, one in planned.datasets.items() if not hasattr(one, "__getitem__")]
+        if planned.sample is None or indexed:
+            rule = f"reads samples by their numbers, and the split {(*indexed, 'train')[0]} is a stream. Leave it out."
+            return [Problem(key=planned.key, rule=rule)]
+        shown = input_of(planned.sample, getattr(objective, "input", None))
+        if not images_of([shown]):
+            found = tuple(shown.shape) if isinstance(shown, Tensor | np.ndarray) else type(shown).__name__
+            rule = f"needs images, (1 or 3, height, width) of 4 pixels or more, and a sample is {found}. Leave it out."
+            return [Problem(key=planned.key, rule=rule)]
+        return []
+
+    def eval_tables(self, run: Run, tables: Mapping[str, Table]) -> None:
+        """Draw the worst samples of each split."""
+        if not run.is_owner:
+            return
+        for name, table in tables.items():
+            split, _, kind = name.rpartition("/")
+            dataset = dataset_of(run, split)
+            if kind != WORST or dataset is None or not table.rows:
+                continue
+            places = [int(row[0]) for row in table.rows]
+            images = images_of(inputs_at(dataset, places, run.cfg.objective.get("input")))
+            captions = captions_of(table, getattr(dataset, "classes", None))
+            path = figure_path(run, WORST, split)
+            title = f"{run.cfg.name}: highest losses of {split}, step {run.state.step:,}"
+            shown = [(png_bytes(grid(one[None])), caption) for one, caption in zip(images, captions, strict=False)]
+            if shown:
+                self._figures.ask(run, path, samples_request(path, title=title, samples=shown))
+
+
+def dataset_of(run: Run, split: str) -> Any:
+    """Return the dataset of a split; that of `val` for the averages' `val_ema`, None if the split does not exist."""
+    found = [name for name in run.datasets if split == name or split.startswith(f"{name}_")]
+    return run.datasets[max(found, key=len)] if found else None
+
+
+def inputs_at(dataset: Any, places: Sequence[int], fields: Any = None) -> list[Any]:
+    """Return the inputs of samples by their indices; no generator of the training draws meanwhile.
+
+    Args:
+        dataset: a dataset that can be indexed.
+        places: indices of the samples.
+        fields: input field named by the objective; None: the common names.
+    """
+    with Untouched(seed=0):
+        return [input_of(read_sample(dataset, place), fields) for place in places]
+
+
+def images_of(inputs: Sequence[Any]) -> list[Any]:
+    """Return the inputs as images, each (1 or 3, height, width) float32; empty if one of them is not an image.
+
+    Example:
+        >>> images_of([torch.zeros(1, 8, 8)])[0].shape, images_of([torch.zeros(8)])
+        ((1, 8, 8), [])
+    """
+    found = []
+    for one in inputs:
+        tensor = torch.as_tensor(one) if isinstance(one, Tensor | np.ndarray) else None
+        image = None if tensor is None or tensor.dim() != 3 else next(images_in(tensor[None]), None)
+        if image is None:
+            return []
+        found.append(image[0].numpy())
+    return found
+
+
+def captions_of(table: Table, classes: Any) -> list[tuple[str, str, str]]:
+    """Return the lines of a caption for each row of a table of worst samples: class, guess, probability of the guess.
+
+    Example:
+        >>> columns = ("sample", "loss", "target", "guess", "probability")
+        >>> table = Table(columns=columns, rows=((7, 4.0, 1.0, 0.0, 0.98),))
+        >>> captions_of(table, ["cat", "dog"])
+        [('dog', 'guess cat', '98 %')]
+    """
+
+    def name(number: Any) -> str:
+        place = int(number)
+        known = isinstance(classes, list | tuple) and 0 <= place < len(classes)
+        return str(classes[place]) if known else str(place)
+
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    return [(name(row["target"]), f"guess {name(row['guess'])}", f"{100 * row['probability']:.0f} %") for row in rows]
+
+
+_PLOT_S = 60.0
+"""Enough time to build matplotlib's font cache, which the first plot on a machine does."""
+
+
+@dataclass
+class _Drawn:
+    in_progress: list[tuple[str, Drawing]] = field(default_factory=list)
+    has_begun: bool = False
+    due: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plots(Callback):
+    """`plots/lr.png` at the first row of metrics; `plots/loss.png` and one of each metric at intervals, and at the end.
+
+    Each is drawn by a short-lived process: matplotlib would cost the training process 28 MB and 0.3 s. None is started
+    before the first row: it would take a core from the start of the training.
+    """
+
+    observes: ClassVar[bool] = True
+
+    every_s: Annotated[float, cosmetic, above(0)] = 60.0
+    """Seconds between two drawings of the metrics during the run; each occupies another core for half a second."""
+    _drawn: _Drawn = field(default_factory=_Drawn, init=False, repr=False, compare=False)
+
+    def log(self, run: Run, row: Row) -> None:
+        """Draw the learning rate at the first row."""
+        self._begin(run)
+
+    def _begin(self, run: Run) -> None:
+        """Draw the learning rate, if that has not been done yet."""
+        if not run.is_owner or self._drawn.has_begun:
+            return
+        self._drawn.has_begun, self._drawn.due = True, time.monotonic() + self.every_s
+        rates = {name: lr_points(rate, run.num_steps) for name, rate in (run.rates or {"": run.rate}).items()}
+        self._start("lr.png", lr_request(run.folder / "plots/lr.png", title=run.cfg.name, rates=rates))
+
+    def eval_end(self, run: Run, metrics: Row) -> None:
+        """Draw the metrics, if a drawing is due."""
+        self._begin(run)
+        if not run.is_owner or time.monotonic() < self._drawn.due:
+            return
+        if not any(drawing.running for _, drawing in self._drawn.in_progress):
+            self._draw_metrics(run)
+        self._drawn.due = time.monotonic() + self.every_s
+
+    def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
+        """Draw the metrics for the last time, and wait for it."""
+        if not run.is_owner:
+            return
+        self._begin(run)
+        self._collect()  # the newest drawing of a plot must be written last
+        if (run.folder / "metrics.jsonl").exists():
+            self._draw_metrics(run)
+        self._collect()
+
+    def _draw_metrics(self, run: Run) -> None:
+        watched = MonitoredMetric.of(run.cfg.eval)
+        metrics, folder = run.folder / "metrics.jsonl", run.folder / "plots"
+        self._start(
+            "loss.png",
+            metrics_request(folder, title=run.cfg.name, metrics=metrics, modes={watched.metric: watched.mode}),
+        )
+
+    def _start(self, name: str, request: Mapping[str, Any]) -> None:
+        try:
+            self._drawn.in_progress.append((name, Drawing(request)))
+        except OSError as error:  # a process that cannot be started must not end the training
+            _log.warning("plots/%s: %s", name, error)
+
+    def _collect(self) -> None:
+        for name, drawing in self._drawn.in_progress:
+            if trouble := drawing.wait(_PLOT_S):
+                _log.warning("plots/%s: %s", name, trouble)
+        self._drawn.in_progress.clear()

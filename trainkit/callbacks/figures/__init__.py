@@ -1,1 +1,0 @@
-"""Callbacks that show tensors, classes and samples as figures."""

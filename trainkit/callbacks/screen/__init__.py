@@ -1,1 +1,0 @@
-"""Parts of the live line: the remaining time, and the line of a notebook."""
