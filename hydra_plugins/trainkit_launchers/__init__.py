@@ -72,6 +72,7 @@ class EngineLauncher(SlotsLauncher):
 _LOCAL = {"jobs_at_once": "auto", "timeout_min": 1440}
 _KEYS: dict[str, dict[str, Any]] = {
     "ray": {"jobs_at_once": "auto", "address": None, "cpus_per_process": 1.0, "gpus_per_process": "auto"},
+    "spark": {"jobs_at_once": "auto", "master": None},
     "submitit_local": _LOCAL,
     "submitit_slurm": {
         **_LOCAL,

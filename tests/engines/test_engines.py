@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 
 def needs(*packages: str) -> None:
-    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    absent = [name for name in packages if importlib.util.find_spec(name) is None and shutil.which(name) is None]
     if absent:
         pytest.skip(f"needs {', '.join(absent)}, which is not installed")
 
@@ -55,7 +55,5 @@ def test_ray(cwd: Path) -> None:
 
 
 def test_spark(cwd: Path) -> None:
-    needs("pyspark", "pandas", "pyarrow")
-    if shutil.which("java") is None:
-        pytest.skip("needs Java 17, which is not installed")
+    needs("pyspark", "pandas", "pyarrow", "java")
     loses_a_replica_and_ends_in_the_same_bits("spark", "Spark")

@@ -22,7 +22,7 @@ from tests.support.waiting import wait_for
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 JOB = ("recipe=digits", "epochs=1", "callbacks=[]", "logger=[]", "quiet=true", "eval.metric=val/accuracy")
-PACKAGES = {"submitit_local": "submitit", "ray": "ray"}
+PACKAGES = {"submitit_local": ("submitit",), "ray": ("ray",), "spark": ("pyspark", "java")}
 
 
 def trainkit(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -47,7 +47,7 @@ def below(cwd: Path) -> list[str]:
 
 @pytest.mark.parametrize("launcher", PACKAGES)
 def test_jobs_of_one_process_and_of_several_end_in_a_folder_each(launcher: str, cwd: Path) -> None:
-    needs(PACKAGES[launcher])
+    needs(*PACKAGES[launcher])
     grid = ("strategy=one_device,mirrored", "strategy.replicas=2", "seed=1,2", "hydra.sweep.dir=sweep")
     done = trainkit("-m", *JOB, *grid, f"hydra/launcher={launcher}", "hydra.launcher.jobs_at_once=2")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -56,9 +56,10 @@ def test_jobs_of_one_process_and_of_several_end_in_a_folder_each(launcher: str, 
     wait_for(lambda: not below(cwd))
 
 
-def test_jobs_end_with_a_sweep_that_is_killed(cwd: Path) -> None:
-    needs("submitit")
-    command = latest("-m", *JOB, "epochs=100000", "hydra.sweep.dir=sweep", "hydra/launcher=submitit_local")
+@pytest.mark.parametrize("launcher", ["submitit_local", "spark"])
+def test_jobs_end_with_a_sweep_that_is_killed(launcher: str, cwd: Path) -> None:
+    needs(*PACKAGES[launcher])
+    command = latest("-m", *JOB, "epochs=100000", "hydra.sweep.dir=sweep", f"hydra/launcher={launcher}")
     sweep = subprocess.Popen([sys.executable, "-m", "trainkit", *command], stdout=subprocess.DEVNULL)
     wait_for(Path("sweep/0/metrics.jsonl").exists, sweep)
     sweep.kill()

@@ -7,9 +7,9 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -33,9 +33,8 @@ from trainkit.run.estimates.this_machine import crowding_problems
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.task import limit_memory
-from trainkit.sweeps.backends.base import JobBackend
-from trainkit.sweeps.backends.job_spec import Driver, JobSpec, exit_code_file, run_described
-from trainkit.sweeps.backends.launching import ENGINES, Remote
+from trainkit.sweeps.backends.job_spec import JobSpec, run_described, this_process
+from trainkit.sweeps.backends.launching import ENGINES, JobBackend, Remote
 from trainkit.sweeps.loop.processes import JobCommand
 from trainkit.sweeps.loop.slots import Slots, numbering_problems
 
@@ -48,36 +47,33 @@ def engine_class(launcher: str) -> type[JobBackend]:
     return found
 
 
-def described(folder: Path, code: str, *words: object, driver: Driver | None = None) -> Path:
+def described(folder: Path, code: str, *words: object, started: int | None = None) -> Path:
     path = folder / "1.json"
     JobSpec(
         command=(sys.executable, "-c", code, *map(str, words)),
         environ={"GIVEN": "7"},
         cwd=str(folder),
         log="run/output.log",
-        driver=driver or Driver.here(),
+        waiting=(*this_process()[:2], this_process()[2] if started is None else started),
     ).write(path)
     return path
 
 
 class InThreads:
-    """An engine that runs each job in a thread of this process, or loses it."""
+    """An engine that runs its job in a thread of this process, or loses it."""
 
-    def __init__(self, loses: bool = False) -> None:
-        self.loses = loses
-        self.threads: list[threading.Thread] = []
-        self.requested: list[int] = []
+    def __init__(self, pool: ThreadPoolExecutor, loses: bool) -> None:
+        self.pool, self.loses = pool, loses
 
     def submit(self, path: str, *, slots: int) -> Self:
-        self.requested.append(slots)
-        if not self.loses:
-            thread = threading.Thread(target=run_described, args=(path,))
-            thread.start()
-            self.threads.append(thread)
+        assert slots == 2
+        self.code = self.pool.submit(run_described, path)
         return self
 
-    def lost(self) -> str | None:
-        return "the node is gone" if self.loses else None
+    def ended(self) -> int | None:
+        if self.loses:
+            raise RuntimeError("the node is gone")
+        return self.code.result() if self.code.done() else None
 
     def cancel(self) -> None:
         return
@@ -86,40 +82,36 @@ class InThreads:
 @contextlib.contextmanager
 def started(folder: Path, code: str, *words: object, loses: bool = False) -> Iterator[tuple[Any, Callable[[], Any]]]:
     ends: SimpleQueue[Any] = SimpleQueue()
-    engine = InThreads(loses)
-    with Remote(engine, folder / ".jobs", lambda _: 2) as remote:
+    with (
+        ThreadPoolExecutor() as pool,
+        Remote(InThreads(pool, loses), folder / ".jobs", lambda _: 2) as remote,
+    ):
         command = [sys.executable, "-c", code, *map(str, words)]
         job = remote(
             JobCommand(number=5, command=command, environ={}, log=folder / "0" / "output.log", report=ends.put)
         )
         yield job, lambda: ends.get(timeout=60)
-    for thread in engine.threads:
-        thread.join()
-    assert engine.requested == [2]
 
 
-def test_a_described_job_runs_with_its_variables_and_leaves_its_code_and_output(tmp_path: Path) -> None:
+def test_a_described_job_runs_with_its_variables_and_leaves_its_output(tmp_path: Path) -> None:
     path = described(tmp_path, "import os, sys; print(os.environ['GIVEN']); sys.exit(3)")
     assert run_described(str(path)) == 3
-    assert exit_code_file(path).read_text() == "3"
     assert (tmp_path / "run/output.log").read_text() == "7\n"
 
 
 def test_a_run_that_has_begun_goes_on_and_one_that_was_killed_before_keeps_its_folder(tmp_path: Path) -> None:
-    path = described(tmp_path, "import pathlib, sys; sys.exit(pathlib.Path('run/.lock').exists())")
-    told = JobSpec.read(path)
+    code = "import pathlib, sys; print(*sys.argv[1:]); sys.exit(pathlib.Path('run/.lock').exists())"
+    path = str(described(tmp_path, code, "one"))
     (tmp_path / "run").mkdir()
     (tmp_path / "run/.lock").touch()
-    assert (told.line, run_described(str(path))) == (told.command, 0)
+    assert run_described(path) == 0
     (tmp_path / "run/resolved.yaml").touch()
-    assert told.line == (*told.command, "resume=auto")
+    run_described(path)
+    assert (tmp_path / "run/output.log").read_text() == "one\none resume=auto\n"
 
 
 def test_a_job_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
-    here = Driver.here()
-    gone = Driver(host=here.host, pid=here.pid, started=1)
-    assert run_described(str(described(tmp_path, WAITS, driver=gone))) == -signal.SIGKILL
-    assert Driver(host="elsewhere", pid=here.pid, started=1).is_gone is False
+    assert run_described(str(described(tmp_path, WAITS, started=1))) == -signal.SIGKILL
 
 
 def test_the_end_of_a_job_is_reported_once(tmp_path: Path) -> None:
@@ -143,9 +135,9 @@ def test_a_job_can_be_interrupted_and_killed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_job_that_its_engine_lost_has_failed_and_says_why(tmp_path: Path) -> None:
-    with started(tmp_path, WAITS, loses=True) as (_, ended):
+    with started(tmp_path, "", loses=True) as (_, ended):
         assert ended().code == 1
-    assert (tmp_path / "0/output.log").read_text() == "the node is gone\n"
+    assert (tmp_path / "0/output.log").read_text() == "RuntimeError: the node is gone\n"
 
 
 def refused(call: Callable[..., object], *arguments: object) -> str:
@@ -165,7 +157,7 @@ def test_the_keys_of_a_launcher_are_those_of_its_class_and_others_are_refused_to
 
 
 def test_an_engine_that_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for launcher, extra in (("ray", "ray"), ("submitit_local", "slurm")):
+    for launcher, extra in (("ray", "ray"), ("spark", "spark"), ("submitit_local", "slurm")):
         monkeypatch.setattr(kind := engine_class(launcher), "packages", ("no_such_package",))
         assert install_command(extra, "") in refused(kind().require)
     monkeypatch.setattr(kind := engine_class("submitit_slurm"), "packages", ())

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from trainkit.trainer.ownership import discard_lock
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepJob:
@@ -26,6 +28,18 @@ class SweepJob:
     """A hash of every key that is not cosmetic: jobs with the same hash have the same result."""
     label: str = ""
     """The arguments that distinguish the job from the others, in one line; empty: only its name identifies it."""
+
+
+def continued(command: tuple[str, ...], folder: Path) -> tuple[tuple[str, ...], bool]:
+    """Return the command of a job, which resumes a run that has begun in its folder, and whether it has.
+
+    The lock of a job that was killed before it began is deleted: its run would attribute the folder to another one.
+    """
+    begun = (folder / "resolved.yaml").is_file()
+    if not begun:
+        discard_lock(folder / ".lock")
+    resumes = any(word.startswith("resume=") for word in command)
+    return (*command, "resume=auto") if begun and not resumes else command, begun
 
 
 class JobSource(Protocol):

@@ -37,39 +37,54 @@ class Spark(ProcessBackend):
     def require(self) -> None:
         """Check that Spark and Java are installed, and that Spark is configured for GPUs if they are needed."""
         super().require()
-        home = os.environ.get("JAVA_HOME")
-        if shutil.which("java") is None and not (home and (Path(home) / "bin" / "java").exists()):
-            rule = "Spark needs Java 17 or newer. Install it (Debian: default-jre-headless), or set JAVA_HOME."
-            raise ConfigError([Problem(key="cluster", rule=rule)])
+        require_java("cluster")
 
     @contextmanager
     def connect(self, *, num_ranks: int, uses_gpus: bool) -> Iterator[_Connection]:  # noqa: ARG002 - the session's
         """Use the active session, or create one, which is stopped at the end."""
-        from pyspark.sql import SparkSession  # noqa: PLC0415 - only where it is used
-
-        logging.getLogger("py4j").setLevel(logging.WARNING)  # it logs every connection
-        active = SparkSession.getActiveSession()
-        session = active or self._session(SparkSession.builder, num_ranks)
-        session.sparkContext.setLogLevel("OFF")
-        try:
+        with spark_session(self.master, num_cores=num_ranks) as session:
             yield _Connection(session.conf.get("spark.driver.host"))
-        finally:
-            if active is None:
-                session.stop()
 
-    def _session(self, builder: Any, num_ranks: int) -> Any:
-        """Create a session; under spark-submit, it has the configuration given there."""
-        settings = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false"}
-        os.environ.setdefault(
-            "PYSPARK_PYTHON", sys.executable
-        )  # else it is the python3 of the path, which may lack the packages
-        if self.master is not None:
-            settings["spark.master"] = self.master
-        elif "PYSPARK_GATEWAY_PORT" not in os.environ:  # not started by spark-submit
-            os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-            own = ("spark.driver.host", "spark.driver.bindAddress")
-            settings |= {"spark.master": f"local[{num_ranks}]", **dict.fromkeys(own, "127.0.0.1")}
-        return builder.appName("trainkit").config(map=settings).getOrCreate()
+
+def require_java(key: str) -> None:
+    """Check that Java, in which Spark runs, is installed.
+
+    Raises:
+        ConfigError: there is none, with the key that needs it.
+    """
+    home = os.environ.get("JAVA_HOME")
+    if shutil.which("java") is None and not (home and (Path(home) / "bin" / "java").exists()):
+        rule = "Spark needs Java 17 or newer. Install it (Debian: default-jre-headless), or set JAVA_HOME."
+        raise ConfigError([Problem(key=key, rule=rule)])
+
+
+@contextmanager
+def spark_session(master: str | None, *, num_cores: int) -> Iterator[Any]:
+    """Yield the active session, or a new one, which is stopped at the end.
+
+    Args:
+        master: the cluster; None: that of spark-submit, which also gives the configuration, else this machine.
+        num_cores: tasks that run at once on this machine.
+    """
+    from pyspark.sql import SparkSession  # noqa: PLC0415 - only where it is used
+
+    logging.getLogger("py4j").setLevel(logging.WARNING)  # it logs every connection
+    active = SparkSession.getActiveSession()
+    settings = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false"}
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # else the python3 of the path, which may lack packages
+    if master is not None:
+        settings["spark.master"] = master
+    elif "PYSPARK_GATEWAY_PORT" not in os.environ:  # not started by spark-submit
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+        own = ("spark.driver.host", "spark.driver.bindAddress")
+        settings |= {"spark.master": f"local[{num_cores}]", **dict.fromkeys(own, "127.0.0.1")}
+    session = active or SparkSession.builder.appName("trainkit").config(map=settings).getOrCreate()
+    session.sparkContext.setLogLevel("OFF")
+    try:
+        yield session
+    finally:
+        if active is None:
+            session.stop()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 .jobs/NUMBER.json     command, environment, folder, the process that waits for it
 .jobs/NUMBER.asked    signals requested for it, one per line: SIGINT, SIGTERM, SIGKILL
-.jobs/NUMBER.ended    its exit code
 """
 
 from __future__ import annotations
@@ -11,48 +10,22 @@ import json
 import os
 import queue
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.cluster.host import Machine, ProcessId
-from trainkit.files import read_lines, read_map, write_atomically
+from trainkit.bounded import Kind
+from trainkit.cluster.host import ProcessId, host_id
+from trainkit.files import read_lines, read_map
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
-from trainkit.trainer.ownership import discard_lock
+from trainkit.sweeps.job_sources import continued
 
 _POLL_S: Final = 0.2
-_BEGUN: Final = "resolved.yaml"
+_KEYS: Final[Mapping[str, Kind]] = {"command": list, "environ": dict, "cwd": str, "log": str, "waiting": list}
 _NOW: Final[list[WorkerGroup]] = []
 """The running job of this process, for signal handlers."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Driver:
-    """The process that waits for the jobs; jobs on its host end with it."""
-
-    host: str
-    pid: int
-    started: int
-    """Ticks after boot at which it started, because process ids are reused."""
-
-    @classmethod
-    def here(cls) -> Driver:
-        """Return the calling process as driver."""
-        return cls(host=_host(), pid=os.getpid(), started=ProcessId.of(os.getpid()).started)
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the process has exited; always False for a process of another host."""
-        return _host() == self.host and not ProcessId(self.pid, self.started).lives
-
-
-@cache
-def _host() -> str:
-    """Return an id of the process table: machines, and containers on them, may share a host name."""
-    machine = Machine.here()
-    return " ".join(filter(None, (machine.host, machine.boot_id, machine.processes)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +39,8 @@ class JobSpec:
     """The folder in which the sweep was started; relative paths begin there."""
     log: str
     """The file for its output, in its run folder."""
-    driver: Driver
+    waiting: tuple[int, int, int]
+    """Host, process id and start time of the process that waits for the job; on the same host, the job ends with it."""
 
     def write(self, path: Path) -> None:
         """Write the description, readable only by this user."""
@@ -74,18 +48,10 @@ class JobSpec:
         path.touch(mode=0o600)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
-    @classmethod
-    def read(cls, path: Path) -> JobSpec:
-        """Read the description of a job."""
-        spec = read_map(path, {"command": list, "environ": dict, "cwd": str, "log": str, "driver": dict})
-        return cls(**{**spec, "command": tuple(spec["command"]), "driver": Driver(**spec["driver"])})
 
-    @property
-    def line(self) -> Sequence[str]:
-        """The command; for a run that has already begun, the command that resumes it."""
-        begun = (Path(self.cwd) / self.log).with_name(_BEGUN).is_file()
-        resumes = any(word.startswith("resume=") for word in self.command)
-        return (*self.command, "resume=auto") if begun and not resumes else self.command
+def this_process() -> tuple[int, int, int]:
+    """Return host, process id and start time of this process: process ids are reused."""
+    return host_id(), os.getpid(), ProcessId.of(os.getpid()).started
 
 
 def signals_file(path: Path) -> Path:
@@ -93,49 +59,31 @@ def signals_file(path: Path) -> Path:
     return path.with_suffix(".asked")
 
 
-def exit_code_file(path: Path) -> Path:
-    """Return the file with the exit code of a job."""
-    return path.with_suffix(".ended")
-
-
 def run_described(path: str) -> int:
-    """Run the job of a file to its end; return its exit code."""
-    place = Path(path)
-    spec = JobSpec.read(place)
-    exits: queue.SimpleQueue[ProcessExit] = queue.SimpleQueue()
-    log = Path(spec.cwd) / spec.log
-    if not log.with_name(_BEGUN).is_file():  # left by a run that was killed before it began
-        discard_lock(log.with_name(".lock"))
+    """Run the job of a file to its end, and forward the requested signals to it; return its exit code."""
+    spec = JobSpec(**read_map(Path(path), _KEYS))
+    signals, seen, exits = signals_file(Path(path)), 0, queue.SimpleQueue[ProcessExit]()
+    log, (host, pid, started) = Path(spec.cwd) / spec.log, spec.waiting
+    command, _ = continued(spec.command, log.parent)  # a job that was preempted is run once more
     with WorkerGroup(0, exits.put) as group:
         environ = {**os.environ, "PYTHONUNBUFFERED": "1", **spec.environ}
-        group.start(0, spec.line, environ, log, cwd=Path(spec.cwd))
+        group.start(0, command, environ, log, cwd=Path(spec.cwd))
         _NOW.append(group)
         try:
-            code = _wait_and_forward(group, exits, signals_file(place), spec.driver)
+            while True:
+                with suppress(queue.Empty):
+                    return exits.get(timeout=_POLL_S).code
+                if host == host_id() and not ProcessId(pid, started).lives:
+                    group.kill()
+                lines = list(read_lines(signals)) if signals.exists() else []
+                for name in [line.decode(errors="replace").strip() for line in lines[seen:]]:
+                    if name == "SIGKILL":
+                        group.kill()
+                    else:
+                        group.signal(signal.Signals[name])
+                seen = len(lines)
         finally:
             _NOW.remove(group)
-    if os.environ.get("SLURM_PROCID", "0") == "0":  # one task of a job reports for all
-        write_atomically(exit_code_file(place), str(code))
-    return code
-
-
-def _wait_and_forward(group: WorkerGroup, exits: queue.SimpleQueue[ProcessExit], signals: Path, driver: Driver) -> int:
-    """Wait for the end of a job, and forward the requested signals."""
-    seen = 0
-    while True:
-        try:
-            return exits.get(timeout=_POLL_S).code
-        except queue.Empty:
-            pass
-        if driver.is_gone:
-            group.kill()
-        names = [line.decode(errors="replace").strip() for line in read_lines(signals)] if signals.exists() else []
-        for name in names[seen:]:
-            if name == "SIGKILL":
-                group.kill()
-            else:
-                group.signal(signal.Signals[name])
-        seen = len(names)
 
 
 def _requeued(path: str) -> Any:

@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from trainkit.fields import above, at_least, placement
 from trainkit.run.backends.ray import ray_session
-from trainkit.sweeps.backends.base import JobBackend
 from trainkit.sweeps.backends.job_spec import run_described
-
-_MANY: Final = 256
+from trainkit.sweeps.backends.launching import MANY, JobBackend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +21,6 @@ class RayTasks(JobBackend):
     Source: https://docs.ray.io/en/latest/ray-core/tasks.html
     """
 
-    name: ClassVar[str] = "Ray"
     packages: ClassVar[tuple[str, ...]] = ("ray",)
     extra: ClassVar[str] = "ray"
 
@@ -36,7 +33,7 @@ class RayTasks(JobBackend):
 
     def width(self) -> int:
         """Return more jobs than a cluster has room for: Ray queues them, and its autoscaler sees the demand."""
-        return _MANY if self.jobs_at_once == "auto" and self.address is not None else super().width()
+        return MANY if self.jobs_at_once == "auto" and self.address is not None else super().width()
 
     @contextmanager
     def connect(self, folder: Path) -> Iterator[_Cluster]:  # noqa: ARG002 - it stores nothing
@@ -68,16 +65,10 @@ class _Task:
     ray: Any
     reference: Any
 
-    def lost(self) -> str | None:
-        """Return why the task, or its node, was lost, if it was."""
+    def ended(self) -> int | None:
+        """Return the exit code; raise the error of a task that was lost with its node."""
         done, _ = self.ray.wait([self.reference], timeout=0)
-        if not done:
-            return None
-        try:
-            self.ray.get(self.reference)
-        except Exception as error:  # noqa: BLE001 - Ray may raise any error of the task
-            return f"Ray: {type(error).__name__}: {error}"
-        return None
+        return int(self.ray.get(self.reference)) if done else None
 
     def cancel(self) -> None:
         """Cancel the task by force."""

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
+import signal
 import subprocess
-import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated, Any, ClassVar, Final
 
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import at_least, placement
-from trainkit.sweeps.backends.base import JobBackend
 from trainkit.sweeps.backends.job_spec import run_described
+from trainkit.sweeps.backends.launching import MANY, JobBackend
 
 _GATHER_S: Final = 0.5
-"""Jobs submitted within this time of one another form one array."""
-_MANY: Final = 256
+"""Jobs submitted within this time of the first form one array."""
+_CANCELLED: Final = -signal.SIGKILL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,6 @@ class SubmititLocal(JobBackend):
     Source: https://github.com/facebookincubator/submitit
     """
 
-    name: ClassVar[str] = "submitit"
     packages: ClassVar[tuple[str, ...]] = ("submitit",)
     extra: ClassVar[str] = "slurm"
     cluster: ClassVar[str] = "local"
@@ -53,11 +55,8 @@ class SubmititLocal(JobBackend):
         logging.getLogger("submitit").setLevel(logging.ERROR)  # it warns about every failing call of sacct
         made = submitit.AutoExecutor(folder=folder / "submitit", cluster=self.cluster, **self.constants())
         made.update_parameters(**self.parameters())
-        executor = _Executor(made, arrays=self.cluster == "slurm")
-        try:
+        with contextlib.closing(_Executor(made, gather_s=_GATHER_S if self.cluster == "slurm" else 0.0)) as executor:
             yield executor
-        finally:
-            executor.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +89,7 @@ class SubmititSlurm(SubmititLocal):
 
     def width(self) -> int:
         """Return the largest number of jobs queued in SLURM at a time; SLURM decides when each starts."""
-        return _MANY if self.jobs_at_once == "auto" else self.jobs_at_once
+        return MANY if self.jobs_at_once == "auto" else self.jobs_at_once
 
     def slots_of(self, processes: int) -> int:  # noqa: ARG002 - the processes share its allocation
         """Return 1: a job takes one place, for any number of processes."""
@@ -99,12 +98,8 @@ class SubmititSlurm(SubmititLocal):
     def require(self) -> None:
         """Check that submitit and SLURM's commands are installed."""
         super().require()
-        import shutil  # noqa: PLC0415 - for this only
-
         if shutil.which("sbatch") is None:
-            rule = (
-                "needs SLURM's commands, and there is no sbatch here. Start it where SLURM is, or use submitit_local."
-            )
+            rule = "needs SLURM's commands, and there is no sbatch here. Start it there, or use submitit_local."
             raise ConfigError([Problem(key="hydra/launcher", value="submitit_slurm", rule=rule)])
 
     def parameters(self) -> dict[str, Any]:
@@ -134,73 +129,60 @@ class SubmititSlurm(SubmititLocal):
 class _Executor:
     """Submits jobs that arrive close together, as one array if the cluster supports arrays."""
 
-    def __init__(self, executor: Any, *, arrays: bool) -> None:
-        self._executor, self._arrays = executor, arrays
-        self._waiting: list[_SubmittedJob] = []
+    def __init__(self, executor: Any, *, gather_s: float) -> None:
+        self._executor, self._gather_s = executor, gather_s
+        self._waiting, self._begun = SimpleQueue[_SubmittedJob](), 0.0
         self._all: list[_SubmittedJob] = []
-        self._lock = threading.Lock()
-        self._timer: threading.Timer | None = None
 
     def submit(self, path: str, *, slots: int) -> _SubmittedJob:  # noqa: ARG002 - the allocation fixes the resources
         """Queue a job for submission."""
-        job = _SubmittedJob(path)
-        with self._lock:
-            self._waiting.append(job)
-            self._all.append(job)
-            if self._timer is None:
-                self._timer = threading.Timer(_GATHER_S if self._arrays else 0.0, self._submit_waiting)
-                self._timer.daemon = True
-                self._timer.start()
+        if self._waiting.empty():
+            self._begun = time.monotonic()
+        job = _SubmittedJob(path, self.submit_waiting)
+        self._waiting.put(job)
+        self._all.append(job)
         return job
 
-    def _submit_waiting(self) -> None:
-        with self._lock:
-            self._timer = None
-            jobs = [job for job in self._waiting if job.wanted]
-            self._waiting = []
-            try:
-                found = self._executor.map_array(run_described, [job.path for job in jobs]) if jobs else []
-            except Exception as error:  # noqa: BLE001 - sbatch may fail with any error
-                for job in jobs:
-                    job.refused = f"submitit: {error}"
-                return
-            for job, one in zip(jobs, found, strict=True):
-                job.submitted = one
+    def submit_waiting(self) -> None:
+        """Submit the queued jobs, once the first has waited for others. Called by the thread that polls the jobs."""
+        if self._waiting.empty() or time.monotonic() - self._begun < self._gather_s:
+            return
+        jobs = [job for job in (self._waiting.get() for _ in range(self._waiting.qsize())) if job.wanted]
+        try:
+            found = self._executor.map_array(run_described, [job.path for job in jobs]) if jobs else []
+        except Exception as error:  # noqa: BLE001 - sbatch may fail with any error
+            for job in jobs:
+                job.refused = error
+            return
+        for job, one in zip(jobs, found, strict=True):
+            job.submitted = one
 
     def close(self) -> None:
         """Cancel the remaining jobs."""
-        with self._lock:
-            timer, self._timer = self._timer, None
-        if timer is not None:
-            timer.cancel()
-            timer.join()
         for job in self._all:
-            if not job.is_over:
+            if job.submitted is not None and not job.submitted.paths.result_pickle.exists():
                 job.cancel()
 
 
 @dataclass
 class _SubmittedJob:
     path: str
+    submit_waiting: Callable[[], None]
     submitted: Any = None
     wanted: bool = True
-    refused: str | None = None
+    refused: Exception | None = None
 
-    @property
-    def is_over(self) -> bool:
-        return self.submitted is not None and bool(self.submitted.paths.result_pickle.exists())
-
-    def lost(self) -> str | None:
-        """Return why submitit has no exit code; SLURM may no longer know finished jobs."""
-        if self.refused is not None or self.submitted is None:
-            return self.refused
+    def ended(self) -> int | None:
+        """Return the exit code that the first task has left; SLURM may no longer know finished jobs."""
+        self.submit_waiting()
+        if self.refused is not None:
+            raise self.refused
+        if self.submitted is None:
+            return None if self.wanted else _CANCELLED
         with contextlib.suppress(subprocess.SubprocessError, OSError):
             if not self.submitted.done():
                 return None
-        if not self.is_over:
-            return f"submitit: job {self.submitted.job_id} ended without a result. See {self.submitted.paths.stderr}"
-        error = self.submitted.exception()
-        return None if error is None else f"submitit: {str(error).splitlines()[-1]}"
+        return int(self.submitted.task(0).result())
 
     def cancel(self) -> None:
         """Remove the job from the queue, or end it."""
@@ -208,5 +190,3 @@ class _SubmittedJob:
         if self.submitted is not None:
             with contextlib.suppress(subprocess.SubprocessError, OSError):
                 self.submitted.cancel(check=False)
-        elif self.refused is None:
-            self.refused = "submitit: the job was cancelled before it was submitted."

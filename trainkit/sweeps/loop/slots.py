@@ -36,11 +36,17 @@ class Slots:
     """
 
     def __init__(
-        self, *, count: int, gpus: Sequence[str] = (), jobs_per_device: int = 1, threads: int | None = None
+        self,
+        *,
+        count: int,
+        gpus: Sequence[str] = (),
+        jobs_per_device: int = 1,
+        threads: int | None = None,
+        key: str = "sweep.slots",
     ) -> None:
         self._gpus = tuple(gpus)[:count]
         self._room = [jobs_per_device] * count
-        self._threads = threads
+        self._threads, self._key = threads, key
         self.jobs_per_device = jobs_per_device
 
     @classmethod
@@ -118,8 +124,8 @@ class Slots:
         if wanted <= self.count:
             return []
         what = "GPUs" if self.on_gpus else "slots"
-        rule = f"{label or 'a job'} takes {wanted} {what}. Give it fewer, or sweep.slots={wanted} or more."
-        return [Problem(key="sweep.slots", value=self.count, rule=rule)]
+        rule = f"{label or 'a job'} takes {wanted} {what}. Give it fewer, or {self._key}={wanted} or more."
+        return [Problem(key=self._key, value=self.count, rule=rule)]
 
 
 def numbering_problems(problems_on: Callable[[int], Sequence[Problem]], *, there: int, own: int) -> list[Problem]:

@@ -30,7 +30,7 @@ from trainkit.run.folder.status import read_status
 from trainkit.run.process.worker_group import ProcessExit
 from trainkit.run.signals import stop_error, stop_signals
 from trainkit.storage import reporting
-from trainkit.sweeps.job_sources import JobSource, SweepJob
+from trainkit.sweeps.job_sources import JobSource, SweepJob, continued
 from trainkit.sweeps.loop.processes import (
     NOT_TRIED_AGAIN,
     STOPPED,
@@ -47,7 +47,7 @@ from trainkit.sweeps.results.leaderboard import collect, write
 from trainkit.sweeps.results.metric_stream import Watch, last_line
 from trainkit.sweeps.results.page import page_at_end
 from trainkit.sweeps.screen import JobLine, Screen, State, View, print_line, screen_for
-from trainkit.trainer.ownership import discard_lock, locked
+from trainkit.trainer.ownership import locked
 
 LOG: Final = "output.log"
 """The file for the output of a job, in its folder."""
@@ -262,7 +262,11 @@ class SweepLoop:
         grant = self._sweep.slots.take(job.slots)
         tries = self._tries[job.name] = self._tries.get(job.name, 0) + 1
         found = read_status(RunFolder(job.folder))
-        command, goes_on = self._prepare(job)
+        row = self._sweep.record.rows[job.name]
+        if not row.tries:
+            RunFolder(job.folder).forget_result()  # the result of another config
+        row.tries += 1
+        command, goes_on = continued(job.command, job.folder)
         self._sweep.record.write()  # before the job starts: a sweep that is killed then must not train it again
         self._number += 1
         try:
@@ -287,19 +291,6 @@ class SweepLoop:
         before = "" if found.state == "unknown" else f": the run {found.summary()}"
         what = "starts" if not goes_on else f"goes on{before}" if tries == 1 else f"continues, try {tries}"
         self._screen.report(f"{_named(job)} {what}", transient=True)
-
-    def _prepare(self, job: SweepJob) -> tuple[tuple[str, ...], bool]:
-        """Prepare the folder of a job; return its command, and whether it resumes a run."""
-        row = self._sweep.record.rows[job.name]
-        if not row.tries:
-            RunFolder(job.folder).forget_result()  # the result of another config
-        row.tries += 1
-        goes_on = (job.folder / "resolved.yaml").is_file()
-        if not goes_on:
-            # Left by a job that was killed before it began: its run would attribute the folder to another run.
-            discard_lock(job.folder / ".lock")
-        asks = any(word.startswith("resume=") for word in job.overrides)
-        return (*job.command, "resume=auto") if goes_on and not asks else job.command, goes_on
 
     # --- waiting
 
