@@ -24,7 +24,7 @@ from trainkit.config.schema import load_resolved
 from trainkit.errors import ConfigError
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.plan import make_plan
-from trainkit.run.session.async_evaluator import CheckpointEvaluator
+from trainkit.run.session.auxiliary import CheckpointEvaluator
 from trainkit.trainer.checkpoint.loading import load
 
 POINTS = (

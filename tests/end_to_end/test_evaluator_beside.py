@@ -10,6 +10,7 @@ import pytest
 
 from tests.contract.running import run
 from trainkit.errors import ConfigError
+from trainkit.trainer.manifest import list_complete
 
 POINTS = (
     "model=net", "model.width=8", "data=points", "batch.global_size=16", "batch.micro_size=4", "optimizer=adamw",
@@ -43,6 +44,8 @@ def test_every_checkpoint_is_evaluated_beside_the_training_of_any_strategy(
     result = run(tmp_path / "run", *POINTS, *settings, "eval.beside=true")
     found = {row["step"]: row for row in rows(tmp_path / "run")}
     assert sorted(found) == [3, 6]
+    written = list_complete(tmp_path / "run/checkpoints")
+    assert [one.metric for one in written] == [None, None], "the last one is not written again with its metric"
     assert result["evaluator"] == {"status": "finished", "reason": None, "evaluated": 2, "not_evaluated": []}
     plain = run(tmp_path / "plain", *POINTS)
     assert result["metrics"] == pytest.approx(plain["metrics"], rel=1e-12)

@@ -29,9 +29,15 @@ from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.process.error_report import write_error_report
 from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.session import evaluator_main as evaluator
-from trainkit.run.session.async_evaluator import CheckpointEvaluator, evaluate_checkpoints
-from trainkit.run.session.await_evaluator import await_evaluator, bring_up_to_date, describe
-from trainkit.run.session.evaluator_end import EvaluatorEnd, report_end
+from trainkit.run.session.auxiliary import (
+    CheckpointEvaluator,
+    EvaluatorEnd,
+    await_evaluator,
+    bring_up_to_date,
+    describe,
+    evaluate_checkpoints,
+    report_end,
+)
 from trainkit.trainer.checkpoint.saving import EvaluatedIndex, Retention, owner_of
 from trainkit.trainer.manifest import list_complete, manifest_bytes
 
@@ -249,7 +255,7 @@ def test_a_result_that_did_not_wait_is_brought_up_to_date(folder: RunFolder) -> 
 
 
 def test_the_result_of_a_run_that_goes_on_is_left_alone(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.run.session.await_evaluator._LOCKED_S", 0.0)
+    monkeypatch.setattr("trainkit.run.session.auxiliary._LOCKED_S", 0.0)
     folder.write_result({"status": "stopped"})
     with folder.lock():
         assert not bring_up_to_date(folder)

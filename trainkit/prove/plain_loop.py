@@ -17,11 +17,10 @@ from trainkit.cluster.tasks import Identity
 from trainkit.data.reading.loader import Loader
 from trainkit.prove.faults import Shard, StepEvidence
 from trainkit.run.folder.starting_weights import starting_weights
-from trainkit.run.planning.build import make_optimizer, transformed_model
+from trainkit.run.planning.build import transformed_model
 from trainkit.run.planning.plan import RunPlan
-from trainkit.run.session.auxiliary import unprefetched_loader
-from trainkit.run.session.restore import make_step_context
-from trainkit.strategies.base import SetupRequest, Ticket
+from trainkit.run.session.restore import loader_of, setup_request
+from trainkit.strategies.base import Ticket
 from trainkit.strategies.core.buffers import sample_dims_of
 from trainkit.strategies.one_device import OneDevice
 
@@ -33,15 +32,7 @@ class PlainLoop:
         self.plan = plan
         task = plan.tasks[0]
         model = transformed_model(plan.cfg, plan.components.strategy, task)  # compiled code draws other numbers
-        request = SetupRequest(
-            model=model,
-            identity=Identity.solo(task.device),
-            precision=plan.components.precision,
-            numerics=plan.components.numerics,
-            make_optimizer=make_optimizer(plan.cfg, model),
-            training=make_step_context(plan),
-            open_data=lambda device: unprefetched_loader(plan, device),
-        )
+        request = setup_request(plan, Identity.solo(task.device), model)
         self._replica = OneDevice().setup(request).local
         self.params = self._replica.params
         saved = self._replica.model.state_dict()
@@ -81,13 +72,7 @@ class PlainLoop:
     def reading(self) -> Iterator[None]:
         """Open the data for steps that are requested in ascending order."""
         plan = self.plan
-        self._loader = Loader(
-            plan.components.datasets["train"],
-            plan=plan.batch,
-            shards_at=lambda step: tuple(range(plan.batch.num_shards(step))),
-            num_steps=plan.num_steps,
-            reading=plan.reading(self._replica.device),
-        )
+        self._loader = loader_of(plan, self._replica.device, lambda step: tuple(range(plan.batch.num_shards(step))))
         try:
             yield
         finally:

@@ -30,8 +30,7 @@ from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.planning.proof_records import last_proof
 from trainkit.run.process.heartbeat import Beats, beats_of
 from trainkit.run.process.nccl_dumps import nccl_dumps_to
-from trainkit.run.session.auxiliary import run_auxiliary
-from trainkit.run.session.await_evaluator import evaluate_all, findings_of
+from trainkit.run.session.auxiliary import findings_of, run_auxiliary
 from trainkit.run.session.given import GivenLoss
 from trainkit.run.session.outcome import Report, failure_of, reported, unless_exit
 from trainkit.run.session.restore import TaskLinks, restore_or_init
@@ -163,14 +162,13 @@ class TaskRun:
 
     def _run_auxiliary(self, plan: RunPlan, heartbeat: Beats | BeatCounter | None) -> None:
         task = self.identity.task
-        work = evaluate_all if task.is_evaluator else run_auxiliary
 
         def reached() -> int:
             return 0 if heartbeat is None else heartbeat.step
 
         explaining = nullcontext() if task.is_evaluator else explain_oom(plan, task, reached)
         with explaining, report_compiling(heartbeat):
-            work(
+            run_auxiliary(
                 plan,
                 self.identity,
                 self.folder,

@@ -32,7 +32,7 @@ from trainkit.run.process.error_report import Reporter, error_report, report_fro
 from trainkit.run.process.setup import announce_log, identity_for, redirect_output
 from trainkit.run.rendezvous.barrier import ProcessBarrier, config_digest, config_mismatches
 from trainkit.run.rendezvous.store_client import StoreClient, WaitReporter
-from trainkit.run.session.async_evaluator import training_has_ended
+from trainkit.run.session.auxiliary import training_has_ended
 from trainkit.run.signals import Reason, StopFlag, ignore_request, stop_error
 from trainkit.run.task import TaskRun
 from trainkit.strategies.base import PlanContext, Strategy

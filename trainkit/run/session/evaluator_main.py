@@ -24,26 +24,24 @@ from trainkit.redaction import masked_output
 from trainkit.report.train_log import lasting_output
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.plan import RunPlan, make_plan
-from trainkit.run.session.async_evaluator import evaluate_checkpoints, training_has_ended
-from trainkit.run.session.await_evaluator import bring_up_to_date
+from trainkit.run.session.auxiliary import bring_up_to_date, evaluate_checkpoints, training_has_ended
 from trainkit.run.signals import EXIT_CODES, StopFlag
 from trainkit.trainer.ownership import owner_lives
 
 
 def main(arguments: list[str]) -> int:
-    """Evaluate the run of a folder, on a device if one is named; return the exit code. Each allowed package follows
-    `--allow-package`.
-    """
-    arguments, packages = _without_packages(arguments)
-    if len(arguments) not in (1, 2):
-        usage = "usage: python -m trainkit.run.session.evaluator_main RUN [DEVICE] [--allow-package PKG]"
-        print(usage, file=sys.stderr)  # noqa: T201 - meant for the terminal
-        return 2
-    folder = RunFolder(Path(arguments[0]))
+    """Evaluate the run of a folder, on a device if one is named; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m trainkit.run.session.evaluator_main", allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", type=Path)
+    parser.add_argument("device", metavar="DEVICE", nargs="?", default="cpu")
+    parser.add_argument("--allow-package", metavar="PKG", action="append", default=[])
+    given = parser.parse_args(arguments)
+    packages = [name for text in given.allow_package for name in text.split(",")]
+    folder = RunFolder(given.run)
     with masked_output(), lasting_output(), StopFlag() as stop:
         try:
             with allow_packages(packages):
-                plan = _plan_of(folder, arguments[1] if len(arguments) > 1 else "cpu")
+                plan = _plan_of(folder, given.device)
                 # in torch's spelling, with a number: torch makes no `cuda` the current device
                 task = Task(role="evaluator", index=0, rank=1, device=plan.tasks[0].device)
                 done = evaluate_checkpoints(
@@ -55,28 +53,15 @@ def main(arguments: list[str]) -> int:
                     has_ended=lambda: training_has_ended(folder) or not owner_lives(folder.path / ".lock"),
                 )
                 if done:
-                    _conclude(folder)
+                    current = bring_up_to_date(folder)
+                    best = folder.best_and_last()["best"]
+                    print(f"All checkpoints of {folder.path} are evaluated. Best: {best or 'none'}.", flush=True)  # noqa: T201
+                    if not current and folder.result.exists():
+                        print(f"{folder.result} was not changed: another process uses the folder.", flush=True)  # noqa: T201
         except TrainkitError as error:
             print(error, file=sys.stderr)  # noqa: T201 - meant for the terminal
             return error.exit_code
     return EXIT_CODES[stop.requested or "finished"]
-
-
-def _conclude(folder: RunFolder) -> None:
-    """Update the result of the run, and print the best checkpoint."""
-    current = bring_up_to_date(folder)
-    best = folder.best_and_last()["best"]
-    print(f"All checkpoints of {folder.path} are evaluated. Best: {best or 'none'}.", flush=True)  # noqa: T201
-    if not current and folder.result.exists():
-        print(f"{folder.result} was not changed: another process uses the folder.", flush=True)  # noqa: T201
-
-
-def _without_packages(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Remove `--allow-package PKG` and `--allow-package=PKG` from the arguments; return the rest, and the packages."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--allow-package", action="append", default=[])
-    found, rest = parser.parse_known_args(arguments)
-    return rest, [name for text in found.allow_package for name in text.split(",")]
 
 
 def _plan_of(folder: RunFolder, device: str) -> RunPlan:

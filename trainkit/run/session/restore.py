@@ -12,22 +12,26 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.bounded import Kind, expect_map, expect_maps
+from trainkit.cluster.tasks import Identity
 from trainkit.config.schema import RunConfig
 from trainkit.data.reading.loader import Loader
 from trainkit.errors import CheckpointError
 from trainkit.numerics.batch import Positions, Ticket
 from trainkit.run.folder.rollbacks import suspect_checkpoint_of
 from trainkit.run.folder.starting_weights import starting_weights
+from trainkit.run.planning.build import make_optimizer
 from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import (
     Executor,
     GradientListener,
     NoGradientListener,
     PhaseListener,
+    SetupRequest,
     StepContext,
     UpdateParams,
     ignore_phase,
@@ -153,14 +157,35 @@ def make_step_context(plan: RunPlan, on_gradients: GradientListener | None = Non
     )
 
 
-def loader_of(plan: RunPlan, executor: Executor) -> Loader:
-    """Return the loader of a rank's batches, from any step on."""
+def setup_request(plan: RunPlan, identity: Identity, model: nn.Module) -> SetupRequest:
+    """Return what a task of a plan needs to build its share of a training; its data is not prefetched."""
+    return SetupRequest(
+        model=model,
+        identity=identity,
+        precision=plan.components.precision,
+        numerics=plan.components.numerics,
+        make_optimizer=make_optimizer(plan.cfg, model),
+        optimizers=named_optimizers(plan.cfg, plan.optimizers, model) if plan.optimizers else (),
+        training=make_step_context(plan),
+        open_data=lambda device: unprefetched_loader(plan, device),
+    )
+
+
+def unprefetched_loader(plan: RunPlan, device: torch.device) -> Loader:
+    """Return a loader of training data without prefetching, for tickets that are not known beforehand."""
+    return loader_of(plan, device, lambda _step: (), num_steps=0)
+
+
+def loader_of(
+    plan: RunPlan, device: torch.device, shards_at: Callable[[int], tuple[int, ...]], *, num_steps: int | None = None
+) -> Loader:
+    """Return the loader of the batches of some shards of each step, from any step on."""
     return Loader(
         plan.components.datasets["train"],
         plan=plan.batch,
-        shards_at=executor.assign,
-        num_steps=plan.num_steps,
-        reading=plan.reading(executor.local.device),
+        shards_at=shards_at,
+        num_steps=plan.num_steps if num_steps is None else num_steps,
+        reading=plan.reading(device),
     )
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainkit.cluster.tasks import Identity
 from trainkit.config.identity import fingerprint
@@ -17,20 +18,26 @@ from trainkit.data.reading.loader import Loader
 from trainkit.data.splits import test_splits, validation_splits
 from trainkit.errors import NonFiniteError, TrainingError
 from trainkit.run.folder.rollbacks import record_rollback
-from trainkit.run.planning.build import make_optimizer, model_transforms_of, transformed_model
+from trainkit.run.planning.build import model_transforms_of, transformed_model
 from trainkit.run.planning.memory import meta_model
-from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.account import Account
-from trainkit.run.session.auxiliary import unprefetched_loader
 from trainkit.run.session.checkpointer import Checkpointer, LastSave, heard_by, snapshot_beside_steps
 from trainkit.run.session.evaluation import EvalRunner
 from trainkit.run.session.given import GivenLoss
 from trainkit.run.session.outcome import own_loss_refusal, progress_of, status_of
-from trainkit.run.session.restore import TaskLinks, loader_of, make_run_view, make_step_context, restore_or_init
+from trainkit.run.session.restore import (
+    TaskLinks,
+    loader_of,
+    make_run_view,
+    make_step_context,
+    restore_or_init,
+    setup_request,
+    unprefetched_loader,
+)
 from trainkit.run.signals import REASONS
 from trainkit.storage import Presence
-from trainkit.strategies.base import Executor, SetupRequest, ignore_phase
+from trainkit.strategies.base import Executor, ignore_phase
 from trainkit.strategies.tensor_shards import TensorShard
 from trainkit.trainer.checkpoint.loading import Loaded
 from trainkit.trainer.events import Callback, RollbackNeeded, Suspect
@@ -82,7 +89,16 @@ class TaskSession:
         in_steps = self._account.heard(on_phase if links.within_steps else heard_by(snapshot, ignore_phase))
         self._step_phase = self.callbacks.with_listeners(in_steps)
         self._opened = self._cleanup.enter_context(ExitStack())  # closed after the executor
-        self.executor: Executor = strategy.setup(self._request(model, identity, folder))
+        self.executor: Executor = strategy.setup(
+            replace(
+                setup_request(self.plan, identity, model),
+                training=self._training,
+                open_data=self._open_data,
+                folder=folder,
+                graphs=model_transforms_of(self.cfg).graph_settings,
+                on_phase=self._step_phase,
+            )
+        )
         self._cleanup.callback(self._leave)
         self.run = make_run_view(self.plan, self.executor, folder, notes, measure=self._measure)
         self._scorer = EvalRunner(
@@ -101,21 +117,6 @@ class TaskSession:
         self._last = LastSave(self.run, self._keeper, self._scorer)
         self._agreement = StopSaveConsensus(
             self.executor.local.all_ranks, links.stop_requested, lambda: self._keeper.is_due
-        )
-
-    def _request(self, model: nn.Module, identity: Identity, folder: Path) -> SetupRequest:
-        return SetupRequest(
-            model=model,
-            identity=identity,
-            precision=self.parts.precision,
-            numerics=self.parts.numerics,
-            make_optimizer=make_optimizer(self.cfg, model),
-            optimizers=named_optimizers(self.cfg, self.plan.optimizers, model) if self.plan.optimizers else (),
-            training=self._training,
-            open_data=self._open_data,
-            folder=folder,
-            graphs=model_transforms_of(self.cfg).graph_settings,
-            on_phase=self._step_phase,
         )
 
     def check_fence(self) -> None:
@@ -197,7 +198,7 @@ class TaskSession:
 
     def _open_loader(self) -> None:
         """Start to read the data at the current step of the run."""
-        self._loader = loader_of(self.plan, self.executor)
+        self._loader = loader_of(self.plan, self.executor.local.device, self.executor.assign)
         terms = self._training.objective.term_names
         self._journal = self._account.journal(self.run, self.executor.local, lambda: self._loader.wait_s, terms=terms)
         found = self._loader.load_state(self._data_state) if self.run.state.step else None
@@ -292,7 +293,8 @@ class TaskSession:
         self.flush()
         with self._last.evaluating():
             self._score(self.validated)
-        if self._scorer.update_best() and self.cfg.checkpoint.keep_best:
+        # Beside an evaluator, which judges checkpoints, one that is written again would be evaluated twice.
+        if self._scorer.update_best() and self.cfg.checkpoint.keep_best and not self.plan.has_evaluator:
             self._keeper.save_again()  # a checkpoint of this step that was saved before has no metric
             if self.run.state.step < self.plan.last_step:
                 self.save()

@@ -35,7 +35,7 @@ from trainkit.run.folder.restart_record import Restart, record_restart
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import read_error_report
 from trainkit.run.process.heartbeat import Heartbeat, read_heartbeat
-from trainkit.run.session.evaluator_end import EvaluatorEnd, report_end
+from trainkit.run.session.auxiliary import EvaluatorEnd, report_end
 from trainkit.run.supervisor.failure import Failure
 from trainkit.trainer.manifest import list_complete
 
