@@ -160,6 +160,7 @@ def test_the_rates_are_drawn_once_and_the_metrics_now_and_then(
     assert requests == []
     for step in (1, 2):
         drawn.log(run, row(step))
+    (tmp_path / "metrics.jsonl").touch()
     drawn.eval_end(run, {})
     assert [one["draw"] for one in requests] == ["lr", "metrics"]
     assert requests[0]["rates"] == {"body": [[0, 0.1], [1, 0.1]], "head": [[0, 0.2], [1, 0.2]]}

@@ -9,13 +9,13 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from trainkit.bounded import expect_map, parse_json
 from trainkit.errors import AbsentFileError
-from trainkit.files import open_regular, read_lines, size_of
+from trainkit.files import json_value, open_regular, read_lines, size_of
 from trainkit.objectives.tables import Table
 from trainkit.report.tables import print_closing, print_summary
 from trainkit.storage import naming
@@ -94,8 +94,7 @@ class MetricsFile(Callback):
     def __init__(self, *, flush_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._flush_s = flush_s
         self._clock = clock
-        self._rows: list[Row] = []
-        self._tables: list[dict[str, Any]] = []
+        self._waiting: dict[str, list[Mapping[str, Any]]] = {"metrics.jsonl": [], "tables.jsonl": []}
         self._run: Run | None = None
         self._due = -math.inf
 
@@ -115,7 +114,7 @@ class MetricsFile(Callback):
     def eval_tables(self, run: Run, tables: Mapping[str, Table]) -> None:
         """Add the tables of an evaluation, a line each."""
         place = {"step": run.state.step, "epoch": run.state.epoch}
-        self._tables += [{**place, "name": name, **table.to_json()} for name, table in tables.items()]
+        self._waiting["tables.jsonl"] += [{**place, "name": name, **table.to_json()} for name, table in tables.items()]
 
     def rolled_back(self, run: Run, step: int) -> None:
         """Drop the rows of the steps that are trained again."""
@@ -143,39 +142,24 @@ class MetricsFile(Callback):
     def _add(self, run: Run, row: Row) -> None:
         if not run.is_owner:
             return
-        self._rows.append(row)
+        self._waiting["metrics.jsonl"].append(row)
         self._run = run
         if self._clock() >= self._due:
             self._flush(run)
 
     def _flush(self, run: Run) -> None:
-        rows, self._rows = self._rows, []
-        tables, self._tables = self._tables, []
         self._due = self._clock() + self._flush_s
-        if run.is_owner:
-            _append(_path(run), [_line(row) for row in rows])
-            _append(_path(run, "tables.jsonl"), [json.dumps(table) for table in tables])
-
-
-def _path(run: Run, name: str = "metrics.jsonl") -> Path:
-    return run.folder / name
+        for name, waiting in self._waiting.items():
+            content = "".join(f"{json.dumps(json_value(one))}\n" for one in waiting).encode()
+            waiting.clear()
+            if run.is_owner and content:
+                with naming(run.folder / name, needed=len(content)), open_regular(run.folder / name, "ab") as file:
+                    file.write(content)
 
 
 def _keep(run: Run) -> None:
     for name in ("metrics.jsonl", "tables.jsonl"):
-        keep_until(_path(run, name), run.state.step)
-
-
-def _append(path: Path, lines: Sequence[str]) -> None:
-    if lines:
-        text = "".join(f"{line}\n" for line in lines).encode()
-        with naming(path, needed=len(text)), open_regular(path, "ab") as file:
-            file.write(text)
-
-
-def _line(row: Row) -> str:
-    """Return a row as JSON; NaN and infinity, which JSON cannot represent, become null."""
-    return json.dumps({name: value if math.isfinite(value) else None for name, value in row.items()})
+        keep_until(run.folder / name, run.state.step)
 
 
 def keep_until(path: Path, step: int, *, source: Path | None = None) -> None:

@@ -8,13 +8,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.callbacks.tensorboard import grid, images_in, png_bytes
+from trainkit.callbacks.tensorboard import EventFolder, grid, images_in, png_bytes
 from trainkit.config.schema import MonitoredMetric
 from trainkit.data.splits import read_sample
 from trainkit.errors import Problem, UnreadableError
@@ -26,50 +26,13 @@ from trainkit.objectives.fields import input_of
 from trainkit.objectives.metrics import WORST
 from trainkit.objectives.tables import MAX_CELLS, Table
 from trainkit.report.drawing import Drawing, confusion_request, lr_request, metrics_request, samples_request
-from trainkit.storage import naming
 from trainkit.trainer.events import Callback, Planned, Row, Run
-
-if TYPE_CHECKING:
-    from trainkit.report.events import EventFile
 
 _log = logging.getLogger(__name__)
 _TIMEOUT_S: Final = 60.0
 """Enough time to build matplotlib's font cache, which the first plot on a machine does."""
 _PNG: Final = struct.Struct(">16xII")
 """Signature and header of a PNG up to its width and height."""
-
-
-class EventFolder:
-    """A folder below `tensorboard/` with the events of one callback; a resumed run continues its steps."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._events: EventFile | None = None
-        self._start: int | None = None
-
-    def of(self, run: Run) -> EventFile:
-        """Return the file, which is created at the first call."""
-        if self._events is None:
-            from trainkit.report.events import EventFile  # noqa: PLC0415 - protobuf, after the first steps
-
-            parent = run.folder / "tensorboard"
-            with naming(parent):
-                parent.mkdir(exist_ok=True)
-            folder = parent / self._name
-            start = run.begun_at if self._start is None else self._start
-            self._events = EventFile(folder, purge_after=start if folder.is_dir() else None)
-        return self._events
-
-    def restart(self, step: int) -> None:
-        """Discard the events after a step: those steps are trained again."""
-        self.close()
-        self._start = step
-
-    def close(self) -> None:
-        """Write what is buffered."""
-        events, self._events = self._events, None
-        if events is not None:
-            events.close()
 
 
 class FigureQueue:
@@ -135,23 +98,22 @@ class FigureQueue:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationFigures(Callback):
-    """Draws a figure of each split after an evaluation: a subclass requests it in `eval_tables`."""
+class DrawnFigures(Callback):
+    """Draws figures while the run goes on: a subclass requests them of `_figures`."""
 
     observes: ClassVar[bool] = True
-    decides_by_figures: ClassVar[bool] = True  # an evaluator beside the training gives it no tables
-    events_name: ClassVar[str]
-    """Folder of its events below `tensorboard/`."""
+    events_name: ClassVar[str] = ""
+    """Folder of its events below `tensorboard/`; "": figures are image files alone."""
 
     every_s: Annotated[float, cosmetic, above(0)] = 60.0
-    """Least seconds between two drawings during the run; the last evaluation is always drawn."""
+    """Least seconds between two drawings during the run; the last figures are always drawn."""
     _events: EventFolder = field(init=False, repr=False, compare=False)
     _figures: FigureQueue = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         events = EventFolder(self.events_name)
-        object.__setattr__(self, "_events", events)
-        object.__setattr__(self, "_figures", FigureQueue(every_s=self.every_s, events=events))
+        shown = events if self.events_name else None
+        vars(self).update(_events=events, _figures=FigureQueue(every_s=self.every_s, events=shown))
 
     def eval_end(self, run: Run, metrics: Row) -> None:
         """Collect finished drawings."""
@@ -168,15 +130,10 @@ class EvaluationFigures(Callback):
         self._events.restart(run.state.step)
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
-        """Draw the last evaluation."""
+        """Draw what waits."""
         if run.is_owner:
             self._figures.finish(run)
         self._events.close()
-
-
-def figure_path(run: Run, kind: str, split: str) -> Path:
-    """Return the path of a figure of a split."""
-    return run.folder / "plots" / f"{kind}_{split.replace('/', '_')}.png"
 
 
 TABLE: Final = "confusion"
@@ -184,13 +141,14 @@ TABLE: Final = "confusion"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Confusion(EvaluationFigures):
+class Confusion(DrawnFigures):
     """Draws which classes are mistaken for which, after each evaluation: `plots/confusion_val.png`.
 
     Evaluations count the matrix besides the metrics of the objective, each sample once on any number of ranks. The page
     of the run and TensorBoard show it; `tables.jsonl` has the counts of every evaluation.
     """
 
+    decides_by_figures: ClassVar[bool] = True  # an evaluator beside the training gives it no tables
     details: ClassVar[tuple[str, ...]] = (TABLE,)
     events_name: ClassVar[str] = "confusion"
 
@@ -198,19 +156,14 @@ class Confusion(EvaluationFigures):
 
     def validate(self, planned: Planned) -> list[Problem]:
         """Return problems: an objective without classes, and too many of them for a table."""
-        dataset = planned.datasets["train"]
-        tables = {*planned.objective.details(dataset, batch_size=1).metrics, *planned.objective.metrics()}
-        if TABLE not in tables:
-            rule = f"needs classes, and {type(planned.objective).__name__} has none. Leave it out."
-            return [Problem(key=planned.key, rule=rule)]
+        dataset, rule = planned.datasets["train"], ""
         names = getattr(dataset, "classes", None)
         count = len(names) if isinstance(names, list | tuple) else 0
-        if count**2 > MAX_CELLS:
-            rule = (
-                f"counts at most {MAX_CELLS:,} pairs of classes, and the dataset has {count:,} classes. Leave it out."
-            )
-            return [Problem(key=planned.key, rule=rule)]
-        return []
+        if TABLE not in {*planned.objective.details(dataset, batch_size=1).metrics, *planned.objective.metrics()}:
+            rule = f"needs classes, and {type(planned.objective).__name__} has none. Leave it out."
+        elif count**2 > MAX_CELLS:
+            rule = f"counts at most {MAX_CELLS:,} pairs of classes, and the data has {count:,} classes. Leave it out."
+        return [Problem(key=planned.key, rule=rule)] if rule else []
 
     def eval_tables(self, run: Run, tables: Mapping[str, Table]) -> None:
         """Draw the matrix of each split."""
@@ -218,11 +171,11 @@ class Confusion(EvaluationFigures):
             return
         found = {name: table for name, table in tables.items() if is_confusion(name, table)}
         if not found and not self._has_said:
-            object.__setattr__(self, "_has_said", True)
+            vars(self)["_has_said"] = True
             _log.warning("callbacks=[confusion] draws nothing: outputs are not (samples, classes), or have no targets.")
         for name, table in found.items():
             split = name.rpartition("/")[0]
-            path = figure_path(run, TABLE, split)
+            path = run.folder / "plots" / f"confusion_{split.replace('/', '_')}.png"
             title = f"{run.cfg.name}: confusion matrix of {split}, step {run.state.step:,}"
             counts = [list(row[1:]) for row in table.rows]
             self._figures.ask(run, path, confusion_request(path, title=title, classes=table.columns[1:], counts=counts))
@@ -241,32 +194,29 @@ def is_confusion(name: str, table: Table) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplePictures(EvaluationFigures):
+class SamplePictures(DrawnFigures):
     """Draws the 16 samples with the highest loss, after each evaluation: `plots/worst_val.png`.
 
     Each has its class, the guess of the model, and the probability of the guess. Under cross entropy they are the
     mistakes that the model is most confident of. The run's page and TensorBoard show them.
     """
 
+    decides_by_figures: ClassVar[bool] = True  # an evaluator beside the training gives it no tables
     details: ClassVar[tuple[str, ...]] = (WORST,)
     events_name: ClassVar[str] = "samples"
 
     def validate(self, planned: Planned) -> list[Problem]:
         """Return problems: an objective that has no worst samples, and samples that are no images or cannot be read."""
-        objective, dataset = planned.objective, planned.datasets["train"]
+        objective, dataset, rule = planned.objective, planned.datasets["train"], ""
+        indexed = [split for split, one in planned.datasets.items() if not hasattr(one, "__getitem__")]
         if WORST not in objective.details(dataset, batch_size=1).metrics:
             rule = f"needs the loss of each sample, and {type(objective).__name__} returns none. Leave it out."
-            return [Problem(key=planned.key, rule=rule)]
-        indexed = [split for split, one in planned.datasets.items() if not hasattr(one, "__getitem__")]
-        if planned.sample is None or indexed:
+        elif planned.sample is None or indexed:
             rule = f"reads samples by their numbers, and the split {(*indexed, 'train')[0]} is a stream. Leave it out."
-            return [Problem(key=planned.key, rule=rule)]
-        shown = input_of(planned.sample, getattr(objective, "input", None))
-        if not images_of([shown]):
+        elif not images_of([shown := input_of(planned.sample, getattr(objective, "input", None))]):
             found = tuple(shown.shape) if isinstance(shown, Tensor | np.ndarray) else type(shown).__name__
             rule = f"needs images, (1 or 3, height, width) of 4 pixels or more, and a sample is {found}. Leave it out."
-            return [Problem(key=planned.key, rule=rule)]
-        return []
+        return [Problem(key=planned.key, rule=rule)] if rule else []
 
     def eval_tables(self, run: Run, tables: Mapping[str, Table]) -> None:
         """Draw the worst samples of each split."""
@@ -280,7 +230,7 @@ class SamplePictures(EvaluationFigures):
             places = [int(row[0]) for row in table.rows]
             images = images_of(inputs_at(dataset, places, run.cfg.objective.get("input")))
             captions = captions_of(table, getattr(dataset, "classes", None))
-            path = figure_path(run, WORST, split)
+            path = run.folder / "plots" / f"worst_{split.replace('/', '_')}.png"
             title = f"{run.cfg.name}: highest losses of {split}, step {run.state.step:,}"
             shown = [(png_bytes(grid(one[None])), caption) for one, caption in zip(images, captions, strict=False)]
             if shown:
@@ -341,78 +291,36 @@ def captions_of(table: Table, classes: Any) -> list[tuple[str, str, str]]:
     return [(name(row["target"]), f"guess {name(row['guess'])}", f"{100 * row['probability']:.0f} %") for row in rows]
 
 
-_PLOT_S = 60.0
-"""Enough time to build matplotlib's font cache, which the first plot on a machine does."""
-
-
-@dataclass
-class _Drawn:
-    in_progress: list[tuple[str, Drawing]] = field(default_factory=list)
-    has_begun: bool = False
-    due: float = 0.0
-
-
 @dataclass(frozen=True, kw_only=True)
-class Plots(Callback):
+class Plots(DrawnFigures):
     """`plots/lr.png` at the first row of metrics; `plots/loss.png` and one of each metric at intervals, and at the end.
 
     Each is drawn by a short-lived process: matplotlib would cost the training process 28 MB and 0.3 s. None is started
     before the first row: it would take a core from the start of the training.
     """
 
-    observes: ClassVar[bool] = True
-
-    every_s: Annotated[float, cosmetic, above(0)] = 60.0
-    """Seconds between two drawings of the metrics during the run; each occupies another core for half a second."""
-    _drawn: _Drawn = field(default_factory=_Drawn, init=False, repr=False, compare=False)
+    _has_begun: bool = field(default=False, init=False, repr=False, compare=False)
 
     def log(self, run: Run, row: Row) -> None:
         """Draw the learning rate at the first row."""
-        self._begin(run)
-
-    def _begin(self, run: Run) -> None:
-        """Draw the learning rate, if that has not been done yet."""
-        if not run.is_owner or self._drawn.has_begun:
-            return
-        self._drawn.has_begun, self._drawn.due = True, time.monotonic() + self.every_s
-        rates = {name: lr_points(rate, run.num_steps) for name, rate in (run.rates or {"": run.rate}).items()}
-        self._start("lr.png", lr_request(run.folder / "plots/lr.png", title=run.cfg.name, rates=rates))
+        if run.is_owner and not self._has_begun:
+            vars(self)["_has_begun"] = True
+            rates = {name: lr_points(rate, run.num_steps) for name, rate in (run.rates or {"": run.rate}).items()}
+            path = run.folder / "plots/lr.png"
+            self._figures.ask(run, path, lr_request(path, title=run.cfg.name, rates=rates))
+        super().log(run, row)
 
     def eval_end(self, run: Run, metrics: Row) -> None:
         """Draw the metrics, if a drawing is due."""
-        self._begin(run)
-        if not run.is_owner or time.monotonic() < self._drawn.due:
-            return
-        if not any(drawing.running for _, drawing in self._drawn.in_progress):
-            self._draw_metrics(run)
-        self._drawn.due = time.monotonic() + self.every_s
+        self.log(run, metrics)
+        records, folder = run.folder / "metrics.jsonl", run.folder / "plots"
+        if run.is_owner and records.exists():
+            watched = MonitoredMetric.of(run.cfg.eval)
+            modes = {watched.metric: watched.mode}
+            request = metrics_request(folder, title=run.cfg.name, metrics=records, modes=modes)
+            self._figures.ask(run, folder / "loss.png", request)
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Draw the metrics for the last time, and wait for it."""
-        if not run.is_owner:
-            return
-        self._begin(run)
-        self._collect()  # the newest drawing of a plot must be written last
-        if (run.folder / "metrics.jsonl").exists():
-            self._draw_metrics(run)
-        self._collect()
-
-    def _draw_metrics(self, run: Run) -> None:
-        watched = MonitoredMetric.of(run.cfg.eval)
-        metrics, folder = run.folder / "metrics.jsonl", run.folder / "plots"
-        self._start(
-            "loss.png",
-            metrics_request(folder, title=run.cfg.name, metrics=metrics, modes={watched.metric: watched.mode}),
-        )
-
-    def _start(self, name: str, request: Mapping[str, Any]) -> None:
-        try:
-            self._drawn.in_progress.append((name, Drawing(request)))
-        except OSError as error:  # a process that cannot be started must not end the training
-            _log.warning("plots/%s: %s", name, error)
-
-    def _collect(self) -> None:
-        for name, drawing in self._drawn.in_progress:
-            if trouble := drawing.wait(_PLOT_S):
-                _log.warning("plots/%s: %s", name, trouble)
-        self._drawn.in_progress.clear()
+        self.eval_end(run, {})
+        super().run_end(run, result)

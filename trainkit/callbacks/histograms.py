@@ -9,16 +9,17 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.callbacks.every_run import keep_until
-from trainkit.callbacks.figures import EventFolder, FigureQueue
+from trainkit.callbacks.figures import DrawnFigures
+from trainkit.callbacks.tensorboard import EventFolder
 from trainkit.errors import Problem
-from trainkit.fields import above, at_least, cosmetic, unit
+from trainkit.fields import at_least, cosmetic, unit
 from trainkit.files import open_regular
 from trainkit.objectives.base import Collective
 from trainkit.objectives.linear_cross_entropy import offered_by
@@ -26,7 +27,7 @@ from trainkit.report.drawing import histograms_request
 from trainkit.report.numbers import evenly
 from trainkit.storage import naming
 from trainkit.strategies.base import GradientListener, PhaseListener, StepOutcome, UpdateTensors
-from trainkit.trainer.events import Callback, Planned, Row, Run
+from trainkit.trainer.events import Planned, Run
 
 _PER_OCTAVE: Final = 4
 _LOW, _HIGH = -40, 40
@@ -309,7 +310,7 @@ class _Recorder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Histograms(Callback):
+class Histograms(DrawnFigures):
     """Shows how the values of gradients, activations and weights are distributed, layer by layer, at some steps.
 
     TensorBoard shows them as histograms and distributions, `plots/gradients.png` and similar files as quantiles over
@@ -324,6 +325,8 @@ class Histograms(Callback):
     parts, and the counts are summed over the ranks: a collective call, so an error in this callback ends the run.
     """
 
+    observes: ClassVar[bool] = False
+
     every_steps: Annotated[int, cosmetic, at_least(1)] = 100
     """Steps between two records, counted from the start of the training; the first step is always recorded."""
     kinds: Annotated[tuple[Kind, ...], cosmetic] = KINDS
@@ -332,17 +335,12 @@ class Histograms(Callback):
     """Patterns of the names of parameters and layers that are shown, `[blocks.0.*, head.*]`."""
     most_layers: Annotated[int, cosmetic, at_least(1), unit("layers")] = 48
     """Parameters or layers of each kind; if there are more, this many are shown at equal distances."""
-    every_s: Annotated[float, cosmetic, above(0)] = 60.0
-    """Least seconds between two drawings of `plots/` during the run."""
     _recorder: _Recorder = field(init=False, repr=False, compare=False)
-    _events: EventFolder = field(init=False, repr=False, compare=False)
-    _figures: FigureQueue = field(init=False, repr=False, compare=False)
     _has_said: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_recorder", _Recorder(settings=self))
-        object.__setattr__(self, "_events", EventFolder("histograms"))
-        object.__setattr__(self, "_figures", FigureQueue(every_s=self.every_s))
+        super().__post_init__()
+        vars(self).update(_recorder=_Recorder(settings=self), _events=EventFolder("histograms"))
 
     def validate(self, planned: Planned) -> list[Problem]:
         """Return problems: gradients that no listener receives, or nothing to show."""
@@ -392,15 +390,10 @@ class Histograms(Callback):
         if found and run.is_owner:
             self._write(run, found)
 
-    def log(self, run: Run, row: Row) -> None:
-        """Draw figures that are due."""
-        if run.is_owner:
-            self._figures.advance(run)
-
     def rolled_back(self, run: Run, step: int) -> None:
         """Drop the records of the steps that are trained again."""
+        super().rolled_back(run, step)
         if run.is_owner:
-            self._events.restart(run.state.step)
             keep_until(run.folder / FILE, run.state.step)
 
     def train_end(self, run: Run, result: Mapping[str, Any]) -> None:
@@ -410,9 +403,7 @@ class Histograms(Callback):
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Draw the figures for the last time."""
         self._recorder.activations.end()
-        if run.is_owner:
-            self._figures.finish(run)
-        self._events.close()
+        super().run_end(run, result)
 
     def _write(self, run: Run, found: Mapping[str, Mapping[str, Distribution]]) -> None:
         events, step = self._events.of(run), run.state.step
@@ -424,7 +415,7 @@ class Histograms(Callback):
                     events.buckets(f"{kind}/{name}", limits, counts, ends=ends, step=step, wall_time=time.time())
         events.flush()
         if not self._has_said and self._recorder.left_out:
-            object.__setattr__(self, "_has_said", True)
+            vars(self)["_has_said"] = True
             said = ", ".join(f"{what} of {kind}" for kind, what in self._recorder.left_out.items())
             _log.warning("callbacks=[histograms] shows %s: callbacks.histograms.most_layers is the limit.", said)
         lines = {kind: {name: one.to_json() for name, one in named.items()} for kind, named in found.items()}

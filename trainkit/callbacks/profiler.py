@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, median_low
 from time import perf_counter
@@ -124,7 +124,7 @@ def breakdown(ranks: Sequence[StepTimes], kernels: KernelTimes) -> Breakdown:
         >>> found.bottleneck, found.slowest, round(found.shares["compute"], 3)
         ('straggler', 1, 0.3)
     """
-    count = len(ranks[0].steps)
+    count = min(len(rank.steps) for rank in ranks)
     whole = mean(rank.steps[step] for rank in ranks for step in range(count))
     longest = [max(rank.own(step) for rank in ranks) for step in range(count)]
     usual = [median_low([rank.own(step) for rank in ranks]) for step in range(count)]
@@ -184,22 +184,17 @@ def verdict(found: Breakdown, cfg: RunConfig, *, device: str, is_stream: bool) -
 
 
 @dataclass
-class _Timed:
-    """The steps before the recording, which are timed without the profiler."""
-
-    clock: PhaseClock = field(default_factory=PhaseClock)
-    begun: float = 0.0
-    laps: list[tuple[float, dict[str, float]]] = field(default_factory=list)
-    """The seconds of each step, and those of its parts; on a CUDA device one entry, the means."""
-
-
-@dataclass
 class _Running:
     first: int = 0
     profile: profile | None = None
     recorded: int = 0
     kernels: KernelTimes = field(default_factory=KernelTimes)
-    timed: _Timed = field(default_factory=_Timed)
+    clock: PhaseClock = field(default_factory=PhaseClock)
+    begun: float = 0.0
+    laps: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+    """The steps before the recording, timed without the profiler: the seconds of each step, and those of its parts; on
+    a CUDA device one entry, the means.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +220,7 @@ class Profiler(Callback):
 
     def phase_listener(self) -> PhaseListener:
         """Return the clock of the parts of a step."""
-        return self._running.timed.clock
+        return self._running.clock
 
     def run_start(self, run: Run) -> None:
         """Determine which steps to record."""
@@ -254,45 +249,40 @@ class Profiler(Callback):
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Write the recording of a run that ended earlier, and print the bottleneck."""
         self._finish(run)
-        if run.is_owner and self._running.recorded and self._running.timed.laps:
+        if run.is_owner and self._running.recorded and self._running.laps:
             self._conclude(run)
 
     def _time(self, run: Run, place: int, last: int) -> None:
         """Time a step; a CUDA device is synchronised only before the first step and after the last, which gives the
         means of them all.
         """
-        timed, on_device = self._running.timed, run.device.type == "cuda"
-        timed.clock.end_step()
+        running, on_device = self._running, run.device.type == "cuda"
+        running.clock.end_step()
         if place == 0:
             wait_for(run.device)
-            timed.clock.begin(run.device)
+            running.clock.begin(run.device)
         elif place == last or not on_device:
             wait_for(run.device)
             count = last if on_device else 1
-            seconds = perf_counter() - timed.begun
-            parts = {part: value / count for part, value in timed.clock.lap().items()}
-            timed.laps.append((seconds / count, parts))
+            seconds = perf_counter() - running.begun
+            parts = {part: value / count for part, value in running.clock.lap().items()}
+            running.laps.append((seconds / count, parts))
         else:
             return
-        timed.begun = perf_counter()
+        running.begun = perf_counter()
         if place == last:
-            timed.clock.stop()
+            running.clock.stop()
             self._keep(run)
 
     def _keep(self, run: Run) -> None:
         """Write the measured steps of this rank for rank 0, which reads those of all ranks at the end of the run."""
-        laps = self._running.timed.laps
+        laps = self._running.laps
         if not laps or run.is_owner:
             return
         path = _file_of(run, run.collective.rank)
-        content = {
-            "steps": [seconds for seconds, _ in laps],
-            "inputs": [parts["input"] for _, parts in laps],
-            "exchanges": [parts["exchange"] for _, parts in laps],
-        }
         with naming(path):
             path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps(content), encoding="utf-8")
+            path.write_text(json.dumps(asdict(_times_in(laps))), encoding="utf-8")
 
     def _start(self, run: Run) -> None:
         activities = [ProfilerActivity.CPU]
@@ -326,8 +316,7 @@ class Profiler(Callback):
     def _conclude(self, run: Run) -> None:
         """Print the bottleneck, and write it."""
         ranks = [one for rank in range(run.collective.num_ranks) if (one := self._times_of(run, rank)) is not None]
-        shortest = min(len(one.steps) for one in ranks)
-        found = breakdown([_first_steps(one, shortest) for one in ranks], self._running.kernels)
+        found = breakdown(ranks, self._running.kernels)
         is_stream = isinstance(run.datasets.get("train"), Stream)
         line = verdict(found, run.cfg, device=run.device.type, is_stream=is_stream)
         path = run.folder / "profile" / "bottleneck.json"
@@ -340,12 +329,7 @@ class Profiler(Callback):
     def _times_of(self, run: Run, rank: int) -> StepTimes | None:
         """Return the measured steps of a rank; None if it has written none, for example into another file system."""
         if rank == run.collective.rank:
-            laps = self._running.timed.laps
-            return StepTimes(
-                steps=tuple(seconds for seconds, _ in laps),
-                inputs=tuple(parts["input"] for _, parts in laps),
-                exchanges=tuple(parts["exchange"] for _, parts in laps),
-            )
+            return _times_in(self._running.laps)
         with suppress(UnreadableError, TypeError):
             found = read_map(_file_of(run, rank), {"steps": list, "inputs": list, "exchanges": list})
             times = StepTimes(**{name: tuple(map(float, found[name])) for name in ("steps", "inputs", "exchanges")})
@@ -353,8 +337,10 @@ class Profiler(Callback):
         return None
 
 
-def _first_steps(times: StepTimes, count: int) -> StepTimes:
-    return StepTimes(steps=times.steps[:count], inputs=times.inputs[:count], exchanges=times.exchanges[:count])
+def _times_in(laps: Sequence[tuple[float, Mapping[str, float]]]) -> StepTimes:
+    """Return the times of steps from their laps: seconds, and seconds of each part."""
+    parts = {name: tuple(of[part] for _, of in laps) for name, part in (("inputs", "input"), ("exchanges", "exchange"))}
+    return StepTimes(steps=tuple(seconds for seconds, _ in laps), **parts)
 
 
 def _file_of(run: Run, rank: int) -> Path:

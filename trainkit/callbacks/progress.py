@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median_low
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Protocol, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, NamedTuple, Protocol, TextIO
 
 from trainkit.config.schema import MonitoredMetric
 from trainkit.data.splits import test_splits, validation_splits
@@ -79,46 +79,18 @@ def plain_text(reading: Reading) -> str:
         >>> plain_text(Reading(step=1240, num_steps=5800, loss=0.5, samples_per_s=412_000, data_wait=0.03))
         'step 1,240/5,800   21 %  loss 0.5000  412 k samples/s  data wait 3 %'
     """
-    parts = [f"step {count(reading.step)}/{count(reading.num_steps)}", f"{share(reading.done):>5}"]
-    if reading.loss is not None:
-        parts.append(f"loss {fixed(reading.loss)}")
-    if reading.metric is not None:
-        step = reading.metric_step
-        of = "" if step is None or step == reading.step else f" of step {count(step)}"
-        parts.append(f"{reading.metric[0]} {fixed(reading.metric[1])}{of}")
-    if reading.samples_per_s is not None:
-        parts.append(f"{compact(reading.samples_per_s)} samples/s")
-    if reading.data_wait is not None:
-        parts.append(f"data wait {share(reading.data_wait)}")
-    parts += [text for _, text, _ in _measured(reading)]
-    if reading.skipped:
-        parts.append(f"{count(reading.skipped)} skipped")
-    if reading.remaining_s < float("inf"):
-        parts.append(f"{clock(reading.remaining_s)} left")
-    return "  ".join(parts)
+    position, *parts = (part.long for part in _parts(reading, reading.step, names_step=True))
+    return "  ".join([f"step {position}", f"{share(reading.done):>5}", *parts])
 
 
-def _measured(reading: Reading) -> Iterator[tuple[str, str, int]]:
-    """Yield the short and the long text of each instrument, and how soon a narrow terminal drops it."""
-    if reading.targets_per_s is not None:
-        rate = compact(reading.targets_per_s)
-        yield f"{rate} targets/s", f"{rate} targets/s", 4
-    if reading.mfu is not None:
-        yield f"MFU {share(reading.mfu)}", f"MFU {share(reading.mfu)}", 5
-    if reading.memory is not None:
-        now, peak = (num_bytes(round(one)) for one in reading.memory)
-        yield now, f"{now}, peak {peak}", 6
-    if reading.launches is not None:
-        yield f"{count(round(reading.launches))} launches", f"{count(round(reading.launches))} launches a step", 7
+class _Part(NamedTuple):
+    """A part of the line."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _BarPart:
     long: str
     short: str
     style: str
     rank: int
-    """Order in which a narrow terminal drops parts: the highest first, 0 never."""
+    """Lower ranks stay longest if there is little room."""
 
 
 def terminal_parts(reading: Reading, *, step: int, width: int) -> list[tuple[str, str]]:
@@ -134,7 +106,7 @@ def terminal_parts(reading: Reading, *, step: int, width: int) -> list[tuple[str
         >>> [text for text, _ in terminal_parts(reading, step=12, width=25)]
         ['12/20', 'loss 0.5000']
     """
-    parts = _parts(reading, step)
+    parts = list(_parts(reading, step))
     if _fits([part.long for part in parts], width):
         return [(part.long, part.style) for part in parts]
     for rank in range(7, 0, -1):
@@ -144,31 +116,37 @@ def terminal_parts(reading: Reading, *, step: int, width: int) -> list[tuple[str
     return [(part.short, part.style) for part in parts if part.rank == 0]
 
 
-def _parts(reading: Reading, step: int) -> list[_BarPart]:
-    position = f"{count(step)}/{count(reading.num_steps)}"
-    parts = [_BarPart(long=position, short=position, style="bold", rank=0)]
+def _parts(reading: Reading, step: int, *, names_step: bool = False) -> Iterator[_Part]:
+    position, metric = f"{count(step)}/{count(reading.num_steps)}", reading.metric
+    yield _Part(position, position, "bold", 0)
     if reading.loss is not None:
-        loss = f"loss {fixed(reading.loss)}"
-        parts.append(_BarPart(long=loss, short=loss, style="cyan", rank=1))
-    if reading.metric is not None:
-        name, value = reading.metric[0], fixed(reading.metric[1])
-        short = f"{name.rpartition('/')[2]} {value}"
-        parts.append(_BarPart(long=f"{name} {value}", short=short, style="green", rank=2))
+        yield _Part(loss := f"loss {fixed(reading.loss)}", loss, "cyan", 1)
+    if metric is not None:
+        named = names_step and reading.metric_step not in (None, reading.step)
+        of = f" of step {count(reading.metric_step or 0)}" if named else ""
+        value = fixed(metric[1])
+        yield _Part(f"{metric[0]} {value}{of}", f"{metric[0].rpartition('/')[2]} {value}", "green", 2)
     if reading.samples_per_s is not None:
         rate = compact(reading.samples_per_s)
-        parts.append(_BarPart(long=f"{rate} samples/s", short=f"{rate}/s", style="", rank=4))
+        yield _Part(f"{rate} samples/s", f"{rate}/s", "", 4)
     if reading.data_wait is not None:
         wait, style = share(reading.data_wait), "yellow" if reading.data_wait > 0.2 else "dim"
-        parts.append(_BarPart(long=f"data wait {wait}", short=f"wait {wait}", style=style, rank=5))
-    for shown, text, rank in _measured(reading):
-        parts.append(_BarPart(long=text, short=shown, style="dim", rank=rank))
+        yield _Part(f"data wait {wait}", f"wait {wait}", style, 5)
+    if reading.targets_per_s is not None:
+        yield _Part(rate := f"{compact(reading.targets_per_s)} targets/s", rate, "dim", 4)
+    if reading.mfu is not None:
+        yield _Part(mfu := f"MFU {share(reading.mfu)}", mfu, "dim", 5)
+    if reading.memory is not None:
+        now, peak = (num_bytes(round(one)) for one in reading.memory)
+        yield _Part(f"{now}, peak {peak}", now, "dim", 6)
+    if reading.launches is not None:
+        launches = f"{count(round(reading.launches))} launches"
+        yield _Part(f"{launches} a step", launches, "dim", 7)
     if reading.skipped:
-        skipped = f"{count(reading.skipped)} skipped"
-        parts.append(_BarPart(long=skipped, short=skipped, style="yellow", rank=1))
+        yield _Part(skipped := f"{count(reading.skipped)} skipped", skipped, "yellow", 1)
     if reading.remaining_s < float("inf"):
         left = clock(reading.remaining_s)
-        parts.append(_BarPart(long=f"{left} left", short=left, style="magenta", rank=3))
-    return parts
+        yield _Part(f"{left} left", left, "magenta", 3)
 
 
 def _fits(texts: list[str], width: int) -> bool:

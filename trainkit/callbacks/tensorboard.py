@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainkit.fields import above, cosmetic
 from trainkit.objectives.tables import Table
+from trainkit.storage import naming
 from trainkit.trainer.events import Callback, Row, Run
 
 if TYPE_CHECKING:
@@ -26,13 +27,49 @@ _COUNTERS = frozenset({"step", "epoch", "samples", "seconds"})
 """Columns that hold the position of a row, not metrics."""
 
 
+class EventFolder:
+    """The folder `tensorboard/`, or one below it, with the events of a callback; a resumed run continues its steps."""
+
+    def __init__(self, name: str = "") -> None:
+        self._name = name
+        self._events: EventFile | None = None
+        self._start: int | None = None
+
+    def of(self, run: Run) -> EventFile:
+        """Return the file, which is created at the first call."""
+        if self._events is None:
+            from trainkit.report.events import EventFile  # noqa: PLC0415 - protobuf, after the first steps
+
+            folder = run.folder / "tensorboard" / self._name
+            # The previous attempt may have trained beyond its last checkpoint: those events are written again.
+            start = run.begun_at if self._start is None else self._start
+            purge_after = start if folder.is_dir() else None
+            with naming(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._events = EventFile(folder, purge_after=purge_after)
+        return self._events
+
+    def restart(self, step: int) -> None:
+        """Discard the events after a step: those steps are trained again."""
+        self.close()
+        self._start = step
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        if self._events is not None:
+            self._events.flush()
+
+    def close(self) -> None:
+        """Write what is buffered, and close the file."""
+        events, self._events = self._events, None
+        if events is not None:
+            events.close()
+
+
 @dataclass
 class _Open:
-    events: EventFile | None = None
     due: float = 0.0
     seen: bool = False
-    start: int | None = None
-    """The step to which a rollback returned; None without a rollback."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +86,7 @@ class TensorBoard(Callback):
     flush_s: Annotated[float, cosmetic, above(0)] = 5.0
     """Seconds between two writes."""
     _open: _Open = field(default_factory=_Open, init=False, repr=False, compare=False)
+    _events: EventFolder = field(default_factory=EventFolder, init=False, repr=False, compare=False)
 
     def log(self, run: Run, row: Row) -> None:
         """Write a row; write the images before the first one of a run."""
@@ -56,12 +94,16 @@ class TensorBoard(Callback):
             return
         if self.images and not self._open.seen and run.begun_at == 0:
             self._open.seen = True
-            self._show(run, next(images_in(run.example), None))
+            if (images := next(images_in(run.example), None)) is not None:
+                pixels = grid(images.numpy())
+                height, width, _ = pixels.shape
+                content = {"height": height, "width": width, "step": 0, "wall_time": time.time()}
+                self._events.of(run).image("first batch", png_bytes(pixels), **content)
         self._write(run, row)
         for name, found in run.findings().items():
             if isinstance(found, Mapping) and "counts" in found:
                 counts = {int(number): count for number, count in found["counts"].items()}
-                self._events(run).histogram(name, counts, step=run.state.step, wall_time=time.time())
+                self._events.of(run).histogram(name, counts, step=run.state.step, wall_time=time.time())
 
     def eval_end(self, run: Run, metrics: Row) -> None:
         """Write the metrics of an evaluation."""
@@ -72,55 +114,32 @@ class TensorBoard(Callback):
         """Write the tables of an evaluation as text."""
         if run.is_owner:
             for name, table in tables.items():
-                self._events(run).text(name, table.markdown(), step=run.state.step, wall_time=time.time())
+                self._events.of(run).text(name, table.markdown(), step=run.state.step, wall_time=time.time())
 
     def rolled_back(self, run: Run, step: int) -> None:
         """Start a new file that replaces the events of the steps that are trained again."""
-        self.run_end(run, {})
-        self._open.start = run.state.step
+        self._events.restart(run.state.step)
 
     def state(self) -> dict[str, Any]:
         """Write the buffered events: a run resumed from the checkpoint has every earlier one, even after a kill."""
-        if self._open.events is not None:
-            self._open.events.flush()
+        self._events.flush()
         return {}
 
     def train_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Write the buffered events: a run whose metrics cannot be written has not finished."""
-        if self._open.events is not None:
-            self._open.events.flush()
+        self._events.flush()
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Close the file."""
-        events, self._open.events = self._open.events, None
-        if events is not None:
-            events.close()
+        self._events.close()
 
     def _write(self, run: Run, values: Row) -> None:
-        events = self._events(run)
+        events = self._events.of(run)
         figures = {name: value for name, value in values.items() if name not in _COUNTERS}
         events.scalars(figures, step=run.state.step, wall_time=time.time())
         if time.monotonic() >= self._open.due:
             events.flush()
             self._open.due = time.monotonic() + self.flush_s
-
-    def _show(self, run: Run, images: Tensor | None) -> None:
-        if images is None:
-            return
-        pixels = grid(images.numpy())
-        height, width, _ = pixels.shape
-        events = self._events(run)
-        events.image("first batch", png_bytes(pixels), height=height, width=width, step=0, wall_time=time.time())
-
-    def _events(self, run: Run) -> EventFile:
-        if self._open.events is None:
-            from trainkit.report.events import EventFile  # noqa: PLC0415 - protobuf, after the first steps
-
-            folder = run.folder / "tensorboard"
-            # The previous attempt may have trained beyond its last checkpoint: those events are written again.
-            start = run.begun_at if self._open.start is None else self._open.start
-            self._open.events = EventFile(folder, purge_after=start if folder.is_dir() else None)
-        return self._open.events
 
 
 def images_in(batch: Any, *, most: int = 64) -> Iterator[Tensor]:
