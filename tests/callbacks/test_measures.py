@@ -32,7 +32,6 @@ from trainkit.callbacks.every_run import CompileTime
 from trainkit.callbacks.gpu import Gpu
 from trainkit.callbacks.profiler import Profiler
 from trainkit.callbacks.progress import (
-    Interval,
     LiveHtml,
     Pace,
     PauseSchedule,
@@ -41,6 +40,7 @@ from trainkit.callbacks.progress import (
     Reading,
     TerminalLine,
     plain_text,
+    times_due,
 )
 from trainkit.cli import main
 from trainkit.strategies.base import Status, StepOutcome
@@ -359,8 +359,8 @@ def estimate_over_truth(pauses: PauseSchedule, costs: Mapping[str, float]) -> fl
                 estimate, estimated_at = pace.remaining_s(now=now), now
         now += costs["plan"] * (step == 20)
         if step < STEPS:
-            now += costs["evaluation"] * pauses.evaluations.count(step, step + 1)
-            now += costs["save"] * pauses.saves.count(step, step + 1)
+            now += costs["evaluation"] * times_due(pauses.evaluations, step, step + 1)
+            now += costs["save"] * times_due(pauses.saves, step, step + 1)
     now += costs["evaluation"] * pauses.evaluated_at_end / max(pauses.evaluated, 1) + costs["save"]
     return estimate / (now - estimated_at)
 
@@ -372,8 +372,8 @@ def test_after_a_tenth_of_a_run_with_pauses_the_remaining_time_is_known_within_a
     evaluated = 600 if evaluate_every else 0
     pauses = PauseSchedule(
         last_step=STEPS,
-        evaluations=Interval(every_steps=evaluate_every),
-        saves=Interval(every_steps=save_every),
+        evaluations=(float(evaluate_every),) if evaluate_every else (),
+        saves=(float(save_every),) if save_every else (),
         samples_per_step=10,
         evaluated=evaluated,
         evaluated_at_end=evaluated,
@@ -383,13 +383,13 @@ def test_after_a_tenth_of_a_run_with_pauses_the_remaining_time_is_known_within_a
 
 
 def test_a_save_at_the_step_of_an_evaluation_is_no_pause_of_its_own() -> None:
-    for evaluate_every, save_every, due in ((40, 25, (5, 8 - 1)), (20, 40, (10, 0)), (50, 30, (4, 6 - 1))):
-        evaluations, saves = Interval(every_steps=evaluate_every), Interval(every_steps=save_every)
-        assert PauseSchedule(last_step=1000, evaluations=evaluations, saves=saves, evaluated=1).due(1, 201) == due
+    for evaluate_every, save_every, due in ((40.0, 25.0, (5, 8 - 1)), (20.0, 40.0, (10, 0)), (50.0, 30.0, (4, 6 - 1))):
+        pauses = PauseSchedule(last_step=1000, evaluations=(evaluate_every,), saves=(save_every,), evaluated=1)
+        assert pauses.due(1, 201) == due
 
 
 def test_the_save_at_the_end_of_a_run_is_expected_too() -> None:
-    pace = Pace(PauseSchedule(last_step=100, saves=Interval(every_steps=50)), begun=(0, 0.0, 0.0))
+    pace = Pace(PauseSchedule(last_step=100, saves=(50.0,)), begun=(0, 0.0, 0.0))
     pace.row(25, 25.0, now=25.0)
     pace.row(75, 75.0, now=78.0)  # a save of 3 s at step 50
     assert pace.remaining_s(now=78.0) == 25.0 + 3.0
@@ -434,5 +434,5 @@ def test_the_line_counts_down_through_an_evaluation(
 
 
 def test_a_row_costs_the_same_for_any_number_of_steps() -> None:
-    pauses = PauseSchedule(last_step=10**12, evaluations=Interval(every_steps=1), evaluated=1)
+    pauses = PauseSchedule(last_step=10**12, evaluations=(1.0,), evaluated=1)
     assert pauses.due(0, 10**12)[0] == 10**12 - 1

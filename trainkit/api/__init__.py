@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainkit.cluster.local import launch_environment_of
 from trainkit.config.composition import Composition
 from trainkit.config.door import called_from
+from trainkit.config.grammar import key_of
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.config.yaml_files import with_config_dirs
@@ -164,20 +165,27 @@ def session(
             for shards in training.batches():
                 training.step()
     """
-    from trainkit.api.own_loop import make_session  # noqa: PLC0415 - imports torch
+    from trainkit.api import calls, own_loop  # noqa: PLC0415 - imports torch
+    from trainkit.config.check import checked  # noqa: PLC0415 - imports the targets, and torch with them
+    from trainkit.run.session.given import FunctionLoss  # noqa: PLC0415 - imports torch
 
+    if loss is not None and objective is not None:
+        raise ConfigError([Problem(key="objective", rule="is given together with loss. Give one of the two.")])
+    objective = objective if loss is None else FunctionLoss(loss, terms)
     objects = {"model": model, "data": data, "objective": objective, "optimizer": optimizer}
-    return make_session(
-        run,
-        objects,
-        keys,
-        launch_of=launch_environment_of,
-        run_dir=run_dir,
-        loss=loss,
-        terms=terms,
-        config_dirs=config_dirs,
-        packages=packages,
-    )
+    folder = calls.run_folder(run_dir)
+    composition, given = calls.composed(run, objects, keys, config_dirs=config_dirs, packages=packages)
+    rule = "is for the command line: a session runs no Hydra job."
+    hydra = {key_of(item) for item in composition.hydra_overrides} - {"hydra.run.dir"}
+    problems = [Problem(key=key, rule=rule) for key in sorted(hydra)]
+    if composition.is_sweep:
+        problems.append(Problem(key="cv.folds", rule="starts a run per fold. For one fold, give cv.fold=0."))
+    if problems:
+        raise ConfigError(problems)
+    with calls.registered(given), allow_packages(composition.packages), with_config_dirs(composition.config_dirs):
+        composition = checked(composition)
+        launch = launch_environment_of(composition.cfg)
+    return own_loop.Session(composition, given=given, launch=launch, run_dir=folder, terms=terms)
 
 
 def choose_workers(plan: RunPlan) -> tuple[int, str]:

@@ -458,7 +458,7 @@ def composed(
     objects: Mapping[str, object],
     keys: Mapping[str, Any],
     *,
-    write_source: bool,
+    write_source: bool = False,
     config_dirs: Sequence[str | Path] = (),
     packages: Sequence[str] = (),
 ) -> tuple[Composition, Given]:

@@ -16,7 +16,6 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trainkit.bounded import MAX_BYTES, expect_map, parse_yaml
@@ -148,19 +147,19 @@ def compose_job(
         )
     else:
         composition = compose_resumed(trained.run, overrides, config_dirs=config_dirs, packages=packages)
-    values: dict[str, Any] = {
-        **_without_keys_of_other_class(composition, overrides),
-        "resume": None,
-        "callbacks": {},
-        "logger": {},
-        "cluster": {},
-        "optimizers": {},
-        "init_from": None,
-    }
+    values = dict(composition.values)
+    for group in {key_of(line).removesuffix(f".{TARGET}") for line in overrides if key_of(line).endswith(TARGET)}:
+        if group in ("data", "objective"):  # the keys that the run gave to another class
+            own = {name for name in values[group] if composition.origin((group, name)).level is Level.command_line}
+            values[group] = {name: value for name, value in values[group].items() if name in own}
+    values |= {"resume": None, "init_from": None}
+    values |= {group: {} for group in ("callbacks", "logger", "cluster", "optimizers")}
     if not any(key_of(line).partition(".")[0] == "strategy" for line in overrides):
         values["strategy"] = {"_target_": "trainkit.strategies.OneDevice", "device": "auto"}
     composition = replace(composition, values=values)
-    problems = [one for one in check_names(composition) if not _is_for_this(one, verb)] or check_values(composition)
+    of_training = "has no effect on a training"
+    names = [one for one in check_names(composition) if not (_is_own(one.key, verb) and of_training in one.rule)]
+    problems = names or check_values(composition)
     if problems:
         raise ConfigError(problems)
     try:
@@ -170,24 +169,6 @@ def compose_job(
     return composition
 
 
-def _is_for_this(problem: Problem, verb: Verb) -> bool:
-    """Return whether a problem is that a key of this verb has no effect on a training."""
-    return _is_own(problem.key, verb) and problem.rule.startswith("has no effect on a training")
-
-
-def _without_keys_of_other_class(composition: Composition, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the values; where the command names a class, without the keys that the run gave to another one."""
-    values = dict(composition.values)
-    for group in {key_of(line).removesuffix(f".{TARGET}") for line in overrides if key_of(line).endswith(TARGET)}:
-        if group in ("data", "objective"):
-            values[group] = {
-                name: value
-                for name, value in values[group].items()
-                if composition.origin((group, name)).level is Level.command_line
-            }
-    return values
-
-
 def _is_own(key: str, verb: Verb) -> bool:
     own = _OWN[verb]
     return key == own or key.startswith(f"{own}.")
@@ -195,14 +176,14 @@ def _is_own(key: str, verb: Verb) -> bool:
 
 def _refuse_without_effect(trained: Trained, overrides: Sequence[str], verb: Verb) -> None:
     """Refuse keys that have no effect on a job, and a model without data."""
-    keys = {line: key_of(line) for line in overrides}
+    keys, problems = {key_of(line): key_of(line).partition(".")[0] for line in overrides}, []
     allowed = (*_KEYS, *(() if trained.run is not None else ("recipe",)))
-    problems = [
-        Problem(key=key, rule=f"has no effect on {verb}: {_reason(key)}", origin=COMMAND_LINE)
-        for key in keys.values()
-        if key.partition(".")[0] not in allowed and not _is_own(key, verb)
-    ]
-    if trained.run is None and not {"data", "recipe"} & {key.partition(".")[0] for key in keys.values()}:
+    reasons = {"model": "the model is the trained one.", "cluster": "it runs on this machine."}
+    for key, group in keys.items():
+        if group not in allowed and not _is_own(key, verb):
+            reason = reasons.get(group, f"it takes {', '.join(_KEYS)} and their keys.")
+            problems.append(Problem(key=key, rule=f"has no effect on {verb}: {reason}", origin=COMMAND_LINE))
+    if trained.run is None and not {"data", "recipe"} & {*keys.values()}:
         rule = (
             f"the run of {trained.source.path} is not known. Give its data and objective: data=... objective=..., or "
             "recipe=NAME."
@@ -210,15 +191,6 @@ def _refuse_without_effect(trained: Trained, overrides: Sequence[str], verb: Ver
         problems.append(Problem(key="data", rule=rule))
     if problems:
         raise ConfigError(problems)
-
-
-def _reason(key: str) -> str:
-    group = key.partition(".")[0]
-    if group == "model":
-        return "the model is the trained one."
-    if group == "cluster":
-        return "it runs on this machine."
-    return f"it takes {', '.join(_KEYS)} and their keys."
 
 
 def _problem(path: Path, rule: str) -> Problem:
@@ -380,18 +352,13 @@ def _page(
     yield from (f"| {name} | {value} |" for name, value in content["metrics"].items())
     for name, table in content["tables"].items():
         yield from ("", f"## {name}", "")
-        yield Table(columns=tuple(table["columns"]), rows=tuple(map(tuple, _named(table["rows"])))).markdown()
+        rows = tuple(tuple(math.nan if cell is None else cell for cell in row) for row in table["rows"])
+        yield Table(columns=tuple(table["columns"]), rows=rows).markdown()
         if name.endswith(f"/{WORST}"):
             if has_picture:
                 yield from ("", "In the order of the table, eight in a row:", "", "![worst](worst.png)")
             yield from _texts(job.dataset, worst)
     yield from ("", *(f"note: {note}" for note in content["notes"]))
-
-
-def _named(rows: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
-    """Yield rows with NaN for null, which JSON has in its place."""
-    for row in rows:
-        yield [float("nan") if cell is None else cell for cell in row]
 
 
 def _texts(dataset: Any, worst: Sequence[tuple[int, Any]]) -> Iterator[str]:
@@ -482,22 +449,13 @@ def predict_to_file(
         finished = status == "finished"
         if finished:
             write_rows(out, parts, partial(ids_of, job.dataset), name=job.outputs.kind)
-            nonfinite = sum(_num_nonfinite(rows) for rows in parts.contents())
+            blocks = (rows.reshape(len(rows), -1) for rows in parts.contents())
+            nonfinite = sum(int((~np.isfinite(rows)).any(-1).sum()) for rows in blocks)
             _remove(folder, parts)
     num_done = chunks.num_rows if finished else parts.num_rows_done()
     return Predicted(
         files=files_of(out), status=status, num_rows=chunks.num_rows, num_done=num_done, num_nonfinite=nonfinite
     )
-
-
-def _num_nonfinite(rows: NDArray[Any]) -> int:
-    """Return the number of rows with NaN or infinity.
-
-    Example:
-        >>> _num_nonfinite(np.array([[0.0, np.nan], [1.0, 2.0]]))
-        1
-    """
-    return int((~np.isfinite(rows.reshape(len(rows), -1))).any(-1).sum())
 
 
 def _computed(job: Job, parts: Parts, todo: Sequence[int], *, log: Callable[[str], None]) -> str:
@@ -517,23 +475,18 @@ def _computed(job: Job, parts: Parts, todo: Sequence[int], *, log: Callable[[str
 def _refuse_existing(out: Path, *, overwrite: bool) -> None:
     """Refuse a file that exists, and one in a folder that does not."""
     format_of(out)
-    problems = []
-    if not out.parent.is_dir():
-        problems.append(Problem(key="--out", value=str(out), rule="its folder does not exist.", origin=COMMAND_LINE))
-    if not overwrite:
-        rule = "exists already. Give another name, or --overwrite."
-        problems += [
-            Problem(key="--out", value=str(file), rule=rule, origin=COMMAND_LINE) for file in existing_files(out)
-        ]
-    else:
-        rule = "is a folder. Give another name."
-        problems += [
-            Problem(key="--out", value=str(file), rule=rule, origin=COMMAND_LINE)
-            for file in existing_files(out)
-            if file.is_dir() and not file.is_symlink()
-        ]
-    if problems:
-        raise ConfigError(problems)
+    found = [] if out.parent.is_dir() else [(out, "its folder does not exist.")]
+    for file in existing_files(out):
+        if not overwrite:
+            found.append((file, "exists already. Give another name, or --overwrite."))
+        elif file.is_dir() and not file.is_symlink():
+            found.append((file, "is a folder. Give another name."))
+    if found:
+        raise ConfigError(_of_out(file, rule) for file, rule in found)
+
+
+def _of_out(file: Path, rule: str) -> Problem:
+    return Problem(key="--out", value=str(file), rule=rule, origin=COMMAND_LINE)
 
 
 def _identity(trained: Trained, job: Job) -> dict[str, Any]:
@@ -586,7 +539,7 @@ def _parts_folder(folder: Path, identity: Mapping[str, Any], *, overwrite: bool)
         known = read_map(folder / _RECORD, {"version": int, "weights": str})
     except UnreadableError:
         rule = "exists and was not written by a prediction. Rename it, or give another file."
-        raise ConfigError([Problem(key="--out", value=str(folder), rule=rule, origin=COMMAND_LINE)]) from None
+        raise ConfigError([_of_out(folder, rule)]) from None
     with locked(folder / ".lock"):
         differing = [key for key, value in identity.items() if known.get(key) != value]
         if differing and not overwrite:
@@ -596,7 +549,7 @@ def _parts_folder(folder: Path, identity: Mapping[str, Any], *, overwrite: bool)
                 f"holds the parts of another prediction, which differs in {', '.join(differing)}{both}. Continue that "
                 "one, give another file, or drop its parts by --overwrite."
             )
-            raise ConfigError([Problem(key="--out", value=str(folder), rule=rule, origin=COMMAND_LINE)])
+            raise ConfigError([_of_out(folder, rule)])
         if differing:
             Parts(folder=folder, chunks=Chunks(num_rows=0, batch_size=1)).remove()
             write_json_atomically(folder / _RECORD, identity)

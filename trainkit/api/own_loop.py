@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -13,13 +13,10 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
-from trainkit.api.calls import Given, TrainingResult, composed, registered, run_folder
+from trainkit.api.calls import Given, TrainingResult, registered
 from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.config.check import checked
 from trainkit.config.check.unused_keys import unused_keys_with_classes
 from trainkit.config.composition import Composition
-from trainkit.config.grammar import key_of
-from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import TARGET, allow_packages
 from trainkit.config.targets.build import build
 from trainkit.config.yaml_files import with_config_dirs
@@ -28,7 +25,7 @@ from trainkit.objectives.base import Objective
 from trainkit.run import runner
 from trainkit.run.begin import ResumePoint
 from trainkit.run.planning.plan import RunPlan
-from trainkit.run.session.given import FunctionLoss, GivenLoss, LossFunction
+from trainkit.run.session.given import GivenLoss, LossFunction
 from trainkit.run.session.own_loop import OwnLoop
 from trainkit.run.signals import EXIT_CODES
 from trainkit.strategies.base import LoopCall, PlanContext, Strategy
@@ -267,40 +264,6 @@ class Session:
         if launch is not None and count > launch.num_ranks:
             rule = f"takes {count // launch.num_ranks} devices in each process. Start one process a device (torchrun)."
             raise ConfigError([Problem(key="strategy", rule=rule)])
-
-
-def make_session(
-    run: Composition | RunConfig | Sequence[str],
-    objects: Mapping[str, object],
-    keys: Mapping[str, Any],
-    *,
-    launch_of: Callable[[RunConfig], LaunchEnvironment | None],
-    run_dir: str | Path | None,
-    loss: LossFunction | None,
-    terms: Sequence[str],
-    config_dirs: Sequence[str | Path] = (),
-    packages: Sequence[str] = (),
-) -> Session:
-    """Return a session that is not open yet; arguments as in `trainkit.session`."""
-    if loss is not None:
-        if objects["objective"] is not None:
-            raise ConfigError([Problem(key="objective", rule="is given together with loss. Give one of the two.")])
-        objects = {**objects, "objective": FunctionLoss(loss, terms)}
-    folder = run_folder(run_dir)
-    composition, given = composed(run, objects, keys, write_source=False, config_dirs=config_dirs, packages=packages)
-    problems = [
-        Problem(key=key_of(item), rule="is for the command line: a session runs no Hydra job.")
-        for item in composition.hydra_overrides
-        if key_of(item) != "hydra.run.dir"
-    ]
-    if composition.is_sweep:
-        problems.append(Problem(key="cv.folds", rule="starts a run per fold. For one fold, give cv.fold=0."))
-    if problems:
-        raise ConfigError(problems)
-    with registered(given), allow_packages(composition.packages), with_config_dirs(composition.config_dirs):
-        composition = checked(composition)
-        launch = launch_of(composition.cfg)
-    return Session(composition, given=given, launch=launch, run_dir=folder, terms=terms)
 
 
 def _command(count: int) -> str:

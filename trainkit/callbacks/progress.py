@@ -11,12 +11,13 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, NamedTuple, Protocol, TextIO
 
 from trainkit.config.schema import MonitoredMetric
+from trainkit.config.sections import CheckpointConfig, EvalConfig
 from trainkit.data.splits import test_splits, validation_splits
 from trainkit.fields import above, cosmetic
 from trainkit.report.numbers import clock, compact, count, fixed, share
@@ -231,37 +232,22 @@ _FORWARD_SHARE: Final = 1 / 3
 """Time of an evaluated sample relative to a training sample: the backward pass takes twice the forward pass."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Interval:
-    """The interval in steps between two evaluations or saves; each part may be absent."""
+def times_due(lengths: Sequence[float], low: int, high: int) -> int:
+    """Return how often something is due at `low` <= step < `high`, from step 1 on.
 
-    every_steps: int | None = None
-    steps_per_period: float | None = None
-    """The interval given in epochs, converted to steps; it need not be a whole number."""
+    A step at which two parts are due counts twice.
 
-    def count(self, low: int, high: int) -> int:
-        """Return the number of steps at which it is due, `low` <= step < `high`, from step 1 on.
+    Args:
+        lengths: the steps between two due ones, of each part; need not be whole numbers.
+        low: the first step.
+        high: the step after the last.
 
-        A step at which both parts are due counts twice.
-
-        Example:
-            >>> Interval(every_steps=4, steps_per_period=2.5).count(1, 9)  # 4 and 8; 3, 5 and 8
-            5
-        """
-        first, last = max(low, 1) - 1, max(high, 1) - 1
-        return sum(math.floor(last / one + 1e-9) - math.floor(first / one + 1e-9) for one in self.lengths)
-
-    @property
-    def lengths(self) -> list[float]:
-        """The number of steps between two due steps, for each part."""
-        return [float(one) for one in (self.every_steps, self.steps_per_period) if one is not None]
-
-    def shared_with(self, other: Interval) -> Interval:
-        """Return the interval at which both are due, if each has one part in whole steps; else an empty interval."""
-        mine, others = self.lengths, other.lengths
-        if len(mine) != 1 or len(others) != 1 or not (mine[0].is_integer() and others[0].is_integer()):
-            return Interval()
-        return Interval(every_steps=math.lcm(int(mine[0]), int(others[0])))
+    Example:
+        >>> times_due((4, 2.5), 1, 9)  # 4 and 8; 3, 5 and 8
+        5
+    """
+    first, last = max(low, 1) - 1, max(high, 1) - 1
+    return sum(math.floor(last / one + 1e-9) - math.floor(first / one + 1e-9) for one in lengths)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,8 +256,9 @@ class PauseSchedule:
 
     last_step: int
     """The last step of the run."""
-    evaluations: Interval = Interval()
-    saves: Interval = Interval()
+    evaluations: tuple[float, ...] = ()
+    """Steps between two evaluations: of those by steps, and of those by epochs."""
+    saves: tuple[float, ...] = ()
     saves_every_s: float | None = None
     samples_per_step: float = 1.0
     evaluated: int = 0
@@ -282,7 +269,12 @@ class PauseSchedule:
     @classmethod
     def of(cls, run: Run) -> PauseSchedule:
         """Return the pauses of a run, by its config."""
-        cfg, per_epoch = run.cfg, run.plan.steps_per_epoch
+        cfg = run.cfg
+
+        def lengths(of: EvalConfig | CheckpointConfig) -> tuple[float, ...]:
+            epochs = None if of.every_epochs is None else of.every_epochs * run.plan.steps_per_epoch
+            return tuple(float(one) for one in (of.every_steps, epochs) if one is not None)
+
         beside = cfg.eval.beside or cfg.strategy.get("evaluator")  # another process evaluates
         sizes = {} if beside else {name: _length(run.datasets[name]) for name in run.datasets}
         evaluated = sum(sizes[name] for name in validation_splits(sizes))
@@ -291,12 +283,8 @@ class PauseSchedule:
         at_end = evaluated + sum(sizes[name] for name in test_splits(sizes))
         return cls(
             last_step=last_step,
-            evaluations=Interval(
-                every_steps=cfg.eval.every_steps, steps_per_period=_steps(cfg.eval.every_epochs, per_epoch)
-            ),
-            saves=Interval(
-                every_steps=cfg.checkpoint.every_steps, steps_per_period=_steps(cfg.checkpoint.every_epochs, per_epoch)
-            ),
+            evaluations=lengths(cfg.eval),
+            saves=lengths(cfg.checkpoint),
             saves_every_s=cfg.checkpoint.every_s,
             samples_per_step=run.plan.global_size,
             evaluated=evaluated if evaluated and watched else 0,
@@ -305,15 +293,10 @@ class PauseSchedule:
 
     def due(self, low: int, high: int) -> tuple[int, int]:
         """Return the number of evaluations and of saves without one, with `low` <= step < `high`."""
-        saves = self.saves.count(low, high)
-        if not self.evaluated:
-            return 0, saves
-        both = self.saves.shared_with(self.evaluations).count(low, high)
-        return self.evaluations.count(low, high), saves - both
-
-
-def _steps(epochs: float | None, per_epoch: int) -> float | None:
-    return None if epochs is None else epochs * per_epoch
+        evaluations, saves, both = self.evaluations if self.evaluated else (), self.saves, list[float]()
+        if len(evaluations) == len(saves) == 1 and evaluations[0].is_integer() and saves[0].is_integer():
+            both = [math.lcm(int(evaluations[0]), int(saves[0]))]
+        return times_due(evaluations, low, high), times_due(saves, low, high) - times_due(both, low, high)
 
 
 def _length(dataset: object) -> int:
