@@ -114,7 +114,7 @@ class Contender:
             )
             self.executor = strategy.setup(request)
         self.run = make_run_view(plan, self.executor, folder, (), measure=lambda _name, _data: {})
-        self.loader = loader_of(plan, self.executor)
+        self.loader = loader_of(plan, self.executor.local.device, self.executor.assign)
         terms = plan.components.objective.term_names
         instruments = Instruments(torch.device("cpu"))
         self.journal = MetricsAccumulator(

@@ -152,7 +152,7 @@ def planned(arguments: Sequence[str], *, evaluates: bool = True) -> tuple[RunPla
     run = composed(arguments)
     with allow_packages(run.packages):
         plan = make_plan(run.cfg)
-        model = meta_model(plan)
+        model = meta_model(plan.cfg)
         plan = plan.resolved(lambda: model)
         return plan, device_memory(plan, model, evaluates=evaluates)
 

@@ -194,7 +194,7 @@ def events_of(roots: Iterable[Any]) -> Iterator[Any]:
 def planned(arguments: Sequence[str]) -> tuple[list[DeviceMemory], bool]:
     """Return the memory that the plan gives, of each rank of a replica, and whether each rank copies its state."""
     plan = make_plan(api.compose(arguments).cfg)
-    model = meta_model(plan)
+    model = meta_model(plan.cfg)
     facts = plan.components.strategy.facts_in(plan.context)
     return part_memories(plan.resolved(lambda: model), model), facts.is_sharded
 

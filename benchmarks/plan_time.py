@@ -110,7 +110,7 @@ def one_replica(model: Sequence[str], steps: int) -> Measured:
 def predicted(overrides: Sequence[str], found: Measured, link: Link) -> StepTime:
     """Return the planned time of a step of a training."""
     plan = make_plan(api.compose([*COMMON, *overrides]).cfg)
-    model = meta_model(plan)
+    model = meta_model(plan.cfg)
     plan = plan.resolved(lambda: model)
     here = Hardware(
         name="here", memory_gib=1.0, memory_gb_s=1.0, tflops={"fp32": 1.0}, within_host=link, between_hosts=link,

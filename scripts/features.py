@@ -107,7 +107,7 @@ def refusal(*overrides: str) -> str | None:
         composition = checked(compose(list(overrides), packages=["benchmarks", "tests"]))
         with allow_packages(composition.packages):
             plan = make_plan(composition.cfg, num_gpus=0)
-            model = meta_model(plan)
+            model = meta_model(plan.cfg)
             model_notes(plan, model, composition.is_given)
     except ConfigError as error:
         problem = error.problems[0]

@@ -79,7 +79,7 @@ GPT_2 = (
 @pytest.mark.slow
 def test_a_step_of_gpt_2_of_four_shards_launches_no_more(precision: str, most: int) -> None:
     plan = make_plan(api.compose(["recipe=null", *GPT_2, f"precision={precision}"]).cfg)
-    work = outlook_of(plan, meta_model(plan)).work
+    work = outlook_of(plan, meta_model(plan.cfg)).work
     assert work is not None
     counted = counted_work(work, None, plan)
     assert counted.launches is not None

@@ -147,7 +147,7 @@ def test_what_a_small_run_leaves_out_can_be_planned(name: str, request: pytest.F
     found = api.compose([*arguments, *graphs], config_dirs=[ROOT / "benchmarks/conf"], packages=["benchmarks"])
     with allow_packages(["benchmarks"]):
         plan = make_plan(found.cfg)
-        model_notes(plan, meta_model(plan))
+        model_notes(plan, meta_model(plan.cfg))
 
 
 def test_a_save_holds_the_numbers_from_before_the_next_update(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from trainkit.measuring.showing import data_lines, table_lines
 from trainkit.measuring.turns import Target, Turn, measured_config
 from trainkit.measuring.workers import WorkerSearch, search_workers
 from trainkit.prove.proving import bare
-from trainkit.run.planning.workers import refuse_open_workers
+from trainkit.run.planning.plan import refuse_open_workers
 from trainkit.run.runner import train
 from trainkit.trainer.metrics_accumulator import PARTS
 from trainkit.verbs.looking.schema import schema_of

@@ -63,7 +63,7 @@ def test_the_planned_memory_holds_the_teacher(tmp_path: Path) -> None:
         for keys in ((), ("objective=distillation", f"objective.teacher={tmp_path / 'teacher'}"))
     )
     with allow_packages(["tests"]):
-        sizes = [memory_of(plan, meta_model(plan)) for plan in (bare, taught)]
+        sizes = [memory_of(plan, meta_model(plan.cfg)) for plan in (bare, taught)]
     count = sum(param.numel() for param in zoo.Net().parameters())
     assert [size.frozen_bytes for size in sizes] == [0, 4 * count]
     assert sizes[1].total_bytes - sizes[0].total_bytes == 4 * count

@@ -20,8 +20,7 @@ from trainkit.errors import ConfigError
 from trainkit.models.gpt import Gpt
 from trainkit.prove.comparing import same_training
 from trainkit.prove.proving import with_precision
-from trainkit.run.planning.adapters import output_name
-from trainkit.run.planning.build import transformed_model
+from trainkit.run.planning.build import output_name, transformed_model
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import make_plan
@@ -35,7 +34,7 @@ EMULATED = (*WIDE, "convert.emulate=true")
 def problems_of(*arguments: str) -> list[str]:
     plan = make_plan(api.compose(arguments).cfg)
     with pytest.raises(ConfigError) as found:
-        model_notes(plan, meta_model(plan))
+        model_notes(plan, meta_model(plan.cfg))
     return [str(problem) for problem in found.value.problems]
 
 
@@ -68,7 +67,7 @@ def test_an_older_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ((*DIGITS, "precision=fp32", *EIGHT), "precision=fp32: has no use for float8"),
         (("recipe=digits", "model.hidden=[20]", "precision=bf16", *EIGHT), "convert=float8: converts no layer"),
         ((*DIGITS, "precision=bf16", "strategy=central_storage", *EIGHT),
-         "convert=float8: strategy=CentralStorage does not support converted layers"),
+         "convert=float8: strategy=central_storage does not support converted layers"),
         ((*EMULATED, "convert.exclude=[head*]"), "convert.exclude=head*: matches no linear layer. There are: "),
     ],
 )  # fmt: skip

@@ -49,12 +49,12 @@ def test_a_rank_builds_without_data_only_what_rank_0_can_send(kind: str) -> None
     first, second = (model_of_rank(plan.cfg, plan.components.strategy, rank) for rank in (0, 1))
     assert {tensor.is_meta for tensor in second.parameters()} == {kind == "plain"}
     assert list(first.state_dict()) == list(second.state_dict())
-    noted = any("is built whole on every rank" in note for note in model_notes(plan, meta_model(plan)))
+    noted = any("is built whole on every rank" in note for note in model_notes(plan, meta_model(plan.cfg)))
     assert noted == (kind != "plain")
 
 
 def test_a_model_larger_than_the_host_of_rank_0_is_refused_where_it_is_sent() -> None:
-    refuse_small_host(plan := planned("plain"), model := meta_model(plan), 4 * 650)
+    refuse_small_host(plan := planned("plain"), model := meta_model(plan.cfg), 4 * 650)
     refuse_small_host(planned("plain", "mirrored"), model, 4 * 650 - 1)
     refused = r"Scores: rank 0 builds it whole: 2.54 KiB, and the memory of the host is 2 KiB. Use a host with more"
     with pytest.raises(ConfigError, match=refused):

@@ -260,9 +260,9 @@ def test_an_object_that_stays_in_the_memory_of_the_host_is_refused_for_a_gpu() -
     with allow_packages(["misfit_pkg"]):
         cfg = checked(composition).cfg
         on_host, on_gpu = (make_plan(cfg, num_gpus=count) for count in (0, 1))
-        refuse_misfits(on_host, meta_model(on_host))
+        refuse_misfits(on_host, meta_model(on_host.cfg))
         with pytest.raises(ConfigError, match=r"data\.collate=misfit_pkg\.boxed: puts a Boxed into the batch"):
-            refuse_misfits(on_gpu, meta_model(on_gpu))
+            refuse_misfits(on_gpu, meta_model(on_gpu.cfg))
 
 
 POINTS = """\
@@ -383,7 +383,7 @@ def check(*overrides: str) -> None:
     composition = checked(api.compose([*overrides], packages=["tests"]))
     with allow_packages(composition.packages):
         plan = make_plan(composition.cfg)
-        model_notes(plan, meta_model(plan))
+        model_notes(plan, meta_model(plan.cfg))
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ BODY = "optimizers.body.match=['layers.0.*']"
 def planned(*overrides: str) -> RunPlan:
     composition = checked(compose(list(overrides)))
     plan = make_plan(composition.cfg)
-    model_notes(plan, meta_model(plan))
+    model_notes(plan, meta_model(plan.cfg))
     return plan
 
 
@@ -478,7 +478,7 @@ def test_a_strategy_takes_several_optimizers_or_refuses_them_by_name() -> None:
 
 def test_frozen_parameters_need_no_optimizer_and_a_pattern_for_them_alone_is_refused() -> None:
     plan = planned(*GAN)
-    model = meta_model(plan)
+    model = meta_model(plan.cfg)
     own = [param for name, param in model.named_parameters() if name.startswith("generator.")]
     for param in own:
         param.requires_grad_(False)
@@ -491,8 +491,10 @@ def test_frozen_parameters_need_no_optimizer_and_a_pattern_for_them_alone_is_ref
 def test_the_memory_of_all_optimizers_is_planned() -> None:
     both = planned(*GAN, "precision=fp32")
     one = planned(*GAN, "optimizers.generator={_target_:torch.optim.SGD,lr:0.1,match:['generator.*']}")
-    sizes = [memory_of(plan, meta_model(plan)).optimizer_bytes or 0 for plan in (both, one)]
-    count = sum(param.numel() for name, param in meta_model(both).named_parameters() if name.startswith("generator."))
+    sizes = [memory_of(plan, meta_model(plan.cfg)).optimizer_bytes or 0 for plan in (both, one)]
+    count = sum(
+        param.numel() for name, param in meta_model(both.cfg).named_parameters() if name.startswith("generator.")
+    )
     assert 0 <= sizes[0] - sizes[1] - 2 * 4 * count <= 64  # two moments, and a count of steps a tensor
 
 

@@ -56,7 +56,7 @@ def told(*arguments: str, error: Exception = ALLOCATOR, step: int | None = 3, nu
 
 
 def savings(plan: RunPlan) -> list[Saving]:
-    return largest_savings(plan, meta_model(plan), placing=False)
+    return largest_savings(plan, meta_model(plan.cfg), placing=False)
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ GPT = (
 
 def planned(*arguments: str) -> DeviceMemory:
     plan = make_plan(api.compose(arguments).cfg)
-    model = meta_model(plan)
+    model = meta_model(plan.cfg)
     return device_memory(plan.resolved(lambda: model), model)
 
 
@@ -180,7 +180,7 @@ def test_the_workspaces_of_cublas_count_on_hardware_that_has_them(hardware: str,
 
 def test_a_run_on_a_gpu_with_figures_counts_its_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(api.compose(["recipe=digits"]).cfg, num_gpus=1)
-    model = meta_model(plan)
+    model = meta_model(plan.cfg)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     for is_initialized, mib in ((False, 0), (True, 64)):  # a plan alone uses no GPU
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda known=is_initialized: known)
@@ -204,7 +204,7 @@ TENSOR_PARALLEL = ["strategy=tensor_parallel", "strategy.degree=2"]
 
 def parts_planned(*arguments: str) -> list[DeviceMemory]:
     plan = make_plan(api.compose(arguments).cfg)
-    model = meta_model(plan)
+    model = meta_model(plan.cfg)
     return part_memories(plan.resolved(lambda: model), model)
 
 
@@ -227,7 +227,7 @@ def observed(num_ranks: int, arguments: tuple[str, ...], rank: int = 0, *, has_d
     ranks = ("strategy.replicas=1",) if "strategy=tensor_parallel" in arguments else (f"strategy.replicas={num_ranks}",)
     cfg = api.compose([*arguments, *(() if "strategy=mesh" in arguments else ranks)]).cfg
     plan = make_plan(cfg)
-    model = meta_model(plan)
+    model = meta_model(plan.cfg)
     return observe(plan.resolved(lambda: model), build_model(cfg) if has_data else model, rank=rank, has_data=has_data)
 
 
@@ -248,7 +248,7 @@ def test_a_step_without_data_has_the_bytes_and_the_collectives_of_one_with_data(
 def test_ranks_on_gpus_gather_the_next_block_before_it_is_needed_and_copy_nothing() -> None:
     arguments = [*GPT, *ACCUMULATED, "strategy=fsdp", "strategy.replicas=2"]
     gpus, cpus = (make_plan(api.compose(arguments).cfg, num_gpus=count) for count in (2, 0))
-    found, by_gloo = (observe(one, meta_model(one)) for one in (gpus, cpus))
+    found, by_gloo = (observe(one, meta_model(one.cfg)) for one in (gpus, cpus))
     assert found.peaks != by_gloo.peaks
     assert {one.num_bytes for one in found.collectives} == {one.num_bytes for one in by_gloo.collectives}
 
@@ -385,7 +385,7 @@ def test_tasks_that_hold_the_whole_state_have_one_copy_of_it_together(strategy: 
     def needs(on: str) -> tuple[int, int]:
         own = ("recipe=digits", f"strategy={strategy}", "strategy.replicas=2", "hardware=laptop")
         plan = make_plan(api.compose([*own, f"checkpoint.background={on}"]).cfg)
-        model, hardware = meta_model(plan), present(hardware_of(plan.cfg))
+        model, hardware = meta_model(plan.cfg), present(hardware_of(plan.cfg))
         memory = device_memory(plan.resolved(lambda: model), model)
         return verdict_of(plan, memory, hardware).needs, memory.held.staging_bytes
 
@@ -398,7 +398,7 @@ def test_tasks_that_hold_the_whole_state_have_one_copy_of_it_together(strategy: 
 def test_tasks_of_a_host_share_its_memory(replicas: int, fits: bool) -> None:
     own = ("strategy=mirrored", f"strategy.replicas={replicas}", "hardware=laptop", "hardware.memory_gib=0.5")
     plan = make_plan(api.compose(["recipe=digits", *own]).cfg)
-    model = meta_model(plan)
+    model = meta_model(plan.cfg)
     memory = device_memory(plan.resolved(lambda: model), model)
     assert verdict_of(plan, memory, present(hardware_of(plan.cfg))).fits is fits
 

@@ -261,7 +261,7 @@ MORE = {
 def planned(overrides: list[str]) -> Traffic:
     with allow_packages(["benchmarks"]):
         plan = make_plan(trainkit.compose(overrides, config_dirs=[BENCHMARKS], packages=["benchmarks"]).cfg)
-        model = meta_model(plan)
+        model = meta_model(plan.cfg)
         found = step_traffic(plan.resolved(lambda: model), model)
     assert found is not None
     return found
@@ -310,5 +310,5 @@ def test_a_step_sends_the_bytes_that_are_planned(name: str, tmp_path: Path) -> N
 def test_the_copies_of_an_asynchronous_plan_are_those_of_its_host(num_gpus: int, copies: int) -> None:
     keys = ["recipe=digits", "strategy=central_storage", "strategy.mode=async"]
     plan = make_plan(compose(keys).cfg, num_gpus=num_gpus)
-    memory = memory_of(plan, meta_model(plan))
+    memory = memory_of(plan, meta_model(plan.cfg))
     assert memory.exchange_bytes == copies * memory.gradient_bytes

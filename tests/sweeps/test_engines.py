@@ -279,6 +279,6 @@ def test_a_process_takes_its_part_of_the_share_of_each_of_its_gpus(monkeypatch: 
 )
 def test_jobs_that_cannot_share_the_memory_of_the_host_are_refused(host_bytes: int, rule: str | None) -> None:
     plan = make_plan(compose(["recipe=digits"]).cfg, num_gpus=0)
-    found = crowding_problems(plan, meta_model(plan), jobs=3, jobs_per_device=1, host_bytes=host_bytes)
+    found = crowding_problems(plan, meta_model(plan.cfg), jobs=3, jobs_per_device=1, host_bytes=host_bytes)
     assert [problem.key for problem in found] == ([] if rule is None else ["sweep.slots"])
     assert rule is None or rule in found[0].rule

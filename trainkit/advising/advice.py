@@ -341,7 +341,7 @@ class Planner:
             ConfigError: its problems.
         """
         plan = self._planned(overrides)
-        model = meta_model(plan)
+        model = meta_model(plan.cfg)
         tried = plan.components.precision.value, num_tried(plan)
         if tried not in self._fitting:
             refuse_misfits(plan, model)

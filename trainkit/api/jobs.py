@@ -49,7 +49,7 @@ from trainkit.run.inference.job import Job, prepare, split_of
 from trainkit.run.inference.launch import run_job
 from trainkit.run.inference.request import JobRequest, Source, Verb
 from trainkit.run.planning.build import build_objective
-from trainkit.run.planning.workers import refuse_open_workers
+from trainkit.run.planning.plan import refuse_open_workers
 from trainkit.storage import naming, reporting
 from trainkit.strategies.base import LocalModel, PlanContext
 from trainkit.strategies.collectives import LocalCollective

@@ -135,7 +135,7 @@ class _Search:
     def _predicted(self, size: Size) -> Verdict | None:
         cfg = with_size(self.cfg, self.plan.batch.global_size, size.micro_size)
         plan = make_plan(cfg, num_gpus=self.plan.context.num_gpus, splits=self.plan.components.datasets)
-        model = meta_model(plan)
+        model = meta_model(plan.cfg)
         refuse_misfits(plan, model)
         model_notes(plan, model)
         if self.memory is None:

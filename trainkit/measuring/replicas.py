@@ -125,7 +125,7 @@ def scalable(cfg: RunConfig) -> Scalable:
             f"{names_of(lambda kind: issubclass(kind, ScalesOut))}; --simulate needs none of them."
         )
         raise ConfigError([Problem(key="strategy", rule=rule)])
-    what = Scalable(cfg=cfg, plan=plan, model=meta_model(plan), cores=num_cores())
+    what = Scalable(cfg=cfg, plan=plan, model=meta_model(plan.cfg), cores=num_cores())
     if what.transfers(2) is None:
         rule = "the transfers of this strategy and model are not known before the run; --simulate does not need them."
         raise ConfigError([Problem(key="strategy", rule=rule)])

@@ -314,7 +314,7 @@ def _judged(
     known: dict[str, Coupling] = {}
     judged = []
     for (label, cfg), plan in zip(candidates, plans, strict=True):
-        model = meta_model(plan)
+        model = meta_model(plan.cfg)
         notes = model_notes(plan, model, lambda _key: False)
         coupling = partial(_coupling, plan, model, known)
         accumulates = cfg.batch.accumulation is not None

@@ -30,9 +30,8 @@ from trainkit.run.hang_detection import TimeLimits
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.misfits import refuse_misfits
 from trainkit.run.planning.notes import coupling_of, cut_notes, is_never_given, model_notes
-from trainkit.run.planning.plan import RunPlan, make_plan, plan_to_environ
+from trainkit.run.planning.plan import ChooseWorkers, RunPlan, make_plan, plan_to_environ, with_workers
 from trainkit.run.planning.tasks import refuse_launch
-from trainkit.run.planning.workers import ChooseWorkers, with_workers
 from trainkit.run.process.heartbeat import beats_of
 from trainkit.run.record import RunRecord, record_settings, recorded_run
 from trainkit.run.signals import StopFlag
@@ -215,7 +214,7 @@ def _begun(
     start = find_start(cfg, run_dir)
     plan = make_plan(start.cfg)
     check(start, plan)
-    model = meta_model(plan)
+    model = meta_model(plan.cfg)
     found = together(lambda: refuse_misfits(plan, model), then=lambda: model_notes(plan, model, is_given))
     refuse_lack_of_room(plan, model, start.folder, run_dir)
     found += cut_notes(plan, lambda: coupling_of(plan, model))

@@ -25,7 +25,7 @@ from trainkit.numerics.copies import computed_tensors
 from trainkit.numerics.generators import Untouched
 from trainkit.numerics.precision import Precision, buffer_dtype, param_dtype
 from trainkit.objectives.base import Loss, Model
-from trainkit.run.estimates.workspace import workspace_of
+from trainkit.run.planning.convolutions import workspace_of
 from trainkit.strategies.memory import RankPass
 from trainkit.strategies.model_transforms.recomputing import selective_contexts
 

@@ -87,7 +87,7 @@ def _host(plan: RunPlan, task: Task) -> str:
 
 def _with_remedies(plan: RunPlan, head: str, *, placing: bool) -> str:
     try:
-        model = meta_model(plan)
+        model = meta_model(plan.cfg)
         memory = memory_of(plan, model)
         ways = largest_savings(plan, model, placing=placing)
     except (MemoryError, RuntimeError):  # no memory is left to compute the details

@@ -309,7 +309,7 @@ def planned_anew(plan: RunPlan, cfg: RunConfig, *, launch: LaunchEnvironment | N
     """
     try:
         other = make_plan(cfg, num_gpus=plan.context.num_gpus, launch=launch, splits=plan.components.datasets)
-        model = meta_model(other)
+        model = meta_model(other.cfg)
         model_notes(other, model)  # raises what the run itself would raise
         return replace(other.resolved(lambda: model), given=plan.given)
     except ConfigError:

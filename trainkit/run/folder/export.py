@@ -25,7 +25,7 @@ from trainkit.numerics.precision import converted_floats
 from trainkit.run.folder.model_file import Which, checkpoint_name, checkpoint_of, precision_of, refuse_foreign
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import average_of, build_model, load_weights
-from trainkit.run.planning.memory import model_without_data
+from trainkit.run.planning.memory import meta_model
 from trainkit.storage import naming
 from trainkit.strategies.tensors.lazy_state import averaged_weights
 
@@ -153,7 +153,7 @@ def trained_model(
         cfg=cfg,
         weights=weights,
         which=which,
-        skeleton=lambda: model_without_data(cfg),
+        skeleton=lambda: meta_model(cfg),
         build=build,
         facts=facts,
         working=working,

@@ -15,7 +15,7 @@ from trainkit.errors import CheckpointError, ConfigError, Problem
 from trainkit.exporting.whole_file import WEIGHTS, FileWeights
 from trainkit.fields import Reads
 from trainkit.files import open_regular
-from trainkit.run.planning.memory import model_without_data
+from trainkit.run.planning.memory import meta_model
 from trainkit.strategies.tensors.lazy_state import model_weights
 from trainkit.trainer.checkpoint.loading import Loaded, load, newest_valid
 from trainkit.trainer.manifest import MANIFEST, list_complete
@@ -35,7 +35,7 @@ def starting_weights(cfg: RunConfig, *, report: Callable[[str], None]) -> Mappin
     """
     path = _named(cfg)
     if (file := _file_of(path)).is_file():
-        return FileWeights.of(file, model_without_data(cfg))
+        return FileWeights.of(file, meta_model(cfg))
     return model_weights(load_checkpoint(path, report=report).tensors)
 
 
@@ -60,7 +60,7 @@ def refuse_absent_weights(cfg: RunConfig) -> None:
     if rule is not None:
         raise ConfigError([Problem(key="init_from", value=cfg.init_from, rule=rule)])
     if is_file:
-        FileWeights.of(file, model_without_data(cfg))
+        FileWeights.of(file, meta_model(cfg))
 
 
 _BEGINNINGS: Final = {

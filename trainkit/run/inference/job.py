@@ -37,7 +37,7 @@ from trainkit.run.planning.build import (
     numerics_of,
 )
 from trainkit.run.planning.coupling import kept_generators
-from trainkit.run.planning.memory import model_without_data
+from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import plan_context
 from trainkit.strategies.base import (
     Batch,
@@ -220,7 +220,7 @@ def _model_of_source(cfg: RunConfig, source: Source) -> nn.Module:
     """Return the model for `Job.model`."""
     if source.checkpoint is None:
         return load_model(Path(source.path), checkpoint=source.which)
-    return model_without_data(cfg)
+    return meta_model(cfg)
 
 
 @dataclass(frozen=True, kw_only=True)

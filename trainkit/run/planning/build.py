@@ -35,7 +35,7 @@ from trainkit.numerics.precision import Precision, converted_floats
 from trainkit.numerics.schedules import Schedule, TorchSchedule
 from trainkit.objectives.base import Objective, Supervised
 from trainkit.objectives.distillation import FrozenModel
-from trainkit.run.planning.adapters import converted
+from trainkit.objectives.linear_cross_entropy import offered_by
 from trainkit.strategies.base import LossWeighting, Numerics, PlanContext, Strategy
 from trainkit.strategies.core.replica import refuse_mismatch
 from trainkit.strategies.model_transforms import (
@@ -311,7 +311,7 @@ def transformed_model(cfg: RunConfig, strategy: Strategy, task: Task) -> nn.Modu
     facts = strategy.facts
     model = model_of_rank(cfg, strategy, task.rank)
     if (conversion := conversion_of(cfg)) is not None:
-        model = converted(model, conversion)
+        model = conversion.convert(model, output=output_name(model))
     if (transforms := model_transforms_of(cfg, task.device, keeps_format=facts.keeps_memory_format)) != NO_TRANSFORMS:
         apply_transforms(model, transforms, compiles=strategy.facts_in(PlanContext()).compiles)
     return model
@@ -473,3 +473,39 @@ def _checkpoint(folder: Path, which: Literal["best", "last"]) -> Loaded:
     if found is None:
         raise CheckpointError(f"{folder} holds no complete checkpoint.")
     return found
+
+
+def output_name(model: nn.Module) -> str | None:
+    """Return the name of the output layer: the one that the model declares, else its last linear layer.
+
+    Example:
+        >>> output_name(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Tanh()))
+        '1'
+    """
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    offered = offered_by(model)
+    named = next((name for name, module in linear.items() if module is offered), None)
+    return named or next(reversed(linear), None)
+
+
+def averaged_split(split: str, average: Average) -> str:
+    """Return the name of a split in the metrics of the averaged weights.
+
+    Example:
+        >>> from trainkit.adapters.average import Ema
+        >>> averaged_split("val", Ema())
+        'val_ema'
+    """
+    return f"{split}_{average.name}"
+
+
+def average_problems(average: Average, splits: Iterable[str], num_steps: int) -> Iterator[Problem]:
+    """Yield the problems of an average that never begins, or whose metrics have the name of a split of the data."""
+    splits = list(splits)
+    if average.start_step > num_steps:
+        rule = f"is after the last step: the run has {num_steps:,}. Give a smaller one."
+        yield Problem(key="average.start_step", value=average.start_step, rule=rule)
+    for split in splits:
+        if (name := averaged_split(split, average)) in splits:
+            rule = f"names its metrics {name}/..., and the data has a split of that name. Rename the split."
+            yield Problem(key="average", value=average.name, rule=rule)

@@ -61,20 +61,12 @@ class Memory:
         return model + self.gradient_bytes + self.exchange_bytes + (self.optimizer_bytes or 0)
 
 
-def meta_model(plan: RunPlan) -> nn.Module:
-    """Return the model without data (on torch's `meta` device); with data if it cannot be built without.
+def meta_model(cfg: RunConfig) -> nn.Module:
+    """Return the model of a config without data (on torch's `meta` device); with data if it cannot be built without.
 
     Raises:
-        ConfigError: the size of a parameter in bytes overflows 64 bits.
-    """
-    return model_without_data(plan.cfg)
-
-
-def model_without_data(cfg: RunConfig) -> nn.Module:
-    """Return the model of a config, like `meta_model`.
-
-    Raises:
-        ConfigError: as `meta_model`; or its constructor raised an error of its own, also with data.
+        ConfigError: the size of a parameter in bytes overflows 64 bits; or its constructor raised an error of its own,
+            also with data.
     """
     if (found := build_without_data(cfg)) is not None:
         return found
@@ -143,7 +135,7 @@ def model_bytes(plan: RunPlan, model: nn.Module) -> int:
 
 def _frozen_bytes(frozen: FrozenModel, width: int) -> int:
     """Count the bytes of frozen models; floating tensors take `width` bytes per element."""
-    model = frozen.source if isinstance(frozen.source, nn.Module) else model_without_data(config_of_run(frozen.source))
+    model = frozen.source if isinstance(frozen.source, nn.Module) else meta_model(config_of_run(frozen.source))
     tensors = [*model.parameters(), *model.buffers()]
     return sum(one.numel() * (width if one.is_floating_point() else one.element_size()) for one in tensors)
 

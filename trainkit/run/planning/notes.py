@@ -6,6 +6,7 @@ They report keys without (full) effect on the data and the model, and whether th
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
@@ -16,33 +17,37 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from trainkit.config.composition import Composition, problems_of_points
 from trainkit.config.schema import MonitoredMetric
 from trainkit.config.targets.build import resolve_target
 from trainkit.data.reading.iterable import Stream
-from trainkit.data.splits import remarks, size_of, test_splits, validation_splits
+from trainkit.data.splits import build_splits, folded, remarks, size_of, test_splits, validation_splits
 from trainkit.errors import ConfigError, Problem
 from trainkit.frames import named_first_line
 from trainkit.numerics.batch import AT_EQUAL_CUT, CUT_UNKNOWN
 from trainkit.objectives.base import Access
 from trainkit.objectives.fields import named_fields, unused_fields
-from trainkit.run.planning.adapters import averaged_split, conversion_problems
 from trainkit.run.planning.build import (
     Components,
     average_of,
+    averaged_split,
     build_model,
     build_objective,
     conversion_of,
     matching_groups,
     model_transforms_of,
+    output_name,
     takes_values,
 )
 from trainkit.run.planning.convolutions import convolution_problems
 from trainkit.run.planning.coupling import COUPLES, OBJECTIVE, Coupling, kept_generators, probe
+from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.optimizers import assignment_problems, optimizer_notes
-from trainkit.run.planning.plan import RunPlan
+from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.strategies.core.graphs.refusals import step_problems
 from trainkit.strategies.core.refusals import copies_problems, hook_problems
 from trainkit.strategies.model_transforms import NO_TRANSFORMS, shaping_notes, shaping_problems
+from trainkit.strategies.shipped import choice_of, names_of
 from trainkit.strategies.tensors.layouts import layout_problems
 
 
@@ -70,16 +75,16 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
     problems += copies_problems(model) if max(len(plan.tasks), plan.num_replicas) > 1 else []
     problems += [] if facts.runs_hooks and plan.cfg.compile.mode == "off" else hook_problems(model)
     problems += assignment_problems(model, plan.optimizers) if plan.optimizers else []
-    named = plan.cfg.strategy["_target_"].rpartition(".")[2]
+    named = choice_of(strategy)
     if (conversion := conversion_of(plan.cfg)) is not None:
-        problems += conversion_problems(
-            conversion,
-            model,
-            devices=[task.device for task in plan.tasks],
-            precision=plan.components.precision.value,
-            strategy=named,
-            converts=facts.converts,
-        )
+        if facts.converts:
+            devices = [task.device for task in plan.tasks]
+            precision = plan.components.precision.value
+            problems += conversion.problems(model, output=output_name(model), devices=devices, precision=precision)
+        else:
+            others = names_of(lambda kind: kind.facts.converts)
+            rule = f"strategy={named} does not support converted layers. Use convert=none, or {others}."
+            problems.append(Problem(key="convert", value="float8", rule=rule))
     if shaping != NO_TRANSFORMS:
         named += "" if facts.compiles == strategy.facts.compiles else ", as its keys are set,"
         problems += shaping_problems(model, shaping, compiles=facts.compiles, strategy=named)
@@ -382,3 +387,51 @@ def _splits_left_out(names: Iterable[str]) -> list[str]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Tensor | np.ndarray | np.generic | int | float | list)
+
+
+def plan_all_points(
+    compositions: Sequence[Composition],
+    *,
+    num_gpus: int | None = None,
+    check: Callable[[RunPlan, nn.Module], Sequence[Problem]] = lambda *_: (),
+) -> list[int]:
+    """Plan all compositions without starting any.
+
+    A point that continues another run is skipped: its auto values come from that run. A dataset is read once for all
+    consecutive points that use it.
+
+    Args:
+        compositions: the points.
+        num_gpus: GPUs of the host of each; None: those of this one.
+        check: returns further problems of a plan and its model without data.
+
+    Returns:
+        The number of steps of each training; 0 if it continues another run.
+
+    Raises:
+        ConfigError: every problem of every plan, with the points that have it.
+        DataError: a dataset is absent, damaged or empty.
+    """
+    problems: list[list[Problem]] = []
+    known: str | None = None
+    splits: Mapping[str, Any] = {}
+    lengths = []
+    for composition in compositions:
+        cfg = composition.cfg
+        lengths.append(0)
+        problems.append([])
+        if cfg.resume is not None:
+            continue
+        try:
+            if known != (node := json.dumps(cfg.data, default=str)):
+                splits, known = build_splits(cfg.data), node
+            plan = make_plan(cfg, num_gpus=num_gpus, splits=folded(splits, cfg.cv))
+            lengths[-1] = plan.num_steps
+            model = meta_model(plan.cfg)
+            model_notes(plan, model, composition.is_given)
+            problems[-1] += check(plan, model)
+        except ConfigError as error:
+            problems[-1] += composition.with_origins(error).problems
+    if any(problems):
+        raise ConfigError(problems_of_points(compositions, problems))
+    return lengths

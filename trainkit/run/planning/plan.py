@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Final
@@ -19,20 +19,27 @@ from torch.optim import Optimizer
 
 from trainkit.bounded import parse_json
 from trainkit.cluster.host import count_gpus, memory_share
-from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.cluster.launch import LaunchEnvironment, workers
 from trainkit.cluster.tasks import Task
+from trainkit.config.identity import fingerprint
 from trainkit.config.optimizers import optimizer_node
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import BatchConfig, NumericsConfig
-from trainkit.config.targets.allowed import TARGET
+from trainkit.config.targets.allowed import IN_PROCESS, TARGET, root_of
 from trainkit.config.targets.build import build, class_built_by
 from trainkit.data.hooks import DataHooks, Reading
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError, together
 from trainkit.numerics.batch import BatchPlan, resolve_batch
 from trainkit.numerics.schedules import LearningRate
-from trainkit.run.planning.adapters import average_problems
-from trainkit.run.planning.build import Components, average_of, build_components, conversion_of, model_transforms_of
+from trainkit.run.planning.build import (
+    Components,
+    average_of,
+    average_problems,
+    build_components,
+    conversion_of,
+    model_transforms_of,
+)
 from trainkit.run.planning.optimizers import (
     PlannedOptimizer,
     num_steps_of,
@@ -44,6 +51,7 @@ from trainkit.run.planning.tasks import task_problems, with_evaluator
 from trainkit.run.process_backend import ProcessBackend
 from trainkit.strategies.base import Phase, PlanContext
 from trainkit.strategies.core.elementwise import MakeOptimizer
+from trainkit.strategies.traffic import StepCut, bubble_of
 from trainkit.trainer.events import callback_problems
 
 
@@ -419,3 +427,118 @@ def _planned(cfg: RunConfig, parts: Components, values: Mapping[str, Any]) -> Ru
         rate=rate,
         given=BatchConfig(**values["given"]),
     )
+
+
+ChooseWorkers = Callable[[RunPlan], tuple[int, str]]
+"""Function that returns the number of data loading processes for a plan, and a note about it."""
+
+_KEY: Final = "loader.num_workers"
+
+
+def with_workers(plan: RunPlan, choose: ChooseWorkers | None) -> tuple[RunPlan, str]:
+    """Return the plan with a number instead of `auto`, and a note about it.
+
+    Args:
+        plan: the plan of a run that is about to begin.
+        choose: measures the number; None if that is impossible.
+
+    Raises:
+        ConfigError: `auto` cannot be measured for this run.
+    """
+    if choose is None or plan.backend is not None or _has_objects(plan.cfg):
+        raise ConfigError([_unmeasured()])
+    number, note = choose(plan)
+    cfg = replace(plan.cfg, loader=replace(plan.cfg.loader, num_workers=number))
+    return replace(plan, cfg=cfg), f"{_KEY}=auto: {note}"
+
+
+def refuse_open_workers(cfg: RunConfig) -> None:
+    """Refuse `auto` if no run begins.
+
+    Raises:
+        ConfigError: `loader.num_workers` is `auto`.
+    """
+    if cfg.loader.num_workers == "auto":
+        raise ConfigError([_unmeasured()])
+
+
+def _has_objects(cfg: RunConfig) -> bool:
+    """Return whether a target is an object of this session, which another process cannot build."""
+    nodes = (cfg.model, cfg.data, cfg.objective, cfg.optimizer)
+    return any(root_of(str(node.get(TARGET, ""))) == IN_PROCESS for node in nodes)
+
+
+def _unmeasured() -> Problem:
+    rule = (
+        "is measured by short trainings in processes that trainkit starts on this host, and here it starts none. Give "
+        "a number: trainkit bench --data finds it."
+    )
+    return Problem(key=_KEY, value="auto", rule=rule)
+
+
+_LISTED: Final = 8
+"""Up to this many tasks, each is named."""
+
+
+def imagined_launch(hosts: int, gpus_per_host: int) -> LaunchEnvironment:
+    """Return an imagined launch of one process per GPU on several hosts.
+
+    Example:
+        >>> imagined_launch(8, 8).num_ranks
+        64
+    """
+    return LaunchEnvironment(
+        kind=f"--hosts {hosts} --gpus-per-host {gpus_per_host}",
+        tasks=workers(hosts * gpus_per_host),
+        rank=0,
+        local_rank=0,
+        num_local=gpus_per_host,
+        num_hosts=hosts,
+        store=("host-0", 29400),
+    )
+
+
+def where_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    """Yield the lines of `trainkit plan`: label, text."""
+    yield "tasks", _tasks_text(plan)
+    if 1 < plan.num_replicas < plan.num_computing:
+        yield "ranks", f"{plan.num_replicas} replicas of {plan.num_computing // plan.num_replicas} each"
+    if (bubble := ideal_bubble_of(plan)) is not None:
+        yield "bubble", f"{bubble:.1%} of a step, with equal stages"
+    yield "fingerprint", fingerprint(plan.cfg)[:12]
+
+
+def ideal_bubble_of(plan: RunPlan) -> float | None:
+    """Return the share of a step that each stage waits, with equal stages; None without stages."""
+    cut = StepCut(num_shards=plan.batch.num_shards(0), num_replicas=plan.num_replicas)
+    return bubble_of(plan.components.strategy, cut)
+
+
+def _tasks_text(plan: RunPlan) -> str:
+    tasks, launch = plan.tasks, plan.context.launch
+    hosts = "" if launch is None or launch.num_hosts == 1 else f", {len(tasks) // launch.num_hosts} on each host"
+    if len(tasks) > _LISTED:
+        return ", ".join(_folded(tasks, by_type=launch is not None)) + hosts
+    devices: dict[str, list[str]] = {}
+    for task in tasks:
+        others = [device for device in task.computes_on if device != task.device]
+        place = f"{task.device}, computes on {', '.join(task.computes_on)}" if others else task.device
+        devices.setdefault(place, []).append(str(task))
+    placed = ", ".join(f"{' '.join(names)} on {device}" for device, names in devices.items())
+    return f"{placed}{hosts}" if len(tasks) > 1 else f"{placed}, in this process"
+
+
+def _folded(tasks: Sequence[Task], *, by_type: bool) -> Iterator[str]:
+    """Yield a text for the tasks of each role, with consecutive numbers joined.
+
+    Args:
+        tasks: the tasks by rank.
+        by_type: show only the types of devices: in a launch, numbers are known for this host only.
+    """
+    for role in dict.fromkeys(task.role for task in tasks):
+        members = [task for task in tasks if task.role == role]
+        last = members[-1].index
+        names = f"{role}:{members[0].index}" + (f" to {role}:{last}" if len(members) > 1 else "")
+        devices = list(dict.fromkeys(task.device.partition(":")[0] if by_type else task.device for task in members))
+        placed = devices[0] if len(devices) == 1 else f"{devices[0]} to {devices[-1]}"
+        yield f"{names} on {placed}"

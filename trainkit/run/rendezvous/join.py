@@ -43,8 +43,7 @@ from trainkit.run.hang_detection import TimeLimits
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.misfits import refuse_misfits
 from trainkit.run.planning.notes import coupling_of, cut_notes, is_never_given, model_notes
-from trainkit.run.planning.plan import RunPlan, make_plan
-from trainkit.run.planning.workers import refuse_open_workers
+from trainkit.run.planning.plan import RunPlan, make_plan, refuse_open_workers
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.setup import announce_log, configure_network, identity_for, redirect_output
 from trainkit.run.record import recorded_run
@@ -243,7 +242,7 @@ def _checked_plan(start: ResumePoint, launch: LaunchEnvironment, check: CheckSta
 
 def _notes_about(plan: RunPlan, is_given: Callable[[str], bool], *, is_rank0: bool) -> list[str]:
     """Return the notes about the model; rank 0 collects them, including expensive ones, while the others wait."""
-    model = meta_model(plan)
+    model = meta_model(plan.cfg)
     found = [*model_notes(plan, model, is_given)]
     return [*found, *cut_notes(plan, lambda: coupling_of(plan, model))] if is_rank0 else found
 
@@ -315,7 +314,7 @@ def _agree_on_folder(
     tokens: list[FencingToken] = []
 
     def begin() -> dict[str, str]:
-        model = meta_model(plan)
+        model = meta_model(plan.cfg)
         refuse_misfits(plan, model)
         refuse_lack_of_room(plan, model, start.folder, run_dir)
         with reporting(Path("outputs") if run_dir is None else run_dir):

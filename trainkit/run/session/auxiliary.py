@@ -38,8 +38,7 @@ from trainkit.data.splits import validation_splits
 from trainkit.errors import AbsentFileError, CheckpointError, ConfigError, UnreadableError
 from trainkit.files import open_regular, read_bytes, read_lines, read_map, write_json_atomically
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.planning.adapters import averaged_split
-from trainkit.run.planning.build import average_of, transformed_model
+from trainkit.run.planning.build import average_of, averaged_split, transformed_model
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process.error_report import read_error_report
@@ -86,7 +85,7 @@ def run_auxiliary(
     if identity.task.is_evaluator:
         _evaluate_all(plan, identity, folder, requested=requested, on_phase=on_phase)
         return
-    decided = plan.resolved(lambda: meta_model(plan))
+    decided = plan.resolved(lambda: meta_model(plan.cfg))
     strategy = decided.components.strategy
     with ExitStack() as opened:
 
@@ -154,7 +153,7 @@ class CheckpointEvaluator:
     """A model on one device, and the checkpoints that it has scored."""
 
     def __init__(self, plan: RunPlan, folder: RunFolder, *, device: str, on_phase: PhaseListener) -> None:
-        self._plan = plan.resolved(lambda: meta_model(plan))
+        self._plan = plan.resolved(lambda: meta_model(plan.cfg))
         self._folder, self._on_phase = folder, on_phase
         cfg, parts = self._plan.cfg, self._plan.components
         strategy, identity = OneDevice(device=device), Identity.solo(device)

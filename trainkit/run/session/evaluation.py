@@ -19,8 +19,7 @@ from trainkit.data.splits import validation_splits
 from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.objectives.base import Metric
 from trainkit.objectives.tables import Table
-from trainkit.run.planning.adapters import averaged_split
-from trainkit.run.planning.build import average_of
+from trainkit.run.planning.build import average_of, averaged_split
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import Executor, LocalModel
 from trainkit.strategies.collectives import LocalCollective

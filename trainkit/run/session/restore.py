@@ -113,7 +113,7 @@ def make_run_view(plan: RunPlan, executor: Executor, folder: Path, notes: tuple[
     """Return the view of a starting run for callbacks; `Run.evaluate` calls `measure`."""
     local, facts = executor.local, plan.components.strategy.facts
     # if the model is sharded, this rank may hold only a part of it
-    model = meta_model(plan) if facts.is_sharded else local.model
+    model = meta_model(plan.cfg) if facts.is_sharded else local.model
     num_params = sum(param.numel() for param in model.parameters())
     return Run(
         folder=folder,

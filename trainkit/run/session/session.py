@@ -72,7 +72,7 @@ class TaskSession:
         self.callbacks = CallbackHooks(callbacks, observers_end_run=plan.cfg.observer_errors == "stop")
         if (factor := self.callbacks.rate_factor()) is not None:
             plan = plan.with_rate_factor(factor)
-        self.plan = plan.resolved(lambda: meta_model(plan))
+        self.plan = plan.resolved(lambda: meta_model(plan.cfg))
         self._account = Account(self.plan, identity)
         self.cfg, self.parts = self.plan.cfg, self.plan.components
         snapshot = snapshot_beside_steps(self.cfg, identity.task.device, own_loop=given_loss is not None)

@@ -177,7 +177,7 @@ def _trials(found: SweepRequest, composer: Composer, launching: Any, folder: Pat
 
 def _lengths(composer: Composer, points: Sequence[Sequence[str]]) -> list[int]:
     """Return the steps for which each point would train."""
-    from trainkit.run.planning.plan_all import plan_all_points  # noqa: PLC0415 - imports torch
+    from trainkit.run.planning.notes import plan_all_points  # noqa: PLC0415 - imports torch
 
     composed = (composer.compose(point, for_others=True) for point in points)
     find = functools.partial(check_names, multirun=True)

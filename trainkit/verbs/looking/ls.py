@@ -167,7 +167,7 @@ def _list_layers(call: Call, *, as_json: bool) -> int:
     from trainkit.run.planning.plan import make_plan  # noqa: PLC0415
 
     plan = make_plan(composition.cfg)
-    found = summary_of(plan, meta_model(plan))
+    found = summary_of(plan, meta_model(plan.cfg))
     if as_json:
         totals = {"batch": found.batch, "parameters": found.parameters, "trained": found.trained, "flops": found.flops}
         print_json({"version": 1, **totals, "note": found.note, "layers": layer_rows(found)})

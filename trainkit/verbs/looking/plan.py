@@ -80,7 +80,7 @@ def _hosts(call: Call) -> tuple[int | None, LaunchEnvironment | None]:
         raise refusal("--world", "plans for one host. Leave it out with --hosts.")
     if hosts * each > MOST_PROCESSES:
         raise refusal("--hosts", f"makes {hosts * each:,} tasks. Give {MOST_PROCESSES:,} or fewer.")
-    from trainkit.run.planning.where import imagined_launch  # noqa: PLC0415 - imports torch
+    from trainkit.run.planning.plan import imagined_launch  # noqa: PLC0415 - imports torch
 
     return each, imagined_launch(hosts, each)
 
@@ -134,7 +134,7 @@ def _planned(
         launch = imagined or launch_environment_of(composition.cfg)
         splits = None if data is None else data.splits
         plan = make_plan(composition.cfg, num_gpus=num_gpus, launch=launch, splits=splits)
-        model = meta_model(plan)
+        model = meta_model(plan.cfg)
         notes = together(
             lambda: refuse_misfits(plan, model), then=lambda: model_notes(plan, model, composition.is_given)
         )
@@ -166,7 +166,7 @@ def _planned(
 
 
 def _show(found: _Planned) -> None:
-    from trainkit.run.planning.where import where_rows  # noqa: PLC0415 - imports torch
+    from trainkit.run.planning.plan import where_rows  # noqa: PLC0415 - imports torch
 
     plan, memory = found.plan, found.outlook.memory
     rows = {
@@ -206,7 +206,7 @@ def _without_length(rows: Mapping[str, str], found: _Planned) -> dict[str, str]:
 def _document(found: _Planned) -> dict[str, object]:
     """Return the output of `--json`; unknown values are null."""
     from trainkit.config.identity import fingerprint  # noqa: PLC0415 - not for --help
-    from trainkit.run.planning.where import ideal_bubble_of  # noqa: PLC0415 - imports torch
+    from trainkit.run.planning.plan import ideal_bubble_of  # noqa: PLC0415 - imports torch
 
     plan, memory = found.plan, found.outlook.memory
     return {

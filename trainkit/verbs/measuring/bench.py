@@ -180,7 +180,7 @@ def _candidates(points: Sequence[Composition], *, fewest: int | None = None) -> 
         ConfigError: the problems of all plans.
     """
     from trainkit.measuring.bench import WARMUP_STEPS, Candidate  # noqa: PLC0415 - imports torch
-    from trainkit.run.planning.plan_all import plan_all_points  # noqa: PLC0415 - the same
+    from trainkit.run.planning.notes import plan_all_points  # noqa: PLC0415 - the same
 
     lengths, fewest = plan_all_points(points), fewest or WARMUP_STEPS + 1
     if min(lengths) < fewest:
@@ -195,8 +195,7 @@ def _candidates(points: Sequence[Composition], *, fewest: int | None = None) -> 
 def _with_workers(point: Composition) -> RunConfig:
     """Return the config of a choice, with a number instead of `loader.num_workers=auto`."""
     from trainkit.measuring.workers import workers_of_plan  # noqa: PLC0415 - imports torch
-    from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - the same
-    from trainkit.run.planning.workers import with_workers  # noqa: PLC0415 - the same
+    from trainkit.run.planning.plan import make_plan, with_workers  # noqa: PLC0415 - the same
 
     cfg = point.cfg
     if cfg.loader.num_workers != "auto":

@@ -99,8 +99,8 @@ def _plan(point: Composition, problems_of: Any) -> RunPlan:
     Raises:
         ConfigError: its problems, those of its plan, or a batch that the data cannot fill.
     """
+    from trainkit.run.planning.notes import plan_all_points  # noqa: PLC0415 - the same
     from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - imports torch
-    from trainkit.run.planning.plan_all import plan_all_points  # noqa: PLC0415 - the same
 
     plan_all_points([point])
     plan = make_plan(point.cfg)
@@ -146,7 +146,7 @@ def _size_notes(plan: RunPlan) -> list[str]:
     from trainkit.run.planning.memory import meta_model  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.notes import coupling_of  # noqa: PLC0415 - the same
 
-    found = coupling_of(plan, meta_model(plan))
+    found = coupling_of(plan, meta_model(plan.cfg))
     if found.depends_on_cut:
         return [f"{found.text}: another batch.micro_size is a different training."]
     return [f"coupling: not probed, {found.not_probed}."] if found.not_probed else []

@@ -90,7 +90,7 @@ def _sweep(call: Call) -> int:
     call = expand_folds(call)
     if points := sweep_points(call.overrides, call.config_dirs, call.packages):
         refuse_open_folds(points)
-        from trainkit.run.planning.plan_all import plan_all_points  # noqa: PLC0415 - imports torch
+        from trainkit.run.planning.notes import plan_all_points  # noqa: PLC0415 - imports torch
 
         plan_all_points(points, num_gpus=_gpus_elsewhere(points[0]), check=_crowding(points))
         sys.stdout.writelines(f"note: {note}\n" for note in dict.fromkeys(n for point in points for n in point.notes))
