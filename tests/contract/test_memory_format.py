@@ -28,10 +28,10 @@ CASE = Case(task="resnet", global_size=8, micro_size=4, num_steps=4, shaping=LAS
 
 
 @pytest.mark.parametrize(
-    "strategy", ["one_device", "mirrored", "pipeline", pytest.param("central_storage", marks=pytest.mark.long)]
+    "strategy", ["one_device", "mirrored", "mesh", "pipeline", pytest.param("central_storage", marks=pytest.mark.long)]
 )
 def test_steps_are_those_of_the_contiguous_reference(strategy: str, pool: Pool) -> None:
-    case = replace(CASE, strategy=strategy)
+    case = replace(CASE, strategy=strategy, settings={"replicate": 2, "shard": 1} if strategy == "mesh" else {})
     ranks, expected = train(pool, replace(case, resume_at=2)), oracle(case)
     for rank in ranks:
         assert reference.differences(rank.weights, expected) == []

@@ -163,6 +163,7 @@ def test_phases_train_as_a_loop_written_by_hand(case: Match, pool: Pool) -> None
         ("fsdp", {"replicas": 2}),
         ("fsdp", {"replicas": 2, "sync": "last", "reshard_after_forward": False}),
         ("mesh", {"replicate": 2, "shard": 2}),
+        ("device_map", {}),
     ],
     ids=str,
 )

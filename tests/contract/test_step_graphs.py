@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("compiled_gradients", "fresh_graphs")
 GRAPHS = ModelTransforms(compile_mode="step", backend="aot_eager")
 """The same graphs as the default's, without the code that takes seconds to make."""
 POINTS = Case(shaping=GRAPHS)
+COPIES = {"replicate": 2, "shard": 1}
 TOKENS = Case(task="tokens", global_size=8, micro_size=3, max_norm=0.05, shaping=GRAPHS)
 """Counted weights, clipping, three shards a step, and a last batch of another size."""
 
@@ -44,8 +45,9 @@ TOKENS = Case(task="tokens", global_size=8, micro_size=3, max_norm=0.05, shaping
         replace(POINTS, model={"norm": True}, micro_size=4),
         pytest.param(replace(TOKENS, strategy="mirrored", settings={"replicas": 2}), marks=pytest.mark.long),
         replace(POINTS, micro_size=3, optimizer="adamw", strategy="mirrored", settings={"replicas": 2}, resume_at=4),
+        replace(POINTS, micro_size=3, optimizer="adamw", strategy="mesh", settings=COPIES, resume_at=4),
     ],
-    ids=["sgd", "shards", "adamw", "resumed", "buffers", "mirrored", "mirrored_resumed"],
+    ids=["sgd", "shards", "adamw", "resumed", "buffers", "mirrored", "mirrored_resumed", "mesh"],
 )
 @pytest.mark.slow
 def test_six_steps_are_those_of_the_reference(case: Case, pool: Pool) -> None:

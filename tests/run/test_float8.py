@@ -124,8 +124,12 @@ STEPS = ("steps=3", "callbacks=[]", "logger=[]", "quiet=true", "batch.micro_size
 @pytest.mark.usefixtures("fresh_graphs")
 def test_strategies_and_compiled_layers_train_alike_and_a_resumed_run_in_the_same_bits(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", *EMULATED, *STEPS)
-    two = ("strategy=fsdp", "strategy.replicas=2")
-    for name, more in (("two", two), ("compiled", ("compile.mode=default", "compile.backend=aot_eager"))):
+    two, parts = ("strategy=fsdp", "strategy.replicas=2"), ("strategy=mesh", "strategy.shard=2")
+    for name, more in (
+        ("two", two),
+        ("parts", parts),
+        ("compiled", ("compile.mode=default", "compile.backend=aot_eager")),
+    ):
         other = run(tmp_path / name, *EMULATED, *STEPS, *more)
         assert other["metrics"]["val/loss"] == pytest.approx(whole["metrics"]["val/loss"], rel=1e-2)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0

@@ -467,7 +467,7 @@ def test_a_misfit_is_refused_by_its_key(overrides: tuple[str, ...], key: str, pa
 
 
 def test_a_strategy_takes_several_optimizers_or_refuses_them_by_name() -> None:
-    taking = {"one_device", "mirrored", "multi_worker_mirrored", "fsdp", "mesh", "tensor_parallel"}
+    taking = {"one_device", "device_map", "mirrored", "multi_worker_mirrored", "fsdp", "mesh", "tensor_parallel"}
     for strategy in sorted(path.stem for path in (CONF / "strategy").glob("*.yaml")):
         keys = (*GAN, f"strategy={strategy}")
         if strategy in taking:

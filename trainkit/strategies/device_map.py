@@ -36,7 +36,7 @@ class DeviceMap(Strategy):
         (Task(role='worker', index=0, rank=0, device='cuda:0'),)
     """
 
-    facts: ClassVar[Facts] = Facts(shows_gradients=True, runs_hooks=True)
+    facts: ClassVar[Facts] = Facts(several_optimizers=True, shows_gradients=True, runs_hooks=True)
 
     map: Annotated[Mapping[str, int | str] | Literal["auto"], placement] = "auto"
     """Module names, prefixes, ranges (`blocks.0-5`) and `rest`, each with a device; `auto`: balanced by bytes."""

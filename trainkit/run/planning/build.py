@@ -308,12 +308,12 @@ def model_of_rank(cfg: RunConfig, strategy: Strategy, rank: int) -> nn.Module:
 
 def transformed_model(cfg: RunConfig, strategy: Strategy, task: Task) -> nn.Module:
     """Return the model for the executor of a task, with converted layers, recomputed or compiled."""
-    facts = strategy.facts
+    facts = strategy.facts_in(PlanContext())
     model = model_of_rank(cfg, strategy, task.rank)
     if (conversion := conversion_of(cfg)) is not None:
         model = conversion.convert(model, output=output_name(model))
     if (transforms := model_transforms_of(cfg, task.device, keeps_format=facts.keeps_memory_format)) != NO_TRANSFORMS:
-        apply_transforms(model, transforms, compiles=strategy.facts_in(PlanContext()).compiles)
+        apply_transforms(model, transforms, compiles=facts.compiles)
     return model
 
 

@@ -23,6 +23,7 @@ from trainkit.numerics.randomness import draws_nothing
 from trainkit.objectives.base import Access, Collective
 from trainkit.strategies.base import Facts, Numerics, PlanContext, SetupRequest, Strategy
 from trainkit.strategies.collectives import GroupCollective, RankGroup, broadcast_values
+from trainkit.strategies.core.graphs.shards import makers_of
 from trainkit.strategies.core.refusals import optimizer_problems
 from trainkit.strategies.core.replica import PlacedModel
 from trainkit.strategies.core.step import MakeStep, ShardStep
@@ -216,6 +217,11 @@ class MeshStrategy(ProcessGroup, Strategy):
         """The way in which the copies along `replicate` sum their gradients."""
         return ReductionOptions(reduce="backend")
 
+    @property
+    def holds_whole(self) -> bool:
+        """Whether each rank holds a whole replica on any number of ranks, as under `mirrored`."""
+        return False
+
     @abstractmethod
     def layout(self, num_ranks: int) -> Layout:
         """Return the layout over a number of ranks; pure."""
@@ -234,14 +240,20 @@ class MeshStrategy(ProcessGroup, Strategy):
         is_cut = layout.gathers or layout.axes.tensor > 1
         withheld = withheld_where_sharded(choice_of(type(self).__name__)) if is_cut else {}
         fewer = range(1, layout.axes.num_ranks)
-        if not layout.gathers:  # modules of cut layers compute outside of forward too
-            withheld.pop(Access.methods, None)
+        if is_cut and not layout.gathers:  # modules of cut layers compute outside of forward too
+            del withheld[Access.methods]
+            withheld[Access.derivatives] = (
+                "the exchanges between cut layers have no second derivatives. Use strategy=mirrored."
+            )
         elastic = all(not self.layout(count).axes.problems(count) for count in fewer)
-        return replace(super().facts_in(context), withheld=withheld, elastic=elastic)
+        facts = replace(super().facts_in(context), withheld=withheld, elastic=elastic)
+        if self.holds_whole:
+            facts = replace(facts, compiles="model", compiles_step=True, keeps_memory_format=True)
+        return facts if layout.axes.tensor > 1 else replace(facts, converts=True)
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems of the process group, of settings that parts do not support, and of the keys."""
-        problems = [*super().validate(context), *optimizer_problems(context)]
+        problems = [*super().validate(context), *([] if self.holds_whole else optimizer_problems(context))]
         return problems or [
             *self.layout_problems(context),
             *self._order_problems(context),
@@ -374,11 +386,14 @@ class MeshStrategy(ProcessGroup, Strategy):
             ConfigError: the plan does not fit the model, or the axes do not multiply to the number of ranks.
         """
         ranks = self.join(request.identity)
-        if not ranks.is_joined:
-            parts = build_parts(request)
-            return ShardedExecutor(ShardedReplica(parts, cuts={}), request.training, ranks=ranks, make_step=ShardStep)
-        replica, _, step = self.build(request, ranks)
-        return ShardedExecutor(replica, request.training, ranks=ranks, make_step=step)
+        graphs = None
+        if ranks.is_joined:
+            replica, _, step = self.build(request, ranks)
+        else:
+            replica, step = ShardedReplica(build_parts(request), cuts={}), ShardStep
+        if self.holds_whole:
+            step, graphs = makers_of(request, replica, ShardStep)
+        return ShardedExecutor(replica, request.training, ranks=ranks, make_step=step, graphs=graphs)
 
     def build(self, request: SetupRequest, ranks: RankGroup) -> tuple[ShardedReplica, OnMesh, MakeStep[ShardedReplica]]:
         """Keep this rank's part of the model; return it with its place, and the maker of its steps; collective.
@@ -550,6 +565,11 @@ class Mesh(MeshStrategy):
     """The reducer that sums gradients over `replicate`."""
     compression: Annotated[Compression, maths(neutral="none")] = "none"
     """Send gradients along `replicate` as bfloat16 or float16: fewer bytes, and a different result."""
+
+    @property
+    def holds_whole(self) -> bool:
+        """Whether only `replicate` has several ranks."""
+        return self.shard == 1 and self.tensor == 1
 
     @property
     def reduction(self) -> ReductionOptions:
