@@ -165,7 +165,7 @@ def _against(bench: Bench, base: Sequence[str], others: Sequence[Sequence[str]],
 
 def _weights(bench: Bench, overrides: Sequence[str]) -> dict[str, torch.Tensor] | subprocess.CompletedProcess[str]:
     """Return the weights that a training ends with, or its process if it did not end well; a training runs once."""
-    from trainkit.trainer.checkpoint.loading import load
+    from trainkit.trainer.checkpoint.tensors import load
 
     key = ("weights", *overrides)
     if key in bench.kept:

@@ -19,7 +19,7 @@ from trainkit.strategies.tensor_shards import ShardedState, TensorShard, gather_
 from trainkit.trainer import failpoints
 from trainkit.trainer.checkpoint import saving
 from trainkit.trainer.checkpoint.saving import Retention, Saver
-from trainkit.trainer.checkpoint.tensor_file import sha256_of_pieces
+from trainkit.trainer.checkpoint.tensors import sha256_of_pieces
 
 
 def state() -> dict[str, Tensor]:

@@ -13,8 +13,8 @@ from tests.support.saving import whole
 from trainkit.errors import CheckpointError
 from trainkit.trainer import failpoints
 from trainkit.trainer.checkpoint import saving
-from trainkit.trainer.checkpoint.loading import load
 from trainkit.trainer.checkpoint.saving import Saver
+from trainkit.trainer.checkpoint.tensors import load
 
 
 @pytest.fixture

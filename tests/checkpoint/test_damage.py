@@ -10,7 +10,7 @@ import torch
 from tests.support.present import present
 from tests.support.saving import save
 from trainkit.errors import CheckpointError
-from trainkit.trainer.checkpoint.loading import load, newest_valid
+from trainkit.trainer.checkpoint.tensors import load, newest_valid
 from trainkit.trainer.manifest import list_complete, read_manifest
 
 

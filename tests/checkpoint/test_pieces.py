@@ -9,8 +9,7 @@ import torch
 
 from tests.checkpoint.ranks import state
 from tests.support.pool import Pool
-from trainkit.trainer.checkpoint.loading import load
-from trainkit.trainer.checkpoint.tensor_file import weights_sha256
+from trainkit.trainer.checkpoint.tensors import load, weights_sha256
 from trainkit.trainer.manifest import list_complete
 
 HERE = "tests.checkpoint.ranks"

@@ -12,9 +12,8 @@ from tests.support.saving import save
 from trainkit.errors import CheckpointError
 from trainkit.strategies.tensor_shards import TensorShard
 from trainkit.strategies.tensors.lazy_state import read_slice, shape_of
-from trainkit.trainer.checkpoint.loading import load
 from trainkit.trainer.checkpoint.saving import Draft, begin, commit, write_part
-from trainkit.trainer.checkpoint.tensor_file import DTYPES, weights_sha256
+from trainkit.trainer.checkpoint.tensors import DTYPES, load, weights_sha256
 from trainkit.trainer.manifest import list_complete
 from trainkit.trainer.ownership import OwnershipToken
 
@@ -46,7 +45,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
 
 
 def test_a_tensor_larger_than_a_chunk_keeps_its_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.trainer.checkpoint.tensor_file._CHUNK", 16)
+    monkeypatch.setattr("trainkit.trainer.checkpoint.tensors._CHUNK", 16)
     save(tmp_path, step=3, tensors={"param/w": torch.arange(11.0)}, meta={})
     assert load(tmp_path / "step_00000003").tensors["param/w"].tolist() == list(range(11))
 

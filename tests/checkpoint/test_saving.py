@@ -17,7 +17,7 @@ from trainkit import storage
 from trainkit.errors import CheckpointError, StorageError
 from trainkit.trainer import failpoints
 from trainkit.trainer.checkpoint import saving
-from trainkit.trainer.checkpoint.loading import load, newest_valid
+from trainkit.trainer.checkpoint.tensors import load, newest_valid
 from trainkit.trainer.manifest import list_complete
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from tests.contract.running import run
 from tests.support.present import present
 from tests.support.saving import whole
-from trainkit.trainer.checkpoint.loading import load
 from trainkit.trainer.checkpoint.saving import Saver
 from trainkit.trainer.checkpoint.snapshot import CopyStream, Pairs, Snapshot, blocks_of
+from trainkit.trainer.checkpoint.tensors import load
 
 
 def test_a_prepared_save_allocates_nothing() -> None:

@@ -9,9 +9,8 @@ from tests.contract.stepping import Case, _Rank
 from tests.support.pool import Place, Pool
 from tests.support.saving import save
 from trainkit.strategies.base import Executor, PlanContext, Strategy
-from trainkit.trainer.checkpoint.loading import load
 from trainkit.trainer.checkpoint.saving import Saver
-from trainkit.trainer.checkpoint.tensor_file import sha256_of_pieces, weights_sha256
+from trainkit.trainer.checkpoint.tensors import load, sha256_of_pieces, weights_sha256
 
 
 @dataclass(frozen=True, kw_only=True)

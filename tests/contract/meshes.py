@@ -18,7 +18,7 @@ from tests.contract.stepping import Case, _Rank, oracle
 from tests.support import zoo
 from tests.support.pool import Place, Pool
 from trainkit.models.gpt import Gpt
-from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.tensors import load
 
 LLAMA_PLAN: Final = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "colwise"),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import trainkit
 from tests.support.settings import latest
-from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.tensors import load
 
 CONF = Path(__file__).resolve().parents[1] / "support" / "conf"
 QUIET = ("recipe=null", "callbacks=[]", "logger=[]", "seed=3", "precision=fp64")

@@ -25,7 +25,7 @@ from trainkit.errors import ConfigError
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.session.auxiliary import CheckpointEvaluator
-from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.tensors import load
 
 POINTS = (
     "model=net", "model.width=8", "data=points", "batch.global_size=16", "batch.micro_size=4", "optimizer=adamw",

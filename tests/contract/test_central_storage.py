@@ -26,7 +26,7 @@ from trainkit.strategies.core import copies
 from trainkit.strategies.core.copies import ThreadWork
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.updates.scheduler import PendingUpdate
-from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.tensors import load
 
 pytestmark = pytest.mark.pairwise
 

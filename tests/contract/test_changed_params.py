@@ -9,7 +9,7 @@ import pytest
 
 from tests.contract.running import run, weights
 from trainkit.errors import TrainingError
-from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.tensors import load
 
 SAME = (
     "data=points", "objective=classification", "optimizer=adamw", "batch.global_size=16", "batch.micro_size=4",

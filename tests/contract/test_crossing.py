@@ -17,7 +17,7 @@ import torch
 from tests.contract.crossing import Crossed, cross
 from tests.contract.stepping import Case, oracle
 from tests.support.pool import Pool
-from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.tensors import load
 
 LAYERS = {"0": "colwise", "2": "rowwise"}
 PLACES: dict[str, tuple[str, dict[str, Any]]] = {

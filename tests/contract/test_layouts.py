@@ -20,7 +20,7 @@ from trainkit.errors import ConfigError
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.core.replica import Replica, replica_state, restore_replica
 from trainkit.strategies.one_device import OneDevice
-from trainkit.trainer.checkpoint.tensor_file import weights_sha256
+from trainkit.trainer.checkpoint.tensors import weights_sha256
 
 pytestmark = pytest.mark.pairwise
 

@@ -13,7 +13,7 @@ from tests.contract.running import run, weights
 from tests.support import reference, zoo
 from trainkit.callbacks.every_run import MetricsFile
 from trainkit.errors import ConfigError, NonFiniteError, TrainingError
-from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.tensors import load
 
 ORDER = reference.order(37, seed=3, epoch=0)
 BAD = ORDER[20]

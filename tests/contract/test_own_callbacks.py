@@ -12,7 +12,7 @@ import torch
 
 from tests.contract.running import run, weights
 from trainkit.errors import TrainingError
-from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.tensors import load
 
 SAME = (
     "model=net", "data=points", "objective=classification", "optimizer=sgd", "batch.global_size=16",

@@ -20,7 +20,7 @@ from tests.support import quick
 from trainkit.fields import placement
 from trainkit.objectives.adversarial import Adversarial
 from trainkit.objectives.base import Loss, Model
-from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.tensors import load
 
 GAN = ("recipe=gan", "epochs=null", "steps=5", "eval.every_epochs=null")
 TWO = ("strategy=mirrored", "strategy.replicas=2")

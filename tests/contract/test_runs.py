@@ -15,7 +15,7 @@ from tests.contract.running import run, weights
 from tests.contract.stepping import Case
 from tests.support import reference, zoo
 from trainkit.errors import ConfigError
-from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.tensors import load
 
 POINTS = ("model=net", "data=points", "batch.global_size=16", "batch.micro_size=5")
 

@@ -15,7 +15,7 @@ from trainkit.data import splits
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.sets.images import Digits
 from trainkit.data.sets.synthetic import Synthetic, SyntheticTokens
-from trainkit.data.splits import build_splits, fold_of_each, folded, keep_splits, labels_of, part_of, splits_of
+from trainkit.data.splits import Subset, build_splits, fold_of_each, folded, keep_splits, labels_of, splits_of
 from trainkit.errors import ConfigError, DataError
 
 HERE = "tests.data.test_splits"
@@ -65,7 +65,7 @@ def test_classes_are_spread_evenly_over_the_folds_of_any_run() -> None:
 )
 def test_a_part_gives_the_samples_of_the_whole_however_it_is_read(dataset: Any) -> None:
     places = np.array([5, 1, 2])
-    part = part_of(dataset, places)
+    part: Any = Subset(dataset, places)
     assert len(part) == 3
     expected = [dataset[int(place)] for place in places]
     for read, at in (("tensors", slice(None)), ("gather", torch.arange(3))):
@@ -82,7 +82,7 @@ def test_classes_are_known_where_the_dataset_tells_them_without_being_read() -> 
     assert present(labels_of(Read(4))).tolist() == [0, 1, 0, 1]
     assert present(labels_of(Synthetic(split="train", num_samples=4, num_classes=3))).tolist() == [0, 1, 2, 0]
     assert labels_of(SyntheticTokens(split="train")) is None
-    assert part_of(Read(7), np.array([5])).classes == ("even", "odd")
+    assert Subset(Read(7), np.array([5])).classes == ("even", "odd")
 
 
 def test_the_validation_split_is_set_aside_and_the_test_split_stays() -> None:

@@ -19,7 +19,7 @@ from trainkit.data.reading.collate import collate
 from trainkit.data.reading.loader import EvalBatches, Loader
 from trainkit.data.sets.images import ImageFiles, ImageFolder
 from trainkit.data.sets.text import PythonSource, TextLines, TokenMemmap
-from trainkit.data.splits import declared_data, part_of
+from trainkit.data.splits import Subset, declared_data
 from trainkit.data.stored import ImagesInMemory, Normalisation, Samples, Stored, stored_of, travelling_bytes
 from trainkit.errors import DataError
 from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket
@@ -61,7 +61,7 @@ DATASETS: dict[str, Callable[[Path], Any]] = {
     "text_padded": lambda _: PythonSource(split="val", context=16, max_bytes=2000),
     "lines": lambda folder: TextLines(path=folder / "lines.txt", context=8),
     "in_memory": lambda _: Pictures(),
-    "fold": lambda _: part_of(Pictures(), np.array([4, 1, 2, 5])),
+    "fold": lambda _: Subset(Pictures(), np.array([4, 1, 2, 5])),
     "images": lambda folder: ImageFolder(path=folder, split="train", augment=False, **SMALL),  # type: ignore[arg-type]
     "files": lambda folder: ImageFiles(path=folder, **SMALL),  # type: ignore[arg-type]
 }

@@ -19,7 +19,7 @@ import pytest
 from tests.end_to_end.disk_faults import mounted
 from tests.support import quick
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.trainer.checkpoint.loading import newest_valid
+from trainkit.trainer.checkpoint.tensors import newest_valid
 
 ROOT = Path(__file__).parents[2]
 Mount = Callable[[str], Path]

@@ -28,8 +28,7 @@ from tests.support.verdicts import plain
 from tests.support.waiting import wait_for
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import read_status
-from trainkit.trainer.checkpoint.loading import load
-from trainkit.trainer.checkpoint.tensor_file import weights_sha256
+from trainkit.trainer.checkpoint.tensors import load, weights_sha256
 
 ROOT = Path(__file__).parents[2]
 STEPS = 240

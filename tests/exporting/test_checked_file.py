@@ -18,7 +18,7 @@ from trainkit.exporting import checked_file, whole_file
 from trainkit.exporting.checked_file import refuse_other_outputs
 from trainkit.exporting.checking import NotBuiltError, run_fresh
 from trainkit.exporting.trained import NotExportableError
-from trainkit.trainer.checkpoint.tensor_file import write_stream
+from trainkit.trainer.checkpoint.tensors import write_stream
 
 PLAIN = ("model={_target_: tests.exporting.plain.Plain}", "data=points", "steps=2")
 TIED = ("model=attention", "data=sentences", "objective=language_modelling", "steps=2")

@@ -30,7 +30,7 @@ from trainkit.errors import CheckpointError, ConfigError
 from trainkit.exporting import whole_file
 from trainkit.exporting.trained import TrainedModel
 from trainkit.exporting.whole_file import FileWeights
-from trainkit.trainer.checkpoint.loading import load, newest_valid
+from trainkit.trainer.checkpoint.tensors import load, newest_valid
 from trainkit.verbs.running.train import exit_code
 
 TARGET = "model={_target_: tests.exporting.plain.%s}"

@@ -19,7 +19,7 @@ from trainkit.objectives.base import Loss, Objective, add_terms
 from trainkit.objectives.distillation import FrozenModel
 from trainkit.run.planning.memory import memory_of, meta_model
 from trainkit.run.planning.plan import make_plan
-from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.tensors import load
 
 INPUTS = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 SAME = ("model=net", "data=points", "optimizer=sgd", "batch.global_size=16", "batch.micro_size=4", "epochs=1")

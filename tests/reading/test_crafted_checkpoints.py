@@ -18,7 +18,7 @@ from tests.support.crafted import forge, forge_header, put, within
 from tests.support.saving import save
 from trainkit.errors import CheckpointError
 from trainkit.run.session.restore import refuse_malformed
-from trainkit.trainer.checkpoint.loading import load_below, newest_valid
+from trainkit.trainer.checkpoint.tensors import load_below, newest_valid
 
 META: Final[dict[str, Any]] = {
     "position": {"step": 2, "tickets": []},

@@ -15,7 +15,7 @@ from trainkit.bounded import whole_numbers
 from trainkit.errors import CheckpointError
 from trainkit.strategies.core.replica import refuse_mismatch
 from trainkit.strategies.tensor_shards import coverage_error
-from trainkit.trainer.checkpoint.tensor_file import header_of, listed
+from trainkit.trainer.checkpoint.tensors import header_of, listed
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from trainkit.run.planning.memory import memory_of, meta_model
 from trainkit.run.planning.misfits import refuse_misfits
 from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import VARIABLE, RunPlan, make_plan, plan_from_environ, plan_to_environ
-from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.tensors import load
 
 PACKAGE = """
 import sys

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -223,7 +223,7 @@ def folded(splits: Mapping[str, Any], cv: CvConfig) -> Mapping[str, Any]:
     # A dataset that augments its training samples provides a view without augmentation.
     still = train.held_out() if hasattr(train, "held_out") else train
     rest = {name: dataset for name, dataset in splits.items() if name not in ("train", "val")}
-    parts = {"train": part_of(train, np.flatnonzero(~held_out)), "val": part_of(still, np.flatnonzero(held_out))}
+    parts = {"train": Subset(train, np.flatnonzero(~held_out)), "val": Subset(still, np.flatnonzero(held_out))}
     return {**parts, **rest}
 
 
@@ -278,12 +278,7 @@ def labels_of(dataset: Any) -> NDArray[np.int64] | None:
     return found.astype(np.int64) if fits else None
 
 
-def part_of(dataset: Any, indices: NDArray[np.int64]) -> Any:
-    """Return the samples at (n,) int64 indices of a dataset with random access, with the same ways of reading."""
-    return _Subset(dataset, indices)
-
-
-class _Subset:
+class Subset:
     """Some samples of a dataset; it has `gather` or `tensors` if the dataset has, and its other attributes."""
 
     def __init__(self, dataset: Any, indices: NDArray[np.int64]) -> None:
@@ -299,26 +294,10 @@ class _Subset:
     def __getitem__(self, index: int) -> Any:
         return self._dataset[int(self._indices[index])]
 
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        """The class of each sample, if the dataset has them."""
-        labels = labels_of(self._dataset)
-        if labels is None:
-            raise AttributeError("labels")
-        return labels[self._indices]
-
-    @property
-    def ids(self) -> list[Any]:
-        """The id of each sample, if the dataset has them."""
-        ids = getattr(self._dataset, "ids", None)
-        if ids is None:
-            raise AttributeError("ids")
-        return [ids[int(index)] for index in self._indices]
-
     def as_stored(self) -> Stored | None:
         """Return the samples of the subset in the stored form, if the dataset has one."""
         stored = stored_of(self._dataset)
-        return None if stored is None else replace(stored, samples=part_of(stored.samples, self._indices))
+        return None if stored is None else replace(stored, samples=Subset(stored.samples, self._indices))
 
     def _gathered(self, indices: Tensor) -> Any:
         return self._dataset.gather(torch.from_numpy(self._indices)[indices])
@@ -333,39 +312,46 @@ class _Subset:
         return with_parts(self._dataset.tensors(), lambda tensor: tensor.index_select(0, places))
 
     def __getattr__(self, name: str) -> Any:
-        """Return other attributes of the dataset, such as `decode`, except attributes that read all of it."""
-        if name.startswith("_") or name in ("tensors", "gather", "labels", "targets", "ids"):
+        """Return other attributes of the dataset, such as `decode`, except attributes that read all of it.
+
+        Classes and ids are those of its own samples.
+        """
+        if name.startswith("_") or name in ("tensors", "gather", "targets"):
             raise AttributeError(name)
-        return getattr(self._dataset, name)
+        if name not in ("labels", "ids"):
+            return getattr(self._dataset, name)
+        of_all = labels_of(self._dataset) if name == "labels" else getattr(self._dataset, "ids", None)
+        if of_all is None:
+            raise AttributeError(name)
+        return of_all[self._indices] if name == "labels" else [of_all[int(index)] for index in self._indices]
 
 
+@dataclass(frozen=True)
 class DeclaredLength:
     """A split with a length but without samples: they are unknown."""
 
-    is_declared = True
+    is_declared: ClassVar[bool] = True
     """Whether a user's function that reads the data must not be called with this split."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
+    count: int
+    declared: Declared
 
     def __len__(self) -> int:
         """Return the number of samples."""
-        return self._count
+        return self.count
+
+    @property
+    def stored_bytes(self) -> int | None:
+        """Bytes of a sample as copied to the device; None: as in a made-up one."""
+        return self.declared.stored_bytes
 
 
 class DeclaredSplit(DeclaredLength):
     """A split of made-up samples; the same index always gives the same sample."""
 
-    def __init__(self, declared: Declared, count: int) -> None:
-        super().__init__(count)
-        self._draw = declared.draw
-        self.stored_bytes = declared.stored_bytes
-        """Bytes of a sample as copied to the device; None: as in a made-up one."""
-
     def __getitem__(self, index: int) -> Any:
         """Return a made-up sample."""
-        assert self._draw is not None
-        return self._draw(Generator().manual_seed(index))
+        assert self.declared.draw is not None
+        return self.declared.draw(Generator().manual_seed(index))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,12 +413,13 @@ def declared_data(
     splits: dict[str, Any] = {}
     for split, one in declared.items():
         count = one.num_samples or (length if split == "train" else None) or unknown_length
-        splits[split] = DeclaredLength(count) if one.draw is None else DeclaredSplit(one, count)
+        splits[split] = (DeclaredLength if one.draw is None else DeclaredSplit)(count, one)
     if cv.folds is not None and train.draw is not None:
         splits = dict(folded(splits, cv))
     elif cv.folds is not None:
         held_out = len(splits["train"]) // cv.folds
-        splits["train"], splits["val"] = DeclaredLength(len(splits["train"]) - held_out), DeclaredLength(held_out)
+        counts = {"train": len(splits["train"]) - held_out, "val": held_out}
+        splits |= {split: DeclaredLength(count, train) for split, count in counts.items()}
     return DeclaredData(splits=splits, knows_length=length is not None, notes=tuple(notes))
 
 

@@ -29,7 +29,7 @@ from trainkit.exporting.formats import Format
 from trainkit.exporting.trained import TrainedModel
 from trainkit.files import open_regular, read_text, size_of
 from trainkit.storage import naming, num_bytes, sync_folder
-from trainkit.trainer.checkpoint.tensor_file import write_bytes
+from trainkit.trainer.checkpoint.tensors import write_bytes
 from trainkit.trainer.manifest import FileRecord
 from trainkit.trainer.ownership import MARK, OwnershipToken, free_name, print_notice
 

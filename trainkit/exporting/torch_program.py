@@ -19,7 +19,7 @@ from trainkit.exporting.lengths import longest, try_free_lengths
 from trainkit.exporting.trained import NotExportableError, TrainedModel, Written, refuse_lack_of_room
 from trainkit.frames import named_first_line
 from trainkit.numerics.generators import Untouched
-from trainkit.trainer.checkpoint.tensor_file import write_bytes
+from trainkit.trainer.checkpoint.tensors import write_bytes
 
 FILE: Final = "model.pt2"
 LOADING: Final = """\

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainkit.config.schema import RunConfig
 from trainkit.errors import CheckpointError
 from trainkit.storage import bytes_needed, refuse_full
-from trainkit.trainer.checkpoint.loading import Loaded
+from trainkit.trainer.checkpoint.tensors import Loaded
 from trainkit.trainer.manifest import FileRecord
 
 

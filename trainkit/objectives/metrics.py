@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -95,10 +96,7 @@ class Perplexity(Mean):
     def compute(self, collective: Collective) -> float:
         """Return the perplexity over all ranks' tokens; infinity if the mean loss is too large."""
         mean = super().compute(collective)
-        try:
-            return math.exp(mean)
-        except OverflowError:
-            return math.inf
+        return math.inf if mean > math.log(sys.float_info.max) else math.exp(mean)
 
 
 class BitsPerByte(Mean):

@@ -45,7 +45,7 @@ from trainkit.prove.faults import (
 from trainkit.prove.plain_loop import PlainLoop
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.runner import train
-from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.tensors import load
 from trainkit.trainer.manifest import list_complete
 
 MOMENTUM: Final = 2.0**-10

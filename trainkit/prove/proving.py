@@ -40,7 +40,7 @@ from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.planning.proof_records import keep_proof
 from trainkit.run.runner import train
 from trainkit.storage import reporting
-from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.tensors import load
 from trainkit.trainer.manifest import list_complete
 
 _ONE_DEVICE: Final = "trainkit.strategies.OneDevice"

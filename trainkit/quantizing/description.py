@@ -20,7 +20,7 @@ from trainkit.exporting.trained import TrainedModel, Written
 from trainkit.exporting.whole_file import WEIGHTS
 from trainkit.quantizing.formats import FORMATS, Quantized, restore
 from trainkit.storage import bytes_needed, refuse_full
-from trainkit.trainer.checkpoint.tensor_file import TensorFile, write_tensors
+from trainkit.trainer.checkpoint.tensors import TensorFile, write_tensors
 
 QUANTIZED: Final = "quantized"
 """The key of the description that only a quantized model has."""

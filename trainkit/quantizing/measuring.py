@@ -21,7 +21,7 @@ from trainkit.storage import num_bytes
 from trainkit.strategies.base import LocalModel
 from trainkit.strategies.collectives import LocalCollective
 from trainkit.trainer.checkpoint.saving import untied
-from trainkit.trainer.checkpoint.tensor_file import header_of, kinds_of
+from trainkit.trainer.checkpoint.tensors import header_of, kinds_of
 from trainkit.trainer.evaluate import evaluate
 
 BATCHES: Final = (1, 64)

@@ -215,35 +215,20 @@ def _refuse_unreadable(root: Path) -> Path:
     return root
 
 
-def list_all(root: Path) -> list[tuple[Path, Checkpoint | CheckpointError]]:
+def list_all(root: Path, *, foreign: bool = False) -> list[tuple[Path, Checkpoint | CheckpointError]]:
     """Return the checkpoint folders of a run, newest first, complete or not.
 
     Complete checkpoints of other runs are left out if the folder above `root` has a token (`OwnershipToken`). A folder
     with an unreadable manifest may belong to any run: it is returned with the error. An absent folder has none.
 
+    Args:
+        root: the folder of checkpoints.
+        foreign: return those of other runs instead.
+
     Raises:
         CheckpointError: `root` is a symbolic link, or cannot be read.
     """
-    token = _token_above(root)
-    return [(folder, entry) for folder, entry in _entries(root) if not _is_foreign(entry, token)]
-
-
-def foreign(root: Path) -> list[Checkpoint]:
-    """Return the complete checkpoints below `root` that another run wrote, newest first."""
-    token = _token_above(root)
-    return [entry for _, entry in _entries(root) if isinstance(entry, Checkpoint) and _is_foreign(entry, token)]
-
-
-def _token_above(root: Path) -> str | None:
     owner = OwnershipToken.found(root.parent)
-    return None if owner is None else owner.token
-
-
-def _is_foreign(entry: Checkpoint | CheckpointError, token: str | None) -> bool:
-    return isinstance(entry, Checkpoint) and token is not None and entry.owner != token
-
-
-def _entries(root: Path) -> list[tuple[Path, Checkpoint | CheckpointError]]:
     try:
         _refuse_unreadable(root)
         folders = [path for path in root.iterdir() if _FOLDER.fullmatch(path.name)] if root.exists() else []
@@ -251,10 +236,13 @@ def _entries(root: Path) -> list[tuple[Path, Checkpoint | CheckpointError]]:
         raise CheckpointError(f"the checkpoints in {root} cannot be read: {error.strerror or error}.") from None
     found: list[tuple[Path, Checkpoint | CheckpointError]] = []
     for folder in sorted(folders, key=step_of, reverse=True):
+        entry: Checkpoint | CheckpointError
         try:
-            found.append((folder, manifest_below(root, folder.name)))
+            entry = manifest_below(root, folder.name)
         except CheckpointError as error:
-            found.append((folder, error))
+            entry = error
+        if (isinstance(entry, Checkpoint) and owner is not None and entry.owner != owner.token) is foreign:
+            found.append((folder, entry))
     return found
 
 

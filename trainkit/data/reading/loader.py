@@ -155,44 +155,24 @@ class Reader:
         return samples
 
 
-class RngWatch:
-    """Detects whether any code has drawn from the three generators since `begin`.
+def watched(read: Callable[[], _T]) -> tuple[_T, bool]:
+    """Return the result of `read`, and whether it drew from one of the three default generators.
 
     Two generators of its own are kept in the states of `random` and NumPy: if their next numbers are equal, no code has
     drawn. That costs 1 microsecond per batch, seeding them 5.5; torch's generator is cheap to seed and expensive to
     draw from.
     """
-
-    def __init__(self) -> None:
-        self._python = random.Random()  # noqa: S311 - not for secrets
-        self._numpy = np.random.RandomState()
-        self._torch = _next_of_torch(torch.Generator().manual_seed(0))
-
-    def begin(self) -> None:
-        """Synchronize the generators."""
-        torch.default_generator.manual_seed(0)
-        if random.random() != self._python.random():  # noqa: S311
-            random.seed(0)
-            self._python.seed(0)
-        if np.random.random_sample() != self._numpy.random_sample():  # noqa: NPY002
-            np.random.seed(0)  # noqa: NPY002
-            self._numpy.seed(0)
-
-    @property
-    def broken(self) -> bool:
-        """Whether a generator has advanced."""
-        return (
-            random.random() != self._python.random()  # noqa: S311
-            or np.random.random_sample() != self._numpy.random_sample()  # noqa: NPY002
-            or _next_of_torch(torch.default_generator) != self._torch
-        )
-
-
-def watched(read: Callable[[], _T]) -> tuple[_T, bool]:
-    """Return the result of `read`, and whether it drew from a default generator."""
-    watch = _watch()
-    watch.begin()
-    return read(), watch.broken
+    python, numpy, first = _references()
+    torch.default_generator.manual_seed(0)
+    if random.random() != python.random():  # noqa: S311 - not for secrets
+        random.seed(0)
+        python.seed(0)
+    if np.random.random_sample() != numpy.random_sample():  # noqa: NPY002
+        np.random.seed(0)  # noqa: NPY002
+        numpy.seed(0)
+    found = read()
+    same = random.random() == python.random() and np.random.random_sample() == numpy.random_sample()  # noqa: NPY002, S311
+    return found, not same or _next_of_torch(torch.default_generator) != first
 
 
 def _next_of_torch(generator: torch.Generator) -> int:
@@ -200,9 +180,10 @@ def _next_of_torch(generator: torch.Generator) -> int:
 
 
 @cache
-def _watch() -> RngWatch:
-    """Return the watch of this process."""
-    return RngWatch()
+def _references() -> tuple[random.Random, np.random.RandomState, int]:
+    """Return the generators of this process to compare with, and the first number of torch's after a seed of 0."""
+    first = _next_of_torch(torch.Generator().manual_seed(0))
+    return random.Random(), np.random.RandomState(), first  # noqa: S311
 
 
 def read_by_workers(reader: Reader, reading: Reading, requests: Iterable[Request]) -> Generator[Any]:
@@ -366,7 +347,7 @@ class Source:
                 raise ConfigError([Problem(key="loader.pin_memory", value=True, rule=rule)])
             gather = partial(_rows, arrays)
         elif gather is not None:
-            gather = _Checked(gather)
+            gather = _checked(gather)
         self._move = mover_to(device, pins=settings.pin_memory is not False) if moves else as_it_is
         self._widened = as_it_is if widened is None else widened
         self._widens_first = moves and device.type not in _TAKES_STORED
@@ -415,7 +396,9 @@ def _in_bursts(reader: Reader, requests: Iterator[Request]) -> Generator[Any]:
                     batches.append(error)
                     break
                 if len(batches) == 1:
-                    most = min(_BURST, _BURST_BYTES // (_bytes_of(batches[0]) + 1))
+                    leaves = [leaf for leaf in tree_leaves(batches[0]) if isinstance(leaf, Tensor)]
+                    num_bytes = sum(leaf.numel() * leaf.itemsize for leaf in leaves)  # `nbytes` fails for sparse ones
+                    most = min(_BURST, _BURST_BYTES // (num_bytes + 1))
                 if len(batches) >= most or perf_counter() - started > _BURST_S:
                     break
         for batch in batches:
@@ -444,25 +427,26 @@ def _gathered(gather: Callable[[Tensor], Any], home: torch.device, requests: Ite
             yield batch
 
 
-class _Checked:
-    """The method `gather` of a dataset; its first result is checked."""
+def _checked(gather: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """Return the method `gather` of a dataset, whose first result is checked."""
+    is_known = False
 
-    def __init__(self, gather: Callable[[Tensor], Any]) -> None:
-        self._gather, self._is_known = gather, False
-
-    def __call__(self, index: Tensor) -> Any:
-        if self._is_known:
-            return self._gather(index)
+    def checked(index: Tensor) -> Any:
+        nonlocal is_known
+        if is_known:
+            return gather(index)
         with Untouched(seed=0):
-            found, drew = watched(lambda: self._gather(index))
+            found, drew = watched(lambda: gather(index))
         if drew:
             raise DataError(
                 "the dataset draws random numbers in gather, and random numbers of data are keyed by sample. "
                 "Use loader.cache=false, which reads samples one at a time."
             )
         refuse_other_rows(found, len(index), "gather(indices)")
-        self._is_known = True
+        is_known = True
         return found
+
+    return checked
 
 
 def _rows(arrays: Arrays, index: Tensor) -> Any:
@@ -480,12 +464,11 @@ def _placed(
     Returns:
         The arrays, their device, and the conversion that their rows still need.
     """
-    num_bytes = sum(one.nbytes for one in tensors_in(arrays))
     if widened is not None:
         row, count = widened(narrow(arrays, 0, 1)), len(next(tensors_in(arrays)))
         if _fits(device, sum(one.nbytes for one in tensors_in(row)) * count):
             return widened(to_device(arrays, device)), device, None
-    if _fits(device, num_bytes):
+    if _fits(device, sum(one.nbytes for one in tensors_in(arrays))):
         return to_device(arrays, device), device, widened
     return arrays, torch.device("cpu"), widened
 
@@ -527,7 +510,7 @@ def collated(dataset: Any, *, name: str | None = None) -> Arrays:
         )
         raise ConfigError([Problem(key="loader.cache", value=True, rule=rule)])
     first = chunks[0]
-    parts = list(first.values()) if isinstance(first, dict) else first
+    parts = first.values() if isinstance(first, dict) else first
     if not isinstance(first, dict | tuple) or not all(isinstance(part, Tensor) for part in parts):
         raise DataError(
             f"a sample of {name} is not a tuple or dict of tensors and numbers: loader.cache=true cannot keep it."
@@ -543,11 +526,6 @@ def _fits(device: torch.device, num_bytes: int) -> bool:
         return device.type == "cpu"
     free, _ = torch.cuda.mem_get_info(device)
     return num_bytes < free // 4
-
-
-def _bytes_of(batch: Any) -> int:
-    # `nbytes` fails for sparse tensors.
-    return sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
 class Loader:

@@ -12,8 +12,8 @@ from trainkit.errors import CheckpointError
 from trainkit.files import open_regular, refuse_link
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.storage import naming
-from trainkit.trainer.checkpoint.loading import load
 from trainkit.trainer.checkpoint.saving import EvaluatedIndex, Retention, bring, prune
+from trainkit.trainer.checkpoint.tensors import load
 from trainkit.trainer.manifest import MANIFEST, list_complete
 
 _ROWS: Final = ("metrics.jsonl", "tables.jsonl", "evaluations.jsonl", HISTOGRAMS)

@@ -28,9 +28,8 @@ from trainkit.numerics.precision import Precision, converted_floats
 from trainkit.quantizing.description import QUANTIZED, restored_model
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import build_model, load_weights
-from trainkit.trainer.checkpoint.loading import Loaded, load, load_below, newest_valid
 from trainkit.trainer.checkpoint.saving import untied
-from trainkit.trainer.checkpoint.tensor_file import TensorFile, write_tensors
+from trainkit.trainer.checkpoint.tensors import Loaded, TensorFile, load, load_below, newest_valid, write_tensors
 from trainkit.trainer.manifest import MANIFEST, Checkpoint, FileRecord, is_checkpoint, manifest_below
 
 Which = Literal["best", "last"]

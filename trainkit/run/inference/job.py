@@ -54,7 +54,7 @@ from trainkit.strategies.base import (
 from trainkit.strategies.collectives import LocalCollective
 from trainkit.strategies.model_transforms import apply_transforms
 from trainkit.strategies.tensors.lazy_state import model_weights
-from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.tensors import load
 
 _CHEAP: Final = 50_000_000
 """Up to this number of parameters, the model is run on samples before anything starts."""

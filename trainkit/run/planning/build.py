@@ -45,7 +45,7 @@ from trainkit.strategies.model_transforms import (
     format_for,
     why_untrainable,
 )
-from trainkit.trainer.checkpoint.loading import Loaded, load_below, newest_valid
+from trainkit.trainer.checkpoint.tensors import Loaded, load_below, newest_valid
 from trainkit.trainer.events import Callback, Planned
 from trainkit.trainer.manifest import is_checkpoint
 

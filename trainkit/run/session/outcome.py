@@ -21,7 +21,7 @@ from trainkit.run.folder.rollbacks import rollbacks_of
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import ErrorReport
 from trainkit.run.signals import REASONS
-from trainkit.trainer.checkpoint.loading import meta_of
+from trainkit.trainer.checkpoint.tensors import meta_of
 from trainkit.trainer.events import Run
 from trainkit.trainer.manifest import MANIFEST, list_complete, read_manifest
 

@@ -36,7 +36,7 @@ from trainkit.strategies.base import (
     UpdateParams,
     ignore_phase,
 )
-from trainkit.trainer.checkpoint.loading import Loaded, newest_valid, note_foreign
+from trainkit.trainer.checkpoint.tensors import Loaded, newest_valid, note_foreign
 from trainkit.trainer.events import LeftOutSteps, Measure, Run, State
 from trainkit.trainer.manifest import damaged
 from trainkit.trainer.ownership import OwnershipToken, uncontested

@@ -39,7 +39,7 @@ from trainkit.run.signals import REASONS
 from trainkit.storage import Presence
 from trainkit.strategies.base import Executor, ignore_phase
 from trainkit.strategies.tensor_shards import TensorShard
-from trainkit.trainer.checkpoint.loading import Loaded
+from trainkit.trainer.checkpoint.tensors import Loaded
 from trainkit.trainer.events import Callback, RollbackNeeded, Suspect
 from trainkit.trainer.loop import (
     CallbackHooks,

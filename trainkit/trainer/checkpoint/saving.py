@@ -36,7 +36,7 @@ from trainkit.storage import bytes_needed, lacking, naming, reason_and_room, rem
 from trainkit.strategies.collectives import LocalCollective, all_gather_object
 from trainkit.strategies.tensor_shards import ShardedState, coverage_error
 from trainkit.trainer.checkpoint.snapshot import Snapshot
-from trainkit.trainer.checkpoint.tensor_file import NAMES, refuse_unwritable, write_bytes, write_tensors
+from trainkit.trainer.checkpoint.tensors import NAMES, refuse_unwritable, write_bytes, write_tensors
 from trainkit.trainer.failpoints import hit
 from trainkit.trainer.manifest import (
     MANIFEST,
