@@ -27,7 +27,7 @@ ALLOWED: Final[dict[str, tuple[tuple[str, set[str]], ...]]] = {
         ("data/sets/digits.py", {"open", "np.load"}),
     ),
     "/proc, the cgroup file system, and a memory segment of this run": (
-        ("run/estimates/this_machine.py", {"read_text"}),
+        ("run/estimates/this_machine.py", {"read_text", "json.loads"}),
         ("run/hang_detection.py", {"read_text"}), ("strategies/reducers/shared_memory.py", {"read_text", "open"}),
         ("trainer/metrics_accumulator.py", {"read_text"}),
         ("cluster/host.py", {"read_text"}),
@@ -37,7 +37,7 @@ ALLOWED: Final[dict[str, tuple[tuple[str, set[str]], ...]]] = {
         ("config/targets/checks.py", {"read_text"}),
     ),
     "what its own child or parent writes, or it itself has just written": (
-        ("run/estimates/calibrating.py", {"read_text", "json.loads"}), ("run/process/fork_server.py", {"json.loads"}),
+        ("run/process/fork_server.py", {"json.loads"}),
         ("report/drawing.py", {"json.load"}), ("exporting/checking.py", {"load_file"}),
         ("exporting/fresh_process.py", {"read_text", "json.loads", "load_file", "safe_open"}),
         ("trainer/manifest.py", {"json.loads"}),
