@@ -168,10 +168,7 @@ def test_a_link_to_a_folder_of_this_run_is_not_followed(root: Path, tmp_path: Pa
     assert (tmp_path / "moved" / MARK).exists()
 
 
-def test_a_token_file_of_another_form_is_refused_and_leads_out_of_no_folder(tmp_path: Path) -> None:
-    (tmp_path / MARK).write_text('{"token": "x", "folders": {}}')
+def test_a_token_file_of_another_form_is_refused(tmp_path: Path) -> None:
+    (tmp_path / MARK).write_text('{"token": "x"}')
     with pytest.raises(UnreadableError, match="it holds no token of a run"):
         OwnershipToken.read(tmp_path)
-    text = '{"token": "%s", "folders": {"live": "../../home"}}' % ("0" * 32)
-    (tmp_path / MARK).write_text(text)
-    assert OwnershipToken.found(tmp_path) is None

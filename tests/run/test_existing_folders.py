@@ -54,33 +54,15 @@ def put(path: Path, step: int, owner: OwnershipToken | None = None) -> None:
     save(path / "checkpoints", step=step, tensors={"param/w": torch.ones(2)}, meta={}, owner=owner)
 
 
-def test_a_first_run_leaves_the_live_and_logs_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("live", "logs"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "rank_1").write_text("mine")
-    folder = RunFolder(tmp_path)
-    for _ in range(3):
-        folder.begin()
-        folder.open_live()
-        folder.heartbeat_of(0).write_text("beat")
-    assert [(tmp_path / name / "rank_1").read_text() for name in ("live", "logs")] == ["mine", "mine"]
-    assert (folder.live.name, folder.logs.name) == ("live-2", "logs-2")
-    assert capsys.readouterr().err == "".join(
-        f"{tmp_path}/{name} was not written by this run: it is left where it is, and {tmp_path}/{name}-2 is used.\n"
-        for name in ("live", "logs")
-    )
-
-
-def test_a_first_run_renames_files_that_have_its_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["result.json", "metrics.jsonl", "plots/loss.png", "checkpoints/index.json", MARK]
-    for name in (*names, "thesis.tex"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    RunFolder(tmp_path).begin()
-    assert [(tmp_path / f"{name}.aside").read_text() for name in names] == names
-    assert (tmp_path / "thesis.tex").read_text() == "thesis.tex"
-    line = f"{tmp_path}/result.json was not written by this run: renamed to {tmp_path}/result.json.aside.\n"
-    assert line in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["result.json", "plots/loss.png", "checkpoints/index.json", "logs/rank_1", MARK])
+def test_a_folder_with_files_of_a_runs_names_is_refused_and_not_changed(tmp_path: Path, name: str) -> None:
+    for one in (name, "thesis.tex"):
+        (tmp_path / one).parent.mkdir(exist_ok=True)
+        (tmp_path / one).write_text(one)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=rf"holds {name.partition('/rank')[0]}, which a run would write, and no run"):
+        RunFolder(tmp_path).begin()
+    assert (sorted(tmp_path.rglob("*")), (tmp_path / name).read_text()) == (before, name)
 
 
 def test_a_run_that_begins_again_clears_its_own_live_state_and_result_alone(tmp_path: Path) -> None:
@@ -112,30 +94,22 @@ def test_a_link_in_the_place_of_live_is_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "users" / "rank_0").read_text() == "mine"
 
 
-def test_a_run_folder_that_was_copied_without_hidden_files_keeps_its_checkpoints(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    folder.begin()
-    put(tmp_path, 1)
-    (tmp_path / "resolved.yaml").touch()
-    (tmp_path / MARK).unlink()
-    folder.begin()
-    assert [entry.step for entry in list_complete(folder.checkpoints)] == [1]
-
-
-def test_a_run_folder_without_a_token_and_checkpoints_of_several_runs_is_refused(tmp_path: Path) -> None:
-    for step in (1, 2):
-        put(tmp_path, step, OwnershipToken())
+def test_a_run_folder_that_was_copied_without_hidden_files_is_not_written(tmp_path: Path) -> None:
+    put(tmp_path, 2, OwnershipToken())
     (tmp_path / "resolved.yaml").touch()
     with pytest.raises(CheckpointError) as caught:
         RunFolder(tmp_path).begin()
-    assert str(caught.value).startswith(f"{tmp_path} has no token (.owner), and its checkpoints carry those of several")
-    assert str(caught.value).endswith(f"resume={tmp_path}/checkpoints/step_00000002")
+    assert str(caught.value).startswith(
+        f"{tmp_path} has no token (.owner), as a copy without hidden files: no run writ"
+    )
+    assert str(caught.value).endswith(f"resume={tmp_path}/checkpoints/step_00000002.")
+    assert not (tmp_path / MARK).exists()
 
 
 def test_a_damaged_token_of_a_run_is_named_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "resolved.yaml").touch()
     (tmp_path / MARK).write_text("{}")
-    with pytest.raises(CheckpointError, match=r"\.owner cannot be read: its key token is missing.*or remove it"):
+    with pytest.raises(CheckpointError, match=r"\.owner cannot be read: its key token is missing: no run writes there"):
         RunFolder(tmp_path).begin()
 
 

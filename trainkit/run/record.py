@@ -88,7 +88,7 @@ class RunRecord:
 @contextmanager
 def recorded_run(folder: RunFolder, *, confirm: Callable[[], None] = uncontested) -> Iterator[RunRecord]:
     """Record the output of a run, its status, and the error that ends it, for the duration of the block."""
-    folder.take()  # renames a log or status file of the user before one is written
+    folder.take()  # refuses a folder with files of the user before one is written
     with (
         recorded_output(folder.log, separated=True) as log,
         PageWriter(folder, confirm=confirm) as page,  # its last page needs the last status

@@ -6,8 +6,8 @@ The kernel releases the lock when its holders end. A run deletes and replaces on
     RUN/live/.owner                the same token in each folder that the run creates and later deletes
     checkpoints/.tmp_step_N/.owner while a checkpoint is written; a complete one has the token in its manifest
 
-A folder without the token of the run is never deleted. A path whose name the run needs is renamed, and a line on the
-terminal names both paths. A file system error while a token is read means "not owned".
+A folder without the token of the run is never deleted. A path with the name of a new checkpoint is renamed, and a line
+on the terminal names both paths. A file system error while a token is read means "not owned".
 
 Source: docs/decisions/0022-tokens-in-folders.md
 """
@@ -24,7 +24,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -37,8 +37,6 @@ from trainkit.files import open_descriptor, read_bytes, read_map, write_atomical
 
 MARK: Final = ".owner"
 """Name of the file that holds the token."""
-FOLDERS: Final = ("live", "logs")
-"""Folders of a run that get another name if the usual one is taken."""
 _MAX_BYTES: Final = 4096
 """Size limit of a token, and of the content of a lock file."""
 _ENDING_S: Final = 5.0
@@ -65,8 +63,6 @@ class OwnershipToken:
 
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
     """32 hexadecimal digits, generated once for a run."""
-    folders: Mapping[str, str] = field(default_factory=dict)
-    """Usual name of a folder -> its name in this run, if the usual one was taken: {"live": "live-2"}."""
 
     @classmethod
     def read(cls, folder: Path) -> OwnershipToken | None:
@@ -77,15 +73,12 @@ class OwnershipToken:
         """
         path = folder / MARK
         try:
-            content = read_map(path, {"token": str, "folders": dict}, limit=_MAX_BYTES)
+            token = read_map(path, {"token": str}, limit=_MAX_BYTES)["token"]
         except AbsentFileError:
             return None
-        token, folders = content["token"], content["folders"]
-        # A name that is read from a file must not lead out of the run folder.
-        names = (re.fullmatch(rf"{usual}-[0-9]+", str(folders.get(usual, f"{usual}-2"))) for usual in FOLDERS)
-        if not _TOKEN.fullmatch(token) or not all(names):
+        if not _TOKEN.fullmatch(token):
             raise UnreadableError(path, "it holds no token of a run")
-        return cls(token=token, folders=folders)
+        return cls(token=token)
 
     @classmethod
     def found(cls, folder: Path) -> OwnershipToken | None:

@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -25,14 +25,13 @@ from trainkit.bounded import Kind
 from trainkit.config.commands import printed_command, shell_word
 from trainkit.config.grammar import setting
 from trainkit.config.targets.allowed import IN_PROCESS, allowed_packages
-from trainkit.errors import AbsentFileError, CheckpointError, StorageError, UnreadableError
+from trainkit.errors import AbsentFileError, CheckpointError, ConfigError, Problem, StorageError, UnreadableError
 from trainkit.files import read_map, write_json_atomically
 from trainkit.redaction import mask
 from trainkit.run.folder.restart_record import restarts_of
 from trainkit.storage import file_in_the_way, naming, quoted
-from trainkit.trainer.checkpoint.saving import owner_of
 from trainkit.trainer.manifest import is_checkpoint, list_complete
-from trainkit.trainer.ownership import FOLDERS, MARK, OwnershipToken, free_name, locked, print_notice, set_aside
+from trainkit.trainer.ownership import MARK, OwnershipToken, locked, set_aside
 
 _RESERVE_BYTES: Final = 64 * 1024
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -43,8 +42,8 @@ _BEGUN: Final = re.compile(r"\.lock|\.fence|\.reserve|resolved\.yaml|environment
 _FILES: Final = (
     "environment.json", "plan.json", "report.html", "settings.json", "result.json", "status.json", "metrics.jsonl",
     "evaluations.jsonl", "updates.jsonl", "restarts.jsonl", "rollbacks.json", "sample.txt", "train.log", ".fence",
-    ".attempts", ".stop", ".reserve", "checkpoints/index.json", "checkpoints/evaluated.json", "plots/*.png",
-    "profile/trace.json", "profile/operations.txt", "tracking/*.json",
+    ".attempts", ".stop", ".reserve", "live", "logs", MARK, "checkpoints/index.json", "checkpoints/evaluated.json",
+    "plots/*.png", "profile/trace.json", "profile/operations.txt", "tracking/*.json",
 )  # fmt: skip
 """Files that a run replaces, deletes or appends to by name."""
 
@@ -119,8 +118,8 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """The logs of the other ranks: `logs`, or `logs-2` if a foreign folder has that name."""
-        return self._folder("logs")
+        """The logs of the other ranks."""
+        return self.path / "logs"
 
     @property
     def checkpoints(self) -> Path:
@@ -139,12 +138,8 @@ class RunFolder:
 
     @property
     def live(self) -> Path:
-        """Heartbeats and error reports of the running attempt. `live`, or another name as in `logs`."""
-        return self._folder("live")
-
-    def _folder(self, usual: str) -> Path:
-        owner = OwnershipToken.found(self.path)
-        return self.path / (usual if owner is None else owner.folders.get(usual, usual))
+        """Heartbeats and error reports of the running attempt."""
+        return self.path / "live"
 
     @property
     def trained(self) -> Path:
@@ -197,55 +192,54 @@ class RunFolder:
             yield descriptor
 
     def begin(self) -> None:
-        """Take the folder over, and delete the outdated files of an earlier attempt of this run.
-
-        These are its result and its live state. Files that the run did not write are kept, or renamed (`take`).
+        """Take the folder over, and delete the outdated files of an earlier attempt of this run: its result and its
+        live state.
 
         Raises:
-            CheckpointError: the token of the folder cannot be read.
+            CheckpointError, ConfigError: as `take`.
             OSError: the file system refuses.
         """
         owner = self.take()
         self.result.unlink(missing_ok=True)
         owner.remove(self.live, _LIVE)
         if os.path.lexists(self.live):
-            set_aside(self.live, "holds the files that this run did not write")
+            set_aside(self.live, "holds files that this run did not write")
         self._reserve_room()
 
     def take(self) -> OwnershipToken:
-        """Return the owner of the folder, whose lock is held; create its token if it has none.
-
-        A new folder gets a new token, and existing files with the name of a file of the run are renamed; in the folder
-        of a run, the token is read. A run folder without a token was copied without hidden files: it gets the token of
-        its checkpoints, or a new one.
+        """Return the owner of the folder, whose lock is held; create its token if no run has begun in it.
 
         Raises:
-            CheckpointError: the token cannot be read, or the checkpoints are those of several other runs.
+            ConfigError: it holds files with the names of a run's, and no run has begun in it; nothing is changed.
+            CheckpointError: it is the folder of a run, and its token is absent or cannot be read.
             OSError: the file system refuses.
         """
-        is_run = os.path.lexists(self.resolved)
+        problem = f"{self.path} has no token ({MARK}), as a copy without hidden files"
         with naming(self.path):
             try:
                 owner = OwnershipToken.read(self.path)
             except UnreadableError as error:
-                if is_run:
-                    raise CheckpointError(
-                        f"{error} It identifies the checkpoints of this run. Restore the file, or remove it: then the "
-                        "token is taken from the checkpoints."
-                    ) from None
-                set_aside(self.path / MARK, "was not written by this run")
-                owner = None
+                owner, problem = None, str(error).rstrip(".")
+            if owner is None and os.path.lexists(self.resolved):
+                newest = [one.folder for one in list_complete(self.checkpoints)[:1]]
+                start = f", or start a new run with {shell_word(setting('resume', newest[0]))}" if newest else ""
+                raise CheckpointError(f"{problem}: no run writes there. Copy {MARK} from the original folder{start}.")
             if owner is None:
-                owner = _recovered_owner(self.path) if is_run else _new_owner(self.path)
+                taken = (one for pattern in _FILES for one in sorted(self.path.glob(pattern)))
+                # Hydra opens an empty log beforehand
+                foreign = [one for one in taken if one.is_symlink() or not one.is_file() or one.stat().st_size]
+                if foreign:
+                    names = ", ".join(one.relative_to(self.path).as_posix() for one in foreign[:3])
+                    rule = f"holds {names}, which a run would write, and no run has begun in it. Choose another folder."
+                    raise ConfigError([Problem(key="run folder", value=str(self.path), rule=rule)])
+                owner = OwnershipToken()
                 owner.mark(self.path)
             return owner
 
     def forget_result(self) -> None:
-        """Delete the result of an earlier run, if a run has begun in the folder; else rename it."""
+        """Delete the result of an earlier run, if a run has begun in the folder."""
         if OwnershipToken.found(self.path) is not None or os.path.lexists(self.resolved):
             self.result.unlink(missing_ok=True)
-        elif os.path.lexists(self.result):
-            set_aside(self.result, "was not written by a run")
 
     def discard(self) -> None:
         """Delete a folder in which a run did not begin after all; files that the run did not write are kept."""
@@ -340,32 +334,3 @@ _RESULT: Final[Mapping[str, Kind]] = {
     "best": (str, type(None)),
 }
 """Types of the values of result.json that are read again."""
-
-
-def _recovered_owner(path: Path) -> OwnershipToken:
-    checkpoints = path / "checkpoints"
-    found, owner = list_complete(checkpoints), owner_of(checkpoints)
-    if found and not any(entry.owner == owner.token for entry in found):
-        raise CheckpointError(
-            f"{path} has no token ({MARK}), and its checkpoints carry those of several runs. Copy {MARK} from the "
-            f"folder that it was copied from, or start a new run with {shell_word(setting('resume', found[0].folder))}"
-        )
-    return replace(owner, folders=_beside(path, ("live",)))
-
-
-def _new_owner(path: Path) -> OwnershipToken:
-    for pattern in _FILES:
-        for taken in sorted(path.glob(pattern)):
-            if taken.is_symlink() or not taken.is_file() or taken.stat().st_size:  # Hydra opens an empty log beforehand
-                set_aside(taken, "was not written by this run")
-    return replace(OwnershipToken(), folders=_beside(path, FOLDERS))
-
-
-def _beside(path: Path, usual: tuple[str, ...]) -> dict[str, str]:
-    """Return alternative names for folders of the run whose usual names are in use."""
-    taken = {name: free_name(path / name).name for name in usual if os.path.lexists(path / name)}
-    for name, instead in taken.items():
-        print_notice(
-            f"{path / name} was not written by this run: it is left where it is, and {path / instead} is used."
-        )
-    return taken
