@@ -20,8 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from trainkit.run.agent.monitor import TimeLimits
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection import TimeLimits
 from trainkit.run.process.heartbeat import read_heartbeat
 
 _BUSY = "while True: pass"

@@ -13,7 +13,7 @@ from tests.run import fake_worker
 from trainkit.run.backends import worker as rank
 
 if __name__ == "__main__":
-    setattr(rank, "_WORKER", (sys.executable, str(Path(fake_worker.__file__))))  # noqa: B010 - it is Final
+    setattr(rank, "ENTRY", (sys.executable, str(Path(fake_worker.__file__))))  # noqa: B010 - it is Final
     cargo, num_ranks, attempt = map(json.loads, sys.argv[1:])
     started, code = set[int](), 0
     for number in range(num_ranks):

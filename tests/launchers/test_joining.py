@@ -47,7 +47,7 @@ def test_a_launch_makes_one_run_folder_and_the_bits_of_mirrored(
     start: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
     (result, _, said), (other, _, own) = start()
-    assert said == "launch by RANK and WORLD_SIZE: rank 0 of 2 on one host, rendezvous at 127.0.0.1:" + said[-42:]
+    assert said.startswith("launch by RANK and WORLD_SIZE: rank 0 of 2 on one host, rendezvous at 127.0.0.1:")
     assert own.endswith("\nworker:1, rank 1 of 2: its output goes to run/logs/rank_1.log\n")
     assert (other["status"], other["folder"]) == ("finished", str(tmp_path / "run"))
     assert folders(tmp_path) == ["run"]

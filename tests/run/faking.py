@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from tests.support.waiting import wait_for
 from trainkit.cluster.tasks import Task
+from trainkit.run.agent.agent import AgentSettings
+from trainkit.run.agent.monitor import TimeLimits
+from trainkit.run.agent.supervisor import supervise
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection import TimeLimits
-from trainkit.run.supervisor.attempts import SupervisorSettings
-from trainkit.run.supervisor.supervisor import supervise
 
 
 class NoStore:
@@ -50,7 +50,7 @@ def run_tasks(
     folder: RunFolder, tasks: Sequence[Task], *, hang_timeout_s: float | Literal["auto"] = "auto", **settings: Any
 ) -> dict[str, Any]:
     folder.path.mkdir(exist_ok=True)
-    given = SupervisorSettings(limits=TimeLimits(hang_timeout_s=hang_timeout_s), **settings)
+    given = AgentSettings(limits=TimeLimits(hang_timeout_s=hang_timeout_s), **settings)
     command = [sys.executable, str(Path(__file__).with_name("fake_worker.py")), str(folder.resolved)]
     result = supervise(folder.resolved, tasks, given, folder=folder, command=command, rendezvous=NoStore())
     return {key: value for key, value in result.items() if key != "restarts"}  # read from the folder where they matter

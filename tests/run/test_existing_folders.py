@@ -36,13 +36,13 @@ from trainkit.errors import CheckpointError, ConfigError, HangupError, StorageEr
 from trainkit.files import write_json_atomically
 from trainkit.report.events import EventFile
 from trainkit.run import record
+from trainkit.run.agent.supervisor import _result
 from trainkit.run.begin import refuse_small_disk
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import FILE, read_status
 from trainkit.run.process.error_report import write_error_report
 from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.record import StatusFile
-from trainkit.run.supervisor.supervisor import _result
 from trainkit.storage import Free, Presence, as_storage_error, naming, reporting, storage_error
 from trainkit.trainer.checkpoint.saving import Saver, delete
 from trainkit.trainer.manifest import list_complete

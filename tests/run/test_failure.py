@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -19,14 +19,31 @@ from tests.support.verdicts import plain
 from trainkit.cluster.host import ProcessId
 from trainkit.cluster.tasks import Task
 from trainkit.errors import CheckpointError, ConfigError, HangError, LinkError, Problem, TrainingError, TrainkitError
+from trainkit.run.agent.agent import Agent, AgentSettings
+from trainkit.run.agent.evidence import MemoryEvents, ProcessEvidence
+from trainkit.run.agent.failure import (
+    AT_THE_STORE,
+    HERE,
+    Failure,
+    Graces,
+    RankFacts,
+    facts_of,
+    failure_of,
+    first_failure,
+    is_clean,
+)
+from trainkit.run.agent.monitor import Limit, OverdueRank
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection import Limit, MemoryEvents, OverdueRank, ProcessEvidence
-from trainkit.run.process.error_report import Reporter, is_after_effect, read_error_report, write_error_report
+from trainkit.run.process.error_report import (
+    ErrorReport,
+    Reporter,
+    is_after_effect,
+    read_error_report,
+    write_error_report,
+)
 from trainkit.run.process.heartbeat import Heartbeat, read_heartbeat
 from trainkit.run.process.nccl_dumps import nccl_dumps_to, recorder_variables
 from trainkit.run.process.worker_group import ProcessExit
-from trainkit.run.supervisor.attempts import AttemptRunner, SupervisorSettings
-from trainkit.run.supervisor.failure import hanging, is_clean, root_cause, unresponsive_rank
 from trainkit.trainer import failpoints
 from trainkit.trainer.failpoints import Phase, hit, parse, reload
 
@@ -51,6 +68,17 @@ def exited(rank: int, code: int = 1) -> ProcessExit:
 
 def say(folder: RunFolder, rank: int, error: BaseException) -> None:
     write_error_report(folder.error_of(rank), rank, error)
+
+
+def root_cause(
+    folder: RunFolder,
+    exits: Sequence[ProcessExit],
+    running: Sequence[int],
+    evidence: ProcessEvidence | None = None,
+    overdue: OverdueRank | None = None,
+) -> Failure:
+    evidence = evidence or ProcessEvidence(folder)
+    return failure_of(folder, evidence, facts_of(folder, evidence, exits=exits, running=running, overdue=overdue))
 
 
 def raised_in_c(kind: type[Exception], text: str) -> Exception:
@@ -189,13 +217,14 @@ def test_a_stopped_process_is_named_before_one_that_is_further_behind(folder: Ru
     evidence = ProcessEvidence(folder, lambda: {0: ProcessId.of(os.getpid()), 1: stopped})
     limit = Limit(key="supervisor.hang_timeout_s", seconds=5)
     overdue = OverdueRank(rank=0, heartbeat=read_heartbeat(folder.heartbeat_of(0)), silence_s=6.0, limit=limit)
-    found = hanging(folder, overdue, [0, 1], evidence)
+    found = root_cause(folder, [], [0, 1], evidence, overdue)
     assert found.rank == 1
     remedy = f"it is stopped by a signal (state T). To let it continue: kill -CONT {stopped.pid}. {limit.remedy(6.0)}"
     assert plain(found.headline) == f"rank 1 has made no progress for 6 s in step 5 (forward): {remedy}"
-    assert plain(unresponsive_rank(folder, [0, 1], evidence).headline).startswith(
-        "rank 1 is stopped by a signal (state T)"
-    )
+    lost = raised_in_c(RuntimeError, RESET)
+    say(folder, 2, lost)
+    unresponsive = root_cause(folder, [exited(2)], [0, 1], evidence)
+    assert plain(unresponsive.headline).startswith("rank 1 is stopped by a signal (state T)")
     later = ProcessEvidence(folder, lambda: {1: ProcessId(stopped.pid, stopped.started - 1)})
     assert (later.held(1), later.has_ended(1)) == (None, True), "another process has taken the pid of the rank"
 
@@ -203,12 +232,12 @@ def test_a_stopped_process_is_named_before_one_that_is_further_behind(folder: Ru
 def test_a_rank_that_has_not_called_a_collective_is_named(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in (0, 1):
         beat(folder, rank, 0, "data")
-    monkeypatch.setattr("trainkit.run.supervisor.failure.waited_for", lambda _ranks, _file_of: {1})
+    monkeypatch.setattr("trainkit.run.agent.failure.waited_for", lambda _ranks, _file_of: {1})
     limit = Limit(key="supervisor.first_step_timeout_s", seconds=20)
     overdue = OverdueRank(rank=0, heartbeat=read_heartbeat(folder.heartbeat_of(0)), silence_s=21.0, limit=limit)
-    assert hanging(folder, overdue, [0, 1]).rank == 1
+    assert root_cause(folder, [], [0, 1], overdue=overdue).rank == 1
     beat(folder, 1, 1, "data")  # further than rank 0, which is what all wait for
-    assert hanging(folder, overdue, [0, 1]).rank == 0
+    assert root_cause(folder, [], [0, 1], overdue=overdue).rank == 0
 
 
 def test_a_kill_for_lack_of_memory_is_told_by_the_counter_of_the_cgroup(folder: RunFolder, tmp_path: Path) -> None:
@@ -300,15 +329,38 @@ def test_an_exit_that_is_reported_when_no_rank_runs_any_more_counts(folder: RunF
     say(folder, 0, raised_in_c(RuntimeError, RESET))
     say(folder, 1, ValueError("bad batch"))
     tasks = [Task(role="worker", index=rank, rank=rank) for rank in range(2)]
-    runner = AttemptRunner(
-        tasks, SupervisorSettings(), may_return=lambda: False, folder=folder, command=[],
-        groups=lambda _attempt, _report: mock.Mock(), rendezvous=mock.Mock(),
-    )  # fmt: skip
-    runner.events.put(exited(1))
+    launch = mock.Mock(signals={})
+    agent = Agent(tasks, AgentSettings(), launch, folder=folder, command=[], groups=mock.Mock())
+    agent.events.put(exited(1))
     group = mock.Mock(running=[], marks={})
-    failure, exits = runner._first_failure(group, 0, exited(0))
+    failure, exits = agent._first_failure(group, 0, exited(0))
     assert plain(failure.headline) == "rank 1 failed while starting: ValueError: bad batch."
     assert [one.rank for one in exits] == [0, 1]
+
+
+LOST = ErrorReport(
+    rank=0, kinds=("RuntimeError",), message="lost", traceback="", exit_code=1, is_secondary=True, is_permanent=False
+)
+ENDED, WAITS, GONE = RankFacts(rank=1, exit_code=-9), RankFacts(rank=2), RankFacts(rank=2, has_ended=True)
+CUT_OFF = RankFacts(rank=0, report=LOST)
+
+
+@pytest.mark.parametrize(
+    ("facts", "graces", "wait_s"),
+    [
+        ([ENDED, WAITS], HERE, 0.1),  # the error that made it end may still arrive
+        ([CUT_OFF, WAITS], HERE, 1.0),
+        ([CUT_OFF, WAITS, GONE], HERE, 10.0),  # its exit is on the way
+        ([CUT_OFF, WAITS], AT_THE_STORE, 3.0),
+        ([CUT_OFF, GONE], AT_THE_STORE, 0.2),  # it writes no report any more
+        ([CUT_OFF, ENDED, WAITS], AT_THE_STORE, 0.2),
+        ([CUT_OFF, ENDED], HERE, 0.0),  # no rank is left that could report
+    ],
+)
+def test_a_failure_waits_for_the_one_that_caused_it(facts: list[RankFacts], graces: Graces, wait_s: float) -> None:
+    found = first_failure(facts, waited_s=0.0, graces=graces)
+    assert found == wait_s if wait_s else isinstance(found, tuple)
+    assert isinstance(first_failure(facts, waited_s=wait_s, graces=graces), tuple)
 
 
 def begun_in(path: Path) -> RunFolder:
@@ -327,7 +379,8 @@ def test_a_verdict_names_the_dumps_and_how_to_compare_them(tmp_path: Path) -> No
         (tmp_path / f"live/nccl_rank_{rank}").write_bytes(b"\x80\x02")
     dumps = f"NCCL's last collectives are in {tmp_path}/live: nccl_rank_0 to nccl_rank_1. To compare them: torchfrtrace"
     assert dumps in str(root_cause(folder, exits, [0]).error())
-    assert dumps in str(unresponsive_rank(folder, [0, 1]).error())
+    say(folder, 2, raised_in_c(RuntimeError, RESET))
+    assert dumps in str(root_cause(folder, [exited(2)], [0, 1]).error())
 
 
 def test_a_rank_that_gave_up_waiting_does_not_hide_the_rank_it_waited_for(tmp_path: Path) -> None:

@@ -24,21 +24,22 @@ from trainkit.cluster.tasks import Task
 from trainkit.config.check import checked
 from trainkit.config.compose import compose
 from trainkit.errors import ConfigError, CrashLoopError, DataError, HangError, TrainingError
-from trainkit.run.folder.restart_record import FILE, Restart, record_restart, restarts_of
-from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.planning.plan import RunPlan, make_plan
-from trainkit.run.process.error_report import write_error_report
-from trainkit.run.process.heartbeat import Heartbeat
-from trainkit.run.supervisor.failure import Failure
-from trainkit.run.supervisor.restart_policy import (
+from trainkit.run.agent.failure import Failure
+from trainkit.run.agent.policy import (
     Fault,
     RaisedError,
+    ReplicaMembership,
     RestartPolicy,
     TaskRestarter,
     fault_of,
     record_relaunch,
 )
-from trainkit.run.supervisor.supervisor import ReplicaMembership, _result
+from trainkit.run.agent.supervisor import _result
+from trainkit.run.folder.restart_record import FILE, Restart, record_restart, restarts_of
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.planning.plan import RunPlan, make_plan
+from trainkit.run.process.error_report import write_error_report
+from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.strategies.data_parallel.strategy import Mirrored
 
 
@@ -178,7 +179,7 @@ def test_a_worker_that_hangs_is_ended_and_started_again_alone(folder: RunFolder,
 def test_an_idle_task_does_not_hang(
     folder: RunFolder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.run.supervisor.attempts._SHUTDOWN_GRACE_S", 0.2)
+    monkeypatch.setattr("trainkit.run.agent.agent._SHUTDOWN_GRACE_S", 0.2)
     fake("steps=80 pause=0.02", fail="rank=1,step=3,phase=idle,action=hang")
     assert run_roles(folder, "worker", hang_timeout_s=1, log=pytest.fail)["status"] == "finished"
 
@@ -246,14 +247,14 @@ def test_a_task_that_dies_before_it_begins_waits_1_s_then_2_and_at_most_60(folde
 def test_a_worker_that_stays_is_ended(
     folder: RunFolder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.run.supervisor.attempts._SHUTDOWN_GRACE_S", 0.2)
+    monkeypatch.setattr("trainkit.run.agent.agent._SHUTDOWN_GRACE_S", 0.2)
     fake("steps=3 stays=worker")
     assert run_roles(folder, "worker ps", log=pytest.fail)["status"] == "finished"
     assert_no_process_is_left(folder)
 
 
 def test_no_file_holds_the_token(folder: RunFolder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.run.supervisor.attempts.token_hex", lambda size: "5ec2e7" * size)
+    monkeypatch.setattr("trainkit.run.agent.supervisor.token_hex", lambda size: "5ec2e7" * size)
     fake("steps=3")
     run_roles(folder, "worker", log=pytest.fail)
     written = [path for path in folder.path.rglob("*") if path.is_file() and b"5ec2e7" in path.read_bytes()]

@@ -28,12 +28,13 @@ from tests.support.present import present
 from trainkit.cli import main
 from trainkit.cluster.host import ThreadTimes, children_of, thread_times, waited_s
 from trainkit.errors import HangError, TerminatedError
+from trainkit.run.agent.evidence import ProcessEvidence
+from trainkit.run.agent.failure import facts_of, failure_of
+from trainkit.run.agent.monitor import Monitor, TimeLimits, stopped_process
+from trainkit.run.agent.self_watch import BeatCounter, SelfWatch
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection import TimeLimits, Watch, stopped_process
 from trainkit.run.process.heartbeat import Heartbeat, HeartbeatReading, Pauses, read_heartbeat
 from trainkit.run.process.stacks import stacks_from
-from trainkit.run.supervisor.failure import hanging
-from trainkit.run.supervisor.self_watch import BeatCounter, SelfWatch
 from trainkit.run.task import report_compiling
 from trainkit.trainer.failpoints import PHASES, Phase
 
@@ -55,7 +56,7 @@ class Scene:
         self.threads: dict[int, ThreadTimes] = {}
         self.stopped: set[int] = set()
         self.is_asked_to_stop = False
-        self.watch = Watch(
+        self.monitor = Monitor(
             TimeLimits(**{"hang_timeout_s": 10.0, **limits}),
             self.folder,
             auxiliary_ranks=auxiliary_ranks,
@@ -80,9 +81,11 @@ class Scene:
         until = self.now + for_s
         while self.now < until:
             self.now += 0.5
-            found = self.watch.look(self.ranks)
+            found = self.monitor.look(self.ranks)
             if found is not None:
-                return hanging(self.folder, found, self.ranks).headline
+                evidence = ProcessEvidence(self.folder)
+                facts = facts_of(self.folder, evidence, running=self.ranks, reports={}, overdue=found)
+                return failure_of(self.folder, evidence, facts).headline
         return None
 
 
@@ -434,7 +437,7 @@ def test_a_thread_that_does_not_take_the_interrupt_is_ended_with_its_process(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder.path.mkdir()
-    monkeypatch.setattr("trainkit.run.supervisor.self_watch._GRACE_S", 0.1)
+    monkeypatch.setattr("trainkit.run.agent.self_watch._GRACE_S", 0.1)
     left, beats = threading.Event(), beating(7, "data")
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # as code in C that does not return
     watch = SelfWatch(
@@ -460,7 +463,7 @@ def test_a_debugger_may_hold_the_process(folder: RunFolder) -> None:
 
 @pytest.mark.slow
 def test_a_wait_for_data_ends_when_asked_to_stop(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.run.hang_detection._STOP_S", 0.2)
+    monkeypatch.setattr("trainkit.run.agent.monitor._STOP_S", 0.2)
     beats = BeatCounter()
     beats("data", 0)
     watch = SelfWatch(TimeLimits(), folder, read=lambda _: beats.count(), requested=lambda: "preempted")

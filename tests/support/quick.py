@@ -311,7 +311,7 @@ def _run_as_it_is(module: str, arguments: list[str]) -> int:
 _IMPORTED: Final = {
     "trainkit": (
         "torch._dynamo", "trainkit.verbs.running.train", "trainkit.api", "trainkit.run.runner",
-        "trainkit.run.supervisor.supervisor", "trainkit.config.compose.jobs", "trainkit.callbacks.figures",
+        "trainkit.run.agent.supervisor", "trainkit.config.compose.jobs", "trainkit.callbacks.figures",
         "trainkit.callbacks.progress", "trainkit.callbacks.tensorboard", "trainkit.report.events",
         "trainkit.report.web.run_document", "trainkit.objectives.classification", "trainkit.models.mlp",
         "trainkit.data.sets.images", "trainkit.strategies.data_parallel.strategy", "trainkit.strategies.mesh.fsdp",

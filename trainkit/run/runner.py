@@ -15,6 +15,8 @@ from trainkit.config.composition import Composition
 from trainkit.config.identity import changed_keys
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, together
+from trainkit.run.agent.monitor import TimeLimits
+from trainkit.run.agent.self_watch import BeatCounter, SelfWatch
 from trainkit.run.begin import (
     CheckStart,
     Job,
@@ -26,7 +28,6 @@ from trainkit.run.begin import (
     refuse_own_loss,
 )
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection import TimeLimits
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.misfits import refuse_misfits
 from trainkit.run.planning.notes import coupling_of, cut_notes, is_never_given, model_notes
@@ -35,7 +36,6 @@ from trainkit.run.planning.tasks import refuse_launch
 from trainkit.run.process.heartbeat import beats_of
 from trainkit.run.record import RunRecord, record_settings, recorded_run
 from trainkit.run.signals import StopFlag
-from trainkit.run.supervisor.self_watch import BeatCounter, SelfWatch
 from trainkit.run.task import TaskRun
 from trainkit.storage import reporting
 from trainkit.trainer.events import ended_hooks
@@ -145,10 +145,10 @@ def _train(begun: _BegunRun, job: Job | None) -> dict[str, Any]:
         if len(plan.tasks) == 1:
             with begun.task() as task:
                 return task.run()
-        from trainkit.run.supervisor.attempts import SupervisorSettings  # noqa: PLC0415 - one device needs none
-        from trainkit.run.supervisor.supervisor import supervise  # noqa: PLC0415 - the same
+        from trainkit.run.agent.agent import AgentSettings  # noqa: PLC0415 - one device needs none
+        from trainkit.run.agent.supervisor import supervise  # noqa: PLC0415 - the same
 
-        settings = SupervisorSettings(
+        settings = AgentSettings(
             max_restarts=cfg.supervisor.max_restarts,
             min_replicas=cfg.elastic.min_replicas,
             retry_s=cfg.elastic.retry_s,

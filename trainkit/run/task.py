@@ -21,6 +21,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import AbsentFileError, CheckpointError, StorageError
 from trainkit.exporting.trained import NotExportableError
 from trainkit.files import read_map
+from trainkit.run.agent.self_watch import BeatCounter
 from trainkit.run.begin import Result
 from trainkit.run.estimates.out_of_memory import explained
 from trainkit.run.folder.export import export_at_end
@@ -36,7 +37,6 @@ from trainkit.run.session.outcome import Report, failure_of, reported, unless_ex
 from trainkit.run.session.restore import TaskLinks, restore_or_init
 from trainkit.run.session.session import TaskSession
 from trainkit.run.signals import StopFlag
-from trainkit.run.supervisor.self_watch import BeatCounter
 from trainkit.storage import reporting
 from trainkit.strategies.base import ignore_phase
 from trainkit.strategies.flight_recorder import FlightRecorder

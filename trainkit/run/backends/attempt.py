@@ -12,12 +12,13 @@ from typing import Any, Final
 from trainkit.bounded import Kind
 from trainkit.errors import AbsentFileError, UnreadableError
 from trainkit.files import open_regular, read_map, read_text, write_json_atomically
+from trainkit.run.agent.evidence import ProcessEvidence
+from trainkit.run.agent.failure import Failure, facts_of, failure_of
+from trainkit.run.agent.policy import ExternalRestart, record_relaunch
 from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import read_error_report
 from trainkit.run.process.worker_group import ProcessExit
-from trainkit.run.supervisor.failure import Failure, root_cause
-from trainkit.run.supervisor.restart_policy import ExternalRestart, record_relaunch
 
 _TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.1
@@ -129,15 +130,16 @@ def may_restart(payload: Mapping[str, Any]) -> bool:
 def failure_in(folder: RunFolder) -> Failure | None:
     """Return the first failure of the last attempt; None if no rank left an error report."""
     found = {
-        rank: report
+        int(rank): report
         for path in folder.live.glob("rank_*.error.json")
         if (rank := path.name.split("_")[1].split(".")[0]).isdigit() and (report := read_error_report(path)) is not None
     }
     if not found:
         return None
-    exits = [ProcessExit(attempt=0, rank=int(rank), code=report.exit_code) for rank, report in found.items()]
-    failure = root_cause(folder, exits, [])
-    report = found[str(failure.rank)]
+    exits = [ProcessExit(attempt=0, rank=rank, code=report.exit_code) for rank, report in found.items()]
+    evidence = ProcessEvidence(folder)
+    failure = failure_of(folder, evidence, facts_of(folder, evidence, exits=exits))
+    report = found[failure.rank]
     if report.is_secondary:
         return replace(
             failure, headline=f"rank {failure.rank} lost its connection to another rank, which wrote no error report."

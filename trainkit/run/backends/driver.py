@@ -12,13 +12,13 @@ from typing import Any, Final
 
 from trainkit.config.targets.allowed import package_environ
 from trainkit.config.yaml_files import config_dir_environ
-from trainkit.errors import CrashLoopError, StoppedError, TrainingError, TrainkitError, UnreadableError, status_of_error
+from trainkit.errors import CrashLoopError, StoppedError, TrainingError, TrainkitError, UnreadableError
 from trainkit.files import open_regular, write_atomically
+from trainkit.run.agent.monitor import TimeLimits
 from trainkit.run.backends.attempt import failure_in, forget_attempts, refusal_in, stop_file
 from trainkit.run.backends.worker import worker_payload
-from trainkit.run.folder.rollbacks import skipped_in
+from trainkit.run.folder.failure_record import record_failure
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection import TimeLimits
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process_backend import CARRIED, BackendConnection, BackendJob, ProcessBackend
 from trainkit.run.signals import StopFlag, stop_error
@@ -131,10 +131,7 @@ def _run(connection: BackendConnection, job: BackendJob, failures: list[BaseExce
 
 
 def _recorded(folder: RunFolder, error: TrainkitError) -> TrainkitError:
-    """Write the cause that ends the command into the result; rank 0 only knows its own error."""
-    status = status_of_error(error)
-    kept = {**skipped_in(folder.checkpoints), "resume": folder.resume_command, **(folder.read_result() or {})}
-    folder.write_result({**kept, "status": status, "reason": str(error)})
+    record_failure(folder, error)
     return error
 
 

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import os
-import queue
-import sys
-from collections.abc import Mapping
+import signal
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar
 
 from trainkit.cluster.launch import LaunchEnvironment, socket_environ, workers
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.files import open_regular
+from trainkit.run.agent.agent import Agent, AgentSettings, Launch
+from trainkit.run.agent.monitor import TimeLimits
 from trainkit.run.backends.attempt import RankError, stop_file, stop_reason
 from trainkit.run.folder.fencing_token import VARIABLE as FENCE
 from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection import ProcessEvidence, TimeLimits, Watch
 from trainkit.run.process.error_report import read_error_report, write_error_report
-from trainkit.run.process.worker_group import ProcessExit, WorkerGroup, worker_environ
-from trainkit.run.signals import EXIT_CODES, Reason, signal_of
-from trainkit.run.supervisor.failure import hanging, root_cause
-
-_CLEAN: Final = frozenset(EXIT_CODES.values())
-_WORKER: Final = (sys.executable, "-m", "trainkit.run.worker_main")
+from trainkit.run.process.fork_server import ENTRY
+from trainkit.run.process.worker_group import WorkerGroup, worker_environ
+from trainkit.run.signals import Reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +63,78 @@ def worker_payload(
     }
 
 
+class EngineLaunch(Launch):
+    """One rank in a process that a backend started, for its agent.
+
+    Args:
+        folder: the run folder.
+        payload: what the driver sends to every rank.
+        info: the rank.
+        attempt: the number of the attempt of the backend, and the fencing token of the run folder.
+    """
+
+    signals: ClassVar[Mapping[signal.Signals, Reason]] = {}
+    """None: the driver alone stops a run, by a file of the folder."""
+
+    def __init__(self, folder: RunFolder, payload: Mapping[str, Any], info: WorkerInfo, attempt: Sequence[str]) -> None:
+        super().__init__(folder)
+        self.payload, self.info, self.attempt = payload, info, attempt
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether all ranks are on this host."""
+        return self.info.is_alone
+
+    @property
+    def cwd(self) -> Path | None:
+        """The folder of the driver, in which relative paths of the config start, if it exists on this host."""
+        cwd = Path(self.payload["cwd"])
+        return cwd if cwd.is_dir() else None
+
+    def identity(self, task: Task, num_ranks: int, attempt: int, life: int) -> Identity:
+        """Return the identity of the rank in an attempt of the backend."""
+        del num_ranks, life
+        host, port = self.payload["store"]
+        return Identity(
+            task=task,
+            num_ranks=self.info.num_ranks,
+            store=(host, int(port)),
+            prefix="/".join(("attempt", *self.attempt)),
+            attempt=attempt,
+        )
+
+    def environ(self, identity: Identity) -> dict[str, str]:
+        """Return the environment of the worker, with the variables that the driver sends."""
+        info, host_port = self.info, identity.store
+        assert host_port is not None
+        launch = LaunchEnvironment(
+            kind=self.payload["kind"],
+            tasks=workers(info.num_ranks),
+            rank=info.rank,
+            local_rank=info.local_rank,
+            num_local=info.num_local,
+            num_hosts=1 if info.is_alone else info.num_ranks,
+            store=host_port,
+        )
+        environ = worker_environ({**socket_environ(launch), **os.environ, **self.payload["environ"]}, identity)
+        return {**environ, FENCE: self.attempt[1]}
+
+    def log_of(self, task: Task) -> Path:
+        """Return the log of a rank; the driver prints that of rank 0."""
+        return self.folder.log_of(task.rank)
+
+    def watched(self, running: Collection[int]) -> Collection[int]:
+        """Return the ranks of this host: those that wait for one behind them are not blamed."""
+        return range(self.info.num_ranks) if self.info.is_alone else running
+
+    def stop_requested(self) -> Reason | None:
+        """Return the reason of the driver's request to stop."""
+        if not stop_file(self.folder).exists():
+            return None
+        reason = stop_reason(self.folder)
+        return "stopped" if reason == "stopped" else "hangup" if reason == "hangup" else "preempted"
+
+
 def run_rank(payload: Mapping[str, Any], info: WorkerInfo, attempt: list[str] | None) -> None:
     """Run one rank until it ends, in a process that dies with this one.
 
@@ -75,80 +144,23 @@ def run_rank(payload: Mapping[str, Any], info: WorkerInfo, attempt: list[str] | 
     """
     if attempt is None:
         return
-    number, token = attempt
     folder = RunFolder(Path(payload["folder"]))
-    FencingToken.verify(folder, token)
-    exits: queue.SimpleQueue[ProcessExit] = queue.SimpleQueue()
-    with WorkerGroup(int(number), exits.put) as group:
-        evidence = ProcessEvidence(folder, lambda: group.marks)
-        command = [*_WORKER, str(folder.resolved)]
-        environ = {**_environ(payload, info, attempt), FENCE: token}
-        cwd = Path(payload["cwd"])  # relative paths of the config start there, if it exists on this host
-        group.start(info.rank, command, environ, folder.log_of(info.rank), cwd=cwd if cwd.is_dir() else None)
-        code = _watch(group, exits, folder, info, TimeLimits.of(payload["limits"]), evidence=evidence)
-    if code not in _CLEAN or (code == 0 and not folder.done_of(info.rank).exists()):
-        raise RankError(_failure_headline(folder, info, code, evidence))
-
-
-def _environ(payload: Mapping[str, Any], info: WorkerInfo, attempt: list[str]) -> dict[str, str]:
-    host, port = payload["store"]
-    launch = LaunchEnvironment(
-        kind=payload["kind"],
-        tasks=workers(info.num_ranks),
-        rank=info.rank,
-        local_rank=info.local_rank,
-        num_local=info.num_local,
-        num_hosts=1 if info.is_alone else info.num_ranks,
-        store=(host, int(port)),
-    )
-    identity = Identity(
-        task=Task(role="worker", index=info.rank, rank=info.rank, device=payload["device"]),
-        num_ranks=info.num_ranks,
-        store=launch.store,
-        prefix="/".join(("attempt", *attempt)),
-        attempt=int(attempt[0]),
-    )
-    return worker_environ({**socket_environ(launch), **os.environ, **payload["environ"]}, identity)
-
-
-def _watch(
-    group: WorkerGroup,
-    exits: queue.SimpleQueue[ProcessExit],
-    folder: RunFolder,
-    info: WorkerInfo,
-    limits: TimeLimits,
-    *,
-    evidence: ProcessEvidence,
-) -> int:
-    """Wait for the worker to end; forward a request to stop once."""
-    watch, stop_sent = Watch(limits, folder, sees_all=info.is_alone, pid_of=evidence.pid), False
-    seen = range(info.num_ranks) if info.is_alone else [info.rank]  # a host does not see the heartbeats of another
-    while True:
-        try:
-            return exits.get(timeout=watch.interval_s).code
-        except queue.Empty:
-            pass
-        if not stop_sent and stop_file(folder).exists():
-            stop_sent = True
-            group.signal(signal_of(_reason_of_stop(folder)))
-        overdue = watch.look(seen)
-        if overdue is not None and overdue.rank == info.rank:  # every rank is ended by its own watch
-            failure = hanging(folder, overdue, [info.rank], evidence)
-            with open_regular(folder.log_of(info.rank), "ab") as log:
-                log.write(f"{group.stacks(info.rank, folder.stacks_of(info.rank))}\n".encode())
-            write_error_report(folder.error_of(info.rank), info.rank, RankError(failure.headline))
-            group.kill()
-
-
-def _reason_of_stop(folder: RunFolder) -> Reason:
-    reason = stop_reason(folder)
-    return "stopped" if reason == "stopped" else "hangup" if reason == "hangup" else "preempted"
-
-
-def _failure_headline(folder: RunFolder, info: WorkerInfo, code: int, evidence: ProcessEvidence) -> str:
-    """Return the cause of the rank's failure; write an error report for a rank that left none."""
-    exited = ProcessExit(attempt=0, rank=info.rank, code=code)
-    headline = root_cause(folder, [exited], [], evidence).headline
+    FencingToken.verify(folder, attempt[1])
+    task = Task(role="worker", index=info.rank, rank=info.rank, device=payload["device"])
+    with Agent(
+        [task],
+        AgentSettings(max_restarts=0, limits=TimeLimits.of(payload["limits"])),
+        EngineLaunch(folder, payload, info, attempt),
+        folder=folder,
+        command=[*ENTRY, str(folder.resolved)],
+        groups=WorkerGroup,
+    ) as agent:
+        failure = agent.run(int(attempt[0]), [task])
+    if failure is None:
+        return
+    if failure.hang:
+        with open_regular(folder.log_of(info.rank), "ab") as log:
+            log.write(f"{failure.detail}\n".encode())
     if read_error_report(folder.error_of(info.rank)) is None:
-        write_error_report(folder.error_of(info.rank), info.rank, RankError(headline))
-    return headline
+        write_error_report(folder.error_of(info.rank), info.rank, RankError(failure.headline))
+    raise RankError(failure.headline)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainkit.cluster.tasks import Identity
+from trainkit.run.agent.monitor import TimeLimits
 from trainkit.run.begin import write_resolved
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection import TimeLimits
 from trainkit.run.inference.job import Job, refuse_misfits
 from trainkit.run.inference.task import JobTask
 from trainkit.run.process.heartbeat import beats_of
@@ -48,15 +48,15 @@ def run_job(job: Job, folder: Path, *, log: Callable[[str], None]) -> dict[str, 
                 log=log,
             )
             return task.run() or {}
-    from trainkit.run.supervisor.attempts import SupervisorSettings  # noqa: PLC0415 - one device needs none
-    from trainkit.run.supervisor.supervisor import supervise  # noqa: PLC0415 - the same
+    from trainkit.run.agent.agent import AgentSettings  # noqa: PLC0415 - one device needs none
+    from trainkit.run.agent.supervisor import supervise  # noqa: PLC0415 - the same
 
     place = RunFolder(folder)
     place.take()
     write_resolved(place, replace(job.cfg, resume=None))
     job.request.write(folder)
     place.begin()
-    settings = SupervisorSettings(
+    settings = AgentSettings(
         max_restarts=0,
         note_without_checkpoint=_KEPT if job.request.verb == "predict" else "",
         limits=TimeLimits.of(job.cfg.supervisor),

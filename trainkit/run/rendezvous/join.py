@@ -26,6 +26,7 @@ from trainkit.cluster.host import mig_instances, own_cores, threads_of
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError
+from trainkit.run.agent.monitor import TimeLimits
 from trainkit.run.begin import (
     CheckStart,
     Job,
@@ -39,7 +40,6 @@ from trainkit.run.begin import (
 )
 from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection import TimeLimits
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.misfits import refuse_misfits
 from trainkit.run.planning.notes import coupling_of, cut_notes, is_never_given, model_notes
@@ -55,7 +55,7 @@ from trainkit.run.rendezvous.late_join import (
     publish_join_info,
     refusing_late_tasks,
 )
-from trainkit.run.rendezvous.local_workers import LocalWorkerGroup
+from trainkit.run.rendezvous.local_workers import HostLaunch, run_local_workers
 from trainkit.run.rendezvous.relaunch import (
     ENDED,
     clear_run_folder,
@@ -154,8 +154,17 @@ class JoinedGroup:
     def run_here(self, ending: SharedEnding) -> Result:
         """Run the rank or the ranks of this process."""
         if self.ranks_here > 1:
-            workers = _local_worker_group(self.barrier, self.plan, self.ranks_here, self.fencing_token)
-            return workers.run(self.folder, ending.peers.look)
+            first = self.barrier.launch.rank * self.ranks_here
+            workers = HostLaunch(
+                self.folder,
+                self.plan,
+                self.plan.tasks[first : first + self.ranks_here],
+                store=self.barrier.address,
+                prefix=f"{self.barrier.prefix}/group",
+                token=self.fencing_token.token,
+                peers=ending.peers.look,
+            )
+            return run_local_workers(workers, self.barrier.launch.attempt)
         with self.task(ending.report) as task:
             return task.run()
 
@@ -357,22 +366,3 @@ def _lock(folder: RunFolder, *, wait: bool) -> Iterator[int]:
                     raise
                 time.sleep(0.2)
         yield descriptor
-
-
-def _local_worker_group(
-    barrier: ProcessBarrier,
-    plan: RunPlan,
-    ranks_per_process: int,
-    fencing_token: FencingToken,
-) -> LocalWorkerGroup:
-    """Create the group of ranks of this process, if it runs all devices of a host."""
-    first = barrier.launch.rank * ranks_per_process
-    return LocalWorkerGroup(
-        launch=barrier.launch,
-        plan=plan,
-        tasks=plan.tasks[first : first + ranks_per_process],
-        store=barrier.address,
-        prefix=f"{barrier.prefix}/group",
-        token=fencing_token.token,
-        limits=TimeLimits.of(plan.cfg.supervisor),
-    )

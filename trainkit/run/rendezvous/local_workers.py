@@ -7,128 +7,93 @@ are not restarted: a failure ends this task, and with it the others.
 from __future__ import annotations
 
 import os
-import queue
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from trainkit.cluster.host import num_cores
-from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.errors import TrainkitError
+from trainkit.run.agent.agent import Agent, AgentSettings, Launch
+from trainkit.run.agent.monitor import TimeLimits
 from trainkit.run.folder import fencing_token
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection import ProcessEvidence, TimeLimits, Watch
 from trainkit.run.planning.plan import RunPlan, plan_to_environ
 from trainkit.run.process.fork_server import ENTRY, worker_group_factory
-from trainkit.run.process.worker_group import ProcessExit, WorkerGroup, worker_environ
-from trainkit.run.signals import Reason, StopFlag, signal_of, stop_error
-from trainkit.run.supervisor.failure import Failure, hanging, is_clean, root_cause
-
-_GRACE_S: Final = 1.0
+from trainkit.run.process.worker_group import worker_environ
+from trainkit.run.signals import stop_error
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalWorkerGroup:
-    """The workers of this host."""
+class HostLaunch(Launch):
+    """The workers of one host of an external launch, for their agent.
 
-    launch: LaunchEnvironment
-    plan: RunPlan
-    """The plan of the run, over all hosts."""
-    tasks: tuple[Task, ...]
-    """The tasks of this host, with their devices."""
-    store: tuple[str, int]
-    prefix: str
-    token: str
-    """Fencing token of the run folder; a group with another token must not write."""
-    limits: TimeLimits = TimeLimits()  # noqa: RUF009 - frozen
-    """Longest times without progress."""
+    Args:
+        folder: the run folder.
+        plan: the plan of the run, over all hosts.
+        tasks: the tasks of this host, with their devices.
+        store: address of the store of the launch.
+        prefix: prefix of its keys for this group.
+        token: fencing token of the run folder; a group with another token must not write.
+        peers: returns the error of another host, with which the workers of this host have to end.
+    """
 
-    def run(self, folder: RunFolder, peers: Callable[[], TrainkitError | None]) -> dict[str, Any] | None:
-        """Start the workers and watch them until they have ended; forward Ctrl-C, SIGTERM and SIGHUP.
-
-        `peers` returns the error of another process with which these workers have to end, if there is one.
-
-        Returns:
-            The content of result.json.
-
-        Raises:
-            TrainkitError: the first failure on this host.
-        """
-        events: queue.SimpleQueue[ProcessExit | Reason] = queue.SimpleQueue()
-        command = [*ENTRY, str(folder.resolved)]
-        folder.open_live()
-        with (
-            worker_group_factory(command, self.tasks) as groups,
-            StopFlag(events.put) as stop,
-            groups(self.launch.attempt, events.put) as group,
-        ):
-            for task in self.tasks:
-                group.start(task.rank, command, self._environ(task), folder.log_of(task.rank) if task.rank else None)
-            evidence = ProcessEvidence(folder, lambda: group.marks)
-            failed = self._watch(group, events, folder, stop, evidence, peers=peers)
-            if isinstance(failed, Failure):
-                raise stop_error(stop.requested, failed.headline) if stop.requested else failed.error()
-            if failed:
-                failure = root_cause(folder, failed, group.running, evidence)
-                if stop.requested and not failure.is_permanent:
-                    raise stop_error(stop.requested, str(failure.error()))
-                lost = failure.report is not None and failure.report.is_secondary
-                raise failure.error() from (ConnectionError("a rank of another host is lost") if lost else None)
-        return folder.read_result()
-
-    def _watch(
+    def __init__(
         self,
-        group: WorkerGroup,
-        events: queue.SimpleQueue[ProcessExit | Reason],
         folder: RunFolder,
-        stop: StopFlag,
-        evidence: ProcessEvidence,
+        plan: RunPlan,
+        tasks: Sequence[Task],
         *,
+        store: tuple[str, int],
+        prefix: str,
+        token: str,
         peers: Callable[[], TrainkitError | None],
-    ) -> list[ProcessExit] | Failure:
-        """Wait for all to end; return the failures shortly after the first one, or a hang."""
-        failed: list[ProcessExit] = []
-        deadline = None
-        sees_all = len(self.tasks) == len(self.plan.training_tasks)
-        watch = Watch(
-            self.limits,
-            folder,
-            sees_all=sees_all,
-            pid_of=evidence.pid,
-            asked_to_stop=lambda: stop.requested is not None,
-        )
-        while group.running and (deadline is None or time.monotonic() < deadline):
-            try:
-                event = events.get(timeout=min(0.2, watch.interval_s))
-            except queue.Empty:
-                if not failed and (error := peers()) is not None:
-                    raise error from None
-                overdue = None if failed else watch.look(group.running)
-                if overdue is None:
-                    continue
-                failure = hanging(folder, overdue, group.running, evidence)
-                return replace(failure, detail=group.stacks(failure.rank, folder.stacks_of(failure.rank)))
-            if not isinstance(event, ProcessExit):
-                group.signal(signal_of(event))
-            elif not is_clean(folder, event, stopping=stop.requested is not None):
-                failed.append(event)
-                deadline = deadline or time.monotonic() + _GRACE_S
-        while not events.empty():
-            event = events.get()
-            if isinstance(event, ProcessExit) and not is_clean(folder, event, stopping=stop.requested is not None):
-                failed.append(event)
-        return failed
+    ) -> None:
+        super().__init__(folder)
+        self.plan, self.tasks = plan, tasks
+        self._store, self._prefix, self._token, self._peers = store, prefix, token, peers
 
-    def _environ(self, task: Task) -> dict[str, str]:
-        identity = Identity(
-            task=task,
-            num_ranks=len(self.plan.training_tasks),
-            store=self.store,
-            prefix=self.prefix,
-            attempt=self.launch.attempt,
-        )
+    @property
+    def sees_all(self) -> bool:
+        """Whether all ranks are on this host."""
+        return len(self.tasks) == len(self.plan.training_tasks)
+
+    def identity(self, task: Task, num_ranks: int, attempt: int, life: int) -> Identity:
+        """Return the identity of a rank, one of those of all hosts."""
+        del num_ranks, life
+        num_training = len(self.plan.training_tasks)
+        return Identity(task=task, num_ranks=num_training, store=self._store, prefix=self._prefix, attempt=attempt)
+
+    def environ(self, identity: Identity) -> dict[str, str]:
+        """Return the environment of a worker: its share of the cores of this host, the plan, and the fencing token."""
         threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // len(self.tasks)))}
-        inherited = {**plan_to_environ(self.plan), fencing_token.VARIABLE: self.token}
+        inherited = {**plan_to_environ(self.plan), fencing_token.VARIABLE: self._token}
         return {**worker_environ({**threads, **os.environ}, identity), **inherited}
+
+    def peer_error(self) -> TrainkitError | None:
+        """Return the error of another host."""
+        return self._peers()
+
+
+def run_local_workers(launch: HostLaunch, attempt: int) -> dict[str, Any] | None:
+    """Start the workers of this host and watch them until they have ended; forward Ctrl-C, SIGTERM and SIGHUP.
+
+    Returns:
+        The content of result.json.
+
+    Raises:
+        TrainkitError: the first failure on this host, or the error of another host.
+    """
+    folder = launch.folder
+    settings = AgentSettings(max_restarts=0, limits=TimeLimits.of(launch.plan.cfg.supervisor))
+    command = [*ENTRY, str(folder.resolved)]
+    folder.open_live()
+    with (
+        worker_group_factory(command, launch.tasks) as groups,
+        Agent(launch.tasks, settings, launch, folder=folder, command=command, groups=groups) as agent,
+    ):
+        failure = agent.run(attempt, launch.tasks)
+        if failure is None:
+            return folder.read_result()
+        if agent.stop.requested and not failure.is_permanent:
+            raise stop_error(agent.stop.requested, str(failure.error()))
+        lost = failure.report is not None and failure.report.is_secondary
+        raise failure.error() from (ConnectionError("a rank of another host is lost") if lost else None)

@@ -14,11 +14,12 @@ from trainkit.config.identity import fingerprint, run_config
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, CrashLoopError, LinkError, UnreadableError
 from trainkit.files import read_map, write_json_atomically
+from trainkit.run.agent.policy import record_relaunch
 from trainkit.run.backends.attempt import failure_in
 from trainkit.run.begin import ResumePoint, adopt, find_start
+from trainkit.run.folder.failure_record import record_failure
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.rendezvous.barrier import ProcessBarrier
-from trainkit.run.supervisor.restart_policy import record_relaunch
 
 _KEY: Final = "folder"
 _RAISED: Final[Mapping[str, Kind]] = {"task": str, "rank": int, "step": (int, type(None)), "text": str}
@@ -90,7 +91,7 @@ def note_restart_of(folder: RunFolder, barrier: ProcessBarrier) -> None:
     relaunch = record_relaunch(folder, headline, rank, before=_raised_before(barrier, key))
     if relaunch.refusal is not None and failure is not None:
         error = CrashLoopError(f"{relaunch.refusal}: {failure.error()}")
-        folder.write_result({**(folder.read_result() or {}), "status": "failed", "reason": str(error)})
+        record_failure(folder, error)
         raise error
     barrier.store_for_relaunch(key, json.dumps(relaunch.to_json()))
 

@@ -18,25 +18,19 @@ from typing import Any, Final
 
 from trainkit.errors import PeerError, TrainkitError
 from trainkit.frames import first_line
-from trainkit.run.folder.rollbacks import skipped_in
+from trainkit.run.agent.evidence import ProcessEvidence
+from trainkit.run.agent.failure import AT_THE_STORE, facts_of, failure_of, first_failure
+from trainkit.run.agent.monitor import TimeLimits
+from trainkit.run.agent.self_watch import ThreadWatch
+from trainkit.run.folder.failure_record import record_failure
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection import ProcessEvidence, TimeLimits
 from trainkit.run.process.error_report import ErrorReport, Reporter, report_from_json
 from trainkit.run.process.heartbeat import read_heartbeat
 from trainkit.run.process.setup import print_on_terminal
-from trainkit.run.process.worker_group import ProcessExit
 from trainkit.run.rendezvous.barrier import ProcessBarrier
-from trainkit.run.supervisor.failure import root_cause, unresponsive_rank
-from trainkit.run.supervisor.self_watch import ThreadWatch
 from trainkit.strategies.collectives import RankGroup
 from trainkit.strategies.rendezvous_store import Pending
 
-_GRACE_S: Final = 0.2
-"""Seconds that other ranks have to write their error reports after this rank has failed by itself."""
-_GRACE_AFTER_LOSS_S: Final = 3.0
-"""The same for a rank that only lost its connection to another: the rank that failed first may still be writing its
-report.
-"""
 _LOOK_S: Final = 0.5
 """Seconds between two looks at the other processes."""
 _NOTICE_S: Final = 1.0
@@ -89,7 +83,7 @@ def ending_together(
         own = report(error)
         RankGroup(is_joined=True).close(failed=True)  # of a session that was not opened: others may wait in an exchange
         if rank > 0:
-            reported = barrier.read_any(["reported"], within_s=_GRACE_AFTER_LOSS_S + 1.0)
+            reported = barrier.read_any(["reported"], within_s=AT_THE_STORE.lost + 1.0)
             if reported:  # rank 0 explains the failure
                 message = reported["reported"]
                 return PeerError(f"rank {own.rank} ends: {message['line']}", exit_code=message["exit_code"])
@@ -128,9 +122,8 @@ def _record(barrier: ProcessBarrier, folder: RunFolder, failure: TrainkitError, 
     """Write the failure to result.json, if the run folder is still this group's, and report it to the other ranks."""
     with contextlib.suppress(TrainkitError):  # another group owns the folder now: do not write to it
         confirm()
-        kept = folder.read_result() or skipped_in(folder.checkpoints)
         with contextlib.suppress(OSError):  # the error itself is printed on the terminal
-            folder.write_result({**kept, "status": "failed", "reason": str(failure)})
+            record_failure(folder, failure)
     with contextlib.suppress(RuntimeError):
         barrier.publish("reported", {"line": first_line(failure), "exit_code": failure.exit_code})
 
@@ -138,43 +131,36 @@ def _record(barrier: ProcessBarrier, folder: RunFolder, failure: TrainkitError, 
 def _first_failure(
     barrier: ProcessBarrier, folder: RunFolder | None, report: ErrorReport
 ) -> tuple[TrainkitError, list[int]]:
-    """Return the failure that caused the others, and the ranks without an error report: gone, or hanging."""
-    others = {rank: f"failed/{rank}" for rank in barrier.ranks if rank != report.rank}
-    reports, arrivals = {report.rank: report}, {report.rank: len(barrier.ranks)}
-    deadline = time.monotonic() + (_GRACE_AFTER_LOSS_S if report.is_secondary else _GRACE_S)
-    while len(reports) <= len(others) and (left := deadline - time.monotonic()) > 0:
-        missing = [rank for rank in others if rank not in reports]
-        grace_s = _GRACE_S if set(missing) <= {*barrier.ended_here()} else left
-        received = barrier.read_any([others[rank] for rank in missing], within_s=min(left, grace_s))
-        if not received:
+    """Return the failure that caused the others, and the ranks without an error report: gone, or hanging.
+
+    Without a folder the processes are hosts, each of which has found the first failure of its own ranks.
+    """
+    reports, arrivals, begun = {report.rank: report}, {report.rank: len(barrier.ranks)}, time.monotonic()
+    for message in barrier.read_any([f"failed/{report.rank}"], within_s=0.0).values():
+        arrivals[report.rank] = message["arrival"]
+    while True:
+        silent = [rank for rank in barrier.ranks if rank not in reports]
+        evidence = _evidence(barrier, folder, silent, reports)
+        ordered = {rank: reports[rank] for rank in sorted(reports, key=arrivals.__getitem__)}
+        facts = facts_of(folder, evidence, running=silent, reports=ordered)
+        found = first_failure(facts, waited_s=time.monotonic() - begun, graces=AT_THE_STORE)
+        if not isinstance(found, float):
+            break
+        received = barrier.read_any([f"failed/{rank}" for rank in silent], within_s=found)
+        if not received:  # the time is over, or the store is lost
             break
         for message in received.values():
-            found = report_from_json(message["words"])
-            reports[found.rank], arrivals[found.rank] = found, message["arrival"]
-        if any(not found.is_secondary for found in reports.values()):
-            deadline = min(deadline, time.monotonic() + _GRACE_S)
-    own = barrier.read_any([f"failed/{report.rank}"], within_s=0.0)
-    arrivals.update((report.rank, message["arrival"]) for message in own.values())
-    silent = [rank for rank in others if rank not in reports]
-    if folder is None:  # every process has already found the first failure of its own ranks
-        order = {
-            rank: (one.is_secondary, -1 if one.step is None else one.step, arrivals[rank])
-            for rank, one in reports.items()
-        }
-        return reports[min(reports, key=lambda rank: order[rank])].error(), silent
-    evidence = _evidence(barrier, folder, silent, reports)
-    if silent and all(one.is_secondary for one in reports.values()):
-        # Even if they left error reports in the folder: the host that reads them lost its connection to us.
-        return unresponsive_rank(folder, silent, evidence).error(), silent
-    exits = [
-        ProcessExit(attempt=0, rank=rank, code=reports[rank].exit_code)
-        for rank in sorted(reports, key=arrivals.__getitem__)
-    ]
-    return root_cause(folder, exits, silent, evidence).error(), silent
+            other = report_from_json(message["words"])
+            reports[other.rank], arrivals[other.rank] = other, message["arrival"]
+    if folder is None:
+        first = first_failure([one for one in facts if one.report is not None])
+        assert isinstance(first, tuple)
+        return reports[first[0].rank].error(), silent
+    return failure_of(folder, evidence, facts).error(), silent
 
 
 def _evidence(
-    barrier: ProcessBarrier, folder: RunFolder, ranks: Collection[int], reports: Mapping[int, ErrorReport]
+    barrier: ProcessBarrier, folder: RunFolder | None, ranks: Collection[int], reports: Mapping[int, ErrorReport]
 ) -> ProcessEvidence:
     """Return the known reports, and the states of the processes of some ranks, if they are on this host."""
     here = {rank: process for rank, process in barrier.processes_here().items() if rank in ranks}

@@ -20,7 +20,7 @@ from trainkit.run.process.worker_group import enter_child
 _IMPORTED: Final = (
     "torch._dynamo",  # creating an optimizer imports it
     "trainkit.__main__", "trainkit.cli", "trainkit.verbs.running.train", "trainkit.api", "trainkit.config.check",
-    "trainkit.config.compose.jobs", "trainkit.run.runner", "trainkit.run.supervisor.supervisor",
+    "trainkit.config.compose.jobs", "trainkit.run.runner", "trainkit.run.agent.supervisor",
 )  # fmt: skip
 """Modules that the command of a job imports; given by name, because they are in higher layers than sweeps."""
 

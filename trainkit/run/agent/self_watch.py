@@ -22,12 +22,14 @@ from typing import Any, Final, Self
 
 from trainkit.cluster.host import ThreadTimes
 from trainkit.errors import HangError, TrainkitError
+from trainkit.run.agent.evidence import ProcessEvidence
+from trainkit.run.agent.failure import facts_of, failure_of
+from trainkit.run.agent.monitor import Monitor, TimeLimits, threads_of
+from trainkit.run.folder.failure_record import record_failure
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection import TimeLimits, Watch, threads_of
 from trainkit.run.process.error_report import write_error_report
 from trainkit.run.process.heartbeat import Beats, HeartbeatReading, Pauses
 from trainkit.run.signals import Reason, stop_error
-from trainkit.run.supervisor.failure import hanging
 from trainkit.trainer.failpoints import Phase
 
 _GRACE_S: Final = 10.0
@@ -173,7 +175,7 @@ class SelfWatch(ThreadWatch):
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
         self._folder, self._requested, self._exit = folder, requested, exit_process
-        self._watch = Watch(
+        self._monitor = Monitor(
             limits,
             folder,
             read=read,
@@ -181,25 +183,26 @@ class SelfWatch(ThreadWatch):
             threads=_other_threads,
             asked_to_stop=lambda: requested() is not None,
         )
-        super().__init__(interval_s=self._watch.interval_s, grace_s=_GRACE_S)
+        super().__init__(interval_s=self._monitor.interval_s, grace_s=_GRACE_S)
 
     def look(self) -> TrainkitError | None:
         """Return the error of a rank that has made no progress for too long."""
         if _is_held(self._frame()):
-            self._watch.restart()
+            self._monitor.restart()
             return None
-        overdue = self._watch.look([0])
+        overdue = self._monitor.look([0])
         if overdue is None:
             return None
-        headline, reason = hanging(self._folder, overdue, [0]).headline, self._requested()
+        evidence, reason = ProcessEvidence(self._folder), self._requested()
+        facts = facts_of(self._folder, evidence, running=[0], reports={}, overdue=overdue)
+        headline = failure_of(self._folder, evidence, facts).headline
         return HangError(headline) if reason is None else stop_error(reason, headline)
 
     def leave(self, error: TrainkitError, stack: str) -> None:
         """Write the report and the result, and exit."""
         write_error_report(self._folder.error_of(0), 0, error)
         if self._folder.read_result() is None:
-            command = self._folder.resume_command
-            self._folder.write_result({"status": "failed", "reason": str(error), "resume": command})
+            record_failure(self._folder, error)
         print(f"{error}\n{stack}", file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
         self._exit(error.exit_code)
 

@@ -1,33 +1,35 @@
-"""One attempt at a run: start every rank in its own process, and watch all ranks until they have ended."""
+"""The agent of a host: it starts the ranks of an attempt, watches them, and returns the failure that ends it.
+
+Every way to start a run is an agent with a worker group; what differs between them is a `Launch`: this machine alone
+(`trainkit.run.agent.supervisor`), one host of an external launch (`trainkit.run.rendezvous.local_workers`), one process
+of an engine (`trainkit.run.backends.worker`).
+"""
 
 from __future__ import annotations
 
-import os
 import queue
+import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from secrets import token_hex
-from typing import Final
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar, Final, Self
 
 from trainkit.cluster.tasks import Identity, Task
+from trainkit.errors import TrainkitError
+from trainkit.run.agent.evidence import MemoryEvents, ProcessEvidence
+from trainkit.run.agent.failure import Failure, facts_of, failure_of, first_failure, is_clean
+from trainkit.run.agent.monitor import Monitor, TimeLimits
+from trainkit.run.agent.policy import TaskRestarter
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection import MemoryEvents, ProcessEvidence, TimeLimits, Watch
 from trainkit.run.process.heartbeat import read_heartbeat
-from trainkit.run.process.worker_group import ProcessExit, WorkerGroup, worker_environ
+from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 from trainkit.run.signals import RESIZE_SIGNAL, Reason, StopFlag, signal_of
-from trainkit.run.supervisor.failure import Failure, hanging, is_clean, root_cause
-from trainkit.run.supervisor.restart_policy import TaskRestarter
 from trainkit.storage import Presence
-from trainkit.strategies.rendezvous_store import Rendezvous
 from trainkit.trainer.ownership import print_notice
 
-_GRACE_S: Final = 0.1
-"""Seconds that the other ranks have to write their error reports after one has failed."""
-_GRACE_AFTER_LOSS_S: Final = 1.0
-"""The same for a failed rank that only lost its connection to another: the root cause may be the last to exit."""
-_ENDING_S: Final = 10.0
-"""Seconds that a process that has ended may take to be reaped on a busy machine."""
 _REPORTED_S: Final = 30.0
 """Seconds that a rank may live after its error report, unless it is saving."""
 _SHUTDOWN_GRACE_S: Final = 5.0
@@ -35,11 +37,11 @@ _SHUTDOWN_GRACE_S: Final = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class SupervisorSettings:
+class AgentSettings:
     """The settings for starting, watching and restarting the ranks of a run."""
 
     max_restarts: int = 3
-    """Bounds the restarts, see `trainkit.run.supervisor.restart_policy`; 0 never restarts."""
+    """Bounds the restarts, see `trainkit.run.agent.policy`; 0 never restarts."""
     min_replicas: int | None = None
     """The run continues without lost replicas as long as this many are left; None: only with all."""
     retry_s: float = 60.0
@@ -60,108 +62,160 @@ class SupervisorSettings:
     """Function that logs restarts, and replicas lost and retried."""
 
 
-class AttemptRunner:
-    """Starts the ranks of a run, once for every attempt.
+class Launch(ABC):
+    """What differs between the ways to start a run, for the agent of one host; by default it is the only agent.
+
+    Args:
+        folder: the run folder.
+    """
+
+    signals: ClassVar[Mapping[signal.Signals, Reason] | None] = None
+    """Signals of this process that stop the run; None: the usual ones."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+
+    @abstractmethod
+    def identity(self, task: Task, num_ranks: int, attempt: int, life: int) -> Identity:
+        """Return the identity of a task in an attempt with so many ranks here, `life` times restarted alone."""
+
+    @abstractmethod
+    def environ(self, identity: Identity) -> dict[str, str]:
+        """Return the whole environment of a worker."""
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether all ranks that train together are on this host: otherwise one of them may wait for another host."""
+        return True
+
+    @property
+    def cwd(self) -> Path | None:
+        """Folder in which the workers start; None: that of this process."""
+        return None
+
+    def log_of(self, task: Task) -> Path | None:
+        """Return the file for the output of a task; None: it goes where that of this process goes."""
+        return self.folder.log_of(task.rank) if task.rank > 0 else None
+
+    def watched(self, running: Collection[int]) -> Collection[int]:
+        """Return the ranks whose heartbeats are compared, of which this host runs some."""
+        return running
+
+    def open_store(self) -> None:  # noqa: B027 - most launches have a store already
+        """Open the store that the started workers wait for; nothing: another process hosts it."""
+
+    def stop_requested(self) -> Reason | None:
+        """Return the reason of a stop that was requested outside of this process."""
+        return None
+
+    def peer_error(self) -> TrainkitError | None:
+        """Return the error of another host with which the ranks of this host have to end."""
+        return None
+
+
+class Agent:
+    """Starts the ranks of this host, once for every attempt, and watches them until they have ended.
 
     `groups` creates the worker group of an attempt, not started: (attempt number, callback for exits) -> group.
-    `may_return` returns whether a lost replica may be tried again.
+    `may_resize` returns whether the attempt should end for one with more replicas.
     """
 
     def __init__(
         self,
         tasks: Sequence[Task],
-        settings: SupervisorSettings,
+        settings: AgentSettings,
+        launch: Launch,
         *,
-        may_return: Callable[[], bool],
         folder: RunFolder,
         command: Sequence[str],
         groups: Callable[[int, Callable[[ProcessExit], None]], WorkerGroup],
-        rendezvous: Rendezvous,
+        may_resize: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._may_return = may_return
-        self._settings = settings
-        self._folder = folder
-        self._command = command
-        self._groups = groups
-        self._rendezvous = rendezvous
-        self._environ = {**os.environ, **settings.environ}
-        self._token = token_hex(32)
+        self._settings, self._launch, self._folder = settings, launch, folder
+        self._command, self._groups, self._may_resize = command, groups, may_resize
         self._auxiliary_ranks = frozenset(settings.auxiliary_ranks)
         alone = frozenset(task.rank for task in tasks if settings.max_restarts or task.is_evaluator)
         self._replaceable = frozenset(settings.replaceable) & alone  # an evaluator never ends a run
         self._memory = MemoryEvents()
         self._presence = Presence(folder.path)
-        self._begin(tasks)
         # Its put is safe in a signal handler.
         self.events: queue.SimpleQueue[ProcessExit | Reason] = queue.SimpleQueue()
-        self.stop = StopFlag(self.events.put)
+        self.stop = StopFlag(self.events.put, signals=launch.signals)
+        self._begin(tasks)
+
+    def __enter__(self) -> Self:
+        self.stop.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop.__exit__(kind, error, trace)
 
     def _begin(self, tasks: Sequence[Task]) -> None:
         """Reset the state that belongs to one attempt."""
         self._tasks = tuple(tasks)
         self._evidence = ProcessEvidence(self._folder, memory=self._memory)
-        self._watcher = Watch(self._settings.limits, self._folder)
+        self._monitor = Monitor(
+            self._settings.limits,
+            self._folder,
+            sees_all=self._launch.sees_all,
+            auxiliary_ranks=self._auxiliary_ranks,
+            pid_of=self._pid_of,
+            asked_to_stop=lambda: self.stop.requested is not None,
+        )
         self._asked_to_resize = False
         self._trained_at: float | None = None  # when the training ended, if there are auxiliary ranks
         self._rank0_ended_at: float | None = None  # when rank 0 ended cleanly
         self._announced_waiting = False
         self._ended: set[int] = set()  # ranks that this process ended: their exit is expected
-        self._replacing = TaskRestarter(
+        self._restarter = TaskRestarter(
             tasks={task.rank: task for task in tasks if task.rank in self._replaceable},
             folder=self._folder,
             max_restarts=self._settings.max_restarts,
             log=self._settings.log,
         )
 
-    def run(self, attempt: int, tasks: Sequence[Task], *, continues_at: int | None) -> Failure | None:
+    def run(self, attempt: int, tasks: Sequence[Task], *, continues_at: int | None = None) -> Failure | None:
         """Start the tasks of an attempt and watch them until all have ended; return the first failure.
 
         The attempt continues from the checkpoint of a step, or from the start.
+
+        Raises:
+            CrashLoopError: a task that is restarted alone makes no progress.
+            StorageError: the run folder was removed, and the heartbeats with it.
+            TrainkitError: the error of another host.
         """
-        self._folder.begin()
-        self._folder.open_live()
         self._begin(tasks)
         with self._groups(attempt, self.events.put) as group:
             self._evidence = ProcessEvidence(self._folder, lambda: group.marks, memory=self._memory)
-            self._watcher = Watch(
-                self._settings.limits,
-                self._folder,
-                auxiliary_ranks=self._auxiliary_ranks,
-                pid_of=self._evidence.pid,
-                asked_to_stop=lambda: self.stop.requested is not None,
-            )
             for task in tasks:
                 self._start(group, task, attempt)
-            self._rendezvous.open()
+            self._launch.open_store()
             return self._watch(group, attempt, continues_at)
 
+    def _pid_of(self, rank: int) -> int | None:
+        return self._evidence.pid(rank)
+
     def _start(self, group: WorkerGroup, task: Task, attempt: int) -> None:
-        identity = Identity(
-            task=task,
-            num_ranks=len(self._tasks) - (0 if task.is_evaluator else len(self._evaluators)),
-            store=self._rendezvous.address,
-            prefix=f"attempt/{attempt}",
-            attempt=attempt,
-            life=self._replacing.restart_count(task.rank) if task.rank in self._replaceable else 0,
-            token=self._token,
-        )
-        environ = worker_environ(self._environ, identity)
-        log = self._folder.log_of(task.rank) if task.rank > 0 else None
-        group.start(task.rank, self._command, environ, log)
+        num_ranks = len(self._tasks) - (0 if task.is_evaluator else len(self._evaluators))
+        life = self._restarter.restart_count(task.rank) if task.rank in self._replaceable else 0
+        environ = self._launch.environ(self._launch.identity(task, num_ranks, attempt, life))
+        group.start(task.rank, self._command, environ, self._launch.log_of(task), cwd=self._launch.cwd)
 
     def _watch(self, group: WorkerGroup, attempt: int, continues_at: int | None) -> Failure | None:
         if self.stop.requested:  # between two attempts
-            self._ask_to_stop(group, self.stop.requested)
+            group.signal(signal_of(self.stop.requested))
         while True:
-            for task in self._replacing.due() if self._replaceable else ():
+            for task in self._restarter.due() if self._replaceable else ():
                 self._start(group, task, attempt)
             self._check_trained()
             self._kill_stragglers(group)
-            if not group.running and not self._replacing.pending:
+            if not group.running and not self._restarter.pending:
                 group.join()  # afterwards the exits of all processes are in the queue
                 if self.events.empty():
                     return None
-            event = self._next_event(self._watcher.interval_s)
+            event = self._next_event(self._monitor.interval_s)
             self._evidence.look(task.rank for task in self._tasks)
             failure = self._poll(group, continues_at) if event is None else self._handle_event(group, attempt, event)
             if failure is not None:
@@ -170,28 +224,32 @@ class AttemptRunner:
                 return failure
 
     def _poll(self, group: WorkerGroup, continues_at: int | None) -> Failure | None:
-        """Check the running ranks; return the failure of one that hangs, unless that rank is restarted alone.
-
-        Raises:
-            StorageError: the run folder was removed, and the heartbeats with it.
-        """
+        """Check the running ranks; return the failure of one that hangs, unless that rank is restarted alone."""
         self._presence.check()
-        lingering = self._lingering(group)
-        if lingering:
-            failure = root_cause(self._folder, (), lingering, self._evidence)
+        if (reason := self._launch.stop_requested()) is not None:
+            self.stop.request(reason)
+        if (error := self._launch.peer_error()) is not None:
+            raise error
+        if lingering := self._lingering(group):
+            failure = self._failure(running=lingering)
         else:
-            overdue = self._watcher.look(group.running)
-            if overdue is None:
+            overdue = self._monitor.look(self._launch.watched(group.running))
+            if overdue is None or overdue.rank not in group.running:  # another agent ends that rank
                 self._request_resize(group, continues_at)
                 return None
-            failure = hanging(self._folder, overdue, group.running, self._evidence)
+            facts = facts_of(self._folder, self._evidence, running=group.running, reports={}, overdue=overdue)
+            failure = failure_of(self._folder, self._evidence, facts)
             stacks = group.stacks(failure.rank, self._folder.stacks_of(failure.rank))
             failure = replace(failure, detail=stacks)
-        if not self._replacing.may_restart(failure):
+        if not self._restarter.may_restart(failure):
             return failure
         self._end(group, failure.rank)
-        self._replacing.on_death(failure)
+        self._restarter.on_death(failure)
         return None
+
+    def _failure(self, exits: Sequence[ProcessExit] = (), running: Collection[int] = ()) -> Failure:
+        facts = facts_of(self._folder, self._evidence, exits=exits, running=running)
+        return failure_of(self._folder, self._evidence, facts)
 
     def _lingering(self, group: WorkerGroup) -> list[int]:
         """Return the ranks that reported an error long ago and have not exited."""
@@ -205,20 +263,30 @@ class AttemptRunner:
 
     def _handle_event(self, group: WorkerGroup, attempt: int, event: ProcessExit | Reason) -> Failure | None:
         """Handle one event; return the failure that ends the attempt, if the event is one."""
+        exited = self._failed_exit(group, attempt, event)
+        if exited is None:
+            return None
+        failure, exits = self._first_failure(group, attempt, exited)
+        each = [self._failure([one]) for one in exits]
+        if not all(self._restarter.may_restart(one) for one in each):
+            return failure
+        for one in each:
+            self._restarter.on_death(one)
+        return None
+
+    def _failed_exit(self, group: WorkerGroup, attempt: int, event: ProcessExit | Reason) -> ProcessExit | None:
+        """Return an event that is the exit of a failed rank; handle any other event."""
         if not isinstance(event, ProcessExit):
-            self._ask_to_stop(group, event)
+            group.signal(signal_of(event))
             return None
         if event.attempt != attempt or self._is_expected(event.rank):
             return None
-        if is_clean(self._folder, event, stopping=self.stop.requested is not None):
-            self._on_exit(event.rank)
-            return None
-        failure, exits = self._first_failure(group, attempt, event)
-        each = [root_cause(self._folder, [one], (), self._evidence) for one in exits]
-        if not all(self._replacing.may_restart(one) for one in each):
-            return failure
-        for one in each:
-            self._replacing.on_death(one)
+        if not is_clean(self._folder, event, stopping=self.stop.requested is not None):
+            return event
+        if event.rank == 0 and self._auxiliary_ranks:
+            self._rank0_ended_at = time.monotonic()
+            self._trained_at = self._trained_at or self._rank0_ended_at
+            self._restarter.stop_restarting(evaluator=True)
         return None
 
     def _is_expected(self, rank: int) -> bool:
@@ -228,17 +296,11 @@ class AttemptRunner:
         expected = self._auxiliary_ranks - (self._evaluators if self._rank0_ended_at is None else frozenset())
         return self._trained_at is not None and rank in expected
 
-    def _on_exit(self, rank: int) -> None:
-        if rank == 0 and self._auxiliary_ranks:
-            self._rank0_ended_at = time.monotonic()
-            self._trained_at = self._trained_at or self._rank0_ended_at
-            self._replacing.stop_restarting(evaluator=True)
-
     def _check_trained(self) -> None:
         """Stop restarting workers once the training has ended, while rank 0 waits for the evaluator."""
         if self._trained_at is None and self._evaluators and self._folder.trained.exists():
             self._trained_at = time.monotonic()
-            self._replacing.stop_restarting()
+            self._restarter.stop_restarting()
 
     def _kill_stragglers(self, group: WorkerGroup) -> None:
         """Kill auxiliary ranks some time after the training has ended, and the evaluator some time after rank 0, which
@@ -272,7 +334,7 @@ class AttemptRunner:
         """Ask a training group once to save and end when a lost replica is due; the next attempt includes
         that replica.
         """
-        if self._may_return() and not self._asked_to_resize and self.has_progressed(0, continues_at):
+        if self._may_resize() and not self._asked_to_resize and self.has_progressed(0, continues_at):
             self._asked_to_resize = True
             group.signal(RESIZE_SIGNAL)
 
@@ -282,40 +344,23 @@ class AttemptRunner:
         except queue.Empty:
             return None
 
-    def _ask_to_stop(self, group: WorkerGroup, reason: Reason) -> None:
-        group.signal(signal_of(reason))
-
     def _first_failure(self, group: WorkerGroup, attempt: int, first: ProcessExit) -> tuple[Failure, list[ProcessExit]]:
-        """Return the root failure, and all exits within a short time of the first."""
+        """Return the failure that came first, and all exits until it is known."""
         exits, begun = [first], time.monotonic()
         while True:
-            left = begun + self._grace_s(group, exits) - time.monotonic() if group.running else 0.0
-            if left <= 0 and self.events.empty():  # an exit that has been reported counts in any case
-                break
-            event = self._next_event(max(min(left, _GRACE_S), 0.0))
-            self._evidence.look(task.rank for task in self._tasks)
-            if event is not None and not isinstance(event, ProcessExit):
-                self._ask_to_stop(group, event)
-            elif event is not None and event.attempt == attempt and not self._is_expected(event.rank):
-                if is_clean(self._folder, event, stopping=self.stop.requested is not None):
-                    self._on_exit(event.rank)
-                else:
-                    exits.append(event)
-        ended = {one.rank for one in exits}
-        running = [rank for rank in group.running if rank not in ended]
-        return root_cause(self._folder, exits, running, self._evidence), exits
-
-    def _grace_s(self, group: WorkerGroup, exits: list[ProcessExit]) -> float:
-        """Return the seconds to wait for failures of other ranks: longer if all failed ranks only lost a connection."""
-        running = group.running
-        reports = [self._evidence.report(rank) for rank in (*(one.rank for one in exits), *running)]
-        if any(report is not None and not report.is_secondary for report in reports):
-            return _GRACE_S
-        if any(self._evidence.report(one.rank) is None for one in exits):
-            return _GRACE_S
-        return _ENDING_S if any(self._evidence.has_ended(rank) for rank in running) else _GRACE_AFTER_LOSS_S
+            ended = {one.rank for one in exits}
+            running = [rank for rank in group.running if rank not in ended]
+            facts = facts_of(self._folder, self._evidence, exits=exits, running=running)
+            found = first_failure(facts, waited_s=time.monotonic() - begun)
+            if isinstance(found, tuple) and self.events.empty():  # an exit that has been reported counts in any case
+                return failure_of(self._folder, self._evidence, facts), exits
+            event = self._next_event(min(found, _LOOK_S) if isinstance(found, float) else 0.0)
+            if event is not None and (exited := self._failed_exit(group, attempt, event)) is not None:
+                exits.append(exited)
 
 
+_LOOK_S: Final = 0.1
+"""Seconds between two looks for the reports of ranks that run."""
 _NOTICE_S: Final = 1.0
 """Seconds that rank 0 may take to notice the loss of another rank and begin to save."""
 _SAVE_S: Final = 120.0

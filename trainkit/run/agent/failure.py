@@ -1,0 +1,311 @@
+"""Find the rank that failed first, and how it failed: the first line that the user reads.
+
+Failures are ordered by kind: an error that a rank raised itself, then a process that was ended by a signal or an exit,
+then a lost connection. Within a kind the lower step comes first, then the earlier arrival at this process. Clocks of
+other hosts are not compared.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Final, Literal
+
+from trainkit.errors import HangError, TrainingError, TrainkitError, UnreadableError
+from trainkit.files import read_tail
+from trainkit.run.agent.evidence import ProcessEvidence
+from trainkit.run.agent.monitor import OverdueRank
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.process.error_report import ErrorReport
+from trainkit.run.process.heartbeat import HeartbeatReading, read_heartbeat
+from trainkit.run.process.nccl_dumps import dumps_note, gave_up_waiting
+from trainkit.run.process.worker_group import ProcessExit
+from trainkit.run.signals import EXIT_CODES
+from trainkit.strategies.flight_recorder import waited_for
+
+_LOG_LINES: Final = 20
+_LOG_BYTES: Final = 1 << 16
+_CLEAN: Final = frozenset(EXIT_CODES.values())
+
+
+class Kind(IntEnum):
+    """The kinds of failures, ordered so that earlier ones explain later ones."""
+
+    OWN_ERROR = 0
+    PROCESS_ENDED = 1
+    CONNECTION_LOST = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """All that is known of a rank when a failure is judged."""
+
+    rank: int
+    exit_code: int | None = None
+    """Exit code of a process that ended before its task was done; None: it runs, or it is not ours."""
+    report: ErrorReport | None = None
+    arrival: int = 0
+    """Place of the exit or the report in the order in which they reached this process."""
+    heartbeat: HeartbeatReading | None = None
+    gave_up_waiting: bool = False
+    """Whether NCCL ended it because one of its exchanges had failed."""
+    is_held: bool = False
+    """Whether its process is stopped by a signal, or held by a debugger."""
+    has_ended: bool = False
+    """Whether its process has ended, even if its exit has not arrived."""
+    is_late: bool = False
+    """Whether others have entered a collective that it has not."""
+    overdue: OverdueRank | None = None
+
+    @property
+    def kind(self) -> Kind | None:
+        """The kind of its failure; None: it has not failed."""
+        if self.report is not None:
+            return Kind.CONNECTION_LOST if self.report.is_secondary else Kind.OWN_ERROR
+        if self.exit_code is None:
+            return None
+        return Kind.CONNECTION_LOST if self.gave_up_waiting else Kind.PROCESS_ENDED
+
+    @property
+    def step(self) -> int:
+        """Updates that it had completed; -1: it had not begun, or none is known."""
+        known = self.report or self.heartbeat
+        return -1 if known is None or known.step is None else known.step
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Step and phase of its last heartbeat."""
+        return (-1, 0) if self.heartbeat is None else self.heartbeat.progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graces:
+    """Seconds from the first failure in which the failure that caused it may still arrive."""
+
+    own: float
+    """After an error that a rank raised itself, or a process that ended without a report."""
+    lost: float
+    """While all failed ranks only lost a connection: the rank that failed first may be the last to report."""
+    exit: float
+    """For the exit of a process that has ended, which may arrive late on a busy machine."""
+
+
+HERE: Final = Graces(own=0.1, lost=1.0, exit=10.0)
+"""Of an agent, which receives the exits of its ranks."""
+AT_THE_STORE: Final = Graces(own=0.2, lost=3.0, exit=0.0)
+"""Of processes that report to each other through a store."""
+
+
+def first_failure(
+    facts: Collection[RankFacts], *, waited_s: float = math.inf, graces: Graces = HERE
+) -> tuple[RankFacts, Literal["failed", "hangs", "unresponsive"]] | float | None:
+    """Return the rank that failed first, or seconds to wait for further facts, or None: no rank has failed.
+
+    A rank whose process is held or has ended is blamed for a hang before the rank with the least progress. If every
+    failed rank only lost a connection, the rank that they waited for is unresponsive.
+
+    Args:
+        facts: of every rank that takes part, except those that have finished their task.
+        waited_s: seconds since the first failure arrived.
+        graces: how long to wait.
+
+    Example:
+        >>> killed, waits = RankFacts(rank=1, exit_code=-9), RankFacts(rank=0)
+        >>> first_failure([killed, waits], waited_s=0.0), first_failure([killed, waits])[0].rank, first_failure([waits])
+        (0.1, 1, None)
+    """
+    failed = [(one.kind, one.step, one.arrival, one) for one in facts if one.kind is not None]
+    silent = [one for one in facts if one.kind is None]
+    if not failed:
+        overdue = next((one for one in silent if one.overdue is not None), None)
+        return None if overdue is None else (_blamed(overdue, silent), "hangs")
+    first_kind = min(kind for kind, *_ in failed)
+    grace_s = graces.own
+    if first_kind is Kind.CONNECTION_LOST:
+        ended = [one.has_ended for one in silent]
+        grace_s = max(graces.own if all(ended) else graces.lost, graces.exit if any(ended) else 0.0)
+    if silent and waited_s < grace_s:
+        return grace_s - waited_s
+    if first_kind is Kind.CONNECTION_LOST and silent:
+        return min(silent, key=_unresponsive), "unresponsive"
+    return min(failed, key=lambda one: one[:3])[3], "failed"
+
+
+def _blamed(overdue: RankFacts, facts: Collection[RankFacts]) -> RankFacts:
+    blocked = [one for one in facts if one.is_held or one.has_ended]
+    suspects = blocked or [one for one in facts if one.is_late and one.progress == overdue.progress]
+    return overdue if overdue in suspects or not suspects else suspects[0]
+
+
+def _unresponsive(one: RankFacts) -> tuple[bool, tuple[int, int], bool, float]:
+    moment = 0.0 if one.heartbeat is None else one.heartbeat.moment
+    return not (one.is_held or one.has_ended), one.progress, not one.is_late, moment
+
+
+def facts_of(
+    folder: RunFolder | None,
+    evidence: ProcessEvidence,
+    *,
+    exits: Sequence[ProcessExit] = (),
+    running: Iterable[int] = (),
+    reports: Mapping[int, ErrorReport] | None = None,
+    overdue: OverdueRank | None = None,
+) -> list[RankFacts]:
+    """Return the facts about the ranks that have ended and the ranks that run.
+
+    Args:
+        folder: holds heartbeats, reports and collectives; None: these ranks are processes that have none.
+        evidence: what was observed of the processes.
+        exits: of processes that ended before their task was done, in the order of their arrival.
+        running: ranks whose exit has not arrived.
+        reports: the reports that count, in the order of their arrival; None: those in the folder.
+        overdue: the rank that exceeded its limit.
+    """
+    running = list(running)
+    ranks = [*(one.rank for one in exits), *(reports or ()), *running]
+    evidence.look(ranks)
+    late = waited_for(running, folder.collectives_of) if folder is not None else frozenset[int]()
+    places = {one.rank: place for place, one in enumerate(exits)} | {rank: i for i, rank in enumerate(reports or ())}
+    codes = {one.rank: one.code for one in exits}
+    facts = []
+    for rank in dict.fromkeys(ranks):
+        report = evidence.report(rank) if reports is None else reports.get(rank)
+        code = codes.get(rank)
+        is_seen = report is not None and reports is None
+        excess = overdue if overdue is not None and overdue.rank == rank else None
+        if excess is not None:
+            heartbeat = excess.heartbeat
+        else:
+            heartbeat = None if folder is None else read_heartbeat(folder.heartbeat_of(rank))
+        facts.append(
+            RankFacts(
+                rank=rank,
+                exit_code=code,
+                report=report,
+                arrival=evidence.arrival(rank) if is_seen else places.get(rank, 0),
+                heartbeat=heartbeat,
+                gave_up_waiting=folder is not None and code is not None and gave_up_waiting(folder, rank, code),
+                is_held=evidence.held(rank) is not None,
+                has_ended=evidence.has_ended(rank),
+                is_late=rank in late,
+                overdue=excess,
+            )
+        )
+    return facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The failure that caused the other failures of an attempt."""
+
+    rank: int
+    headline: str
+    """One sentence: rank, process and host; when; what happened."""
+    detail: str = ""
+    """Traceback, stacks, or the end of a log."""
+    report: ErrorReport | None = None
+    hang: bool = False
+    step: int | None = None
+    """Updates that the rank had completed; None: it had not begun."""
+    dumps: str = ""
+    """Note about the files of NCCL's flight recorder with the last collectives of the ranks; empty without files."""
+
+    @property
+    def is_permanent(self) -> bool:
+        """Whether a restart would fail in the same way."""
+        return self.report is not None and self.report.is_permanent
+
+    def error(self, remark: str = "") -> TrainkitError:
+        """Return the exception that ends the command."""
+        if self.report is not None and self.report.is_permanent:
+            return self.report.error()
+        headline = f"{self.headline} {remark}".rstrip()
+        kind = HangError if self.hang else TrainingError
+        return kind("\n".join(part for part in (headline, self.detail, self.dumps) if part))
+
+
+def is_clean(folder: RunFolder, exited: ProcessExit, *, stopping: bool) -> bool:
+    """Return whether a rank that has ended had finished its task, or was asked to stop before that.
+
+    Exit code 0 alone shows neither: user code may call `sys.exit` or `os._exit` in the middle of a step.
+    """
+    if exited.code not in _CLEAN:
+        return False
+    return folder.done_of(exited.rank).exists() or (exited.code != 0 and stopping)
+
+
+def failure_of(folder: RunFolder, evidence: ProcessEvidence, facts: Collection[RankFacts]) -> Failure:
+    """Return the first failure of ranks of which one has failed or is overdue, with the text that names it."""
+    found = first_failure(facts)
+    assert isinstance(found, tuple)
+    one, verdict = found
+    if verdict == "failed" and one.report is not None:
+        return _failure(folder, one, _of_report(one.report, evidence), one.report.traceback)
+    name, heartbeat = evidence.name(one.rank), one.heartbeat
+    when = f" in {heartbeat.place}" if heartbeat else " while starting"
+    if verdict == "failed":
+        assert one.exit_code is not None
+        return _failure(folder, one, name + _of_exit(one.exit_code, when, evidence), _tail(folder.log_of(one.rank)))
+    held = evidence.held(one.rank)
+    remedy = "" if evidence.state(one.rank) != "T" else f" To let it continue: kill -CONT {evidence.pid(one.rank)}."
+    if verdict == "unresponsive":
+        state = f" stopped answering{when}."
+        if held is not None:
+            state = f" is {held}{when}.{remedy}"
+        elif one.has_ended:
+            state = f" has ended{when} without an error report."
+        return _failure(folder, one, name + state, hang=not one.has_ended)
+    overdue = next(each.overdue for each in facts if each.overdue is not None)
+    state = "." if held is None else f": it is {held}.{remedy}"
+    if held is None and overdue.stopped is not None:
+        reader = f"pid {overdue.stopped}, which reads its samples, is stopped by a signal (state T)"
+        state = f": {reader}. To let it continue: kill -CONT {overdue.stopped}."
+    silence_s = overdue.silence_s
+    headline = f"{name} has made no progress for {silence_s:.0f} s{when}{state} {overdue.limit.remedy(silence_s)}"
+    return _failure(folder, one, headline, hang=True)
+
+
+def _failure(folder: RunFolder, one: RankFacts, headline: str, detail: str = "", *, hang: bool = False) -> Failure:
+    step = None if one.step < 0 else one.step
+    report = None if hang else one.report
+    return Failure(
+        rank=one.rank, headline=headline, detail=detail, report=report, hang=hang, step=step, dumps=dumps_note(folder)
+    )
+
+
+def _of_report(report: ErrorReport, evidence: ProcessEvidence) -> str:
+    name = evidence.name(report.rank)
+    when = " while starting" if report.step is None else f" in step {report.step} ({report.phase})"
+    if report.left_by is not None:
+        return f"{name} exited with code {report.left_by}{when} before the training was done."
+    what = next(iter(report.message.splitlines()), "").rstrip(".")  # the whole message ends the traceback
+    return f"{name} failed{when}: {': '.join(filter(None, (report.kinds[0], what)))}."
+
+
+def _of_exit(code: int, when: str, evidence: ProcessEvidence) -> str:
+    if code == 0:
+        return f" exited with code 0{when} before the training was done."
+    if code > 0:
+        return f" exited with code {code}{when} without an error report."
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = ""
+    if name == "SIGKILL":
+        counted = evidence.killed_for_memory()
+        hint = "" if evidence.counts_memory else " The system may have run out of memory."
+        hint = hint if counted is None else f" Its cgroup ran out of memory: {counted}."
+    return f" was ended by {name}{when}.{hint}"
+
+
+def _tail(log: Path) -> str:
+    try:
+        lines = read_tail(log, _LOG_BYTES)[0].decode(errors="replace").splitlines()[-_LOG_LINES:]
+    except UnreadableError:
+        return ""
+    return "\n".join([f"The end of {log}:", *(f"  {line}" for line in lines)]) if lines else ""
