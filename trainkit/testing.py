@@ -59,7 +59,7 @@ def assert_same_training(
     from trainkit.verbs.running.prove import prove_points, report_lines  # noqa: PLC0415 - the verb prints; here only for this function
 
     folders = tuple(Path(folder).absolute() for folder in config_dirs)
-    flags = {"same-cut": ""} if same_cut else {}
+    flags = {"same-cut": True} if same_cut else {}
     calls = [
         Call(
             verb="prove",

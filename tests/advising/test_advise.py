@@ -61,9 +61,11 @@ def test_a_config_that_is_wrong_under_every_way_is_refused_once(capsys: pytest.C
 
 
 def test_all_mistakes_of_a_command_are_shown_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["advise", "--devices", "0", "--for", "speed", "--hardware", "l4", "hardware=h200"]) == 2
+    assert main(["advise", "--devices", "0", "--for", "speed"]) == 2
     keys = [line.strip().partition(": ")[0] for line in capsys.readouterr().err.splitlines()[1:]]
-    assert keys == ["--devices=0", "--for=speed", "hardware=h200"]
+    assert keys == ["--devices=0", "--for=speed"]
+    assert main(["advise", "--hardware", "l4", "hardware=h200"]) == 2
+    assert "  hardware=h200: is given together with --hardware." in capsys.readouterr().err
     assert main(["advise", "hardware=none"]) == 2
     assert "Name it: --hardware this" in capsys.readouterr().err
 

@@ -9,10 +9,10 @@ import yaml
 
 from tests.config.conftest import Write
 from trainkit import __version__
-from trainkit.cli import main, parse
+from trainkit.cli import main
 from trainkit.errors import ConfigError
 from trainkit.verbs.starting.completion import candidates
-from trainkit.verbs.support.call import VERBS
+from trainkit.verbs.support.call import VERBS, parse
 
 
 def test_a_line_is_split_into_verb_arguments_flags_and_overrides() -> None:
@@ -37,7 +37,16 @@ def test_the_flags_of_a_verb_may_stand_before_it() -> None:
 def test_all_mistakes_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(["--nope", "--config-dir"])
-    assert [problem.key for problem in caught.value.problems] == ["--nope", "--config-dir"]
+    assert [problem.key for problem in caught.value.problems] == ["--config-dir", "--nope"]
+    with pytest.raises(ConfigError) as caught:
+        parse(["--mode", "best", "top", "sweep", "--k=0", "--json=3", "--metrc", "--metric"])
+    assert [str(problem).partition(". ")[0] for problem in caught.value.problems] == [
+        "--mode=best: must be min or max",
+        "--k=0: must be a whole number, 1 to 1,000,000,000",
+        "--json=3: --json takes no value",
+        "--metric: needs a value: --metric NAME",
+        "--metrc: no such flag",
+    ]
 
 
 def test_help_shows_the_grammar_and_every_verb_and_each_has_its_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ LONG = "has a name of 300 bytes; a file system takes 255 at most."
         ),
         (("model.hidden=[4000000000000,4000000000000]",), "model: has a parameter that is larger than any memory"),
         (("--world", "²"), "--world=²: must be a whole number, 0 to 1,024."),
-        (("--world", "2", "--world", "3"), "--world: is given twice: 2 and 3."),
+        (("--world", "2", "--world", "3"), "--world=2: is given twice, also as 3."),
         (("+seed=1", "seed=2"), "seed: is given twice: +seed=1 and seed=2."),
         (("batch={micro_size: 3}", "batch.micro_size=4"), "batch.micro_size: is given twice: batch={micro_size: 3} "),
         (("logger.w.api_key=k1k1", "logger.w.api_key=k2k2"), "logger.w.api_key: is given twice: logger.w.api_key=(r"),

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.config.conftest import Refuse
-from trainkit.cli import parse
 from trainkit.config.compose.composer import Composer
 from trainkit.config.compose.jobs import ComposedConfigLoader
 from trainkit.config.composition import Composition
 from trainkit.errors import ConfigError
+from trainkit.verbs.support.call import parse
 
 
 def points(*arguments: str) -> list[Composition]:

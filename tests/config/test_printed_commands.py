@@ -4,11 +4,11 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from trainkit.cli import parse
 from trainkit.config.commands import printed_command, shell_word
 from trainkit.config.compose import compose
 from trainkit.config.grammar import setting
 from trainkit.config.yaml_files import config_dir_arguments, with_config_dirs
+from trainkit.verbs.support.call import parse
 
 
 def test_a_command_that_composes_anew_names_the_folders_of_the_user(cwd: Path) -> None:

@@ -140,12 +140,12 @@ def test_prompts_of_a_file_are_answered_in_its_order(
 
 
 def test_all_bad_flags_are_named_at_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--max-tokens", "0", "--top-p", "1.5", "--seed", "1", "--temperature", "0", "--checkpoint", "newest"]
+    flags = ["--max-tokens", "0", "--top-p", "1.5", "--seed", "1", "--temperature", "0"]
 
     assert main(["generate", str(run), *flags, "--prompts", "nowhere"]) == 2
 
     lines = capsys.readouterr().err.splitlines()[1:]
-    keys = ["--max-tokens=0", "--top-p=1.5", "--top-p=1.5", "--seed=1", "--checkpoint=newest", "--prompts=nowhere"]
+    keys = ["--max-tokens=0", "--top-p=1.5", "--top-p=1.5", "--seed=1", "--prompts=nowhere"]
     assert [line.strip().partition(": ")[0] for line in lines] == keys
     assert "the most likely token is chosen" in lines[3]
 

@@ -156,7 +156,6 @@ def test_a_prediction_that_fails_before_its_first_part_leaves_nothing_and_one_of
         (["optimizer.lr=1"], {}, "optimizer.lr: has no effect on predict"),
         (["model=mlp"], {}, "model: has no effect on predict"),
         ([], {"split": "test"}, "--split=test: the data has the splits train, val"),
-        ([], {"checkpoint": "first"}, "--checkpoint=first: "),
     ],
 )
 def test_what_does_not_fit_is_refused(

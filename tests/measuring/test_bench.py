@@ -140,8 +140,8 @@ def test_bench_measures_in_processes_and_keeps_its_folder_alone(cwd: Path, capsy
     ("arguments", "words"),
     [
         (
-            ["seed=1,1", "--rounds", "0", "--until", "val/accuracy", "--steps", "x"],
-            ["--rounds=0: ", "--steps=x: ", "--until val/accuracy=0.9", "--steps=x: has no effect", "bench: compares"],
+            ["seed=1,1", "--until", "val/accuracy", "--steps", "3"],
+            ["--until val/accuracy=0.9", "--steps=3: has no effect", "bench: compares"],
         ),
         (["optimizer.lr=1,2", "--until", "val/acuracy=0.9"], ["Did you mean val/accuracy?"]),
         (

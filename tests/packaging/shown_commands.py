@@ -16,12 +16,12 @@ from typing import Final
 from unittest.mock import patch
 
 from tests.support.installing import ROOT
-from trainkit.cli import parse
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.config.yaml_files import with_config_dirs
 from trainkit.errors import ConfigError
 from trainkit.fields import Reads
 from trainkit.verbs.running.train import expand_folds
+from trainkit.verbs.support.call import parse
 from trainkit.verbs.support.points import sweep_points
 
 COMPOSING: Final = ("train", "plan", "prove", "bench", "find", "scale", "advise", "emit", "explain")

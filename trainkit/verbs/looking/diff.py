@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from trainkit.config.grammar import refusal
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.errors import yaml_text
 from trainkit.report.json_output import print_json
-from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
+from trainkit.verbs.support.call import Add, Call, json_flag
 
 if TYPE_CHECKING:
     from trainkit.config.identity import Difference
     from trainkit.report.schemas.looking import ChangedKey, Comparison
 
-USAGE: Final = "RUN RUN       (run folders or resolved.yaml files)"
-FLAGS: Final[Mapping[str, Flag]] = {"json": JSON_FLAG}
+
+def add_flags(add: Add) -> None:
+    """Add the flags of this verb."""
+    json_flag(add)
 
 
 def run(call: Call) -> int:

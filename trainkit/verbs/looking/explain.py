@@ -13,20 +13,23 @@ from trainkit.config.grammar import refusal
 from trainkit.errors import ConfigError, yaml_text
 from trainkit.fields import Tag
 from trainkit.redaction import REDACTED
-from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
+from trainkit.verbs.support.call import Add, Call, json_flag
 
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition, KeyPath
     from trainkit.report.schemas.looking import ExplainedKey, Explanation
 
-USAGE: Final = "KEY OVERRIDES, or errors.SECTION"
-FLAGS: Final[Mapping[str, Flag]] = {"json": JSON_FLAG}
 _MEANINGS: Final = {
     Tag.maths: "maths: changes the result",
     Tag.placement: "placement: where it runs; the result is the same, up to rounding",
     Tag.speed: "speed: how fast it runs; the result is the same",
     Tag.cosmetic: "cosmetic: output and stored files; the result is the same",
 }
+
+
+def add_flags(add: Add) -> None:
+    """Add the flags of this verb."""
+    json_flag(add)
 
 
 def run(call: Call) -> int:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from trainkit.config.grammar import refusal
 from trainkit.config.targets.allowed import TARGET
@@ -18,18 +18,19 @@ from trainkit.report.numbers import compact, count
 from trainkit.report.tables import row_lines
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import RunStatus, read_status
-from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
+from trainkit.verbs.support.call import Add, Call, json_flag
 from trainkit.watching.board import runs_below
 
 if TYPE_CHECKING:
     from trainkit.report.schemas.looking import ListedChoice, ListedRun, Listing
     from trainkit.run.estimates.model_summary import Layer, ModelSummary
 
-USAGE: Final = "[GROUP [CHOICE] | RUNS] | --model OVERRIDES"
-FLAGS: Final[Mapping[str, Flag]] = {
-    "model": Flag(help="the layers of the model: output, parameters, FLOPs of each; takes key=value"),
-    "json": JSON_FLAG,
-}
+
+def add_flags(add: Add) -> None:
+    """Add the flags of this verb."""
+    about = "the layers of the model: output, parameters, FLOPs of each; takes key=value"
+    add("--model", action="store_true", help=about)
+    json_flag(add)
 
 
 def run(call: Call) -> int:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from trainkit.config.grammar import refusal
 from trainkit.config.values import MOST_PROCESSES
@@ -15,7 +15,7 @@ from trainkit.report.json_output import print_json
 from trainkit.report.rate_curve import corners, curve_line, draw_rates
 from trainkit.report.tables import print_rows, print_summary
 from trainkit.storage import num_bytes
-from trainkit.verbs.support.call import DATA_FLAGS, JSON_FLAG, Call, Flag, declared_for
+from trainkit.verbs.support.call import Add, Call, data_flags, declared_for, json_flag, whole
 from trainkit.verbs.support.measured import line_printer
 
 if TYPE_CHECKING:
@@ -27,19 +27,6 @@ if TYPE_CHECKING:
     from trainkit.run.estimates.verdict import Verdict
     from trainkit.run.planning.plan import RunPlan
     from trainkit.strategies.base import StagePart
-
-USAGE: Final = "OVERRIDES"
-FLAGS: Final[Mapping[str, Flag]] = {
-    "world": Flag(help="plan for a host with this many GPUs", value="N", least=0, most=MOST_PROCESSES),
-    "hosts": Flag(help="plan for this many hosts, with --gpus-per-host", value="N", least=1, most=MOST_PROCESSES),
-    "gpus-per-host": Flag(
-        help="GPUs per host of --hosts, with one task per GPU", value="N", least=1, most=MOST_PROCESSES
-    ),
-    **DATA_FLAGS,
-    "fail-if-too-big": Flag(help="end with exit code 2 if the run does not fit into the memory of hardware=..."),
-    "rate-png": Flag(help="draw the learning rate into this PNG", value="FILE"),
-    "json": JSON_FLAG,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +57,7 @@ def _hosts(call: Call) -> tuple[int | None, LaunchEnvironment | None]:
     Raises:
         ConfigError: flags that exclude or need each other.
     """
-    world, hosts, each = (call.number(name) for name in ("world", "hosts", "gpus-per-host"))
+    world, hosts, each = (call.flags.get(name) for name in ("world", "hosts", "gpus-per-host"))
     if hosts is None and each is None:
         return world, None
     if hosts is None or each is None:
@@ -85,10 +72,22 @@ def _hosts(call: Call) -> tuple[int | None, LaunchEnvironment | None]:
     return each, imagined_launch(hosts, each)
 
 
+def add_flags(add: Add) -> None:
+    """Add the flags of this verb."""
+    add("--world", metavar="N", type=whole(0, MOST_PROCESSES), help="plan for a host with this many GPUs")
+    add("--hosts", metavar="N", type=whole(1, MOST_PROCESSES), help="plan for this many hosts, with --gpus-per-host")
+    about = "GPUs per host of --hosts, with one task per GPU"
+    add("--gpus-per-host", metavar="N", type=whole(1, MOST_PROCESSES), help=about)
+    data_flags(add)
+    about = "end with exit code 2 if the run does not fit into the memory of hardware=..."
+    add("--fail-if-too-big", action="store_true", help=about)
+    add("--rate-png", metavar="FILE", help="draw the learning rate into this PNG")
+    json_flag(add)
+
+
 def run(call: Call) -> int:
     """Print the plan; return 2 if there are problems, like every verb."""
     call.check_arity()
-    call.check_numbers(FLAGS)
     num_gpus, imagined = _hosts(call)
     composition = call.compose(may_lack=None if "open-data" in call.flags else "data")
     if "fail-if-too-big" in call.flags and not composition.cfg.hardware:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
 
 from trainkit.config.grammar import refusal
 from trainkit.config.schema import NO_RUN, refuse_earlier_names
 from trainkit.errors import UnreadableError
-from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.call import Add, Call
 
-USAGE: Final = "RUN | RUN RUN ... | SWEEP"
-FLAGS: Final[Mapping[str, Flag]] = {
-    "out": Flag(
-        help="the file to write; without it RUN/report.html, SWEEP/report.html or comparison.html", value="FILE"
-    ),
-}
+
+def add_flags(add: Add) -> None:
+    """Add the flags of this verb."""
+    about = "the file to write; without it RUN/report.html, SWEEP/report.html or comparison.html"
+    add("--out", metavar="FILE", help=about)
 
 
 def run(call: Call) -> int:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
 from typing import Any, Final
 
 from trainkit.config.grammar import refusal
 from trainkit.config.values import nearest
 from trainkit.report.json_output import print_json
 from trainkit.report.schemas import DOCUMENTS
-from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.call import Call
 
-USAGE: Final = "[config | NAME]"
-FLAGS: Final[Mapping[str, Flag]] = {}
 _CONFIG: Final = "config"
 _ABOUT: Final = "your YAML files: an editor uses it to complete and check them"
 

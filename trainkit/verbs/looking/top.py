@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, cast
+from typing import TYPE_CHECKING, Any
 
 from trainkit.config.grammar import refusal
 from trainkit.config.schema import MonitoredMetric
@@ -15,20 +15,22 @@ from trainkit.config.sections import EvalConfig
 from trainkit.errors import ConfigError
 from trainkit.redaction import redacted_argument
 from trainkit.report.json_output import print_json
-from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
+from trainkit.verbs.support.call import Add, Call, json_flag, one_of, whole
 
 if TYPE_CHECKING:
     from trainkit.report.schemas.looking import RankedRun, Ranking
     from trainkit.sweeps.results.leaderboard import Leaderboard
 
-USAGE: Final = "DIR [--then OVERRIDES]"
-FLAGS: Final[Mapping[str, Flag]] = {
-    "k": Flag(help="number of runs; all without it", value="N", least=1),
-    "metric": Flag(help="the metric for the order; eval.metric of the runs without it", value="NAME"),
-    "mode": Flag(help="whether the smallest (min) or the largest (max) value is best", value="MODE"),
-    "then": Flag(help="train the config of the best run again, with the given key=value: --then strategy=mirrored"),
-    "json": JSON_FLAG,
-}
+
+def add_flags(add: Add) -> None:
+    """Add the flags of this verb."""
+    add("--k", metavar="N", type=whole(1), help="number of runs; all without it")
+    add("--metric", metavar="NAME", help="the metric for the order; eval.metric of the runs without it")
+    about = "whether the smallest (min) or the largest (max) value is best"
+    add("--mode", metavar="MODE", type=one_of("min", "max"), help=about)
+    about = "train the config of the best run again, with the given key=value: --then strategy=mirrored"
+    add("--then", action="store_true", help=about)
+    json_flag(add)
 
 
 def run(call: Call) -> int:
@@ -56,9 +58,8 @@ def ranked(call: Call) -> tuple[Leaderboard, int | None]:
     """
     from trainkit.sweeps.results.leaderboard import collect  # noqa: PLC0415 - nothing is read to refuse a flag
 
-    call.check_numbers(FLAGS)
     folder = Path(call.arguments[0]).expanduser()
-    goal, count = _goal(call.flags), call.number("k")
+    goal, count = _goal(call.flags), call.flags.get("k")
     if not folder.is_dir():
         raise refusal(str(folder), "is not a folder. Give the folder of a sweep, or one that contains runs.")
     board = collect(folder, goal)
@@ -125,12 +126,10 @@ def _train_anew(board: Leaderboard, call: Call) -> int:
     return exit_code(train(composition))
 
 
-def _goal(flags: Mapping[str, str]) -> MonitoredMetric | None:
+def _goal(flags: Mapping[str, Any]) -> MonitoredMetric | None:
     metric, mode = flags.get("metric"), flags.get("mode")
     if metric is None:
         if mode is not None:
             raise refusal("--mode", "has no effect without --metric.")
         return None
-    if mode not in (None, "min", "max"):
-        raise refusal(f"--mode {mode}", "must be min or max.")
-    return MonitoredMetric.of(EvalConfig(metric=metric, mode=cast("Literal['min', 'max'] | None", mode)))
+    return MonitoredMetric.of(EvalConfig(metric=metric, mode=mode))

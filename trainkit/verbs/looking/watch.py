@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
 
 from trainkit.config.grammar import refusal
 from trainkit.report.json_output import print_json
 from trainkit.report.tables import terminal_console
-from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
+from trainkit.verbs.support.call import Add, Call, json_flag
 from trainkit.watching.board import Board
 from trainkit.watching.screen import lines_of, show
 
-USAGE: Final = "[DIR]"
-FLAGS: Final[Mapping[str, Flag]] = {"json": JSON_FLAG}
+
+def add_flags(add: Add) -> None:
+    """Add the flags of this verb."""
+    json_flag(add)
 
 
 def run(call: Call) -> int:

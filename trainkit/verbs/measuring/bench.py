@@ -12,7 +12,7 @@ from trainkit.config.composition import Level
 from trainkit.config.grammar import COMMAND_LINE, refusal, replacing
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import redacted_argument
-from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
+from trainkit.verbs.support.call import Add, Call, json_flag, whole
 from trainkit.verbs.support.measured import (
     Results,
     launch_problems,
@@ -29,16 +29,19 @@ if TYPE_CHECKING:
     from trainkit.measuring.figures import Choice
     from trainkit.measuring.turns import Target
 
-USAGE: Final = "KEY=A,B[,C...] OVERRIDES"
-FLAGS: Final[Mapping[str, Flag]] = {
-    "rounds": Flag(help="turns of each choice; 3 without it, 1 with --until", value="N", least=1, most=1_000),
-    "steps": Flag(help="measured steps of a turn; without it, those of two seconds", value="N", least=1, most=100_000),
-    "until": Flag(help="measure the time to a result instead: --until val/accuracy=0.9", value="METRIC=VALUE"),
-    "data": Flag(help="find whether the loader or the model limits the training, and which loader.num_workers to use"),
-    "json": JSON_FLAG,
-    "out": Flag(help="folder of the results; without it, a new one below outputs/bench", value="FOLDER"),
-}
 _print_line: Final = line_printer("bench")
+
+
+def add_flags(add: Add) -> None:
+    """Add the flags of this verb."""
+    add("--rounds", metavar="N", type=whole(1, 1_000), help="turns of each choice; 3 without it, 1 with --until")
+    about = "measured steps of a turn; without it, those of two seconds"
+    add("--steps", metavar="N", type=whole(1, 100_000), help=about)
+    add("--until", metavar="METRIC=VALUE", help="measure the time to a result instead: --until val/accuracy=0.9")
+    about = "find whether the loader or the model limits the training, and which loader.num_workers to use"
+    add("--data", action="store_true", help=about)
+    json_flag(add)
+    add("--out", metavar="FOLDER", help="folder of the results; without it, a new one below outputs/bench")
 
 
 def run(call: Call) -> int:
@@ -63,7 +66,7 @@ def _measured(call: Call, points: Sequence[Composition], candidates: Sequence[Ca
     from trainkit.measuring.showing import document, table_lines  # noqa: PLC0415 - the same
 
     target = _target(call, points)
-    rounds, steps = call.number("rounds") or (3 if target is None else 1), call.number("steps")
+    rounds, steps = call.flags.get("rounds") or (3 if target is None else 1), call.flags.get("steps")
     found = bench(candidates, rounds=rounds, steps=steps, target=target, log=_print_line)
     notes = list(dict.fromkeys([*(note for point in points for note in point.notes), *_energy_notes(found)]))
     content = document(found, command=call.command, rounds=rounds, target=target, notes=notes)
@@ -79,7 +82,7 @@ def _measured_data(call: Call, point: Composition, candidate: Candidate) -> Resu
 
     cfg = candidate.cfg
     plan = make_plan(cfg)
-    rounds, ranks = call.number("rounds") or 1, len(plan.tasks)
+    rounds, ranks = call.flags.get("rounds") or 1, len(plan.tasks)
     found = search_workers(cfg, num_steps=plan.num_steps, num_ranks=ranks, rounds=rounds, log=_print_line)
     content = document(found.choices, command=call.command, rounds=rounds, notes=point.notes)
     is_failed = not found.choices[0].is_measured
@@ -122,7 +125,6 @@ def _of_until(one: Problem) -> Problem:
 
 def _flag_problems(call: Call) -> Iterator[Problem]:
     """Yield the problems of the flags."""
-    yield from call.number_problems(FLAGS)
     until = call.flags.get("until")
     if until is not None:
         if _number(until) is None:

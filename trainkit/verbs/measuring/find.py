@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from argparse import ArgumentTypeError
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.errors import MISSING, ConfigError, Problem
-from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
+from trainkit.verbs.support.call import Add, Call, json_flag, whole
 from trainkit.verbs.support.measured import Results, begin, line_printer, measure
 
 if TYPE_CHECKING:
@@ -20,26 +21,21 @@ if TYPE_CHECKING:
 
 WORDS: Final = ("lr", "micro_size")
 """Possible values of its argument, for completion."""
-USAGE: Final = f"{{{','.join(WORDS)}}} OVERRIDES"
-FLAGS: Final[Mapping[str, Flag]] = {
-    "min-lr": Flag(help="lr: the learning rate of the first step; 1e-7 without it", value="RATE"),
-    "max-lr": Flag(help="lr: the largest learning rate; 10 without it", value="RATE"),
-    "steps": Flag(
-        help="lr: steps between them, 100 without it; micro_size: measured steps of a turn, about two seconds without "
-        "it",
-        value="N",
-        least=1,
-        most=100_000,
-    ),
-    "rounds": Flag(help="micro_size: turns of each size; 1 without it", value="N", least=1, most=1_000),
-    "json": JSON_FLAG,
-    "out": Flag(help="write the results into this new folder: a JSON file, and the curve of lr as PNG", value="FOLDER"),
-}
 _OF_ONE: Final = {"min-lr": "lr", "max-lr": "lr", "rounds": "micro_size"}
 """Flag -> the only argument that takes it."""
-_RANGE: Final = (1e-7, 10.0)
-_STEPS: Final = 100
 _print_line: Final = line_printer("find")
+
+
+def add_flags(add: Add) -> None:
+    """Add the flags of this verb."""
+    add("--min-lr", metavar="RATE", type=_rate, help="lr: the learning rate of the first step; 1e-7 without it")
+    add("--max-lr", metavar="RATE", type=_rate, help="lr: the largest learning rate; 10 without it")
+    about = "lr: steps between them, 100 without it; micro_size: measured steps of a turn, about two seconds without it"
+    add("--steps", metavar="N", type=whole(1, 100_000), help=about)
+    add("--rounds", metavar="N", type=whole(1, 1_000), help="micro_size: turns of each size; 1 without it")
+    json_flag(add)
+    about = "write the results into this new folder: a JSON file, and the curve of lr as PNG"
+    add("--out", metavar="FOLDER", help=about)
 
 
 def run(call: Call) -> int:
@@ -48,8 +44,7 @@ def run(call: Call) -> int:
     if what not in WORDS:
         rule = f"finds one of {', '.join(WORDS)}: trainkit find {WORDS[0]} OVERRIDES."
         raise ConfigError([Problem(key="find", value=what or MISSING, rule=rule, origin=COMMAND_LINE)])
-    flags = {**FLAGS, "steps": replace(FLAGS["steps"], least=10 if what == "lr" else 1)}
-    point = begin(call, flags, "try every value", _flag_problems(call, what))
+    point = begin(call, "try every value", _flag_problems(call, what))
     plan = _plan(point, _rate_problems if what == "lr" else lambda _: ())
     find = _find_lr if what == "lr" else _find_micro_size
     return measure(call, f"find_{what}", partial(find, call, point, plan), keeps=False)
@@ -61,7 +56,7 @@ def _find_lr(call: Call, point: Composition, plan: RunPlan) -> Results:
     from trainkit.report.drawing import range_request  # noqa: PLC0415 - the same
 
     low, high = _rates(call)
-    steps = call.number("steps") or _STEPS
+    steps = call.flags.get("steps", 100)
     _print_line(f"{steps} steps from {low:g} to {high:g}, until the loss diverges")
     cfg = range_config(point.cfg, low=low, high=high, steps=steps, peak=plan.rate.peak)
     found = range_test(cfg)
@@ -85,7 +80,7 @@ def _find_micro_size(call: Call, point: Composition, plan: RunPlan) -> Results:
     from trainkit.measuring.micro_sizes import overrides_for, search_micro_size  # noqa: PLC0415 - the same
     from trainkit.measuring.showing import size_document, size_lines  # noqa: PLC0415 - imports torch
 
-    rounds, steps = call.number("rounds") or 1, call.number("steps")
+    rounds, steps = call.flags.get("rounds", 1), call.flags.get("steps")
     found = search_micro_size(point.cfg, plan, memory=_host_memory(plan), rounds=rounds, steps=steps, log=_print_line)
     overrides = overrides_for(point.cfg, found)
     notes = [*point.notes, *_size_notes(plan)]
@@ -164,30 +159,24 @@ def _host_memory(plan: RunPlan) -> HostMemory | None:
 
 
 def _flag_problems(call: Call, what: str) -> Iterator[Problem]:
-    """Yield the problems of the flags."""
+    """Yield the problems of the flags together."""
     for name in call.flags:
         if _OF_ONE.get(name, what) != what:
             yield call.problem(name, f"has no effect with find {what}.")
-    if what == "lr":
-        yield from _range_problems(call)
-
-
-def _range_problems(call: Call) -> Iterator[Problem]:
     low, high = _rates(call)
-    wrong = [name for name, rate in (("min-lr", low), ("max-lr", high)) if not 0 < rate < float("inf")]
-    for name in wrong:
-        yield call.problem(name, "must be a number above 0.")
-    if not wrong and low >= high:
+    if what == "lr" and low >= high:
         name = "max-lr" if "max-lr" in call.flags else "min-lr"
         yield call.problem(name, f"must leave a range: it would go from {low:g} to {high:g}.")
+    if what == "lr" and call.flags.get("steps", 10) < 10:
+        yield call.problem("steps", "must be a whole number, 10 to 100,000.")
 
 
 def _rates(call: Call) -> tuple[float, float]:
-    """Return the ends of the range; NaN for a text that is not a number."""
-    found = []
-    for name, default in zip(("min-lr", "max-lr"), _RANGE, strict=True):
-        try:
-            found.append(float(call.flags.get(name, default)))
-        except ValueError:
-            found.append(float("nan"))
-    return found[0], found[1]
+    return call.flags.get("min-lr", 1e-7), call.flags.get("max-lr", 10.0)
+
+
+def _rate(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise ArgumentTypeError("must be a number above 0.")

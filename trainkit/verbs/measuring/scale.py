@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.errors import ConfigError, Problem
-from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
+from trainkit.verbs.support.call import Add, Call, json_flag, whole
 from trainkit.verbs.support.measured import Results, begin, line_printer, measure
 
 if TYPE_CHECKING:
@@ -23,19 +23,22 @@ if TYPE_CHECKING:
     from trainkit.run.estimates.hardware import Hardware
     from trainkit.scaling.inputs import Origin
 
-USAGE: Final = "OVERRIDES --to-replicas N, or --simulate --to-replicas N"
-FLAGS: Final[Mapping[str, Flag]] = {
-    "to-replicas": Flag(help="the largest number of replicas", value="N", least=1, most=10_000),
-    "simulate": Flag(help="measure nothing: predict from assumptions, with spares and checkpoints"),
-    "assume": Flag(help="inputs that are not measured, such as gbit=100,price_h=2.5", value="NAME=VALUE,..."),
-    "seed": Flag(help="seed of the intervals; 0 without it", value="N", least=0, most=2**32 - 1),
-    "rounds": Flag(help="turns of each measurement; 2 without it", value="N", least=1, most=1_000),
-    "steps": Flag(help="measured steps of a turn; without it, those of two seconds", value="N", least=1, most=100_000),
-    "json": JSON_FLAG,
-    "out": Flag(help="folder of scale.json and scale.png; without it, a new one below outputs/scale", value="FOLDER"),
-}
 _MEASURING: Final = ("rounds", "steps", "out")
 _print_line: Final = line_printer("scale")
+
+
+def add_flags(add: Add) -> None:
+    """Add the flags of this verb."""
+    add("--to-replicas", metavar="N", type=whole(1, 10_000), help="the largest number of replicas")
+    about = "measure nothing: predict from assumptions, with spares and checkpoints"
+    add("--simulate", action="store_true", help=about)
+    add("--assume", metavar="NAME=VALUE,...", help="inputs that are not measured, such as gbit=100,price_h=2.5")
+    add("--seed", metavar="N", type=whole(0, 2**32 - 1), help="seed of the intervals; 0 without it")
+    add("--rounds", metavar="N", type=whole(1, 1_000), help="turns of each measurement; 2 without it")
+    about = "measured steps of a turn; without it, those of two seconds"
+    add("--steps", metavar="N", type=whole(1, 100_000), help=about)
+    json_flag(add)
+    add("--out", metavar="FOLDER", help="folder of scale.json and scale.png; without it, a new one below outputs/scale")
 
 
 def run(call: Call) -> int:
@@ -48,12 +51,12 @@ def run(call: Call) -> int:
     except ConfigError as error:
         problems += error.problems
     if not simulates:
-        composition = begin(call, FLAGS, "measure", problems)
-        what = _scalable(composition, int(call.flags["to-replicas"]))
+        composition = begin(call, "measure", problems)
+        what = _scalable(composition, call.flags["to-replicas"])
         return measure(call, "scale", partial(_measured, call, composition, what, given))
-    if problems := [*call.number_problems(FLAGS), *problems]:
+    if problems:
         raise ConfigError(problems)
-    target, seed = int(call.flags["to-replicas"]), call.number("seed") or 0
+    target, seed = call.flags["to-replicas"], call.flags.get("seed", 0)
     from trainkit.scaling.answers import scale_lines, simulated_document  # noqa: PLC0415 - imports torch
 
     found = simulated_document(assumed(SIMULATED, {"given": given}), target, seed=seed)
@@ -70,7 +73,7 @@ def _measured(call: Call, composition: Composition, what: Scalable, given: Mappi
     from trainkit.scaling.answers import scale_document, scale_lines  # noqa: PLC0415 - the same
     from trainkit.scaling.inputs import HOSTS, assumed, link_of  # noqa: PLC0415 - imports numpy
 
-    target, hardware = int(call.flags["to-replicas"]), hardware_of(composition.cfg, _print_line)
+    target, hardware = call.flags["to-replicas"], hardware_of(composition.cfg, _print_line)
     known: dict[Origin, Mapping[str, float]] = {}
     if not what.on_cpu:
         known["measured"] = {"per_host": float(what.plan.context.num_gpus)}
@@ -81,7 +84,7 @@ def _measured(call: Call, composition: Composition, what: Scalable, given: Mappi
     inputs = assumed(HOSTS, {**known, "given": given})
     values = {name: one.value for name, one in inputs.items()}
     batch, strategy = what.plan.batch.global_size, composition.choices.get("strategy")
-    rounds, steps = call.number("rounds") or 2, call.number("steps")
+    rounds, steps = call.flags.get("rounds", 2), call.flags.get("steps")
     measured = measure_replicas(what, target, rounds=rounds, steps=steps, log=_print_line)
     if measured.failures:
         sys.stderr.write("".join(f"scale: failed: {line}\n" for line in measured.failures))
@@ -92,7 +95,7 @@ def _measured(call: Call, composition: Composition, what: Scalable, given: Mappi
         target,
         inputs,
         what.at(2).remedies,
-        seed=call.number("seed") or 0,
+        seed=call.flags.get("seed", 0),
         measured=measured_shares(measured),
         has_tables=what.has_tables,
         on_cpu=what.on_cpu,
@@ -145,7 +148,7 @@ def _scalable(composition: Composition, target: int) -> Scalable:
 def _problems(call: Call) -> Iterator[Problem]:
     """Yield the problems of the flags, and the arguments that have no meaning."""
     if "to-replicas" not in call.flags:
-        yield call.problem("to-replicas", f"is needed: {FLAGS['to-replicas'].help}.")
+        yield call.problem("to-replicas", "is needed: the largest number of replicas.")
     for word in call.arguments:
         yield Problem(key=word, rule="is not an argument of scale. Set a key by key=value.", origin=COMMAND_LINE)
     if "simulate" not in call.flags:

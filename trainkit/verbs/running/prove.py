@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from trainkit.config.door import advice
 from trainkit.config.values import whole_number
 from trainkit.errors import ConfigError, Problem
-from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.call import Add, Call
 from trainkit.verbs.support.measured import line_printer
 
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
     from trainkit.prove.comparing import Comparison, Numbers, Proof, Sameness
 
-USAGE: Final = "strategy=A[,B...] OVERRIDES"
-FLAGS: Final[Mapping[str, Flag]] = {
-    "steps": Flag(help="optimizer steps to compare; 10 without it", value="N"),
-    "same-cut": Flag(help="compare only the numbers, with the same batch.micro_size"),
-    "all": Flag(help="print a line for every parameter, even if all are equal"),
-}
 _MOST_STEPS: Final = 1_000_000
 _WORDS: Final = {"equal": "equal, every bit", "rounding": "equal up to rounding", "different": "DIFFERENT"}
 _ANSWERS: Final = {"yes": "yes", "no": "NO", "unknown": "NOT KNOWN"}
+
+
+def add_flags(add: Add) -> None:
+    """Add the flags of this verb."""
+    add("--steps", metavar="N", help="optimizer steps to compare; 10 without it")
+    add("--same-cut", action="store_true", help="compare only the numbers, with the same batch.micro_size")
+    add("--all", action="store_true", help="print a line for every parameter, even if all are equal")
 
 
 def run(call: Call) -> int:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 from trainkit.errors import ConfigError, Problem
 from trainkit.verbs.running.train import exit_code
-from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.call import Add, Call
 
-USAGE: Final = "RUN [strategy=... stop_at_step=... and other placement; epochs=... to train longer]"
-FLAGS: Final[Mapping[str, Flag]] = {
-    "new-schedule": Flag(
-        help="continue with other epochs, steps, schedule or warmup as another training, from the same weights, "
-        "optimizer and step"
-    ),
-    "give-up-reproducible": Flag(
-        help="continue a run with numerics.reproducible=true without that guarantee, on any strategy"
-    ),
-}
+
+def add_flags(add: Add) -> None:
+    """Add the flags of this verb."""
+    about = "continue with other epochs, steps, schedule or warmup, from the same weights, optimizer and step"
+    add("--new-schedule", action="store_true", help=about)
+    about = "continue a run with numerics.reproducible=true without that guarantee, on any strategy"
+    add("--give-up-reproducible", action="store_true", help=about)
 
 
 def run(call: Call) -> int:

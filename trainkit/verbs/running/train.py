@@ -13,16 +13,13 @@ from trainkit.cluster.local import LAUNCHERS, VARIABLE, detect
 from trainkit.config.grammar import COMMAND_LINE, key_of, refusal, replacing
 from trainkit.config.values import MOST_PROCESSES, whole_number
 from trainkit.errors import CheckpointError, ConfigError, Problem
-from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.call import Call
 
 if TYPE_CHECKING:
     from torch import nn
 
     from trainkit.config.composition import Composition
     from trainkit.run.planning.plan import RunPlan
-
-USAGE: Final = "[-m] OVERRIDES"
-FLAGS: Final[Mapping[str, Flag]] = {}
 
 
 def run(call: Call) -> int:

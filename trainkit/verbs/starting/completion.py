@@ -6,12 +6,11 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Final
 
 from trainkit.errors import ConfigError, Problem
-from trainkit.verbs.support.call import MODULES, VERBS, Call
+from trainkit.verbs.support.call import VERBS, Call, module_of, parser_of
 
 _BASH: Final = """\
 _trainkit() {
@@ -28,7 +27,6 @@ _ZSH: Final = "autoload -U +X bashcompinit && bashcompinit\n" + _BASH
 _FISH: Final = """\
 complete -c trainkit -f -a '(env COMP_LINE=(commandline -cp) trainkit -sc query=fish 2>/dev/null)'
 """
-_FLAGS: Final = ("--help", "--version", "--multirun", "--config-dir", "--allow-package", "--cfg")
 _SCRIPTS: Final = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
@@ -62,14 +60,13 @@ def candidates(line: str, call: Call) -> list[str]:
         return []
     found = []
     verb = next((word for word in words if word in VERBS), None)
-    module = None if verb is None else import_module(MODULES[verb])
+    module = None if verb is None else module_of(verb)
     if module is None:
         found += [name for name in VERBS if name.startswith(last) and "=" not in last]
     elif not any(word in words for word in getattr(module, "WORDS", ())):
         found += [word for word in getattr(module, "WORDS", ()) if word.startswith(last)]
     if last.startswith("-"):
-        own = () if module is None else tuple(f"--{name}" for name in module.FLAGS)
-        return [flag for flag in (*own, *_FLAGS) if flag.startswith(last)]
+        return [f"--{name}" for name in parser_of(verb)[1] if f"--{name}".startswith(last)]
     from trainkit.config.compose.jobs import complete  # noqa: PLC0415 - only where a key or choice is being completed
 
     overrides = [word for word in words if "=" in word and not word.startswith("-")]

@@ -18,49 +18,45 @@ from trainkit.config.values import closest
 from trainkit.config.yaml_files import config_dir_arguments
 from trainkit.errors import MISSING, ConfigError, Problem
 from trainkit.redaction import mask, variable_of
-from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.call import Add, Call, parser_of, whole
 
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
 
-USAGE: Final = f"{{{','.join(ENGINES)}}} [--hosts N] [--gpus-per-host N] [--flags] OVERRIDES"
 WORDS: Final = tuple(ENGINES)
 """Possible values of its argument, for completion."""
 _MOST_RANKS: Final = 100_000
 """Largest number of processes of one launch, over all hosts."""
-FLAGS: Final[Mapping[str, Flag]] = {
-    "hosts": Flag(help="number of equal hosts; 1 without it", value="N", least=1),
-    "gpus-per-host": Flag(help="processes per host, with one GPU each", value="N", least=1),
-    "processes-per-host": Flag(help="processes per host without GPUs; 1 if neither is given", value="N", least=1),
-    "setup": Flag(help="torchrun, slurm, skypilot: a shell command to run first on each host", value="COMMAND"),
-    "time": Flag(help="slurm, kubernetes, vertex: end after [DAYS-]HH:MM:SS", value="TIME"),
-    "image": Flag(help="kubernetes, vertex, skypilot: the container image with trainkit", value="IMAGE"),
-    "shared": Flag(
-        help="the storage of runs, for all hosts: a claim (kubernetes), SERVER:/PATH of NFS (vertex), a volume "
-        "(skypilot)",
-        value="PLACE",
-    ),
-    "names": Flag(help="tf_config, spec, mpirun: the names of the hosts, separated by commas", value="HOST,HOST"),
-    "head": Flag(help="torchrun: the host of the rendezvous", value="HOST"),
-    "port": Flag(
-        help="torchrun: the port of the rendezvous, 29400; tf_config, spec: the first port of each host, 2222",
-        value="N",
-        least=1,
-        most=65_535,
-    ),
-    "restarts": Flag(help="torchrun: number of restarts of all processes after one fails", value="N", least=0),
-    "min-hosts": Flag(
-        help="torchrun: number of hosts with which to continue after others are lost", value="N", least=1
-    ),
-    "partition": Flag(help="slurm: the partition", value="NAME"),
-    "account": Flag(help="slurm: the account that is charged", value="NAME"),
-    "cpus-per-process": Flag(help="slurm: cores of each process", value="N", least=1),
-    "namespace": Flag(help="kubernetes: the namespace", value="NAME"),
-    "machine": Flag(help="vertex: the machine type, n1-standard-8", value="TYPE"),
-    "accelerator": Flag(help="vertex, skypilot: the GPU, NVIDIA_L4 or A100", value="TYPE"),
-}
 _COMMON: Final = ("hosts", "gpus-per-host", "processes-per-host")
 _WORD: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@,+-]*")
+
+
+def add_flags(add: Add) -> None:
+    """Add the flags of this verb."""
+    add("--hosts", metavar="N", type=whole(1), help="number of equal hosts; 1 without it")
+    add("--gpus-per-host", metavar="N", type=whole(1), help="processes per host, with one GPU each")
+    about = "processes per host without GPUs; 1 if neither is given"
+    add("--processes-per-host", metavar="N", type=whole(1), help=about)
+    add("--setup", metavar="COMMAND", help="torchrun, slurm, skypilot: a shell command to run first on each host")
+    add("--time", metavar="TIME", help="slurm, kubernetes, vertex: end after [DAYS-]HH:MM:SS")
+    add("--image", metavar="IMAGE", help="kubernetes, vertex, skypilot: the container image with trainkit")
+    about = (
+        "the storage of runs, for all hosts: a claim (kubernetes), SERVER:/PATH of NFS (vertex), a volume (skypilot)"
+    )
+    add("--shared", metavar="PLACE", help=about)
+    add("--names", metavar="HOST,HOST", help="tf_config, spec, mpirun: the names of the hosts, separated by commas")
+    add("--head", metavar="HOST", help="torchrun: the host of the rendezvous")
+    about = "torchrun: the port of the rendezvous, 29400; tf_config, spec: the first port of each host, 2222"
+    add("--port", metavar="N", type=whole(1, 65535), help=about)
+    add("--restarts", metavar="N", type=whole(0), help="torchrun: number of restarts of all processes after one fails")
+    about = "torchrun: number of hosts with which to continue after others are lost"
+    add("--min-hosts", metavar="N", type=whole(1), help=about)
+    add("--partition", metavar="NAME", help="slurm: the partition")
+    add("--account", metavar="NAME", help="slurm: the account that is charged")
+    add("--cpus-per-process", metavar="N", type=whole(1), help="slurm: cores of each process")
+    add("--namespace", metavar="NAME", help="kubernetes: the namespace")
+    add("--machine", metavar="TYPE", help="vertex: the machine type, n1-standard-8")
+    add("--accelerator", metavar="TYPE", help="vertex, skypilot: the GPU, NVIDIA_L4 or A100")
 
 
 def run(call: Call) -> int:
@@ -100,10 +96,8 @@ def _engine(call: Call) -> ManifestWriter:
 
 def _flag_problems(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
     flags, name = call.flags, call.arguments[0]
-    numbers = [*call.number_problems(FLAGS)]
-    yield from numbers
     for flag, text in flags.items():
-        rule = None if FLAGS[flag].least is not None else _misfit(flag, text, engine)
+        rule = _misfit(flag, text, engine) if isinstance(text, str) else None
         if flag not in (*_COMMON, *engine.options):
             takers = [other for other, candidate in ENGINES.items() if flag in candidate.options]
             rule = f"has no effect on {name}: only {', '.join(takers)} use it."
@@ -111,23 +105,23 @@ def _flag_problems(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
             yield call.problem(flag, rule)
     if "gpus-per-host" in flags and "processes-per-host" in flags:
         yield call.problem("processes-per-host", "a host has processes with or without GPUs: give only one of the two.")
-    if not numbers and (total := _number(call, "hosts") * _per_host(call)) > _MOST_RANKS:
+    if (total := _number(call, "hosts") * _per_host(call)) > _MOST_RANKS:
         yield call.problem("hosts", f"makes {total:,} processes; the limit is {_MOST_RANKS:,}.")
     if "processes-per-host" in flags and engine.takes_devices:
         yield call.problem(
             "processes-per-host", f"has no effect on {name}: it starts one process per host. Give strategy.replicas."
         )
     yield from _missing(call, engine)
-    if "names" in flags and "names" in engine.options and not numbers:
+    if "names" in flags and "names" in engine.options:
         yield from _name_problems(call)
-    if "head" in engine.options and not numbers:
+    if "head" in engine.options:
         yield from _host_flag_problems(call)
 
 
 def _missing(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
     """Yield problems of flags that the engine needs here."""
     flags, name = call.flags, call.arguments[0]
-    several = flags.get("hosts", "1") != "1"
+    several, known = flags.get("hosts", 1) > 1, parser_of("emit")[1]
     needed = dict.fromkeys(engine.needs, f"{name} needs it")
     if "gpus-per-host" in flags:
         needed |= dict.fromkeys(engine.gpus_need, f"{name} needs it for GPUs")
@@ -141,7 +135,7 @@ def _missing(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
         also = (
             " They write into one run folder; or give hydra.run.dir, a folder that all see." if flag == "shared" else ""
         )
-        yield call.problem(flag, f"is missing: {why}. --{flag} {FLAGS[flag].value}.{also}")
+        yield call.problem(flag, f"is missing: {why}. --{flag} {known[flag].metavar}.{also}")
 
 
 def _name_problems(call: Call) -> Iterator[Problem]:
@@ -153,10 +147,10 @@ def _name_problems(call: Call) -> Iterator[Problem]:
         yield call.problem("names", "contains an empty name.")
     elif double is not None:
         yield call.problem("names", f"names {double} twice. Give each host once.")
-    elif call.number("hosts") not in (None, len(names)):
+    elif flags.get("hosts", len(names)) != len(names):
         yield call.problem("hosts", f"but --names has {len(names)}. Leave it out.")
     else:
-        port = call.number("port") or 2222
+        port = flags.get("port", 2222)
         hosts = [f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in names]
         for problem in member_problems({"worker": hosts}, key="--names", origin=COMMAND_LINE):
             yield replace(problem, key="--names")
@@ -171,7 +165,7 @@ def _host_flag_problems(call: Call) -> Iterator[Problem]:
             if flag in flags:
                 yield call.problem(flag, "has no effect on one host. Give --hosts.")
         return
-    if "min-hosts" in flags and flags.get("restarts", "0") == "0":
+    if "min-hosts" in flags and not flags.get("restarts"):
         yield call.problem("min-hosts", "needs --restarts: the remaining hosts restart together.")
     if _number(call, "min-hosts") > hosts:
         yield call.problem("min-hosts", f"must be --hosts={hosts} or less.")
@@ -194,11 +188,11 @@ def _misfit(flag: str, text: str, engine: ManifestWriter) -> str | None:
 
 
 def _number(call: Call, flag: str) -> int:
-    return call.number(flag) or 1
+    return int(call.flags.get(flag, 1))
 
 
 def _per_host(call: Call) -> int:
-    return call.number("gpus-per-host") or call.number("processes-per-host") or 1
+    return int(call.flags.get("gpus-per-host") or call.flags.get("processes-per-host", 1))
 
 
 def _job(call: Call, composition: Composition, engine: ManifestWriter) -> ManifestJob:
@@ -216,7 +210,7 @@ def _job(call: Call, composition: Composition, engine: ManifestWriter) -> Manife
         hosts=hosts,
         per_host=_per_host(call),
         gpus=gpus,
-        options={name: text for name, text in flags.items() if name not in _COMMON},
+        options={name: str(text) for name, text in flags.items() if name not in _COMMON},
         roles=roles,
     )
 
@@ -244,9 +238,7 @@ def _role_problems(call: Call, engine: ManifestWriter, roles: Mapping[str, int])
             f"has no effect with parameter servers: strategy.workers and strategy.servers set the tasks ({shown}).",
         )
     if engine.host_for_each and "shared" not in flags and "hydra.run.dir" not in map(key_of, call.overrides):
-        yield call.problem(
-            "shared", f"is missing: {name} needs it for several hosts. --shared {FLAGS['shared'].value}."
-        )
+        yield call.problem("shared", f"is missing: {name} needs it for several hosts. --shared PLACE.")
     if engine.kind == "TF_CONFIG" and engine.host_for_each and "worker" not in roles:
         rule = "vertex needs a pool of workers between the chief and the servers. Give strategy.workers=2 or more."
         yield Problem(key="strategy.workers", value=1, rule=rule)

@@ -7,7 +7,6 @@ import keyword
 import os
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -15,10 +14,8 @@ from trainkit.config.targets.allowed import ALLOWED_PACKAGES
 from trainkit.config.yaml_files import shipped_template
 from trainkit.errors import ConfigError, Problem
 from trainkit.storage import naming
-from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.call import Call
 
-USAGE: Final = "NAME"
-FLAGS: Final[Mapping[str, Flag]] = {}
 _PLACEHOLDER: Final = "own_package"
 """Name of the template's package, which NAME replaces in paths and texts."""
 _LONGEST: Final = 100

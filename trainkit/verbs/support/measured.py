@@ -15,7 +15,7 @@ from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.values import path_rule
 from trainkit.errors import ConfigError, Problem
 from trainkit.report.json_output import print_json
-from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.call import Call
 
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
@@ -61,19 +61,18 @@ def training_problems(verb: str, composition: Composition) -> Iterator[Problem]:
         yield composition.problem("resume", rule, value=resumed)
 
 
-def begin(call: Call, flags: Mapping[str, Flag], what: str, problems: Iterable[Problem] = ()) -> Composition:
+def begin(call: Call, what: str, problems: Iterable[Problem] = ()) -> Composition:
     """Compose the one training that a verb measures.
 
     Args:
         call: the call.
-        flags: the flags of the verb.
         what: what each process of a launcher would do.
         problems: problems of the verb's own rules.
 
     Raises:
         ConfigError: those, and the problems of flags, launch and config.
     """
-    found = [*call.number_problems(flags), *problems, *out_problems(call), *launch_problems(call.verb, what)]
+    found = [*problems, *out_problems(call), *launch_problems(call.verb, what)]
     try:
         composition = call.compose()
     except ConfigError as error:

@@ -7,28 +7,29 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from trainkit.verbs.looking.top import ranked
-from trainkit.verbs.support.call import CHECKPOINT_FLAG, Call, Flag
+from trainkit.verbs.support.call import Add, Call, checkpoint_flag, one_of, whole
 
 if TYPE_CHECKING:
     from trainkit.sweeps.results.ensemble import Candidate
 
-USAGE: Final = "DIR"
-FLAGS: Final[Mapping[str, Flag]] = {
-    "k": Flag(help="number of the best runs to combine; 3 without it", value="N"),
-    "metric": Flag(help="the metric for the order; eval.metric of the runs without it", value="NAME"),
-    "mode": Flag(help="whether the smallest (min) or the largest (max) value is best", value="MODE"),
-    "checkpoint": CHECKPOINT_FLAG,
-    "out": Flag(help="the folder for the model; DIR/ensemble without it", value="FOLDER"),
-}
+
+def add_flags(add: Add) -> None:
+    """Add the flags of this verb."""
+    add("--k", metavar="N", type=whole(1), help="number of the best runs to combine; 3 without it")
+    add("--metric", metavar="NAME", help="the metric for the order; eval.metric of the runs without it")
+    about = "whether the smallest (min) or the largest (max) value is best"
+    add("--mode", metavar="MODE", type=one_of("min", "max"), help=about)
+    checkpoint_flag(add)
+    add("--out", metavar="FOLDER", help="the folder for the model; DIR/ensemble without it")
 
 
 def run(call: Call) -> int:
     """Print members and ensemble in one table, and write the ensemble."""
     call.check_arity(arguments=1, overrides=False)
-    checkpoint, out = call.checkpoint(), call.flags.get("out")
+    checkpoint, out = call.flags.get("checkpoint", "last"), call.flags.get("out")
     board, count = ranked(call)
     target = Path(call.arguments[0]).expanduser() / "ensemble" if out is None else Path(out).expanduser()
     from trainkit.storage import quoted  # noqa: PLC0415 - for this only

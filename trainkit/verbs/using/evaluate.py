@@ -4,38 +4,38 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.files import read_map
 from trainkit.trainer.ownership import print_notice
-from trainkit.verbs.support.call import CHECKPOINT_FLAG, Call, Flag
+from trainkit.verbs.support.call import Add, Call, checkpoint_flag, json_flag
 
 if TYPE_CHECKING:
     from trainkit.api.jobs import Evaluated
 
-USAGE: Final = "RUN|FOLDER|FILE [data=... strategy=... and other keys]"
-FLAGS: Final[Mapping[str, Flag]] = {
-    "split": Flag(help="the split to evaluate; val without it", value="NAME"),
-    "checkpoint": CHECKPOINT_FLAG,
-    "json": Flag(help="print evaluation.json instead of tables"),
-}
 _MOST_ROWS: Final = 20
 """Largest number of rows and columns of a printed table."""
+
+
+def add_flags(add: Add) -> None:
+    """Add the flags of this verb."""
+    add("--split", metavar="NAME", help="the split to evaluate; val without it")
+    checkpoint_flag(add)
+    json_flag(add, "print evaluation.json instead of tables")
 
 
 def run(call: Call) -> int:
     """Evaluate, write the results and print them."""
     call.check_arity(arguments=1)
-    which = call.checkpoint()
     from trainkit.api.jobs import evaluate  # noqa: PLC0415 - imports torch
 
     found = evaluate(
         Path(call.arguments[0]).expanduser(),
         call.overrides,
         split=call.flags.get("split"),
-        checkpoint=which,
+        checkpoint=call.flags.get("checkpoint", "last"),
         config_dirs=call.config_dirs,
         packages=call.packages,
         log=print_notice,

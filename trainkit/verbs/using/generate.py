@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any
 
 from trainkit.errors import ConfigError, Problem
 from trainkit.files import read_text
 from trainkit.models.sampling import MAX_TOKENS, RULES, Sampling, broken_settings, temperature_of
-from trainkit.verbs.support.call import CHECKPOINT_FLAG, Call, Flag
+from trainkit.verbs.support.call import Add, Call, checkpoint_flag, json_flag
 
-USAGE: Final = "RUN --prompt TEXT"
-FLAGS: Final[Mapping[str, Flag]] = {
-    "prompt": Flag(help="the beginning of the text; a newline without it", value="TEXT"),
-    "prompts": Flag(help="a file with a prompt on each line, computed as one batch", value="FILE"),
-    "max-tokens": Flag(help="tokens to add; 200 without it", value="N"),
-    "temperature": Flag(help="divides the scores; 0, the most likely token, without it", value="X"),
-    "top-k": Flag(help="draw from the N most likely tokens", value="N"),
-    "top-p": Flag(help="draw from the most likely tokens that have this probability together", value="X"),
-    "seed": Flag(help="seed of the random numbers; 0 without it", value="N"),
-    "checkpoint": CHECKPOINT_FLAG,
-    "json": Flag(help="print prompts and texts as JSON"),
-}
+
+def add_flags(add: Add) -> None:
+    """Add the flags of this verb."""
+    add("--prompt", metavar="TEXT", help="the beginning of the text; a newline without it")
+    add("--prompts", metavar="FILE", help="a file with a prompt on each line, computed as one batch")
+    add("--max-tokens", metavar="N", help="tokens to add; 200 without it")
+    add("--temperature", metavar="X", help="divides the scores; 0, the most likely token, without it")
+    add("--top-k", metavar="N", help="draw from the N most likely tokens")
+    add("--top-p", metavar="X", help="draw from the most likely tokens that have this probability together")
+    add("--seed", metavar="N", help="seed of the random numbers; 0 without it")
+    checkpoint_flag(add)
+    json_flag(add, "print prompts and texts as JSON")
 
 
 def run(call: Call) -> int:
@@ -34,17 +33,14 @@ def run(call: Call) -> int:
     problems = list[Problem]()
     given = {name: _number(call, name) for name in RULES if _flag(name) in call.flags}
     problems += [call.problem(_flag(name), rule) for name, rule in broken_settings(given)]
-    checkpoint: Literal["best", "last"] = "last"
-    try:
-        checkpoint = call.checkpoint()
-    except ConfigError as error:
-        problems += error.problems
     prompts = _prompts(call, problems)
     if problems:
         raise ConfigError(problems)
     from trainkit.api.texts import Writer  # noqa: PLC0415 - nothing is imported to refuse an argument
 
-    writer = Writer.of(Path(call.arguments[0]).expanduser(), checkpoint=checkpoint, packages=call.packages)
+    writer = Writer.of(
+        Path(call.arguments[0]).expanduser(), checkpoint=call.flags.get("checkpoint", "last"), packages=call.packages
+    )
     if left_out := writer.left_out(prompts):
         sys.stderr.write(f"not in the vocabulary, left out: {left_out!r}\n")
     alone = len(prompts) == 1 and "json" not in call.flags

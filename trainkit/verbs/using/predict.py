@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
 
 from trainkit.config.grammar import refusal
 from trainkit.trainer.ownership import print_notice
-from trainkit.verbs.support.call import CHECKPOINT_FLAG, Call, Flag
+from trainkit.verbs.support.call import Add, Call, checkpoint_flag
 
-USAGE: Final = "RUN|FOLDER|FILE --out FILE.parquet|.npy|.jsonl [data=... strategy=... predict.outputs=...]"
-FLAGS: Final[Mapping[str, Flag]] = {
-    "out": Flag(help="the file: .parquet, .npy (with ids in FILE.ids.npy) or .jsonl", value="FILE"),
-    "split": Flag(help="the split to predict; val, or the only one, without it", value="NAME"),
-    "checkpoint": CHECKPOINT_FLAG,
-    "overwrite": Flag(help="replace an existing file, and drop the parts of another prediction"),
-}
+
+def add_flags(add: Add) -> None:
+    """Add the flags of this verb."""
+    add("--out", metavar="FILE", help="the file: .parquet, .npy (with ids in FILE.ids.npy) or .jsonl")
+    add("--split", metavar="NAME", help="the split to predict; val, or the only one, without it")
+    checkpoint_flag(add)
+    add("--overwrite", action="store_true", help="replace an existing file, and drop the parts of another prediction")
 
 
 def run(call: Call) -> int:
     """Predict, or continue an interrupted prediction; return the exit code."""
     call.check_arity(arguments=1)
-    which = call.checkpoint()
     if "out" not in call.flags:
         raise refusal("--out", "is missing: --out FILE.parquet, FILE.npy or FILE.jsonl.")
     from trainkit.api.jobs import predict_to_file  # noqa: PLC0415 - imports torch
@@ -37,7 +34,7 @@ def run(call: Call) -> int:
         call.overrides,
         out=Path(call.flags["out"]).expanduser(),
         split=call.flags.get("split"),
-        checkpoint=which,
+        checkpoint=call.flags.get("checkpoint", "last"),
         overwrite="overwrite" in call.flags,
         config_dirs=call.config_dirs,
         packages=call.packages,

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from trainkit.config.grammar import refusal
-from trainkit.verbs.support.call import CHECKPOINT_FLAG, Call, Flag
+from trainkit.verbs.support.call import Add, Call, checkpoint_flag, whole
 
-USAGE: Final = "RUN"
-FLAGS: Final[Mapping[str, Flag]] = {
-    "to": Flag(help="the format: int8_weight, int8_dynamic, int4_weight or int8_static", value="FORMAT"),
-    "calibrate": Flag(
-        help="int8_static: number of training samples whose activations are observed; 512 without it",
-        value="N",
-        least=1,
-    ),
-    "checkpoint": CHECKPOINT_FLAG,
-}
+_TO: Final = "the format: int8_weight, int8_dynamic, int4_weight or int8_static"
+
+
+def add_flags(add: Add) -> None:
+    """Add the flags of this verb."""
+    add("--to", metavar="FORMAT", help=_TO)
+    about = "int8_static: number of training samples whose activations are observed; 512 without it"
+    add("--calibrate", metavar="N", type=whole(1), help=about)
+    checkpoint_flag(add)
 
 
 def run(call: Call) -> int:
     """Write the quantized model, and print its scores next to those of the original."""
     call.check_arity(arguments=1, overrides=False)
-    which = call.checkpoint()
-    call.check_numbers(FLAGS)
     if "to" not in call.flags:
-        raise refusal("--to", f"is missing: {FLAGS['to'].help}.")
+        raise refusal("--to", f"is missing: {_TO}.")
     from trainkit.report.tables import print_rows  # noqa: PLC0415 - not for --help
     from trainkit.run.folder.quantize import quantize_run  # noqa: PLC0415 - imports torch
     from trainkit.storage import quoted  # noqa: PLC0415 - for this only
@@ -36,8 +32,8 @@ def run(call: Call) -> int:
     done = quantize_run(
         Path(call.arguments[0]).expanduser(),
         to=call.flags["to"],
-        calibrate=call.number("calibrate"),
-        checkpoint=which,
+        calibrate=call.flags.get("calibrate"),
+        checkpoint=call.flags.get("checkpoint", "last"),
         report=lambda line: print(line, file=sys.stderr, flush=True),  # noqa: T201 - meant for the terminal
     )
     (header, *rows), count = done.rows, len(done.layers)
