@@ -64,9 +64,19 @@ def test_a_cache_of_keys_and_values_is_refused_with_the_key_that_turns_it_off() 
 class Transformers(Case):
     """A training of GPT-2 with dropout, without the cache."""
 
+    use_cache: bool = False
+
     def make_model(self) -> nn.Module:
         """Its weights by formula."""
-        return zoo.fill(gpt2(use_cache=False, attn_pdrop=0.0))
+        return zoo.fill(gpt2(use_cache=self.use_cache, attn_pdrop=0.0))
+
+
+@pytest.mark.slow
+def test_shards_refuse_the_cache_with_the_key_that_turns_it_off(pool: Pool) -> None:
+    pytest.importorskip("transformers")
+    settings = {"replicas": 2, "wrap": ["GPT2Block"]}
+    with pytest.raises(Exception, match=r"dataclasses\. Return what it adds, or use model\.config\.use_cache=false\."):
+        train(pool, Transformers(task="tokens", use_cache=True, global_size=8, strategy="fsdp", settings=settings))
 
 
 @pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.long)])

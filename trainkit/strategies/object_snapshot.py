@@ -167,7 +167,15 @@ def refuse_changes(
         )
 
 
-def watch_first_call(module: nn.Module, block: str, because: str) -> None:
+def cache_switch(model: nn.Module) -> str | None:
+    """Return the key that turns off the cache of keys and values of a model of transformers; None if none is on."""
+    for name, module in model.named_modules():
+        if getattr(getattr(module, "config", None), "use_cache", False):
+            return f"config.use_cache=false of model.{name}" if name else "model.config.use_cache=false"
+    return None
+
+
+def watch_first_call(module: nn.Module, block: str, because: str, *, otherwise: str) -> None:
     """Apply `refuse_changes` to the first call of a block, by hooks that are then removed."""
     given: list[ObjectSnapshot] = []
 
@@ -177,7 +185,7 @@ def watch_first_call(module: nn.Module, block: str, because: str) -> None:
     def after(_module: nn.Module, _args: object, _kwargs: object, _outputs: object) -> None:
         for handle in handles:
             handle.remove()
-        refuse_changes(given[-1], block, because)
+        refuse_changes(given[-1], block, because, otherwise=otherwise)
 
     handles = [
         module.register_forward_pre_hook(before, with_kwargs=True),

@@ -19,7 +19,7 @@ from trainkit.cluster.host import return_freed_memory
 from trainkit.numerics.precision import Precision, buffer_dtype, param_dtype
 from trainkit.strategies.collectives import broadcast_values
 from trainkit.strategies.maps.blocks import blocks_of
-from trainkit.strategies.object_snapshot import watch_first_call
+from trainkit.strategies.object_snapshot import cache_switch, watch_first_call
 from trainkit.strategies.tensors.layouts import replace_tensors
 
 _UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -101,6 +101,7 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
         return_freed_memory()
     offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
     names = {module: name for name, module in model.named_modules()}
+    otherwise = "use strategy=mirrored" if (switch := cache_switch(model)) is None else f"use {switch}"
     for module in [*units, model]:
         _move_and_cast(module, sharding, precision)
         fully_shard(
@@ -111,7 +112,8 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
             offload_policy=offload,
         )
         if module is not model:
-            watch_first_call(module, names[module], "and FSDP gives each block copies of lists, dicts and dataclasses")
+            because = "and FSDP gives each block copies of lists, dicts and dataclasses"
+            watch_first_call(module, names[module], because, otherwise=otherwise)
     if sharding.reshard_after_forward:
         gather_in_order(model, prefetches="gloo" not in dist.get_backend())
     model.register_forward_hook(_free_after_evaluation, always_call=True)

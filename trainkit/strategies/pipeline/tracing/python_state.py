@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from trainkit.strategies.maps.blocks import Block
-from trainkit.strategies.object_snapshot import ObjectSnapshot, class_name
+from trainkit.strategies.object_snapshot import ObjectSnapshot, cache_switch, class_name
 
 _IMMUTABLE = (
     type(None),
@@ -188,12 +188,8 @@ def refused_object(crossing: str, found: Any, model: nn.Module) -> CannotCut:
     """Return the error for an object that crosses a block's boundary."""
     reason = f"{crossing} an object of the class {class_name(found)}, which would be the same object in every pass"
     remedy = f"Use tensors and immutable values, in tuples, lists or dicts, {_ELSEWHERE}"
-    if type(found).__name__.endswith("Cache"):
-        for name, module in model.named_modules():
-            if getattr(getattr(module, "config", None), "use_cache", False):
-                at = f" of model.{name}" if name else ""
-                remedy = f"Use {'' if name else 'model.'}config.use_cache=false{at}."
-                break
+    if type(found).__name__.endswith("Cache") and (switch := cache_switch(model)) is not None:
+        remedy = f"Use {switch}."
     return CannotCut(reason, remedy=remedy)
 
 
