@@ -28,9 +28,9 @@ _HOMES: Final[Mapping[str, Mapping[str, str]]] = {
         "ImageFiles": "data.sets.images", "ImageFolder": "data.sets.images",
         "JsonLines": "data.sets.json_lines", "Lists": "data.collates", "MixUp": "data.batch_transforms",
         "PadImages": "data.collates", "PadSequences": "data.collates", "PythonSource": "data.sets.text",
-        "Splits": "data.splits", "Stream": "data.reading.iterable", "Synthetic": "data.sets.synthetic",
-        "SyntheticTokens": "data.sets.synthetic", "TextFile": "data.sets.text", "TextLines": "data.sets.text",
-        "TokenMemmap": "data.sets.text", "WeightsOf": "data.samplers",
+        "SparkFrame": "data.sets.spark_frame", "Splits": "data.splits", "Stream": "data.reading.iterable",
+        "Synthetic": "data.sets.synthetic", "SyntheticTokens": "data.sets.synthetic", "TextFile": "data.sets.text",
+        "TextLines": "data.sets.text", "TokenMemmap": "data.sets.text", "WeightsOf": "data.samplers",
     },
     "models": {
         "ConvNet": "models.convnet", "Ensemble": "models.ensemble", "Gan": "models.gan", "Gpt": "models.gpt",

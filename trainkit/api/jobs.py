@@ -603,6 +603,22 @@ def predict(
         >>> predict(nn.Linear(2, 3), torch.zeros(5, 2)).shape
         torch.Size([5, 3])
     """
+    found = predictor(
+        model, outputs=outputs, batch_size=batch_size, device=device, checkpoint=checkpoint, packages=packages
+    )
+    return found(dataset)
+
+
+def predictor(
+    model: nn.Module | str | Path,
+    *,
+    outputs: str = "logits",
+    batch_size: int = 64,
+    device: str | torch.device | None = None,
+    checkpoint: Which = "last",
+    packages: Sequence[str] = (),
+) -> Callable[[Any], Tensor]:
+    """Load a model once, and return the function that `predict` calls with a dataset; arguments are those of it."""
     refuse_unknown_checkpoint(checkpoint)
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigError([Problem(key="batch_size", value=batch_size, rule="must be a whole number, 1 or more.")])
@@ -619,7 +635,7 @@ def predict(
     if found is not model:  # by default torch rounds the products of a convolution to ten bits
         precision.apply_globally(place.type)
     local = LocalModel(model=found, device=place, data_ranks=LocalCollective(), precision=precision)
-    return torch.cat(list(_rows(local, objective, wanted, dataset, batch_size)))
+    return lambda dataset: torch.cat(list(_rows(local, objective, wanted, dataset, batch_size)))
 
 
 def _loaded(

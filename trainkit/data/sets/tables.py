@@ -11,6 +11,7 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -94,7 +95,8 @@ class CsvTable(InMemory):
         full = table.without_missing(used, notes)
         known = full if self.reference is None else reference.without_missing(used, None)
         notes = [] if self.split == "val" else notes  # those of the file are notes of the training rows
-        rows, training = self._chosen(len(full.rows), self.split), self._chosen(len(known.rows), "train")
+        chosen = partial(rows_of_split, val_share=self.val_share, seed=self.split_seed)
+        rows, training = chosen(len(full.rows), self.split), chosen(len(known.rows), "train")
         part = _Part(keys=self, table=full, rows=rows, known=known, training=training, notes=notes)
         scales = {name: known.numbers(name) for name in names}
         features = {
@@ -109,13 +111,14 @@ class CsvTable(InMemory):
             notes.insert(0, "; ".join(f"{kind}{columns}" for kind, columns in kinds.items() if columns))
         vars(self)["notes"] = tuple(f"{self.path.name} ({self.split}): {note}" for note in notes)
 
-    def _chosen(self, count: int, split: str) -> NDArray[np.int64]:
-        """Return the indices of the rows of a split, in the order of the file."""
-        if split == "all":
-            return np.arange(count)
-        order = np.random.default_rng(self.split_seed).permutation(count)
-        held_out = round(count * self.val_share)
-        return np.sort(order[:held_out] if split == "val" else order[held_out:])
+
+def rows_of_split(count: int, split: str, *, val_share: float, seed: int) -> NDArray[np.int64]:
+    """Return the indices of the rows of a split, in their order: a share that is drawn by the seed validates."""
+    if split == "all":
+        return np.arange(count)
+    order = np.random.default_rng(seed).permutation(count)
+    held_out = round(count * val_share)
+    return np.sort(order[:held_out] if split == "val" else order[held_out:])
 
 
 @dataclass(frozen=True, kw_only=True)
