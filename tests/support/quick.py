@@ -39,7 +39,7 @@ if sys.platform != "win32":
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 FORK_SERVERS: Final = ("trainkit.run.fork_server_main", "trainkit.sweeps.loop.fork_server_main")
-COMPUTING: Final = ("trainkit.measuring.turn_main", "trainkit.run.inference.worker_main")
+COMPUTING: Final = ("trainkit.measuring.turn_main",)
 DRAWING: Final = "trainkit.report.drawing"
 NOTE: Final = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir()), "quick")
 """The file in the session's cache that names the folder of the scripts."""

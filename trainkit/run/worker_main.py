@@ -1,4 +1,6 @@
-"""Run one task of a run in its own process: `python -m trainkit.run.worker_main RUN/resolved.yaml`.
+"""Run one task of a run, or of an evaluation or prediction, in its own process.
+
+    python -m trainkit.run.worker_main RUN/resolved.yaml
 
 The environment holds the identity of the process (`trainkit.cluster.tasks`), the run folder holds everything else.
 Hydra is not imported.
@@ -35,6 +37,7 @@ from trainkit.report.train_log import recorded_output
 from trainkit.run.folder.fencing_token import VARIABLE as FENCE
 from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.inference.request import FILE as JOB
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.process.worker_group import LIFELINE, watch_parent
@@ -52,19 +55,11 @@ from trainkit.trainer import failpoints
 from trainkit.trainer.ownership import uncontested
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Any
 
-    Work = Callable[[Path, Identity, RunFolder, StopFlag, Reporter], dict[str, Any] | None]
 
-
-def main(arguments: list[str], work: Work | None = None) -> int:
-    """Run the task of this process; return the exit code.
-
-    Args:
-        arguments: the path of `resolved.yaml`.
-        work: the work of the task; None: training.
-    """
+def main(arguments: list[str]) -> int:
+    """Run the task of this process, whose argument is the path of `resolved.yaml`; return the exit code."""
     signals = worker_signals() if LIFELINE in os.environ else stop_signals()
     with masked_output(), StopFlag(signals=signals) as stop:  # first, so that no signal is lost
         supervised = watch_parent(os.environ)
@@ -92,7 +87,7 @@ def main(arguments: list[str], work: Work | None = None) -> int:
                 _stacks_on_demand(folder, rank),
                 _store_of_hand_started(identity, supervised=supervised),
             ):
-                result = (work or _run)(resolved, identity, folder, stop, report)
+                result = _run(resolved, identity, folder, stop, report)
             with contextlib.suppress(OSError):  # the folder was removed: the parent detects it
                 folder.done_of(rank).touch()
         except KeyboardInterrupt:
@@ -117,6 +112,10 @@ def _run(
     cfg = load_resolved(resolved)
     confirm = FencingToken.from_environ(folder, os.environ).check if FENCE in os.environ else uncontested
     with allow_packages(packages_from(os.environ)), with_config_dirs(config_dirs_from(os.environ)):
+        if (folder.path / JOB).exists():
+            from trainkit.run.inference.task import run_task_of_job  # noqa: PLC0415 - imports torch
+
+            return run_task_of_job(cfg, identity, folder, stop, report)
         plan = plan_from_environ(os.environ, cfg)
         task = TaskRun(cfg=cfg, identity=identity, folder=folder, stop=stop, plan=plan, confirm=confirm, report=report)
         return task.run()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from trainkit.run.process.heartbeat import beats_of
 from trainkit.run.signals import StopFlag
 from trainkit.strategies.base import ignore_phase
 
-_ENTRY: Final = (sys.executable, "-m", "trainkit.run.inference.worker_main")
 _KEPT: Final = "The finished rows are kept: the same command continues."
 
 
@@ -64,6 +62,6 @@ def run_job(job: Job, folder: Path, *, log: Callable[[str], None]) -> dict[str, 
         replaceable=[task.rank for task in job.tasks if job.strategy.restarts_alone(task)],
     )
     try:
-        return supervise(place.resolved, job.tasks, settings, folder=place, command=[*_ENTRY, str(place.resolved)])
+        return supervise(place.resolved, job.tasks, settings, folder=place)
     finally:
         place.release_reserve()

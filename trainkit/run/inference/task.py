@@ -12,16 +12,22 @@ from typing import Any, Final
 import torch
 
 from trainkit.cluster.tasks import Identity
+from trainkit.config.schema import RunConfig
 from trainkit.data.hooks import Reading
 from trainkit.data.reading.loader import EvalBatches
 from trainkit.data.splits import size_of
 from trainkit.inference.parts import Chunks, Parts
 from trainkit.inference.predicting import PartsComputation
-from trainkit.run.inference.job import Job, model_of, place_model, setup_request
-from trainkit.run.signals import REASONS, Reason, stop_error
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.inference.job import Job, model_of, place_model, prepare, setup_request
+from trainkit.run.inference.request import JobRequest
+from trainkit.run.process.error_report import Reporter
+from trainkit.run.process.heartbeat import beats_of
+from trainkit.run.signals import REASONS, Reason, StopFlag, stop_error
 from trainkit.run.task import reproducible_process
-from trainkit.strategies.base import LocalModel, PhaseListener, PlanContext, TaskContext
+from trainkit.strategies.base import LocalModel, PhaseListener, PlanContext, TaskContext, ignore_phase
 from trainkit.trainer.evaluate import evaluate
+from trainkit.trainer.ownership import print_notice
 
 _PROGRESS_S: Final = 2.0
 """Seconds between two lines of progress."""
@@ -164,3 +170,21 @@ def _threads(job: Job) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def run_task_of_job(
+    cfg: RunConfig, identity: Identity, folder: RunFolder, stop: StopFlag, report: Reporter
+) -> dict[str, Any] | None:
+    """Run the task of this process, one of several; rank 0 writes the result."""
+    task = JobTask(
+        job=prepare(cfg, JobRequest.read(folder.path)),
+        identity=identity,
+        requested=lambda: stop.requested,
+        on_phase=beats_of(identity, folder) or ignore_phase,
+        log=print_notice,
+        report=report,
+    )
+    result = task.run()
+    if result is not None:
+        folder.write_result(result)
+    return result
