@@ -22,7 +22,8 @@ import torch
 
 from benchmarks import report
 from trainkit.strategies.tensor_shards import TensorShard
-from trainkit.trainer.checkpoint.saving import Retention, Saver
+from trainkit.trainer.checkpoint.saving import Saver
+from trainkit.trainer.manifest import Retention
 
 _TENSORS = 48
 """Parameters and two slots of the optimizer each, of 16 layers."""

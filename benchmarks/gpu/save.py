@@ -24,9 +24,10 @@ import torch
 
 from benchmarks.gpu.bench import Bench, Row, failed, verdict
 from trainkit.strategies.tensor_shards import TensorShard
-from trainkit.trainer.checkpoint.saving import Retention, Saver
+from trainkit.trainer.checkpoint.saving import Saver
 from trainkit.trainer.checkpoint.snapshot import Snapshot
 from trainkit.trainer.checkpoint.tensors import load
+from trainkit.trainer.manifest import Retention
 
 _TENSORS = 48
 """Parameters and two slots of the optimizer each, of 16 layers."""

@@ -18,8 +18,9 @@ from trainkit.strategies.collectives import GroupCollective
 from trainkit.strategies.tensor_shards import ShardedState, TensorShard, gather_full
 from trainkit.trainer import failpoints
 from trainkit.trainer.checkpoint import saving
-from trainkit.trainer.checkpoint.saving import Retention, Saver
+from trainkit.trainer.checkpoint.saving import Saver
 from trainkit.trainer.checkpoint.tensors import sha256_of_pieces
+from trainkit.trainer.manifest import Retention
 
 
 def state() -> dict[str, Tensor]:

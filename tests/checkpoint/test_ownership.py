@@ -12,9 +12,8 @@ import torch
 from tests.support.present import present
 from tests.support.saving import save
 from trainkit.errors import UnreadableError
-from trainkit.trainer.checkpoint.saving import Retention
 from trainkit.trainer.checkpoint.tensors import load, newest_valid, note_foreign
-from trainkit.trainer.manifest import list_complete
+from trainkit.trainer.manifest import Retention, list_complete
 from trainkit.trainer.ownership import MARK, OwnershipToken
 
 

@@ -10,8 +10,8 @@ import torch
 
 from tests.support.present import present
 from tests.support.saving import save
-from trainkit.trainer.checkpoint.saving import Retention
 from trainkit.trainer.checkpoint.tensors import newest_valid
+from trainkit.trainer.manifest import Retention
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ import itertools, os, sys, torch
 from pathlib import Path
 from trainkit.trainer import failpoints
 from tests.support.saving import save
-from trainkit.trainer.checkpoint.saving import Retention
+from trainkit.trainer.manifest import Retention
 
 def save_for_ever(root):
     for step in itertools.count():

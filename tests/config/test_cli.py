@@ -1,5 +1,14 @@
-"""A verb taken for a value, a completion without a user's own choices, a torch imported for help: caught here alone."""
+"""A verb taken for a value, a completion without a user's own choices, a torch imported for help: caught here alone.
 
+A printed command that names another folder or value when it is pasted into a shell is caught here alone.
+A printed command that fails when it is pasted, as it lacks a folder or package of the user, is caught here alone.
+An argument that recurses, allocates without end or writes outside of its folder is caught here alone: code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -7,10 +16,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.config.conftest import Write
+from tests.config.conftest import Refuse, Write
+from tests.launchers.joining import free_port
+from tests.support import quick
 from trainkit import __version__
 from trainkit.cli import main
-from trainkit.errors import ConfigError
+from trainkit.config.commands import printed_command, shell_word
+from trainkit.config.compose import compose
+from trainkit.config.grammar import setting
+from trainkit.config.yaml_files import config_dir_arguments, with_config_dirs
+from trainkit.errors import ConfigError, Problem
 from trainkit.verbs.starting.completion import candidates
 from trainkit.verbs.support.call import VERBS, parse
 
@@ -158,3 +173,203 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
     command = f"set -o pipefail; {sys.executable} -m trainkit --help | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert (done.returncode, done.stdout) == (0, "usage: trainkit [VERB] [ARGUMENTS] [--flags] OVERRIDES\n")
+
+
+def test_a_command_that_composes_anew_names_the_folders_of_the_user(cwd: Path) -> None:
+    (cwd / "my conf").mkdir()
+    call, _ = parse(["prove", "strategy=mirrored", "--config-dir", "my conf", "--config-dir=/srv/conf", "--steps", "3"])
+    told = "trainkit prove --config-dir 'my conf' --config-dir /srv/conf strategy=mirrored --steps 3"
+    assert call.command == told
+    with with_config_dirs(call.config_dirs):
+        assert config_dir_arguments() == ["--config-dir", "my conf", "--config-dir", "/srv/conf"]
+    assert config_dir_arguments() == []
+    assert config_dir_arguments([cwd.parent, cwd / "conf"]) == ["--config-dir", str(cwd.parent), "--config-dir", "conf"]
+
+
+NAMES = ("lr=0.1", "my run", "it's", "läufe", "[a,b]", "$x", "~home", "#1", "-dash", 'q"uote', "back\\slash\\", "{b}")
+WORDS = (*NAMES, "=", "null", "True", "1e5", "nan", "", "a: b", "a,b", "out/lr=0.1", '\\"', "'", " ", "mlp-2")
+
+
+def test_a_printed_command_names_its_folder_for_the_shell_and_for_the_command_line(cwd: Path) -> None:
+    for name in NAMES:
+        Path(name).mkdir()
+    commands = [printed_command(verb, [Path(name), "k=1"]) for name in NAMES for verb in ("resume", "top")]
+    bash = "".join(f'printf "%s\\0" {command}\nprintf "\\n"\n' for command in commands)
+    done = subprocess.run(["bash", "-c", bash], capture_output=True, text=True, check=True)
+    for place, line in enumerate(done.stdout.splitlines()):
+        call, _ = parse(line.split("\0")[1:-1])
+        assert (call.verb, call.overrides) == (("resume", "top")[place % 2], ("k=1",))
+        assert Path(call.arguments[0]).expanduser().samefile(cwd / NAMES[place // 2])
+
+
+def test_a_setting_is_read_back_as_the_same_text() -> None:
+    for text in WORDS:
+        (argument,) = shlex.split(shell_word(setting("data.path", text)))
+        composed = compose(["recipe=null", "data=image_folder", argument, setting("data.x", ["a", {"b": text}])])
+        assert composed.values["data"]["path"] == (str(Path.cwd() / text) if text == "~home" else text)
+        assert composed.values["data"]["x"] == ["a", {"b": text}]
+
+
+def test_a_word_with_an_equals_sign_is_a_path_where_one_is_missing_and_exists(cwd: Path) -> None:
+    Path("out/lr=0.1").mkdir(parents=True)
+    Path("seed=1").mkdir()
+    found = {
+        ("resume", "out/lr=0.1", "seed=1"): (("out/lr=0.1",), ("seed=1",)),
+        ("evaluate", "seed=1", "seed=1"): (("seed=1",), ("seed=1",)),
+        ("report", "seed=1", "out/lr=0.1"): (("seed=1", "out/lr=0.1"), ()),
+        ("diff", "seed=1", "out/lr=0.1"): (("seed=1", "out/lr=0.1"), ()),
+        ("resume", "./no=1", "seed=1"): (("./no=1",), ("seed=1",)),
+        ("resume", "--", "no=1"): (("no=1",), ()),
+        ("train", "seed=1"): ((), ("seed=1",)),
+    }
+    for words, expected in found.items():
+        call, _ = parse(words)
+        assert (call.arguments, call.overrides) == expected
+
+
+def test_a_printed_command_refers_to_a_variable_in_place_of_a_secret() -> None:
+    call, _ = parse(["bench", "model.width=1,2", "logger.wandb.api_key=k7k7k7k7", "--steps", "2"])
+    key = "'logger.wandb.api_key=${oc.env:WANDB_API_KEY}'"
+    assert call.command == f"trainkit bench model.width=1,2 {key} --steps 2"
+
+
+PACKAGE = """\
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, width: int = 4, drop: float = 0.0) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, width), nn.Dropout(drop), nn.ReLU(), nn.Linear(width, 10))
+"""
+OWN = ("--config-dir", "conf", "--allow-package", "test_pasted_nets")
+RUN = ("recipe=null", "model=own", "steps=8", "batch.micro_size=32", "callbacks=[]", "logger=[]")
+
+
+@pytest.fixture
+def own(cwd: Path) -> Path:
+    """The current folder, with a package, `model=own` and a choice `strategy=pair` of the user's."""
+    (cwd / "test_pasted_nets.py").write_text(PACKAGE)
+    for name, text in {
+        "model/own": "_target_: test_pasted_nets.Net\nwidth: 4\ndrop: 0.0\n",
+        "strategy/pair": "_target_: trainkit.strategies.Mirrored\nreplicas: 2\n",
+    }.items():
+        (cwd / f"conf/{name}.yaml").parent.mkdir(parents=True, exist_ok=True)
+        (cwd / f"conf/{name}.yaml").write_text(text)
+    return cwd
+
+
+def ran(*arguments: str, code: int = 0) -> str:
+    """What `trainkit` prints with these arguments."""
+    done = subprocess.run(quick.command(*arguments), capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def pasted(command: str, *more: str) -> str:
+    """What a printed command prints."""
+    program, *arguments = shlex.split(command)
+    assert program == "trainkit"
+    return ran(*arguments, *more)
+
+
+def printed_after(name: str, text: str) -> str:
+    """The rest of the one line that begins with a name."""
+    (line,) = [line.strip() for line in text.splitlines() if line.strip().startswith(name)]
+    return line.removeprefix(name).strip()
+
+
+def test_a_stopped_run_resumes_by_its_printed_command_with_choices_of_the_user(own: Path) -> None:
+    for strategy in ("one_device", "pair"):
+        folder = own / strategy
+        text = ran(*OWN, *RUN, f"strategy={strategy}", "stop_at_step=4", f"hydra.run.dir={strategy}")
+        command = printed_after("resume ", text)
+        assert command == json.loads((folder / "result.json").read_text())["resume"]
+        assert command == f"trainkit resume --config-dir conf --allow-package test_pasted_nets {strategy}"
+        pasted(command, "strategy=pair")
+        assert json.loads((folder / "result.json").read_text())["steps"] == 8
+
+
+def test_a_task_started_by_hand_prints_its_rank_and_log(own: Path) -> None:
+    workers = ",".join(f"'127.0.0.1:{free_port()}'" for _ in range(2))
+    spec = ("cluster=spec", f"cluster.worker=[{workers}]", "strategy=multi_worker_mirrored", "hydra.run.dir=run")
+    tasks = [quick.command(*OWN, *RUN, *spec, f"cluster.task=worker:{index}") for index in range(2)]
+    started = [subprocess.Popen(task, stderr=subprocess.PIPE, text=True) for task in tasks]
+    _, text = (process.communicate(timeout=120)[1] for process in started)
+    assert [process.returncode for process in started] == [0, 0], text
+    assert "launch by cluster=spec: rank 1 of 2 on one host" in text
+    assert "worker:1, rank 1 of 2: its output goes to run/logs/rank_1.log\n" in text
+    assert (own / "run/logs/rank_1.log").exists()
+
+
+BRACKETS = f"model.hidden={'[' * 3000}{']' * 3000}"
+NESTED = "model.hidden: nests brackets 3000 deep; 50 is the limit. (command line)"
+LONG = "has a name of 300 bytes; a file system takes 255 at most."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((BRACKETS,), NESTED),
+        (("name=" + "x" * 20_000,), "name: has 20,005 characters; 10,000 is the limit."),
+        (("name='a\x1b[31m'",), "name: holds the character \\x1b"),
+        (("steps=9999999999999999999999",), "steps=9999999999999999999999: must fit into 64 bits"),
+        (("hydra.run.dir=" + "x" * 300,), str(Problem(key="hydra.run.dir", value="x" * 300, rule=LONG))),
+        (("strategy=mirrored", "strategy.replicas=1025"), "strategy.replicas=1025: must be 1,024 or less."),
+        (
+            ("strategy=pipeline", "strategy.replicas=1000", "strategy.stages=1000"),
+            "strategy.replicas=1000: 1000 replicas of 1000 ranks need 1000000 devices",
+        ),
+        (("model.hidden=[4000000000000,4000000000000]",), "model: has a parameter that is larger than any memory"),
+        (("--world", "²"), "--world=²: must be a whole number, 0 to 1,024."),
+        (("+seed=1", "seed=2"), "seed: is given twice: +seed=1 and seed=2."),
+        (("batch={micro_size: 3}", "batch.micro_size=4"), "batch.micro_size: is given twice: batch={micro_size: 3} "),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else None,
+)
+def test_an_argument_without_bound_is_refused_on_one_screen(
+    refuse: Refuse, arguments: tuple[str, ...], told: str
+) -> None:
+    problems = refuse("plan", "recipe=null", *arguments)
+    assert max(map(len, problems)) < 1500
+    assert problems[0].startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("seed=range(1000000000)",), "seed=range(1000000000): lists about 1,000,000,000 values, and 10,000 is"),
+        (("seed=range(5000)", "epochs=range(1,5001)"), "-m: makes 25,000,000 points of all keys together"),
+        (("hydra/sweeper=random", "sweep.trials=10001", "seed=interval(0,10)"), "sweep.trials=10001: must be 10,000"),
+    ],
+)
+def test_a_sweep_without_number_is_refused_before_it_is_counted_out(
+    refuse: Refuse, arguments: tuple[str, ...], told: str
+) -> None:
+    (problem,) = refuse("-m", "recipe=null", *arguments)
+    assert problem.startswith(told)
+
+
+@pytest.mark.slow
+def test_the_folder_of_a_job_lies_in_that_of_its_sweep(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "seed=1,2", "epochs=1", "hydra.sweep.dir=sweep", "hydra.sweep.subdir=../x"]) == 2
+    assert "  hydra.sweep.subdir=../x: is outside the folder of the sweep" in capsys.readouterr().err
+    assert not (cwd / "x").exists()
+
+
+def test_a_command_about_a_run_takes_no_brackets_without_end_either(
+    cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (cwd / "resolved.yaml").write_text("seed: 3\n")
+    (cwd / "result.json").write_text('{"status": "finished", "metrics": {"val/loss": 1.0}}')
+    for verb in (["resume"], ["top", "--then"]):
+        assert main([*verb, ".", BRACKETS]) == 2
+        assert NESTED in capsys.readouterr().err
+
+
+def test_a_choice_and_a_key_of_it_are_no_repetition(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "optimizer.lr", "optimizer=adamw", "optimizer.lr=1"]) == 0
+    assert capsys.readouterr().out.startswith("optimizer.lr=1\n")
+
+
+def test_a_value_that_fills_the_screen_is_cut_and_a_control_character_is_written_out() -> None:
+    problem = Problem(key="k", value="a\x1b" + "x" * 1000, rule="is long.")
+    assert str(problem) == f"k=a\\x1b{'x' * 198}...(1,002 characters)...{'x' * 100}: is long."

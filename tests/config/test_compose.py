@@ -1,14 +1,36 @@
-"""A value of a lower place that silently wins over one of a higher place is caught here alone."""
+"""A value of a lower place that silently wins over one of a higher place is caught here alone.
+
+A variable whose text stays text where its key takes a number is caught here alone.
+A recipe or a choice that wins over `experiment=NAME`, a file of the user's, is caught here alone.
+A recipe's key that blocks a key of the user, or gives way to another value than the next lower one, is caught.
+A resumed run that ends at its old stop, or silently trains with another seed, is caught here alone.
+A sweep that starts before its last point was checked, or drops a key of some points, is caught here alone.
+A fold that is trained twice or not at all, and points of a sweep on unlike folds, are caught here alone.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 
-from tests.config.conftest import Write
+import trainkit
+from tests.config.conftest import Refuse, Write
+from trainkit.cli import main
+from trainkit.config.check import checked
 from trainkit.config.compose import compose
+from trainkit.config.compose.composer import Composer
+from trainkit.config.compose.jobs import ComposedConfigLoader
 from trainkit.config.composition import Composition
+from trainkit.config.identity import difference, other_training
+from trainkit.config.resume import compose_resumed
+from trainkit.config.schema import load_resolved
 from trainkit.errors import ConfigError
+from trainkit.verbs.running.train import expand_folds, refuse_open_folds
+from trainkit.verbs.support.call import Call, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """\
@@ -184,3 +206,348 @@ def test_of_the_batch_triple_global_size_is_displaced_last(
     batch = composed.values["batch"]
     assert (batch["global_size"], batch["micro_size"], batch["accumulation"]) == expected
     assert composed.problems == ()
+
+
+def test_the_text_of_a_variable_is_read_as_what_its_key_takes(
+    monkeypatch: pytest.MonkeyPatch, write_conf: Write
+) -> None:
+    given = {"EPOCHS": "3", "RATE": "1e-3", "WIDTHS": "[8, 16]", "ONE": "5", "NORM": "true", "NAME": "0123"}
+    for name, text in given.items():
+        monkeypatch.setenv(name, text)
+    folder = write_conf({"recipe/mine.yaml": "epochs: ${oc.env:EPOCHS}\nbatch: {global_size: '${oc.env:ABSENT,32}'}\n"})
+    own = ("optimizer.lr=${oc.env:RATE}", "model.hidden=${oc.env:WIDTHS}", "model.batch_norm=${oc.env:NORM}")
+    values = checked(compose(["recipe=mine", *own, "name=${oc.env:NAME}"], config_dirs=[folder])).values
+    assert (values["epochs"], values["batch"]["global_size"], values["optimizer"]["lr"]) == (3, 32, 0.001)
+    assert (values["model"]["hidden"], values["model"]["batch_norm"]) == ([8, 16], True)
+    assert values["name"] == "0123", "a key that takes text keeps it"
+    assert checked(compose(["model.hidden=[${oc.env:ONE},3]"])).values["model"]["hidden"] == [5, 3]
+
+
+def test_a_text_that_is_no_number_is_refused_with_the_variable(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAD", "many")
+    (problem,) = refuse("recipe=null", "model.dropout=${oc.env:BAD}")
+    assert problem.startswith("model.dropout=many: must be a number. It is the value of the environment variable BAD.")
+
+
+SMALL = """\
+# @package _global_
+
+# to execute this experiment run:
+# trainkit --config-dir conf experiment=small
+defaults:
+  - override /model: mine
+  - override /optimizer: sgd
+  - override /callbacks: [progress]
+
+seed: 12345
+steps: 6
+model: {hidden: [5]}
+optimizer: {lr: 0.02}
+"""
+MINE = "_target_: trainkit.models.Mlp\nin_features: 64\nhidden: [4]\nout_features: 10\n"
+OVER_DIGITS = "defaults:\n  - override /recipe: digits\nsteps: 3\nname: short\n"
+
+
+@pytest.fixture
+def composed(write_conf: Write) -> Callable[..., Composition]:
+    """Compose and check with the experiments `small` and `vision/short`."""
+    files = {"experiment/small": SMALL, "model/mine": MINE, "experiment/vision/short": OVER_DIGITS}
+    folder = write_conf({f"{name}.yaml": text for name, text in files.items()})
+
+    def run(*arguments: str) -> Composition:
+        return checked(compose(arguments, config_dirs=[folder]))
+
+    return run
+
+
+def test_an_experiment_is_composed_over_the_defaults(composed: Callable[..., Composition]) -> None:
+    found = composed("experiment=small")
+    values = found.values
+    assert (values["seed"], values["steps"], values["epochs"], values["name"]) == (12345, 6, None, "small")
+    assert (values["model"]["hidden"], values["optimizer"]["lr"]) == ([5], 0.02)
+    assert (values["recipe"], values["eval"]["metric"], list(values["callbacks"])) == (None, None, ["progress"])
+    assert found.notes == ()
+
+
+def test_the_command_line_wins_over_an_experiment_and_its_choices(composed: Callable[..., Composition]) -> None:
+    found = composed("experiment=small", "seed=1", "optimizer=adam")
+    assert (found.values["seed"], found.values["optimizer"]["lr"]) == (1, 0.001)
+    (note,) = found.notes
+    assert note.startswith("optimizer=adam replaces sgd: the keys that the experiment set in optimizer are dropped")
+
+
+def test_an_experiment_wins_over_a_recipe_that_it_names(composed: Callable[..., Composition]) -> None:
+    values = composed("experiment=vision/short").values
+    assert (values["steps"], values["epochs"], values["recipe"], values["name"]) == (3, None, "digits", "short")
+    assert (values["optimizer"]["lr"], values["eval"]["metric"]) == (0.01, "val/accuracy")
+    # a recipe of the command line lies below the experiment too
+    both = composed("experiment=small", "recipe=digits")
+    assert (both.values["optimizer"]["lr"], both.values["warmup"]["epochs"]) == (0.02, 1)
+    assert "the experiment replaces mlp: the keys that the recipe set in model are dropped with it" in " ".join(
+        both.notes
+    )
+
+
+def test_an_experiment_without_a_folder_says_where_it_belongs(refuse: Refuse) -> None:
+    (problem,) = refuse("experiment=small")
+    assert problem.startswith("experiment: there is no such folder of choices. Write DIR/experiment/NAME.yaml")
+
+
+SYNTHETIC = ("data=synthetic", "data.shape=[1,28,28]", "data.num_samples=64")
+
+
+def test_a_recipes_key_that_the_users_makes_impossible_is_left_out_with_a_note() -> None:
+    composed = checked(compose(["recipe=fashion_mnist", *SYNTHETIC, "batch.global_size=32"]))
+    (note,) = [note for note in composed.notes if "micro_size=64" in note]
+    assert note.startswith("batch.micro_size=64: is left out of the recipe: larger than batch.global_size=32.")
+    assert composed.values["batch"]["micro_size"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "value"),
+    [
+        (("objective=regression",), ("eval", "metric"), None),
+        (("recipe=resnet50_imagenet", "data.path=.", "optimizer.momentum=0"), ("optimizer", "nesterov"), False),
+    ],
+)
+def test_the_value_of_the_choice_or_of_the_defaults_takes_its_place(
+    arguments: tuple[str, ...], key: tuple[str, str], value: object
+) -> None:
+    composed = checked(compose(arguments))
+    assert composed.values[key[0]][key[1]] == value
+    assert sum("is left out of the recipe" in note for note in composed.notes) == 1
+
+
+def test_of_several_files_below_the_recipe_the_highest_gives_the_value(write_conf: Write) -> None:
+    folder = write_conf(
+        {
+            "recipe/mine.yaml": "batch: {micro_size: 64}\n",
+            "debug/small.yaml": "# @package _global_\nbatch: {micro_size: 4}\n",
+        }
+    )
+    composed = checked(compose(["recipe=mine", "+debug=small", "batch.global_size=32"], config_dirs=[folder]))
+    assert composed.values["batch"]["micro_size"] == 4
+
+
+def test_a_key_that_the_user_set_is_never_left_out() -> None:
+    with pytest.raises(ConfigError, match=r"batch.micro_size=64: larger than batch.global_size=32"):
+        checked(compose(["recipe=fashion_mnist", *SYNTHETIC, "batch.global_size=32", "batch.micro_size=64"]))
+
+
+def test_a_mistake_of_the_recipe_itself_is_refused(write_conf: Write) -> None:
+    recipe = "batch: {global_size: 32, micro_size: 64}\neval: {metric: val/accuracy}\n"
+    folder = write_conf({"recipe/mine.yaml": recipe})
+    with pytest.raises(ConfigError) as caught:
+        checked(compose(["recipe=mine", "objective=regression"], config_dirs=[folder]))
+    assert [problem.key for problem in caught.value.problems] == ["batch.micro_size"]
+
+
+def test_a_replaced_class_does_without_the_keys_of_the_class_before(cwd: Path) -> None:
+    own = ("steps=2", "optimizer._target_=torch.optim.RMSprop", "optimizer.momentum=0.5", "callbacks=[]", "logger=[]")
+    assert main([*own, "hydra.run.dir=run"]) == 0
+    (note,) = [note for note in checked(compose(own)).notes if "RMSprop" in note]
+    assert (
+        "does not take optimizer.betas, optimizer.amsgrad, optimizer.fused: left out. It keeps optimizer.lr, " in note
+    )
+    # in a second round, the setting of a group that the class does not have
+    rprop = checked(compose(["optimizer._target_=torch.optim.Rprop"]))
+    assert rprop.values["optimizer"]["groups"] == {"no_decay": {"match": ["*.bias", "type:*Norm*"]}}
+
+
+def test_a_key_that_the_replaced_class_does_not_take_is_refused(write_conf: Write) -> None:
+    folder = write_conf({"recipe/own.yaml": "optimizer: {_target_: torch.optim.SGD, lr: 0.1, momentun: 0.9}\n"})
+    for arguments, key in (
+        (["optimizer._target_=torch.optim.SGD", "optimizer.betas=[0.9,0.9]"], "optimizer.betas"),
+        (["recipe=own"], "optimizer.momentun"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            checked(compose(arguments, config_dirs=[folder]))
+        assert [problem.key for problem in caught.value.problems] == [key]
+
+
+NODES = {
+    "model": "{_target_: trainkit.models.Gpt, vocab_size: 9, context: 8, num_layers: 1, num_heads: 1, width: 4}",
+    "optimizer": "{_target_: torch.optim.SGD, lr: 0.1}",
+    "data": "{_target_: trainkit.data.SyntheticTokens, vocab_size: 9, context: 8}",
+    "objective": "{_target_: trainkit.objectives.LanguageModelling}",
+    "schedule": "{_target_: trainkit.schedules.Constant}",
+    "strategy": "{_target_: trainkit.strategies.Mirrored, replicas: 2}",
+}
+
+
+@pytest.mark.parametrize("place", ["recipe", "experiment"])
+def test_a_class_in_a_file_means_the_same_as_on_the_command_line(place: str, write_conf: Write) -> None:
+    text = "".join(f"{group}: {node}\n" for group, node in NODES.items())
+    folder = write_conf({f"{place}/own.yaml": text})
+    found = checked(compose([f"{place}=own"], config_dirs=[folder]))
+    typed = checked(compose(["recipe=null", *(f"{group}={node}" for group, node in NODES.items())]))
+    assert {group: found.values[group] for group in NODES} == {group: typed.values[group] for group in NODES}
+    assert [note for note in found.notes if "left out" in note] == [note for note in typed.notes if "left out" in note]
+
+
+def test_a_choice_of_the_user_replaces_the_class_of_a_recipe(write_conf: Write) -> None:
+    folder = write_conf({"recipe/own.yaml": f"optimizer: {NODES['optimizer']}\n"})
+    found = checked(compose(["recipe=own", "optimizer=adamw"], config_dirs=[folder]))
+    assert found.values["optimizer"]["_target_"] == "torch.optim.AdamW"
+    assert found.notes[0].startswith("optimizer=adamw replaces torch.optim.SGD: the keys that the recipe set")
+
+
+def test_a_callback_of_the_recipe_alone_is_left_out_where_other_data_lacks_what_it_needs() -> None:
+    found = checked(compose(["recipe=shakespeare", "data=synthetic_tokens"]))
+    assert [*found.values["callbacks"]] == ["progress", "plots"]
+    rule = "needs encode and decode of the data, and SyntheticTokens has no encode, decode."
+    assert any(note.startswith(f"callbacks.sample: is left out of the recipe: {rule}") for note in found.notes)
+    asked = checked(compose(["recipe=shakespeare", "data=synthetic_tokens", "callbacks=[sample]"]))
+    assert [*asked.values["callbacks"]] == ["sample"], "the user chose it: it is refused at the start of the run"
+    assert "sample" in checked(compose(["recipe=shakespeare"])).values["callbacks"]
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    """A run folder with the config that a run resolved."""
+    given = ["recipe=null", "optimizer=sgd", "optimizer.lr=0.3", "batch.micro_size=16", "stop_at_step=5"]
+    values = compose(given).values
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
+    return tmp_path
+
+
+def test_the_config_is_that_of_the_run(earlier: Path) -> None:
+    composed = compose_resumed(earlier, [])
+    assert composed.values["optimizer"]["lr"] == 0.3
+    assert composed.values["batch"]["micro_size"] == 16
+    assert (composed.values["resume"], composed.run_dir, composed.run_dir_given) == ("auto", earlier, True)
+    assert composed.origin("optimizer").where.startswith(f"{earlier}/resolved.yaml:")
+
+
+def test_another_placement_is_taken(earlier: Path) -> None:
+    composed = compose_resumed(earlier, ["strategy=mirrored", "strategy.replicas=3", "stop_at_step=null"])
+    assert composed.values["strategy"]["replicas"] == 3
+    assert "device" not in composed.values["strategy"]
+    assert composed.values["stop_at_step"] is None
+    assert other_training(difference(load_resolved(earlier / "resolved.yaml"), composed.cfg), run=earlier) == []
+
+
+def test_another_training_is_refused_by_name(earlier: Path) -> None:
+    composed = compose_resumed(earlier, ["optimizer.lr=0.1", "seed=1"])
+    problems = other_training(difference(load_resolved(earlier / "resolved.yaml"), composed.cfg), run=earlier)
+    told = [str(problem) for problem in composed.with_origins(ConfigError(problems)).problems]
+    assert told[0] == f"seed=1: the run to resume, {earlier}, has 0. Give it the same value. (command line)"
+    assert told[1].startswith(f"optimizer.lr=0.1: the run to resume, {earlier}, has 0.3.")
+
+
+def test_what_ended_the_run_early_does_not_end_it_again(earlier: Path) -> None:
+    composed = checked(compose_resumed(earlier, ["recipe=shakespeare", "quiet=true"]))
+    assert (composed.values["stop_at_step"], composed.values["quiet"]) == (None, True)
+    assert composed.notes == ("recipe=shakespeare has no effect: the run keeps what its own recipe set",)
+    assert compose_resumed(earlier, ["stop_at_step=9"]).values["stop_at_step"] == 9
+
+
+def points(*arguments: str) -> list[Composition]:
+    call, _ = parse(["-m", "recipe=null", *arguments])
+    return call.compose_points()
+
+
+def test_comma_lists_are_multiplied_in_order() -> None:
+    found = [(one.values["seed"], one.values["optimizer"]["lr"]) for one in points("seed=1,2", "optimizer.lr=0.1,0.2")]
+    assert found == [(1, 0.1), (1, 0.2), (2, 0.1), (2, 0.2)]
+
+
+def test_every_countable_sweep_of_hydra_counts() -> None:
+    assert [one.values["seed"] for one in points("seed=range(1,4)", "sweep.name=mine")] == [1, 2, 3]
+    assert [one.values["seed"] for one in points("seed=choice(5,7)")] == [5, 7]
+    assert [one.values["seed"] for one in points("seed=3")] == [3]
+    assert [one.choices["schedule"] for one in points("schedule=glob(in*)")] == ["inverse_sqrt"]
+
+
+def test_a_key_of_a_group_applies_to_the_choices_that_have_it() -> None:
+    one_device, mirrored = points("strategy=one_device,mirrored", "strategy.replicas=2", "strategy.device=cpu")
+    assert (one_device.values["strategy"]["device"], "device" in mirrored.values["strategy"]) == ("cpu", False)
+    assert "replicas" not in one_device.values["strategy"]
+    assert one_device.notes[-1] == "strategy.replicas: left out, one_device has no such key"
+    assert mirrored.values["strategy"]["replicas"] == 2
+
+
+@pytest.mark.parametrize("prefix", ["", "+"])
+def test_a_key_that_only_the_class_of_the_user_takes_is_swept(prefix: str) -> None:
+    """`width` is a key of the shipped gpt, which no class of these points is."""
+    own = "model._target_=tests.config.test_compose.Net"
+    call, _ = parse(["--allow-package", "tests", "-m", "recipe=null", own, f"{prefix}model.width=8,16"])
+    assert [point.values["model"]["width"] for point in call.compose_points()] == [8, 16]
+
+
+class Net(torch.nn.Linear):
+    def __init__(self, width: int) -> None:
+        super().__init__(64, width)
+
+
+def test_a_key_that_no_point_has_is_a_problem() -> None:
+    with pytest.raises(ConfigError) as caught:
+        points("optimizer=adamw,adam", "optimizer.momentum=0.9")
+    assert [str(problem) for problem in caught.value.problems] == [
+        "optimizer.momentum: no such key in adamw. It belongs to sgd: add optimizer=sgd. (command line)"
+    ]
+
+
+def test_problems_of_plans_are_reported_for_all_points_before_the_first_run(refuse: Refuse) -> None:
+    told = refuse("-m", "recipe=null", "steps=20", "warmup.steps=5,30,40", "batch.micro_size=64,32")
+    rule = "steps of warmup, and the training has 20. Use 20 or fewer. (command line)"
+    assert told == [f"warmup.steps=30: 30 {rule}", f"warmup.steps=40: 40 {rule}"]
+
+
+def test_the_command_of_a_point_holds_what_it_needs_and_nothing_of_the_sweep(tmp_path: Path) -> None:
+    loader = ComposedConfigLoader(Composer([tmp_path], ["tests"]))
+    line = ["recipe=null", "strategy=one_device", "strategy.replicas=2", "sweep.name=x", "hydra.sweep.dir=y"]
+    command = loader.command(line, tmp_path / "job 1")
+    assert command[1:] == (
+        "-m", "trainkit", "--config-dir", str(tmp_path), "--allow-package", "tests",
+        "recipe=null", "strategy=one_device", f'hydra.run.dir="{tmp_path}/job 1"',
+    )  # fmt: skip
+
+
+def overrides(*given: str) -> tuple[str, ...]:
+    return expand_folds(Call(overrides=("recipe=null", *given))).overrides[1:]
+
+
+def refused(call: Callable[..., object], *arguments: object) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments)
+    return [line.strip() for line in str(caught.value).splitlines()[1:]]
+
+
+def test_folds_become_a_key_that_is_swept() -> None:
+    assert overrides("cv.folds=5") == ("cv.folds=5", "cv.fold=range(5)")
+    assert overrides("cv.folds=2", "optimizer.lr=0.1,0.2") == ("cv.folds=2", "optimizer.lr=0.1,0.2", "cv.fold=range(2)")
+
+
+@pytest.mark.parametrize("given", [(), ("cv.folds=5", "cv.fold=1"), ("cv.folds=5", "cv.fold=1,2"), ("cv.folds=1",)])
+def test_a_run_that_names_its_fold_or_has_none_stays_as_it_is(given: tuple[str, ...]) -> None:
+    assert overrides(*given) == given
+
+
+def test_sweeps_whose_points_would_have_other_folds_are_refused(tmp_path: Path) -> None:
+    assert refused(overrides, "cv.folds=3,5")[0].startswith("cv.folds: must be one number")
+    assert refused(overrides, "cv.folds=3", "hydra/sweeper=optuna")[0].startswith("hydra/sweeper: optuna learns from")
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "folds.yaml").write_text("# @package _global_\ncv: {folds: 3}\n")
+    point = trainkit.compose(["recipe=folds"], config_dirs=[tmp_path])
+    assert refused(refuse_open_folds, [point])[0].startswith("cv.folds=3: only some points of the sweep use it.")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["cv.folds=1"], ["cv.folds=1: must be at least 2."]),
+        (["cv.folds=3", "cv.fold=3"], ["cv.fold=3: there are cv.folds=3, counted from 0. Use 2 or less."]),
+        (
+            ["cv.fold=3", "cv.seed=1"],
+            ["cv.fold=3: has no effect without cv.folds.", "cv.seed=1: has no effect without cv.folds."],
+        ),
+    ],
+)
+def test_bad_folds_are_problems_before_anything_runs(given: list[str], told: list[str]) -> None:
+    assert [line.removesuffix(" (command line)") for line in refused(trainkit.compose, given)] == told
+
+
+def test_python_trains_one_fold_at_a_time() -> None:
+    (line,) = refused(trainkit.train, trainkit.compose(["cv.folds=3"]))
+    assert line.startswith("cv.folds=3: starts a run per fold")

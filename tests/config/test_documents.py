@@ -1,9 +1,17 @@
-"""A key with the line of another one, and a scalar that YAML silently rewrites, are caught here alone."""
+"""A key with the line of another one, and a scalar that YAML silently rewrites, are caught here alone.
 
+A crafted YAML that hangs, exhausts memory or reads a file outside of the config folders is caught here alone.
+"""
+
+import os
 from pathlib import Path
 
 import pytest
 
+from tests.config.conftest import Refuse, Write
+from trainkit.bounded import MAX_BYTES, MAX_VALUES, check_bounds, parse_yaml
+from trainkit.cli import main
+from trainkit.config.compose import compose
 from trainkit.config.yaml_files import Document, read_document
 from trainkit.errors import ConfigError
 
@@ -65,11 +73,6 @@ def test_a_key_that_yaml_rewrites_is_a_trap_too(tmp_path: Path) -> None:
     assert [gotcha.line for gotcha in read_document(tmp_path / "mine.yaml").gotchas] == [1]
 
 
-def test_an_empty_file_is_an_empty_choice(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("# nothing yet\n")
-    assert read_document(tmp_path / "mine.yaml").values == {}
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -83,3 +86,101 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, content: bytes, wor
         read_document(tmp_path / "mine.yaml")
     assert words in str(caught.value)
     assert "mine.yaml" in str(caught.value)
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 9)
+)
+CHAIN = "".join(f"a{level}: ${{a{level + 1}}}\n" for level in range(60))
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "line"),
+    [
+        (BOMB, f"holds more than {MAX_VALUES:,} values, aliases expanded.", 6),
+        ("a: &a\n  b: *a\n", "holds the alias *a inside its own anchor.", 3),
+        (f"a: {'[' * 900}", "nests mappings and lists more than 50 deep.", 2),
+        ("a: !!python/name:os.system x\n", "holds the tag !!python/name:os.system;", 2),
+        ("a: \x00\n", "holds the character \\x00, which YAML does not allow.", 2),
+        ("a:\n\tb: 1\n", "is not YAML: found character that cannot start any token.", 3),
+        (f"a: {'9' * 5000}\n", "holds a scalar that cannot be read: an integer has too many digits.", 2),
+    ],
+)
+def test_yaml_that_breaks_a_bound_is_refused_with_its_line(
+    write_conf: Write, refuse: Refuse, text: str, rule: str, line: int
+) -> None:
+    folder = write_conf({"model/bad.yaml": f"_target_: trainkit.models.Mlp\n{text}"})
+    (told,) = refuse("explain", "model", "--config-dir", str(folder), "recipe=null", "model=bad")
+    assert told.startswith(f"bad.yaml: {rule}")
+    assert told.endswith(f" ({folder}/model/bad.yaml:{line})")
+
+
+def test_a_file_that_is_no_text_or_too_large_is_refused(write_conf: Write) -> None:
+    file = write_conf({"model/bad.yaml": ""}) / "model/bad.yaml"
+    for content, reason in (
+        (b"a: \xff\n", "it is not UTF-8 text"),
+        (b"#" * (MAX_BYTES + 1), f"it has {MAX_BYTES + 1:,}"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=f"bad.yaml: cannot be read: {reason}"):
+            read_document(file)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "bad.yaml"])
+def test_what_is_no_regular_file_is_no_choice_and_stops_no_listing(
+    write_conf: Write, refuse: Refuse, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    folder = write_conf({"model/good.yaml": "a: 1\n"})
+    file = folder / "model" / "bad.yaml"
+    os.mkfifo(file) if kind == "pipe" else file.symlink_to(kind)
+    (told,) = refuse("explain", "model", "--config-dir", str(folder), "model=bad")
+    assert told.startswith("model=bad: no such choice. There are: convnet,")
+    assert main(["ls", "model", "--config-dir", str(folder)]) == 0
+    out = capsys.readouterr()
+    assert "bad.yaml: cannot be read: it " in out.err or kind == "bad.yaml"
+    assert "good" in out.out
+
+
+OUTSIDE = "names a file outside of the folders of the config."
+
+
+@pytest.mark.parametrize(
+    ("item", "told"),
+    [
+        ("x", "defaults: more than 200 files include one another (recipe/x, 198 times)."),
+        ("../../outside", f"defaults=../../outside: {OUTSIDE}"),
+        ("override /model: ../mlp", f"defaults={{'override /model': '../mlp'}}: {OUTSIDE}"),
+        ("3", "defaults=3: each item must be GROUP: CHOICE, or CHOICE."),
+        ("override /model: [mlp, gpt]", "model=['mlp', 'gpt']: takes one choice, not a list."),
+    ],
+)
+def test_a_defaults_list_leads_to_choices_and_not_back_to_itself(
+    write_conf: Write, refuse: Refuse, item: str, told: str
+) -> None:
+    folder = write_conf({"recipe/x.yaml": f"defaults:\n - {item}\n", "../outside.yaml": "name: read\n"})
+    (found,) = refuse("explain", "name", "--config-dir", str(folder), "recipe=x")
+    assert found.startswith(told)
+    assert found.endswith("/recipe/x.yaml:2)")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("name: ${name}\n", "name=${name}: cannot be resolved"),
+        (f"{CHAIN}name: ${{a0}}\n", "cannot be resolved: RecursionError"),
+        ("name: '${a'\n", "name=${a: holds a reference that cannot be read."),
+        ("name: ${oc.env:NOWHERE_AT_ALL}\n", "Environment variable 'NOWHERE_AT_ALL' not found"),
+        ("hydra:\n  run:\n    dir: ${hydra.run.dir}\n", "hydra.run.dir=${hydra.run.dir}: refers to "),
+    ],
+)
+def test_references_without_end_are_refused(write_conf: Write, text: str, told: str) -> None:
+    composed = compose(["recipe=x"], config_dirs=[write_conf({"recipe/x.yaml": text})])
+    assert any(told in str(problem) for problem in composed.problems)
+
+
+def test_aliases_within_the_bounds_are_read_and_a_repeated_text_counts_by_its_length() -> None:
+    assert parse_yaml("a: &a {b: [1, 2]}\nd: {<<: *a, e: 3}\n") == {"a": {"b": [1, 2]}, "d": {"b": [1, 2], "e": 3}}
+    text = f"a: &a {'x' * 64 * (MAX_VALUES - 100)}\n"
+    check_bounds(text)
+    with pytest.raises(ValueError, match=r"line 2 of it holds more than 20,000 values, aliases expanded"):
+        parse_yaml(f"{text}b: *a\n")

@@ -1,20 +1,38 @@
 """A rule between keys that is skipped, or that blames another key or line, is caught here alone.
 
 Each bad config is refused by its key, with the word that helps; `refuse` sees to it that nothing is left behind.
+An error of another process that arrives without its problems or its exit code is caught here alone.
+A key that names an absent file, and is found out only when the data is read, is caught here alone.
+A habit of Hydra's command line that is ignored, or answered in Hydra's raw words, is caught here alone.
+A map that leaves a module without a device, or a plan that counts its memory twice, is caught here alone.
 """
 
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
+import yaml
 
 from tests.config.conftest import Refuse, Write
-from trainkit.config.compose import compose
+from trainkit.cli import main
+from trainkit.config.check import checked
+from trainkit.config.compose import compose, jobs
+from trainkit.config.resume import compose_resumed
 from trainkit.config.yaml_files import shipped_conf
+from trainkit.errors import MISSING, ConfigError, MissingExtraError, PeerError, Problem, TrainkitError
+from trainkit.fields import Reads, a_file, a_folder
+from trainkit.run import runner
 
 ARGUMENTS = {
     "epohs=3": "epohs: no such key. Did you mean epochs?",
     "global_size=3": "global_size: no such key. Did you mean batch.global_size?",
     "clip.xyz=3": "clip.xyz: no such key in clip. There are: max_norm.",
     "qqq=3": "qqq: no such key. `trainkit ls`",
-    "model.hiddn=[3]": "model.hiddn: no such key in mlp. Did you mean model.hidden?",
     "optimizer.params=[1]": "optimizer.params: is set by trainkit",
     "callbacks.foo.x=1": "callbacks.foo: no such choice",
     "callbacks.early_stop.patience=3": "callbacks.early_stop: is not among the chosen callbacks",
@@ -22,22 +40,17 @@ ARGUMENTS = {
     "strategy=[one_device,mirrored]": "strategy=[one_device,mirrored]: takes one choice, not a list.",
     "optimizer=3": "optimizer=3: needs the name of a choice.",
     "precision=null": "precision=null: needs a choice.",
-    "seed='3'": "seed=3: is text:",
     "seed=-1": "seed=-1: must be at least 0 and less than 9223372036854775808.",
     "epochs=": "epochs=: must be a number or null.",
-    "batch={global_size:3,micro_size:x}": "batch.micro_size=x: must be a whole number",
-    "lr_scaling.rule=sqr": "lr_scaling.rule=sqr: must be linear, sqrt or none. Did you mean sqrt?",
     "numerics.lanes=6": "numerics.lanes=6: must be a power of two. Use 4 or 8.",
     "name=a/b": "name=a/b: may hold letters, digits,",
     "clip=3": "clip=3: has its own keys: clip.max_norm.",
     "optimizer.lr=null": "optimizer.lr: is missing: the base learning rate.",
     "optimizer.betas=[0.9,1.0]": "optimizer.betas=[0.9, 1.0]: each must be at least 0 and less than 1.",
     "optimizer.foreach=true": "optimizer.foreach=true: fused and foreach",
-    "optimizer.groups=3": "optimizer.groups=3: must be a mapping",
     "optimizer.groups.bias.weight_decay=0": "optimizer.groups.bias: needs match",
     "optimizer.groups.no_decay.weight_dcay=0": "optimizer.groups.no_decay.weight_dcay: no such key of the optimizer.",
     "eval.mode=max": "eval.mode=max: has no effect without eval.metric.",
-    "eval.metric=val/acuracy": "eval.metric=val/acuracy: no such metric. Did you mean val/accuracy?",
     "lr_scaling.rule=sqrt": "lr_scaling.rule=sqrt: has no effect without lr_scaling.reference_batch",
     "warmup.start=base": "warmup.start=base: has no effect without a warmup.",
     "numerics.lanes=4": "numerics.lanes=4: has no effect without numerics.reproducible=true.",
@@ -49,23 +62,18 @@ ARGUMENTS = {
     "epochs=null": "epochs: a run needs a length.",
     "batch.global_size=null": "batch.global_size: a step needs a size.",
     "model._target_=Mlp": "model._target_=Mlp: must name a class or function with its module",
-    "model._target_=torch.nn.Linaer": "model._target_=torch.nn.Linaer: there is no Linaer in torch.nn.",
     "init_from=${batch.size}": "init_from=${batch.size}: refers to batch.size, and there is no such key.",
     "data.path=~/x": "data.path=~/x: has a character that needs quotes. Write 'data.path=\"~/x\"'",
     "data.scaling=???": "data.scaling: needs a value",
     "=3": "=3: names no key.",
     "-m hydra.sweep.dir=/dev/null/x": "hydra.sweep.dir=/dev/null/x: /dev/null is no folder.",
     "-m seed=range(5,1)": "seed=range(5,1): is an empty sweep",
-    "-m seed=1,x": "seed=x: must be a whole number.",
     "epochs=3 steps=5": "steps=5: sets the same as epochs, set at the same place.",
     "batch.global_size=8 batch.micro_size=4 batch.accumulation=2": "batch.accumulation=2: global_size, micro_size and",
     "batch.global_size=100 batch.micro_size=101": "batch.micro_size=101: larger than batch.global_size=100.",
     "batch.global_size=10 batch.accumulation=11": "batch.accumulation=11: more shards than samples",
     "steps=5 stop_at_step=6": "stop_at_step=6: has no effect: the run has steps=5.",
-    "warmup.steps=5 warmup.start=base": "warmup.start=base: has no effect: nothing is scaled",
-    "lr_scaling.rule=none lr_scaling.reference_batch=32": "lr_scaling.reference_batch=32: has no effect with",
     "optimizer=sgd optimizer.nesterov=true": "optimizer.nesterov=true: needs optimizer.momentum above 0",
-    "optimizer=sgd optimizer.dampening=0.5": "optimizer.dampening=0.5: has no effect without optimizer.momentum.",
     "resume=. init_from=x": "init_from=x: has no effect with resume",
     "schedule=step schedule.milestones=[30,60]": "schedule.milestones=[30, 60]: must be shares of the steps",
     "strategy=device_map strategy.map={layers.0:cpu,layer.2:cpu}": (
@@ -77,18 +85,14 @@ ARGUMENTS = {
 COMMANDS = {
     "plann": "plann: no such verb. Did you mean plan?",
     "ls schedul": "schedul: no such group. Did you mean schedule?",
-    "ls schedule cosin": "schedule=cosin: no such choice. Did you mean cosine?",
     "--multrun": "--multrun: no such flag. Did you mean --multirun?",
     "--config-dir": "--config-dir: needs a value",
     "--config-dir /nowhere": "--config-dir /nowhere: is not a folder.",
-    "--multirun=3": "--multirun=3: --multirun takes no value.",
     "diff -m a b": "-m: belongs to train.",
     "diff a": "diff: takes 2 arguments, and got a.",
     "diff a b": "a: is neither a run folder nor a resolved.yaml.",
     "resume out/a=1": "resume: takes 1 argument, and got none. See trainkit resume --help. A path with = in it begins",
     "resume nowhere": "resume=nowhere: is not a run folder",
-    "explain optimzer.lr recipe=null": "optimzer.lr: no such key in this composition. Did you mean optimizer.lr?",
-    "schema confg": "confg: no such schema. Did you mean config?",
     "schema config seed=1": "schema: takes no key=value.",
     "--cfg yaml recipe=null": "--cfg=yaml: must be job, hydra or all.",
     "prove recipe=null strategy=device_map strategy.map={layers.0:cpu}": "strategy.map: no device for layers.2.weight,",
@@ -135,21 +139,12 @@ def test_all_problems_are_reported_at_once(refuse: Refuse, line: str, keys: str)
     assert sorted(told) == sorted(keys.split())
 
 
-def test_a_problem_of_a_sweep_names_the_points_that_have_it(refuse: Refuse) -> None:
-    first, second = refuse("-m", "recipe=null", "strategy=one_device,mirrored", "strategy.replics=2")
-    assert "no such key in one_device." in first
-    assert first.endswith("In the point strategy=one_device. (command line)")
-    assert "no such key in mirrored. Did you mean strategy.replicas?" in second
-
-
 @pytest.mark.parametrize(
     ("text", "line", "problem"),
     [
         ("seed: no\n", 1, "seed=no: YAML reads this as true or false, false."),
         ("# a comment\nloader:\n  shuffle: off\n", 3, "loader.shuffle=off: YAML reads this as true or false"),
         ("seed: 1:30\n", 1, "seed=1:30: YAML reads this as a number in base 60, 90."),
-        ("seed: 0777\n", 1, "seed=0777: YAML reads this as an octal number, 511."),
-        ("batch:\n  global_size: many\n", 2, "batch.global_size=many: must be a whole number"),
         ("model:\n  hiddn: [3]\n", 2, "model.hiddn: no such key in mlp."),
         ("epochs: 3\nsteps: 5\n", 2, "steps=5: sets the same as epochs"),
         ("seed: 1\nseed: 2\n", 2, "mine.yaml: is not YAML: key seed is here twice, first in line 1."),
@@ -176,3 +171,168 @@ def test_an_own_copy_of_the_defaults_that_names_what_is_gone_says_which_line(ref
     (found,) = refuse("--config-dir", str(folder), "recipe=null")
     assert found.startswith("optimizer=adamm: no such choice. Did you mean adam?")
     assert found.endswith(f" ({folder}/config.yaml:7)")
+
+
+ABSENT = MissingExtraError(key="logger=wandb", package="wandb", extra="wandb")
+TWO = ConfigError([Problem(key="seed", value=-1, rule="must not be negative."), Problem(key="a", rule="no such key.")])
+
+
+@pytest.mark.parametrize("error", [TWO, ABSENT])
+def test_an_error_keeps_class_problems_and_text_between_processes(error: ConfigError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), copy.problems) == (type(error), str(error), error.problems)
+    assert copy.problems[-1].value is MISSING
+
+
+def test_an_error_keeps_its_exit_code_and_notes_between_processes() -> None:
+    error: TrainkitError = PeerError("rank 1 failed", exit_code=3)
+    error.add_note("after step 7")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), copy.exit_code, copy.__notes__) == (PeerError, "rank 1 failed", 3, ["after step 7"])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("data=text_file data.path=.", "data.path=.: is a folder, and a file is needed."),
+        ('data=csv_table data.target=x data.path="~/no"', "data.path=HOME/no: there is no such file."),
+        ("data=token_memmap data.path=link", "data.path=link: is a link to nothing."),
+        ("data=fashion_mnist data.path=no", "data.path=no: there is no such folder below HOME."),
+        ("data=text_lines data.path=file data.reference=pipe", "data.reference=pipe: is a pipe or device, and a"),
+        (
+            "data=splits data.train={_target_:trainkit.data.TextLines,path:.}",
+            "data.train.path=.: is a",
+        ),
+        ("data=fashion_mnist data.path=file data.download=true", "data.path=file: is a file, and a folder is needed."),
+        ("init_from=no", "init_from=no: there is no such file or folder below HOME."),
+    ],
+)
+def test_a_key_that_names_no_such_file_is_refused_before_anything_starts(
+    line: str, message: str, cwd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(cwd))
+    Path("file").touch()
+    Path("link").symlink_to("no")
+    os.mkfifo("pipe")
+    composition = compose(["recipe=null", "steps=1", *line.split(" ")])
+    with pytest.raises(ConfigError) as caught:
+        checked(composition)
+    assert message.replace("HOME", str(cwd)) in str(caught.value)
+    checked(replace(composition, reads_files=False))
+
+
+def test_what_a_run_creates_or_does_not_need_may_be_absent(cwd: Path) -> None:
+    checked(compose(["recipe=null", "steps=1", "data=fashion_mnist", "data.path=no", "data.download=true"]))
+    checked(compose(["recipe=null", "steps=1", "resume=auto", "init_from=no"]))
+
+
+def test_a_mark_names_what_is_wrong_with_a_path(tmp_path: Path) -> None:
+    assert a_folder.rule(tmp_path) is None
+    assert a_file.rule("") == "is empty. Name a file."
+    assert a_file.rule("a\0b") == "cannot be read: embedded null byte."
+    assert Reads().rule("x" * 300) == "cannot be read: File name too long."
+
+
+WORKS = [
+    "~callbacks",
+    "~recipe=digits",
+    "~callbacks.progress",
+    "+callbacks=[profiler]",
+    "callbacks={}",
+    "hydra.verbose=true",
+    "+hydra.job.env_set.X=1",
+    "++hydra.run.dir=out",
+    "hydra.run={dir: out}",
+    "--cfg job",
+    "-m seed=1,2 ++hydra.sweep.dir=out",
+    "--multirun seed=1,2 hydra/launcher=basic hydra/sweeper=basic",
+]
+REFUSED_HABITS = {
+    "~callbacks=[progress]": "~callbacks=[progress]: removes all callbacks, without a value.",
+    "~recipe=shakespeare": "~recipe=shakespeare: is not the choice of this group",
+    "~model": "model=null: needs a choice.",
+    "~seed": "~seed: belongs to every run and cannot be deleted.",
+    "~optimizer.lr=3": "~optimizer.lr=3: is not deleted: its value is 0.01.",
+    "~nosuch": "~nosuch: there is no such key to delete.",
+    "+precision=bf16": "precision=bf16: is a group: write precision=bf16.",
+    "model@x=mlp": "model@x=mlp: takes no @package",
+    "seed@x=1": "seed@x=1: seed is not a group, so it takes no @package.",
+    "loader={}": "loader={}: belongs to every run and cannot be cleared.",
+    "hydra.run.dir=a,b": "hydra.run.dir=a,b: is a list of choices.",
+    "-m seed=1,2 hydra.job.chdir=true": "hydra.job.chdir=true: is not supported",
+    "hydra.searchpath=[conf]": "hydra.searchpath=['conf']: is not read.",
+    "+hydra/launcher=basic": "hydra/launcher=basic: has no effect without -m.",
+    "-m ++hydra.run.dir=out": "hydra.run.dir=out: is the folder of a single run.",
+    "-m hydra.mode=RUN": "hydra.mode=RUN: has no effect with -m.",
+    "--config-name=other": "--config-name=other: is Hydra's, and not needed here",
+    "--cfg job resume RUN": "--cfg: prints what key=value compose, and not RUN.",
+}
+
+
+@pytest.fixture
+def code(cwd: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a command line up to the start of the training, and returns the exit code."""
+    monkeypatch.setattr(runner, "train_composition", lambda *_, **__: {"status": "finished"})
+    monkeypatch.setattr(jobs, "multirun", lambda *_, **__: [])
+
+    def run(line: str) -> int:
+        words = [line] if "{" in line and not line.startswith("-") else line.split(" ")
+        return main(words)
+
+    return run
+
+
+@pytest.mark.parametrize("line", WORKS)
+def test_a_habit_works(line: str, code: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code(line) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", REFUSED_HABITS)
+def test_a_habit_is_refused_in_our_words(line: str, code: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code(line) == 2
+    printed = capsys.readouterr().err
+    assert f"\n  {REFUSED_HABITS[line]}" in printed
+    assert "defaults list:" not in printed
+    assert "Could not" not in printed
+
+
+def test_a_habit_changes_the_callbacks_of_a_run_and_of_a_resumed_run(tmp_path: Path) -> None:
+    values = compose(["callbacks=[early_stop,plots]"]).values
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
+    for line, names in (
+        ("~callbacks", []),
+        ("~callbacks.plots", ["early_stop"]),
+        ("+callbacks=profiler", ["early_stop", "plots", "profiler"]),
+        ("callbacks=[progress]", ["progress"]),
+    ):
+        assert sorted(compose_resumed(tmp_path, [line]).values["callbacks"]) == names
+    assert compose(["+callbacks=progress"]).choices["callbacks"] == ["progress", "plots"]
+    assert compose(["hydra/launcher='basic'"]).launcher == "basic"
+
+
+MAP = ("strategy=device_map", "strategy.map={embed:0,blocks.0-1:0,blocks.2-3:1,head:0}")
+
+
+@pytest.mark.slow
+def test_the_plan_shows_what_is_where_and_the_memory_of_the_fullest_device(
+    cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpt = ("recipe=null", "model=gpt", "data=synthetic_tokens", "objective=language_modelling")
+    assert main(["plan", "--world", "2", *gpt, *MAP]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in lines if line.startswith("  memory")]
+    assert row.startswith("  memory a device  6.63 MiB and activations: parameters 1.66 MiB,")
+    assert lines[-4:] == [
+        "  stage  modules            parameters     bytes  device",
+        "      0  embed, blocks.0-1     434,688  3.32 MiB  cuda:0",
+        "      1  blocks.2-3            393,728     3 MiB  cuda:1",
+        "      2  head                      128     1 KiB  cuda:0",
+    ]
+    assert list(cwd.iterdir()) == []
+
+
+@pytest.mark.usefixtures("compiled_gradients")
+def test_a_step_over_several_devices_is_no_graph(refuse: Refuse) -> None:
+    groups = ("strategy=mirrored", "strategy.devices=[[cpu,cpu],[cpu,cpu]]", "strategy.map=auto")
+    (problem,) = refuse("plan", "recipe=null", *groups, "compile.mode=step")
+    assert problem.startswith("compile.mode=step: mirrored, as its keys are set, does not run steps as graphs.")

@@ -1,13 +1,25 @@
-"""A shipped YAML or recipe that lacks a key of its class, or holds another default than it, is caught here alone."""
+"""A shipped YAML or recipe that lacks a key of its class, or holds another default than it, is caught here alone.
+
+The public names of trainkit's classes: what a config may name, wherever the code is.
+A recipe that no longer composes, or whose numbers depend on how a step is cut, is caught here alone.
+"""
+
+from __future__ import annotations
 
 import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import trainkit
+from trainkit import names
+from trainkit.cli import main
 from trainkit.config.check import checked
 from trainkit.config.compose import compose
 from trainkit.config.composition import leaves, lookup
@@ -15,6 +27,7 @@ from trainkit.config.schema import GROUPS, RunConfig
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, resolve_target, signature_of
 from trainkit.config.yaml_files import read_document, shipped_conf, shipped_recipes
+from trainkit.errors import ConfigError
 
 CHOICES = sorted(shipped_conf().glob("*/*.yaml"))
 RECIPES = sorted(file.parent.name for file in shipped_recipes().glob("*/recipe.yaml"))
@@ -53,6 +66,9 @@ def test_a_recipe_composes_without_an_idle_key_alone_and_on_two_replicas(name: s
     composed = checked(replace(compose(arguments), reads_files=False))
     assert composed.notes == ()
     assert (composed.values["recipe"], composed.values["name"]) == (name, name)
+    model = composed.values["model"]
+    couples = model["_target_"].endswith(("ConvNet", "ResNet")) or model.get("dropout", 0) > 0
+    assert composed.values["batch"]["micro_size"] is not None or not couples
     checked(replace(compose([*arguments, "strategy=mirrored", "strategy.replicas=2"]), reads_files=False))
     assert read_document(shipped_recipes() / name / "recipe.yaml").description
 
@@ -66,3 +82,47 @@ def test_each_command_of_its_page_is_a_whole_config(name: str) -> None:
         arguments = shlex.split(line.partition(";")[0].replace("$seed", "0"))
         assert f"recipe={name}" in arguments
         checked(replace(compose(arguments), reads_files=False))
+
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMED = re.compile(rf"\btrainkit\.(?:{'|'.join({name.split('.')[1] for name in names.NAMES})})\.[A-Z]\w+")
+EXAMPLE = "trainkit.strategies.MyStrategy"  # docs/adding-a-strategy.md
+
+
+@pytest.mark.parametrize("public", names.NAMES)
+def test_a_name_is_that_of_its_class(public: str) -> None:
+    package, _, kind = public.rpartition(".")
+    found = getattr(import_module(package), kind)
+    assert (found.__module__, found.__qualname__) == (names.NAMES[public], kind)
+    assert names.name_of(found) == public
+
+
+def test_the_names_are_those_of_the_shipped_files() -> None:
+    files = [
+        file for room in ("conf", "docs", "recipes", "template", "trainkit") for file in (ROOT / room).rglob("*.*")
+    ]
+    texts = [file.read_text() for file in files if file.suffix in (".yaml", ".md", ".py") and file.name != "names.py"]
+    assert {name for text in texts for name in NAMED.findall(text)} == {*names.NAMES, EXAMPLE}
+    assert len({name.rpartition(".")[2] for name in names.NAMES}) == len(names.NAMES)
+
+
+@pytest.mark.slow
+def test_each_verb_refuses_a_run_of_an_earlier_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = tmp_path / "old"
+    assert main(["recipe=digits", "steps=1", "warmup.epochs=0", "quiet=true", f"hydra.run.dir={old}"]) == 0
+    config = old / "resolved.yaml"
+    config.write_text(config.read_text().replace("trainkit.data.Digits", "trainkit.data.sets.images.Digits"))
+    capsys.readouterr()
+    problem = (
+        f"{config}: names trainkit.data.sets.images.Digits: a version before 0.1.0 wrote this run, with other names "
+        f"and fingerprints. Read and resume it with that version, or train on from its weights, init_from={old}."
+    )
+    for command in ("resume", "evaluate", "predict --out=x.jsonl", "report", "generate --prompt=x", "export --to=onnx",
+        *(["quantize --to=int8_weight"] if find_spec("torchao") else []), f"diff {old}", f"report {old}"):  # fmt: skip
+        verb, *rest = command.split()
+        assert main([verb, str(old), *rest]) == 2, command
+        assert capsys.readouterr().err.splitlines() == ["1 problem in the config", f"  {problem}"], command
+    with pytest.raises(ConfigError) as caught:
+        trainkit.load(old)
+    assert str(caught.value.problems[0]) == problem
+    assert main(["recipe=digits", "steps=1", "quiet=true", f"init_from={old}", f"hydra.run.dir={tmp_path}/new"]) == 0

@@ -1,14 +1,32 @@
-"""A value of the wrong type that a key takes, such as true for a number, is caught here alone."""
+"""A value of the wrong type that a key takes, such as true for a number, is caught here alone.
+
+A key without a type, a meaning or the right unit in `explain` is caught here alone.
+A schema for editors that flags a right file, or accepts what the checks of a run refuse, is caught here alone.
+"""
+
+from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional, TypeVar, Union
 
+import jsonschema
 import pytest
+import yaml
 
+from tests.config.conftest import Write
+from trainkit.cli import main
+from trainkit.config.compose import compose
+from trainkit.config.described.json_types import Definitions
+from trainkit.config.described.key_facts import REQUIRED, facts_of
+from trainkit.config.described.run_schema import config_schema
+from trainkit.config.schema import RunConfig, hints_of
+from trainkit.config.targets.allowed import allow_packages
 from trainkit.config.values import closest, expected, misfit
+from trainkit.config.yaml_files import _Loader, shipped_conf, shipped_recipes, shipped_template
 from trainkit.fields import above, at_least, below, limits_in, pattern
 
 T = TypeVar("T")
@@ -50,17 +68,14 @@ def test_a_value_fits() -> None:
         ("3", int, "is text: it must be a whole number."),
         ("x", float, "must be a number."),
         (float("nan"), float, "must be finite."),
-        (float("inf"), float | None, "must be finite."),
         ("sqr", Literal["linear", "sqrt"], "must be linear or sqrt. Did you mean sqrt?"),
         (1, Literal["auto", True], "must be auto or true."),
         ("blue", Colour, "must be r or g."),
         (3, Path, "must be a path."),
         ("abc", list[int], "must be a list of whole numbers."),
         ([1, "x"], list[int], "must be a list of whole numbers."),
-        ([0.9], tuple[float, float], "must be a list of 2 numbers."),
         ({"a": "x"}, dict[str, int], "must be a mapping."),
         (3, Staleness, "must be a mapping with the keys policy, bound."),
-        ("x", Union[float, Tensor], "must be a number."),  # noqa: UP007
         ("x", int | Literal["auto"] | None, "must be a whole number, auto or null."),
     ],
 )
@@ -82,3 +97,125 @@ def test_limits_apply_to_numbers_only() -> None:
 def test_what_is_expected_is_said_in_words() -> None:
     assert expected(list[Colour]) == "a list of items that are each r or g"
     assert (closest("epohs", ["epochs", "steps"]), closest("zzz", ["epochs", "steps"])) == ("epochs", None)
+
+
+"""Keys that take any value: a node of any class."""
+
+
+@pytest.mark.parametrize(
+    ("key", "argument", "type_", "unit", "default"),
+    [
+        ("data.path", "data=csv_table", "a path", "none", REQUIRED),
+        ("optimizer.lr", "optimizer=sgd", "a number", "a plain number", 0.1),
+        ("strategy.staleness.bound", "strategy=parameter_server", "a whole number or null, at least 0", "steps", None),
+        ("hardware.memory_gb_s", "hardware=l4", "a number, more than 0", "10^9 bytes/s", 300.0),
+        ("precision.value", "precision=bf16", "fp64, fp32, tf32, bf16, bf16_mixed or fp16_mixed", "none", "bf16"),
+    ],
+)
+def test_facts_come_from_annotation_documentation_and_yaml(
+    key: str, argument: str, type_: str, unit: str, default: object
+) -> None:
+    composition = compose(list(dict.fromkeys(["recipe=null", argument])))
+    facts = facts_of(composition, tuple(key.split(".")))
+    assert (facts.type, facts.unit, facts.default) == (type_, unit, default)
+
+
+def test_a_class_of_the_users_needs_an_args_section_only(
+    write_conf: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "explained_net.py").write_text(
+        "import torch\n\n\nclass Net(torch.nn.Module):\n"
+        '    """A net.\n\n    Args:\n        size: Outputs of the layer.\n    """\n\n'
+        "    def __init__(self, size: int = 3) -> None:\n        super().__init__()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    conf = write_conf({"model/own.yaml": "_target_: explained_net.Net\nsize: 4\n"})
+    with allow_packages(["explained_net"]):
+        composition = compose(["recipe=null", "model=own"], config_dirs=[conf], packages=["explained_net"])
+        facts = facts_of(composition, ("model", "size"))
+    assert (facts.type, facts.unit, facts.default) == ("a whole number", "a plain number", 4)
+    assert facts.meaning == "Outputs of the layer."
+
+
+@pytest.fixture(scope="module")
+def validator() -> jsonschema.Draft202012Validator:
+    schema = config_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+RIGHT = (
+    "epochs: ${oc.env:EPOCHS,3}\nseed: ???",
+    "optimizer: {_target_: mine.Optimizer, anything: [1, 2]}",
+    "defaults: [{override /model: mine}, _self_]\nmodel: {_target_: mine.Net, width: 3}",
+    "callbacks: {mine: {_target_: mine.Callback, every: 3}, early_stop: {patience: 2}}",
+    "optimizers: {head: {match: ['head.*'], lr: 0.1, ratio: 1/5}, rest: {lr: 0.2}}",
+    "optimizer: {groups: {none: {match: ['*.bias'], weight_decay: 0}}}",
+    "data: {collate: mine.collate, path: somewhere}",
+    "strategy: {staleness: {policy: drop, bound: 3}}",
+)
+WRONG = (
+    "epohs: 3",
+    "epochs: three",
+    "batch: {size: 3}",
+    "compile: {mode: fast}",
+    "model: {hiden: [3]}",
+    "_target_: trainkit.models.Mlp\nwidth: 3",
+    "defaults: [{override /model: gpt}]\nmodel: {hidden: [3]}",
+    "model: {_target_: trainkit.models.Gpt, hidden: [3]}",
+    "callbacks: {early_stop: {patience: 0}}",
+    "optimizer: {groups: {none: {weight_dekay: 0}}}",
+    "strategy: {staleness: {policy: never}}",
+    "name: a/b",
+    "defaults: mirrored",
+)
+
+
+@pytest.mark.slow
+def test_right_files_are_not_flagged_and_planted_mistakes_are(validator: jsonschema.Draft202012Validator) -> None:
+    conf, recipes, template = shipped_conf(), shipped_recipes(), shipped_template()
+    files = [*conf.glob("**/*.yaml"), *recipes.glob("*/recipe.yaml"), *template.glob("conf/*/*.yaml")]
+    for text in (*RIGHT, *(file.read_text() for file in files)):
+        assert [error.message for error in validator.iter_errors(read(text))] == [], text
+    assert [text for text in WRONG if validator.is_valid(read(text))] == []
+
+
+def read(text: str) -> Any:
+    """Return a document as OmegaConf reads it, where 1e-3 is a number."""
+    return yaml.load(text, _Loader) or {}
+
+
+def test_a_run_level_key_is_valid_exactly_where_the_check_accepts_it() -> None:
+    values: tuple[object, ...] = (None, True, 0, 1, -1, 0.5, "auto", "x", "linear", [], [1], ["a"], {"a": 1})
+    for name, hint in hints_of(RunConfig).items():
+        definitions = Definitions()
+        schema = definitions.of(hint)
+        if "$ref" in schema:
+            continue
+        validator = jsonschema.Draft202012Validator(schema)
+        for value in values:
+            fits = misfit(value, hint) is None and not any(limit.broken_by(value) for limit in limits_in(hint))
+            assert validator.is_valid(value) == fits, (name, value)
+
+
+def test_it_holds_documentation_default_range_and_tag(validator: jsonschema.Draft202012Validator) -> None:
+    batch = validator.schema["$defs"]["trainkit.config.sections.BatchConfig"]["properties"]["global_size"]
+    assert batch == {
+        "type": ["integer", "null", "string"],
+        "minimum": 1,
+        "pattern": r"\$\{.+\}|^\?\?\?$",
+        "patternErrorMessage": "must be a whole number or null, at least 1.",
+        "description": "Samples per step, over all replicas. [maths; unit: samples; default: 64]",
+        "default": 64,
+        "x-tag": "maths",
+    }
+
+
+def test_the_verb_knows_choices_of_the_users(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "schedule").mkdir()
+    (tmp_path / "schedule/mine.yaml").write_text("_target_: trainkit.schedules.Cosine\nend: 0.5\n")
+    assert main(["schema", "config", "--config-dir", str(tmp_path)]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    names = schema["$defs"]["defaults"]["items"]["anyOf"][1]["properties"]["override /schedule"]["anyOf"][0]["enum"]
+    assert "mine" in names
+    assert schema["version"] == 1

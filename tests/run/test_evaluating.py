@@ -38,8 +38,7 @@ from trainkit.run.session.auxiliary import (
     evaluate_checkpoints,
     report_end,
 )
-from trainkit.trainer.checkpoint.saving import EvaluatedIndex, Retention, owner_of
-from trainkit.trainer.manifest import list_complete, manifest_bytes
+from trainkit.trainer.manifest import EvaluatedIndex, Retention, list_complete, manifest_bytes, owner_of
 
 OVERRIDES = [
     "recipe=null", "steps=12", "batch.global_size=64", "model.hidden=[8]", "eval.every_steps=4",

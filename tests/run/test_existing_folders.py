@@ -44,8 +44,8 @@ from trainkit.run.process.error_report import write_error_report
 from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.record import StatusFile
 from trainkit.storage import Free, Presence, as_storage_error, naming, reporting, storage_error
-from trainkit.trainer.checkpoint.saving import Saver, delete
-from trainkit.trainer.manifest import list_complete
+from trainkit.trainer.checkpoint.saving import Saver
+from trainkit.trainer.manifest import delete, list_complete
 from trainkit.trainer.ownership import MARK, OwnershipToken, discard_lock, locked
 from trainkit.verbs.looking.ls import list_runs
 

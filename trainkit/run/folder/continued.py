@@ -12,9 +12,9 @@ from trainkit.errors import CheckpointError
 from trainkit.files import open_regular, refuse_link
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.storage import naming
-from trainkit.trainer.checkpoint.saving import EvaluatedIndex, Retention, bring, prune
+from trainkit.trainer.checkpoint.saving import bring, prune
 from trainkit.trainer.checkpoint.tensors import load
-from trainkit.trainer.manifest import MANIFEST, list_complete
+from trainkit.trainer.manifest import MANIFEST, EvaluatedIndex, Retention, list_complete
 
 _ROWS: Final = ("metrics.jsonl", "tables.jsonl", "evaluations.jsonl", HISTOGRAMS)
 """Files of a run with a line for each step or evaluation."""

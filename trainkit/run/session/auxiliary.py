@@ -51,11 +51,10 @@ from trainkit.storage import naming
 from trainkit.strategies.base import Data, PhaseListener, TaskContext
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.tensors.lazy_state import averaged_weights, model_weights
-from trainkit.trainer.checkpoint.saving import EvaluatedIndex, exclusive
 from trainkit.trainer.checkpoint.tensors import Loaded, load
 from trainkit.trainer.evaluate import Evaluation, evaluate, statistics_of
 from trainkit.trainer.events import State
-from trainkit.trainer.manifest import MANIFEST, Checkpoint, is_checkpoint, list_complete
+from trainkit.trainer.manifest import MANIFEST, Checkpoint, EvaluatedIndex, exclusive, is_checkpoint, list_complete
 
 if TYPE_CHECKING:
     from trainkit.report.events import EventFile

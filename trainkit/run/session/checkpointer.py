@@ -21,12 +21,12 @@ from trainkit.strategies.base import Executor, PhaseListener
 from trainkit.strategies.collectives import all_gather_object
 from trainkit.strategies.tensor_shards import ShardedState, TensorShard, nonfinite
 from trainkit.strategies.tensors.lazy_state import select
-from trainkit.trainer.checkpoint.saving import Retention, Saver
+from trainkit.trainer.checkpoint.saving import Saver
 from trainkit.trainer.checkpoint.snapshot import Snapshot
 from trainkit.trainer.checkpoint.tensors import Loaded, sha256_of_pieces, weights_sha256
 from trainkit.trainer.events import REMEDY, RollbackNeeded, Run
 from trainkit.trainer.loop import CallbackHooks, TriggerSchedule
-from trainkit.trainer.manifest import damaged
+from trainkit.trainer.manifest import Retention, damaged
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator, each_of
 
 

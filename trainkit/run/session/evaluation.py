@@ -23,11 +23,10 @@ from trainkit.run.planning.build import average_of, averaged_split
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import Executor, LocalModel
 from trainkit.strategies.collectives import LocalCollective
-from trainkit.trainer.checkpoint.saving import Retention
 from trainkit.trainer.evaluate import Evaluation, count_statistics, evaluate, restore_buffers, statistics_of
 from trainkit.trainer.events import Run
 from trainkit.trainer.loop import CallbackHooks
-from trainkit.trainer.manifest import better, list_complete
+from trainkit.trainer.manifest import Retention, better, list_complete
 
 MOST_CELLS: Final = 10_000
 """Largest number of cells of a table in result.json; larger tables are only in tables.jsonl."""
