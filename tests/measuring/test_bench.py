@@ -25,12 +25,10 @@ from tests.support.waiting import wait_for
 from trainkit.cli import main
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.errors import ConfigError, TerminatedError
-from trainkit.measuring import workers
-from trainkit.measuring.bench import bench, scratch_folder
-from trainkit.measuring.figures import Choice, Spread, parts_of
+from trainkit.measuring import searches
+from trainkit.measuring.bench import Choice, Spread, Target, Turn, bench, measured_config, parts_of, scratch_folder
+from trainkit.measuring.searches import WorkerSearch, search_workers
 from trainkit.measuring.showing import data_lines, table_lines
-from trainkit.measuring.turns import Target, Turn, measured_config
-from trainkit.measuring.workers import WorkerSearch, search_workers
 from trainkit.prove.proving import bare
 from trainkit.run.planning.plan import refuse_open_workers
 from trainkit.run.runner import train
@@ -202,7 +200,7 @@ def search(
     step_ms: Mapping[int, tuple[float, float]], monkeypatch: pytest.MonkeyPatch, *, ranks: int = 1
 ) -> WorkerSearch:
     """Search where a step with some number of workers takes so many milliseconds, and its input so many of them."""
-    monkeypatch.setattr(workers, "num_cores", lambda: 8)
+    monkeypatch.setattr(searches, "num_cores", lambda: 8)
 
     def start(cfg: RunConfig, folder: Path) -> Turn:
         del folder
@@ -260,7 +258,7 @@ def test_a_run_chooses_its_workers_and_a_resumed_one_keeps_them(
 ) -> None:
     numbers = iter((0, 1))
     monkeypatch.setattr(
-        workers,
+        searches,
         "search_workers",
         lambda *_, **__: WorkerSearch(choices=(), num_workers=next(numbers), reason="measured"),
     )
@@ -309,7 +307,7 @@ def test_the_verdict_as_json_has_its_schema(
     cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = WorkerSearch(choices=(Choice(label="0", failure="exit 2"),), num_workers=0, reason="0, because")
-    monkeypatch.setattr(workers, "search_workers", lambda *_, **__: found)
+    monkeypatch.setattr(searches, "search_workers", lambda *_, **__: found)
     assert main(["bench", "--data", "recipe=null", "steps=40", "--json", "--out", "found"]) == 1
     content = json.loads(capsys.readouterr().out)
     jsonschema.Draft202012Validator(schema_of("bench")).validate(content)

@@ -17,19 +17,18 @@ from tests.measuring.trainings import config, here, here_apart
 from trainkit.cli import main
 from trainkit.config.schema import RunConfig
 from trainkit.errors import NonFiniteError, TrainingError
-from trainkit.measuring import micro_sizes
 from trainkit.measuring import range_test as module
-from trainkit.measuring.lr_curve import Divergence, LrCurve, RatePoint
-from trainkit.measuring.micro_sizes import (
+from trainkit.measuring import searches
+from trainkit.measuring.bench import Ended, Turn
+from trainkit.measuring.range_test import Divergence, LrCurve, RangeResult, RatePoint, range_config, range_test
+from trainkit.measuring.searches import (
     MicroSizeSearch,
     overrides_for,
     search_micro_size,
     sizes_of,
     with_size,
 )
-from trainkit.measuring.range_test import RangeResult, range_config, range_test
 from trainkit.measuring.showing import rate_document, rate_lines, size_document, size_lines
-from trainkit.measuring.turns import Ended, Turn
 from trainkit.report.measured_plots import draw_range
 from trainkit.run.estimates.this_machine import available_bytes
 from trainkit.run.estimates.verdict import HostMemory
@@ -280,13 +279,13 @@ def test_what_was_found_is_shown_and_has_its_schema() -> None:
     assert lines[-1] == "  batch.micro_size=32"
 
 
-DEFAULTS = dict(micro_sizes.search_micro_size.__kwdefaults__ or {})
+DEFAULTS = dict(searches.search_micro_size.__kwdefaults__ or {})
 
 
 def test_sizes_are_measured_by_trainings_of_the_config(
     cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(micro_sizes.search_micro_size, "__kwdefaults__", {**DEFAULTS, "start": here})
+    monkeypatch.setattr(searches.search_micro_size, "__kwdefaults__", {**DEFAULTS, "start": here})
     assert main(["find", "micro_size", "recipe=null", "steps=3", "batch.global_size=4", "--steps", "2", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     jsonschema.Draft202012Validator(schema_of("find_micro_size")).validate(content)

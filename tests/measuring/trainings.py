@@ -10,8 +10,7 @@ from trainkit.config.check import checked
 from trainkit.config.grammar import replacing
 from trainkit.config.schema import RunConfig
 from trainkit.errors import TrainkitError
-from trainkit.measuring.bench import Candidate
-from trainkit.measuring.turns import Ended, Turn, finished_turn
+from trainkit.measuring.bench import Candidate, Ended, Turn, finished_turn
 from trainkit.run.runner import train
 
 

@@ -10,9 +10,8 @@ import pytest
 
 from tests.measuring.trainings import config
 from trainkit.config.schema import RunConfig
-from trainkit.measuring.figures import Choice
+from trainkit.measuring.bench import Choice, Turn
 from trainkit.measuring.replicas import Measured, Scalable, exchange_of, measure, scalable, workload
-from trainkit.measuring.turns import Turn
 from trainkit.scaling.answers import (
     best_spares,
     checkpoint_interval_s,

@@ -190,7 +190,7 @@ def session(
 
 def choose_workers(plan: RunPlan) -> tuple[int, str]:
     """Measure how many data loading processes a run needs."""
-    from trainkit.measuring.workers import workers_of_plan  # noqa: PLC0415 - for loader.num_workers=auto only
+    from trainkit.measuring.searches import workers_of_plan  # noqa: PLC0415 - for loader.num_workers=auto only
 
     return workers_of_plan(plan)
 

@@ -1,23 +1,319 @@
-"""Measure the same training under several choices: each round runs one turn of every choice."""
+"""Measure trainings in turns: each is a short training in processes of its own, and its figures are medians.
+
+    turn      train a config apart, and read what `trainkit.callbacks.Measurement` wrote
+    choice    the turns of one training, and their figures
+    bench     each round runs one turn of every choice
+
+The searches for `loader.num_workers` and `batch.micro_size`, the range test and `scale` use the same turns.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import shutil
+import signal
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, Protocol
+from queue import SimpleQueue
+from statistics import median
+from typing import Any, Final, Protocol, Self
 
-from trainkit.config.schema import RunConfig
-from trainkit.errors import StorageError
-from trainkit.measuring.figures import Choice
-from trainkit.measuring.turns import Target, Turn, config_until, measured_config, run_turn
+from trainkit.bounded import Kind
+from trainkit.callbacks.measurement import FILE
+from trainkit.config.schema import MonitoredMetric, RunConfig
+from trainkit.config.targets.allowed import package_environ
+from trainkit.config.yaml_files import config_dir_environ
+from trainkit.errors import AbsentFileError, StorageError
+from trainkit.files import read_map
+from trainkit.run.begin import write_resolved
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 from trainkit.run.signals import raised_stops
+from trainkit.sweeps.results.metric_stream import last_line
+from trainkit.trainer.metrics_accumulator import PARTS
+
+_MEASUREMENT: Final = "trainkit.callbacks.Measurement"
+ERROR_FILE: Final = "error.json"
+"""File with the error that ended a turn, next to its run folder: `error`, its class, and `line`, its first line."""
+_KEYS: Final[Mapping[str, Kind]] = {
+    "steps": int, "samples": int, "seconds": float, "targets": float, "ranks": list, "peak_bytes": int,
+    "began_at": float, "first_step_s": float, "compile_s": float, "step_spread": float, "replicas": int, "device": str,
+    "trained_s": float, "trained_steps": int,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The result of an evaluation that ends a training."""
+
+    metric: str
+    """The name of the metric."""
+    value: float
+    """The value that ends a training."""
+    mode: str
+    """Whether higher or lower values are better: max or min."""
+
+    @classmethod
+    def of(cls, metric: str, value: float, cfg: RunConfig) -> Target:
+        """Return the target with the direction that the config gives to the metric."""
+        return cls(metric=metric, value=value, mode=MonitoredMetric.of(replace(cfg.eval, metric=metric)).mode)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """The measurement of one turn, or the reason why it failed."""
+
+    figures: Mapping[str, Any]
+    """The content of `measured.json` (`trainkit.callbacks.measurement`); empty for a turn that failed."""
+    start_s: float = 0.0
+    """Seconds from the start of the process to the first step."""
+    failure: str = ""
+    error: str = ""
+    """The class of the error that has ended it, or `SIGKILL`; empty if it ended in another way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A training that has run in processes of its own, and has ended."""
+
+    folder: Path
+    """The run folder; any of its files may be missing."""
+    failure: str = ""
+    """Reason why it failed, in one line; empty if it did not."""
+    error: str = ""
+    """The class of trainkit's error that has ended it, or `SIGKILL`; empty for anything else."""
+
+
+def measured_config(cfg: RunConfig, *, warmup_steps: int, num_steps: int) -> RunConfig:
+    """Return the config of a turn: a warm-up and the measured steps.
+
+    Evaluation, callbacks, loggers and checkpoints are left out; the rest is the training of the config.
+    """
+    node = {"_target_": _MEASUREMENT, "warmup_steps": warmup_steps, "num_steps": num_steps}
+    return replace(
+        alone(cfg, {"measurement": node}),
+        stop_at_step=warmup_steps + num_steps,
+        eval=replace(cfg.eval, every_steps=None, every_epochs=None, beside=False),
+    )
+
+
+def config_until(cfg: RunConfig, target: Target) -> RunConfig:
+    """Return the config of a turn that trains until an evaluation has a result, or to its end."""
+    ends = {"until": target.metric, "target": target.value, "mode": target.mode}
+    node = {"_target_": _MEASUREMENT, "warmup_steps": 1, **ends}
+    return replace(alone(cfg, {"measurement": node}), eval=replace(cfg.eval, beside=False))
+
+
+def alone(cfg: RunConfig, callbacks: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """Return a config that prints and writes nothing, restarts nothing, and has only these callbacks."""
+    return replace(
+        cfg,
+        resume=None,
+        quiet=True,
+        callbacks={name: dict(node) for name, node in callbacks.items()},
+        logger={},
+        checkpoint=replace(cfg.checkpoint, every_steps=None, every_epochs=None, every_s=None, export=False),
+        supervisor=replace(cfg.supervisor, max_restarts=0),
+        elastic=replace(cfg.elastic, min_replicas=None),
+    )
+
+
+def run_turn(cfg: RunConfig, folder: Path, *, threads: int | None = None) -> Turn:
+    """Train a config in a new process, and return the measurement after the process has ended.
+
+    Args:
+        cfg: result of `measured_config` or `config_until`.
+        folder: a new folder for the files of the turn.
+        threads: CPU threads of each process; None: those of torch.
+    """
+    started = time.time()
+    ended = train_apart(cfg, folder, threads=threads)
+    if ended.failure:
+        return Turn(figures={}, failure=ended.failure, error=ended.error)
+    return finished_turn(ended.folder, started)
+
+
+def train_apart(cfg: RunConfig, folder: Path, *, threads: int | None = None) -> Ended:
+    """Train a config in a new process; return after this process and its children have ended.
+
+    Args:
+        cfg: a checked config.
+        folder: a new folder for the files of the training.
+        threads: CPU threads of each process; None: those of torch.
+    """
+    given = RunFolder(folder / "given")
+    given.path.mkdir(parents=True)
+    write_resolved(given, cfg)
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1", **package_environ(), **config_dir_environ()}
+    environ |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    ended: SimpleQueue[ProcessExit] = SimpleQueue()
+    command = (sys.executable, "-m", "trainkit.measuring.turn_main", str(given.resolved), str(folder / "run"))
+    log = folder / "output.log"
+    with WorkerGroup(0, ended.put) as group:
+        group.start(0, command, environ, log)
+        code = ended.get().code
+    if code == 0:
+        return Ended(folder=folder / "run")
+    error, line = _reported(folder / ERROR_FILE) or ("SIGKILL" if code == -signal.SIGKILL else "", last_line(log))
+    ending = f"exit {code}" if code >= 0 else f"signal {-code}"
+    return Ended(folder=folder / "run", failure=": ".join(part for part in (ending, line) if part), error=error)
+
+
+def _reported(path: Path) -> tuple[str, str] | None:
+    """Return the class and the message line of the error that a turn has reported; None without an error."""
+    try:
+        found = read_map(path, {"error": str, "line": str})
+    except AbsentFileError:
+        return None
+    return found["error"], f"{found['error']}: {found['line']}"
+
+
+def finished_turn(run: Path, started: float) -> Turn:
+    """Return the measurement of a training that has ended.
+
+    Args:
+        run: the run folder.
+        started: time of its start, as `time.time`.
+    """
+    try:
+        found = read_map(run / FILE, _KEYS)
+    except AbsentFileError:
+        return Turn(figures={}, failure="the training ended before its first measured step")
+    return Turn(figures=found, start_s=max(found["began_at"] - started, 0.0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """The median of some turns, with the least and the greatest of them.
+
+    Example:
+        >>> Spread.of([3.0, 1.0, 2.0])
+        Spread(median=2.0, low=1.0, high=3.0)
+    """
+
+    median: float
+    """Median over the turns."""
+    low: float
+    """Smallest value."""
+    high: float
+    """Largest value."""
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """Return the spread of at least one value."""
+        return cls(median=median(values), low=min(values), high=max(values))
+
+
+@dataclass(kw_only=True)
+class Choice:
+    """One choice of a measurement, and the measurements of its turns."""
+
+    label: str
+    """The arguments that distinguish it from the other choices."""
+    turns: list[Turn] = field(default_factory=list)
+    """The turns that count, in their order."""
+    cold: Turn | None = None
+    """The turn before the first round, which does not count; None if there was none."""
+    failure: str = ""
+    """Reason why a turn failed; empty if none did."""
+
+    def add(self, turn: Turn) -> None:
+        """Add the measurement of a turn."""
+        self.failure = turn.failure
+        if turn.figures:
+            self.turns.append(turn)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a turn has measured a step."""
+        return not self.failure and any(turn.figures.get("steps") for turn in self.turns)
+
+    def over(self, value: Callable[[Mapping[str, Any]], float | None]) -> Spread | None:
+        """Return the spread of a value over the figures of the turns; None if no turn has it."""
+        found = [one for turn in self.turns if turn.figures.get("steps") and (one := value(turn.figures)) is not None]
+        return Spread.of(found) if found else None
+
+    @property
+    def samples_per_s(self) -> Spread | None:
+        """Samples per second over all replicas."""
+        return self.over(lambda one: one["samples"] / one["seconds"])
+
+    @property
+    def targets_per_s(self) -> Spread | None:
+        """Targets per second, if a sample has several (tokens), or a weight other than 1; else None."""
+        if all(one.figures.get("targets") == one.figures.get("samples") for one in self.turns):
+            return None
+        return self.over(lambda one: one["targets"] / one["seconds"])
+
+    @property
+    def step_s(self) -> Spread | None:
+        """Seconds per step."""
+        return self.over(lambda one: one["seconds"] / one["steps"])
+
+    def part_s(self, part: str) -> Spread | None:
+        """Return the seconds per step of one part of a step, the mean over ranks; `rest` is the time that belongs to no
+        part.
+        """
+        return self.over(lambda one: parts_of(one)[part])
+
+    @property
+    def joules_per_sample(self) -> Spread | None:
+        """Energy of the devices per sample, in joules; None if no device reports it."""
+        return self.over(lambda one: None if one.get("joules") is None else one["joules"] / one["samples"])
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory of a process, in bytes."""
+        return max((turn.figures["peak_bytes"] for turn in self.turns if turn.figures), default=0)
+
+    @property
+    def start_s(self) -> Spread | None:
+        """Seconds from the start of the process to the beginning of the first step."""
+        found = [turn.start_s for turn in self.turns if turn.figures]
+        return Spread.of(found) if found else None
+
+    @property
+    def first_step_s(self) -> Spread | None:
+        """Seconds of the first step: it compiles, allocates and opens connections."""
+        return self.over(lambda one: one["first_step_s"])
+
+    @property
+    def step_spread(self) -> Spread | None:
+        """Standard deviation of the steps of rank 0 divided by their median."""
+        return self.over(lambda one: one["step_spread"])
+
+    @property
+    def compile_s(self) -> Spread | None:
+        """Seconds in which torch.compile worked."""
+        return self.over(lambda one: one["compile_s"])
+
+    @property
+    def until_s(self) -> Spread | None:
+        """Seconds of training until the result of `--until`; None if a turn has not reached it."""
+        found = [turn.figures.get("until") for turn in self.turns]
+        if not found or None in found:
+            return None
+        return Spread.of([one["seconds"] for one in found if one is not None])
+
+
+def parts_of(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds per step of each part, the mean over ranks, and of the rest of a step.
+
+    Example:
+        >>> parts_of({"steps": 2, "seconds": 2.0, "ranks": [dict.fromkeys(PARTS, 0.3)]})["rest"]
+        0.25
+    """
+    steps, ranks = figures["steps"], figures["ranks"]
+    found = {part: sum(rank[part] for rank in ranks) / len(ranks) / steps for part in PARTS}
+    return {**found, "rest": max(figures["seconds"] / steps - sum(found.values()), 0.0)}
+
 
 WARMUP_STEPS: Final = 10
 """Steps at the start of each turn that are not measured."""
@@ -80,38 +376,45 @@ def bench(
         The measurements, in the order of the candidates.
     """
     found = [Choice(label=one.label) for one in candidates]
-    with scratch_folder() as folder:
-        if target is not None:
-            configs = [config_until(one.cfg, target) for one in candidates]
-        elif steps is not None:
-            configs = [_config(one, steps) for one in candidates]
-        else:
-            configs = [
-                _calibrated(one, choice, partial(start, folder=folder / str(place)), log)
-                for place, (one, choice) in enumerate(zip(candidates, found, strict=True))
-            ]
+    with turns(start, log) as run:
+        configs = []
+        for one, choice in zip(candidates, found, strict=True):
+            if target is not None:
+                configs.append(config_until(one.cfg, target))
+                continue
+            count = steps
+            if count is None:
+                choice.cold = run(f"warm-up: {one.label}", _config(one, _FIRST_STEPS))
+                choice.failure, count = choice.cold.failure, steps_of(choice.cold)
+            configs.append(_config(one, count))
         for number in range(rounds):
-            for place, choice in enumerate(found):
+            for cfg, choice in zip(configs, found, strict=True):
                 if not choice.failure:
-                    log(f"round {number + 1} of {rounds}: {choice.label}")
-                    choice.add(start(configs[place], folder / f"{place}_{number}"))
+                    choice.add(run(f"round {number + 1} of {rounds}: {choice.label}", cfg))
     return found
-
-
-def _calibrated(
-    one: Candidate, choice: Choice, start: Callable[[RunConfig], Turn], log: Callable[[str], None]
-) -> RunConfig:
-    """Run a turn that does not count, and return a config whose turns take about two seconds."""
-    log(f"warm-up: {choice.label}")
-    choice.cold = start(_config(one, _FIRST_STEPS))
-    choice.failure = choice.cold.failure
-    figures = choice.cold.figures
-    step_s = figures["seconds"] / max(figures["steps"], 1) if figures else math.inf
-    return _config(one, max(_FEWEST_STEPS, math.ceil(_TURN_S / max(step_s, 1e-6))))
 
 
 def _config(one: Candidate, steps: int) -> RunConfig:
     return measured_config(one.cfg, warmup_steps=WARMUP_STEPS, num_steps=max(1, min(steps, one.most_steps())))
+
+
+@contextmanager
+def turns(start: StartTurn, log: Callable[[str], None]) -> Iterator[Callable[[str, RunConfig], Turn]]:
+    """Yield a function that says what it measures, and runs a turn in a folder of its own, of which nothing is left."""
+    with scratch_folder() as folder:
+        numbers = itertools.count()
+
+        def run(about: str, cfg: RunConfig) -> Turn:
+            log(about)
+            return start(cfg, folder / str(next(numbers)))
+
+        yield run
+
+
+def steps_of(turn: Turn) -> int:
+    """Return the number of steps that take about two seconds, by a turn that does not count."""
+    step_s = turn.figures["seconds"] / max(turn.figures["steps"], 1) if turn.figures else math.inf
+    return max(_FEWEST_STEPS, min(math.ceil(_TURN_S / max(step_s, 1e-6)), MOST_STEPS))
 
 
 @contextmanager

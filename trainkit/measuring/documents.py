@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict
 
-from trainkit.measuring.figures import Spread
-from trainkit.measuring.turns import Target
+from trainkit.measuring.bench import Spread, Target
 
 
 class PartsOfRank(TypedDict):

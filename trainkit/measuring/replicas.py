@@ -14,9 +14,7 @@ from torch import nn
 from trainkit.cluster.host import num_cores
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem
-from trainkit.measuring.bench import Candidate, bench
-from trainkit.measuring.figures import Choice
-from trainkit.measuring.turns import Turn, run_turn
+from trainkit.measuring.bench import Candidate, Choice, Turn, bench, run_turn
 from trainkit.run.estimates import hardware as estimates
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan, make_plan

@@ -12,12 +12,9 @@ from typing import Any, Final
 import torch
 
 from trainkit.cluster.host import num_cores
-from trainkit.measuring.figures import Choice, Spread
-from trainkit.measuring.lr_curve import LrCurve, rounded
-from trainkit.measuring.micro_sizes import TIE, MicroSizeSearch, Size
-from trainkit.measuring.range_test import RangeResult
-from trainkit.measuring.turns import Target
-from trainkit.measuring.workers import WorkerSearch
+from trainkit.measuring.bench import Choice, Spread, Target
+from trainkit.measuring.range_test import LrCurve, RangeResult, rounded
+from trainkit.measuring.searches import TIE, MicroSizeSearch, Size, WorkerSearch
 from trainkit.report.numbers import duration, figure, share
 from trainkit.report.tables import row_lines
 from trainkit.run.begin import packages

@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
 def _report(folder: Path, error: TrainkitError) -> None:
     """Write the error that ended the turn; if the disk cannot be written, only the log has it."""
     from trainkit.files import write_json_atomically  # noqa: PLC0415 - the same
-    from trainkit.measuring.turns import ERROR_FILE  # noqa: PLC0415 - imports torch, as the training has by now
+    from trainkit.measuring.bench import ERROR_FILE  # noqa: PLC0415 - imports torch, as the training has by now
 
     line = str(error.problems[0]) if isinstance(error, ConfigError) else first_line(error)
     with suppress(OSError):

@@ -25,9 +25,7 @@ from trainkit.verbs.support.measured import (
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
     from trainkit.config.schema import RunConfig
-    from trainkit.measuring.bench import Candidate
-    from trainkit.measuring.figures import Choice
-    from trainkit.measuring.turns import Target
+    from trainkit.measuring.bench import Candidate, Choice, Target
 
 _print_line: Final = line_printer("bench")
 
@@ -53,7 +51,7 @@ def run(call: Call) -> int:
     if problems or points is None:
         raise ConfigError(problems)
     if "data" in call.flags:
-        from trainkit.measuring.workers import FEWEST_STEPS  # noqa: PLC0415 - imports torch
+        from trainkit.measuring.searches import FEWEST_STEPS  # noqa: PLC0415 - imports torch
 
         (candidate,) = _candidates(points, fewest=FEWEST_STEPS)
         return measure(call, "bench", partial(_measured_data, call, points[0], candidate))
@@ -76,8 +74,8 @@ def _measured(call: Call, points: Sequence[Composition], candidates: Sequence[Ca
 
 def _measured_data(call: Call, point: Composition, candidate: Candidate) -> Results:
     """Measure numbers of data loading processes, and find the one to use."""
+    from trainkit.measuring.searches import search_workers  # noqa: PLC0415 - the same
     from trainkit.measuring.showing import data_lines, document  # noqa: PLC0415 - imports torch
-    from trainkit.measuring.workers import search_workers  # noqa: PLC0415 - the same
     from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - the same
 
     cfg = candidate.cfg
@@ -196,7 +194,7 @@ def _candidates(points: Sequence[Composition], *, fewest: int | None = None) -> 
 
 def _with_workers(point: Composition) -> RunConfig:
     """Return the config of a choice, with a number instead of `loader.num_workers=auto`."""
-    from trainkit.measuring.workers import workers_of_plan  # noqa: PLC0415 - imports torch
+    from trainkit.measuring.searches import workers_of_plan  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.plan import make_plan, with_workers  # noqa: PLC0415 - the same
 
     cfg = point.cfg
@@ -217,7 +215,7 @@ def _labels(points: Sequence[Composition]) -> list[str]:
 def _target(call: Call, points: Sequence[Composition]) -> Target | None:
     if "until" not in call.flags:
         return None
-    from trainkit.measuring.turns import Target  # noqa: PLC0415 - imports torch
+    from trainkit.measuring.bench import Target  # noqa: PLC0415 - imports torch
 
     metric, _, text = call.flags["until"].partition("=")
     return Target.of(metric, float(text), points[0].cfg)

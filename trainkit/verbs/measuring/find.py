@@ -77,7 +77,7 @@ def _find_lr(call: Call, point: Composition, plan: RunPlan) -> Results:
 
 
 def _find_micro_size(call: Call, point: Composition, plan: RunPlan) -> Results:
-    from trainkit.measuring.micro_sizes import overrides_for, search_micro_size  # noqa: PLC0415 - the same
+    from trainkit.measuring.searches import overrides_for, search_micro_size  # noqa: PLC0415 - the same
     from trainkit.measuring.showing import size_document, size_lines  # noqa: PLC0415 - imports torch
 
     rounds, steps = call.flags.get("rounds", 1), call.flags.get("steps")
