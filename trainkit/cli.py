@@ -36,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def main_of_process() -> NoReturn:
     """Run the command line and end the process with its exit code."""
-    code = main()
+    from trainkit.run.fork_server_main import run_command  # noqa: PLC0415 - what imports this module may need no process
+
+    code = run_command(main)
     if "trainkit.run.rendezvous.join" in sys.modules:  # this process was one of several ranks
         from trainkit.run.signals import exit_without_teardown  # noqa: PLC0415 - only for a rank
 

@@ -44,7 +44,7 @@ ALLOWED: Final[dict[str, tuple[tuple[str, set[str]], ...]]] = {
     ),
     "the null device, a service, a URL of the user whose answer is not read, and a file that it checks itself": (
         ("cli.py", {"open"}), ("tracking/sending.py", {"open"}), ("callbacks/alerting/channels.py", {"open"}),
-        ("report/train_log.py", {"open"}), ("run/process/worker_group.py", {"open"}),
+        ("report/train_log.py", {"open"}), ("run/process/worker_group.py", {"read_text"}),
         ("strategies/updates/scheduler.py", {"open"}),
     ),
     "a new file that it writes, and a folder that it locks or makes durable": (

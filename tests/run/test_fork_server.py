@@ -53,6 +53,54 @@ def test_forked_ranks_compute_what_fresh_processes_do(tmp_path: Path, monkeypatc
     assert forks["metrics"] == fresh["metrics"]
 
 
+BEFORE_A_FORK = {
+    "pass": True,
+    "torch.ones(10) + 1": True,
+    "torch.ones(3, requires_grad=True).sum().backward()": True,
+    "numpy.ones((500, 500)) @ numpy.ones((500, 500))": True,  # the threads of OpenBLAS end at a fork
+    "torch.set_num_threads(2); torch.ones(1000, 1000) @ torch.ones(1000, 1000)": False,
+    "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()": False,
+    "torch.cuda.is_initialized = lambda: True": False,
+    "torch.cuda.device_count = lambda: 1": False,
+    "sys.stdout = io.StringIO()": False,
+}
+"""What a process does after its imports -> whether the ranks are forks of it."""
+FORKING = """
+import io, numpy, os, sys, threading, time, torch
+from trainkit.run.fork_server_main import run_command
+from trainkit.run.process import template
+def command():
+    exec(code)
+    with template.template(("torch",)):
+        os.write(1, b"%d" % len(template._free))
+    return 0
+for code in sys.argv[1:]:
+    if (pid := os.fork()) == 0:
+        os._exit(run_command(command))
+    os.waitpid(pid, 0)
+"""
+
+
+def test_only_a_process_with_one_thread_and_no_gpu_is_forked() -> None:
+    told = subprocess.run([sys.executable, "-c", FORKING, *BEFORE_A_FORK], capture_output=True, text=True, check=True)
+    assert [digit == "1" for digit in told.stdout] == [*BEFORE_A_FORK.values()]
+    assert told.stderr == ""
+
+
+def test_ranks_of_the_command_line_import_nothing_again_and_compute_the_same(tmp_path: Path) -> None:
+    made = ("strategy=mirrored", "strategy.replicas=2", "steps=3", "seed=5", "callbacks=[]", "logger=[]")
+    command = [sys.executable, "-m", "trainkit", "recipe=null", *made]
+    watched = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
+    told = subprocess.run(
+        [*command, f"hydra.run.dir={tmp_path}/a"], env=watched, capture_output=True, text=True, check=True
+    )
+    assert sum(line.endswith("| torch") for line in told.stderr.splitlines()) == 1
+    script = f"import torch, trainkit.cli as cli; cli.main({[*command[3:], f'hydra.run.dir={tmp_path}/b']!r})"
+    subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    first, second = (json.loads((tmp_path / name / "result.json").read_text()) for name in "ab")
+    assert first["weights_sha256"] == second["weights_sha256"]
+
+
 def test_a_rank_that_dies_is_forked_again_by_the_same_process(training: Training) -> None:
     process, folder, nursery, pids = training
     os.kill(pids["worker:1"], signal.SIGKILL)

@@ -38,7 +38,7 @@ if sys.platform != "win32":
     import fcntl
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-FORK_SERVERS: Final = ("trainkit.run.fork_server_main", "trainkit.sweeps.loop.fork_server_main")
+FORK_SERVER: Final = "trainkit.run.fork_server_main"
 COMPUTING: Final = ("trainkit.measuring.turn_main",)
 DRAWING: Final = "trainkit.report.drawing"
 NOTE: Final = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir()), "quick")
@@ -154,7 +154,7 @@ def path() -> str:
 
 def quicken_launches(
     folder: Callable[[], Path | None] = lambda: _quick("trainkit").folder,
-    modules: Sequence[str] = (*FORK_SERVERS[:1], *COMPUTING, DRAWING),
+    modules: Sequence[str] = (FORK_SERVER, *COMPUTING, DRAWING),
 ) -> None:
     """Let a process that forks ranks, trains a turn, predicts or draws, where this one launches it, be a fork, too.
 
@@ -249,7 +249,7 @@ def _answer(link: socket.socket, imports: str) -> int:
     if module == DRAWING:
         arguments = [str(os.getppid())]  # with which a plot ends
     try:
-        if imports == "trainkit" and module in (*FORK_SERVERS, *COMPUTING):
+        if imports == "trainkit" and module in (FORK_SERVER, *COMPUTING):
             code = _run_main(module, arguments)
         elif imports == "trainkit" and module == "trainkit":
             code = _run_trainkit(arguments)
@@ -324,9 +324,9 @@ _IMPORTED: Final = {
 }  # fmt: skip
 """What most commands import; of torch, creating an optimizer imports the first."""
 _QUICKENED: Final = {
-    "trainkit": (*FORK_SERVERS, *COMPUTING, DRAWING),
+    "trainkit": (FORK_SERVER, *COMPUTING, DRAWING),
     "drawing": (),
-    "torch": (*FORK_SERVERS, "tests.support.pool_worker", "tests.support.quick"),
+    "torch": (FORK_SERVER, "tests.support.pool_worker", "tests.support.quick"),
 }
 """What a command starts that is a fork, too."""
 

@@ -30,6 +30,7 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.fields import Tag
 from trainkit.redaction import redacted_argument, variable_of
 from trainkit.run.process.fork_server import ForkedGroup, ForkServerClient
+from trainkit.run.process.template import JOB_IMPORTS
 from trainkit.sweeps.job_sources import JobList, JobSource, SweepJob
 from trainkit.sweeps.loop.processes import JobCommand, JobProcess, start_fresh, started_in
 from trainkit.sweeps.loop.slots import Slots, numbering_problems
@@ -41,25 +42,22 @@ from trainkit.trainer.ownership import free_name
 if TYPE_CHECKING:
     from trainkit.strategies.base import Strategy
 
-_ENTRY: Final = (sys.executable, "-m", "trainkit")
-
 
 class WarmStarter(ForkServerClient):
     """Starts trainkit jobs as forks of one process that has imported their modules, and other jobs as new processes.
 
-    The preloaded process starts and ends with the block; a job that is started earlier waits for it.
+    That process ends with the block; a job that is started before it has imported all waits for it.
 
     Args:
         environ: environment variables of every job in addition to those of this process: its number of threads.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        whole = {**os.environ, **environ, "PYTHONUNBUFFERED": "1"}
-        super().__init__("trainkit.sweeps.loop.fork_server_main", whole, log=Path(os.devnull))
+        super().__init__(JOB_IMPORTS, {**os.environ, **environ, "PYTHONUNBUFFERED": "1"})
 
     def __call__(self, job: JobCommand) -> JobProcess:
         """Start a job."""
-        return started_in(ForkedGroup(self, _ENTRY, job.number, job.report), job)
+        return started_in(ForkedGroup(self, job.number, job.report), job)
 
     def keep(self, data: Mapping[str, Any]) -> None:
         """Share a dataset between all later jobs if it can be shared; otherwise each job reads its own."""

@@ -11,7 +11,6 @@ ends the fork with the client, whatever happens to this process. Linux only.
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import select
@@ -24,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib import import_module
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -32,16 +30,19 @@ from typing import Any, Final, Self
 
 from trainkit.cluster.host import ProcessId, num_cores
 from trainkit.cluster.tasks import Task
+from trainkit.run.process.template import RANK_IMPORTS, take_template
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 
 HEADER: Final = struct.Struct("!I")
 """The length of a message, which precedes it."""
+_MOST_DESCRIPTORS: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpawnRequest:
-    """The description of the process that a fork becomes."""
+    """The description of the process that a fork becomes: `python -m MODULE ARGUMENTS`."""
 
+    module: str
     arguments: list[str]
     environ: dict[str, str]
     log: str | None
@@ -50,21 +51,21 @@ class SpawnRequest:
     """Read end of its parent-death pipe."""
 
 
-def send(connection: socket.socket, content: dict[str, Any], *, descriptor: int | None = None) -> None:
-    """Send a message, optionally with a file descriptor.
+def send(connection: socket.socket, content: dict[str, Any], *, descriptors: Sequence[int] = ()) -> None:
+    """Send a message with file descriptors.
 
     Raises:
         OSError: the peer has closed the connection.
     """
     body = json.dumps(content).encode()
     head = HEADER.pack(len(body))
-    sent = socket.send_fds(connection, [head], [] if descriptor is None else [descriptor])
+    sent = socket.send_fds(connection, [head], descriptors)
     connection.sendall(head[sent:] + body)
 
 
-def _receive(connection: socket.socket) -> tuple[dict[str, Any], int | None] | None:
-    """Return the next message and its file descriptor; None: the peer has closed the connection."""
-    head, descriptors, _, _ = socket.recv_fds(connection, HEADER.size, 1)
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Return the next message and its file descriptors; None: the peer has closed the connection."""
+    head, descriptors, _, _ = socket.recv_fds(connection, HEADER.size, _MOST_DESCRIPTORS)
     while 0 < len(head) < HEADER.size:
         head += connection.recv(HEADER.size - len(head))
     if not head:
@@ -77,7 +78,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], int | None] | N
             return None
         body += part
     content: dict[str, Any] = json.loads(body)
-    return content, descriptors[0] if descriptors else None
+    return content, descriptors
 
 
 class ForkServer:
@@ -102,24 +103,25 @@ class ForkServer:
                 found = _receive(self._connection)
                 if found is None:
                     return None
-                content, reader = found
-                if reader is not None:
-                    if self._fork(content.pop("number"), reader):
-                        return SpawnRequest(**content, reader=reader)
+                content, descriptors = found
+                if descriptors:
+                    if self._fork(content.pop("number"), descriptors):
+                        return SpawnRequest(**content, reader=descriptors[0])
                 elif "signal" in content:
                     self._signal(content)
                 else:
                     self._on_message(content)
 
-    def _fork(self, number: int, reader: int) -> bool:
-        """Fork; return whether this is the child."""
+    def _fork(self, number: int, descriptors: Sequence[int]) -> bool:
+        """Fork; return whether this is the child, which keeps the descriptors open."""
         pid = os.fork()
         if pid == 0:
             self._connection.close()
             for descriptor in self._running:
                 os.close(descriptor)
             return True
-        os.close(reader)
+        for descriptor in descriptors:
+            os.close(descriptor)
         self._running[os.pidfd_open(pid)] = (number, pid)
         with contextlib.suppress(OSError):  # the client is gone: `serve` detects it
             send(self._connection, {"number": number, **asdict(ProcessId.of(pid))})
@@ -138,17 +140,6 @@ class ForkServer:
         for number, pid in self._running.values():
             if number == content["number"]:
                 os.kill(pid, content["signal"])
-
-
-def preload(modules: Sequence[str]) -> None:
-    """Import the modules that forks need, without computing anything, so that no thread exists when they are forked."""
-    for name in modules:
-        import_module(name)
-    import torch  # noqa: PLC0415 - imported by now
-
-    torch.set_num_threads(1)  # loading shared data must not start threads
-    gc.collect()
-    gc.freeze()  # a collection in a fork would touch, and so copy, every page
 
 
 _JOIN_TIMEOUT_S: Final = 1.0
@@ -197,27 +188,18 @@ class Fork:
 
 
 class ForkServerClient:
-    """Client of a process that imports the modules of its forks, and is then forked; it starts and ends with the block.
+    """Client of a process that has imported the modules of its forks; it ends with the block.
+
+    That process is the template of this process, if there is one, else a new interpreter.
 
     Args:
-        module: the module that `python -m` runs; its first argument is the file descriptor of its socket.
-        environ: its environment.
-        arguments: further arguments.
-        log: file for its output, and that of forks without their duplicate log; None: the terminal or notebook.
-        pass_fds: descriptors that it and its forks inherit.
+        modules: the modules that a new interpreter imports.
+        environ: the environment of a new interpreter.
+        pass_fds: descriptors that the forks inherit.
     """
 
-    def __init__(
-        self,
-        module: str,
-        environ: Mapping[str, str],
-        *,
-        arguments: Sequence[str] = (),
-        log: Path | None = None,
-        pass_fds: Sequence[int] = (),
-    ) -> None:
-        self._module, self._environ, self._arguments = module, dict(environ), tuple(arguments)
-        self._log, self._pass_fds = log, tuple(pass_fds)
+    def __init__(self, modules: Sequence[str], environ: Mapping[str, str], *, pass_fds: Sequence[int] = ()) -> None:
+        self._modules, self._environ, self._pass_fds = tuple(modules), dict(environ), tuple(pass_fds)
         self._numbers = count()
         self._forks: dict[int, Fork] = {}
         self._ended = False
@@ -230,14 +212,17 @@ class ForkServerClient:
         return sys.platform == "linux" and hasattr(os, "pidfd_open")
 
     def __enter__(self) -> Self:
-        own, peer = socket.socketpair()
-        with peer:
-            descriptor = peer.fileno()
-            self.group = WorkerGroup(0, lambda _: None, pass_fds=(descriptor, *self._pass_fds))
-            command = (sys.executable, "-m", self._module, str(descriptor), *self._arguments)
-            self.group.start(0, command, self._environ, self._log)
-        self._connection = own
-        self._reader = threading.Thread(target=self._listen, args=(own,), name="forks", daemon=True)
+        if (template := take_template()) is not None:
+            self.group = WorkerGroup(0, lambda _: None)
+            self.group.adopt(0, template, template.writer)
+            self._connection = template.connection
+        else:
+            self._connection, peer = socket.socketpair()
+            with peer:
+                self.group = WorkerGroup(0, lambda _: None, pass_fds=(peer.fileno(),))
+                command = (sys.executable, "-m", _SERVER, str(peer.fileno()), *self._modules)
+                self.group.start(0, command, self._environ, None)
+        self._reader = threading.Thread(target=self._listen, args=(self._connection,), name="forks", daemon=True)
         self._reader.start()
         return self
 
@@ -259,9 +244,9 @@ class ForkServerClient:
         return self._reader.is_alive()
 
     def fork(
-        self, arguments: Sequence[str], environ: Mapping[str, str], log: Path | None, report: Callable[[int], None]
+        self, words: Sequence[str], environ: Mapping[str, str], log: Path | None, report: Callable[[int], None]
     ) -> Fork:
-        """Start a process with a complete environment; by default its output goes where that of the server goes.
+        """Start `python -m WORDS` with a complete environment; its output goes to `log`, or where the server's goes.
 
         `report` receives its exit code, from another thread; -9 if signal 9 ended it.
 
@@ -280,7 +265,8 @@ class ForkServerClient:
         )
         request = {
             "number": fork.number,
-            "arguments": list(arguments),
+            "module": words[0],
+            "arguments": list(words[1:]),
             "environ": dict(environ),
             "log": None if log is None else str(log.absolute()),
         }
@@ -290,7 +276,7 @@ class ForkServerClient:
                     raise BrokenPipeError
                 self._forks[fork.number] = fork
                 try:
-                    send(self._connection, request, descriptor=reader)
+                    send(self._connection, request, descriptors=(reader, *self._pass_fds))
                 except OSError:
                     del self._forks[fork.number]
                     raise
@@ -330,14 +316,13 @@ class ForkedGroup(WorkerGroup):
     def __init__(
         self,
         server: ForkServerClient,
-        entry: Sequence[str],
         attempt: int,
         report: Callable[[ProcessExit], None],
         *,
         pass_fds: Sequence[int] = (),
     ) -> None:
         super().__init__(attempt, report, pass_fds=pass_fds)
-        self._server, self._entry = server, tuple(entry)
+        self._server = server
 
     def start(
         self,
@@ -349,18 +334,22 @@ class ForkedGroup(WorkerGroup):
         cwd: Path | None = None,
     ) -> None:
         """Start a worker; its output goes to `log`, None: to the terminal or notebook."""
-        length = len(self._entry)
-        if cwd is None and tuple(command[:length]) == self._entry:
+        if cwd is None and _is_ours(command):
             with contextlib.suppress(OSError):  # the server has died: without it workers only start later
                 self._workers[rank] = self._server.fork(
-                    command[length:], environ, log, lambda code: self._report_exit(rank, code)
+                    command[2:], environ, log, lambda code: self._report_exit(rank, code)
                 )
                 return
         super().start(rank, command, environ, log, cwd=cwd)
 
 
+def _is_ours(command: Sequence[str]) -> bool:
+    return tuple(command[:2]) == (sys.executable, "-m") and command[2].partition(".")[0] == "trainkit"
+
+
 ENTRY: Final = (sys.executable, "-m", "trainkit.run.worker_main")
 """The first words of a worker's command."""
+_SERVER: Final = "trainkit.run.fork_server_main"
 
 
 @contextmanager
@@ -370,7 +359,7 @@ def worker_group_factory(
     """Yield the factory of worker groups for the attempts of a run: forks if possible and worthwhile, else new
     interpreters.
     """
-    if tuple(command[: len(ENTRY)]) != ENTRY or len(tasks) < 2 or not can_fork(tasks):
+    if not _is_ours(command) or len(tasks) < 2 or not can_fork(tasks):
         yield partial(WorkerGroup, pass_fds=pass_fds)
         return
     threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // len(tasks)))}  # read when libraries are loaded
@@ -381,15 +370,9 @@ def worker_group_factory(
             nonlocal server
             if server is None or not server.is_alive:  # not started yet, or killed
                 stack.close()
-                server = stack.enter_context(
-                    ForkServerClient(
-                        "trainkit.run.fork_server_main",
-                        {**threads, **os.environ},
-                        arguments=command[len(ENTRY) :],
-                        pass_fds=pass_fds,
-                    )
-                )
-            return ForkedGroup(server, ENTRY, attempt, report, pass_fds=pass_fds)
+                environ = {**threads, **os.environ}
+                server = stack.enter_context(ForkServerClient(RANK_IMPORTS, environ, pass_fds=pass_fds))
+            return ForkedGroup(server, attempt, report, pass_fds=pass_fds)
 
         yield group
 

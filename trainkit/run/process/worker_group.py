@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import ctypes
 import fcntl
 import gc
 import os
@@ -68,6 +69,24 @@ class Process(Protocol):
         """Wait until the exit has been reported."""
 
 
+class ChildProcess(Protocol):
+    """What this module needs of a `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """The output of the process, if this process has to print it."""
+
+    def wait(self) -> int:
+        """Wait until the process has exited; return its exit code."""
+
+    def kill(self) -> None:
+        """Kill the process."""
+
+
 class WorkerGroup:
     """Owns processes; leaving its block always ends them and everything they started.
 
@@ -93,7 +112,7 @@ class WorkerGroup:
         reader, writer = os.pipe()
         try:
             with contextlib.ExitStack() as stack:
-                output: IO[bytes] | int | None = None if _prints_to_the_terminal() else subprocess.PIPE
+                output: IO[bytes] | int | None = None if prints_to_the_terminal() else subprocess.PIPE
                 if log is not None:
                     output = stack.enter_context(_opened(log))
                 stack.enter_context(_signals_blocked())
@@ -114,6 +133,11 @@ class WorkerGroup:
             raise
         finally:
             os.close(reader)
+        worker.watch(lambda code: self._report_exit(rank, code))
+
+    def adopt(self, rank: int, process: ChildProcess, writer: int) -> None:
+        """Own a child process that leads a process group; `writer` is the write end of its parent-death pipe."""
+        worker = self._workers[rank] = _Worker(process, writer)
         worker.watch(lambda code: self._report_exit(rank, code))
 
     def _report_exit(self, rank: int, code: int) -> None:
@@ -177,7 +201,7 @@ class WorkerGroup:
 
 
 class _Worker:
-    def __init__(self, process: subprocess.Popen[bytes], pipe_writer: int) -> None:
+    def __init__(self, process: ChildProcess, pipe_writer: int) -> None:
         self._process = process
         self.mark = ProcessId.of(process.pid)
         self._writer = pipe_writer
@@ -238,7 +262,7 @@ class _Worker:
             self._pump.join(timeout=1.0)  # a grandchild in its own session may keep it open
 
 
-def _prints_to_the_terminal() -> bool:
+def prints_to_the_terminal() -> bool:
     """Return whether print() and descriptor 1 of a child write to the same place: not so in a notebook."""
     try:
         return sys.stdout.fileno() == 1
@@ -259,8 +283,7 @@ def _relay_output(source: IO[bytes]) -> None:
 @contextlib.contextmanager
 def _opened(log: Path) -> Iterator[IO[bytes]]:
     log.parent.mkdir(parents=True, exist_ok=True)
-    # The fork server of a sweep's jobs writes to the null device, which is not a regular file.
-    with log.open("ab") if log == Path(os.devnull) else open_regular(log, "ab") as file:
+    with open_regular(log, "ab") as file:
         yield file
 
 
@@ -289,6 +312,15 @@ def arm_kill_on_parent_death(reader: int, group: int) -> None:
         fcntl.fcntl(reader, fcntl.F_SETOWN, -group)
         fcntl.fcntl(reader, _F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(reader, fcntl.F_SETFL, fcntl.fcntl(reader, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def end_with(reader: int) -> None:
+    """Let the kernel end the process group that this process leads when the pipe closes; end at once if it has."""
+    arm_kill_on_parent_death(reader, os.getpid())
+    gone = select.poll()
+    gone.register(reader, select.POLLHUP)
+    if gone.poll(0):  # closed before it was armed
+        os._exit(1)
 
 
 def watch_parent(environ: MutableMapping[str, str]) -> bool:
@@ -325,11 +357,7 @@ def enter_child(environ: Mapping[str, str], log: str | None, reader: int) -> Non
         reader: read end of its parent-death pipe.
     """
     os.setsid()
-    arm_kill_on_parent_death(reader, os.getpid())
-    gone = select.poll()
-    gone.register(reader, select.POLLHUP)
-    if gone.poll(0):  # the client closed the pipe before it was armed
-        os._exit(1)
+    end_with(reader)
     signal.pthread_sigmask(signal.SIG_BLOCK, blocked_at_start())  # until they are handled
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -355,9 +383,23 @@ def _as_if_fresh() -> None:
 
     np.random.seed()  # noqa: NPY002 - user code may use this generator; `random` reseeds itself
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdecimal() and int(threads) != torch.get_num_threads():
-        torch.set_num_threads(int(threads))
+    if threads.isdecimal():
+        if int(threads) != torch.get_num_threads():
+            torch.set_num_threads(int(threads))
+        _set_blas_threads(int(threads))
     gc.unfreeze()
+
+
+def _set_blas_threads(count: int) -> None:
+    """Set the number of threads of each loaded OpenBLAS, which has read the variable in the process it is forked from.
+
+    Source: the names that the wheels of NumPy and SciPy give `openblas_set_num_threads`.
+    """
+    libraries = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "openblas" in line}
+    for library in map(ctypes.CDLL, libraries):
+        for name in ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads", "openblas_set_num_threads"):
+            if (set_threads := getattr(library, name, None)) is not None:
+                set_threads(count)
 
 
 def worker_environ(environ: Mapping[str, str], identity: Identity) -> dict[str, str]:

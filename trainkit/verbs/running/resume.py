@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainkit.errors import ConfigError, Problem
-from trainkit.verbs.running.train import exit_code
+from trainkit.verbs.running.train import exit_code, template_of
 from trainkit.verbs.support.call import Add, Call
 
 
@@ -43,10 +43,11 @@ def run(call: Call) -> int:
     if problems:
         raise ConfigError(problems)
     try:
-        composition = checked(composition)
-        # Check this here too: without a checkpoint, a different training would start from scratch in the run.
-        continued(composition.cfg, folder, folder / "checkpoints")
-        return exit_code(train_composition(composition, choose_workers=choose_workers))
+        with template_of(composition):
+            composition = checked(composition)
+            # Check this here too: without a checkpoint, a different training would start from scratch in the run.
+            continued(composition.cfg, folder, folder / "checkpoints")
+            return exit_code(train_composition(composition, choose_workers=choose_workers))
     except ConfigError as error:
         if type(error) is not ConfigError:
             raise

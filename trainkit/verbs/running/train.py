@@ -6,13 +6,14 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.cluster.local import LAUNCHERS, VARIABLE, detect
 from trainkit.config.grammar import COMMAND_LINE, key_of, refusal, replacing
 from trainkit.config.values import MOST_PROCESSES, whole_number
-from trainkit.errors import CheckpointError, ConfigError, Problem
+from trainkit.errors import CheckpointError, ConfigError, Problem, TrainkitError
 from trainkit.verbs.support.call import Call
 
 if TYPE_CHECKING:
@@ -36,10 +37,40 @@ def run(call: Call) -> int:
     if composition.is_sweep:
         return _sweep(call)
     refuse_environment(composition)
-    composition = checked(composition)
-    from trainkit.run.runner import train_composition  # noqa: PLC0415 - imports torch
+    with template_of(composition):
+        composition = checked(composition)
+        from trainkit.run.runner import train_composition  # noqa: PLC0415 - imports torch
 
-    return exit_code(train_composition(composition, choose_workers=choose_workers))
+        return exit_code(train_composition(composition, choose_workers=choose_workers))
+
+
+def template_of(composition: Composition) -> AbstractContextManager[None]:
+    """Return a block that forks the template of the ranks first, if there will be several.
+
+    Code of the user has not been imported; with a strategy of the user's, the ranks are forked from a new interpreter.
+    """
+    from trainkit.config.check import check_names  # noqa: PLC0415 - nothing is imported to refuse an argument
+    from trainkit.config.targets.build import build  # noqa: PLC0415 - the same
+    from trainkit.run.process.template import template  # noqa: PLC0415 - the same
+
+    values = composition.values
+    strategy = values.get("strategy") or {}
+    local = composition.choices.get("cluster") == "local" and detect(os.environ) is None
+    if not local or not str(strategy.get("_target_")).startswith("trainkit.") or check_names(composition):
+        return nullcontext()
+    try:
+        several = values["eval"]["beside"] or build(strategy, "strategy").num_processes(0) > 1
+    except (TrainkitError, TypeError, ValueError):  # the check that follows names the keys
+        return nullcontext()
+    return template() if several else nullcontext()
+
+
+def template_of_job(call: Call) -> AbstractContextManager[None]:
+    """Return the same block for a prediction or evaluation, which has one rank unless its command names a strategy."""
+    from trainkit.run.process.template import template  # noqa: PLC0415 - nothing is imported to refuse an argument
+
+    named = any(key_of(line).partition(".")[0] == "strategy" for line in call.overrides)
+    return template() if named else nullcontext()
 
 
 def refuse_environment(composition: Composition) -> None:
@@ -80,18 +111,20 @@ def _sweep(call: Call) -> int:
     """Check every point, then pass the sweep to Hydra's sweeper and the cluster's launcher."""
     from trainkit.config.compose.jobs import multirun  # noqa: PLC0415 - for sweeps only
     from trainkit.report.train_log import lasting_output  # noqa: PLC0415 - the same
+    from trainkit.run.process.template import JOB_IMPORTS, template  # noqa: PLC0415 - the same
     from trainkit.verbs.support.points import sweep_points  # noqa: PLC0415 - the same
 
     _refuse_launch()
     _refuse_keys_of_single_runs(call)
     call = expand_folds(call)
-    if points := sweep_points(call.overrides, call.config_dirs, call.packages):
-        refuse_open_folds(points)
-        from trainkit.run.planning.notes import plan_all_points  # noqa: PLC0415 - imports torch
+    with template(JOB_IMPORTS), lasting_output():
+        if points := sweep_points(call.overrides, call.config_dirs, call.packages):
+            refuse_open_folds(points)
+            from trainkit.run.planning.notes import plan_all_points  # noqa: PLC0415 - imports torch
 
-        plan_all_points(points, num_gpus=_gpus_elsewhere(points[0]), check=_crowding(points))
-        sys.stdout.writelines(f"note: {note}\n" for note in dict.fromkeys(n for point in points for n in point.notes))
-    with lasting_output():
+            plan_all_points(points, num_gpus=_gpus_elsewhere(points[0]), check=_crowding(points))
+            notes = dict.fromkeys(note for point in points for note in point.notes)
+            sys.stdout.writelines(f"note: {note}\n" for note in notes)
         outcome = multirun(
             call.overrides,
             config_dirs=call.config_dirs,

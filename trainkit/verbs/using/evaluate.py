@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.files import read_map
 from trainkit.trainer.ownership import print_notice
+from trainkit.verbs.running.train import template_of_job
 from trainkit.verbs.support.call import Add, Call, checkpoint_flag, json_flag
 
 if TYPE_CHECKING:
@@ -29,17 +30,18 @@ def add_flags(add: Add) -> None:
 def run(call: Call) -> int:
     """Evaluate, write the results and print them."""
     call.check_arity(arguments=1)
-    from trainkit.api.jobs import evaluate  # noqa: PLC0415 - imports torch
+    with template_of_job(call):
+        from trainkit.api.jobs import evaluate  # noqa: PLC0415 - imports torch
 
-    found = evaluate(
-        Path(call.arguments[0]).expanduser(),
-        call.overrides,
-        split=call.flags.get("split"),
-        checkpoint=call.flags.get("checkpoint", "last"),
-        config_dirs=call.config_dirs,
-        packages=call.packages,
-        log=print_notice,
-    )
+        found = evaluate(
+            Path(call.arguments[0]).expanduser(),
+            call.overrides,
+            split=call.flags.get("split"),
+            checkpoint=call.flags.get("checkpoint", "last"),
+            config_dirs=call.config_dirs,
+            packages=call.packages,
+            log=print_notice,
+        )
     if "json" in call.flags:
         content = read_map(found.folder / "evaluation.json", {"version": int})  # with null for NaN
         sys.stdout.write(json.dumps({**content, "folder": str(found.folder)}, indent=2) + "\n")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trainkit.config.grammar import refusal
 from trainkit.trainer.ownership import print_notice
+from trainkit.verbs.running.train import template_of_job
 from trainkit.verbs.support.call import Add, Call, checkpoint_flag
 
 
@@ -29,17 +30,18 @@ def run(call: Call) -> int:
     from trainkit.run.signals import EXIT_CODES  # noqa: PLC0415 - the same
 
     begun = time.perf_counter()
-    found = predict_to_file(
-        Path(call.arguments[0]).expanduser(),
-        call.overrides,
-        out=Path(call.flags["out"]).expanduser(),
-        split=call.flags.get("split"),
-        checkpoint=call.flags.get("checkpoint", "last"),
-        overwrite="overwrite" in call.flags,
-        config_dirs=call.config_dirs,
-        packages=call.packages,
-        log=print_notice,
-    )
+    with template_of_job(call):
+        found = predict_to_file(
+            Path(call.arguments[0]).expanduser(),
+            call.overrides,
+            out=Path(call.flags["out"]).expanduser(),
+            split=call.flags.get("split"),
+            checkpoint=call.flags.get("checkpoint", "last"),
+            overwrite="overwrite" in call.flags,
+            config_dirs=call.config_dirs,
+            packages=call.packages,
+            log=print_notice,
+        )
     if found.status != "finished":
         print_notice(f"{found.status} after {found.num_done:,} of {found.num_rows:,} rows. Continue: {call.command}")
         return EXIT_CODES.get(found.status, 1)
