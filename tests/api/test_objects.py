@@ -1,13 +1,19 @@
-"""An object of a Python session that is trained in place, or replaced silently by a choice, is caught here alone."""
+"""An object of a Python session that is trained in place, or replaced silently by a choice, is caught here alone.
+
+A key given by name that arrives as another value, or not at all, is caught here alone.
+A setting that Python takes and the command line refuses, or a flag as advice in Python, is caught here alone.
+"""
 
 from __future__ import annotations
 
 import functools
 import pickle
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,8 +22,12 @@ from torch.utils.data import TensorDataset
 
 import trainkit
 from trainkit.api.calls import Given, TrainingResult, composed, module_of, source_of
+from trainkit.cli import main
+from trainkit.config.door import advice, called_from
 from trainkit.errors import ConfigError
+from trainkit.models.sampling import Sampling
 from trainkit.objectives.distillation import Distillation
+from trainkit.testing import assert_same_training
 
 X = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X[:64], (X[:64, 0] > 0).long()), TensorDataset(X[64:], (X[64:, 0] > 0).long())
@@ -179,3 +189,112 @@ def test_the_source_holds_what_a_class_names(tmp_path: Path) -> None:
 
 def test_dir_lists_what_there_is() -> None:
     assert dir(trainkit) == ["__version__", "compose", "generate", "load", "predict", "session", "testing", "train"]
+
+
+NOTHING = dict.fromkeys(("model", "data", "objective", "optimizer"))
+
+
+def values(**keys: Any) -> Mapping[str, Any]:
+    """The values that a call with these keys composes."""
+    return composed([], NOTHING, keys, write_source=False)[0].values
+
+
+def test_a_text_stays_this_text_and_an_empty_mapping_leaves_callbacks_and_loggers_out() -> None:
+    for name in ("null", "true", "nan", "1e5", "0x1", "1_000"):
+        assert values(name=name)["name"] == name
+    found = values(callbacks={}, logger={})
+    assert (found["callbacks"], found["logger"]) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"epohs": {}}, "epohs: no such key. Did you mean epochs?"),
+        ({"loader": {}}, "loader={}: belongs to every run and cannot be cleared. Give values: loader.KEY=VALUE."),
+        ({"steps": 1j}, "steps: is given as complex. Keys take numbers, texts and lists"),
+        ({"cluster": {"x": [{"y": {1}}]}}, "cluster.x.y: is given as set. Keys take numbers, texts and lists"),
+    ],
+)
+def test_what_has_no_effect_is_refused_by_name(keys: Mapping[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        values(**keys)
+    assert [text.startswith(line) for text in map(str, caught.value.problems)] == [True]
+
+
+def test_numbers_paths_and_keys_with_dots_arrive_as_given() -> None:
+    keys = {"optimizer.lr": np.float32(0.5), "epochs": np.int64(3), "report_page": np.bool_(False)}
+    node = {"_target_": "torch.nn.Identity", "weights": {"layer.0": 1.5, "b": [{"c": "x, y"}, None]}}
+    found = values(**keys, resume=Path("a b/c=1\\d"), callbacks={"mine": node})
+    assert (found["optimizer"]["lr"], found["epochs"], found["report_page"]) == (0.5, 3, False)
+    assert (found["resume"], found["callbacks"]["mine"]) == ("a b/c=1\\d", node)
+
+
+OWN = ["recipe=null", "steps=1", "quiet=true", "callbacks=[]", "logger=[]", "model._target_=test_doors_kit.Net"]
+NET = """\
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+"""
+NAN = float("nan")
+
+
+def refused(call: Callable[..., Any], *given: Any, **keys: Any) -> list[str]:
+    """The problems of a call."""
+    with pytest.raises(ConfigError) as caught:
+        call(*given, **keys)
+    return [str(problem) for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"temperature": NAN}, "temperature=nan: must be a number, 0 or more."),
+        ({"top_p": 1.5}, "top_p=1.5: must be a number above 0, at most 1."),
+        ({"top_k": 2.0}, "top_k=2.0: must be a whole number, 1 or more."),
+        ({"max_tokens": -3}, "max_tokens=-3: must be a whole number, 1 or more."),
+        ({"temperature": 0.0, "top_k": 3}, "top_k=3: has no effect: the most likely token is chosen."),
+        ({"seed": 3}, "seed=3: has no effect: the most likely token is chosen."),
+    ],
+)
+def test_generate_refuses_what_its_verb_refuses(settings: dict[str, Any], problem: str) -> None:
+    (told,) = refused(trainkit.generate, "no run", ["a"], **settings)
+    assert told.startswith(problem)
+
+
+def test_other_calls_refuse_what_their_verbs_refuse(cwd: Path) -> None:
+    Path("file").touch()
+    one = {"model": nn.Linear(2, 3), "dataset": torch.zeros(5, 2)}
+    assert refused(Sampling, temperature=-1.0) == ["temperature=-1.0: must be a number, 0 or more."]
+    assert refused(trainkit.predict, **one, batch_size=0) == ["batch_size=0: must be a whole number, 1 or more."]
+    assert refused(trainkit.predict, **one, checkpoint="bst") == ["checkpoint=bst: must be best or last."]
+    assert refused(trainkit.load, "file", checkpoint="bst") == ["checkpoint=bst: must be best or last."]
+    assert refused(trainkit.train, run_dir="") == ["run_dir=: is empty. Name a folder."]
+    assert refused(trainkit.session, run_dir="file/x") == ["run_dir=file/x: file is no folder."]
+    steps = ["steps=0: must be 1 or more steps, 1,000,000 at most. (command line)"]
+    assert refused(assert_same_training, ["recipe=null"], strategies=["mirrored strategy.replicas=2"], steps=0) == steps
+    assert [*cwd.iterdir()] == [cwd / "file"]
+
+
+def test_python_is_told_its_own_names_and_they_work(
+    cwd: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(cwd)
+    Path("test_doors_kit.py").write_text(NET)
+    (told,) = refused(trainkit.train, OWN)
+    assert told.split(" To trust it: ")[1] == 'packages=["test_doors_kit"]. (command line)'
+    assert trainkit.train(OWN, packages=["test_doors_kit"])["steps"] == 1
+    assert main(OWN) == 2
+    assert "To trust it: --allow-package test_doors_kit. (command line)" in capsys.readouterr().err
+    told, *_ = refused(trainkit.train, ["--allow-package", "test_doors_kit"])
+    assert told.startswith("--allow-package: is not key=value. Flags have names in Python: packages=[...]")
+    assert refused(trainkit.compose, config_dirs=["no"])[0] == f'config_dirs=["{cwd}/no"]: is not a folder.'
+    with_config = refused(trainkit.train, trainkit.compose(["recipe=null"]), packages=["test_doors_kit"])
+    assert with_config == ["packages: is given together with a whole config. Give it to trainkit.compose."]
+
+
+def test_a_call_within_a_call_keeps_its_door() -> None:
+    assert advice("flag", "name") == "flag"
+    with called_from("python"), called_from("command line"):
+        assert advice("flag", "name") == "name"

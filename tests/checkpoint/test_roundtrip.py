@@ -1,21 +1,32 @@
-"""A tensor that comes back with other bits, another layout or from the wrong piece is caught here alone."""
+"""A tensor that comes back with other bits, another layout or from the wrong piece is caught here alone.
 
+A checkpoint with one flipped bit, or cut short, that is loaded instead of the one before it is caught here alone.
+A pruning that deletes the best checkpoint, or takes a NaN or a later equal for the best, is caught here alone.
+A save, a pruning or a fallback that deletes a file of the user or of another run is caught here alone.
+"""
+
+import errno
+import json
+import math
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
+from tests.support.present import present
 from tests.support.saving import save
-from trainkit.errors import CheckpointError
+from trainkit.errors import CheckpointError, UnreadableError
 from trainkit.strategies.tensor_shards import TensorShard
 from trainkit.strategies.tensors.lazy_state import read_slice, shape_of
 from trainkit.trainer.checkpoint.saving import Draft, begin, commit, write_part
-from trainkit.trainer.checkpoint.tensors import DTYPES, load, weights_sha256
-from trainkit.trainer.manifest import list_complete
-from trainkit.trainer.ownership import OwnershipToken
+from trainkit.trainer.checkpoint.tensors import DTYPES, load, newest_valid, note_foreign, weights_sha256
+from trainkit.trainer.manifest import Retention, list_complete, read_manifest
+from trainkit.trainer.ownership import MARK, OwnershipToken
 
 
 def content() -> dict[str, torch.Tensor]:
@@ -142,3 +153,291 @@ def test_the_hash_of_the_weights_sees_order_names_and_kinds() -> None:
     same = weights_sha256({"param/b": one, "buffer/a": two})
     assert same == weights_sha256({"buffer/a": two, "param/b": one, "optimizer/exp_avg/b": two})
     assert same != weights_sha256({"param/a": one, "buffer/b": two})
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """Checkpoints of steps 1 and 2; every value is the step."""
+    for step in (1, 2):
+        save(tmp_path, step=step, tensors={"param/w": torch.full((4096,), float(step))}, meta={"position": step})
+    return tmp_path
+
+
+def flipped(at: int) -> Callable[[Path], None]:
+    def flip(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[at % len(content)] ^= 1
+        path.write_bytes(content)
+
+    return flip
+
+
+def zeroed(start: int, stop: int) -> Callable[[Path], None]:
+    def zero(path: Path) -> None:
+        content = path.read_bytes()
+        path.write_bytes(content[:start] + bytes(len(content[start:stop])) + content[stop:])
+
+    return zero
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+CHANGED = "has changed since it was written (SHA-256 differs)"
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a flipped bit": (flipped(10_000), CHANGED),
+    "the last bit": (flipped(-1), CHANGED),
+    "a flipped bit in the header": (flipped(20), CHANGED),
+    "a zeroed page": (zeroed(8192, 12288), CHANGED),
+    "half the file": (truncate, "has 8248 bytes instead of 16496"),
+    "a byte more": (lambda path: path.write_bytes(path.read_bytes() + b"x"), "has 16497 bytes instead of 16496"),
+    "no file": (Path.unlink, "is absent"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_tensor_file_is_named_and_the_one_before_is_used(two: Path, kind: str) -> None:
+    damage, what = DAMAGE[kind]
+    damage(two / "step_00000002" / "rank_00000.safetensors")
+    said: list[str] = []
+    loaded = present(newest_valid(two, said.append))
+    assert loaded.checkpoint.step == 1
+    assert loaded.tensors["param/w"].eq(1.0).all()
+    folder = two / "step_00000002"
+    assert said == [f"checkpoint {folder} is damaged: rank_00000.safetensors {what}. Using step_00000001 instead."]
+
+
+@pytest.mark.parametrize("name", ["index.json", "meta.json", "manifest.json"])
+@pytest.mark.parametrize("damage", [flipped(20), truncate, zeroed(0, 9999)], ids=["flipped", "half", "zeros"])
+def test_a_damaged_json_file_is_named_and_the_one_before_is_used(
+    two: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    damage(two / "step_00000002" / name)
+    said: list[str] = []
+    assert present(newest_valid(two, said.append)).checkpoint.step == 1
+    assert f"damaged: {name} " in said[0]
+
+
+def test_every_single_flipped_bit_of_a_manifest_is_noticed(two: Path) -> None:
+    manifest = two / "step_00000002" / "manifest.json"
+    original, whole = manifest.read_bytes(), read_manifest(two / "step_00000002")
+    for at in range(len(original)):
+        manifest.write_bytes(original[:at] + bytes([original[at] ^ 1]) + original[at + 1 :])
+        try:
+            found = read_manifest(two / "step_00000002")
+            assert found == whole, at  # white space may change, nothing else
+        except CheckpointError:
+            pass
+
+
+def test_a_folder_without_manifest_is_no_checkpoint(two: Path) -> None:
+    (two / "step_00000002" / "manifest.json").unlink()
+    assert [entry.step for entry in list_complete(two)] == [1]
+    with pytest.raises(CheckpointError, match=r"is not a complete checkpoint: it has no manifest\.json"):
+        load(two / "step_00000002")
+    assert newest_valid(two / "absent", pytest.fail) is None
+
+
+def test_where_all_are_damaged_all_are_named(two: Path) -> None:
+    for step in (1, 2):
+        truncate(two / f"step_0000000{step}" / "rank_00000.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        newest_valid(two, print)
+    first, *lines = str(caught.value).splitlines()
+    assert first == "no checkpoint is undamaged:"
+    assert ["step_00000002 is" in lines[0], "step_00000001 is" in lines[1]] == [True, True]
+
+
+def test_a_checkpoint_of_a_newer_format_is_refused_not_passed_over(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as later:
+        later.setattr("trainkit.trainer.manifest.FORMAT", 2)
+        save(two, step=3, tensors={}, meta={})
+    with pytest.raises(CheckpointError, match="has format 2; this version of trainkit reads format 1"):
+        load(two / "step_00000003")
+    with pytest.raises(CheckpointError, match="has format 2"):
+        newest_valid(two, pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "retention", "kept", "best"),
+    [
+        ([0.1, 0.9, 0.3, 0.2, 0.4], Retention(keep_last=2, keep_best=1, mode="max"), [2, 4, 5], 2),
+        ([0.1, 0.9, 0.3, 0.8, 0.4], Retention(keep_last=1, keep_best=2, mode="max"), [2, 4, 5], 2),
+        ([3.0, 1.0, 2.0], Retention(keep_last=1, keep_best=1, mode="min"), [2, 3], 2),
+        ([0.5, 0.5, 0.5], Retention(keep_last=3, mode="max"), [1, 2, 3], 1),  # of equals the earlier is best
+        ([None, 1.0, math.nan, None], Retention(keep_last=1, keep_best=3, mode="min"), [2, 4], 2),
+        ([None, None, None], Retention(keep_last=2), [2, 3], None),
+        ([9.0, 1.0, 1.0], Retention(keep_last=1, keep_best=0, mode="max"), [3], 3),
+    ],
+)
+def test_the_last_and_the_best_stay_and_no_other_folder(
+    tmp_path: Path, metrics: Sequence[float | None], retention: Retention, kept: list[int], best: int | None
+) -> None:
+    for step, metric in enumerate(metrics, start=1):
+        save(tmp_path, step=step, tensors={}, meta={}, metric=metric, retention=retention)
+    folders = sorted(path.name for path in tmp_path.iterdir())
+    assert folders == ["index.json", *(f"step_0000000{step}" for step in kept)]
+    named = None if best is None else f"step_0000000{best}"
+    assert json.loads((tmp_path / "index.json").read_text()) == {"last": folders[-1], "best": named}
+
+
+def test_what_was_passed_over_for_damage_does_not_push_out_what_is_whole(tmp_path: Path) -> None:
+    for step in (100, 200, 300):
+        save(tmp_path, step=step, tensors={"param/w": torch.ones(9)}, meta={}, retention=Retention(keep_last=3))
+    damaged = tmp_path / "step_00000300" / "rank_00000.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x01")  # its size is right: only loading notices
+    (tmp_path / "step_00000200" / "manifest.json").unlink()
+    assert present(newest_valid(tmp_path, print)).checkpoint.step == 100
+    save(tmp_path, step=150, tensors={}, meta={}, retention=Retention(keep_last=1))
+    # without its manifest nobody knows who wrote the one of step 200
+    found = [path.name for path in sorted(tmp_path.iterdir())]
+    assert found == ["index.json", "step_00000150", "step_00000200", "step_00000300.aside"]
+    assert json.loads((tmp_path / "index.json").read_text())["last"] == "step_00000150"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The `checkpoints` folder of a run with a token."""
+    run = tmp_path / "run"
+    run.mkdir()
+    OwnershipToken().mark(run)
+    (run / "checkpoints").mkdir()
+    return run / "checkpoints"
+
+
+def put(root: Path, step: int, *, keep: int | None = None, owner: OwnershipToken | None = None) -> None:
+    tensors, retention = {"param/w": torch.full((4,), float(step))}, Retention(keep_last=keep)
+    save(root, step=step, tensors=tensors, meta={"position": step}, retention=retention, owner=owner)
+
+
+def steps(root: Path) -> list[int]:
+    return [entry.step for entry in list_complete(root)]
+
+
+def plant(root: Path) -> dict[str, bytes]:
+    """Put what the run did not write between its checkpoints; returns the content of every file."""
+    users = root.parent.parent / "users"
+    (users / "deep").mkdir(parents=True)
+    (users / "deep" / "thesis.tex").write_text("users")
+    for name in ("step_00000098", "step_backup", ".tmp_x", ".tmp_step_00000007", "best", "last", "step_1", ".git"):
+        (root / name).mkdir()
+        (root / name / "notes.txt").write_text(name)
+    for name in ("step_00000097", "index.json.bak", ".hidden", ".tmp_file", "step_00000098 (copy)", "Läufe-記録"):
+        (root / name).write_text(name)
+    (root / "step_00000096").symlink_to(users)
+    (root / ".tmp_link").symlink_to(users)
+    for step in (99, 999):
+        put(root, step, owner=OwnershipToken())
+    OwnershipToken().make(root / ".tmp_step_00000005")
+    (root / "index.json").unlink()
+    return held(root)
+
+
+def held(root: Path) -> dict[str, bytes]:
+    """Every file below a folder and behind its links."""
+    paths = [Path(folder) / name for folder, _, names in os.walk(root, followlinks=True) for name in names]
+    return {str(path.relative_to(root)): path.read_bytes() for path in paths}
+
+
+@pytest.mark.slow
+def test_saves_resumes_and_retention_leave_alone_what_the_run_did_not_write(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # no power fails here
+    planted, said = plant(root), list[str]()
+    for step in (*range(1, 10), *range(90, 105)):
+        put(root, step, keep=2)
+        assert present(newest_valid(root, said.append)).checkpoint.step == step
+    found = {name.replace(".aside", ""): content for name, content in held(root).items()}
+    assert planted == {name: found[name] for name in planted}
+    assert steps(root) == [104, 103]
+    taken = [f"step_000000{number}.aside" for number in (96, 97, 98, 99)]
+    assert sorted(path.name for path in root.glob("*.aside")) == taken
+    (root / "step_00000096.aside" / "deep").rename(root / "still_a_link")
+
+
+def test_a_path_in_the_place_of_a_checkpoint_is_renamed_and_both_names_are_shown(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / "step_00000007").write_text("a file")
+    put(root, 7)
+    assert f"renamed to {root}/step_00000007.aside." in capsys.readouterr().err
+    assert (root / "step_00000007.aside").read_text() == "a file"
+
+
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_deleted(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2, 3):
+        put(root, step)
+    with monkeypatch.context() as patched:
+        refuse_reading(patched, root / "step_00000003")
+        fallen_back = newest_valid(root, lambda _: None)
+    assert present(fallen_back).checkpoint.step == 2
+    put(root, 2, keep=1)
+    assert load(root / "step_00000003.aside").tensors["param/w"].eq(3.0).all()
+    assert "step_00000003 was skipped, and the run has continued to step 2 from an older" in capsys.readouterr().err
+
+
+def refuse_reading(patched: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let every look at a file below a folder fail."""
+
+    def refusing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if str(path).startswith(str(folder)):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return real(path, *args, **kwargs)
+
+        return call
+
+    for name in ("open", "stat", "lstat", "scandir"):
+        patched.setattr(os, name, refusing(getattr(os, name)))
+    patched.setattr(Path, "open", refusing(Path.open))
+
+
+def test_a_file_of_the_users_in_a_checkpoint_outlives_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(root, 1)
+    (root / "step_00000001" / "notes.txt").write_text("mine")
+    put(root, 2, keep=1)
+    assert [path.name for path in (root / "step_00000001.aside").iterdir()] == ["notes.txt"]
+    assert "files of step_00000001 that this run did not write" in capsys.readouterr().err
+
+
+def test_what_a_kill_leaves_of_this_run_is_deleted_by_the_next_save(root: Path) -> None:
+    for draft in (".tmp_step_00000001", ".tmp_old_step_00000002"):
+        present(OwnershipToken.found(root.parent)).make(root / draft)
+        (root / draft / "rank_00000.safetensors").write_text("half")
+    put(root, 3)
+    assert sorted(path.name for path in root.iterdir()) == ["index.json", "step_00000003"]
+
+
+def test_a_run_that_has_saved_nothing_starts_beside_a_folder_of_the_users(root: Path) -> None:
+    (root / "step_00000099").mkdir()
+    said: list[str] = []
+    assert newest_valid(root, said.append) is None
+    assert "step_00000099 is not a complete checkpoint" in said[0]
+    assert (root / "step_00000099").exists()
+
+
+def test_a_newer_checkpoint_of_another_run_is_named_and_not_used(root: Path) -> None:
+    put(root, 1)
+    put(root, 99, owner=OwnershipToken())
+    said: list[str] = []
+    assert present(newest_valid(root, said.append)).checkpoint.step == 1
+    note_foreign(root, 1, said.append)
+    assert "step_00000099 was not written by this run" in said[0]
+    assert f"resume={root}/step_00000099" in said[0]
+
+
+def test_a_link_to_a_folder_of_this_run_is_not_followed(root: Path, tmp_path: Path) -> None:
+    present(OwnershipToken.found(root.parent)).make(tmp_path / "moved")
+    (root / ".tmp_step_00000009").symlink_to(tmp_path / "moved")
+    put(root, 1)
+    assert (tmp_path / "moved" / MARK).exists()
+
+
+def test_a_token_file_of_another_form_is_refused(tmp_path: Path) -> None:
+    (tmp_path / MARK).write_text('{"token": "x"}')
+    with pytest.raises(UnreadableError, match="it holds no token of a run"):
+        OwnershipToken.read(tmp_path)

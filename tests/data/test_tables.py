@@ -52,17 +52,14 @@ REFUSED: list[tuple[list[str], dict[str, Any], str]] = [
     ([], {}, "no rows below the header"),
     (["1,red"], {}, "3 columns: line 2 has 2 cells"),
     (["1,red,2", ",red,2"], {}, "line 3, column size: is missing"),
-    (["1,red,nan", "2,red,1"], {}, "line 2, column price: 'nan' is not a finite number, and 1 of 2"),
     (["1,red,2", "NA,red,2"], {}, "line 3, column size: 'NA' is not a finite number, and 1 of 2"),
     (["1,red,2", "inf,red,2"], {}, """'data.categories=["size"]' or 'data.missing=["inf"]' data.on_missing=drop."""),
-    (['"1,5",red,2'], {}, """line 2, column size: '1,5' is not a finite number"""),
     (['"1,5",red,2'], {}, """or 'data.decimal=","'."""),
     (["1,red,2", "1_0,red,2", "3,red,2"], {}, "line 3, column size: '1_0'"),
     (["1,red,2", "2,nan,2"], {}, "line 3, column colour: 'nan'"),
     (["1,red,2", "2,red ,2"], {}, "line 3, column colour: 'red', 'red ' differ in blanks only"),
     (["1,red,2", "2,r\0d,2"], {}, "line 3 holds a null character"),
     (["1,red,2", '2,"red"d,2'], {}, "line 3 cannot be read as CSV"),
-    (["1,red,2", '2,"red,2'], {}, "line 3 cannot be read as CSV"),
     (["1,red,2", "2,blue,2,"], {}, "3 columns: line 3 has 4 cells"),
     (["1,red,1e300"], {}, "line 2, column price: is beyond the range of float32"),
     (["1,red,2"], {"delimiter": ";"}, "Its columns are size,colour,price. Give the character"),
@@ -217,11 +214,6 @@ def test_samples_lie_nearest_to_the_prototype_of_their_class() -> None:
     samples, labels = map(torch.as_tensor, collated(data))
     assert torch.equal(torch.cdist(samples, data._prototypes).argmin(1), labels)
     assert not torch.equal(Synthetic(split="train", shape=[64])[0][0], samples[0])
-
-
-def test_a_sample_of_millions_is_made_alone() -> None:
-    data = Synthetic(split="train", shape=[3, 224, 224], num_classes=1000, num_samples=1_281_167)
-    assert (data[1_281_166][0].shape, data[1_281_166][1]) == ((3, 224, 224), 166)
 
 
 def test_the_next_token_follows_its_rule_and_rows_of_unequal_length_are_padded() -> None:

@@ -292,10 +292,6 @@ class Retention:
     mode: Literal["min", "max"] = "min"
     """Whether a small or a large metric is better."""
 
-    def __post_init__(self) -> None:
-        if self.keep_last is not None and self.keep_last < 1:
-            raise ValueError("keep_last must be 1 or more: a run without its last checkpoint cannot be resumed")
-
     def apply(self, root: Path, *, step: int, owner: OwnershipToken) -> None:
         """Delete the other checkpoints after that of `step` is complete, and write the names into `root/index.json`.
 
