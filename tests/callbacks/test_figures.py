@@ -28,6 +28,7 @@ from trainkit.callbacks.tensorboard import png_bytes
 from trainkit.errors import ConfigError
 from trainkit.numerics.schedules import lr_points
 from trainkit.objectives.tables import Table
+from trainkit.report.drawing import Drawing
 from trainkit.trainer.events import Run
 
 SHORT = ("steps=4", "epochs=null", "logger=[]", "quiet=true", "seed=3", "eval.every_steps=2", "eval.every_epochs=null")
@@ -88,15 +89,16 @@ class Drawn:
     requests: list[Mapping[str, Any]] = []  # noqa: RUF012 - emptied by the fixture
     running = True
 
-    def __init__(self, request: Mapping[str, Any]) -> None:
-        self.requests.append(request)
+    def __init__(self, *requests: Mapping[str, Any]) -> None:
+        self.begun = requests
+        self.requests.extend(requests)
 
-    def wait(self, timeout_s: float) -> str:
-        path = Path(self.requests[-1].get("path", ""))
-        if path.suffix:
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(png_bytes(torch.zeros(4, 6, 1, dtype=torch.uint8).numpy()))
-        return ""
+    def wait(self, timeout_s: float) -> list[str]:
+        for request in self.begun:
+            if "path" in request:
+                request["path"].parent.mkdir(exist_ok=True)
+                request["path"].write_bytes(png_bytes(torch.zeros(4, 6, 1, dtype=torch.uint8).numpy()))
+        return [""] * len(self.begun)
 
 
 @pytest.fixture
@@ -107,7 +109,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
     return Drawn.requests
 
 
-def test_only_the_newest_matrix_is_drawn_and_the_last_one_always(
+def test_the_newest_matrix_alone_is_drawn_at_the_end_of_a_short_run(
     requests: list[Mapping[str, Any]], tmp_path: Path
 ) -> None:
     callback = Confusion()
@@ -115,9 +117,9 @@ def test_only_the_newest_matrix_is_drawn_and_the_last_one_always(
         table = Table.of(torch.eye(2) * step, ["cat", "dog"])
         callback.eval_tables(run_double(tmp_path, step=step), {"val/confusion": table})
     callback.run_end(run_double(tmp_path, step=3), {})
-    assert [one["counts"] for one in requests] == [[[1.0, 0.0], [0.0, 1.0]], [[3.0, 0.0], [0.0, 3.0]]]
+    assert [one["counts"] for one in requests] == [[[3.0, 0.0], [0.0, 3.0]]]
     events = EventAccumulator(str(tmp_path / "tensorboard" / "confusion")).Reload()
-    assert [one.step for one in events.Images("confusion_val")] == [1, 3]
+    assert [one.step for one in events.Images("confusion_val")] == [3]
 
 
 def test_a_worst_sample_is_drawn_with_its_class_guess_and_probability(
@@ -133,14 +135,23 @@ def test_a_worst_sample_is_drawn_with_its_class_guess_and_probability(
     run.datasets = {"val": Animals()}
     table = Table(columns=("sample", "loss", "target", "guess", "probability"), rows=((7, 4.0, 1.0, 0.0, 0.98),))
     callback.eval_tables(run, {"val/worst": table, "other/worst": table})
-    (request,) = requests
-    assert [one["caption"] for one in request["samples"]] == [["dog", "guess cat", "98 %"]]
-    assert request["path"].endswith("plots/worst_val.png")
     callback.run_end(run, {})
+    (request,) = requests
+    assert [caption for _, caption in request["samples"]] == [("dog", "guess cat", "98 %")]
+    assert request["path"] == tmp_path / "plots/worst_val.png"
     assert dataset_of(run, "val_ema") is run.datasets["val"]
 
 
-def test_a_run_leaves_its_plots(tmp_path: Path) -> None:
+def test_a_short_run_leaves_its_plots_and_starts_one_process_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = list[int]()
+
+    def begin(*requests: Mapping[str, Any]) -> Drawing:
+        started.append(len(requests))
+        return Drawing(*requests)
+
+    monkeypatch.setattr("trainkit.callbacks.figures.Drawing", begin)
     run, file, drawn = run_double(tmp_path, step=10), MetricsFile(), Plots()
     for callback in (drawn, file):
         callback.log(run, row(10))
@@ -148,6 +159,7 @@ def test_a_run_leaves_its_plots(tmp_path: Path) -> None:
     for callback in (file, drawn):
         callback.run_end(run, {})
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["accuracy.png", "loss.png", "lr.png"]
+    assert started == [2]
 
 
 def test_the_rates_are_drawn_once_and_the_metrics_now_and_then(
@@ -163,7 +175,7 @@ def test_the_rates_are_drawn_once_and_the_metrics_now_and_then(
     (tmp_path / "metrics.jsonl").touch()
     drawn.eval_end(run, {})
     assert [one["draw"] for one in requests] == ["lr", "metrics"]
-    assert requests[0]["rates"] == {"body": [[0, 0.1], [1, 0.1]], "head": [[0, 0.2], [1, 0.2]]}
+    assert requests[0]["rates"] == {"body": [(0, 0.1), (1, 0.1)], "head": [(0, 0.2), (1, 0.2)]}
 
 
 def test_the_curve_of_the_rate_has_the_first_and_the_last_step() -> None:
@@ -193,11 +205,11 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     class Undrawn:
         running = False
 
-        def __init__(self, request: object) -> None:
-            pass
+        def __init__(self, *requests: object) -> None:
+            self._count = len(requests)
 
-        def wait(self, timeout_s: float) -> str:
-            return ""
+        def wait(self, timeout_s: float) -> list[str]:
+            return [""] * self._count
 
     monkeypatch.setattr("trainkit.callbacks.figures.Drawing", Undrawn)
 

@@ -16,7 +16,7 @@ import pytest
 
 from trainkit.cli import main
 from trainkit.report.curves import Curve, draw_metrics, read_curves
-from trainkit.report.drawing import Drawing, lr_request, metrics_request
+from trainkit.report.drawing import Drawing
 from trainkit.report.rate_curve import bars
 from trainkit.report.sweep_plot import Axis, draw_sweep
 
@@ -47,14 +47,11 @@ def test_a_row_without_a_value_is_a_gap() -> None:
 
 
 def test_every_metric_of_training_and_validation_gets_a_plot_of_its_own(tmp_path: Path) -> None:
-    read = {
-        "train/loss": Curve.of([(step, 2.0 / (step + 1)) for step in range(100)]),
-        "val/loss": Curve.of([(50, 0.3), (99, 0.2)]),
-        "val/accuracy": Curve.of([(50, 0.9)]),
-        "test/accuracy": Curve.of([(99, 0.9)]),
-        "pipeline/bubble": Curve.of([(99, 0.2)]),
-    }
-    written = draw_metrics(tmp_path, title="digits", curves=read, modes={"val/accuracy": "max"})
+    rows: list[dict[str, float]] = [{"step": step, "train/loss": 2.0 / (step + 1)} for step in range(100)]
+    rows[50] |= {"val/loss": 0.3, "val/accuracy": 0.9}
+    rows[99] |= {"val/loss": 0.2, "test/accuracy": 0.9, "pipeline/bubble": 0.2}
+    lines = map(json.dumps, rows)
+    written = draw_metrics(tmp_path, title="digits", lines=lines, modes={"val/accuracy": "max"})
     assert [path.name for path in written] == ["accuracy.png", "loss.png"]
     assert sorted(tmp_path.iterdir()) == written
     assert all(map(is_png, written))
@@ -102,17 +99,19 @@ def test_plan_shows_the_learning_rate_and_draws_it_as_png_only(
 
 
 def test_a_plot_is_drawn_beside_the_training_and_says_why_it_fails(tmp_path: Path) -> None:
-    drawing = Drawing(lr_request(tmp_path / "plots/lr.png", title="digits", rates={"": [(0, 0.0), (10, 0.1)]}))
-    failing = Drawing(metrics_request(tmp_path, title="digits", metrics=tmp_path / "absent.jsonl", modes={}))
-    assert drawing.wait(60) == ""
+    rates = {"draw": "lr", "title": "digits", "rates": {"": [(0, 0.0), (10, 0.1)]}}
+    absent = {"draw": "metrics", "folder": tmp_path, "title": "digits", "records": tmp_path / "absent.jsonl"}
+    drawing = Drawing(absent, {**rates, "path": tmp_path / "plots/lr.png"})
+    failure, drawn = drawing.wait(60)
+    assert drawn == ""
+    assert failure.startswith(f"trainkit.errors.AbsentFileError: {tmp_path}/absent.jsonl cannot be read")
     assert not drawing.running
     assert [path.name for path in (tmp_path / "plots").iterdir()] == ["lr.png"]
-    assert failing.wait(60).startswith(f"trainkit.errors.AbsentFileError: {tmp_path}/absent.jsonl cannot be read")
 
 
 def test_a_plot_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
-    drawing = Drawing(lr_request(tmp_path / "lr.png", title="digits", rates={"": [(0, 0.0)]}))
-    assert drawing.wait(0.001) == "not drawn within 0.001 s"
+    drawing = Drawing({"draw": "lr", "path": tmp_path / "lr.png", "title": "digits", "rates": {"": [(0, 0.0)]}})
+    assert drawing.wait(0.001) == ["not drawn within 0.001 s"]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from trainkit.report.web.curves import Curve, LoggedRows, MetricsReader
 from trainkit.report.web.figures_document import figures_of
 from trainkit.report.web.page import to_json
 from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.status import read_status
 from trainkit.run.page import write_run_page
 from trainkit.run.record import PageWriter
 
@@ -198,6 +200,16 @@ def test_the_page_is_written_each_minute_and_after_an_evaluation(run: Path, tmp_
             file.write(row)
         writer.look()
         assert (page.stat().st_mtime_ns != written_at) == is_due
+
+
+def test_the_page_of_a_running_run_alone_loads_itself_again(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "http-equiv=refresh" not in (run / "report.html").read_text()
+    status = replace(read_status(RunFolder(run)), state="running")
+    monkeypatch.setattr("trainkit.run.page.read_status", lambda _: status)
+    write_run_page(RunFolder(run), tmp_path / "page.html")
+    assert "<meta http-equiv=refresh content=30>" in (tmp_path / "page.html").read_text()
 
 
 def test_a_page_that_cannot_be_written_gives_one_warning_and_the_run_continues(

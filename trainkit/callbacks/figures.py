@@ -25,43 +25,47 @@ from trainkit.numerics.schedules import lr_points
 from trainkit.objectives.fields import input_of
 from trainkit.objectives.metrics import WORST
 from trainkit.objectives.tables import MAX_CELLS, Table
-from trainkit.report.drawing import Drawing, confusion_request, lr_request, metrics_request, samples_request
+from trainkit.report.drawing import Drawing
 from trainkit.trainer.events import Callback, Planned, Row, Run
 
 _log = logging.getLogger(__name__)
 _TIMEOUT_S: Final = 60.0
 """Enough time to build matplotlib's font cache, which the first plot on a machine does."""
+_FIRST_S: Final = 5.0
 _PNG: Final = struct.Struct(">16xII")
 """Signature and header of a PNG up to its width and height."""
 
 
 class FigureQueue:
-    """Draws the newest of the requested figures, each in a process of its own, one at a time.
+    """Draws the newest of the requested figures: all that wait, in one process.
 
     Args:
-        every_s: least seconds between two drawings of a run; the last figures are drawn at its end.
+        every_s: least seconds between two processes, and at most 5 s before the first, so that a short run has one, at
+            its end.
         events: event folder for TensorBoard; None: only image files are written.
     """
 
     def __init__(self, *, every_s: float, events: EventFolder | None = None) -> None:
         self._every_s, self._events = every_s, events
         self._waiting: dict[Path, tuple[int, Mapping[str, Any]]] = {}
-        self._running: tuple[Path, int, Drawing] | None = None
-        self._due = 0.0
+        self._running: tuple[dict[Path, int], Drawing] | None = None
+        self._due: float | None = None
 
-    def ask(self, run: Run, path: Path, request: Mapping[str, Any]) -> None:
-        """Draw a figure of this step, now or when the drawings before it are done."""
-        self._waiting[path] = run.state.step, request
+    def ask(self, run: Run, path: Path, kind: str, **arguments: Any) -> None:
+        """Draw a figure of this step, a PNG or those of a folder, with the others that are due."""
+        place = "path" if path.suffix else "folder"
+        self._waiting[path] = run.state.step, {"draw": kind, place: path, **arguments}
+        if self._due is None:
+            self._due = time.monotonic() + min(self._every_s, _FIRST_S)
         self.advance(run)
 
     def advance(self, run: Run) -> None:
         """Collect finished drawings and start the drawings that are due; does not wait."""
-        if self._running is not None and not self._running[2].running:
+        if self._running is not None and not self._running[1].running:
             self._take(run)
-        if self._running is None and self._waiting and time.monotonic() >= self._due:
+        if self._running is None and self._waiting and self._due is not None and time.monotonic() >= self._due:
             self._begin()
-            if not self._waiting:
-                self._due = time.monotonic() + self._every_s
+            self._due = time.monotonic() + self._every_s
 
     def finish(self, run: Run) -> None:
         """Draw everything that waits, and wait for it."""
@@ -71,30 +75,33 @@ class FigureQueue:
             self._take(run)
 
     def _begin(self) -> None:
-        path = next(iter(self._waiting))
-        step, request = self._waiting.pop(path)
+        waiting, self._waiting = self._waiting, {}
         try:
-            self._running = path, step, Drawing(request)
+            drawing = Drawing(*(request for _, request in waiting.values()))
         except OSError as error:  # a process that cannot be started must not end the training
-            _log.warning("plots/%s: %s", path.name, error)
+            _log.warning("plots: %s", error)
+        else:
+            self._running = {path: step for path, (step, _) in waiting.items()}, drawing
 
     def _take(self, run: Run) -> None:
         if self._running is None:
             return
-        (path, step, drawing), self._running = self._running, None
-        if trouble := drawing.wait(_TIMEOUT_S):
-            _log.warning("plots/%s: %s", path.name, trouble)
-            return
-        if self._events is None:
-            return
+        (steps, drawing), self._running = self._running, None
+        for (path, step), trouble in zip(steps.items(), drawing.wait(_TIMEOUT_S), strict=True):
+            if trouble:
+                _log.warning("%s: %s", path, trouble)
+            elif self._events is not None:
+                self._show(run, self._events, path, step)
+
+    def _show(self, run: Run, events: EventFolder, path: Path, step: int) -> None:
         try:
             png = read_bytes(path)
             width, height = _PNG.unpack_from(png)
         except (UnreadableError, struct.error) as error:
-            _log.warning("plots/%s: %s", path.name, error)
+            _log.warning("%s: %s", path, error)
             return
-        self._events.of(run).image(path.stem, png, height=height, width=width, step=step, wall_time=time.time())
-        self._events.of(run).flush()
+        events.of(run).image(path.stem, png, height=height, width=width, step=step, wall_time=time.time())
+        events.of(run).flush()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +185,7 @@ class Confusion(DrawnFigures):
             path = run.folder / "plots" / f"confusion_{split.replace('/', '_')}.png"
             title = f"{run.cfg.name}: confusion matrix of {split}, step {run.state.step:,}"
             counts = [list(row[1:]) for row in table.rows]
-            self._figures.ask(run, path, confusion_request(path, title=title, classes=table.columns[1:], counts=counts))
+            self._figures.ask(run, path, "confusion", title=title, classes=table.columns[1:], counts=counts)
 
 
 def is_confusion(name: str, table: Table) -> bool:
@@ -234,7 +241,7 @@ class SamplePictures(DrawnFigures):
             title = f"{run.cfg.name}: highest losses of {split}, step {run.state.step:,}"
             shown = [(png_bytes(grid(one[None])), caption) for one, caption in zip(images, captions, strict=False)]
             if shown:
-                self._figures.ask(run, path, samples_request(path, title=title, samples=shown))
+                self._figures.ask(run, path, "samples", title=title, samples=shown)
 
 
 def dataset_of(run: Run, split: str) -> Any:
@@ -293,10 +300,10 @@ def captions_of(table: Table, classes: Any) -> list[tuple[str, str, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Plots(DrawnFigures):
-    """`plots/lr.png` at the first row of metrics; `plots/loss.png` and one of each metric at intervals, and at the end.
+    """`plots/lr.png` once; `plots/loss.png` and one of each metric at intervals, and at the end.
 
-    Each is drawn by a short-lived process: matplotlib would cost the training process 28 MB and 0.3 s. None is started
-    before the first row: it would take a core from the start of the training.
+    A short-lived process draws them: matplotlib would cost the training process 28 MB and 0.3 s. It starts 5 s after
+    the first row of metrics, so that a training of seconds starts only one, at its end.
     """
 
     _has_begun: bool = field(default=False, init=False, repr=False, compare=False)
@@ -307,7 +314,7 @@ class Plots(DrawnFigures):
             vars(self)["_has_begun"] = True
             rates = {name: lr_points(rate, run.num_steps) for name, rate in (run.rates or {"": run.rate}).items()}
             path = run.folder / "plots/lr.png"
-            self._figures.ask(run, path, lr_request(path, title=run.cfg.name, rates=rates))
+            self._figures.ask(run, path, "lr", title=run.cfg.name, rates=rates)
         super().log(run, row)
 
     def eval_end(self, run: Run, metrics: Row) -> None:
@@ -317,8 +324,7 @@ class Plots(DrawnFigures):
         if run.is_owner and records.exists():
             watched = MonitoredMetric.of(run.cfg.eval)
             modes = {watched.metric: watched.mode}
-            request = metrics_request(folder, title=run.cfg.name, metrics=records, modes=modes)
-            self._figures.ask(run, folder / "loss.png", request)
+            self._figures.ask(run, folder, "metrics", title=run.cfg.name, records=records, modes=modes)
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Draw the metrics for the last time, and wait for it."""

@@ -23,7 +23,6 @@ from trainkit.fields import at_least, cosmetic, unit
 from trainkit.files import open_regular
 from trainkit.objectives.base import Collective
 from trainkit.objectives.linear_cross_entropy import offered_by
-from trainkit.report.drawing import histograms_request
 from trainkit.report.numbers import evenly
 from trainkit.storage import naming
 from trainkit.strategies.base import GradientListener, PhaseListener, StepOutcome, UpdateTensors
@@ -423,8 +422,7 @@ class Histograms(DrawnFigures):
         path = run.folder / FILE
         with naming(path, needed=len(content)), open_regular(path, "ab") as file:
             file.write(content.encode())
-        request = histograms_request(run.folder / "plots", title=run.cfg.name, records=path)
-        self._figures.ask(run, run.folder / "plots" / "gradients.png", request)
+        self._figures.ask(run, run.folder / "plots", "histograms", title=run.cfg.name, records=path)
 
 
 def summed(measured: _Measured, counted: Mapping[str, bool], ranks: Collective) -> _Measured:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import textwrap
 from collections.abc import Sequence
@@ -72,13 +73,13 @@ def _write_numbers(axes: mpl.axes.Axes, matrix: np.ndarray, shares: np.ndarray) 
         axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=points)
 
 
-def draw_samples(path: Path, *, title: str, samples: Sequence[tuple[bytes, Sequence[str]]]) -> None:
+def draw_samples(path: Path, *, title: str, samples: Sequence[tuple[str, Sequence[str]]]) -> None:
     """Draw images with captions, eight in a row.
 
     Args:
         path: the PNG.
         title: title of the figure.
-        samples: a PNG and the lines of its caption, in the order to show them.
+        samples: a PNG in base64 and the lines of its caption, in the order to show them.
     """
     columns = min(_COLUMNS, len(samples))
     rows = -(-len(samples) // columns)
@@ -89,7 +90,7 @@ def draw_samples(path: Path, *, title: str, samples: Sequence[tuple[bytes, Seque
         for axes in grid.flat:
             axes.axis("off")
         for axes, (png, caption) in zip(grid.flat, samples, strict=False):
-            picture = imread(io.BytesIO(png), format="png")
+            picture = imread(io.BytesIO(base64.b64decode(png)), format="png")
             axes.imshow(picture, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
             words = "\n".join(_short(line, 18) for line in caption)
             axes.set_title(words, fontsize=7, color=INK, pad=3)

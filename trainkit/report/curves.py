@@ -132,19 +132,19 @@ def draw_lr(path: Path, *, title: str, rates: Mapping[str, Sequence[tuple[float,
         save(_chart(axes), path)
 
 
-def draw_metrics(folder: Path, *, title: str, curves: Mapping[str, Curve], modes: Mapping[str, str]) -> list[Path]:
+def draw_metrics(folder: Path, *, title: str, lines: Iterable[bytes | str], modes: Mapping[str, str]) -> list[Path]:
     """Draw one plot for each metric, training and validation together.
 
     Args:
         folder: the folder for `loss.png`, `accuracy.png` ...
         title: the run's name.
-        curves: `train/loss`, `val/loss`, `val/accuracy` ... by name.
+        lines: those of `metrics.jsonl`.
         modes: `min` or `max` for metrics whose better direction is known, by name; losses are `min`.
 
     Returns:
         The files written.
     """
-    written = []
+    written, curves = [], read_curves(lines)
     for metric in sorted({metric for side, _, metric in (name.partition("/") for name in curves) if side in _SIDES}):
         path = folder / f"{metric.replace('/', '_')}.png"
         others = [name.partition("/")[0] for name in curves if name.startswith("val_") and name.endswith(f"/{metric}")]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from trainkit.numerics.schedules import LearningRate, lr_points
-from trainkit.report.drawing import Drawing, lr_request
+from trainkit.report.drawing import Drawing
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _PLAIN: Final = "_.-=+*#@"
@@ -44,4 +44,4 @@ def corners(rate: LearningRate) -> str:
 def draw_rates(path: Path, rates: Mapping[str, LearningRate], *, title: str) -> str:
     """Draw learning rates, by the name of their optimizer, into a PNG; return why there is none, or an empty text."""
     points = {name: lr_points(rate, rate.num_steps) for name, rate in rates.items()}
-    return Drawing(lr_request(path, title=title, rates=points)).wait(_PATIENCE_S)
+    return Drawing({"draw": "lr", "path": path, "title": title, "rates": points}).wait(_PATIENCE_S)[0]

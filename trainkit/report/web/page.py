@@ -16,13 +16,14 @@ _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'uns
 _LONGEST_TITLE: Final = 200
 
 
-def make_page(title: str, content: str, *, scripts: Sequence[str]) -> str:
+def make_page(title: str, content: str, *, scripts: Sequence[str], refresh_s: int | None = None) -> str:
     """Return a page.
 
     Args:
         title: the title of the window.
         content: the data for the scripts, from `to_json`; any text in it is shown as text.
         scripts: the names of the scripts, in the order of their execution; `uPlot.iife.min.js` comes before them.
+        refresh_s: seconds after which a browser loads the page again; None: never.
     """
     shown = html.escape(printable(title, _LONGEST_TITLE))
     code = "\n".join(_static(name) for name in ("uPlot.iife.min.js", *scripts))
@@ -31,6 +32,7 @@ def make_page(title: str, content: str, *, scripts: Sequence[str]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
+        f"{'' if refresh_s is None else f'<meta http-equiv=refresh content={refresh_s}>'}"
         f"<title>{shown}</title><style>{_static('uPlot.min.css')}\n{_static('page.css')}</style></head>\n"
         f'<body><main id="page"><noscript>This page shows its figures by JavaScript.</noscript></main>\n'
         f'<script type="application/json" id="data">{content}</script>\n'

@@ -26,6 +26,8 @@ SCRIPTS: Final = ("dom.js", "charts.js", "paper.js", "figures.js", "run.js")
 _MOST_MARKS: Final = 300
 _NAMES_STEP: Final = re.compile(r": (after |rank \d+, )?step \d")
 """Pattern of the reason of an end that already names the step."""
+_REFRESH_S: Final = 30
+"""Seconds after which a browser loads the page of a running run again: half of the time between two pages."""
 _RESULT_BYTES: Final = 60_000
 _MOST_ROWS: Final = 600
 _MOST_SETTINGS: Final = 200
@@ -79,10 +81,11 @@ class RunFacts:
 
 
 def run_page(facts: RunFacts) -> str:
-    """Return the page of a run; a curve has at most 2,000 points."""
+    """Return the page of a run, which loads itself again while the run goes on; a curve has at most 2,000 points."""
     curves = [{"name": printable(name), **compact_curve(curve.points(), curve.seen)} for name, curve in _ordered(facts)]
     data = {**run_document(facts), "curves": curves}
-    return make_page(data["title"], to_json(data), scripts=SCRIPTS)
+    refresh_s = _REFRESH_S if facts.standing.state in ("starting", "running") else None
+    return make_page(data["title"], to_json(data), scripts=SCRIPTS, refresh_s=refresh_s)
 
 
 def _ordered(facts: RunFacts) -> list[tuple[str, Curve]]:

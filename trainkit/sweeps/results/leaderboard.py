@@ -17,7 +17,7 @@ from trainkit.config.schema import GROUPS, MonitoredMetric, load_resolved
 from trainkit.config.sections import EvalConfig
 from trainkit.errors import ConfigError, UnreadableError
 from trainkit.files import write_atomically
-from trainkit.report.drawing import Drawing, sweep_request
+from trainkit.report.drawing import Drawing
 from trainkit.report.numbers import count, duration, figure
 from trainkit.strategies import ALL_DEVICES
 from trainkit.sweeps.results.job_results import (
@@ -263,7 +263,8 @@ def _draw(board: Leaderboard, folder: Path) -> None:
         for entry in board.entries
     ]
     path = folder / "leaderboard.png"
-    drawing = Drawing(sweep_request(path, title=folder.name, metric=board.goal.metric, mode=board.goal.mode, jobs=jobs))
+    goal = {"metric": board.goal.metric, "mode": board.goal.mode}
+    drawing = Drawing({"draw": "sweep", "path": path, "title": folder.name, **goal, "jobs": jobs})
     for entry in board.entries:
         tensorboard = entry.folder / "tensorboard"
         if tensorboard.is_dir():

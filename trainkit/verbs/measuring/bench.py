@@ -88,11 +88,9 @@ def _measured_data(call: Call, point: Composition, candidate: Candidate) -> Resu
 
 
 def _results(content: Mapping[str, Any], lines: Iterable[str], *, is_failed: bool) -> Results:
-    from trainkit.report.drawing import bench_request  # noqa: PLC0415 - not for --help
-
     measured = [one for one in content["choices"] if one["samples_per_s"] is not None]
     shown = [{name: one[name] for name in ("label", "samples_per_s", "parts_s")} for one in measured]
-    picture = partial(bench_request, title=content["command"], choices=shown) if shown else None
+    picture = {"draw": "bench", "title": content["command"], "choices": shown} if shown else None
     return Results(content=content, lines=lines, picture=picture, is_failed=is_failed)
 
 

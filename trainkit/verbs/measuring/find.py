@@ -23,6 +23,7 @@ WORDS: Final = ("lr", "micro_size")
 """Possible values of its argument, for completion."""
 _OF_ONE: Final = {"min-lr": "lr", "max-lr": "lr", "rounds": "micro_size"}
 """Flag -> the only argument that takes it."""
+_DRAWN: Final = ("points", "steepest", "tenth_of_minimum")
 _print_line: Final = line_printer("find")
 
 
@@ -53,7 +54,6 @@ def run(call: Call) -> int:
 def _find_lr(call: Call, point: Composition, plan: RunPlan) -> Results:
     from trainkit.measuring.range_test import range_config, range_test  # noqa: PLC0415 - the same
     from trainkit.measuring.showing import rate_document, rate_lines  # noqa: PLC0415 - imports torch
-    from trainkit.report.drawing import range_request  # noqa: PLC0415 - the same
 
     low, high = _rates(call)
     steps = call.flags.get("steps", 100)
@@ -71,7 +71,7 @@ def _find_lr(call: Call, point: Composition, plan: RunPlan) -> Results:
     return Results(
         content=content,
         lines=rate_lines(found, content),
-        picture=lambda path: range_request(path, title=call.command, content=content),
+        picture={"draw": "range", "title": call.command, **{name: content[name] for name in _DRAWN}},
         is_failed=found.curve.steepest is None,
     )
 

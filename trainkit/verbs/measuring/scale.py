@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trainkit.scaling.inputs import Origin
 
 _MEASURING: Final = ("rounds", "steps", "out")
+_DRAWN: Final = ("predictions", "checks", "knee")
 _print_line: Final = line_printer("scale")
 
 
@@ -68,7 +69,6 @@ def _measured(call: Call, composition: Composition, what: Scalable, given: Mappi
     """Measure a few replicas, and fit the model to them; None if a measurement failed."""
     from trainkit.measuring.replicas import fitted, measured_shares  # noqa: PLC0415 - imports torch
     from trainkit.measuring.replicas import measure as measure_replicas  # noqa: PLC0415 - the same
-    from trainkit.report.drawing import scale_request  # noqa: PLC0415 - not for --help
     from trainkit.run.estimates.hardware import hardware_of  # noqa: PLC0415 - imports torch
     from trainkit.scaling.answers import scale_document, scale_lines  # noqa: PLC0415 - the same
     from trainkit.scaling.inputs import HOSTS, assumed, link_of  # noqa: PLC0415 - imports numpy
@@ -106,7 +106,7 @@ def _measured(call: Call, composition: Composition, what: Scalable, given: Mappi
     return Results(
         content=content,
         lines=scale_lines(found, title, num_servers=num_servers),
-        picture=lambda path: scale_request(path, title=title, content=content),
+        picture={"draw": "scale", "title": title, **{name: content[name] for name in _DRAWN}},
     )
 
 

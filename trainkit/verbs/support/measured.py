@@ -120,8 +120,8 @@ class Results:
     """The document, with its `notes`."""
     lines: Iterable[str]
     """The text of the results."""
-    picture: Callable[[Path], Mapping[str, Any]] | None = None
-    """Function from the file of the plot to its request; None: nothing is drawn."""
+    picture: Mapping[str, Any] | None = None
+    """The request for the plot, without its path; None: nothing is drawn."""
     is_failed: bool = False
     """Whether a measurement failed, or found nothing."""
 
@@ -147,9 +147,9 @@ def measure(call: Call, name: str, work: Callable[[], Results | None], *, keeps:
         notes = list(found.content["notes"])
         content = {**found.content, "notes": notes}
         if folder is not None:
-            request = found.picture and found.picture(folder / f"{name}.png")
-            if request and (failure := Drawing(request).wait(_DRAWING_S)):
-                notes.append(f"{name}.png is not drawn: {failure}")
+            if found.picture is not None:
+                (failure,) = Drawing({**found.picture, "path": folder / f"{name}.png"}).wait(_DRAWING_S)
+                notes += [f"{name}.png is not drawn: {failure}"] if failure else []
             with reporting(folder):
                 write_json_atomically(folder / f"{name}.json", content)
         if "json" in call.flags:
