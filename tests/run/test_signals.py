@@ -34,7 +34,7 @@ from trainkit.run.signals import (
 )
 from trainkit.strategies.collectives import LocalCollective
 from trainkit.strategies.rendezvous_store import HostedStore
-from trainkit.sweeps.loop.processes import signals_to
+from trainkit.sweeps.loop import signals_to
 from trainkit.trainer.loop import StopSaveConsensus, StopSaveDecision
 from trainkit.trainer.manifest import list_complete
 

@@ -13,7 +13,7 @@ from typing import Any
 from tests.support import quick
 from tests.support.waiting import wait_for
 from trainkit.sweeps.job_sources import JobList, SweepJob
-from trainkit.sweeps.loop.sweep import Sweep
+from trainkit.sweeps.loop import Sweep
 from trainkit.sweeps.screen import Screen
 
 RUN = """

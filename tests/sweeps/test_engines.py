@@ -35,8 +35,8 @@ from trainkit.run.planning.plan import make_plan
 from trainkit.run.task import limit_memory
 from trainkit.sweeps.backends.job_spec import JobSpec, run_described, this_process
 from trainkit.sweeps.backends.launching import ENGINES, JobBackend, Remote
-from trainkit.sweeps.loop.processes import JobCommand
-from trainkit.sweeps.loop.slots import Slots, numbering_problems
+from trainkit.sweeps.launching import numbering_problems
+from trainkit.sweeps.loop import JobCommand, Slots
 
 WAITS = "import time; time.sleep(60)"
 
@@ -84,11 +84,11 @@ def started(folder: Path, code: str, *words: object, loses: bool = False) -> Ite
     ends: SimpleQueue[Any] = SimpleQueue()
     with (
         ThreadPoolExecutor() as pool,
-        Remote(InThreads(pool, loses), folder / ".jobs", lambda _: 2) as remote,
+        Remote(InThreads(pool, loses), folder / ".jobs") as remote,
     ):
         command = [sys.executable, "-c", code, *map(str, words)]
         job = remote(
-            JobCommand(number=5, command=command, environ={}, log=folder / "0" / "output.log", report=ends.put)
+            JobCommand(number=5, command=command, environ={}, log=folder / "0" / "output.log", report=ends.put, slots=2)
         )
         yield job, lambda: ends.get(timeout=60)
 
@@ -227,12 +227,10 @@ def test_what_the_machine_does_not_have_is_refused() -> None:
 
 
 def test_a_device_that_a_job_does_not_see_is_a_problem_before_it_starts() -> None:
-    from trainkit.strategies.base import PlanContext
     from trainkit.strategies.one_device import OneDevice
 
     def found(device: str) -> list[Problem]:
-        strategy = OneDevice(device=device)
-        return numbering_problems(lambda gpus: strategy.validate(PlanContext(num_gpus=gpus)), there=2, own=1)
+        return numbering_problems(OneDevice(device=device), there=2, own=1)
 
     (problem,) = found("cuda:1")
     assert "no such GPU: this host has 1, counted from 0. A job of a sweep sees only its own" in str(problem)

@@ -32,8 +32,7 @@ from trainkit.config.sections import EvalConfig
 from trainkit.errors import ConfigError, HangupError, StoppedError, TerminatedError
 from trainkit.sweeps.job_sources import JobList, SweepJob
 from trainkit.sweeps.launching import identity
-from trainkit.sweeps.loop.processes import JobCommand, JobProcess, start_fresh
-from trainkit.sweeps.loop.slots import Slots
+from trainkit.sweeps.loop import JobCommand, JobProcess, Slots, start_fresh
 from trainkit.trainer.ownership import free_name, locked
 
 COUNT = "import sys; open(sys.argv[1] + '/runs', 'a').write('x'); "
@@ -88,7 +87,7 @@ def test_a_page_that_cannot_be_written_ends_no_sweep_and_one_that_nobody_wants_i
 ) -> None:
     sweep = sweep_in(tmp_path)
     run(sweep, job(tmp_path, 0, RUN, 0.9))
-    monkeypatch.setattr("trainkit.sweeps.results.page.write_page", lambda *_: 1 / 0)
+    monkeypatch.setattr("trainkit.sweeps.results.comparing.write_page", lambda *_: 1 / 0)
     sweep.finish()
     assert "report.html cannot be written: ZeroDivisionError" in caplog.text
     assert "  leaderboard  " in capfd.readouterr().out
@@ -191,7 +190,7 @@ def test_two_sweeps_never_share_a_folder(tmp_path: Path) -> None:
 def test_a_sweep_that_is_killed_leaves_no_job_behind(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from tests.sweeps.support import *;"
-        "from trainkit.sweeps.loop.slots import Slots;"
+        "from trainkit.sweeps.loop import Slots;"
         "place = Path(sys.argv[1]); hang = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)';"
         "run(sweep_in(place, slots=Slots(count=2)), job(place, 0, hang), job(place, 1, hang))"
     )

@@ -32,9 +32,8 @@ from trainkit.errors import CheckpointError, ConfigError
 from trainkit.models.ensemble import Ensemble
 from trainkit.numerics.precision import Precision
 from trainkit.sweeps.results.ensemble import best_of
-from trainkit.sweeps.results.job_results import read_entry
+from trainkit.sweeps.results.job_results import MetricRows, Progress, Watch, last_line, read_entry
 from trainkit.sweeps.results.leaderboard import Leaderboard, collect, write
-from trainkit.sweeps.results.metric_stream import MetricRows, Progress, Watch, last_line
 from trainkit.sweeps.screen import JobLine, State, View, table_of
 from trainkit.verbs.looking import top
 from trainkit.verbs.support.call import Call

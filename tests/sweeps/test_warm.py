@@ -21,9 +21,7 @@ from trainkit.run.process import fork_server
 from trainkit.run.process.fork_server import send
 from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.launching import WarmStarter
-from trainkit.sweeps.loop.processes import JobCommand
-from trainkit.sweeps.loop.slots import Slots
-from trainkit.sweeps.loop.sweep import LOG
+from trainkit.sweeps.loop import LOG, JobCommand, Slots
 
 pytestmark = pytest.mark.skipif(not WarmStarter.is_possible(), reason="forks of a warm process are of Linux")
 

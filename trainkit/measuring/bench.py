@@ -36,7 +36,7 @@ from trainkit.run.begin import write_resolved
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 from trainkit.run.signals import raised_stops
-from trainkit.sweeps.results.metric_stream import last_line
+from trainkit.sweeps.results.job_results import last_line
 from trainkit.trainer.metrics_accumulator import PARTS
 
 _MEASUREMENT: Final = "trainkit.callbacks.Measurement"

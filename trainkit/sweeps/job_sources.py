@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from trainkit.trainer.ownership import discard_lock
+
+if TYPE_CHECKING:
+    from hydra.core.utils import JobReturn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +43,15 @@ def continued(command: tuple[str, ...], folder: Path) -> tuple[tuple[str, ...], 
         discard_lock(folder / ".lock")
     resumes = any(word.startswith("resume=") for word in command)
     return (*command, "resume=auto") if begun and not resumes else command, begun
+
+
+def job_return(overrides: Sequence[str], code: int | None) -> JobReturn:
+    """Return the exit code of a job as Hydra's sweepers expect it; a failed job does not end a search."""
+    from hydra.core.utils import JobReturn, JobStatus  # noqa: PLC0415 - for sweeps only
+
+    done = JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED)
+    done.return_value = code
+    return done
 
 
 class JobSource(Protocol):

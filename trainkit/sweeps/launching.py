@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.core.utils import JobReturn, setup_globals
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -31,10 +31,8 @@ from trainkit.fields import Tag
 from trainkit.redaction import redacted_argument, variable_of
 from trainkit.run.process.fork_server import ForkedGroup, ForkServerClient
 from trainkit.run.process.template import JOB_IMPORTS
-from trainkit.sweeps.job_sources import JobList, JobSource, SweepJob
-from trainkit.sweeps.loop.processes import JobCommand, JobProcess, start_fresh, started_in
-from trainkit.sweeps.loop.slots import Slots, numbering_problems
-from trainkit.sweeps.loop.sweep import Sweep
+from trainkit.sweeps.job_sources import JobList, JobSource, SweepJob, job_return
+from trainkit.sweeps.loop import JobCommand, JobProcess, Slots, Sweep, start_fresh, started_in
 from trainkit.sweeps.results.job_results import SWEEP_FILE
 from trainkit.sweeps.screen import print_line
 from trainkit.trainer.ownership import free_name
@@ -108,16 +106,16 @@ class Launching:
         """
         setup_globals()
         with self._warmed(len(job_overrides)):
-            composed = [self._composed(list(line), first + place) for place, line in enumerate(job_overrides)]
+            composed = [self.job(line, first + place) for place, line in enumerate(job_overrides)]
             jobs: dict[str, SweepJob] = {}
-            for _, job in composed:
+            for job in composed:
                 if job.name in jobs:
                     print_line(f"{job.label or 'the point'}: equals job {job.name}, which runs only once")
                 jobs[job.name] = job
             self.sweep.expect(jobs.values())
             self.run(JobList(jobs.values()))
         codes = self.sweep.exit_codes
-        return [_returned(config, job, codes.get(job.name)) for config, job in composed]
+        return [job_return(job.overrides, codes.get(job.name)) for job in composed]
 
     def run(self, source: JobSource) -> None:
         """Run all jobs of a source, and show the leaderboard.
@@ -154,11 +152,8 @@ class Launching:
         Raises:
             ConfigError: the config has problems, or needs more slots than there are.
         """
-        return self._composed(list(overrides), number)[1]
-
-    def _composed(self, overrides: list[str], number: int) -> tuple[DictConfig, SweepJob]:
         try:
-            config = self._loader.load_sweep_config(self._config, overrides)
+            config = self._loader.load_sweep_config(self._config, list(overrides))
         except ConfigError as error:  # a point that a search has chosen
             label = self._label(overrides)
             raise ConfigError(
@@ -186,11 +181,14 @@ class Launching:
             config=key,
             label=self._label(overrides),
         )
-        problems = self.sweep.slots.problems(job.label, job.slots) or self._numbering_problems(strategy, job.slots)
+        slots = self.sweep.slots
+        problems = slots.problems(job.label, job.slots)
+        if slots.on_gpus and not problems:
+            problems = numbering_problems(strategy, there=slots.count, own=job.slots)
         if problems:
             raise ConfigError(problems)
         self._jobs[key] = job
-        return config, job
+        return job
 
     def _place(self, config: DictConfig, key: str) -> tuple[str, Path]:
         """Return name and folder of a job; a job of an earlier sweep in this folder keeps its own."""
@@ -205,15 +203,6 @@ class Launching:
     def _slots_of(self, strategy: Strategy) -> int:
         slots = self.sweep.slots
         return strategy.num_slots(slots.count if slots.on_gpus else 0)
-
-    def _numbering_problems(self, strategy: Strategy, wanted: int) -> list[Problem]:
-        if not self.sweep.slots.on_gpus:
-            return []
-        from trainkit.strategies.base import PlanContext  # noqa: PLC0415 - imports torch
-
-        return numbering_problems(
-            lambda num_gpus: strategy.validate(PlanContext(num_gpus=num_gpus)), there=self.sweep.slots.count, own=wanted
-        )
 
     def _label(self, overrides: Sequence[str]) -> str:
         fixed = set(self._config.hydra.overrides.task)
@@ -252,19 +241,16 @@ def _run_config(config: DictConfig) -> RunConfig:
     return RunConfig.from_dict(plain)  # type: ignore[arg-type]
 
 
-def _returned(config: DictConfig, job: SweepJob, code: int | None) -> JobReturn:
-    done = JobReturn()
-    done.overrides = list(job.overrides)
-    done.cfg = config
-    done.hydra_cfg = OmegaConf.masked_copy(config, "hydra")
-    done.working_dir = str(job.folder)
-    done.task_name = config.hydra.job.name
-    done.status = JobStatus.COMPLETED
-    done.return_value = code
-    return done
+def numbering_problems(strategy: Strategy, *, there: int, own: int) -> list[Problem]:
+    """Return problems of a strategy that arise only on the job's own GPUs: devices that it names by number."""
+    from trainkit.strategies.base import PlanContext  # noqa: PLC0415 - imports torch
 
-
-_OF_THE_SWEEP: Final = "sweep"
+    known = {problem.key for problem in strategy.validate(PlanContext(num_gpus=there))}
+    return [
+        replace(problem, rule=f"{problem.rule} A job of a sweep sees only its own GPUs, numbered from 0.")
+        for problem in strategy.validate(PlanContext(num_gpus=own))
+        if problem.key not in known
+    ]
 
 
 def identity(cfg: RunConfig) -> str:
@@ -279,13 +265,9 @@ def identity(cfg: RunConfig) -> str:
         True
     """
     counted = {
-        dotted(path): _canonical(value)
+        dotted(path): int(value) if isinstance(value, float) and value.is_integer() else value
         for path, value in leaves(cfg.to_dict())
-        if variable_of(value) is None and path[0] != _OF_THE_SWEEP and tag_of(cfg, path).tag is not Tag.cosmetic
+        if variable_of(value) is None and path[0] != "sweep" and tag_of(cfg, path).tag is not Tag.cosmetic
     }
     text = json.dumps(counted, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _canonical(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from trainkit.report.numbers import clock, count, duration, figure, share
 from trainkit.report.tables import is_terminal
-from trainkit.sweeps.results.metric_stream import Progress
+from trainkit.sweeps.results.job_results import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

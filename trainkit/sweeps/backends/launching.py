@@ -29,8 +29,7 @@ from trainkit.run.process_backend import CARRIED
 from trainkit.sweeps.backends.job_spec import JobSpec, signals_file, this_process
 from trainkit.sweeps.job_sources import JobSource
 from trainkit.sweeps.launching import Launching
-from trainkit.sweeps.loop.processes import JobCommand
-from trainkit.sweeps.loop.slots import Slots
+from trainkit.sweeps.loop import JobCommand, Slots
 
 if TYPE_CHECKING:
     from trainkit.strategies.base import Strategy
@@ -177,11 +176,10 @@ class Remote:
     Args:
         submitter: the connected backend.
         folder: the folder for the descriptions of the jobs.
-        slots_of: returns the number of processes of the job in a run folder.
     """
 
-    def __init__(self, submitter: Submitter, folder: Path, slots_of: Callable[[Path], int]) -> None:
-        self._submitter, self._folder, self._slots_of = submitter, folder, slots_of
+    def __init__(self, submitter: Submitter, folder: Path) -> None:
+        self._submitter, self._folder = submitter, folder
         self._jobs: list[_RemoteJob] = []
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._look, name="jobs of the engine", daemon=True)
@@ -206,7 +204,7 @@ class Remote:
             log=str(job.log),
             waiting=this_process(),
         ).write(path)
-        handle = self._submitter.submit(str(path), slots=self._slots_of(job.log.parent))
+        handle = self._submitter.submit(str(path), slots=job.slots)
         remote = _RemoteJob(number=job.number, path=path, log=job.log, handle=handle, report=job.report)
         self._jobs.append(remote)
         return remote
@@ -250,11 +248,8 @@ class EngineLaunching(Launching):
     def run(self, source: JobSource) -> None:
         """Run all jobs of a source with the backend, and show the leaderboard."""
         folder = self._folder / FOLDER
-        with self._engine.connect(folder) as submitter, Remote(submitter, folder, self._slots_in) as self.sweep.start:
+        with self._engine.connect(folder) as submitter, Remote(submitter, folder) as self.sweep.start:
             super().run(source)
 
     def _slots_of(self, strategy: Strategy) -> int:
         return self._engine.slots_of(super()._slots_of(strategy))
-
-    def _slots_in(self, folder: Path) -> int:
-        return next((job.slots for job in self._jobs.values() if job.folder == folder), 1)

@@ -1,7 +1,8 @@
-"""Collect runs for the page that compares them: several run folders, or the jobs of a sweep."""
+"""The page that compares runs: several run folders, or the jobs of a sweep, which writes it at its end."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -15,9 +16,11 @@ from trainkit.errors import UnreadableError, yaml_text
 from trainkit.fields import Tag
 from trainkit.files import read_map
 from trainkit.report.web.commands import repeating_command
-from trainkit.report.web.comparison_document import ComparedRun, Comparison, DifferingKey
+from trainkit.report.web.comparison_document import ComparedRun, Comparison, DifferingKey, comparison_page
 from trainkit.report.web.curves import MetricsReader, number
 from trainkit.report.web.run_document import Spread
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.page import write_page, write_run_page
 from trainkit.sweeps.results.job_results import JobResult, config_of, first_config, read_entries, read_entry
 from trainkit.sweeps.results.leaderboard import Leaderboard, command_of, key_value
 
@@ -184,3 +187,40 @@ def spreads_of(entries: Sequence[JobResult], metric: str) -> dict[Path, Spread]:
             spread = Spread(mean=fmean(values), deviation=stdev(values), num_seeds=len(values))
             found.update({job.folder.absolute(): spread for job in jobs})
     return found
+
+
+FILE: Final = "report.html"
+
+_log = logging.getLogger(__name__)
+
+
+def page_at_end(folder: Path, board: Leaderboard) -> Path | None:
+    """Write the page at the end of a sweep and return its path; None if there is none.
+
+    No page is written with `report_page=false`, or before any job has started. A page that cannot be written is a
+    warning: the results of the jobs exist.
+    """
+    path = folder / FILE
+    try:
+        if not wants_page(board):
+            return None
+        comparison = compare_sweep(folder, board)
+        write_page(path, comparison_page(comparison))
+    except Exception as error:  # noqa: BLE001 - any error: the results of the sweep exist
+        _log.warning("%s cannot be written: %s: %s", path, type(error).__name__, error)
+        return None
+    _add_spreads(folder, comparison)
+    return path
+
+
+def _add_spreads(folder: Path, comparison: Comparison) -> None:
+    """Write the pages of jobs with other seeds again; the rows are those of the comparison."""
+    spreads = spreads_of(read_entries(folder), comparison.goal.metric)
+    for job in comparison.runs:
+        place = Path(job.folder)
+        spread, page = spreads.get(place.absolute()), place / FILE
+        try:
+            if spread is not None and page.is_file():
+                write_run_page(RunFolder(place), page, rows=job.rows, spread=spread)
+        except Exception as error:  # noqa: BLE001 - as above
+            _log.warning("%s cannot be written: %s: %s", page, type(error).__name__, error)

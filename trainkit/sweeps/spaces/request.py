@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf
 
 from trainkit.config.check import check_names, fitted
@@ -23,7 +23,7 @@ from trainkit.config.schema import MonitoredMetric
 from trainkit.config.sections import MOST_JOBS
 from trainkit.config.values import closest
 from trainkit.errors import ConfigError, MissingExtraError, Problem
-from trainkit.sweeps.job_sources import JobSource
+from trainkit.sweeps.job_sources import JobSource, job_return
 
 _SEARCHES: Final = ("random", "optuna")
 
@@ -162,7 +162,10 @@ def sweep(sweeper: str, *, launcher: Any, composer: Composer, config: DictConfig
     source = _trials(found, composer, launching, folder)
     OmegaConf.save(config, folder / "multirun.yaml")
     launching.run(source)
-    return [_returns(launching.sweep)]
+    done = launching.sweep
+    rows = [row for name, row in done.record.rows.items() if name in done.requested]
+    # A job that the search pruned counts as a success.
+    return [[job_return(row.overrides, 0 if row.pruned else row.exit_code) for row in rows]]
 
 
 def _trials(found: SweepRequest, composer: Composer, launching: Any, folder: Path) -> JobSource:
@@ -182,17 +185,3 @@ def _lengths(composer: Composer, points: Sequence[Sequence[str]]) -> list[int]:
     composed = (composer.compose(point, for_others=True) for point in points)
     find = functools.partial(check_names, multirun=True)
     return plan_all_points([fitted(composition, find)[0] for composition in composed])
-
-
-def _returns(done: Any) -> list[JobReturn]:
-    """Return the results of the jobs; a job that the search pruned counts as a success."""
-    rows = [row for name, row in done.record.rows.items() if name in done.requested]
-    return [_returned(row.overrides, 0 if row.pruned else row.exit_code) for row in rows]
-
-
-def _returned(overrides: Sequence[str], code: int | None) -> JobReturn:
-    done = JobReturn()
-    done.overrides = list(overrides)
-    done.status = JobStatus.COMPLETED
-    done.return_value = code
-    return done

@@ -29,8 +29,7 @@ from trainkit.config.schema import MonitoredMetric
 from trainkit.config.sections import SweepConfig as Settings
 from trainkit.errors import ConfigError, HangupError, Problem, StoppedError, TerminatedError
 from trainkit.sweeps.job_sources import SweepJob, taken
-from trainkit.sweeps.results.job_results import read_entry
-from trainkit.sweeps.results.metric_stream import MetricRows
+from trainkit.sweeps.results.job_results import MetricRows, read_entry
 
 _STOPPED: Final = (StoppedError.exit_code, TerminatedError.exit_code, HangupError.exit_code)
 _FILE: Final = "optuna.db"

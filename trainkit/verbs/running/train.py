@@ -141,7 +141,7 @@ def _crowding(points: Sequence[Composition]) -> Callable[[RunPlan, nn.Module], S
         return lambda *_: ()
     from trainkit.cluster.host import count_gpus, num_cores  # noqa: PLC0415 - imports torch
     from trainkit.run.estimates.this_machine import available_bytes, crowding_problems  # noqa: PLC0415 - imports torch
-    from trainkit.sweeps.loop.slots import Slots  # noqa: PLC0415 - for sweeps only
+    from trainkit.sweeps.loop import Slots  # noqa: PLC0415 - for sweeps only
 
     settings = points[0].cfg.sweep
     slots = Slots.of(settings, num_gpus=count_gpus(), num_cores=num_cores(), environ=os.environ)

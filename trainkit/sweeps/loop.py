@@ -7,47 +7,271 @@
         SIGHUP
         half a second       read the progress of the jobs, and stop the jobs that the search gives up
 
-Tested on Linux only.
+A job takes slots, the GPUs or cores of this machine, and runs in a session of its own: signals reach it through this
+process only, and it ends with this process, even if this process is killed. Tested on Linux only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Final, Literal
+from types import FrameType
+from typing import Final, Literal, Protocol
 
+from trainkit.cluster.host import MEMORY_SHARE, VISIBLE, mig_instances
 from trainkit.config.commands import shell_word
 from trainkit.config.grammar import setting
-from trainkit.errors import ConfigError
+from trainkit.config.sections import SweepConfig as Settings
+from trainkit.errors import ConfigError, DataError, HangupError, Problem, StoppedError, TerminatedError
 from trainkit.report.numbers import figure
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import read_status
-from trainkit.run.process.worker_group import ProcessExit
-from trainkit.run.signals import stop_error, stop_signals
+from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
+from trainkit.run.signals import is_ignored, stop_error, stop_signals
 from trainkit.storage import reporting
 from trainkit.sweeps.job_sources import JobSource, SweepJob, continued
-from trainkit.sweeps.loop.processes import (
-    NOT_TRIED_AGAIN,
-    STOPPED,
-    JobCommand,
-    JobProcess,
-    Starter,
-    died,
-    signals_to,
-    start_fresh,
-)
-from trainkit.sweeps.loop.slots import SlotLease, Slots
-from trainkit.sweeps.results.job_results import PRUNED, SweepState, is_complete
+from trainkit.sweeps.results.comparing import page_at_end
+from trainkit.sweeps.results.job_results import PRUNED, SweepState, Watch, is_complete, last_line
 from trainkit.sweeps.results.leaderboard import collect, write
-from trainkit.sweeps.results.metric_stream import Watch, last_line
-from trainkit.sweeps.results.page import page_at_end
 from trainkit.sweeps.screen import JobLine, Screen, State, View, print_line, screen_for
 from trainkit.trainer.ownership import locked
+
+
+class JobProcess(Protocol):
+    """A running job."""
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send the process a signal, but not its children."""
+
+    def kill(self) -> None:
+        """Kill the process and all its children, and wait until they have exited; no effect if it has exited."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobCommand:
+    """The parameters for starting the process of a job."""
+
+    number: int
+    """The number passed to `report`, as the attempt."""
+    command: Sequence[str]
+    """The command to start."""
+    environ: Mapping[str, str]
+    """Environment variables in addition to those of this process."""
+    log: Path
+    """The file for the output."""
+    report: Callable[[ProcessExit], None]
+    """Called when the process exits, in another thread."""
+    slots: int = 1
+    """Number of processes of the job."""
+
+    @property
+    def whole_environ(self) -> dict[str, str]:
+        """The complete environment. Output is unbuffered, so that a job that is killed keeps it."""
+        return {**os.environ, "PYTHONUNBUFFERED": "1", **self.environ}
+
+
+Starter = Callable[[JobCommand], JobProcess]
+"""Starts the processes of jobs."""
+
+
+def start_fresh(job: JobCommand) -> JobProcess:
+    """Start a new interpreter for a job."""
+    return started_in(WorkerGroup(job.number, job.report), job)
+
+
+def started_in(group: WorkerGroup, job: JobCommand) -> JobProcess:
+    """Start the process of a job as the only one of a group."""
+    group.start(0, job.command, job.whole_environ, job.log)
+    return group
+
+
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPPED: Final = (
+    *(kind.exit_code for kind in (StoppedError, TerminatedError, HangupError)),
+    *(-number for number in _ENDING),
+)
+"""Exit codes of a job that was asked to stop."""
+NOT_TRIED_AGAIN: Final = (0, ConfigError.exit_code, DataError.exit_code, StoppedError.exit_code, -signal.SIGINT)
+"""Exit codes of jobs that are not retried: a retry would end the same way, or the user stopped the job."""
+
+
+def died(code: int) -> str:
+    """Return a description of how a failed job ended.
+
+    Example:
+        >>> died(1), died(-9)
+        ('exit 1', 'signal 9')
+    """
+    return f"exit {code}" if code >= 0 else f"signal {-code}"
+
+
+@contextlib.contextmanager
+def signals_to(take: Callable[[int], None]) -> Iterator[None]:
+    """Forward Ctrl-C, SIGTERM and SIGHUP while the block runs, in the main thread only. A SIGHUP ignored before stays
+    so.
+
+    Args:
+        take: called in a signal handler: it may only do reentrant operations, such as the put of a SimpleQueue.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        del frame
+        take(number)
+
+    before = {number: signal.signal(number, handle) for number in _ENDING if not is_ignored(number)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+_THREADS: Final = "OMP_NUM_THREADS"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotLease:
+    """The slots assigned to one job."""
+
+    places: tuple[int, ...]
+    """Numbers of the devices."""
+    environ: Mapping[str, str]
+    """Environment variables that make these devices visible to the job, and no others."""
+
+
+class Slots:
+    """Assigns slots to jobs, and takes them back: the named GPUs, or shares of the cores.
+
+    Cores are not pinned: two sweeps on one machine would pin their jobs to the same cores. The number of threads limits
+    each process of a job to its share.
+
+    Example:
+        >>> slots = Slots(gpus=["0", "1", "2"], count=3, threads=4)
+        >>> slots.take(2).environ["CUDA_VISIBLE_DEVICES"], slots.take(1).places, slots.free
+        ('0,1', (2,), 0)
+    """
+
+    def __init__(
+        self,
+        *,
+        count: int,
+        gpus: Sequence[str] = (),
+        jobs_per_device: int = 1,
+        threads: int | None = None,
+        key: str = "sweep.slots",
+    ) -> None:
+        self._gpus = tuple(gpus)[:count]
+        self._room = [jobs_per_device] * count
+        self._threads, self._key = threads, key
+        self.jobs_per_device = jobs_per_device
+
+    @classmethod
+    def of(cls, settings: Settings, *, num_gpus: int, num_cores: int, environ: Mapping[str, str]) -> Slots:
+        """Return the slots of this machine that the config requests.
+
+        Raises:
+            ConfigError: more slots than the machine has, or an option without effect here.
+        """
+        wanted: int = 0 if settings.slots == "auto" else settings.slots
+        given = environ.get(_THREADS, "")
+        threads = int(given) if given.isdecimal() and int(given) else None
+        if problems := _problems(settings, num_gpus):
+            raise ConfigError(problems)
+        wanted = wanted or num_gpus or max(1, num_cores // (threads or 1))
+        share = threads or max(1, num_cores // (wanted * settings.jobs_per_device))
+        names = _names(environ, num_gpus)
+        return cls(count=wanted, gpus=names, jobs_per_device=settings.jobs_per_device, threads=share)
+
+    @property
+    def count(self) -> int:
+        """Number of devices: the largest number of slots of one job."""
+        return len(self._room)
+
+    @property
+    def total(self) -> int:
+        """Number of single-slot jobs that fit."""
+        return self.count * self.jobs_per_device
+
+    @property
+    def in_use(self) -> int:
+        """Number of these places that are taken."""
+        return self.total - sum(self._room)
+
+    @property
+    def free(self) -> int:
+        """Largest number of slots that a job can get now."""
+        return sum(room > 0 for room in self._room)
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether slots are GPUs."""
+        return bool(self._gpus)
+
+    @property
+    def threads(self) -> Mapping[str, str]:
+        """The environment variable that sets the number of threads of a process."""
+        return {} if self._threads is None else {_THREADS: str(self._threads)}
+
+    def take(self, wanted: int) -> SlotLease:
+        """Assign slots to a job, on the devices with the most free slots.
+
+        Raises:
+            ValueError: there are not enough free slots.
+        """
+        if wanted > self.free:
+            raise ValueError(f"{wanted} slots are requested, and {self.free} are free")
+        roomiest = sorted(range(self.count), key=lambda place: -self._room[place])[:wanted]
+        places = tuple(sorted(roomiest))
+        for place in places:
+            self._room[place] -= 1
+        names = ",".join(self._gpus[place] for place in places) if self._gpus else None
+        shared = {MEMORY_SHARE: str(1 / self.jobs_per_device)} if names is not None and self.jobs_per_device > 1 else {}
+        return SlotLease(
+            places=places, environ={**self.threads, **({} if names is None else {VISIBLE: names}), **shared}
+        )
+
+    def give_back(self, grant: SlotLease) -> None:
+        """Take the slots of an ended job back."""
+        for place in grant.places:
+            self._room[place] += 1
+
+    def problems(self, label: str, wanted: int) -> list[Problem]:
+        """Return the problem of a job that needs more slots than exist."""
+        if wanted <= self.count:
+            return []
+        what = "GPUs" if self.on_gpus else "slots"
+        rule = f"{label or 'a job'} takes {wanted} {what}. Give it fewer, or {self._key}={wanted} or more."
+        return [Problem(key=self._key, value=self.count, rule=rule)]
+
+
+def _problems(settings: Settings, num_gpus: int) -> list[Problem]:
+    problems = []
+    if num_gpus and settings.slots != "auto" and settings.slots > num_gpus:
+        found = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+        rule = f"this machine has {found}. Use {num_gpus} or less; jobs share a GPU with sweep.jobs_per_device."
+        problems.append(Problem(key="sweep.slots", value=settings.slots, rule=rule))
+    if not num_gpus and settings.jobs_per_device != 1:
+        rule = "has no effect: there is no GPU here to share. Give sweep.slots, the number of parallel jobs."
+        problems.append(Problem(key="sweep.jobs_per_device", value=settings.jobs_per_device, rule=rule))
+    return problems
+
+
+def _names(environ: Mapping[str, str], num_gpus: int) -> list[str]:
+    """Return the names of the visible GPUs, as they are given to a job."""
+    named = mig_instances(environ) or map(str.strip, environ.get(VISIBLE, "").split(","))
+    visible = [name for name in named if name]
+    return visible[:num_gpus] if visible else [str(number) for number in range(num_gpus)]
+
 
 LOG: Final = "output.log"
 """The file for the output of a job, in its folder."""
@@ -118,21 +342,23 @@ class Sweep:
             StorageError: the sweep's own files cannot be written; its jobs are ended, and `sweep.json` has the state
                 after the last job that ended before.
         """
-        if not self.halted:
-            with reporting(self.folder):
-                self._run(source)
-
-    def _run(self, source: JobSource) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with locked(self.folder / ".lock"), contextlib.closing(self._make_screen()) as screen:
-            round_ = SweepLoop(self, source, screen)
-            try:
-                round_.run()
-            finally:
-                round_.end_all()
+        if self.halted:
+            return
+        with reporting(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with locked(self.folder / ".lock"), contextlib.closing(self._make_screen()) as screen:
+                round_ = SweepLoop(self, source, screen)
+                try:
+                    round_.run()
+                finally:
+                    round_.end_all()
         self.halted = round_.failed is not None
         if round_.signals:
-            self._refuse(round_.signals[0], source)
+            ended = len(self.requested & self.exit_codes.keys())
+            known = f" of {source.total}" if source.total is not None else ""
+            text = f"the sweep was stopped: {ended}{known} jobs were started. The same command resumes it with "
+            text += shell_word(setting("sweep.resume", self.folder))
+            raise stop_error(stop_signals()[signal.Signals(round_.signals[0])], text)
 
     def expect(self, jobs: Iterable[SweepJob]) -> None:
         """Register jobs before they start, so that jobs that never run are reported too."""
@@ -172,14 +398,6 @@ class Sweep:
         if page is not None:
             print_line(f"  page  {page}")
         print_line(f"  leaderboard  {self.folder / 'leaderboard.md'}")
-
-    def _refuse(self, number: int, source: JobSource) -> None:
-        """End the sweep early, with the error of the signal."""
-        ended = len(self.requested & self.exit_codes.keys())
-        known = f" of {source.total}" if source.total is not None else ""
-        text = f"the sweep was stopped: {ended}{known} jobs were started. The same command resumes it with "
-        text += shell_word(setting("sweep.resume", self.folder))
-        raise stop_error(stop_signals()[signal.Signals(number)], text)
 
 
 class SweepLoop:
@@ -228,16 +446,17 @@ class SweepLoop:
     def _need_not_run(self, job: SweepJob) -> bool:
         """Return whether the result of a job exists already, or is being computed."""
         sweep = self._sweep
+        again = f"{job.label or 'the point'}: equals job {job.name}, which runs only once"
         twin = next((one for one in self._running.values() if one.job.name == job.name), None)
         if twin is not None:
             twin.duplicates.append(job)
-            self._report_drawn_again(job)
+            self._screen.report(again)
             return True
         row = sweep.record.add(job)
         known = job.name in self._lines
         sweep.requested.add(job.name)
         if known and row.exit_code == ConfigError.exit_code:  # it would be refused again
-            self._report_drawn_again(job)
+            self._screen.report(again)
             self._source.ended(job, ConfigError.exit_code)
             return True
         if not job.config or not is_complete(row):
@@ -246,7 +465,7 @@ class SweepLoop:
         row.exit_code = 0
         sweep.note()
         if known:
-            self._report_drawn_again(job)
+            self._screen.report(again)
         else:
             self._screen.report(f"{_named(job)}: already has a result, in {job.folder}")
             self._lines[job.name] = JobLine(
@@ -254,9 +473,6 @@ class SweepLoop:
             )
         self._source.ended(job, 0)
         return True
-
-    def _report_drawn_again(self, job: SweepJob) -> None:
-        self._screen.report(f"{job.label or 'the point'}: equals job {job.name}, which runs only once")
 
     def _begin(self, job: SweepJob) -> None:
         grant = self._sweep.slots.take(job.slots)
@@ -277,6 +493,7 @@ class SweepLoop:
                     environ=grant.environ,
                     log=job.folder / LOG,
                     report=self._news.put,
+                    slots=job.slots,
                 )
             )
         except BaseException:
@@ -328,17 +545,14 @@ class SweepLoop:
         if len(self.signals) > _MOST_SIGNALS:
             self.end_all()
         else:
-            self._stop_all(signal.Signals(number))
+            for one in self._running.values():
+                one.process.signal(signal.Signals(number))
         if len(self.signals) == _MOST_SIGNALS:
             self._kill_at = time.monotonic() + _GRACE_S
         elif len(self.signals) == 1:
             self._screen.report(
                 f"stopping: {len(self._running)} running, each saves first; press again to end them now"
             )
-
-    def _stop_all(self, number: signal.Signals) -> None:
-        for one in self._running.values():
-            one.process.signal(number)
 
     # --- ending
 
@@ -357,38 +571,27 @@ class SweepLoop:
         state: State = "done" if code == 0 else "pruned" if pruned else "stopped" if code in STOPPED else "failed"
         one.line.state = state
         self._sweep.note()
-        self._screen.report(self._end_text(one, code, state))
+        told, log = f"{_named(job)} {state}", job.folder / LOG
+        if state == "failed":
+            said = last_line(log)
+            told += f": {died(code)}{f', {said}' if said else ''} ({log})"
+        else:
+            metric = one.line.progress.metric
+            told += f", {figure(metric)}" if state == "done" and metric is not None else ""
+            told += f", {one.line.seconds:.1f} s"
+        self._screen.report(told)
         if state == "failed" and self._sweep.on_error == "stop" and self.failed is None:
             self.failed = job
             self._screen.report(f"stopping: {len(self._running)} running, each saves first (sweep.on_error=stop)")
-            self._stop_all(signal.SIGINT)
+            for other in self._running.values():
+                other.process.signal(signal.SIGINT)
         for twin in (job, *one.duplicates):
             self._source.ended(twin, code)
 
-    def _end_text(self, one: _Running, code: int, state: State) -> str:
-        seconds = f"{one.line.seconds or 0.0:.1f} s"
-        metric = one.line.progress.metric
-        if state == "done":
-            found = "" if metric is None else f", {figure(metric)}"
-            return f"{_named(one.job)} done{found}, {seconds}"
-        if state != "failed":
-            return f"{_named(one.job)} {state}, {seconds}"
-        log = one.job.folder / LOG
-        said = last_line(log)
-        return f"{_named(one.job)} failed: {died(code)}{f', {said}' if said else ''} ({log})"
-
     def _show(self) -> None:
-        total = self._source.total
-        queued = None if total is None else max(0, total - len(self._lines))
-        slots = self._sweep.slots
-        view = View(
-            lines=list(self._lines.values()),
-            queued=queued,
-            in_use=slots.in_use,
-            slots=slots.total,
-            metric=self._metric,
-        )
-        self._screen.show(view)
+        total, slots = self._source.total, self._sweep.slots
+        queued, lines = None if total is None else max(0, total - len(self._lines)), list(self._lines.values())
+        self._screen.show(View(lines=lines, queued=queued, in_use=slots.in_use, slots=slots.total, metric=self._metric))
 
 
 def _named(job: SweepJob) -> str:
