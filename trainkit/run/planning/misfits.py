@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import resolve_target
@@ -46,15 +47,12 @@ _CHEAP_MADE: Final = 1_000_000
 """The same limit for made-up samples, whose values have no meaning."""
 _SAMPLES: Final = 4
 _HOST: Final = torch.device("cpu")
-_FEATURES: Final = re.compile(r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
-_DTYPES: Final = re.compile(r"same dtype|expected scalar type|not implemented for '|should be the same")
 _LISTED: Final = (
     " A list of numbers becomes one tensor for each place in it: return a tensor (of a Hugging Face dataset: "
     "with_format('torch'))."
 )
 _KNOWN: Final = ("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD")
 """Optimizers that step with any dense gradients. They are not tried: their import takes longer than the check."""
-_TARGET: Final = re.compile(r"Target (-?\d+) is out of bounds")
 _GROUP: Final = re.compile(r"process group|torch\.distributed", re.IGNORECASE)
 _ELSEWHERE: Final = re.compile(r"cuda|triton|'CPU' backend|not implemented for|on CPU|no kernel", re.IGNORECASE)
 
@@ -70,7 +68,7 @@ def refuse_misfits(plan: RunPlan, model: nn.Module) -> None:
         ConfigError: a key or a class must change.
         DataError: a sample must change.
     """
-    if problems := [*_wrong_kinds(plan), *_state_problems(plan, model)]:
+    if problems := [*_state_problems(plan, model)]:
         raise ConfigError(problems)
     dataset = plan.components.datasets["train"]
     if not hasattr(dataset, "__getitem__"):
@@ -90,21 +88,6 @@ def refuse_misfits(plan: RunPlan, model: nn.Module) -> None:
 def num_tried(plan: RunPlan) -> int:
     """Return the number of samples that are run first."""
     return max(2, min(_SAMPLES, plan.batch.micro_size))
-
-
-def _wrong_kinds(plan: RunPlan) -> Iterator[Problem]:
-    """Yield the problems of objects that are not what their group needs."""
-    cfg = plan.cfg
-    schedule: object = plan.components.schedule
-    if not callable(schedule):
-        rule = f"gives a {type(schedule).__name__}, not a schedule, which is called with the step."
-        yield Problem(key="schedule._target_", value=cfg.schedule["_target_"], rule=rule)
-    for group, nodes in {"callbacks": cfg.callbacks, "logger": cfg.logger}.items():
-        for name, node in nodes.items():
-            target = resolve_target(node[TARGET])
-            if isinstance(target, type) and not issubclass(target, Callback):
-                rule = "is not a trainkit Callback: derive it from trainkit.trainer.events.Callback."
-                yield Problem(key=f"{group}.{name}._target_", value=node[TARGET], rule=rule)
 
 
 def _state_problems(plan: RunPlan, model: nn.Module) -> Iterator[Problem]:
@@ -188,6 +171,8 @@ class _Trial:
     """Whether the model has data; otherwise it is on torch's meta device."""
     part: str = "objective"
     """Part that is running: model, objective, or the backward pass of the model."""
+    running: list[tuple[str, nn.Module, tuple[Any, ...]]] = field(default_factory=list)
+    """Name, module and arguments of the calls that have not returned: after an error, the last one has failed."""
     outputs: Any = None
     updated: tuple[str, ...] = ()
     """Buffers that the pass has changed, without the statistics of torch's normalisations, which are averaged."""
@@ -212,10 +197,7 @@ class _Trial:
             if one.dtype is torch.bool or sum_problem(name, one, precision.master_dtype) is not None
         }
         apart = _own_buffers(model) if self.numbers else {}
-        hooks = [
-            model.register_forward_pre_hook(self._before),
-            model.register_forward_hook(self._after),
-        ]
+        hooks = [hook for name, module in model.named_modules() for hook in self._watching(name, module)]
         try:
             kept = scores_kept() if objective.takes_hidden else nullcontext()
             with torch.enable_grad(), kept, precision.autocast(["cpu"]) if self.numbers else nullcontext():
@@ -292,77 +274,91 @@ class _Trial:
                 return Problem(key=f"{key}.{TARGET}", value=target, rule=rule + _sparse_remedy(sparse, mine))
         return None
 
-    def _before(self, _module: nn.Module, _args: Any) -> None:
-        self.part = "model"
+    def _watching(self, name: str, module: nn.Module) -> Sequence[RemovableHandle]:
+        """Record the calls of a module."""
 
-    def _after(self, _module: nn.Module, _args: Any, outputs: Any) -> None:
-        self.part, self.outputs = "objective", outputs
+        def begin(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            self.part = "model"
+            self.running.append((name, module, args))
+
+        def end(_module: nn.Module, _args: Any, outputs: Any) -> None:
+            self.running.pop()
+            if not self.running:
+                self.part, self.outputs = "objective", outputs
+
+        return module.register_forward_pre_hook(begin), module.register_forward_hook(end)
 
     def _explained(self, error: Exception) -> TrainkitError | None:
-        if self._is_of_this_device(error):
-            return None
-        found = self._of_model(error) if self.part == "model" else self._of_objective(error)
+        found: TrainkitError | None = self._width(error) if self.part == "model" else None
+        if found is not None or self._is_of_this_device(error):
+            return found
+        found = self._input_dtype(error) if self.part == "model" else self._class_out_of_range(error)
+        texts = [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, str)]
+        if found is None and self.part != "model" and texts:
+            odd = f"a field of the samples is text ({texts[0]!r}). Make it a number in the dataset."
+            return DataError(with_frames(f"{odd} {self._seen(error)}", error))
         return found or self._config_error(self._seen(error), error)
 
     def _is_of_this_device(self, error: Exception) -> bool:
         """Return whether the error only occurs on the CPU, on the meta device, or without a process group."""
         text = text_of(error)
-        if isinstance(error, NotImplementedError | MemoryError) or _GROUP.search(text):
+        if not self.numbers or isinstance(error, NotImplementedError | MemoryError) or _GROUP.search(text):
             return True
-        if not self.numbers:
-            return _FEATURES.search(text) is None
         return _ELSEWHERE.search(text) is not None and any(task.device != "cpu" for task in self.plan.tasks)
 
-    def _of_model(self, error: Exception) -> TrainkitError | None:
-        if found := _FEATURES.search(text_of(error)):
-            return self._width(int(found[1]), int(found[2]), error)
-        return self._input_dtype(error) if _DTYPES.search(text_of(error)) else None
+    def _inputs(self) -> Sequence[Tensor]:
+        """Return the floating tensors that the module of the error was given."""
+        args = self.running[-1][2] if self.running else ()
+        return [one for one in tree_leaves(args) if isinstance(one, Tensor) and one.is_floating_point()]
 
-    def _of_objective(self, error: Exception) -> TrainkitError | None:
-        if found := _TARGET.search(text_of(error)):
-            return self._class_out_of_range(int(found[1]), error)
-        texts = [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, str)]
-        if not texts:
+    def _width(self, error: Exception) -> ConfigError | None:
+        """Return the error of a layer whose input has another number of features."""
+        wanted = getattr(self.running[-1][1], "in_features", None) if self.running else None
+        given = next((one.shape[-1] for one in self._inputs() if one.dim()), wanted)
+        if given == wanted or wanted is None:
             return None
-        odd = f"a field of the samples is text ({texts[0]!r}). Make it a number in the dataset."
-        return DataError(with_frames(f"{odd} {self._seen(error)}", error))
+        rule = f"the layer takes {wanted} features, and it gets {given}. Use {given}, or other data."
+        return self._config_error(f"{rule} {self._seen(error)}", error, key=self._key_of(wanted), value=wanted)
 
-    def _width(self, given: int, wanted: int, error: Exception) -> ConfigError:
-        key = self._key_of(wanted)
+    def _input_dtype(self, error: Exception) -> TrainkitError | None:
+        """Return the error of a module whose input has another floating dtype than its parameters."""
+        computes = self.plan.components.precision.model_dtype
+        if self.tables and self.running:
+            name, table = next(iter(self.tables.items()))
+            rule = (
+                f"the model computes in {_name(computes)}, and buffers keep their dtype: {name} is "
+                f"{_name(table.dtype)}. Convert it where forward uses it, {name.rpartition('.')[2]}.to(x.dtype), or "
+                f"use precision=bf16_mixed. {self._seen(error)}"
+            )
+            return self._config_error(rule, error)
+        if all(one.dtype is computes for one in self._inputs()):
+            return None
         rule = (
-            f"the layer takes {wanted} features, and it gets {given}. Use {given}, or other data. {self._seen(error)}"
+            f"the model computes in {_name(computes)}, and the input has another dtype. Convert it in the dataset, "
+            f"x.float() or x.long(), or choose another precision. {self._seen(error)}"
         )
-        return self._config_error(rule, error, key=key, value=wanted)
+        return DataError(with_frames(rule, error))
 
-    def _class_out_of_range(self, target: int, error: Exception) -> TrainkitError:
-        classes = next((leaf.shape[1] for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor)), 0)
-        ignored = f", or leave it out of the loss by objective.ignore_index={target}"
-        ignored = ignored if "ignore_index" in self.plan.cfg.objective else ""
+    def _class_out_of_range(self, error: Exception) -> TrainkitError | None:
+        """Return the error of a target that is no class of the model's."""
+        scores = next((leaf for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor) and leaf.dim() > 1), None)
+        leaves = [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor) and leaf.dtype is torch.int64]
+        if not isinstance(error, IndexError) or scores is None:
+            return None
+        classes, ignored = scores.shape[1], self.plan.cfg.objective.get("ignore_index")
+        odd = [leaf[(leaf < 0) | (leaf >= classes)].tolist() for leaf in leaves]
+        target = next((one for found in odd for one in found if one != ignored), None)
+        if target is None:
+            return None
+        leave = f", or leave it out of the loss by objective.ignore_index={target}"
+        leave = leave if "ignore_index" in self.plan.cfg.objective else ""
         if target < 0:
             return DataError(
                 f"a target among the samples {_listed(self.places)} is {target}, and classes are counted from 0. "
-                f"Correct the targets of the dataset{ignored}."
+                f"Correct the targets of the dataset{leave}."
             )
-        rule = f"the model gives {classes} classes, and a target is {target}. Give it {target + 1} or more{ignored}."
+        rule = f"the model gives {classes} classes, and a target is {target}. Give it {target + 1} or more{leave}."
         return self._config_error(f"{rule} {self._seen(error)}", error, key=self._key_of(classes), value=classes)
-
-    def _input_dtype(self, error: Exception) -> TrainkitError:
-        if self.tables:
-            name, table = next(iter(self.tables.items()))
-            rule = (
-                f"the model computes in {_name(self.plan.components.precision.model_dtype)}, and buffers keep their "
-                f"dtype: {name} is {_name(table.dtype)}. Convert it where forward uses it, "
-                f"{name.rpartition('.')[2]}.to(x.dtype), or use precision=bf16_mixed. {self._seen(error)}"
-            )
-            return self._config_error(rule, error)
-        return DataError(
-            with_frames(
-                f"the model computes in {_name(self.plan.components.precision.model_dtype)}, and the input has another "
-                f"dtype. Convert it in the dataset, x.float() or x.long(), or choose another precision. "
-                f"{self._seen(error)}",
-                error,
-            )
-        )
 
     def _key_of(self, size: int) -> str:
         """Return the only key of the model that has this size; the group if there is none."""
@@ -378,10 +374,10 @@ class _Trial:
     def _seen(self, error: BaseException) -> str:
         """Describe the executed code and its failure."""
         gave = "" if self.outputs is None else f" The model gave {shape_text(self.outputs)}."
-        first = shape_text(self.samples[0])
-        who = "the model" if self.part == "model" else "the objective"
-        where = f"With samples {_listed(self.places)}, the first of them {first}"
-        return f"{where}, {who} raised {named_first_line(error)}.{gave}{_LISTED if _has_list(self.samples[0]) else ''}"
+        path = self.running[-1][0] if self.running else ""
+        who = f"the {self.part}{f', in {path},' if path else ''} raised {named_first_line(error)}"
+        where = f"With samples {_listed(self.places)}, the first of them {shape_text(self.samples[0])}"
+        return f"{where}, {who}.{gave}{_LISTED if _has_list(self.samples[0]) else ''}"
 
 
 def _has_list(sample: Any) -> bool:
