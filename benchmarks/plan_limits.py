@@ -36,8 +36,7 @@ from trainkit.config.composition import Composition
 from trainkit.config.grammar import replacing
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.run.estimates.hardware import hardware_of
-from trainkit.run.estimates.memory import DeviceMemory, device_memory
-from trainkit.run.estimates.verdict import PROCESS_BYTES, verdict_of
+from trainkit.run.estimates.memory import PROCESS_BYTES, DeviceMemory, device_memory, verdict_of
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan, make_plan
 

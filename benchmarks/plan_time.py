@@ -25,10 +25,9 @@ from benchmarks import report
 from trainkit import api
 from trainkit.run.estimates.hardware import Hardware, Link
 from trainkit.run.estimates.outlook import rank_work
-from trainkit.run.estimates.step_time import Measured, StepTime, step_time
+from trainkit.run.estimates.step_time import Measured, StepTime, Work, step_time
 from trainkit.run.estimates.this_machine import measured_link
 from trainkit.run.estimates.traffic import step_traffic
-from trainkit.run.estimates.work import Work
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import make_plan
 

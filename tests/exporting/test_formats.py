@@ -27,8 +27,7 @@ from trainkit.errors import ConfigError, MissingExtraError
 from trainkit.exporting import hub_folder, onnx_file, torch_program
 from trainkit.exporting.checking import Check, refuse_difference, refuse_draws
 from trainkit.exporting.fresh_process import tensors_of
-from trainkit.exporting.inputs import Inputs, model_inputs
-from trainkit.exporting.trained import NotExportableError
+from trainkit.exporting.trained import Inputs, NotExportableError, model_inputs
 from trainkit.models.convnet import ConvNet
 from trainkit.models.gpt import Gpt
 from trainkit.objectives.base import Loss, Model, Objective

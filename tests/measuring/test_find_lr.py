@@ -30,8 +30,8 @@ from trainkit.measuring.searches import (
 )
 from trainkit.measuring.showing import rate_document, rate_lines, size_document, size_lines
 from trainkit.report.measured_plots import draw_range
+from trainkit.run.estimates.memory import HostMemory
 from trainkit.run.estimates.this_machine import available_bytes
-from trainkit.run.estimates.verdict import HostMemory
 from trainkit.run.planning.plan import make_plan
 from trainkit.trainer.metrics_accumulator import PARTS
 from trainkit.verbs.looking.schema import schema_of

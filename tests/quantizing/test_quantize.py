@@ -18,7 +18,7 @@ import trainkit
 from trainkit import cli
 from trainkit.data.sets.images import Digits
 from trainkit.errors import CheckpointError, ConfigError, MissingExtraError
-from trainkit.exporting.inputs import Inputs
+from trainkit.exporting.trained import Inputs
 from trainkit.models.convnet import ConvNet
 from trainkit.models.gpt import Gpt
 from trainkit.models.mlp import Mlp

@@ -21,8 +21,7 @@ from trainkit.config.check import checked
 from trainkit.config.compose import compose
 from trainkit.errors import OutOfMemoryError, TrainingError
 from trainkit.run.estimates import remedies
-from trainkit.run.estimates.out_of_memory import MemoryKind, memory_kind
-from trainkit.run.estimates.remedies import Saving, largest_savings
+from trainkit.run.estimates.remedies import MemoryKind, Saving, largest_savings, memory_kind
 from trainkit.run.planning import convolutions
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan, make_plan

@@ -32,9 +32,8 @@ from trainkit.run.estimates import fake_run, this_machine
 from trainkit.run.estimates.activations import Timeline, TracedPass
 from trainkit.run.estimates.fake_run import ObservedSteps, observe
 from trainkit.run.estimates.hardware import Link, hardware_of, hardware_under
-from trainkit.run.estimates.memory import DeviceMemory, device_memory, part_memories
+from trainkit.run.estimates.memory import DeviceMemory, device_memory, part_memories, verdict_of
 from trainkit.run.estimates.this_machine import Machine, ThisMachine, calibration_file
-from trainkit.run.estimates.verdict import verdict_of
 from trainkit.run.planning.build import build_model
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import make_plan

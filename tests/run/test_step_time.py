@@ -22,9 +22,8 @@ from trainkit.objectives.base import Loss
 from trainkit.objectives.classification import Classification
 from trainkit.run.estimates import outlook
 from trainkit.run.estimates.hardware import Band, Hardware, Link
-from trainkit.run.estimates.step_time import Measured, RankWork, budget_of, step_time
+from trainkit.run.estimates.step_time import Measured, RankWork, Work, WorkCounter, budget_of, step_time, update_work
 from trainkit.run.estimates.traffic import Traffic
-from trainkit.run.estimates.work import Work, WorkCounter, update_work
 from trainkit.run.session import account
 from trainkit.run.session.account import Figures, Mark, between, differences, line_of, peak_bytes, tcp_bytes
 from trainkit.strategies.traffic import Transfer

@@ -14,9 +14,9 @@ from typing import Any, Final, Literal, get_args
 from trainkit.config.composition import Composition
 from trainkit.errors import ConfigError
 from trainkit.run.estimates.hardware import Hardware
+from trainkit.run.estimates.memory import verdict_of
 from trainkit.run.estimates.outlook import outlook_of
 from trainkit.run.estimates.passes import evaluated_samples
-from trainkit.run.estimates.verdict import verdict_of
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.misfits import num_tried, refuse_misfits
 from trainkit.run.planning.notes import model_notes

@@ -21,8 +21,7 @@ from trainkit.errors import ConfigError, DataError
 from trainkit.exporting import torch_program, whole_file
 from trainkit.exporting.checking import Check, NotBuiltError, example_of, refuse_difference, run_fresh
 from trainkit.exporting.fresh_process import fingerprint
-from trainkit.exporting.inputs import Inputs
-from trainkit.exporting.trained import NotExportableError, TrainedModel, Written, checkpoint_keys
+from trainkit.exporting.trained import Inputs, NotExportableError, TrainedModel, Written, checkpoint_keys
 from trainkit.files import read_json
 from trainkit.frames import named_first_line
 from trainkit.numerics.copies import copied

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from trainkit.errors import MissingExtraError
 from trainkit.exporting.checking import Check, real_samples, refuse_difference
-from trainkit.exporting.quiet import quiet
-from trainkit.exporting.trained import NotExportableError, TrainedModel, Written, refuse_lack_of_room
+from trainkit.exporting.trained import NotExportableError, TrainedModel, Written, quiet, refuse_lack_of_room
 from trainkit.models.gpt import Gpt
 from trainkit.numerics.generators import Untouched
 

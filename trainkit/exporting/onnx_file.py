@@ -14,10 +14,8 @@ from torch.export import ExportedProgram
 from trainkit.errors import MissingExtraError
 from trainkit.exporting import torch_program
 from trainkit.exporting.checking import Check, example_of, real_samples, refuse_difference
-from trainkit.exporting.inputs import Inputs
-from trainkit.exporting.lengths import try_free_lengths
-from trainkit.exporting.quiet import quiet
-from trainkit.exporting.trained import TrainedModel, Written, refuse_lack_of_room
+from trainkit.exporting.torch_program import try_free_lengths
+from trainkit.exporting.trained import Inputs, TrainedModel, Written, quiet, refuse_lack_of_room
 from trainkit.numerics.generators import Untouched
 
 FILE: Final = "model.onnx"

@@ -12,8 +12,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError
 from trainkit.measuring.bench import Choice, StartTurn, Turn, measured_config, run_turn, steps_of, turns
 from trainkit.report.numbers import share
-from trainkit.run.estimates.memory import device_memory
-from trainkit.run.estimates.verdict import HostMemory, verdict_of
+from trainkit.run.estimates.memory import HostMemory, device_memory, verdict_of
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.misfits import refuse_misfits
 from trainkit.run.planning.notes import model_notes

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from trainkit.config.grammar import refusal
 from trainkit.config.values import nearest
 from trainkit.errors import MissingExtraError
-from trainkit.exporting.inputs import Inputs
-from trainkit.exporting.quiet import quiet
+from trainkit.exporting.trained import Inputs, quiet
 from trainkit.quantizing.transposed import as_linear
 
 FORMATS: Final[Mapping[str, str]] = {

@@ -20,8 +20,7 @@ from torchao.quantization import (
 from torchao.quantization.granularity import PerGroup
 
 from trainkit.config.grammar import refusal
-from trainkit.exporting.inputs import Inputs
-from trainkit.exporting.quiet import quiet
+from trainkit.exporting.trained import Inputs, quiet
 from trainkit.quantizing.formats import Quantized, Read
 from trainkit.trainer.checkpoint.saving import untied
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.data.reading.loader import EvalBatches
-from trainkit.exporting.inputs import Inputs
+from trainkit.exporting.trained import Inputs
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective
 from trainkit.quantizing.transposed import is_linear

@@ -23,8 +23,7 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 )
 
 from trainkit.config.grammar import refusal
-from trainkit.exporting.inputs import Inputs
-from trainkit.exporting.quiet import quiet
+from trainkit.exporting.trained import Inputs, quiet
 from trainkit.numerics.generators import Untouched
 from trainkit.quantizing.formats import Quantized, Read
 from trainkit.trainer.checkpoint.saving import untied

@@ -23,7 +23,7 @@ from trainkit.exporting.trained import NotExportableError
 from trainkit.files import read_map
 from trainkit.run.agent.self_watch import BeatCounter
 from trainkit.run.begin import Result
-from trainkit.run.estimates.out_of_memory import explained
+from trainkit.run.estimates.remedies import explained
 from trainkit.run.folder.export import export_at_end
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import build_callbacks

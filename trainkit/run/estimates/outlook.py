@@ -10,9 +10,18 @@ from torch import nn
 from trainkit.data.stored import travelling_bytes
 from trainkit.run.estimates.hardware import Hardware, hardware_of
 from trainkit.run.estimates.memory import DeviceMemory, device_memory
-from trainkit.run.estimates.step_time import Budget, RankWork, StepTime, budget_of, rows_of, step_time
+from trainkit.run.estimates.step_time import (
+    Budget,
+    RankWork,
+    StepTime,
+    Work,
+    WorkCounter,
+    budget_of,
+    rows_of,
+    step_time,
+    update_work,
+)
 from trainkit.run.estimates.traffic import Traffic, step_traffic
-from trainkit.run.estimates.work import Work, WorkCounter, update_work
 from trainkit.run.planning.memory import checkpoint_bytes
 from trainkit.run.planning.plan import RunPlan
 from trainkit.storage import num_bytes

@@ -34,8 +34,7 @@ from trainkit.errors import AbsentFileError, ConfigError, Problem, StorageError,
 from trainkit.fields import at_least, cosmetic
 from trainkit.files import cache_folder, read_map, write_json_atomically
 from trainkit.run.estimates.hardware import Band, Hardware, HardwareChoice, Link, Say, recognised
-from trainkit.run.estimates.memory import DeviceMemory
-from trainkit.run.estimates.verdict import HostMemory, verdict_of
+from trainkit.run.estimates.memory import DeviceMemory, HostMemory, verdict_of
 from trainkit.run.planning.memory import memory_of
 from trainkit.run.planning.plan import RunPlan
 from trainkit.storage import num_bytes

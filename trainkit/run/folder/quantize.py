@@ -18,7 +18,7 @@ from trainkit.data.reading.loader import EvalBatches
 from trainkit.data.splits import build_splits, folded, size_of, validation_splits
 from trainkit.errors import ConfigError
 from trainkit.exporting.folder import write_export
-from trainkit.exporting.inputs import Inputs, model_inputs
+from trainkit.exporting.trained import Inputs, model_inputs
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective
 from trainkit.quantizing.description import QUANTIZED, QuantizedFile, description_of

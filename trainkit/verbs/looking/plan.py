@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from trainkit.config.composition import Composition
     from trainkit.numerics.schedules import LearningRate
     from trainkit.report.schemas.planning import PlannedRemedy
+    from trainkit.run.estimates.memory import Verdict
     from trainkit.run.estimates.outlook import Outlook
-    from trainkit.run.estimates.verdict import Verdict
     from trainkit.run.planning.plan import RunPlan
     from trainkit.strategies.base import StagePart
 
@@ -120,9 +120,9 @@ def _planned(
 ) -> _Planned:
     from trainkit.cluster.local import launch_environment_of  # noqa: PLC0415 - not for --help
     from trainkit.run.estimates.hardware import hardware_of  # noqa: PLC0415 - imports torch
+    from trainkit.run.estimates.memory import verdict_of  # noqa: PLC0415 - imports torch
     from trainkit.run.estimates.outlook import outlook_of  # noqa: PLC0415 - imports torch
     from trainkit.run.estimates.remedies import remedies_for  # noqa: PLC0415 - imports torch
-    from trainkit.run.estimates.verdict import verdict_of  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.memory import meta_model, refuse_small_host  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.misfits import refuse_misfits  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes  # noqa: PLC0415 - imports torch

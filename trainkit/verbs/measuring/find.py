@@ -16,7 +16,7 @@ from trainkit.verbs.support.measured import Results, begin, line_printer, measur
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
     from trainkit.measuring.range_test import RangeResult
-    from trainkit.run.estimates.verdict import HostMemory
+    from trainkit.run.estimates.memory import HostMemory
     from trainkit.run.planning.plan import RunPlan
 
 WORDS: Final = ("lr", "micro_size")
@@ -151,8 +151,8 @@ def _host_memory(plan: RunPlan) -> HostMemory | None:
     """Return the memory limit for sizes on the CPU, since too large a size may end other programs; None on other
     devices.
     """
+    from trainkit.run.estimates.memory import HostMemory  # noqa: PLC0415 - the same
     from trainkit.run.estimates.this_machine import available_bytes  # noqa: PLC0415 - imports torch
-    from trainkit.run.estimates.verdict import HostMemory  # noqa: PLC0415 - the same
 
     on_cpu = all(task.device == "cpu" for task in plan.tasks)
     return HostMemory(memory_bytes=available_bytes()) if on_cpu and plan.backend is None else None
