@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Lock
 from typing import Annotated, ClassVar, Literal
 
@@ -45,12 +46,12 @@ from trainkit.strategies.core.optimizer import Updater
 from trainkit.strategies.core.phases import set_rates
 from trainkit.strategies.core.refusals import async_problems, launch_problems, phase_problems
 from trainkit.strategies.core.replica import Replica, replica_state, restore_replica
-from trainkit.strategies.core.sparse import scatter_to_all_params
-from trainkit.strategies.core.step import apply_update
-from trainkit.strategies.core.synchronous import build_parts, make_stepper
+from trainkit.strategies.core.step import ShardStep, apply_update
+from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts, make_stepper
 from trainkit.strategies.groups.devices import device_list_problems, device_problems, parse_device
 from trainkit.strategies.memory import ModelMemory
 from trainkit.strategies.model_transforms.compiling import uncompiled
+from trainkit.strategies.tensors.layouts import FlatBuffer
 from trainkit.strategies.tensors.lazy_state import select
 from trainkit.strategies.updates.scheduler import AsyncScheduler, PendingUpdate, WorkItem, settled
 
@@ -156,7 +157,7 @@ class CentralStorage(Strategy):
         count = self.num_replicas(context)
         return 0 if count == 1 else count
 
-    def setup(self, request: SetupRequest) -> CentralExecutor:
+    def setup(self, request: SetupRequest) -> CentralExecutor | AsyncCentralExecutor:
         """Put the variables on the parameter device, and a copy on each compute device."""
         variables = Replica(build_parts(request))
         devices = [torch.device(name) for name in self._computing(torch.cuda.device_count())]
@@ -168,19 +169,18 @@ class CentralStorage(Strategy):
             computing_copy(variables, device, shares=not is_async, on_phase=on_phase)
             for device, on_phase in zip(devices, phases, strict=True)
         ]
+        computing = ComputingCopies(variables, copies)
+        if not is_async:
+            return CentralExecutor(computing, request.training)
         local = LocalModel(
-            # the evaluated model must not change during evaluation, nor be compiled: in `async` the copies compute all
-            # the time
-            model=uncompiled(variables.model) if is_async else copies[0].model,
-            device=variables.device if is_async else devices[0],
+            # the evaluated model must not change during evaluation, nor be compiled: the copies compute all the time
+            model=uncompiled(variables.model),
+            device=variables.device,
             device_types=tuple(sorted({device.type for device in (*devices, variables.device)})),
             data_ranks=variables.data_ranks,
             precision=request.precision,
             lanes=variables.lanes,
         )
-        computing = ComputingCopies(variables, copies)
-        if not is_async:
-            return CentralExecutor(computing, local, request.training)
         masters = variables.masters
         steppers = [make_stepper(request, masters) for _ in devices]
         for optimizer in [one for stepper in steppers[1:] for one in stepper.optimizers]:
@@ -201,122 +201,107 @@ class CentralStorage(Strategy):
         return computing[0] if len(computing) == 1 else "cpu"
 
 
-class CentralExecutor(Executor):
+class CopiesStep(ShardStep):
+    """One try at a step whose shards the copies share, each on its own thread.
+
+    Args:
+        copies: the copies; the replica of the step holds the variables.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        ticket: Ticket,
+        batches: Sequence[Batch],
+        training: StepContext,
+        *,
+        copies: ComputingCopies,
+    ) -> None:
+        super().__init__(replica, ticket, batches, training)
+        self._copies, given = copies, dict(zip(ticket.shards, batches, strict=True))
+        num_shards, count, self._works = training.plan.num_shards(ticket.step), len(copies.copies), list[ThreadWork]()
+        for place, copy in enumerate(copies.copies):
+            own = shards_of_rank(num_shards, rank=place, num_ranks=count, lanes=replica.lanes)
+            own_batches = [to_device(given[shard], copy.device) for shard in own]
+            self._works.append(ThreadWork(copy, Ticket(ticket.step, own), own_batches, training))
+
+    def agree_on_grad_layout(self) -> FlatBuffer:
+        """Find the layout of gradients and buffers in the first copy, and pass it to the others."""
+        self._works[0].agree_on_grad_layout()
+        self._copies.settle(self._works[0].replica)
+        assert self.replica.packing is not None
+        return self.replica.packing
+
+    def partials(self) -> Iterator[tuple[int, Sums]]:
+        """Yield (lane, its sums) on the variables' device, in an order that does not depend on the threads' speed."""
+        replica, works, copies = self.replica, self._works, self._copies
+        in_turn = copies.may_compile((place, work.batches) for place, work in enumerate(works))
+        found = [dict(one) for one in copies.run(lambda work: work.sums(replica.device), works, in_turn=in_turn)]
+        replica.set_sparse(copies.copies[0].sparse)
+        device = copies.copies[0].device
+        self.loss_sum = sum_of([work.loss_sum.to(device) for work in works if work.loss_sum is not None])
+        counted = sum_of([work.weight.to(device) for work in works if isinstance(work.weight, Tensor)])
+        known = sum(work.weight for work in works if not isinstance(work.weight, Tensor))
+        self.weight = known if counted is None else counted + known
+        for work in works:
+            for name, term in work.terms.items():
+                self.terms[name] = self.terms[name] + term.to(device) if name in self.terms else term.to(device)
+        if replica.lanes is None:
+            yield 0, total_of([own[0] for own in found if own])
+            return
+        for lane in lane_order(replica.lanes):
+            if lane in found[lane % len(works)]:
+                yield lane, found[lane % len(works)][lane]
+
+
+class CentralExecutor(SynchronousExecutor[Replica]):
     """The variables in one place, and the copies that compute with them."""
 
-    def __init__(self, copies: ComputingCopies, local: LocalModel, training: StepContext) -> None:
-        self._copies, self._variables, self._local, self._training = copies, copies.source, local, training
+    def __init__(self, copies: ComputingCopies, training: StepContext) -> None:
+        super().__init__(copies.source, training, make_step=partial(CopiesStep, copies=copies))
+        self._copies = copies
 
     @property
-    def local(self) -> LocalModel:
-        """The model that is evaluated."""
-        return self._local
+    def local(self) -> Replica:
+        """The first copy, which is evaluated."""
+        return self._copies.copies[0]
 
     def assign(self, step: int) -> tuple[int, ...]:
         """Return all shards: the threads share them."""
         return tuple(range(self._training.plan.num_shards(step)))
 
-    def tickets(self, position: StepCounter, until: int | None = None) -> Iterator[Ticket]:  # noqa: ARG002 - the loop ends
-        """Yield the position's step, whole."""
-        while True:
-            step = position.step
-            yield Ticket(step, self.assign(step))
-
     def step(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
         """Run forward and backward on all threads, and update the variables once."""
-        copies, variables, training, device = self._copies, self._variables, self._training, self._local.device
-        copies.set_loss_scale(self._local.loss_scale)
-        works = self._works(ticket, batches)
-        if variables.packing is None:
-            works[0].agree_on_grad_layout()
-            copies.settle(works[0].replica)
-        assert variables.packing is not None
-        variables.buffers.begin_step()
-        num_shards = training.plan.num_shards(ticket.step)
-        variables.reducer.begin(variables.packing, num_shards=num_shards)
-        for lane, partial_sums in self._partials(works, num_shards):
-            variables.reducer.add(lane, partial_sums)
-        sums = variables.reducer.finish()
-        variables.set_sparse(copies.copies[0].sparse)
-        if variables.exchanged is not None:
-            sums = scatter_to_all_params(variables, sums, {})
-        variables.on_phase("update", ticket.step)
-        loss_sum = sum_of([work.loss_sum.to(device) for work in works if work.loss_sum is not None])
-        variables.begin_update(ticket.step)
-        rule = set_rates(variables.stepper, ticket.step, training.rule(ticket.step))
-        status, norm = apply_update(variables, sums, works[0].divisor, rule, loss_sum=loss_sum)
-        self._local.set_loss_scale(variables.loss_scale)
-        copies.refresh()
-        variables.end_update(ticket.step)
-        left_out = (LeftOut.whole(training.plan, ticket.step),) if status is Status.skipped else ()
-        counted = sum_of([work.weight.to(device) for work in works if isinstance(work.weight, Tensor)])
-        known = sum(work.weight for work in works if not isinstance(work.weight, Tensor))
-        weight = known if counted is None else counted + known
-        terms = _terms(works, device)
-        return StepOutcome(ticket.step, status, loss_sum, weight, norm, left_out, terms=terms)
-
-    def _works(self, ticket: Ticket, batches: Sequence[Batch]) -> list[ThreadWork]:
-        """Return the share of the shards of each copy, with the batches on its device."""
-        given, copies, plan = dict(zip(ticket.shards, batches, strict=True)), self._copies.copies, self._training.plan
-        num_shards, lanes, works = plan.num_shards(ticket.step), self._variables.lanes, []
-        for place, copy in enumerate(copies):
-            own = shards_of_rank(num_shards, rank=place, num_ranks=len(copies), lanes=lanes)
-            own_batches = [to_device(given[shard], copy.device) for shard in own]
-            works.append(ThreadWork(copy, Ticket(ticket.step, own), own_batches, self._training))
-        return works
-
-    def _partials(self, works: Sequence[ThreadWork], num_shards: int) -> Iterator[tuple[int, Sums]]:
-        """Yield (lane, its sums) on the variables' device, in an order that does not depend on the threads' speed."""
-        device, lanes, copies = self._variables.device, self._variables.lanes, self._copies
-        in_turn = copies.may_compile((place, work.batches) for place, work in enumerate(works))
-        found = [dict(one) for one in copies.run(lambda work: work.sums(device), works, in_turn=in_turn)]
-        if lanes is None:
-            yield 0, total_of([own[0] for own in found if own])
-            return
-        for lane in lane_order(lanes):
-            if lane < num_shards:
-                yield lane, found[lane % len(works)][lane]
-
-    def state_dict(self) -> StateDict:
-        """Return the state of the variables."""
-        return replica_state(self._variables)
+        self._copies.set_loss_scale(self.local.loss_scale)
+        outcome = super().step(ticket, batches)
+        self.local.set_loss_scale(self._replica.loss_scale)
+        self._copies.refresh()
+        return outcome
 
     def load_state_dict(self, state: StateDict) -> None:
         """Restore the tensors of a checkpoint of any strategy, and copy them to the copies."""
-        restore_replica(self._variables, state)
+        super().load_state_dict(state)
         self._copies.refresh(frozen=True)
-
-    def recover(self, step: int) -> bool:
-        """Restore the buffers of an interrupted step."""
-        return self._variables.recover(step)
 
     def swap_averages(self) -> bool:
         """Exchange the variables and their averages."""
-        found = self._variables.swap_averages()
+        found = super().swap_averages()
         self._copies.refresh()
         return found
 
-    def close(self, *, failed: bool = False) -> None:  # noqa: ARG002 - there is no other rank
+    def close(self, *, failed: bool = False) -> None:
         """End the threads."""
+        super().close(failed=failed)
         self._copies.close()
 
 
-def _terms(works: Sequence[ThreadWork], device: torch.device) -> dict[str, Tensor]:
-    """Return the terms of the loss, summed over the threads with shards."""
-    found: dict[str, Tensor] = {}
-    for work in works:
-        for name, term in work.terms.items():
-            found[name] = found[name] + term.to(device) if name in found else term.to(device)
-    return found
-
-
-class AsyncCentralExecutor(CentralExecutor):
+class AsyncCentralExecutor(Executor):
     """The variables and the copies, each of which computes whole steps and has its own optimizer over the variables."""
 
     def __init__(
         self, copies: ComputingCopies, local: LocalModel, training: StepContext, steppers: Sequence[Updater]
     ) -> None:
-        super().__init__(copies, local, training)
+        self._copies, self._variables, self._local, self._training = copies, copies.source, local, training
         self._steppers = list(steppers)
         self._scheduler = AsyncScheduler(plan=training.plan)
         for place in range(len(steppers)):
@@ -331,6 +316,15 @@ class AsyncCentralExecutor(CentralExecutor):
         self._lock = Lock()
         """Held while all variables are read or written, and while they are exchanged for their averages."""
         self._shows_averages = False
+
+    @property
+    def local(self) -> LocalModel:
+        """The variables, which are evaluated."""
+        return self._local
+
+    def assign(self, step: int) -> tuple[int, ...]:
+        """Return all shards: a thread computes a whole step."""
+        return tuple(range(self._training.plan.num_shards(step)))
 
     def tickets(self, position: StepCounter, until: int | None = None) -> Iterator[Ticket]:
         """Yield whole steps, first the unfinished ones of an earlier start; empty tickets wait for the rest."""
@@ -457,11 +451,11 @@ class AsyncCentralExecutor(CentralExecutor):
             self._lock.release()
         return found
 
-    def close(self, *, failed: bool = False) -> None:
+    def close(self, *, failed: bool = False) -> None:  # noqa: ARG002 - there is no other rank
         """End the threads."""
         if self._shows_averages:
             self._lock.release()
-        super().close(failed=failed)
+        self._copies.close()
 
     def recover(self, step: int) -> bool:
         """Return False: other threads are in the middle of their steps."""
