@@ -21,8 +21,7 @@ from tests.contract.stepping import Case, train
 from tests.support.pool import Pool
 from trainkit.strategies.core.graphs.captured import CapturingCaller, CudaCapture
 from trainkit.strategies.core.graphs.whole import DirectCall, WholeGraph
-from trainkit.strategies.model_transforms import ModelTransforms
-from trainkit.strategies.step_values import GraphSettings
+from trainkit.strategies.model_transforms import GraphSettings, ModelTransforms
 
 pytestmark = pytest.mark.usefixtures("compiled_gradients", "fresh_graphs")
 

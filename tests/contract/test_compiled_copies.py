@@ -17,7 +17,7 @@ from tests.contract.stepping import Case, oracle, run_rank, train
 from tests.support import reference
 from tests.support.pool import Pool
 from trainkit.strategies.base import SetupRequest
-from trainkit.strategies.central_storage import CentralExecutor, CentralStorage
+from trainkit.strategies.central_storage import AsyncCentralExecutor, CentralExecutor, CentralStorage
 from trainkit.strategies.core.copies import ComputingCopies
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
 from trainkit.strategies.model_transforms.compiling import is_compiled
@@ -83,7 +83,7 @@ def test_what_threads_beside_the_loop_leave_to_evaluate_is_eager() -> None:
     made: list[bool] = []
     setup = CentralStorage.setup
 
-    def noted(self: CentralStorage, request: SetupRequest) -> CentralExecutor:
+    def noted(self: CentralStorage, request: SetupRequest) -> CentralExecutor | AsyncCentralExecutor:
         executor = setup(self, request)
         made.append(is_compiled(executor.local.model))
         return executor

@@ -25,11 +25,16 @@ from trainkit.models.gpt import Gpt
 from trainkit.models.mlp import Mlp
 from trainkit.models.resnet import ResNet
 from trainkit.numerics.randomness import BlockKeys
-from trainkit.strategies.base import GraphSettings
 from trainkit.strategies.core.graphs import shards
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.mesh.tensor_parallel import TensorParallel
-from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms, shaping_notes, shaping_problems
+from trainkit.strategies.model_transforms import (
+    GraphSettings,
+    ModelTransforms,
+    apply_transforms,
+    shaping_notes,
+    shaping_problems,
+)
 from trainkit.strategies.model_transforms.compiling import Compiled, is_compiled
 
 pytestmark = pytest.mark.pairwise

@@ -22,7 +22,8 @@ from tests.support.launches_of_a_step import Calls, StepTrace, counting_graphs
 from tests.support.pool import Pool
 from trainkit.cli import main
 from trainkit.numerics.batch import Ticket
-from trainkit.strategies.base import Batch, GraphSettings, PlanContext, StepOutcome
+from trainkit.strategies.base import Batch, PlanContext, StepOutcome
+from trainkit.strategies.model_transforms import GraphSettings
 from trainkit.strategies.core.graphs.whole import WholeGraph
 from trainkit.strategies.model_transforms import ModelTransforms
 from trainkit.strategies.updates.worker import Mode, Worker, WorkOrder, WorkReport

@@ -24,8 +24,7 @@ from trainkit.strategies.local_sgd import LocalSgd
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.parameter_server import ParameterServer
 from trainkit.strategies.reducers.options import Reducing
-from trainkit.strategies.traffic import ModuleCall, StepCut, TensorFacts, traffic_of
-from trainkit.strategies.traffic.tables import AT_MOST
+from trainkit.strategies.traffic import AT_MOST, ModuleCall, StepCut, TensorFacts, traffic_of
 
 MODEL = nn.Linear(100, 50, bias=False)
 SIZE = 100 * 50 * 4

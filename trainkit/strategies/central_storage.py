@@ -31,6 +31,7 @@ from trainkit.strategies.base import (
     LeftOut,
     LocalModel,
     LoopCall,
+    ModelMemory,
     PlanContext,
     SetupRequest,
     StateDict,
@@ -49,7 +50,6 @@ from trainkit.strategies.core.replica import Replica, replica_state, restore_rep
 from trainkit.strategies.core.step import ShardStep, apply_update
 from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts, make_stepper
 from trainkit.strategies.groups.devices import device_list_problems, device_problems, parse_device
-from trainkit.strategies.memory import ModelMemory
 from trainkit.strategies.model_transforms.compiling import uncompiled
 from trainkit.strategies.tensors.layouts import FlatBuffer
 from trainkit.strategies.tensors.lazy_state import select

@@ -13,7 +13,7 @@ from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.fields import above, placement
-from trainkit.strategies.base import Facts, PlanContext, SetupRequest, StagePart, Strategy
+from trainkit.strategies.base import Facts, ModelMemory, PlanContext, ReplicaPart, SetupRequest, StagePart, Strategy
 from trainkit.strategies.core.refusals import launch_problems
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import (
@@ -23,7 +23,6 @@ from trainkit.strategies.core.synchronous import (
 )
 from trainkit.strategies.groups.devices import device_problems, parse_device
 from trainkit.strategies.maps.solver import ModelMap
-from trainkit.strategies.memory import ModelMemory, ReplicaPart
 from trainkit.strategies.traffic import precision_of
 
 

@@ -21,6 +21,7 @@ from trainkit.strategies.base import (
     Facts,
     LeftOut,
     LoopCall,
+    ModelMemory,
     PlanContext,
     SetupRequest,
     StateDict,
@@ -37,7 +38,6 @@ from trainkit.strategies.core.replica_check import drifted_parameter
 from trainkit.strategies.core.step import MakeStep, ShardStep, apply_update, cloned_batch
 from trainkit.strategies.core.synchronous import broadcast_initial, build_parts
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
-from trainkit.strategies.memory import ModelMemory
 from trainkit.strategies.mesh.state import ShardedReplica, joined_norms
 from trainkit.strategies.mesh.step import ShardedExecutor, ShardedWork
 from trainkit.strategies.mesh.strategy import Mesh
@@ -48,15 +48,18 @@ from trainkit.strategies.tensors.lazy_state import read_slice, select
 from trainkit.strategies.traffic import (
     StepCut,
     Transfer,
+    Vector,
     all_reduce,
     exchanged_elements,
+    gathered_rows,
     joined,
+    lookups_of,
     precision_of,
     ranks_a_host,
     ranks_of,
+    reduction,
+    weights_of,
 )
-from trainkit.strategies.traffic.reductions import Vector, reduction
-from trainkit.strategies.traffic.tables import gathered_rows, lookups_of, weights_of
 
 _SLOT: Final = "optimizer/outer_momentum/"
 

@@ -11,7 +11,7 @@ from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.fields import placement
-from trainkit.strategies.base import WHOLE_REPLICAS, Facts, PlanContext, SetupRequest, Strategy
+from trainkit.strategies.base import WHOLE_REPLICAS, Facts, ModelMemory, PlanContext, SetupRequest, Strategy
 from trainkit.strategies.core.graphs.shards import makers_of
 from trainkit.strategies.core.refusals import launch_problems
 from trainkit.strategies.core.replica import Replica
@@ -22,7 +22,6 @@ from trainkit.strategies.core.synchronous import (
     synchronous_gradient_copies,
 )
 from trainkit.strategies.groups.devices import device_problems, parse_device
-from trainkit.strategies.memory import ModelMemory
 
 
 @dataclass(frozen=True, kw_only=True)

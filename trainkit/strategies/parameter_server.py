@@ -20,17 +20,15 @@ from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.copies import copied
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, needs_of
-from trainkit.strategies.base import Facts, LoopCall, PlanContext, SetupRequest, Strategy, TaskContext
+from trainkit.strategies.base import Facts, LoopCall, ModelMemory, PlanContext, SetupRequest, Strategy, TaskContext
 from trainkit.strategies.core.buffers import sample_dims_of
 from trainkit.strategies.core.optimizer import Updater
 from trainkit.strategies.core.refusals import async_problems, no_rollback, phase_problems
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import build_parts, make_stepper, no_reducer
-from trainkit.strategies.memory import ModelMemory
 from trainkit.strategies.model_transforms.compiling import uncompiled
 from trainkit.strategies.scaling import Remedies, Scaled
-from trainkit.strategies.traffic import StepCut, Transfer, precision_of
-from trainkit.strategies.traffic.tables import lookups_of
+from trainkit.strategies.traffic import StepCut, Transfer, lookups_of, precision_of
 from trainkit.strategies.updates.chief import OWN, Chief
 from trainkit.strategies.updates.client import ParameterServerClient
 from trainkit.strategies.updates.links import AddressBook, Connection

@@ -20,12 +20,20 @@ from trainkit.frames import first_line
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.generators import key32
 from trainkit.objectives.base import Loss
-from trainkit.strategies.base import Batch, Facts, PlanContext, SetupRequest, StepContext, StepOutcome, Strategy
+from trainkit.strategies.base import (
+    Batch,
+    Facts,
+    ModelMemory,
+    PlanContext,
+    SetupRequest,
+    StepContext,
+    StepOutcome,
+    Strategy,
+)
 from trainkit.strategies.core.refusals import launch_problems
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts, synchronous_gradient_copies
-from trainkit.strategies.memory import ModelMemory
 from trainkit.strategies.tensors.layouts import SingleDevicePlacement
 
 _VERSION: Final = "2.9.0"

@@ -26,7 +26,7 @@ from trainkit.numerics.generators import Untouched
 from trainkit.numerics.precision import Precision, buffer_dtype, param_dtype
 from trainkit.objectives.base import Loss, Model
 from trainkit.run.planning.convolutions import workspace_of
-from trainkit.strategies.memory import RankPass
+from trainkit.strategies.base import RankPass
 from trainkit.strategies.model_transforms.recomputing import selective_contexts
 
 Moment = Literal["forward", "backward", "exchange", "optimizer step", "evaluation"]

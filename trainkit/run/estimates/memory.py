@@ -20,7 +20,7 @@ from trainkit.run.estimates.passes import EvaluatedBatch, Line, NoSampleError, S
 from trainkit.run.planning.memory import Memory, memory_of, stepped_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.storage import num_bytes
-from trainkit.strategies.memory import ReplicaPart
+from trainkit.strategies.base import ReplicaPart
 from trainkit.strategies.traffic import CollectiveCall
 
 

@@ -19,7 +19,7 @@ from trainkit.run.estimates.activations import Timeline, TracedPass
 from trainkit.run.planning.build import frozen_models, model_transforms_of
 from trainkit.run.planning.optimizers import assigned_parameters
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.memory import PlannedShard, ReplicaPart
+from trainkit.strategies.base import PlannedShard, ReplicaPart
 from trainkit.strategies.model_transforms import recomputed_modules
 
 

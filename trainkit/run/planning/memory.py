@@ -16,8 +16,8 @@ from trainkit.run.planning.build import build_model, build_without_data, config_
 from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.storage import bytes_needed, num_bytes
+from trainkit.strategies.base import ModelMemory
 from trainkit.strategies.core.optimizer import NamedSteppers
-from trainkit.strategies.memory import ModelMemory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

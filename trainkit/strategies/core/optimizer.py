@@ -13,7 +13,7 @@ from torch.optim import optimizer as module
 
 from trainkit.adapters.average import AfterStep
 from trainkit.errors import ConfigError, Problem, TrainingError
-from trainkit.strategies.step_values import NamedOptimizer
+from trainkit.strategies.base import NamedOptimizer
 from trainkit.strategies.tensors.layouts import in_layout
 
 

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.generators import mix64, name_id
-from trainkit.strategies.base import Batch, LeftOut, Status, StepContext, StepOutcome, UpdateParams
+from trainkit.strategies.base import Batch, LeftOut, Phase, Status, StepContext, StepOutcome, UpdateParams
 from trainkit.strategies.core.optimizer import NamedSteppers, Updater
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep, apply_update, observer
-from trainkit.strategies.step_values import Phase
 
 R = TypeVar("R", bound=Replica)
 

@@ -19,8 +19,10 @@ from trainkit.strategies.base import (
     WHOLE_REPLICAS,
     Facts,
     JsonMap,
+    ModelMemory,
     Numerics,
     PlanContext,
+    ReplicaPart,
     SetupRequest,
     StagePart,
     StepContext,
@@ -40,7 +42,6 @@ from trainkit.strategies.core.synchronous import (
 )
 from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroupOptions
 from trainkit.strategies.maps.replica_map import BlockMap, Devices, ReplicaMap, group_problems
-from trainkit.strategies.memory import ModelMemory, ReplicaPart
 from trainkit.strategies.model_transforms import Compiles
 from trainkit.strategies.reducers import PerDeviceReducer, Reducer
 from trainkit.strategies.reducers.options import ReductionOptions
@@ -49,13 +50,18 @@ from trainkit.strategies.scaling import Remedies, Scaled
 from trainkit.strategies.traffic import (
     StepCut,
     Transfer,
+    Vector,
     exchanged_elements,
+    gathered_rows,
+    in_lanes,
+    lookups_of,
+    powersgd,
     precision_of,
     ranks_a_host,
     ranks_of,
+    reduction,
+    weights_of,
 )
-from trainkit.strategies.traffic.reductions import Vector, in_lanes, powersgd, reduction
-from trainkit.strategies.traffic.tables import gathered_rows, lookups_of, weights_of
 
 
 class DataParallelExecutor(SynchronousExecutor[Replica]):

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trainkit.strategies.base import StagePart
+from trainkit.strategies.base import ModelMemory, ReplicaPart, StagePart
 from trainkit.strategies.maps.blocks import Block, distinct_tensors, names_of
 from trainkit.strategies.maps.syntax import collapsed
-from trainkit.strategies.memory import ModelMemory, ReplicaPart
 from trainkit.strategies.object_snapshot import ObjectSnapshot, refuse_changes
 from trainkit.strategies.tensors.layouts import Placement, TensorPlaces
 

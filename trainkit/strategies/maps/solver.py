@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.precision import Precision
-from trainkit.strategies.base import PlanContext, StagePart
+from trainkit.strategies.base import PlanContext, ReplicaPart, StagePart
 from trainkit.strategies.groups.devices import parse_device
 from trainkit.strategies.maps.activations import activations_of
 from trainkit.strategies.maps.blocks import Block, blocks_of, distinct_tensors
 from trainkit.strategies.maps.layout import DeviceLayout
 from trainkit.strategies.maps.syntax import assign, leaders_of, validate_layout
-from trainkit.strategies.memory import ReplicaPart
 
 
 def balanced(

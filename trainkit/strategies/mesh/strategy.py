@@ -21,7 +21,7 @@ from trainkit.fields import Limit, at_most, maths, placement, speed
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_nothing
 from trainkit.objectives.base import Access, Collective
-from trainkit.strategies.base import Facts, Numerics, PlanContext, SetupRequest, Strategy
+from trainkit.strategies.base import Facts, ModelMemory, Numerics, PlanContext, SetupRequest, Strategy
 from trainkit.strategies.collectives import GroupCollective, RankGroup, broadcast_values
 from trainkit.strategies.core.graphs.shards import makers_of
 from trainkit.strategies.core.refusals import optimizer_problems
@@ -34,7 +34,6 @@ from trainkit.strategies.core.synchronous import (
     synchronous_gradient_copies,
 )
 from trainkit.strategies.groups.process_group import ProcessGroup, choice_of
-from trainkit.strategies.memory import ModelMemory
 from trainkit.strategies.mesh.axes import Axes
 from trainkit.strategies.mesh.sharding import (
     Sharding,
@@ -60,9 +59,17 @@ from trainkit.strategies.reducers import LocalReducer, Reducer
 from trainkit.strategies.reducers.compression import Compression
 from trainkit.strategies.reducers.options import Reducing, ReductionOptions
 from trainkit.strategies.tensors.layouts import Placement, SingleDevicePlacement, local_part, make_dense
-from trainkit.strategies.traffic import CollectiveCall, StepCut, Transfer, WorkShare, joined, ranks_a_host
-from trainkit.strategies.traffic.observed import observed_transfers
-from trainkit.strategies.traffic.reductions import Vector, reduction
+from trainkit.strategies.traffic import (
+    CollectiveCall,
+    StepCut,
+    Transfer,
+    Vector,
+    WorkShare,
+    joined,
+    observed_transfers,
+    ranks_a_host,
+    reduction,
+)
 
 Wrap = Literal["blocks"] | tuple[str, ...]
 TensorPlan = Mapping[str, str] | Literal["auto"]

@@ -21,7 +21,6 @@ from trainkit.numerics.randomness import draws_at_random, draws_nothing
 from trainkit.objectives.linear_cross_entropy import offered_by, score_rows
 from trainkit.strategies.model_transforms.compiling import Compiled, CompiledFunction
 from trainkit.strategies.model_transforms.recomputing import Recomputed
-from trainkit.strategies.step_values import GraphSettings
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -121,6 +120,25 @@ _COMPILERS: Final = ("c++", "g++", "clang++")
 
 Recomputation = Literal["none", "selective", "full"] | int | Sequence[str]
 """A value of `activation_checkpointing`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphSettings:
+    """Settings of the graph of loss and gradients of a shard, in addition to compiled modules."""
+
+    covers: Literal["step", "shard"]
+    """`step`: every step has such a graph; `shard`: only if a step draws no random numbers."""
+    backend: str
+    """The backend of torch.compile."""
+    mode: str | None = None
+    """A mode of the inductor backend; None for any other."""
+    cuda_graphs: bool = False
+    """Whether the kernels of the graph are captured, and replayed by one call."""
+
+    @property
+    def key(self) -> str:
+        """The key that requested the graphs, for messages."""
+        return "compile.mode=step" if self.covers == "step" else "compile.mode"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from trainkit.objectives.base import Loss, Model, Supervised
-from trainkit.strategies.base import Batch
-from trainkit.strategies.memory import RankPass
+from trainkit.strategies.base import Batch, RankPass
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment, blocks_to_cut
 from trainkit.strategies.pipeline.tracing.program import Program, StageProgram
 from trainkit.strategies.pipeline.tracing.stage_module import StageModule, blocks_of_stage, filled

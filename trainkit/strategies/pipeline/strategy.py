@@ -15,7 +15,17 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.fields import above, at_least, at_most, placement
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, Supervised
-from trainkit.strategies.base import Facts, PlanContext, SetupRequest, StagePart, Strategy
+from trainkit.strategies.base import (
+    Facts,
+    ModelMemory,
+    PlanContext,
+    PlannedShard,
+    RankPass,
+    ReplicaPart,
+    SetupRequest,
+    StagePart,
+    Strategy,
+)
 from trainkit.strategies.collectives import broadcast_values
 from trainkit.strategies.core.refusals import counted_statistics_problems
 from trainkit.strategies.core.replica import PlacedModel
@@ -26,7 +36,6 @@ from trainkit.strategies.maps.activations import activations_of
 from trainkit.strategies.maps.blocks import names_of
 from trainkit.strategies.maps.layout import part_of
 from trainkit.strategies.maps.solver import MemoryLimits, model_bytes
-from trainkit.strategies.memory import ModelMemory, PlannedShard, RankPass, ReplicaPart
 from trainkit.strategies.pipeline.schedules import (
     ScheduleName,
     ideal_bubble,

@@ -19,8 +19,7 @@ from trainkit.strategies.base import PlanContext
 from trainkit.strategies.core.buffers import sample_dims_of
 from trainkit.strategies.core.refusals import optimizer_problems
 from trainkit.strategies.tensors.layouts import dense_strides, part_strides
-from trainkit.strategies.traffic import Transfer
-from trainkit.strategies.traffic.tables import AT_MOST, Lookups
+from trainkit.strategies.traffic import AT_MOST, Lookups, Transfer
 
 Kind = Literal["param", "frozen", "buffer"]
 """Trainable parameters, frozen parameters, and buffers."""

@@ -21,7 +21,7 @@ from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import LossDivisor, apply_update, cloned_batch
 from trainkit.strategies.model_transforms.compiling import is_compiled
-from trainkit.strategies.traffic.tables import sparse_tables as tables_of
+from trainkit.strategies.traffic import sparse_tables as tables_of
 from trainkit.strategies.updates.client import ParameterServerClient
 from trainkit.strategies.updates.links import Connection
 from trainkit.strategies.updates.variables import tensors_of

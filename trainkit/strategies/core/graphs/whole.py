@@ -20,7 +20,7 @@ from trainkit.errors import TrainingError, TrainkitError
 from trainkit.frames import chain_of, first_line
 from trainkit.numerics.generators import GENERATORS_LOCK, GeneratorStates
 from trainkit.strategies.core.graphs.pooling import keep_pool_kernels
-from trainkit.strategies.step_values import GraphSettings
+from trainkit.strategies.model_transforms import GraphSettings
 
 _MOST_GRAPHS: Final = 64
 """Largest number of graphs of one function, for other shapes of a shard or other values in the model's code."""

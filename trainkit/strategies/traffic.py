@@ -1,0 +1,615 @@
+"""The transfers of a step, and the protocol by which a strategy describes them.
+
+Bytes are those of the tensors. Headers of TCP and of the transport, and the small sums of losses and counters, come on
+top: below 5 % of transfers of 100 kB and more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainkit.numerics.batch import owned_nodes, shards_of_rank
+from trainkit.numerics.precision import Precision
+from trainkit.strategies.base import PlanContext, Strategy
+
+Flows = Mapping[tuple[int, int], float]
+"""(sender, receiver) -> bytes; the ranks are those of the tasks."""
+
+
+def ring(ranks: Sequence[int], num_bytes: float) -> Flows:
+    """Return flows in which each rank sends `num_bytes` to the next one; none for a single rank.
+
+    Example:
+        >>> ring([0, 1, 2], 8.0)
+        {(0, 1): 8.0, (1, 2): 8.0, (2, 0): 8.0}
+    """
+    if len(ranks) == 1:
+        return {}
+    return {(rank, ranks[(place + 1) % len(ranks)]): num_bytes for place, rank in enumerate(ranks)}
+
+
+def all_reduce(ranks: Sequence[int], num_bytes: float) -> Flows:
+    """Return the flows of summing a vector over ranks: a reduce-scatter, then an all-gather.
+
+    Example:
+        >>> all_reduce([0, 1], 8.0)
+        {(0, 1): 8.0, (1, 0): 8.0}
+
+    Source: Patarasu and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
+    """
+    return ring(ranks, 2 * (len(ranks) - 1) / len(ranks) * num_bytes)
+
+
+def all_gather(ranks: Sequence[int], num_bytes: float) -> Flows:
+    """Return the flows of gathering a vector of this size, of which each rank has a part."""
+    return ring(ranks, (len(ranks) - 1) / len(ranks) * num_bytes)
+
+
+def reduce_scatter(ranks: Sequence[int], num_bytes: float, *, device_type: str) -> Flows:
+    """Return the flows of summing a vector of this size, of which each rank keeps a part.
+
+    On the CPU, gloo sums the whole vector on every rank (measured with torch 2.13 on 2, 3 and 4 ranks).
+    """
+    return all_reduce(ranks, num_bytes) if device_type == "cpu" else all_gather(ranks, num_bytes)
+
+
+def reduce_to_first(ranks: Sequence[int], num_bytes: float) -> Flows:
+    """Return the flows of summing a vector on the first rank: a reduce-scatter, then each part is sent there."""
+    return joined(all_gather(ranks, num_bytes), {(rank, ranks[0]): num_bytes / len(ranks) for rank in ranks[1:]})
+
+
+def broadcast(ranks: Sequence[int], num_bytes: float) -> Flows:
+    """Return the flows of a binomial tree from the first rank.
+
+    Example:
+        >>> sorted(broadcast([0, 1, 2, 3], 1.0))
+        [(0, 1), (0, 2), (1, 3)]
+    """
+    flows, reached = dict[tuple[int, int], float](), 1
+    while reached < len(ranks):
+        for place in range(min(reached, len(ranks) - reached)):
+            flows[ranks[place], ranks[place + reached]] = num_bytes
+        reached *= 2
+    return flows
+
+
+def joined(*several: Flows) -> Flows:
+    """Return the sum of flows, pair by pair.
+
+    Example:
+        >>> joined({(0, 1): 1.0}, {(0, 1): 2.0, (1, 0): 4.0})
+        {(0, 1): 3.0, (1, 0): 4.0}
+    """
+    total: dict[tuple[int, int], float] = {}
+    for flows in several:
+        for pair, num_bytes in flows.items():
+            total[pair] = total.get(pair, 0.0) + num_bytes
+    return total
+
+
+def times(flows: Flows, factor: float) -> Flows:
+    """Return flows multiplied by a number."""
+    return {pair: num_bytes * factor for pair, num_bytes in flows.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorFacts:
+    """The size of a tensor in a dry run."""
+
+    numel: int
+    """Number of elements, in an unsharded replica."""
+    width: int
+    """Bytes of an element."""
+    requires_grad: bool = False
+    """Whether backward computes its gradient."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor, which are also those of its gradient."""
+        return self.numel * self.width
+
+
+@dataclass(kw_only=True, slots=True)
+class ModuleCall:
+    """One call of a module in forward and backward of a shard."""
+
+    name: str
+    """The canonical name of the module."""
+    given: TensorFacts | None
+    """First argument of the call; None if it is not a tensor."""
+    returned: TensorFacts | None = None
+    """Output of the call; None if it is not a tensor, or if recomputation ended earlier."""
+    has_loss: bool = False
+    """Whether it returns the loss of its outputs instead of them (`trainkit.objectives.linear_cross_entropy`)."""
+    is_again: bool = False
+    """Whether backward recomputes it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveCall:
+    """A collective of the first rank in a step."""
+
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+    ranks: tuple[int, ...]
+    """The ranks that take part."""
+    num_bytes: int
+    """Bytes of the whole tensor, of which each rank has a part before or after, or which is summed."""
+    shard: int | None
+    """Number of the observed shard of the rank; None: between the last backward pass and the next step."""
+    is_in_update: bool = False
+    """Whether the update makes it."""
+    times: int = 1
+    """Number of shards of the rank with the same one."""
+
+
+class DryRun(Protocol):
+    """Runs the largest shard of a step, or an update, on tensors without data."""
+
+    def collectives(self) -> Sequence[CollectiveCall] | None:
+        """Return the collectives of the first rank in a step with the first two and the last of its shards, in order;
+        None if it cannot run without data.
+        """
+
+    def calls(self, names: Collection[str]) -> Sequence[ModuleCall] | None:
+        """Return the calls of modules in forward and backward of a shard, in order; None if it cannot run without data.
+
+        Args:
+            names: canonical names of the modules.
+        """
+
+    def state_elements(self) -> int | None:
+        """Return the elements of the optimizer's state of a whole model; None if the optimizer cannot run without
+        data.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """The bytes of a step that serve one purpose."""
+
+    what: str
+    """Kind of data: gradients, parameters, activations or variables."""
+    how: str
+    """The operation, such as `all-reduce` or `pull`."""
+    flows: Flows
+    """Bytes of a step by sender and receiver."""
+    messages: int = 1
+    """Number of messages of a rank in sequence in a step; each costs the latency of a link."""
+    overlaps: bool = False
+    """Whether ranks compute during the transfer."""
+    by: Literal["network", "memory"] = "network"
+    """Path: the links between devices, or memory of a host that all ranks map."""
+    first_step: int = 0
+    """The first step with this transfer."""
+    end_step: int | None = None
+    """The first later step without it; None: it lasts to the end."""
+    every: int = 1
+    """Interval in steps between two transfers, counted from `first_step`; the last step of each interval has it."""
+    note: str | None = None
+    """Note about the limits of its figures."""
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes that all ranks together send in a step with this transfer."""
+        return sum(self.flows.values())
+
+    def lasts_at(self, step: int) -> bool:
+        """Return whether a step lies between `first_step` and `end_step`."""
+        return self.first_step <= step and (self.end_step is None or step < self.end_step)
+
+    def occurs_at(self, step: int) -> bool:
+        """Return whether a step has this transfer.
+
+        Example:
+            >>> average = Transfer(what="parameters", how="all-reduce", flows={}, first_step=2, every=4)
+            >>> [step for step in range(12) if average.occurs_at(step)]
+            [5, 9]
+        """
+        return self.lasts_at(step) and (step - self.first_step + 1) % self.every == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCut:
+    """The division of a full step, as far as it determines the bytes of transfers."""
+
+    num_shards: int
+    """Number of shards of the step, over all replicas."""
+    num_replicas: int = 1
+    """Number of replicas that share the shards."""
+    dry_run: DryRun | None = field(default=None, compare=False)
+    """The dry run of the largest shard; None: facts that need it are unknown."""
+
+    def shards_of(self, replica: int) -> int:
+        """Return the shards of a replica: the replicas take them in turn.
+
+        Example:
+            >>> [StepCut(num_shards=5, num_replicas=2).shards_of(replica) for replica in (0, 1)]
+            [3, 2]
+        """
+        return len(shards_of_rank(self.num_shards, rank=replica, num_ranks=self.num_replicas, lanes=None))
+
+    @property
+    def shards_a_replica(self) -> int:
+        """Number of shards of the replica with the most.
+
+        Example:
+            >>> StepCut(num_shards=5, num_replicas=2).shards_a_replica
+            3
+        """
+        return -(-self.num_shards // self.num_replicas)
+
+
+@runtime_checkable
+class DescribesTraffic(Protocol):
+    """A strategy whose tasks exchange tensors in a step."""
+
+    def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
+        """Return the transfers of a step; None if they are not known before the run; pure."""
+
+
+def traffic_of(strategy: Strategy, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
+    """Return the transfers of a step; none for a strategy of one process, None if they are not known."""
+    if len(strategy.tasks(context)) == 1:
+        return ()
+    return strategy.traffic(model, context, cut) if isinstance(strategy, DescribesTraffic) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkShare:
+    """The share of a replica's work that each of its ranks computes."""
+
+    operations: float = 1.0
+    """Fraction of the operations of a replica that a rank runs (< 1 if it has only some layers); waiting counts as
+    operations.
+    """
+    size: float = 1.0
+    """Fraction of each operation that a rank computes (< 1 if layers are sharded); kernel launches do not decrease."""
+
+
+@runtime_checkable
+class DividesWork(Protocol):
+    """A strategy under which several ranks share the operations of a replica."""
+
+    def work_share(self, cut: StepCut) -> WorkShare:
+        """Return the share of a rank; pure."""
+
+
+def work_share(strategy: Strategy, cut: StepCut) -> WorkShare:
+    """Return the share of a replica's work that each of its ranks computes; everything if one rank computes a
+    replica.
+    """
+    return strategy.work_share(cut) if isinstance(strategy, DividesWork) else WorkShare()
+
+
+@runtime_checkable
+class WaitsForStages(Protocol):
+    """A strategy whose devices wait for results of each other within a step."""
+
+    def bubble(self, cut: StepCut) -> float:
+        """Return the share of a step that each device waits, if all stages take equally long; pure."""
+
+
+def bubble_of(strategy: Strategy, cut: StepCut) -> float | None:
+    """Return the ideal bubble of a strategy with stages; None for others."""
+    return strategy.bubble(cut) if isinstance(strategy, WaitsForStages) else None
+
+
+def ranks_of(strategy: Strategy, context: PlanContext) -> Sequence[int]:
+    """Return the ranks that compute, without an evaluator."""
+    return [task.rank for task in strategy.tasks(context) if not task.is_evaluator]
+
+
+def ranks_a_host(context: PlanContext, num_ranks: int) -> int:
+    """Return the ranks of each host, which are neighbours."""
+    return num_ranks if context.launch is None else max(num_ranks // context.launch.num_hosts, 1)
+
+
+def precision_of(context: PlanContext) -> Precision:
+    """Return the number formats of a plan."""
+    return Precision(value=context.precision)  # type: ignore[arg-type]
+
+
+def exchanged_elements(model: nn.Module) -> int:
+    """Return the elements of the vector that replicas sum: gradients, and buffers that forward passes update.
+
+    Only buffers of batch normalisation count: torch has no other layer that updates a buffer.
+
+    Example:
+        >>> exchanged_elements(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+        22
+    """
+    grads = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    normed = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    return grads + sum(buffer.numel() for module in normed for buffer in module.buffers(recurse=False))
+
+
+def observed_transfers(
+    collectives: Sequence[CollectiveCall],
+    *,
+    num_ranks: int,
+    device_type: str,
+    purpose: Callable[[CollectiveCall], tuple[str, bool]],
+    share: Callable[[int], float] = lambda _rank: 1.0,
+) -> tuple[Transfer, ...]:
+    """Return the transfers of a step in which each group of ranks does what that of the first rank does.
+
+    Args:
+        collectives: those of the first rank, with its first two shards and its last one.
+        num_ranks: number of ranks.
+        device_type: cpu or cuda.
+        purpose: function that returns what a collective serves, and whether ranks compute meanwhile.
+        share: function that returns the share of the first rank's shards that a rank computes.
+    """
+    found: dict[tuple[str, bool, str], tuple[Flows, int]] = {}
+    sizes: dict[tuple[str, bool, str, tuple[int, ...]], tuple[int, int]] = {}
+    for one in collectives:
+        key = *purpose(one), one.kind, one.ranks
+        size, messages = sizes.get(key, (0, 0))
+        sizes[key] = size + one.times * one.num_bytes, messages + one.times
+    for (what, overlaps, kind, ranks), (size, messages) in sizes.items():
+        groups = [
+            (times(_flows(kind, group, size, device_type), share(group[0]))) for group in _alike(ranks, num_ranks)
+        ]
+        twice = kind == "all-reduce" or (kind == "reduce-scatter" and device_type == "cpu")
+        flows, before = found.get((what, overlaps, kind), ({}, 0))
+        more = messages * (len(ranks) - 1) * (2 if twice else 1)
+        found[what, overlaps, kind] = joined(flows, *groups), before + more
+    return tuple(
+        Transfer(what=what, how=kind, flows=flows, messages=messages, overlaps=overlaps)
+        for (what, overlaps, kind), (flows, messages) in found.items()
+        if flows
+    )
+
+
+def _flows(kind: str, ranks: Sequence[int], size: int, device_type: str) -> Flows:
+    if kind == "reduce-scatter":
+        return reduce_scatter(ranks, size, device_type=device_type)
+    if kind == "all-to-all":
+        return {(one, other): size / len(ranks) for one in ranks for other in ranks if one != other}
+    return all_reduce(ranks, size) if kind == "all-reduce" else all_gather(ranks, size)
+
+
+def _alike(ranks: Sequence[int], num_ranks: int) -> list[range]:
+    """Return all groups of ranks at the distances of a group with the first rank.
+
+    Example:
+        >>> [list(group) for group in _alike((0, 2), 4)]
+        [[0, 2], [1, 3]]
+    """
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    length = step * len(ranks)
+    return [range(at, at + length, step) for at in range(num_ranks) if at % length < step]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vector:
+    """The vector that the ranks sum in a step."""
+
+    num_bytes: float
+    element_bytes: int
+    """Bytes of a sent element."""
+    bucket_mb: float = 25.0
+    """MiB that the backend exchanges at once; 0: all."""
+
+    @classmethod
+    def of(cls, num_elements: int, width: int) -> Vector:
+        """Return a vector of elements of `width` bytes, in the backend's own buckets."""
+        return cls(num_bytes=num_elements * width, element_bytes=width)
+
+    @property
+    def num_buckets(self) -> int:
+        """Number of exchanges into which the backend cuts the vector."""
+        return max(1, math.ceil(self.num_bytes / (self.bucket_mb * 2**20))) if self.bucket_mb else 1
+
+
+def reduction(reduce: str, ranks: Sequence[int], vector: Vector, *, ranks_a_host: int) -> tuple[Transfer, ...]:
+    """Return the transfers of a reducer, by its name."""
+    size, count, buckets = vector.num_bytes, len(ranks), vector.num_buckets
+    if count == 1:
+        return ()
+    if reduce == "shared_memory":
+        flows = all_reduce(ranks, size)
+        return (Transfer(what="gradients", how="shared memory", flows=flows, messages=2, by="memory"),)
+    if reduce == "to_one_device":
+        flows = joined(reduce_to_first(ranks, size), broadcast(ranks, size))
+        return (Transfer(what="gradients", how="reduce and broadcast", flows=flows, messages=2 * (count - 1)),)
+    if reduce == "hierarchical":
+        return _hierarchical(ranks, size, ranks_a_host)
+    return (
+        Transfer(
+            what="gradients",
+            how="ring" if reduce == "ring" else "all-reduce",
+            flows=all_reduce(ranks, size),
+            messages=2 * (count - 1) * (1 if reduce == "ring" else buckets),
+            overlaps=reduce != "ring" and buckets > 1,
+        ),
+    )
+
+
+def _hierarchical(ranks: Sequence[int], size: float, ranks_a_host: int) -> tuple[Transfer, ...]:
+    hosts = [ranks[first : first + ranks_a_host] for first in range(0, len(ranks), ranks_a_host)]
+    flows = joined(
+        *(joined(reduce_to_first(host, size), broadcast(host, size)) for host in hosts if len(host) > 1),
+        all_reduce([host[0] for host in hosts], size),
+    )
+    messages = 2 * (ranks_a_host - 1) + 2 * (len(hosts) - 1)
+    return (Transfer(what="gradients", how="reduce, all-reduce and broadcast", flows=flows, messages=messages),)
+
+
+def powersgd(
+    ranks: Sequence[int], vector: Vector, model: nn.Module, *, rank: int, after: int, sparse: Sequence[Tensor] = ()
+) -> tuple[Transfer, ...]:
+    """Return the transfers of PowerSGD: whole gradients in the first steps, then two thin matrices for each matrix.
+
+    Args:
+        ranks: the replicas.
+        vector: the vector of the first steps.
+        model: the model; unchanged.
+        rank: columns of the matrices.
+        after: number of first steps.
+        sparse: the parameters whose gradients are not in the vector.
+
+    Source: Vogels et al. 2019, arXiv:1905.13727; torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook, whose
+    `min_compression_rate` is 2.
+    """
+    if len(ranks) == 1:
+        return ()
+    left_out = set(map(id, sparse))
+    grads = [param for param in model.parameters() if param.requires_grad and id(param) not in left_out]
+    beside = (
+        vector.num_bytes - sum(param.numel() for param in grads) * vector.element_bytes
+    )  # buffers are not compressed
+    thin = sum(_thin_elements(tuple(param.shape), rank) for param in grads) * vector.element_bytes + beside
+    rounds = 2 * (len(ranks) - 1)
+    whole = all_reduce(ranks, vector.num_bytes)
+    return (
+        Transfer(what="gradients", how="all-reduce", flows=whole, messages=rounds, end_step=after),
+        Transfer(
+            what="gradients",
+            how=f"PowerSGD of rank {rank}",
+            flows=all_reduce(ranks, thin),
+            messages=3 * rounds,
+            first_step=after,
+        ),
+    )
+
+
+def _thin_elements(shape: tuple[int, ...], rank: int) -> int:
+    """Return the elements that PowerSGD sends of a gradient.
+
+    Example:
+        >>> _thin_elements((100, 50), 1), _thin_elements((3, 3), 1), _thin_elements((7,), 1)
+        (150, 9, 7)
+    """
+    numel = math.prod(shape)
+    rows = shape[0] if shape else 1
+    columns = numel // max(rows, 1)
+    thin = (rows + columns) * min(rows, columns, rank)
+    return thin if thin * 2 < numel else numel
+
+
+def in_lanes(ranks: Sequence[int], vector: Vector, *, lanes: int, num_shards: int) -> tuple[Transfer, ...]:
+    """Return the transfers of a sum in the order of the lanes: an exchange of slices of partial sums, then a gather."""
+    count = len(ranks)
+    if count == 1:
+        return ()
+    part = vector.num_bytes / count
+    sent = {
+        (sender, receiver): part * len(owned_nodes(rank=place, num_ranks=count, num_lanes=lanes, num_shards=num_shards))
+        for place, sender in enumerate(ranks)
+        for receiver in ranks
+        if sender != receiver
+    }
+    flows = joined(sent, all_gather(ranks, vector.num_bytes))
+    return (Transfer(what="gradients", how="lanes", flows=flows, messages=2 * (count - 1)),)
+
+
+AT_MOST: Final = (
+    "the rows of sparse tables are counted as if each lookup of a step read a different row: equal indices reduce "
+    "their number."
+)
+"""The note of transfers of rows."""
+_INT32: Final = 2**31
+
+
+def sparse_tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
+    """Return the tables with sparse gradients, by name.
+
+    A table whose weight another module uses as well is excluded: the sum of its gradients is dense.
+
+    Example:
+        >>> list(sparse_tables(nn.Sequential(nn.Linear(2, 2), nn.Embedding(9, 2, sparse=True))))
+        ['1']
+    """
+    uses = Counter(id(param) for module in model.modules() for param in module._parameters.values())  # noqa: SLF001
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        and module.sparse
+        and module.weight.requires_grad
+        and uses[id(module.weight)] == 1
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lookups:
+    """The lookups of a table in a shard."""
+
+    table: nn.Embedding | nn.EmbeddingBag
+    indices: int
+    """Number of indices of the forward pass."""
+    reads: int
+    """Number of indices of the forward pass and of its recomputation in backward."""
+    calls: int
+    """Number of lookups in sequence, including recomputed ones."""
+
+    def rows(self, shards: int) -> int:
+        """Return the largest number of rows that `shards` shards read."""
+        return min(self.indices * shards, self.table.num_embeddings)
+
+
+def lookups_of(model: nn.Module, cut: StepCut) -> Mapping[str, Lookups] | None:
+    """Return the lookups of a shard in each table with sparse gradients; None if they are not known before the run.
+
+    Args:
+        model: the model; unchanged.
+        cut: the cut of a step, with a dry run.
+    """
+    tables = sparse_tables(model)
+    if not tables:
+        return {}
+    calls = None if cut.dry_run is None else cut.dry_run.calls(tables)
+    if calls is None or any(call.given is None for call in calls):
+        return None
+    found = {}
+    for name, table in tables.items():
+        sizes = [(call.given.numel, call.is_again) for call in calls if call.name == name and call.given is not None]
+        found[name] = Lookups(
+            table=table,
+            indices=sum(size for size, is_again in sizes if not is_again),
+            reads=sum(size for size, _ in sizes),
+            calls=len(sizes),
+        )
+    return found
+
+
+def weights_of(lookups: Mapping[str, Lookups]) -> list[Tensor]:
+    """Return the weights of tables."""
+    return [one.table.weight for one in lookups.values()]
+
+
+def gathered_rows(
+    lookups: Mapping[str, Lookups], ranks: Sequence[int], *, shards: int, width: int
+) -> tuple[Transfer, ...]:
+    """Return the exchange of sparse gradients between replicas: every rank gathers the rows and values of all ranks.
+
+    Args:
+        lookups: the lookups of a shard, by the name of the table.
+        ranks: the replicas.
+        shards: number of shards of the replica with the most.
+        width: bytes of an element of a gradient.
+    """
+    if not lookups or len(ranks) == 1:
+        return ()
+    flows = []
+    for one in lookups.values():
+        index = 4 if one.table.num_embeddings < _INT32 else 8
+        row = index + one.table.embedding_dim * width
+        flows.append(all_gather(ranks, len(ranks) * one.rows(shards) * row))
+    return (
+        Transfer(
+            what="rows of sparse gradients",
+            how="all-gather",
+            flows=joined(*flows),
+            messages=4 * len(lookups) * (len(ranks) - 1),  # lengths and tensors, of indices and of values
+            note=AT_MOST,
+        ),
+    )
