@@ -38,7 +38,7 @@ from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import MakeStep
 from trainkit.strategies.core.synchronous import SynchronousExecutor, broadcast_initial, build_parts
 from trainkit.strategies.data_parallel.strategy import DataParallelExecutor, Mirrored
-from trainkit.strategies.reducers import LocalReducer
+from trainkit.strategies.reducers.vector import LocalReducer
 
 REDUCERS = ("shared_memory", "backend")
 _SETTLING = 3

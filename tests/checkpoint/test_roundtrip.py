@@ -21,8 +21,7 @@ import torch
 from tests.support.present import present
 from tests.support.saving import save
 from trainkit.errors import CheckpointError, UnreadableError
-from trainkit.strategies.tensor_shards import TensorShard
-from trainkit.strategies.tensors.lazy_state import read_slice, shape_of
+from trainkit.strategies.tensor_shards import TensorShard, read_slice, shape_of
 from trainkit.trainer.checkpoint.saving import Draft, begin, commit, write_part
 from trainkit.trainer.checkpoint.tensors import DTYPES, load, newest_valid, note_foreign, weights_sha256
 from trainkit.trainer.manifest import Retention, list_complete, read_manifest

@@ -19,8 +19,7 @@ from tests.support.pool import Place, Pool
 from trainkit.config.identity import fingerprint
 from trainkit.config.schema import RunConfig
 from trainkit.strategies.core.replica import Replica
-from trainkit.strategies.reducers import BackendReducer
-from trainkit.strategies.reducers.compression import Compressor
+from trainkit.strategies.reducers.vector import BackendReducer, Compressor
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
 CPU = torch.device("cpu")

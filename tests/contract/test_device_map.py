@@ -25,8 +25,7 @@ from trainkit.errors import ConfigError
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.device_map import DeviceMap
 from trainkit.strategies.maps import layout as placing
-from trainkit.strategies.maps.layout import DeviceLayout
-from trainkit.strategies.maps.solver import ModelMap
+from trainkit.strategies.maps.layout import DeviceLayout, ModelMap
 
 pytestmark = pytest.mark.pairwise
 

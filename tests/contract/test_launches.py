@@ -18,7 +18,7 @@ from trainkit.run.estimates.outlook import outlook_of
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.session.account import counted_work
-from trainkit.strategies.core.small_grads import SmallGrads
+from trainkit.strategies.core.step import SmallGrads
 
 
 # 201 and 757, 7 of which count targets; with an operation a buffer, and one for each gradient of a later shard, there

@@ -25,8 +25,7 @@ from tests.support.pool import Place, Pool
 from tests.support.second_device import SecondDevice, fetch, send
 from trainkit.errors import ConfigError, TrainingError
 from trainkit.strategies.maps import layout as placing
-from trainkit.strategies.maps.layout import DeviceLayout
-from trainkit.strategies.maps.solver import ModelMap
+from trainkit.strategies.maps.layout import DeviceLayout, ModelMap
 from trainkit.strategies.model_transforms import ModelTransforms
 from trainkit.strategies.reducers.options import Reduce
 

@@ -16,7 +16,7 @@ from tests.support import reference, zoo
 from tests.support.pool import Place, Pool
 from tests.support.present import present
 from trainkit.strategies.collectives import LocalCollective
-from trainkit.strategies.core.sparse import gather_sparse, sparse_figures, with_values
+from trainkit.strategies.core.step import gather_sparse, sparse_figures, with_values
 
 pytestmark = pytest.mark.pairwise
 

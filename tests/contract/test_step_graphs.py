@@ -22,7 +22,7 @@ from trainkit.models.gpt import Gpt
 from trainkit.numerics.precision import Value
 from trainkit.objectives.base import Objective
 from trainkit.strategies.base import Facts, Numerics, PlanContext
-from trainkit.strategies.core.graphs.refusals import step_problems
+from trainkit.strategies.core.graphs.shards import step_problems
 from trainkit.strategies.model_transforms import ModelTransforms, shaping_problems
 
 pytestmark = pytest.mark.usefixtures("compiled_gradients", "fresh_graphs")

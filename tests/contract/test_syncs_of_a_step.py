@@ -23,9 +23,8 @@ from tests.support.pool import Pool
 from trainkit.cli import main
 from trainkit.numerics.batch import Ticket
 from trainkit.strategies.base import Batch, PlanContext, StepOutcome
-from trainkit.strategies.model_transforms import GraphSettings
 from trainkit.strategies.core.graphs.whole import WholeGraph
-from trainkit.strategies.model_transforms import ModelTransforms
+from trainkit.strategies.model_transforms import GraphSettings, ModelTransforms
 from trainkit.strategies.updates.worker import Mode, Worker, WorkOrder, WorkReport
 from trainkit.trainer.loop import TrainingLoop
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._inductor import config
 
-from trainkit.strategies.core.graphs import pooling
-from trainkit.strategies.core.graphs.pooling import keep_pool_kernels, settings_of
+from trainkit.strategies.core.graphs import whole
+from trainkit.strategies.core.graphs.whole import keep_pool_kernels, settings_of
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
 
 LAST = torch.channels_last
@@ -72,7 +72,7 @@ class Pools(nn.Module):
 def test_pools_whose_compiled_code_is_slow_are_replaced(
     memory_format: Any, is_joint: bool, replaced: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pooling, "_LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(whole, "_LEAST_ELEMENTS", 1)
     counts = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:

@@ -13,7 +13,7 @@ from trainkit.config.check import checked
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.errors import ConfigError
 from trainkit.run.planning.plan import make_plan
-from trainkit.strategies.core.elementwise import _ELEMENTWISE, whole_reason
+from trainkit.strategies.core.refusals import _ELEMENTWISE, whole_reason
 
 
 class Adam(torch.optim.Optimizer):

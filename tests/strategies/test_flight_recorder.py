@@ -88,7 +88,7 @@ def test_a_call_of_user_code_is_none_of_trainkits(ranks: Ranks) -> None:
 
 
 def test_a_callback_in_a_thread_of_torch_is_one_of_trainkits(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    callers = iter(["trainkit.strategies.reducers.compression", "torch.distributed.algorithms"])
+    callers = iter(["trainkit.strategies.reducers.vector", "torch.distributed.algorithms"])
     monkeypatch.setattr(flight_recorder, "_caller", lambda: (next(callers), "a.py:1"))
     for rank in ranks:
         rank.record(WORLD, "all_reduce", torch.ones(5))

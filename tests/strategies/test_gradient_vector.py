@@ -27,9 +27,10 @@ from trainkit.errors import TrainingError
 from trainkit.strategies.collectives import GroupCollective
 from trainkit.strategies.data_parallel.strategy import Mirrored
 from trainkit.strategies.groups import process_group
-from trainkit.strategies.mesh.axes import Axes
+from trainkit.strategies.mesh.sharding import Axes
 from trainkit.strategies.pipeline.groups import new_groups
-from trainkit.strategies.reducers import BackendReducer, VectorReducer, vector
+from trainkit.strategies.reducers import vector
+from trainkit.strategies.reducers.vector import BackendReducer, VectorReducer
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
 CPU = torch.device("cpu")

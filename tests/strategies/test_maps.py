@@ -21,11 +21,15 @@ from trainkit.objectives.classification import Classification
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirrored
 from trainkit.strategies.device_map import DeviceMap
-from trainkit.strategies.maps.activations import activation_bytes, activations_of
-from trainkit.strategies.maps.blocks import blocks_of
-from trainkit.strategies.maps.layout import DeviceLayout
-from trainkit.strategies.maps.solver import balanced, model_bytes, unit_bytes
-from trainkit.strategies.maps.syntax import assign
+from trainkit.strategies.maps.layout import (
+    DeviceLayout,
+    activation_bytes,
+    activations_of,
+    balanced,
+    model_bytes,
+    unit_bytes,
+)
+from trainkit.strategies.maps.syntax import assign, blocks_of
 from trainkit.strategies.pipeline.strategy import Pipeline
 
 FACTS = PlanContext(num_gpus=4)

@@ -21,7 +21,7 @@ from trainkit.errors import CheckpointError, TrainingError
 from trainkit.numerics.batch import lane_order
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state
-from trainkit.strategies.reducers.deterministic import DeterministicReducer
+from trainkit.strategies.reducers.vector import DeterministicReducer
 from trainkit.strategies.tensors.layouts import FlatBuffer
 from trainkit.strategies.updates.client import ParameterServerClient
 from trainkit.strategies.updates.server import ServerShard, SumOptions, VariableServer, lane_sum

@@ -13,7 +13,7 @@ from tests.support import zoo
 from tests.support.pool import Place, Pool
 from tests.support.second_device import SecondDevice, send
 from trainkit.strategies.collectives import GroupCollective, LocalCollective
-from trainkit.strategies.core.replica_check import bits_hash, drifted_parameter
+from trainkit.strategies.core.replica import bits_hash, drifted_parameter
 
 CPU = torch.device("cpu")
 

@@ -34,7 +34,7 @@ from trainkit.strategies.mesh.step import unsharded_model_problems
 from trainkit.strategies.mesh.strategy import Mesh
 from trainkit.strategies.mesh.tensor_parallel import TensorParallel
 from trainkit.strategies.mesh.tensor_plan import match_plan
-from trainkit.strategies.reducers import VectorReducer
+from trainkit.strategies.reducers.vector import VectorReducer
 from trainkit.strategies.tensors.layouts import FlatBuffer, local_part
 
 SIZES: dict[str, Any] = {"vocab_size": 12, "context": 4, "num_layers": 2, "num_heads": 2, "width": 8}

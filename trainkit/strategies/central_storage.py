@@ -49,10 +49,10 @@ from trainkit.strategies.core.refusals import async_problems, launch_problems, p
 from trainkit.strategies.core.replica import Replica, replica_state, restore_replica
 from trainkit.strategies.core.step import ShardStep, apply_update
 from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts, make_stepper
-from trainkit.strategies.groups.devices import device_list_problems, device_problems, parse_device
+from trainkit.strategies.groups.process_group import device_list_problems, device_problems, parse_device
 from trainkit.strategies.model_transforms.compiling import uncompiled
+from trainkit.strategies.tensor_shards import select
 from trainkit.strategies.tensors.layouts import FlatBuffer
-from trainkit.strategies.tensors.lazy_state import select
 from trainkit.strategies.updates.scheduler import AsyncScheduler, PendingUpdate, WorkItem, settled
 
 _CPU_THREADS = 2

@@ -21,8 +21,8 @@ from trainkit.strategies.core.synchronous import (
     build_parts,
     synchronous_gradient_copies,
 )
-from trainkit.strategies.groups.devices import device_problems, parse_device
-from trainkit.strategies.maps.solver import ModelMap
+from trainkit.strategies.groups.process_group import device_problems, parse_device
+from trainkit.strategies.maps.layout import ModelMap
 from trainkit.strategies.traffic import precision_of
 
 

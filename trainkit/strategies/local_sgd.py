@@ -33,18 +33,15 @@ from trainkit.strategies.base import (
 )
 from trainkit.strategies.collectives import GroupCollective, LocalCollective, RankGroup, all_gather_object
 from trainkit.strategies.core.refusals import optimizer_problems
-from trainkit.strategies.core.replica import Replica
-from trainkit.strategies.core.replica_check import drifted_parameter
+from trainkit.strategies.core.replica import Replica, drifted_parameter
 from trainkit.strategies.core.step import MakeStep, ShardStep, apply_update, cloned_batch
 from trainkit.strategies.core.synchronous import broadcast_initial, build_parts
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
-from trainkit.strategies.mesh.state import ShardedReplica, joined_norms
-from trainkit.strategies.mesh.step import ShardedExecutor, ShardedWork
+from trainkit.strategies.mesh.step import ShardedExecutor, ShardedReplica, ShardedWork, joined_norms
 from trainkit.strategies.mesh.strategy import Mesh
-from trainkit.strategies.reducers import LocalReducer
-from trainkit.strategies.tensor_shards import ShardedState
+from trainkit.strategies.reducers.vector import LocalReducer
+from trainkit.strategies.tensor_shards import ShardedState, read_slice, select
 from trainkit.strategies.tensors.layouts import FlatBuffer, dense_strides, in_layout
-from trainkit.strategies.tensors.lazy_state import read_slice, select
 from trainkit.strategies.traffic import (
     StepCut,
     Transfer,

@@ -21,7 +21,7 @@ from trainkit.strategies.core.synchronous import (
     build_parts,
     synchronous_gradient_copies,
 )
-from trainkit.strategies.groups.devices import device_problems, parse_device
+from trainkit.strategies.groups.process_group import device_problems, parse_device
 
 
 @dataclass(frozen=True, kw_only=True)

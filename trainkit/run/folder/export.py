@@ -27,7 +27,7 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import average_of, build_model, load_weights
 from trainkit.run.planning.memory import meta_model
 from trainkit.storage import naming
-from trainkit.strategies.tensors.lazy_state import averaged_weights
+from trainkit.strategies.tensor_shards import averaged_weights
 
 AVERAGES: Final = "optimizer/average/"
 """Prefix of the keys of averages in a checkpoint."""

@@ -16,7 +16,7 @@ from trainkit.exporting.whole_file import WEIGHTS, FileWeights
 from trainkit.fields import Reads
 from trainkit.files import open_regular
 from trainkit.run.planning.memory import meta_model
-from trainkit.strategies.tensors.lazy_state import model_weights
+from trainkit.strategies.tensor_shards import model_weights
 from trainkit.trainer.checkpoint.tensors import Loaded, load, newest_valid
 from trainkit.trainer.manifest import MANIFEST, list_complete
 

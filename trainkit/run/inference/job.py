@@ -53,7 +53,7 @@ from trainkit.strategies.base import (
 )
 from trainkit.strategies.collectives import LocalCollective
 from trainkit.strategies.model_transforms import apply_transforms
-from trainkit.strategies.tensors.lazy_state import model_weights
+from trainkit.strategies.tensor_shards import model_weights
 from trainkit.trainer.checkpoint.tensors import load
 
 _CHEAP: Final = 50_000_000

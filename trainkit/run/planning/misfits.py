@@ -36,7 +36,7 @@ from trainkit.run.planning.coupling import kept_generators
 from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.core.buffers import sample_dims_of, sum_problem, written_indices
-from trainkit.strategies.core.graphs.refusals import shard_problems
+from trainkit.strategies.core.graphs.shards import shard_problems
 from trainkit.strategies.core.optimizer import OptimizerStepper
 
 _CHEAP: Final = 50_000_000

@@ -44,7 +44,7 @@ from trainkit.run.planning.coupling import COUPLES, OBJECTIVE, Coupling, kept_ge
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.optimizers import assignment_problems, optimizer_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
-from trainkit.strategies.core.graphs.refusals import step_problems
+from trainkit.strategies.core.graphs.shards import step_problems
 from trainkit.strategies.core.refusals import copies_problems, hook_problems
 from trainkit.strategies.model_transforms import NO_TRANSFORMS, shaping_notes, shaping_problems
 from trainkit.strategies.shipped import choice_of, names_of

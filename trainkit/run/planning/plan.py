@@ -50,7 +50,7 @@ from trainkit.run.planning.optimizers import (
 from trainkit.run.planning.tasks import task_problems, with_evaluator
 from trainkit.run.process_backend import ProcessBackend
 from trainkit.strategies.base import Phase, PlanContext
-from trainkit.strategies.core.elementwise import MakeOptimizer
+from trainkit.strategies.core.refusals import MakeOptimizer
 from trainkit.strategies.traffic import StepCut, bubble_of
 from trainkit.trainer.events import callback_problems
 

@@ -50,7 +50,7 @@ from trainkit.run.signals import REASONS
 from trainkit.storage import naming
 from trainkit.strategies.base import Data, PhaseListener, TaskContext
 from trainkit.strategies.one_device import OneDevice
-from trainkit.strategies.tensors.lazy_state import averaged_weights, model_weights
+from trainkit.strategies.tensor_shards import averaged_weights, model_weights
 from trainkit.trainer.checkpoint.tensors import Loaded, load
 from trainkit.trainer.evaluate import Evaluation, evaluate, statistics_of
 from trainkit.trainer.events import State

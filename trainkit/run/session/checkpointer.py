@@ -21,9 +21,8 @@ from trainkit.run.session.evaluation import EvalRunner
 from trainkit.strategies import ALL_DEVICES
 from trainkit.strategies.base import Executor, PhaseListener
 from trainkit.strategies.collectives import all_gather_object
-from trainkit.strategies.core.replica_check import bits_hash
-from trainkit.strategies.tensor_shards import ShardedState, TensorShard, nonfinite
-from trainkit.strategies.tensors.lazy_state import select
+from trainkit.strategies.core.replica import bits_hash
+from trainkit.strategies.tensor_shards import ShardedState, TensorShard, nonfinite, select
 from trainkit.trainer.checkpoint.saving import Saver
 from trainkit.trainer.checkpoint.snapshot import Snapshot
 from trainkit.trainer.checkpoint.tensors import Loaded, sha256_of_pieces, weights_sha256

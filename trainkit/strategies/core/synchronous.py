@@ -40,7 +40,7 @@ from trainkit.strategies.core.replica import (
     restore_replica,
 )
 from trainkit.strategies.core.step import MakeStep, ShardStep, apply_update, observer
-from trainkit.strategies.reducers import BackendReducer, DeterministicReducer, LocalReducer, Reducer
+from trainkit.strategies.reducers.vector import BackendReducer, DeterministicReducer, LocalReducer, Reducer
 from trainkit.strategies.tensors.layouts import Placement, SingleDevicePlacement, make_dense
 
 MakeReducer = Callable[[Collective, Numerics], Reducer]

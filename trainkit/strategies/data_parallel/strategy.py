@@ -30,8 +30,7 @@ from trainkit.strategies.base import (
 )
 from trainkit.strategies.collectives import RankGroup
 from trainkit.strategies.core.graphs.shards import ShardGraphs, makers_of
-from trainkit.strategies.core.replica import Replica
-from trainkit.strategies.core.replica_check import drifted_parameter
+from trainkit.strategies.core.replica import Replica, drifted_parameter
 from trainkit.strategies.core.step import MakeStep, ShardStep
 from trainkit.strategies.core.synchronous import (
     SynchronousExecutor,
@@ -41,11 +40,10 @@ from trainkit.strategies.core.synchronous import (
     synchronous_gradient_copies,
 )
 from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroupOptions
-from trainkit.strategies.maps.replica_map import BlockMap, Devices, ReplicaMap, group_problems
+from trainkit.strategies.maps.layout import BlockMap, Devices, ReplicaMap, group_problems
 from trainkit.strategies.model_transforms import Compiles
-from trainkit.strategies.reducers import PerDeviceReducer, Reducer
 from trainkit.strategies.reducers.options import ReductionOptions
-from trainkit.strategies.reducers.vector import largest_bucket
+from trainkit.strategies.reducers.vector import PerDeviceReducer, Reducer, largest_bucket
 from trainkit.strategies.scaling import Remedies, Scaled
 from trainkit.strategies.traffic import (
     StepCut,

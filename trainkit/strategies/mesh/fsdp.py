@@ -12,7 +12,7 @@ from trainkit.errors import Problem
 from trainkit.fields import at_least, at_most, placement, speed
 from trainkit.strategies.base import Facts, PlanContext
 from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroupOptions
-from trainkit.strategies.mesh.axes import Axes
+from trainkit.strategies.mesh.sharding import Axes
 from trainkit.strategies.mesh.step import unsharded_model_problems
 from trainkit.strategies.mesh.strategy import Layout, MeshStrategy, Wrap, wrap_problems
 from trainkit.strategies.scaling import Scaled

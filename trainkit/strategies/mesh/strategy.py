@@ -34,8 +34,8 @@ from trainkit.strategies.core.synchronous import (
     synchronous_gradient_copies,
 )
 from trainkit.strategies.groups.process_group import ProcessGroup, choice_of
-from trainkit.strategies.mesh.axes import Axes
 from trainkit.strategies.mesh.sharding import (
+    Axes,
     Sharding,
     blocks_of_model,
     fully_sharded,
@@ -45,19 +45,21 @@ from trainkit.strategies.mesh.sharding import (
     sharded_units,
     without_shared,
 )
-from trainkit.strategies.mesh.state import ShardedReplica, ShardSlice, joined_norms
 from trainkit.strategies.mesh.step import (
+    LaneSummation,
+    Pass,
     ShardedExecutor,
+    ShardedReplica,
     ShardedWork,
+    ShardSlice,
+    joined_norms,
     unsharded_model_problems,
     withheld_where_sharded,
 )
-from trainkit.strategies.mesh.sums import LaneSummation, Pass
 from trainkit.strategies.mesh.tensor import DrawWatch, Exchange, cut_parameters, exchange_activations
 from trainkit.strategies.mesh.tensor_plan import MatchedPlan, described, match_plan
-from trainkit.strategies.reducers import LocalReducer, Reducer
-from trainkit.strategies.reducers.compression import Compression
 from trainkit.strategies.reducers.options import Reducing, ReductionOptions
+from trainkit.strategies.reducers.vector import Compression, LocalReducer, Reducer
 from trainkit.strategies.tensors.layouts import Placement, SingleDevicePlacement, local_part, make_dense
 from trainkit.strategies.traffic import (
     CollectiveCall,

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.errors import TrainingError
 from trainkit.numerics.generators import generators_of
-from trainkit.strategies.mesh.state import ShardSlice
+from trainkit.strategies.mesh.step import ShardSlice
 from trainkit.strategies.mesh.tensor_plan import MatchedModule, MatchedPlan
 from trainkit.strategies.model_transforms.compiling import is_compiled
 

@@ -12,7 +12,7 @@ from trainkit.errors import Problem
 from trainkit.fields import at_least, at_most, placement
 from trainkit.strategies.base import Facts, PlanContext
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
-from trainkit.strategies.mesh.axes import Axes
+from trainkit.strategies.mesh.sharding import Axes
 from trainkit.strategies.mesh.strategy import Layout, MeshStrategy, TensorPlan, plan_text
 
 

@@ -29,9 +29,8 @@ from trainkit.strategies.pipeline.stage_assignment import StageAssignment
 from trainkit.strategies.pipeline.tracing.program import Program
 from trainkit.strategies.pipeline.tracing.recorder import is_fake
 from trainkit.strategies.pipeline.tracing.stage_module import blocks_of_stage, filled
-from trainkit.strategies.tensor_shards import ShardedState, TensorShard, gather_full
+from trainkit.strategies.tensor_shards import ShardedState, TensorShard, gather_full, name_in, select
 from trainkit.strategies.tensors.layouts import in_layout
-from trainkit.strategies.tensors.lazy_state import name_in, select
 
 
 class StagedForward:

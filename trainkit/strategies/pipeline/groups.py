@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from trainkit.objectives.base import Collective
-from trainkit.strategies.core.replica_check import bits_hash
+from trainkit.strategies.core.replica import bits_hash
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
 from trainkit.strategies.tensors.layouts import FlatBuffer
 

@@ -12,10 +12,17 @@ from torch import Tensor, nn
 from trainkit.errors import Problem
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.maps.activations import activations_of
-from trainkit.strategies.maps.blocks import Block, blocks_of, distinct_tensors, whole_block
-from trainkit.strategies.maps.solver import MemoryLimits, balanced, model_bytes, with_activations
-from trainkit.strategies.maps.syntax import Place, assign, collapsed, uncovered
+from trainkit.strategies.maps.layout import MemoryLimits, activations_of, balanced, model_bytes, with_activations
+from trainkit.strategies.maps.syntax import (
+    Block,
+    Place,
+    assign,
+    blocks_of,
+    collapsed,
+    distinct_tensors,
+    uncovered,
+    whole_block,
+)
 from trainkit.strategies.pipeline.tracing.program import ParamRef, Program
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch import nn
 
-from trainkit.strategies.reducers import BackendReducer
+from trainkit.strategies.reducers.vector import BackendReducer
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
 BUCKET_BYTES: int = 25 * 2**20

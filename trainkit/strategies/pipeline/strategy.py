@@ -29,13 +29,11 @@ from trainkit.strategies.base import (
 from trainkit.strategies.collectives import broadcast_values
 from trainkit.strategies.core.refusals import counted_statistics_problems
 from trainkit.strategies.core.replica import PlacedModel
-from trainkit.strategies.core.sparse import sparse_problems
+from trainkit.strategies.core.step import sparse_problems
 from trainkit.strategies.core.synchronous import build_parts, move_and_cast, no_reducer
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
-from trainkit.strategies.maps.activations import activations_of
-from trainkit.strategies.maps.blocks import names_of
-from trainkit.strategies.maps.layout import part_of
-from trainkit.strategies.maps.solver import MemoryLimits, model_bytes
+from trainkit.strategies.maps.layout import MemoryLimits, activations_of, model_bytes, part_of
+from trainkit.strategies.maps.syntax import names_of
 from trainkit.strategies.pipeline.schedules import (
     ScheduleName,
     ideal_bubble,

@@ -16,12 +16,13 @@ from trainkit.errors import Problem
 from trainkit.fields import at_least, maths, placement, speed
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.reducers.base import Reducer
-from trainkit.strategies.reducers.compression import Compression, Compressor
 from trainkit.strategies.reducers.shared_memory import SharedMemoryReducer, shared_memory_obstacle
 from trainkit.strategies.reducers.vector import (
     BackendReducer,
+    Compression,
+    Compressor,
     HierarchicalReducer,
+    Reducer,
     ReduceThenBroadcastReducer,
     RingReducer,
 )

@@ -1,4 +1,4 @@
-"""Reducers that sum the flat vector of a step, which is the memory of its gradients.
+"""Reducers: they sum the tensors of a step over its shards and ranks, most of them as one flat vector.
 
 The gradients are views of the exchanged vector, so no second copy of them is alive. A bucket is a range of the vector:
 its gradients are copied there together, and the backend's all-reduce exchanges it while backward computes the others.
@@ -6,12 +6,12 @@ its gradients are copied there together, and the backend's all-reduce exchanges 
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,213 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainkit.errors import TrainingError
+from trainkit.numerics.batch import LaneNode, LaneSums, owned_nodes, sum_of_ranks
 from trainkit.objectives.base import Collective
 from trainkit.strategies.flight_recorder import note_exchange
-from trainkit.strategies.reducers.base import Reducer, Sums
-from trainkit.strategies.reducers.compression import Compressor
-from trainkit.strategies.tensors.layouts import FlatBuffer, local_part
+from trainkit.strategies.tensors.layouts import FlatBuffer, in_memory_order, local_part, unsplit
+
+Compression = Literal["none", "bf16", "fp16", "powersgd"]
+"""The encoding of exchanged gradients."""
+_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Compressor:
+    """Sums buckets of gradients over a group, with fewer bytes.
+
+    Args:
+        kind: bf16 and fp16 round every gradient to 2 bytes; powersgd sends two low-rank matrices instead of one matrix,
+            and adds the error to the next step's gradient.
+        powersgd_rank: rank of those matrices.
+        powersgd_after: number of first steps whose gradients are sent uncompressed; 2 or more.
+        group: the ranks to sum over; None: all of them. PowerSGD sums over all.
+
+    Source: Vogels et al. 2019, arXiv:1905.13727; torch.distributed.algorithms.ddp_comm_hooks.
+    """
+
+    held_group: ClassVar[dist.ProcessGroup | None] = None
+    """The group of the last exchange, which is kept: a thread of gloo refers to it for some microseconds longer, and
+    would have to join itself if it released the last reference ("Resource deadlock avoided": the process aborts).
+    """
+
+    def __init__(
+        self,
+        kind: Compression,
+        *,
+        powersgd_rank: int = 1,
+        powersgd_after: int = 1000,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._dtype, self._group = _DTYPES.get(kind), group
+        if kind == "powersgd":
+            # Import it here: it imports torch's optimizers, which would slow down every start.
+            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # noqa: PLC0415
+
+            self._hook = powerSGD_hook.powerSGD_hook
+            self._state = powerSGD_hook.PowerSGDState(
+                process_group=None,
+                matrix_approximation_rank=powersgd_rank,
+                start_powerSGD_iter=powersgd_after,
+                orthogonalization_epsilon=1e-8,  # else a layer whose gradient is zero would become NaN
+            )
+
+    def sum(self, part: Tensor, grads: Sequence[Tensor], *, index: int) -> Callable[[], None]:
+        """Start to sum a bucket, (numel,), in place; return a function that waits for the sum. Collective."""
+        if self._dtype is not None:
+            rounded = part.to(self._dtype)
+            work = dist.all_reduce(rounded, group=self._group, async_op=True)
+
+            def wait() -> None:
+                work.wait()
+                part.copy_(rounded)
+
+            return wait
+        part.mul_(dist.get_world_size())
+        Compressor.held_group = dist.group.WORLD
+        # It begins exchanges in callbacks, at unpredictable moments: a later bucket's could be matched with wrong ones
+        # of other ranks (gloo then hangs), so this one is waited for.
+        summed = self._hook(self._state, _Bucket(part, grads, index)).wait()
+        if summed.data_ptr() != part.data_ptr():
+            part.copy_(summed)
+        return lambda: None
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of PowerSGD."""
+        return int(self._state.iter) if self._dtype is None else 0
+
+    def set_steps(self, value: int) -> None:
+        """Continue after `value` steps."""
+        if self._dtype is None:
+            self._state.iter = value
+
+
+class _Bucket:
+    """The interface of torch's GradBucket, which cannot be constructed in Python."""
+
+    def __init__(self, part: Tensor, grads: Sequence[Tensor], index: int) -> None:
+        self._part, self._index = part, index
+        self._grads = [in_memory_order(grad) if grad.dim() else grad.view(1) for grad in grads if grad.numel()]
+
+    def buffer(self) -> Tensor:
+        return self._part
+
+    def gradients(self) -> list[Tensor]:
+        return self._grads
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return True  # called by PowerSGD only, whose bucket is the only one
+
+
+Sums = Sequence[Tensor | None]
+"""A sum for each tensor of a packing; None: zeros."""
+
+
+class Reducer(ABC):
+    """Sums the tensors of a step over its shards and ranks.
+
+    The step calls `begin`, `begin_backward` and `end_backward` around each of its backward passes, `add` for what a
+    lane (or all shards of this rank) gave, and `finish`.
+    """
+
+    lanes: int | None = None
+    """Number of lanes of the order of summation; None: this rank's shards form one sum."""
+    compressor: Compressor | None = None
+    """Exchanges gradients in fewer bytes, with a loss of precision; None: they are exchanged as they are."""
+
+    def begin(self, packing: FlatBuffer, *, num_shards: int) -> None:  # noqa: ARG002 - for the order of lanes
+        """Begin the sum of a step; an interrupted one is forgotten.
+
+        Args:
+            packing: shapes and dtype of each tensor.
+            num_shards: number of shards of the step, over all ranks.
+        """
+        self._sums: Sums = [None] * len(packing.shapes)
+
+    def begin_backward(self, params: Sequence[Tensor], *, is_last: bool) -> None:  # noqa: B027 - most keep no gradients
+        """Announce a backward pass of this rank.
+
+        A reducer may take the gradients as they are computed, and exchange those of the last pass, which are final. For
+        a gradient that it has taken, `param.grad` becomes a view of its own memory, or None.
+
+        Args:
+            params: parameters whose gradients it sums, in the order of the packing; the same in every pass.
+            is_last: whether this is the last pass of this rank in the step.
+        """
+
+    def end_backward(self) -> None:  # noqa: B027
+        """Announce that the pass has ended."""
+
+    def has_taken(self, index: int) -> bool:  # noqa: ARG002 - most take none
+        """Return whether the reducer has taken a gradient of this step."""
+        return False
+
+    def add(self, lane: int, sums: Sums) -> None:  # noqa: ARG002 - without lanes there is one sum, or none
+        """Take the sums of this rank over the shards of a lane, in the order of `lane_order`; without lanes, over all.
+
+        Tensors that `begin_backward` let the reducer take count by what it took.
+        """
+        self._sums = sums
+
+    @abstractmethod
+    def finish(self) -> Sums:
+        """Return the sums over all shards of the step, the same on every rank, valid until `begin`; collective."""
+
+    def close(self) -> None:  # noqa: B027 - most hold none
+        """Release resources other than tensors; not collective."""
+
+
+class LocalReducer(Reducer):
+    """Returns the sums that autograd accumulated."""
+
+    def finish(self) -> Sums:
+        """Return the sums of this rank."""
+        sums, self._sums = self._sums, ()
+        return sums
+
+
+class PerDeviceReducer(Reducer):
+    """Sums the tensors of each device of a replica with a separate reducer, one device after the other.
+
+    No gradient leaves its device, and no device holds a vector of all gradients. The exchanges begin when backward has
+    ended: the devices of two ranks may finish their buckets in different orders, and every rank must exchange in the
+    same order.
+
+    Args:
+        make: function that makes a reducer; called once for each place that holds tensors, in the same order on every
+            rank.
+    """
+
+    def __init__(self, make: Callable[[], Reducer]) -> None:
+        self._make = make
+        self._reducers: list[Reducer] = []
+
+    def begin(self, packing: FlatBuffer, *, num_shards: int) -> None:
+        """Begin the sum of each device."""
+        super().begin(packing, num_shards=num_shards)
+        self._parts = packing.parts
+        while len(self._reducers) < len(self._parts):
+            self._reducers.append(self._make())
+        for reducer, part in zip(self._reducers, self._parts, strict=True):
+            reducer.begin(part.packing, num_shards=num_shards)
+
+    def finish(self) -> Sums:
+        """Return the sums over all ranks, each tensor on its device. A rank without shards adds zeros."""
+        own, self._sums = self._sums, ()
+        found = []
+        for reducer, part in zip(self._reducers, self._parts, strict=True):
+            reducer.add(0, part.chosen(own))
+            found.append(reducer.finish())
+        return unsplit(self._parts, found)
+
+    def close(self) -> None:
+        """Close the reducers of all devices."""
+        for reducer in self._reducers:
+            reducer.close()
+        self._reducers.clear()
+
 
 BUCKET_BYTES: Final = 25 * 2**20
 """Bytes from which a bucket is full, by default."""
@@ -386,3 +588,59 @@ def sends_from_host(device: torch.device) -> bool:
     Gloo, which ranks on MIG instances use, sends no memory of a GPU to a single rank, and ends the process.
     """
     return device.type == "cuda" and f"{device.type}:gloo" in dist.get_backend_config().split(",")
+
+
+class DeterministicReducer(Reducer):
+    """Sums lanes in the order of the tree (see `numerics.summation`).
+
+    Each rank sums the subtrees that lie completely on it, slices of those partial sums are sent to the ranks that own
+    the slices, each sums its slice in the order of the tree, and all slices are gathered.
+
+    Args:
+        num_ranks: data ranks, at most `lanes`.
+    """
+
+    lanes: int
+
+    def __init__(self, *, lanes: int, rank: int, num_ranks: int) -> None:
+        self.lanes = lanes
+        self._rank, self._num_ranks = rank, num_ranks
+
+    def begin(self, packing: FlatBuffer, *, num_shards: int) -> None:
+        """Begin the sum of a step."""
+        self._parts, self._num_shards = packing.parts, num_shards
+        self._own = LaneSums(_add_each, num_lanes=self.lanes, num_shards=num_shards)
+
+    def add(self, lane: int, sums: Sums) -> None:
+        """Add the sums of a lane to those of its sibling, if both exist."""
+        vectors = [part.packing.pack(part.chosen(sums)) for part in self._parts]
+        self._own.push(LaneNode(lane, self.lanes), vectors)
+
+    def finish(self) -> Sums:
+        """Return the sums over all lanes, in the order of the tree."""
+        own, totals = self._own.take(), []
+        for number, part in enumerate(self._parts):
+            vectors = [of_node[number] for of_node in own]
+            total = vectors[0] if self._num_ranks == 1 else self._exchange(vectors, part.packing)
+            totals.append(part.packing.views(total.add_(0.0)))  # the sign of zero does not depend on the ranks
+        return unsplit(self._parts, totals)
+
+    def _exchange(self, own: list[Tensor], packing: FlatBuffer) -> Tensor:
+        ranks, lanes, shards = self._num_ranks, self.lanes, self._num_shards
+        nodes = [owned_nodes(rank=rank, num_ranks=ranks, num_lanes=lanes, num_shards=shards) for rank in range(ranks)]
+        size = -(-packing.numel // ranks)
+        padded = [nn.functional.pad(vector, (0, size * ranks - vector.numel())).view(ranks, size) for vector in own]
+        sent = torch.cat(padded, dim=1).view(-1) if own else packing.empty()[:0]
+        received = sent.new_empty(sum(map(len, nodes)), size)
+        splits = [len(owned) * size for owned in nodes]
+        dist.all_to_all_single(received.view(-1), sent, splits, [len(own) * size] * ranks)
+        of_ranks = [rows.unbind() for rows in torch.split(received, [len(owned) for owned in nodes])]
+        total = sum_of_ranks(Tensor.add_, of_ranks, num_lanes=lanes, num_shards=shards)
+        gathered = sent.new_empty(size * ranks)
+        dist.all_gather([*gathered.view(ranks, size).unbind()], total)
+        return gathered[: packing.numel]
+
+
+def _add_each(totals: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    """Add the vectors of one sum to those of another, in place."""
+    return [total.add_(other) for total, other in zip(totals, others, strict=True)]

@@ -14,8 +14,8 @@ from trainkit.bounded import expect_map, whole_numbers
 from trainkit.errors import LinkError, TrainingError
 from trainkit.strategies.base import JsonMap
 from trainkit.strategies.core.replica import refuse_mismatch
+from trainkit.strategies.tensor_shards import name_in, read_slice, shape_of
 from trainkit.strategies.tensors.layouts import in_layout, in_memory_order
-from trainkit.strategies.tensors.lazy_state import name_in, read_slice, shape_of
 from trainkit.strategies.tensors.staging import ByteLayout, TensorKind, host_bytes, moved
 from trainkit.strategies.updates.links import Connection, Frame, dtype_name
 from trainkit.strategies.updates.server import Request, SumOptions, VariableServer

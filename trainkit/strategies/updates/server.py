@@ -19,8 +19,8 @@ from trainkit.errors import LinkError
 from trainkit.numerics.batch import lane_order
 from trainkit.strategies.base import JsonMap, PhaseListener, ignore_phase
 from trainkit.strategies.core.optimizer import NamedSteppers, Updater
-from trainkit.strategies.core.sparse import with_values
-from trainkit.strategies.reducers.deterministic import DeterministicReducer
+from trainkit.strategies.core.step import with_values
+from trainkit.strategies.reducers.vector import DeterministicReducer
 from trainkit.strategies.tensors.layouts import FlatBuffer, find_sparse, view_of
 from trainkit.strategies.updates.links import DTYPES, AuthenticatedListener, Connection, new_bytes
 from trainkit.strategies.updates.variables import RowShard, VariableShards

@@ -34,8 +34,7 @@ from trainkit.errors import CheckpointError, UnreadableError
 from trainkit.files import open_regular, read_bytes, size_of
 from trainkit.frames import first_line
 from trainkit.objectives.base import Collective
-from trainkit.strategies.tensor_shards import ShardedState, coverage_error, iter_gather_full
-from trainkit.strategies.tensors.lazy_state import LazyStateDict
+from trainkit.strategies.tensor_shards import LazyStateDict, ShardedState, coverage_error, iter_gather_full
 from trainkit.trainer.manifest import (
     MANIFEST,
     Checkpoint,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainkit.strategies.data_parallel.strategy import Mirrored
-from trainkit.strategies.reducers import Reducer
+from trainkit.strategies.reducers.vector import Reducer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from trainkit.strategies.maps.blocks import Block
+from trainkit.strategies.maps.syntax import Block
 from trainkit.strategies.object_snapshot import ObjectSnapshot, cache_switch, class_name
 
 _IMMUTABLE = (

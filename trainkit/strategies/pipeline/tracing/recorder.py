@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_flatten, tree_map
 
-from trainkit.strategies.maps.blocks import Block
+from trainkit.strategies.maps.syntax import Block
 from trainkit.strategies.pipeline.tracing.program import Modes, ParamRef, Program, RecordedCall, TensorMeta, Value
 from trainkit.strategies.pipeline.tracing.python_state import CannotCut, PythonState, first_mutable, refused_object
 

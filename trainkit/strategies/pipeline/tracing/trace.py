@@ -31,7 +31,7 @@ from trainkit.numerics.randomness import noting_keys
 from trainkit.objectives.base import Supervised
 from trainkit.objectives.fields import split_batch
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.maps.blocks import Block
+from trainkit.strategies.maps.syntax import Block
 from trainkit.strategies.object_snapshot import ObjectSnapshot
 from trainkit.strategies.pipeline.stage_assignment import blocks_to_cut
 from trainkit.strategies.pipeline.tracing.program import Program, RecordedCall
