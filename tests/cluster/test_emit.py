@@ -191,10 +191,10 @@ def test_names_that_kubernetes_refuses_are_respelt(name: str, label: str) -> Non
 
 
 def test_all_missing_or_refused_flags_of_an_engine_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--hosts", "2", "--gpus-per-host", "1", "--head", "n", "--time", "90")
+    flags = ("--hosts", "2", "--gpus-per-host", "1", "--head", "n")
     keys = [problem.partition(": ")[0] for problem in refused(capsys, "vertex", *flags)]
     assert keys == [
-        "--head=n", "--time=90", "--image", "--machine", "--accelerator", "--shared",
+        "--head=n", "--image", "--machine", "--accelerator", "--shared",
     ]  # fmt: skip
 
 
@@ -207,6 +207,7 @@ VERTEX = ("vertex", "--image", "i", "--machine", "m")
     [
         ((), "emit: takes one of torchrun, slurm, kubernetes, vertex, skypilot, mpirun, tf_config, spec."),
         (("slrm",), "emit=slrm: no such engine. Did you mean slurm?"),
+        (("slurm", "--time", "90"), "--time=90: must be [DAYS-]HH:MM:SS"),
         (("slurm", "--setup", "a\nb"), "--setup=a\\nb: must be one line"),
         (("slurm", "--gpus-per-host", "2", "--processes-per-host", "2"), "--processes-per-host=2: a host has"),
         ((*VERTEX, "--processes-per-host", "2"), "--processes-per-host=2: has no effect on vertex"),

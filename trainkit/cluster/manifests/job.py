@@ -24,8 +24,8 @@ class ManifestJob:
 
     Example:
         >>> job = ManifestJob(name="digits", arguments=("epochs=3",), hosts=2, per_host=4, gpus=True)
-        >>> job.size, job.count("process", "processes")
-        ('2 hosts of 4 GPUs', '8 processes')
+        >>> job.size
+        '2 hosts of 4 GPUs'
     """
 
     name: str
@@ -52,11 +52,6 @@ class ManifestJob:
         what = "GPU" if self.gpus else "process"
         return f"{hosts} of {self.per_host} {what}{'' if self.per_host == 1 else 's' if self.gpus else 'es'}"
 
-    def count(self, word: str, plural: str) -> str:
-        """Return the number of processes over all hosts, with the noun."""
-        number = self.hosts * self.per_host
-        return f"{number} {word if number == 1 else plural}"
-
     @property
     def counts(self) -> Mapping[str, int]:
         """Role -> number of its tasks."""
@@ -81,22 +76,14 @@ class ManifestJob:
 
     def launch(self, *, kind: str, takes_devices: bool) -> LaunchEnvironment | None:
         """Return the launch of one process, with the fields that a strategy checks; None for a single process."""
-        if self.roles:
-            return self._launch_of_roles(kind)
-        count = self.hosts if takes_devices else self.hosts * self.per_host
-        if count == 1:
-            return None
-        return LaunchEnvironment(
-            kind=kind, tasks=workers(count), rank=0, local_rank=0, num_local=count // self.hosts, num_hosts=self.hosts,
-            store=("127.0.0.1", 0), takes_devices=takes_devices,
-        )  # fmt: skip
-
-    def _launch_of_roles(self, kind: str) -> LaunchEnvironment:
         tasks = tuple(Task(role=role, index=at, rank=rank) for rank, (role, at) in enumerate(roles_in(self.roles)))
+        tasks = tasks or workers(self.hosts if takes_devices else self.hosts * self.per_host)
+        if len(tasks) == 1:
+            return None
         each = -(-len(tasks) // self.hosts)
         return LaunchEnvironment(
-            kind=kind, tasks=tasks, rank=0, local_rank=0, num_local=each, num_hosts=self.hosts,
-            store=("127.0.0.1", 0), takes_devices=each == 1, names_roles=True,
+            kind=kind, tasks=tasks, rank=0, local_rank=0, num_local=each, num_hosts=self.hosts, store=("127.0.0.1", 0),
+            takes_devices=each == 1 if self.roles else takes_devices, names_roles=bool(self.roles),
         )  # fmt: skip
 
 
