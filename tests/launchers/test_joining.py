@@ -158,9 +158,9 @@ def test_a_second_group_cannot_write_into_the_folder_of_the_first(
 
 ABSENT = DataError("/data/labels.txt is absent.")
 PLACES = {
-    "notes": "trainkit.run.rendezvous.join._notes_about",
+    "notes": "trainkit.run.begin.model_notes",
     "cores": "trainkit.run.rendezvous.join.own_cores",
-    "the plan": "trainkit.run.rendezvous.join.make_plan",
+    "the plan": "trainkit.run.begin.make_plan",
     "log": "trainkit.run.rendezvous.join.announce_log",
     "callbacks": "trainkit.run.task.build_callbacks",
     "the model": "trainkit.run.session.session.transformed_model",

@@ -234,7 +234,7 @@ def test_plan_and_train_print_the_same_note_and_the_training_is_not_disturbed(
     assert f"  note: {NOTE}" in capsys.readouterr().out
     probed = api.train(api.compose(short))
     assert "note: the model draws random numbers" in capsys.readouterr().out
-    monkeypatch.setattr("trainkit.run.runner.cut_notes", lambda *_: [])
+    monkeypatch.setattr("trainkit.run.begin.cut_notes", lambda *_: [])
     assert api.train(api.compose(short))["weights_sha256"] == probed["weights_sha256"]
 
 

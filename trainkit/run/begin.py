@@ -10,19 +10,20 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from torch import nn
 
 from trainkit.cluster.host import num_cores
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.identity import Difference, difference, fingerprint, other_training, run_config
 from trainkit.config.schema import RunConfig
 from trainkit.data.splits import size_of
-from trainkit.errors import CheckpointError, ConfigError, Problem, StorageError, UnreadableError
+from trainkit.errors import CheckpointError, ConfigError, Problem, StorageError, UnreadableError, together
 from trainkit.extras import DISTRIBUTION
 from trainkit.files import write_atomically, write_json_atomically
 from trainkit.numerics.batch import BatchPlan
@@ -30,17 +31,20 @@ from trainkit.numerics.schedules import LearningRate
 from trainkit.redaction import mask, redacted_argument
 from trainkit.run.estimates.this_machine import host_bytes
 from trainkit.run.folder.continued import bring_earlier_steps
+from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.starting_weights import refuse_absent_weights
 from trainkit.run.folder.status import read_status
 from trainkit.run.planning.build import average_of, build_components, build_schedule
-from trainkit.run.planning.memory import checkpoint_bytes, model_bytes, refuse_small_host
+from trainkit.run.planning.memory import checkpoint_bytes, meta_model, model_bytes, refuse_small_host
+from trainkit.run.planning.misfits import refuse_misfits
+from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
 from trainkit.run.planning.optimizers import num_steps_of, rates_of
-from trainkit.run.planning.plan import RunPlan
+from trainkit.run.planning.plan import ChooseWorkers, RunPlan, make_plan, refuse_open_workers, with_workers
 from trainkit.run.record import first_command
 from trainkit.run.session.checkpointer import retention_of
 from trainkit.run.session.outcome import refuse_own_losses
-from trainkit.storage import Free, lacking, num_bytes, storage_error
+from trainkit.storage import Free, lacking, num_bytes, reporting, storage_error
 from trainkit.trainer.manifest import MANIFEST, list_complete, read_manifest
 
 _FEWER: Final = "keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_best)"
@@ -155,6 +159,8 @@ class ResumePoint:
     """Whether an external launcher has restarted all processes."""
 
 
+T = TypeVar("T")
+
 CheckStart = Callable[[ResumePoint, RunPlan], None]
 """Function that raises if the loop of this process cannot run a plan from its start; called before files are
 written.
@@ -171,6 +177,132 @@ def refuse_own_loss(start: ResumePoint, plan: RunPlan) -> None:
     launch = plan.context.launch
     if root is not None and (launch is None or launch.rank == 0):  # others may not see the folder
         refuse_own_losses(root)
+
+
+class Agreement:
+    """The processes that begin a run together; this base class: one process alone."""
+
+    launch: LaunchEnvironment | None = None
+    """The external launch of the processes."""
+
+    @property
+    def is_rank0(self) -> bool:
+        """Whether this process decides where processes may see different things."""
+        return self.launch is None or self.launch.rank == 0
+
+    def find_start(self, cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
+        """Return the state from which the run starts, the same in every process."""
+        return find_start(cfg, run_dir)
+
+    def everywhere(self, work: Callable[[], T]) -> T:
+        """Run a function in every process, and return its result here; if it fails in one, all fail."""
+        return work()
+
+    def on_rank0(self, work: Callable[[], dict[str, str]]) -> dict[str, str]:
+        """Run a function on rank 0, and return its result, or raise its error, everywhere."""
+        return work()
+
+    def compare(self, plan: RunPlan) -> None:
+        """Refuse processes whose plans differ."""
+
+    @contextmanager
+    def lock(self, folder: RunFolder, *, is_new: bool) -> Iterator[int]:
+        """Hold the lock of the folder; yields its descriptor."""
+        del is_new
+        with folder.lock() as descriptor:
+            yield descriptor
+
+    def claim(self, folder: RunFolder, start: ResumePoint) -> dict[str, str]:
+        """Do on rank 0 what precedes the first files of a locked folder; return what the others must know of it."""
+        del folder, start
+        return {}
+
+    def fenced(self, folder: RunFolder, known: Mapping[str, str]) -> FencingToken | None:
+        """Check in every process that it sees the folder that rank 0 began; return the token of the group."""
+        del folder, known
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BegunRun:
+    """A run whose folder is locked and has its initial files."""
+
+    plan: RunPlan
+    folder: RunFolder
+    resolved: RunConfig
+    lock: int | None
+    """Descriptor of the lock, in the process that holds it."""
+    fence: FencingToken | None
+    """Token of the group; None: the lock is enough, because one process alone began the run."""
+
+
+@contextmanager
+def begun(
+    cfg: RunConfig,
+    agree: Agreement,
+    *,
+    run_dir: Path | None,
+    notes: Sequence[str],
+    is_given: Callable[[str], bool],
+    check: CheckStart,
+    choose_workers: ChooseWorkers | None = None,
+) -> Iterator[BegunRun]:
+    """Plan a run, refuse an impossible one, and begin its folder, which is locked inside; collective over `agree`.
+
+    `check` raises if the loop of this process cannot run a plan; nothing was written.
+    """
+    start = agree.find_start(cfg, run_dir)
+    plan = agree.everywhere(lambda: _checked_plan(start, agree, check, choose_workers))
+    agree.compare(plan)
+
+    def examined() -> tuple[RunPlan, list[str]]:
+        """Return the plan and notes about it; rank 0 refuses what cannot run, and takes the expensive notes."""
+        model = meta_model(plan.cfg)
+        if not agree.is_rank0:
+            return plan, model_notes(plan, model, is_given)
+        found = together(lambda: refuse_misfits(plan, model), then=lambda: model_notes(plan, model, is_given))
+        refuse_lack_of_room(plan, model, start.folder, run_dir)
+        found += cut_notes(plan, lambda: coupling_of(plan, model))
+        if plan.cfg.loader.num_workers != "auto":
+            return plan, found
+        measured, note = with_workers(plan, choose_workers)  # keep it last: it takes some seconds
+        return measured, [*found, note]
+
+    plan, found = agree.everywhere(examined)
+    locks: list[int] = []
+    with ExitStack() as stack:
+
+        def begin() -> dict[str, str]:
+            with reporting(Path("outputs") if run_dir is None else run_dir):
+                folder = start.folder or new_folder(plan.cfg, run_dir)
+                locks.append(stack.enter_context(agree.lock(folder, is_new=start.folder is None)))
+                folder.take()
+                known = agree.claim(folder, start)
+                begin_folder(folder, plan, start, notes=[*notes, *found])
+                folder.open_live()  # with the token of the run, before a rank writes into it
+                stack.callback(folder.release_reserve)
+                return {**known, "path": str(folder.path.absolute()) if agree.launch else str(folder.path)}
+
+        known = agree.on_rank0(begin)
+        folder = RunFolder(Path(known["path"]))
+        try:
+            fence = agree.everywhere(lambda: agree.fenced(folder, known))
+        except ConfigError:
+            if agree.is_rank0 and start.folder is None:
+                folder.discard()
+            raise
+        resolved = resumed_from(plan.cfg, start.checkpoints)
+        yield BegunRun(plan=plan, folder=folder, resolved=resolved, lock=locks[0] if locks else None, fence=fence)
+
+
+def _checked_plan(
+    start: ResumePoint, agree: Agreement, check: CheckStart, choose_workers: ChooseWorkers | None
+) -> RunPlan:
+    plan = make_plan(start.cfg, launch=agree.launch)
+    check(start, plan)
+    if choose_workers is None:
+        refuse_open_workers(start.cfg)
+    return plan
 
 
 def find_start(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,20 @@ from trainkit.cluster.tasks import Identity
 from trainkit.config.composition import Composition
 from trainkit.config.identity import changed_keys
 from trainkit.config.schema import RunConfig
-from trainkit.errors import ConfigError, together
+from trainkit.errors import ConfigError
 from trainkit.run.agent.monitor import TimeLimits
 from trainkit.run.agent.self_watch import BeatCounter, SelfWatch
 from trainkit.run.begin import (
+    Agreement,
+    BegunRun,
     CheckStart,
     Job,
     Result,
-    begin_folder,
-    find_start,
-    new_folder,
-    refuse_lack_of_room,
+    begun,
     refuse_own_loss,
 )
-from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.planning.memory import meta_model
-from trainkit.run.planning.misfits import refuse_misfits
-from trainkit.run.planning.notes import coupling_of, cut_notes, is_never_given, model_notes
-from trainkit.run.planning.plan import ChooseWorkers, RunPlan, make_plan, plan_to_environ, with_workers
+from trainkit.run.planning.notes import is_never_given
+from trainkit.run.planning.plan import ChooseWorkers, plan_to_environ
 from trainkit.run.planning.tasks import refuse_launch
 from trainkit.run.process.heartbeat import beats_of
 from trainkit.run.record import RunRecord, record_settings, recorded_run
@@ -124,26 +119,34 @@ def train(
     """
     with reporting(Path("outputs") if run_dir is None else run_dir):
         if launch is None:
-            with _begun(cfg, run_dir=run_dir, notes=notes, is_given=is_given, choose_workers=choose_workers) as begun:
-                return _train(begun, job)
+            begin = begun(
+                cfg,
+                Agreement(),
+                run_dir=run_dir,
+                notes=notes,
+                is_given=is_given,
+                check=refuse_own_loss,
+                choose_workers=choose_workers,
+            )
+            with begin as begun_run, _recorded(begun_run) as record:
+                return _train(begun_run, record, job)
         refuse_launch(cfg, launch)
         from trainkit.run.rendezvous.join import train_external  # noqa: PLC0415 - most runs have no external launch
 
         return train_external(cfg, launch, run_dir=run_dir, notes=notes, job=job, is_given=is_given)
 
 
-def _train(begun: _BegunRun, job: Job | None) -> dict[str, Any]:
+def _train(begun_run: BegunRun, record: RunRecord, job: Job | None) -> dict[str, Any]:
     """Train a run that has begun."""
-    plan, folder, cfg = begun.plan, begun.folder, begun.plan.cfg
+    plan, folder, cfg = begun_run.plan, begun_run.folder, begun_run.plan.cfg
 
     def run() -> Result:
-        begun.record.follow_heartbeat()
         if plan.backend is not None:
             from trainkit.run.backends.driver import run_on  # noqa: PLC0415 - most runs have no process backend
 
             return run_on(plan.backend, plan, folder)
         if len(plan.tasks) == 1:
-            with begun.task() as task:
+            with _only_task(begun_run, record) as task:
                 return task.run()
         from trainkit.run.agent.agent import AgentSettings  # noqa: PLC0415 - one device needs none
         from trainkit.run.agent.supervisor import supervise  # noqa: PLC0415 - the same
@@ -153,7 +156,7 @@ def _train(begun: _BegunRun, job: Job | None) -> dict[str, Any]:
             min_replicas=cfg.elastic.min_replicas,
             retry_s=cfg.elastic.retry_s,
             limits=TimeLimits.of(cfg.supervisor),
-            pass_fds=(begun.lock,),
+            pass_fds=() if begun_run.lock is None else (begun_run.lock,),
             environ=plan_to_environ(plan),
             auxiliary_ranks=plan.auxiliary_ranks,
             replaceable=plan.replaceable,
@@ -164,73 +167,37 @@ def _train(begun: _BegunRun, job: Job | None) -> dict[str, Any]:
     return {**(result or {}), "folder": str(folder.path)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _BegunRun:
-    """A run whose folder is locked and has its initial files."""
-
-    plan: RunPlan
-    folder: RunFolder
-    resolved: RunConfig
-    record: RunRecord
-    lock: int
-    """Descriptor of the lock."""
-
-    @contextmanager
-    def task(self) -> Iterator[TaskRun]:
-        """Give the only task of the run; stop signals and hangs are caught inside."""
-        identity = Identity.solo(self.plan.tasks[0].device)
-        beats = BeatCounter(beats_of(identity, self.folder))
-        limits = TimeLimits.of(self.plan.cfg.supervisor)
-        with (
-            StopFlag() as stop,
-            SelfWatch(limits, self.folder, read=lambda _rank: beats.count(), requested=lambda: stop.requested),
-        ):
-            yield TaskRun(
-                cfg=self.resolved,
-                identity=identity,
-                folder=self.folder,
-                stop=stop,
-                plan=self.plan,
-                follow=self.record.status.follow,
-                beats=beats,
-            )
+@contextmanager
+def _recorded(begun_run: BegunRun) -> Iterator[RunRecord]:
+    """Record the output and the status of a run that this process began alone."""
+    plan, folder = begun_run.plan, begun_run.folder
+    with ended_hooks(plan.cfg, folder.path, folder.read_result), recorded_run(folder) as record:
+        record.status.aim_at(plan.last_step)
+        if not plan.is_measurement:
+            record.page.follow(begun_run.resolved)
+        record.follow_heartbeat()
+        yield record
 
 
 @contextmanager
-def _begun(
-    cfg: RunConfig,
-    *,
-    run_dir: Path | None,
-    notes: Sequence[str],
-    is_given: Callable[[str], bool],
-    check: CheckStart = refuse_own_loss,
-    choose_workers: ChooseWorkers | None = None,
-) -> Iterator[_BegunRun]:
-    """Plan a run, refuse an impossible one, and begin its folder; it is locked and its output recorded inside.
-
-    `check` raises if the loop of this process cannot run a plan; the trainer's own runs every plan, but for a run to
-    continue whose steps had a loss of another loop.
-    """
-    start = find_start(cfg, run_dir)
-    plan = make_plan(start.cfg)
-    check(start, plan)
-    model = meta_model(plan.cfg)
-    found = together(lambda: refuse_misfits(plan, model), then=lambda: model_notes(plan, model, is_given))
-    refuse_lack_of_room(plan, model, start.folder, run_dir)
-    found += cut_notes(plan, lambda: coupling_of(plan, model))
-    if plan.cfg.loader.num_workers == "auto":
-        plan, note = with_workers(plan, choose_workers)  # keep it last: it takes some seconds
-        found.append(note)
-    folder = start.folder or new_folder(cfg, run_dir)
-    with folder.lock() as lock, ended_hooks(plan.cfg, folder.path, folder.read_result), recorded_run(folder) as record:
-        record.status.aim_at(plan.last_step)
-        resolved = begin_folder(folder, plan, start, notes=[*notes, *found])
-        if not plan.is_measurement:
-            record.page.follow(resolved)
-        try:
-            yield _BegunRun(plan=plan, folder=folder, resolved=resolved, record=record, lock=lock)
-        finally:
-            folder.release_reserve()
+def _only_task(begun_run: BegunRun, record: RunRecord) -> Iterator[TaskRun]:
+    """Give the only task of a run; stop signals and hangs are caught inside."""
+    identity = Identity.solo(begun_run.plan.tasks[0].device)
+    beats = BeatCounter(beats_of(identity, begun_run.folder))
+    limits = TimeLimits.of(begun_run.plan.cfg.supervisor)
+    with (
+        StopFlag() as stop,
+        SelfWatch(limits, begun_run.folder, read=lambda _rank: beats.count(), requested=lambda: stop.requested),
+    ):
+        yield TaskRun(
+            cfg=begun_run.resolved,
+            identity=identity,
+            folder=begun_run.folder,
+            stop=stop,
+            plan=begun_run.plan,
+            follow=record.status.follow,
+            beats=beats,
+        )
 
 
 @contextmanager
@@ -259,10 +226,9 @@ def opened(
     """
     with reporting(Path("outputs") if run_dir is None else run_dir):
         if launch is None:
-            with _begun(cfg, run_dir=run_dir, notes=notes, is_given=is_given, check=check) as begun:
-                begun.record.follow_heartbeat()
-                with begun.task() as task:
-                    yield task
+            begin = begun(cfg, Agreement(), run_dir=run_dir, notes=notes, is_given=is_given, check=check)
+            with begin as begun_run, _recorded(begun_run) as record, _only_task(begun_run, record) as task:
+                yield task
             return
         refuse_launch(cfg, launch)
         from trainkit.run.rendezvous.join import announce, joined  # noqa: PLC0415 - most runs have no external launch

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -28,22 +28,18 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError
 from trainkit.run.agent.monitor import TimeLimits
 from trainkit.run.begin import (
+    Agreement,
     CheckStart,
     Job,
     Result,
     ResumePoint,
-    begin_folder,
-    new_folder,
-    refuse_lack_of_room,
+    begun,
     refuse_own_loss,
-    resumed_from,
 )
 from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.planning.memory import meta_model
-from trainkit.run.planning.misfits import refuse_misfits
-from trainkit.run.planning.notes import coupling_of, cut_notes, is_never_given, model_notes
-from trainkit.run.planning.plan import RunPlan, make_plan, refuse_open_workers
+from trainkit.run.planning.notes import is_never_given
+from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.setup import announce_log, configure_network, identity_for, redirect_output
 from trainkit.run.record import recorded_run
@@ -66,9 +62,10 @@ from trainkit.run.rendezvous.relaunch import (
 from trainkit.run.rendezvous.shutdown import SharedEnding, ending_together
 from trainkit.run.signals import StopFlag
 from trainkit.run.task import TaskRun
-from trainkit.storage import reporting
 from trainkit.trainer import failpoints
 from trainkit.trainer.events import ended_hooks
+
+T = TypeVar("T")
 
 _LOCK_TIMEOUT_S: Final = 10.0
 """Seconds that the previous group may take to end after its launcher has started a new one."""
@@ -216,19 +213,20 @@ def joined(
             check_same_config(barrier, cfg)
             _share_cores(barrier, ranks.index(launch.rank))
             launch = replace(launch, has_own_gpu=has_own_gpu(barrier, launch, device_of_process))
-            start = _agree_on_start(barrier, cfg, run_dir)
-            plan = barrier.run_everywhere(lambda: _checked_plan(start, launch, check))
-            if plan.num_computing == len(plan.training_tasks):
-                check_same_plan(barrier, plan)
-            found = barrier.run_everywhere(lambda: _notes_about(plan, is_given, is_rank0=launch.rank == 0))
-            folder, fencing_token = _agree_on_folder(barrier, stack, start, plan, run_dir, notes=[*notes, *found])
+            agree = LaunchAgreement(barrier, launch)
+            begin = begun(cfg, agree, run_dir=run_dir, notes=notes, is_given=is_given, check=check)
+            run = stack.enter_context(begin)
+            plan, folder, fencing_token = run.plan, run.folder, run.fence
+            assert fencing_token is not None
+            if launch.rank == 0:
+                record_run_folder(plan.cfg, folder, barrier)
             token = job_token(barrier) if plan.auxiliary_ranks else ""
             if late and launch.rank == 0:
                 publish_join_info(barrier, cfg, plan, folder=folder, fencing_token=fencing_token, token=token)
         yield JoinedGroup(
             barrier=barrier,
             plan=plan,
-            resolved=resumed_from(plan.cfg, start.checkpoints),
+            resolved=run.resolved,
             folder=folder,
             fencing_token=fencing_token,
             token=token,
@@ -240,20 +238,6 @@ def announce(launch: LaunchEnvironment) -> None:
     configure_network(launch)
     if launch.rank == 0 or launch.by_hand:
         print(launch.line(), file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
-
-
-def _checked_plan(start: ResumePoint, launch: LaunchEnvironment, check: CheckStart) -> RunPlan:
-    plan = make_plan(start.cfg, launch=launch)
-    check(start, plan)
-    refuse_open_workers(start.cfg)
-    return plan
-
-
-def _notes_about(plan: RunPlan, is_given: Callable[[str], bool], *, is_rank0: bool) -> list[str]:
-    """Return the notes about the model; rank 0 collects them, including expensive ones, while the others wait."""
-    model = meta_model(plan.cfg)
-    found = [*model_notes(plan, model, is_given)]
-    return [*found, *cut_notes(plan, lambda: coupling_of(plan, model))] if is_rank0 else found
 
 
 def _share_cores(barrier: ProcessBarrier, place: int) -> None:
@@ -281,88 +265,78 @@ def device_of_process() -> str:
     return str(torch.cuda.get_device_properties(0).uuid)
 
 
-def _agree_on_start(barrier: ProcessBarrier, cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
-    """Agree on the resume point: only rank 0 reads folders, which other hosts may see differently."""
-    found: list[ResumePoint] = []
+class LaunchAgreement(Agreement):
+    """The processes of a launch, which agree over its store: only rank 0 reads and writes folders, which other hosts
+    may see differently.
+    """
 
-    def find() -> dict[str, Any]:
-        found.append(resume_point_of_launch(cfg, run_dir, barrier))
-        (start,) = found
-        batch = start.cfg.batch
-        places = {"folder": None if start.folder is None else start.folder.path, "checkpoints": start.checkpoints}
-        return {
-            "batch": [batch.global_size, batch.micro_size, batch.accumulation],
-            "num_workers": start.cfg.loader.num_workers,
-            "changes": start.cfg.changes,
-            **{name: None if path is None else str(path.absolute()) for name, path in places.items()},
-        }
+    def __init__(self, barrier: ProcessBarrier, launch: LaunchEnvironment) -> None:
+        self.launch = launch
+        self._barrier = barrier
 
-    shared = barrier.run_on_rank0_and_broadcast(find)
-    if found:
-        return found[0]
-    global_size, micro_size, accumulation = shared["batch"]
-    batch = replace(cfg.batch, global_size=global_size, micro_size=micro_size, accumulation=accumulation)
-    loader = replace(cfg.loader, num_workers=shared["num_workers"])
-    return ResumePoint(
-        cfg=replace(cfg, batch=batch, loader=loader, changes=shared["changes"], resume_allows=[]),
-        folder=RunFolder(Path(shared["folder"])) if shared["folder"] else None,
-        checkpoints=Path(shared["checkpoints"]) if shared["checkpoints"] else None,
-    )
+    def everywhere(self, work: Callable[[], T]) -> T:
+        """Run a function in every process; if it fails in one, all fail; collective."""
+        return self._barrier.run_everywhere(work)
 
+    def on_rank0(self, work: Callable[[], dict[str, str]]) -> dict[str, str]:
+        """Run a function on rank 0, and return its result, or raise its error, everywhere; collective."""
+        return self._barrier.run_on_rank0_and_broadcast(work)
 
-def _agree_on_folder(
-    barrier: ProcessBarrier,
-    stack: ExitStack,
-    start: ResumePoint,
-    plan: RunPlan,
-    run_dir: Path | None,
-    *,
-    notes: Sequence[str],
-) -> tuple[RunFolder, FencingToken]:
-    """Agree on the run folder: rank 0 creates, locks and marks it, and every rank checks that it can see the folder."""
-    tokens: list[FencingToken] = []
+    def find_start(self, cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
+        """Return the state that rank 0 finds; collective."""
+        found: list[ResumePoint] = []
 
-    def begin() -> dict[str, str]:
-        model = meta_model(plan.cfg)
-        refuse_misfits(plan, model)
-        refuse_lack_of_room(plan, model, start.folder, run_dir)
-        with reporting(Path("outputs") if run_dir is None else run_dir):
-            return create()
+        def find() -> dict[str, Any]:
+            found.append(resume_point_of_launch(cfg, run_dir, self._barrier))
+            (start,) = found
+            batch = start.cfg.batch
+            places = {"folder": None if start.folder is None else start.folder.path, "checkpoints": start.checkpoints}
+            return {
+                "batch": [batch.global_size, batch.micro_size, batch.accumulation],
+                "num_workers": start.cfg.loader.num_workers,
+                "changes": start.cfg.changes,
+                **{name: None if path is None else str(path.absolute()) for name, path in places.items()},
+            }
 
-    def create() -> dict[str, str]:
-        folder = start.folder or new_folder(plan.cfg, run_dir)
-        stack.enter_context(_lock(folder, wait=start.folder is not None))
-        folder.take()
-        tokens.append(FencingToken.acquire(folder))
+        shared = self._barrier.run_on_rank0_and_broadcast(find)
+        if found:
+            return found[0]
+        global_size, micro_size, accumulation = shared["batch"]
+        batch = replace(cfg.batch, global_size=global_size, micro_size=micro_size, accumulation=accumulation)
+        loader = replace(cfg.loader, num_workers=shared["num_workers"])
+        return ResumePoint(
+            cfg=replace(cfg, batch=batch, loader=loader, changes=shared["changes"], resume_allows=[]),
+            folder=RunFolder(Path(shared["folder"])) if shared["folder"] else None,
+            checkpoints=Path(shared["checkpoints"]) if shared["checkpoints"] else None,
+        )
+
+    def compare(self, plan: RunPlan) -> None:
+        """Refuse processes whose plans differ, but for auxiliary tasks, which compute something else; collective."""
+        if plan.num_computing == len(plan.training_tasks):
+            check_same_plan(self._barrier, plan)
+
+    @contextlib.contextmanager
+    def lock(self, folder: RunFolder, *, is_new: bool) -> Iterator[int]:
+        """Hold the lock of the folder, whose previous group may still be ending."""
+        deadline = time.monotonic() + (0.0 if is_new else _LOCK_TIMEOUT_S)
+        with ExitStack() as stack:
+            while True:
+                try:
+                    descriptor = stack.enter_context(folder.lock())
+                    break
+                except ConfigError:
+                    if time.monotonic() >= deadline:
+                        raise
+                    time.sleep(0.2)
+            yield descriptor
+
+    def claim(self, folder: RunFolder, start: ResumePoint) -> dict[str, str]:
+        """Take the folder from earlier groups."""
+        token = FencingToken.acquire(folder).token
         if start.relaunched:
-            note_restart_of(folder, barrier)
-        begin_folder(folder, plan, start, notes=notes)
-        folder.open_live()  # with the token of the run, before a rank writes into it
-        stack.callback(folder.release_reserve)
-        record_run_folder(plan.cfg, folder, barrier)
-        return {"path": str(folder.path.absolute()), "token": tokens[0].token}
+            note_restart_of(folder, self._barrier)
+        return {"fence": token}
 
-    shared = barrier.run_on_rank0_and_broadcast(begin)
-    folder = RunFolder(Path(shared["path"]))
-    try:
-        fencing_token = barrier.run_everywhere(lambda: FencingToken.verify(folder, shared["token"]))
-    except ConfigError:
-        if barrier.launch.rank == 0 and start.folder is None:
-            folder.discard()
-        raise
-    return folder, fencing_token
-
-
-@contextlib.contextmanager
-def _lock(folder: RunFolder, *, wait: bool) -> Iterator[int]:
-    deadline = time.monotonic() + (_LOCK_TIMEOUT_S if wait else 0.0)
-    with ExitStack() as stack:
-        while True:
-            try:
-                descriptor = stack.enter_context(folder.lock())
-                break
-            except ConfigError:
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(0.2)
-        yield descriptor
+    def fenced(self, folder: RunFolder, known: Mapping[str, str]) -> FencingToken:
+        """Check that this host sees the folder of rank 0; return the token of this group."""
+        return FencingToken.verify(folder, known["fence"])
