@@ -42,9 +42,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from benchmarks import report
 from tests.support.serving import serving, stepping
 from trainkit.errors import LinkError
-from trainkit.strategies.updates.client import ParameterServerClient
 from trainkit.strategies.updates.links import AuthenticatedListener, connect
-from trainkit.strategies.updates.server import VariableServer
+from trainkit.strategies.updates.server import ParameterServerClient, VariableServer
 from trainkit.strategies.updates.variables import VariableShards, variables_of
 
 SIZES_MB = (0.4, 10, 100)

@@ -50,10 +50,10 @@ _HOMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "strategies": {
         "CentralStorage": "strategies.central_storage", "DeviceMap": "strategies.device_map",
-        "Fsdp": "strategies.mesh.fsdp", "LocalSgd": "strategies.local_sgd", "Mesh": "strategies.mesh.strategy",
+        "Fsdp": "strategies.mesh.strategy", "LocalSgd": "strategies.local_sgd", "Mesh": "strategies.mesh.strategy",
         "Mirrored": "strategies.data_parallel.strategy", "MultiWorkerMirrored": "strategies.data_parallel.strategy",
         "OneDevice": "strategies.one_device", "ParameterServer": "strategies.parameter_server",
-        "Pipeline": "strategies.pipeline.strategy", "TensorParallel": "strategies.mesh.tensor_parallel",
+        "Pipeline": "strategies.pipeline.strategy", "TensorParallel": "strategies.mesh.strategy",
         "Tpu": "strategies.tpu",
     },
     "tracking": {

@@ -21,7 +21,7 @@ from trainkit.strategies.central_storage import AsyncCentralExecutor, CentralExe
 from trainkit.strategies.core.copies import ComputingCopies
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
 from trainkit.strategies.model_transforms.compiling import is_compiled
-from trainkit.strategies.updates.worker import read_when_looked_up
+from trainkit.strategies.updates.chief import read_when_looked_up
 
 pytestmark = pytest.mark.usefixtures("fresh_graphs")
 

@@ -14,7 +14,7 @@ from tests.support import reference, zoo
 from tests.support.pool import Pool
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.precision import Precision
-from trainkit.strategies.mesh.fsdp import Fsdp
+from trainkit.strategies.mesh.strategy import Fsdp
 from trainkit.strategies.model_transforms import (
     ModelTransforms,
     apply_transforms,

@@ -24,8 +24,8 @@ from trainkit.numerics.batch import BatchPlan, SampleOrder
 from trainkit.strategies.base import Numerics
 from trainkit.strategies.core import copies
 from trainkit.strategies.model_transforms import ModelTransforms
-from trainkit.strategies.updates.client import ParameterServerClient
 from trainkit.strategies.updates.scheduler import BOUNDED, Policy, Staleness, read_record
+from trainkit.strategies.updates.server import ParameterServerClient
 
 pytestmark = pytest.mark.pairwise
 

@@ -27,7 +27,7 @@ from trainkit.models.resnet import ResNet
 from trainkit.numerics.randomness import BlockKeys
 from trainkit.strategies.core.graphs import shards
 from trainkit.strategies.core.step import ShardStep
-from trainkit.strategies.mesh.tensor_parallel import TensorParallel
+from trainkit.strategies.mesh.strategy import TensorParallel
 from trainkit.strategies.model_transforms import (
     GraphSettings,
     ModelTransforms,

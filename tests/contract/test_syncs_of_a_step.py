@@ -25,7 +25,7 @@ from trainkit.numerics.batch import Ticket
 from trainkit.strategies.base import Batch, PlanContext, StepOutcome
 from trainkit.strategies.core.graphs.whole import WholeGraph
 from trainkit.strategies.model_transforms import GraphSettings, ModelTransforms
-from trainkit.strategies.updates.worker import Mode, Worker, WorkOrder, WorkReport
+from trainkit.strategies.updates.chief import Mode, Worker, WorkOrder, WorkReport
 from trainkit.trainer.loop import TrainingLoop
 
 SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {

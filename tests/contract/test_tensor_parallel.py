@@ -20,7 +20,7 @@ from tests.support.requests import request_for
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.models.gpt import Gpt
 from trainkit.numerics.precision import Precision
-from trainkit.strategies.mesh.tensor_parallel import TensorParallel
+from trainkit.strategies.mesh.strategy import TensorParallel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.rendezvous.store_client import WaitReporter, store_of_launch
 from trainkit.strategies.base import Numerics, PlanContext, Strategy
 from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirrored
-from trainkit.strategies.mesh.tensor_parallel import TensorParallel
+from trainkit.strategies.mesh.strategy import TensorParallel
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.pipeline.strategy import Pipeline
 

@@ -36,7 +36,7 @@ from trainkit.scaling.model import (
     servers,
     slowest_of,
 )
-from trainkit.strategies.scaling import Remedies
+from trainkit.strategies.base import Remedies
 from trainkit.trainer.metrics_accumulator import PARTS
 
 ASSUMED = Workload(

@@ -23,8 +23,7 @@ from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state
 from trainkit.strategies.reducers.vector import DeterministicReducer
 from trainkit.strategies.tensors.layouts import FlatBuffer
-from trainkit.strategies.updates.client import ParameterServerClient
-from trainkit.strategies.updates.server import ServerShard, SumOptions, VariableServer, lane_sum
+from trainkit.strategies.updates.server import ParameterServerClient, ServerShard, SumOptions, VariableServer, lane_sum
 from trainkit.strategies.updates.variables import (
     Variable,
     VariableShards,

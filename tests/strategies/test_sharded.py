@@ -28,11 +28,9 @@ from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import BlockKeys
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.mesh import sharding as fully
-from trainkit.strategies.mesh.fsdp import Fsdp
 from trainkit.strategies.mesh.sharding import Sharding, blocks_of_model, fully_sharded, without_shared
 from trainkit.strategies.mesh.step import unsharded_model_problems
-from trainkit.strategies.mesh.strategy import Mesh
-from trainkit.strategies.mesh.tensor_parallel import TensorParallel
+from trainkit.strategies.mesh.strategy import Fsdp, Mesh, TensorParallel
 from trainkit.strategies.mesh.tensor_plan import match_plan
 from trainkit.strategies.reducers.vector import VectorReducer
 from trainkit.strategies.tensors.layouts import FlatBuffer, local_part

@@ -314,7 +314,7 @@ _IMPORTED: Final = {
         "trainkit.run.agent.supervisor", "trainkit.config.compose.jobs", "trainkit.callbacks.figures",
         "trainkit.callbacks.progress", "trainkit.callbacks.tensorboard", "trainkit.report.events",
         "trainkit.report.web.run_document", "trainkit.objectives.classification", "trainkit.models.mlp",
-        "trainkit.data.sets.images", "trainkit.strategies.data_parallel.strategy", "trainkit.strategies.mesh.fsdp",
+        "trainkit.data.sets.images", "trainkit.strategies.data_parallel.strategy", "trainkit.strategies.mesh.strategy",
         "trainkit.verbs.looking.plan", "tensorboard.compat.proto.event_pb2",
     ),
     "torch": ("torch._dynamo", "torch.distributed", "pytest"),

@@ -12,9 +12,8 @@ from torch import nn
 
 from trainkit.errors import LinkError
 from trainkit.strategies.core.optimizer import OptimizerStepper
-from trainkit.strategies.updates.client import ParameterServerClient
 from trainkit.strategies.updates.links import AuthenticatedListener, Connection, connect
-from trainkit.strategies.updates.server import MakeStepper, VariableServer
+from trainkit.strategies.updates.server import MakeStepper, ParameterServerClient, VariableServer
 from trainkit.strategies.updates.variables import VariableShards, unsaved_of, variables_of
 
 TOKEN = b"a token of 32 bytes, as a run has"

@@ -21,8 +21,7 @@ from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.scaling.answers import MeasuredShare
 from trainkit.scaling.fit import Fit, Point, fit
 from trainkit.scaling.model import Exchange, Exchanges, Interval, Link, Workload
-from trainkit.strategies.base import Strategy
-from trainkit.strategies.scaling import Scaled, ScalesOut, scaled
+from trainkit.strategies.base import Scaled, ScalesOut, Strategy, scaled
 from trainkit.strategies.shipped import names_of
 from trainkit.strategies.traffic import StepCut, Transfer, traffic_of
 

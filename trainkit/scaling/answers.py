@@ -17,7 +17,7 @@ from trainkit.scaling import model
 from trainkit.scaling.fit import Check, Fit
 from trainkit.scaling.inputs import HOSTS, SIMULATED, InputValue, simulated
 from trainkit.scaling.model import Exchange, Interval, Prediction, Step, Workload
-from trainkit.strategies.scaling import Remedies
+from trainkit.strategies.base import Remedies
 
 PAYS: Final = 0.5
 """A replica pays if it adds at least this share of the speed of the first one."""

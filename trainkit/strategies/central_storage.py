@@ -44,11 +44,10 @@ from trainkit.strategies.base import (
 )
 from trainkit.strategies.core.copies import ComputingCopies, Sums, ThreadWork, computing_copy, sum_of, total_of
 from trainkit.strategies.core.optimizer import Updater
-from trainkit.strategies.core.phases import set_rates
 from trainkit.strategies.core.refusals import async_problems, launch_problems, phase_problems
 from trainkit.strategies.core.replica import Replica, replica_state, restore_replica
 from trainkit.strategies.core.step import ShardStep, apply_update
-from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts, make_stepper
+from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts, make_stepper, set_rates
 from trainkit.strategies.groups.process_group import device_list_problems, device_problems, parse_device
 from trainkit.strategies.model_transforms.compiling import uncompiled
 from trainkit.strategies.tensor_shards import select

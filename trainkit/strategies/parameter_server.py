@@ -20,17 +20,25 @@ from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.copies import copied
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, needs_of
-from trainkit.strategies.base import Facts, LoopCall, ModelMemory, PlanContext, SetupRequest, Strategy, TaskContext
+from trainkit.strategies.base import (
+    Facts,
+    LoopCall,
+    ModelMemory,
+    PlanContext,
+    Remedies,
+    Scaled,
+    SetupRequest,
+    Strategy,
+    TaskContext,
+)
 from trainkit.strategies.core.buffers import sample_dims_of
 from trainkit.strategies.core.optimizer import Updater
 from trainkit.strategies.core.refusals import async_problems, no_rollback, phase_problems
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import build_parts, make_stepper, no_reducer
 from trainkit.strategies.model_transforms.compiling import uncompiled
-from trainkit.strategies.scaling import Remedies, Scaled
 from trainkit.strategies.traffic import StepCut, Transfer, lookups_of, precision_of
-from trainkit.strategies.updates.chief import OWN, Chief
-from trainkit.strategies.updates.client import ParameterServerClient
+from trainkit.strategies.updates.chief import OWN, Chief, Worker, WorkerReplicas, sparse_tables
 from trainkit.strategies.updates.links import AddressBook, Connection
 from trainkit.strategies.updates.scheduler import (
     FILE,
@@ -41,9 +49,8 @@ from trainkit.strategies.updates.scheduler import (
     WorkScheduler,
     read_record,
 )
-from trainkit.strategies.updates.server import VariableServer
+from trainkit.strategies.updates.server import ParameterServerClient, VariableServer
 from trainkit.strategies.updates.variables import StepVolume, VariableShards, split_problems, variables_of
-from trainkit.strategies.updates.worker import Worker, WorkerReplicas, sparse_tables
 
 _ACCEPT = Staleness()
 

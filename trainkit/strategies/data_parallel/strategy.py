@@ -22,7 +22,9 @@ from trainkit.strategies.base import (
     ModelMemory,
     Numerics,
     PlanContext,
+    Remedies,
     ReplicaPart,
+    Scaled,
     SetupRequest,
     StagePart,
     StepContext,
@@ -44,7 +46,6 @@ from trainkit.strategies.maps.layout import BlockMap, Devices, ReplicaMap, group
 from trainkit.strategies.model_transforms import Compiles
 from trainkit.strategies.reducers.options import ReductionOptions
 from trainkit.strategies.reducers.vector import PerDeviceReducer, Reducer, largest_bucket
-from trainkit.strategies.scaling import Remedies, Scaled
 from trainkit.strategies.traffic import (
     StepCut,
     Transfer,

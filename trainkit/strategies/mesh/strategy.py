@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from trainkit.cluster.tasks import Identity
 from trainkit.config.values import MOST_PROCESSES, closest
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import Limit, at_most, maths, placement, speed
+from trainkit.fields import Limit, at_least, at_most, maths, placement, speed
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_nothing
 from trainkit.objectives.base import Access, Collective
-from trainkit.strategies.base import Facts, ModelMemory, Numerics, PlanContext, SetupRequest, Strategy
+from trainkit.strategies.base import Facts, ModelMemory, Numerics, PlanContext, Scaled, SetupRequest, Strategy
 from trainkit.strategies.collectives import GroupCollective, RankGroup, broadcast_values
 from trainkit.strategies.core.graphs.shards import makers_of
 from trainkit.strategies.core.refusals import optimizer_problems
@@ -33,7 +33,7 @@ from trainkit.strategies.core.synchronous import (
     move_and_cast,
     synchronous_gradient_copies,
 )
-from trainkit.strategies.groups.process_group import ProcessGroup, choice_of
+from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroup, ProcessGroupOptions, choice_of
 from trainkit.strategies.mesh.sharding import (
     Axes,
     Sharding,
@@ -662,3 +662,128 @@ def _idle(key: str, value: object, axis: str) -> Problem:
 def plan_text(plan: TensorPlan) -> str:
     """Return a plan as a config writes it."""
     return plan if isinstance(plan, str) else "{" + ",".join(f"{key}:{style}" for key, style in plan.items()) + "}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fsdp(GroupOfOne, ProcessGroupOptions, MeshStrategy):
+    """Train a model that does not fit on one device: parameters, gradients and optimizer state are sharded over the
+    ranks.
+
+    Each rank computes its own shards of the batch, as in `mirrored`. The parameters of a block are gathered before it
+    computes and resharded after; its gradients are reduce-scattered (FSDP2).
+
+    Example:
+        >>> [task.device for task in Fsdp(replicas=2).tasks(PlanContext())]
+        ['cpu', 'cpu']
+
+    Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO, stage 3); Zhao et al. 2023, arXiv:2304.11277.
+    """
+
+    alone_as_one_device: ClassVar[bool] = True
+    facts: ClassVar[Facts] = replace(MeshStrategy.facts, place=2, supports_meta_init=True, converts=True)
+
+    replicate: Annotated[int, at_least(1), at_most(MOST_PROCESSES), placement] = 1
+    """Groups of ranks, each with a whole model sharded over its ranks; above 1 (hybrid) gradients are summed over
+    groups.
+    """
+    wrap: Annotated[Wrap, placement] = "blocks"
+    """Unit of the gathers: `blocks` as a map names them, or modules of some classes, `[Block]`."""
+    reshard_after_forward: Annotated[bool, speed] = True
+    """Whether all blocks but the last reshard after forward; false keeps the whole model unsharded until backward."""
+    sync: Annotated[Literal["each", "last"], speed] = "each"
+    """Whether gradients are summed after each shard, or only after the last one of a rank, with unsharded gradients
+    until then.
+    """
+    offload: Annotated[bool, placement] = False
+    """Whether parts and their optimizer are kept in the memory of the host, and copied to the GPU for gathering."""
+
+    def layout(self, num_ranks: int) -> Layout:
+        """Return the layout: groups of ranks, each with a whole model."""
+        return Layout(
+            axes=Axes(replicate=self.replicate, shard=max(num_ranks // self.replicate, 1)),
+            wrap=self.wrap,
+            reshard_after_forward=self.reshard_after_forward,
+            sync=self.sync,
+            offload=self.offload,
+            gathers_alone=self.is_grouped,
+        )
+
+    def layout_problems(self, context: PlanContext) -> list[Problem]:
+        """Return problems: uneven groups, groups of one rank, and an empty list of classes."""
+        count, groups = self.num_replicas(context), self.replicate
+        if count % groups:
+            rule = f"must divide the {count} replicas."
+            return [Problem(key="strategy.replicate", value=groups, rule=rule)]
+        if groups > 1 and count == groups:
+            rule = f"leaves each of the {count} replicas a whole model. Use at most {count // 2}, or strategy=mirrored."
+            return [Problem(key="strategy.replicate", value=groups, rule=rule)]
+        return wrap_problems(self.wrap)
+
+    def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
+        """Return the problems of sharded parameters even for one rank: a run may continue on more."""
+        problems = super().validate_model(model, context)
+        return problems if self.layout_in(context).gathers else [*unsharded_model_problems(model), *problems]
+
+    @classmethod
+    def spread_over(cls, count: int) -> dict[str, int]:
+        """Return the number of replicas, each on a device."""
+        return cls.sharded_over(count)
+
+    @classmethod
+    def sharded_over(cls, count: int) -> dict[str, int]:
+        """Return the override for `count` replicas that each hold a part of the model."""
+        return {"replicas": count}
+
+    def scaled(self, replicas: int, context: PlanContext) -> Scaled:  # noqa: ARG002 - the same on any device
+        """Return the key for `replicas` ranks."""
+        return Scaled(keys={"replicas": replicas})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallel(ProcessGroupOptions, MeshStrategy):
+    """Train replicas whose layers are each sharded over `degree` ranks.
+
+    Example:
+        >>> len(TensorParallel(degree=2, replicas=2).tasks(PlanContext()))
+        4
+    """
+
+    alone_as_one_device: ClassVar[bool] = True
+    facts: ClassVar[Facts] = replace(MeshStrategy.facts, place=3)
+
+    degree: Annotated[int, placement, at_least(1), at_most(MOST_PROCESSES)] = 1
+    """Number of ranks over which each layer of the plan is sharded; 1 shards nothing."""
+    plan: Annotated[TensorPlan, placement] = "auto"
+    """Module names, suffixes of names or globs, each with a style (`colwise`, `rowwise` ...); `auto`: the model's own
+    plan.
+    """
+
+    @property
+    def ranks_a_replica(self) -> int:
+        """The number of ranks over which each layer is sharded."""
+        return max(self.degree, 1)
+
+    def layout(self, num_ranks: int) -> Layout:
+        """Return the layout: copies of a model whose layers are cut."""
+        axes = Axes(replicate=max(num_ranks // self.ranks_a_replica, 1), tensor=self.ranks_a_replica)
+        return Layout(axes=axes, plan=self.plan, tensor_key="degree")
+
+    def layout_problems(self, context: PlanContext) -> list[Problem]:  # noqa: ARG002 - in any
+        """Return problems: a degree that is none, and a plan that has no effect."""
+        if self.degree < 1:
+            return [Problem(key="strategy.degree", value=self.degree, rule="must be 1 or more.")]
+        if self.degree > 1 or self.plan == "auto":
+            return []
+        rule = "has no effect with strategy.degree=1, which shards nothing. Use a degree of 2 or more."
+        return [Problem(key="strategy.plan", value=plan_text(self.plan), rule=rule)]
+
+    @classmethod
+    def spread_over(cls, count: int) -> dict[str, int]:
+        """Return one replica, with a part of each layer on each device."""
+        return {"replicas": 1, "degree": count}
+
+    def notes(self, model: nn.Module, context: PlanContext) -> tuple[str, ...]:
+        """Return the note of how layers are sharded."""
+        if self.degree == 1:
+            return ("strategy.degree=1 shards no layer: every rank has a whole replica, as in strategy=mirrored.",)
+        return super().notes(model, context)
