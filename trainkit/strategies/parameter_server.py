@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import nn
 
+from trainkit.cluster.host import keep_freed_memory
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.config.values import MOST_PROCESSES
@@ -345,6 +346,7 @@ class ParameterServer(Strategy):
             listener = addresses.listener(str(task))
             addresses.publish(str(task), listener.address)
             context.on_phase("idle", 0)
+            keep_freed_memory()  # for the next push
 
             def make(masters: Mapping[str, nn.Parameter]) -> Updater:
                 here = tuple(one for one in context.optimizers if one.params & masters.keys())

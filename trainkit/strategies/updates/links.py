@@ -78,11 +78,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def new_bytes(size: int) -> Tensor:
-    """Return (size,) uint8 uninitialised memory."""
-    return torch.empty(size, dtype=torch.uint8)
-
-
 @dataclass(frozen=True, slots=True)
 class Frame:
     """A received frame; the numbers that follow it are still to be read."""
@@ -171,18 +166,12 @@ class Connection:
         except (ValueError, TypeError, KeyError, RuntimeError):
             raise self._refusal("sent a malformed frame") from None
 
-    def tensors(
-        self,
-        most_bytes: int,
-        into: Mapping[str, Tensor] | None = None,
-        allocate: Callable[[int], Tensor] = new_bytes,
-    ) -> dict[str, Tensor]:
+    def tensors(self, most_bytes: int, into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Read the numbers of the last received frame: contiguous tensors, flat except for those of `into`.
 
         Args:
             most_bytes: limit of all of them together.
             into: contiguous tensors on the CPU that take those of their names.
-            allocate: returns (size,) uint8 memory for the others.
 
         Raises:
             LinkError: there are more numbers, they do not fit into a tensor, or the connection broke.
@@ -194,7 +183,11 @@ class Connection:
             raise self._refusal(f"sent {size} unexpected bytes")
         rest = {name: kind for name, kind in unread.items() if name not in known}
         layout = ByteLayout(list(rest.values()))
-        found = {**known, **dict(zip(rest, layout.views(allocate(layout.size)), strict=True))} if rest else known
+        found = (
+            {**known, **dict(zip(rest, layout.views(torch.empty(layout.size, dtype=torch.uint8)), strict=True))}
+            if rest
+            else known
+        )
         self._fill([_memory_of(found[name]) for name in unread if found[name].numel()], self.timeout_s)
         return found
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
-from threading import Condition, Event, Lock
+from threading import Condition, Event
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
@@ -28,7 +28,7 @@ from trainkit.strategies.reducers.vector import DeterministicReducer
 from trainkit.strategies.tensor_shards import name_in, read_slice, shape_of
 from trainkit.strategies.tensors.layouts import FlatBuffer, find_sparse, in_layout, in_memory_order, view_of
 from trainkit.strategies.tensors.staging import ByteLayout, TensorKind, host_bytes, moved
-from trainkit.strategies.updates.links import DTYPES, AuthenticatedListener, Connection, Frame, dtype_name, new_bytes
+from trainkit.strategies.updates.links import DTYPES, AuthenticatedListener, Connection, Frame, dtype_name
 from trainkit.strategies.updates.variables import RowShard, VariableShards, row_dtype
 
 CHIEF: Final = "chief"
@@ -36,8 +36,6 @@ CHIEF: Final = "chief"
 _POLL_S: Final = 0.5
 _MOST_STAGED: Final = 4096
 """Limit of the gradients that are staged at a time."""
-_MOST_KEPT: Final = 4
-"""Limit of the buffers that are kept for later pushes."""
 _NAME_LENGTH: Final = 1024
 Parts = list[Tensor | None]
 """One tensor per piece of the server, in order; None if it has none."""
@@ -196,8 +194,6 @@ class Request:
 
     link: Connection
     tensors: dict[str, Tensor]
-    memory: list[Tensor]
-    """The memory of the tensors."""
 
     def answer(self, meta: JsonMap | None = None, tensors: Mapping[str, Tensor] | None = None) -> None:
         """Send the answer."""
@@ -231,16 +227,11 @@ class VariableServer:
         self._on_phase, self._timeout_s = on_phase, timeout_s
         self._changed = Condition()
         self._loading: dict[str, Tensor] = {}
-        self._staged: dict[str, tuple[Parts, list[Tensor]]] = {}
-        """Gradients by name, each with its memory."""
+        self._staged: dict[str, Parts] = {}
+        """Gradients by name."""
         self._total: Parts = []
         """The last sum, in the memory of the first of its gradients."""
-        self._summed: list[Tensor] = []
-        """The memory of the gradients of the last sum."""
         self._had_gradient: set[int] = set()
-        self._free: list[Tensor] = []
-        """Memory for later pushes: a newly allocated large buffer costs more than the copy into it."""
-        self._free_lock = Lock()
 
     def serve(self, listener: AuthenticatedListener, stopped: Callable[[], bool] = lambda: False) -> None:
         """Hold a shard of the variables until the chief requests the end.
@@ -274,19 +265,14 @@ class VariableServer:
             raise
 
     def _serve_request(self, link: Connection) -> None:
-        frame, memory = link.receive(), list[Tensor]()
+        frame = link.receive()
         if frame.kind not in _REQUESTS and not (link.peer == CHIEF and frame.kind in _VERBS):
             link.close()
             raise LinkError(f"{link.peer} requested {frame.kind}, which it may not request")
         verb, types = _VERBS[frame.kind]
-
-        def allocate(size: int) -> Tensor:
-            memory.append(self._take(size) if verb is VariableServer.push else new_bytes(size))
-            return memory[0]
-
-        tensors = link.tensors(self._most_bytes, allocate=allocate)
+        tensors = link.tensors(self._most_bytes)
         try:
-            verb(self, Request(link, tensors, memory), **_checked(frame.meta, types))
+            verb(self, Request(link, tensors), **_checked(frame.meta, types))
         except RequestRejectedError as error:
             link.send("refused", {"why": str(error)})
         except (RuntimeError, ValueError, TypeError, LookupError) as error:  # an optimizer without such gradients
@@ -341,8 +327,7 @@ class VariableServer:
         with self._changed:
             if key not in self._staged and len(self._staged) >= _MOST_STAGED:
                 raise RequestRejectedError(f"{_MOST_STAGED} gradients wait already")
-            self._discard([key])
-            self._staged[key] = parts, request.memory
+            self._staged[key] = parts
         request.answer()
 
     def sum(
@@ -408,7 +393,7 @@ class VariableServer:
             if factor != 1.0 and present:
                 torch._foreach_mul_(present, torch.tensor(factor, dtype=self._dtype))
             self._held.update(self._total, version=version, lr_factor=lr_factor, buffer_factor=buffer_factor)
-            self._forget_sum()
+            self._total = []
             self._changed.notify_all()
         self._on_phase("idle", version)
         request.answer()
@@ -416,7 +401,8 @@ class VariableServer:
     def drop(self, request: Request, *, keys: list[str]) -> None:
         """Discard staged gradients, if they exist."""
         with self._changed:
-            self._discard(keys)
+            for key in keys:
+                self._staged.pop(key, None)
         request.answer()
 
     def load(self, request: Request, *, key: str, shape: list[int]) -> None:
@@ -428,8 +414,8 @@ class VariableServer:
         with self._changed:
             loading, self._loading = self._loading, {}
             self._held.load(loading, version)
-            self._forget_sum()
-            self._discard(list(self._staged))
+            self._total = []
+            self._staged.clear()
             self._changed.notify_all()
         request.answer()
 
@@ -475,41 +461,21 @@ class VariableServer:
             missing = [key for key in keys if key not in self._staged]
             if missing:
                 raise RequestRejectedError(f"there is no gradient {missing[0]}")
-            self._forget_sum()
+            self._total = []
             taken = [self._staged.pop(key) for key in keys]
-            self._summed = [memory for _, memories in taken for memory in memories]
         if not taken:
             return []
         pieces, count = self._pieces, len(self._held.params)
         shapes, strides = [torch.Size(piece.shape) for piece in pieces], [piece.strides for piece in pieces]
         packing = FlatBuffer(shapes, self._dtype, torch.device("cpu"), strides=strides)
-        total = lane_sum([parts for parts, _ in taken], lanes, packing)
+        total = lane_sum(taken, lanes, packing)
         if lanes is not None:  # zeros for pieces that had a gradient in an earlier step only, as in a vector exchange
-            now = {n for n in range(len(pieces)) if any(parts[n] is not None for parts, _ in taken)}
+            now = {n for n in range(len(pieces)) if any(parts[n] is not None for parts in taken)}
             self._had_gradient |= {number for number in now if number < count}
             total = [one if n in now or n in self._had_gradient else None for n, one in enumerate(total)]
         grads, present = with_values(total[:count])
         self._total = [*grads, *total[count:]]
         return present
-
-    def _forget_sum(self) -> None:
-        self._give(self._summed)
-        self._total, self._summed = [], []
-
-    def _discard(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            self._give(self._staged.pop(key, ([], []))[1])
-
-    def _take(self, size: int) -> Tensor:
-        with self._free_lock:
-            for place, memory in enumerate(self._free):
-                if memory.numel() == size:
-                    return self._free.pop(place)
-        return new_bytes(size)
-
-    def _give(self, memory: Sequence[Tensor]) -> None:
-        with self._free_lock:
-            self._free = [*self._free, *memory][:_MOST_KEPT]
 
 
 def _has_numbers(grad: Tensor) -> bool:
