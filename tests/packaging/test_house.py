@@ -68,3 +68,23 @@ def imported(tree: ast.Module, modules: Mapping[str, ast.Module]) -> Iterator[st
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             package = node.module
             yield from (name if name in modules else package for name in names)
+
+
+ONCE = {
+    r"def first_failure\(": {"agent/failure.py"},
+    r"monitor\.look\(": {"agent/agent.py", "agent/self_watch.py"},  # of other processes, and of the own one
+    r"(events|exits)\.get\(": {"agent/agent.py"},
+    r"status_of_error\(error\), \"reason\"": {"folder/failure_record.py"},
+    r"def begun\(": {"begin.py"},
+    r"= find_start\(|return find_start\(": {"begin.py", "rendezvous/relaunch.py"},  # also of a launch that is restarted
+    r"worker\.main\(|exit_without_teardown\(main": {"worker_main.py", "fork_server_main.py"},
+}
+"""What a run has one of -> the files of `trainkit/run` that contain it."""
+
+
+def test_a_run_is_begun_watched_judged_and_recorded_in_one_place_each() -> None:
+    texts = {
+        str(path.relative_to(ROOT / "trainkit/run")): path.read_text() for path in ROOT.glob("trainkit/run/**/*.py")
+    }
+    found = {rule: {name for name, text in texts.items() if re.search(rule, text)} for rule in ONCE}
+    assert found == ONCE
