@@ -15,7 +15,7 @@ import pytest
 from tests.support.present import present
 from trainkit.cluster.address import Address, derived_port, is_loopback
 from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.cluster.launchers.slurm import node_names, tasks_per_node
+from trainkit.cluster.launchers import node_names, tasks_per_node
 from trainkit.cluster.local import LAUNCHERS, Local, detect
 from trainkit.cluster.spec import Spec
 from trainkit.cluster.tasks import Identity, Task

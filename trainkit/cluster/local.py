@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from trainkit.cluster.base import Cluster
 from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.cluster.launchers.mpi import mpich, open_mpi
-from trainkit.cluster.launchers.slurm import slurm
-from trainkit.cluster.launchers.torch import by_hand, pet, torchrun
+from trainkit.cluster.launchers import by_hand, mpich, open_mpi, pet, slurm, torchrun
 from trainkit.cluster.members import launch_of
 from trainkit.cluster.tf_config import read_tf_config
 from trainkit.config.values import closest
