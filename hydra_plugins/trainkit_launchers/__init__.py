@@ -64,7 +64,7 @@ class EngineLauncher(SlotsLauncher):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Store what the jobs need."""
         del task_function
-        from trainkit.sweeps.backends.launching import EngineLaunching  # noqa: PLC0415 - as above
+        from trainkit.sweeps.backends import EngineLaunching  # noqa: PLC0415 - as above
 
         self.launching = EngineLaunching(hydra_context=hydra_context, config=config, **self._keys)
 

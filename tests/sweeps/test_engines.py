@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
-from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
@@ -33,18 +32,12 @@ from trainkit.run.estimates.this_machine import crowding_problems
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.task import limit_memory
-from trainkit.sweeps.backends.job_spec import JobSpec, run_described, this_process
-from trainkit.sweeps.backends.launching import ENGINES, JobBackend, Remote
+from trainkit.sweeps.backends import ENGINES, Remote
+from trainkit.sweeps.job_spec import JobSpec, run_described, this_process
 from trainkit.sweeps.launching import numbering_problems
 from trainkit.sweeps.loop import JobCommand, Slots
 
 WAITS = "import time; time.sleep(60)"
-
-
-def engine_class(launcher: str) -> type[JobBackend]:
-    module, name = ENGINES[launcher]
-    found: type[JobBackend] = getattr(import_module(f"trainkit.sweeps.backends.{module}"), name)
-    return found
 
 
 def described(folder: Path, code: str, *words: object, started: int | None = None) -> Path:
@@ -148,9 +141,9 @@ def refused(call: Callable[..., object], *arguments: object) -> str:
 
 def test_the_keys_of_a_launcher_are_those_of_its_class_and_others_are_refused_together() -> None:
     for launcher in ENGINES:
-        kind = engine_class(launcher)
+        kind = ENGINES[launcher]
         assert plugin._KEYS[launcher] == {one.name: getattr(kind(), one.name) for one in fields(kind)}
-    told = refused(engine_class("submitit_slurm").of, {"node": 1, "nodes": 0, "partition": 3})
+    told = refused(ENGINES["submitit_slurm"].of, {"node": 1, "nodes": 0, "partition": 3})
     assert "Did you mean hydra.launcher.nodes?" in told
     assert "hydra.launcher.nodes=0: must be at least 1" in told
     assert "hydra.launcher.partition=3: must be text" in told
@@ -158,9 +151,9 @@ def test_the_keys_of_a_launcher_are_those_of_its_class_and_others_are_refused_to
 
 def test_an_engine_that_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for launcher, extra in (("ray", "ray"), ("spark", "spark"), ("submitit_local", "slurm")):
-        monkeypatch.setattr(kind := engine_class(launcher), "packages", ("no_such_package",))
+        monkeypatch.setattr(kind := ENGINES[launcher], "packages", ("no_such_package",))
         assert install_command(extra, "") in refused(kind().require)
-    monkeypatch.setattr(kind := engine_class("submitit_slurm"), "packages", ())
+    monkeypatch.setattr(kind := ENGINES["submitit_slurm"], "packages", ())
     monkeypatch.setenv("PATH", "")
     assert "no sbatch here" in refused(kind().require)
 

@@ -46,7 +46,7 @@ def result_of(folder: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_a_fork_computes_what_a_fresh_process_does(tmp_path: Path) -> None:
-    slots = Slots(count=1, threads=1)
+    slots = Slots(count=1, num_threads=1)
     before = training(tmp_path, "before", "seed=7", "numerics.reproducible=true", "precision=fp64", "model.dropout=0.5")
     with WarmStarter(slots.threads) as start:
         start.keep({"_target_": "trainkit.data.Digits", "scaling": "unit"})
@@ -62,7 +62,7 @@ def test_a_fork_ends_with_its_sweep(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from tests.sweeps.support import *;"
         "from tests.sweeps.test_warm import *;"
-        "place = Path(sys.argv[1]); slots = Slots(count=1, threads=1)\n"
+        "place = Path(sys.argv[1]); slots = Slots(count=1, num_threads=1)\n"
         "with WarmStarter(slots.threads) as start: run(sweep_in(place, slots=slots, start=start), "
         "training(place, 'long', 'steps=1000000', 'log_every_steps=1'))"
     )

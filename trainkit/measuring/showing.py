@@ -153,26 +153,23 @@ def machine() -> dict[str, Any]:
     }
 
 
+_SPREADS: Final = (
+    "samples_per_s", "targets_per_s", "step_s", "start_s", "first_step_s", "compile_s", "joules_per_sample", "until_s",
+)  # fmt: skip
+"""Figures of a choice that are spreads over its turns."""
+
+
 def _choice(one: Choice) -> dict[str, Any]:
     figures = next((turn.figures for turn in one.turns if turn.figures), {})
     return {
         "label": one.label,
         "status": "failed" if one.failure else "measured",
         "failure": one.failure or None,
-        "replicas": figures.get("replicas"),
-        "device": figures.get("device"),
-        "steps": figures.get("steps"),
-        "samples_per_s": plain(one.samples_per_s),
-        "targets_per_s": plain(one.targets_per_s),
-        "step_s": plain(one.step_s),
+        **{name: figures.get(name) for name in ("replicas", "device", "steps")},
+        **{name: plain(getattr(one, name)) for name in _SPREADS},
         "parts_s": {part: plain(one.part_s(part)) for part in (*PARTS, "rest")},
         "peak_bytes": one.peak_bytes or None,
-        "start_s": plain(one.start_s),
-        "first_step_s": plain(one.first_step_s),
-        "compile_s": plain(one.compile_s),
         "cold_start_s": None if one.cold is None else one.cold.start_s,
-        "joules_per_sample": plain(one.joules_per_sample),
-        "until_s": plain(one.until_s),
         "turns": [dict(turn.figures) for turn in one.turns],
     }
 

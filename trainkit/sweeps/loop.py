@@ -149,6 +149,7 @@ class SlotLease:
     """Environment variables that make these devices visible to the job, and no others."""
 
 
+@dataclass(kw_only=True)
 class Slots:
     """Assigns slots to jobs, and takes them back: the named GPUs, or shares of the cores.
 
@@ -156,24 +157,22 @@ class Slots:
     each process of a job to its share.
 
     Example:
-        >>> slots = Slots(gpus=["0", "1", "2"], count=3, threads=4)
+        >>> slots = Slots(gpus=["0", "1", "2"], count=3, num_threads=4)
         >>> slots.take(2).environ["CUDA_VISIBLE_DEVICES"], slots.take(1).places, slots.free
         ('0,1', (2,), 0)
     """
 
-    def __init__(
-        self,
-        *,
-        count: int,
-        gpus: Sequence[str] = (),
-        jobs_per_device: int = 1,
-        threads: int | None = None,
-        key: str = "sweep.slots",
-    ) -> None:
-        self._gpus = tuple(gpus)[:count]
-        self._room = [jobs_per_device] * count
-        self._threads, self._key = threads, key
-        self.jobs_per_device = jobs_per_device
+    count: int
+    """Number of devices: the largest number of slots of one job."""
+    gpus: Sequence[str] = ()
+    jobs_per_device: int = 1
+    num_threads: int | None = None
+    key: str = "sweep.slots"
+    """The key that sets the number."""
+
+    def __post_init__(self) -> None:
+        self.gpus = tuple(self.gpus)[: self.count]
+        self._room = [self.jobs_per_device] * self.count
 
     @classmethod
     def of(cls, settings: Settings, *, num_gpus: int, num_cores: int, environ: Mapping[str, str]) -> Slots:
@@ -190,12 +189,7 @@ class Slots:
         wanted = wanted or num_gpus or max(1, num_cores // (threads or 1))
         share = threads or max(1, num_cores // (wanted * settings.jobs_per_device))
         names = _names(environ, num_gpus)
-        return cls(count=wanted, gpus=names, jobs_per_device=settings.jobs_per_device, threads=share)
-
-    @property
-    def count(self) -> int:
-        """Number of devices: the largest number of slots of one job."""
-        return len(self._room)
+        return cls(count=wanted, gpus=names, jobs_per_device=settings.jobs_per_device, num_threads=share)
 
     @property
     def total(self) -> int:
@@ -215,12 +209,12 @@ class Slots:
     @property
     def on_gpus(self) -> bool:
         """Whether slots are GPUs."""
-        return bool(self._gpus)
+        return bool(self.gpus)
 
     @property
     def threads(self) -> Mapping[str, str]:
         """The environment variable that sets the number of threads of a process."""
-        return {} if self._threads is None else {_THREADS: str(self._threads)}
+        return {} if self.num_threads is None else {_THREADS: str(self.num_threads)}
 
     def take(self, wanted: int) -> SlotLease:
         """Assign slots to a job, on the devices with the most free slots.
@@ -234,7 +228,7 @@ class Slots:
         places = tuple(sorted(roomiest))
         for place in places:
             self._room[place] -= 1
-        names = ",".join(self._gpus[place] for place in places) if self._gpus else None
+        names = ",".join(self.gpus[place] for place in places) if self.gpus else None
         shared = {MEMORY_SHARE: str(1 / self.jobs_per_device)} if names is not None and self.jobs_per_device > 1 else {}
         return SlotLease(
             places=places, environ={**self.threads, **({} if names is None else {VISIBLE: names}), **shared}
@@ -250,8 +244,8 @@ class Slots:
         if wanted <= self.count:
             return []
         what = "GPUs" if self.on_gpus else "slots"
-        rule = f"{label or 'a job'} takes {wanted} {what}. Give it fewer, or {self._key}={wanted} or more."
-        return [Problem(key=self._key, value=self.count, rule=rule)]
+        rule = f"{label or 'a job'} takes {wanted} {what}. Give it fewer, or {self.key}={wanted} or more."
+        return [Problem(key=self.key, value=self.count, rule=rule)]
 
 
 def _problems(settings: Settings, num_gpus: int) -> list[Problem]:

@@ -21,8 +21,8 @@ from trainkit.report.web.curves import MetricsReader, number
 from trainkit.report.web.run_document import Spread
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.page import write_page, write_run_page
-from trainkit.sweeps.results.job_results import JobResult, config_of, first_config, read_entries, read_entry
-from trainkit.sweeps.results.leaderboard import Leaderboard, command_of, key_value
+from trainkit.sweeps.results.job_results import JobResult, config_of, first_config, key_value, read_entries, read_entry
+from trainkit.sweeps.results.leaderboard import Leaderboard, command_of
 
 _SEED: Final = "seed"
 _MOST_DEVICES: Final = 1e6
@@ -97,18 +97,15 @@ def compare_sweep(folder: Path, board: Leaderboard) -> Comparison:
         board: its leaderboard, whose metric is the goal.
     """
     entries = read_entries(folder)
-    settings = [dict(key_value(text) for text in entry.overrides) for entry in entries]
-    keys = dict.fromkeys(key for one in settings for key in one)
+    keys = dict.fromkeys(key for entry in entries for key in entry.settings)
     cfg = first_config(entries)
     return Comparison(
         title=f"sweep {folder.absolute().name}",
         goal=board.goal,
-        runs=[
-            _compared(entry, settings=one, command=command_of(entry))
-            for entry, one in zip(entries, settings, strict=True)
-        ],
+        runs=[_compared(entry, settings=entry.settings, command=command_of(entry)) for entry in entries],
         differences=[
-            DifferingKey(key=key, tag=_tag(cfg, key), values=[one.get(key, "") for one in settings]) for key in keys
+            DifferingKey(key=key, tag=_tag(cfg, key), values=[entry.settings.get(key, "") for entry in entries])
+            for key in keys
         ],
         is_sweep=True,
     )

@@ -64,6 +64,22 @@ class JobResult:
     spread: Mapping[str, float] = field(default_factory=dict)
     """For metrics that are means over folds: the standard deviation over folds."""
 
+    @property
+    def settings(self) -> dict[str, str]:
+        """The distinguishing overrides as key -> value."""
+        return dict(key_value(text) for text in self.overrides)
+
+
+def key_value(override: str) -> tuple[str, str]:
+    """Split an override into key and value.
+
+    Example:
+        >>> key_value("+optimizer.lr=0.1")
+        ('optimizer.lr', '0.1')
+    """
+    key, _, value = override.partition("=")
+    return key.lstrip("+"), value
+
 
 def varied_overrides(overrides: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
     """Return the overrides of each job that not all jobs share.
@@ -108,7 +124,14 @@ def read_entry(
         arguments: all arguments of its run.
         pruned: whether a search stopped it while it ran.
     """
-    result = _result(folder / "result.json") if exit_code is not None else {}
+    result: Mapping[str, Any] = {}
+    if exit_code is not None:
+        try:
+            result = read_map(folder / "result.json", {}, optional=_RESULT)
+        except AbsentFileError:
+            pass
+        except UnreadableError:
+            result = {"status": "unreadable"}
     figures = result.get("metrics") or {}
     metrics = {name: float(value) for name, value in figures.items() if isinstance(value, int | float)}
     seconds, steps = result.get("seconds"), result.get("steps")
@@ -182,7 +205,11 @@ def read_jobs(folder: Path) -> list[Row]:
     try:
         jobs = expect_maps(read_map(path, {"jobs": list}, limit=_MAX_BYTES)["jobs"], _JOB, optional=_LATER)
         for job in jobs:
-            _refuse_foreign(job)
+            place = Path(job["folder"])
+            if place.is_absolute() or ".." in place.parts:
+                raise ValueError(f"its job {job['job'][:40]!a} lies outside the folder of the sweep")
+            if not all(isinstance(text, str) for text in job["overrides"]):
+                raise ValueError(f"an override of its job {job['job'][:40]!a} is not text")
     except ValueError as error:
         raise UnreadableError(path, str(error)) from None
     keys = (*_JOB, *_LATER)
@@ -195,26 +222,9 @@ def read_jobs(folder: Path) -> list[Row]:
     ]
 
 
-def _refuse_foreign(job: Mapping[str, Any]) -> None:
-    place = Path(job["folder"])
-    if place.is_absolute() or ".." in place.parts:
-        raise ValueError(f"its job {job['job'][:40]!a} lies outside the folder of the sweep")
-    if not all(isinstance(text, str) for text in job["overrides"]):
-        raise ValueError(f"an override of its job {job['job'][:40]!a} is not text")
-
-
 def relative(folder: Path, base: Path) -> str:
     """Return a folder relative to another, with forward slashes."""
     return Path(os.path.relpath(folder, base)).as_posix()
-
-
-def _result(path: Path) -> dict[str, Any]:
-    try:
-        return read_map(path, {}, optional=_RESULT)
-    except AbsentFileError:
-        return {}
-    except UnreadableError:
-        return {"status": "unreadable"}
 
 
 _FOLD = "cv.fold="
@@ -237,14 +247,15 @@ def by_point(entries: Iterable[JobResult]) -> list[JobResult]:
 
 
 def _combine(folds: Sequence[JobResult]) -> JobResult:
-    whole = all(entry.status == "finished" for entry in folds)
+    others = [entry.status for entry in folds if entry.status != "finished"]
+    whole = not others
     names = set.intersection(*(set(entry.metrics) for entry in folds)) if whole else set()
     values = {name: [entry.metrics[name] for entry in folds] for name in sorted(names)}
     first, seconds = folds[0], [entry.seconds for entry in folds if entry.seconds is not None]
     jobs = [entry.job for entry in folds]
     return JobResult(
         job=jobs[0] if len(jobs) == 1 else f"{jobs[0]}-{jobs[-1]}",
-        status="finished" if whole else _missing_text(folds),
+        status="finished" if whole else f"{len(folds) - len(others)} of {len(folds)} folds, {others[0]}",
         metrics={name: fmean(found) for name, found in values.items()},
         spread={name: _spread(found) for name, found in values.items()},
         overrides=tuple(text for text in first.overrides if not text.startswith(_FOLD)),
@@ -252,12 +263,6 @@ def _combine(folds: Sequence[JobResult]) -> JobResult:
         folder=first.folder,
         arguments=tuple(text for text in first.arguments if not text.startswith(_FOLD)),
     )
-
-
-def _missing_text(folds: Sequence[JobResult]) -> str:
-    """Return the number of folds with results, and the status of the first other fold."""
-    others = [entry.status for entry in folds if entry.status != "finished"]
-    return f"{len(folds) - len(others)} of {len(folds)} folds, {others[0]}"
 
 
 def _spread(values: Sequence[float]) -> float:

@@ -168,15 +168,14 @@ class Leaderboard:
 
     def csv(self, *, base: Path) -> str:
         """Return the leaderboard as CSV: full precision, a column per swept key; folders are relative to `base`."""
-        settings = [dict(key_value(text) for text in entry.overrides) for entry in self.entries]
-        keys = list(dict.fromkeys(key for setting in settings for key in setting))
+        keys = list(dict.fromkeys(key for entry in self.entries for key in entry.settings))
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
         spreads = [f"{self.goal.metric} spread"] if any(entry.spread for entry in self.entries) else []
         table.writerow(["rank", "job", "status", self.goal.metric, *spreads, *keys, "steps", "seconds", "folder"])
-        for rank, (entry, setting) in enumerate(zip(self.entries, settings, strict=True), start=1):
+        for rank, entry in enumerate(self.entries, start=1):
             spread = [_blank(entry.spread.get(self.goal.metric))] if spreads else []
-            figures = [_blank(self.value(entry)), *spread, *(setting.get(key, "") for key in keys)]
+            figures = [_blank(self.value(entry)), *spread, *(entry.settings.get(key, "") for key in keys)]
             figures += [_blank(entry.steps), _blank(entry.seconds)]
             table.writerow([rank, entry.job, entry.status, *figures, relative(entry.folder, base)])
         return text.getvalue()
@@ -220,17 +219,6 @@ def _blank(value: float | None) -> str:
     return "" if value is None else repr(value)
 
 
-def key_value(override: str) -> tuple[str, str]:
-    """Split an override into key and value.
-
-    Example:
-        >>> key_value("+optimizer.lr=0.1")
-        ('optimizer.lr', '0.1')
-    """
-    key, _, value = override.partition("=")
-    return key.lstrip("+"), value
-
-
 def collect(folder: Path, goal: MonitoredMetric | None = None) -> Leaderboard:
     """Return the leaderboard of a sweep, or of all runs below a folder; by default, by the goal of the first run."""
     entries = by_point(read_entries(folder))
@@ -247,29 +235,27 @@ def write(board: Leaderboard, folder: Path, *, picture: bool = True) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (("leaderboard.md", board.markdown(base=folder)), ("leaderboard.csv", board.csv(base=folder))):
         write_atomically(folder / name, text)
-    if picture and any(board.value(entry) is not None for entry in board.entries):
-        _draw(board, folder)
-
-
-def _draw(board: Leaderboard, folder: Path) -> None:
-    """Draw the plot in a separate process, and meanwhile write the files for TensorBoard."""
+    if not picture or all(board.value(entry) is None for entry in board.entries):
+        return
     jobs = [
         {
             "label": " ".join(entry.overrides) or entry.job,
             "value": board.value(entry),
             "status": entry.status,
-            "settings": dict(key_value(text) for text in entry.overrides),
+            "settings": entry.settings,
         }
         for entry in board.entries
     ]
     path = folder / "leaderboard.png"
     goal = {"metric": board.goal.metric, "mode": board.goal.mode}
-    drawing = Drawing({"draw": "sweep", "path": path, "title": folder.name, **goal, "jobs": jobs})
+    drawing = Drawing(  # in a separate process, while the files for TensorBoard are written
+        {"draw": "sweep", "path": path, "title": folder.name, **goal, "jobs": jobs}
+    )
     for entry in board.entries:
         tensorboard = entry.folder / "tensorboard"
         if tensorboard.is_dir():
             from trainkit.report.events import write_hparams  # noqa: PLC0415 - imports protobuf: for a sweep's end only
 
-            settings = dict(key_value(text) for text in entry.overrides)
-            write_hparams(tensorboard, settings=settings, name=entry.job, finished=entry.status == "finished")
+            done = entry.status == "finished"
+            write_hparams(tensorboard, settings=entry.settings, name=entry.job, finished=done)
     drawing.wait(60.0)

@@ -1,0 +1,561 @@
+"""Other systems that run the jobs of a sweep: submitit (SLURM, or this machine), Ray and Spark.
+
+The sweep loop is the same as with the launcher `slots`: it decides about retries, resumes, pruning and output. A
+backend only starts jobs: it receives one module-level function and the path of a file that describes the job
+(`job_spec`), and tells the exit code. `EngineLaunching` composes the jobs, `Remote` describes and submits them, and
+polls the handle of each for its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from signal import SIGKILL, Signals
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Protocol, Self
+
+from hydra.types import HydraContext
+from omegaconf import DictConfig
+
+from trainkit.cluster.host import num_cores
+from trainkit.config.schema import hints_of
+from trainkit.config.values import misfit, nearest, plain
+from trainkit.errors import ConfigError, MissingExtraError, Problem
+from trainkit.fields import above, at_least, limits_in, placement
+from trainkit.files import open_regular
+from trainkit.run.backends.ray import ray_session
+from trainkit.run.backends.spark import require_java, spark_session
+from trainkit.run.process.worker_group import ProcessExit
+from trainkit.run.process_backend import CARRIED
+from trainkit.sweeps.job_sources import JobSource
+from trainkit.sweeps.job_spec import JobSpec, run_described, signals_file, this_process
+from trainkit.sweeps.launching import Launching
+from trainkit.sweeps.loop import JobCommand, Slots
+
+if TYPE_CHECKING:
+    from trainkit.strategies.base import Strategy
+
+FOLDER: Final = ".jobs"
+"""The subfolder of a sweep's folder with the descriptions of its jobs."""
+MANY: Final = 256
+"""Jobs submitted at a time to a cluster, which queues them."""
+_LOOK_S: Final = 0.2
+_KILL_S: Final = 10.0
+"""Time for a job to exit after SIGKILL was requested; then the backend ends it."""
+_LOST: Final = 1
+"""The exit code of a job that a backend lost."""
+
+
+class Handle(Protocol):
+    """A submitted job."""
+
+    def ended(self) -> int | None:
+        """Return the exit code of the job; None while it waits or runs. Polled.
+
+        Raises:
+            Exception: any error of the backend for a job that it lost.
+        """
+
+    def cancel(self) -> None:
+        """Remove the job from the queue, or end it."""
+
+
+class Submitter(Protocol):
+    """A connected backend."""
+
+    def submit(self, path: str, *, slots: int) -> Handle:
+        """Submit a job: `run_described(path)`, with resources for `slots` processes.
+
+        Args:
+            path: path of the file that describes the job.
+            slots: number of processes of the job.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobBackend:
+    """Base class of the backends; its fields are the keys of `hydra.launcher`."""
+
+    packages: ClassVar[tuple[str, ...]]
+    """The packages that it needs."""
+    extra: ClassVar[str]
+    """The extra of trainkit that installs them."""
+
+    jobs_at_once: Annotated[int | Literal["auto"], placement, at_least(1)] = "auto"
+    """Limit of processes of jobs submitted at a time; auto: one per core here, or as many as a cluster queues."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        """Return the backend with the keys of `hydra.launcher`.
+
+        Raises:
+            ConfigError: every unknown key and every value that does not fit.
+        """
+        hints = {key: hint for key, hint in hints_of(cls).items() if "ClassVar" not in str(hint)}
+        problems = []
+        for name, value in settings.items():
+            key = f"hydra.launcher.{name}"
+            if name not in hints:
+                rule = f"no such key. {nearest(key, [f'hydra.launcher.{one}' for one in hints])}"
+                problems.append(Problem(key=key, rule=rule, origin="command line"))
+                continue
+            wrong = misfit(value, plain(hints[name]))
+            rules = [wrong] if wrong else [limit.rule for limit in limits_in(hints[name]) if limit.broken_by(value)]
+            problems += [Problem(key=key, value=value, rule=rule, origin="command line") for rule in rules]
+        if problems:
+            raise ConfigError(problems)
+        return cls(**settings)
+
+    def require(self) -> None:
+        """Check that the backend is installed.
+
+        Raises:
+            MissingExtraError: it is not installed.
+        """
+        for package in self.packages:
+            found = importlib.util.find_spec(package)
+            if found is None or found.origin is None:  # a folder of that name in the current one is not a package
+                raise MissingExtraError(key="hydra/launcher", package=package, extra=self.extra)
+
+    def width(self) -> int:
+        """Return the number of single-process jobs that are submitted at a time."""
+        return num_cores() if self.jobs_at_once == "auto" else self.jobs_at_once
+
+    def slots_of(self, processes: int) -> int:
+        """Return the number of the `width` places that a job with `processes` processes takes."""
+        return processes
+
+    @abstractmethod
+    def connect(self, folder: Path) -> AbstractContextManager[Submitter]:
+        """Start the backend or connect to it; it may store files in `folder`. Leaving the block disconnects."""
+
+
+@dataclass(kw_only=True)
+class _RemoteJob:
+    """A submitted job of a backend."""
+
+    number: int
+    path: Path
+    log: Path
+    handle: Handle
+    report: Callable[[ProcessExit], None]
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def kill(self) -> None:
+        """End the job now and wait; if it does not exit, the backend ends it."""
+        if self.over.is_set():
+            return
+        self.signal(SIGKILL)
+        if not self.over.wait(_KILL_S):
+            self.handle.cancel()
+            self.over.wait(_KILL_S)
+
+    def signal(self, number: Signals) -> None:
+        """Request a signal for the job, which polls for requests several times a second."""
+        with open_regular(signals_file(self.path), "ab") as file:
+            file.write(f"{number.name}\n".encode())
+
+    def look(self) -> None:
+        """Report the end of the job if it has ended or is lost."""
+        try:
+            code = self.handle.ended()
+        except Exception as error:  # noqa: BLE001 - a backend may raise any error
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            with open_regular(self.log, "ab") as file:
+                file.write(f"{type(error).__name__}: {error}\n".encode())
+            code = _LOST
+        if code is not None:
+            self.over.set()
+            for path in (self.path, signals_file(self.path)):
+                path.unlink(missing_ok=True)
+            self.report(ProcessExit(attempt=self.number, rank=0, code=code))
+
+
+class Remote:
+    """Starts jobs with a backend, and reports their ends while the block runs.
+
+    Args:
+        submitter: the connected backend.
+        folder: the folder for the descriptions of the jobs.
+    """
+
+    def __init__(self, submitter: Submitter, folder: Path) -> None:
+        self._submitter, self._folder = submitter, folder
+        self._jobs: list[_RemoteJob] = []
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="jobs of the engine", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def __call__(self, job: JobCommand) -> _RemoteJob:
+        """Describe a job and submit it."""
+        # Not the number alone: a job of a sweep that was killed may still run on another host.
+        path = (self._folder / f"{int(time.time())}_{job.number}.json").absolute()
+        carried = {name: os.environ[name] for name in CARRIED if name in os.environ}
+        JobSpec(
+            command=tuple(job.command),
+            environ={**carried, **job.environ},
+            cwd=str(Path.cwd()),
+            log=str(job.log),
+            waiting=this_process(),
+        ).write(path)
+        handle = self._submitter.submit(str(path), slots=job.slots)
+        remote = _RemoteJob(number=job.number, path=path, log=job.log, handle=handle, report=job.report)
+        self._jobs.append(remote)
+        return remote
+
+    def _look(self) -> None:
+        """Report the end of every job, once."""
+        while not self._closed.wait(_LOOK_S):
+            for job in self._jobs:
+                if not job.over.is_set():
+                    job.look()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayTasks(JobBackend):
+    """Run jobs on a Ray cluster, or on a Ray instance started on this machine for the sweep.
+
+    Source: https://docs.ray.io/en/latest/ray-core/tasks.html
+    """
+
+    packages: ClassVar[tuple[str, ...]] = ("ray",)
+    extra: ClassVar[str] = "ray"
+
+    address: Annotated[str | None, placement] = None
+    """The cluster: HOST:PORT, or auto for the one that this host is part of; null starts Ray here, for this sweep."""
+    cpus_per_process: Annotated[float, placement, above(0)] = 1.0
+    """Cores that Ray reserves for each process of a job."""
+    gpus_per_process: Annotated[float | Literal["auto"], placement, at_least(0)] = "auto"
+    """GPUs for each process; less than 1 shares a GPU; auto: one where this host has GPUs."""
+
+    def width(self) -> int:
+        """Return more jobs than a cluster has room for: Ray queues them, and its autoscaler sees the demand."""
+        return MANY if self.jobs_at_once == "auto" and self.address is not None else super().width()
+
+    @contextmanager
+    def connect(self, folder: Path) -> Iterator[_RayCluster]:  # noqa: ARG002 - it stores nothing
+        """Start Ray here, or connect to the cluster."""
+        cpus = max(1, int(self.width() * self.cpus_per_process + 0.999))
+        with ray_session(self.address, num_cpus=cpus) as ray:
+            gpus = self.gpus_per_process
+            if gpus == "auto":
+                gpus = 1.0 if ray.cluster_resources().get("GPU") else 0.0
+            yield _RayCluster(ray, self.cpus_per_process, gpus)
+
+
+@dataclass(frozen=True)
+class _RayCluster:
+    ray: Any
+    cpus: float
+    gpus: float
+
+    def submit(self, path: str, *, slots: int) -> _RayTask:
+        """Submit a job with resources for its processes; the sweep retries failed jobs, not Ray."""
+        task = self.ray.remote(run_described).options(
+            num_cpus=self.cpus * slots, num_gpus=self.gpus * slots, max_retries=0
+        )
+        return _RayTask(self.ray, task.remote(path))
+
+
+@dataclass(frozen=True)
+class _RayTask:
+    ray: Any
+    reference: Any
+
+    def ended(self) -> int | None:
+        """Return the exit code; raise the error of a task that was lost with its node."""
+        done, _ = self.ray.wait([self.reference], timeout=0)
+        return int(self.ray.get(self.reference)) if done else None
+
+    def cancel(self) -> None:
+        """Cancel the task by force."""
+        self.ray.cancel(self.reference, force=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparkTasks(JobBackend):
+    """Run jobs on the executors of Spark: of the active session, of a cluster, or of a Spark started here.
+
+    Source: https://spark.apache.org/docs/latest/job-scheduling.html
+    """
+
+    packages: ClassVar[tuple[str, ...]] = ("pyspark",)
+    extra: ClassVar[str] = "spark"
+
+    master: Annotated[str | None, placement] = None
+    """spark://HOST:PORT, yarn ...; null: the active session or that of spark-submit, else this machine's cores."""
+
+    def require(self) -> None:
+        """Check that Spark and Java are installed."""
+        super().require()
+        require_java("hydra/launcher")
+
+    def width(self) -> int:
+        """Return more jobs than a cluster has room for: Spark queues them."""
+        return MANY if self.jobs_at_once == "auto" and self.master is not None else super().width()
+
+    @contextmanager
+    def connect(self, folder: Path) -> Iterator[_SparkSession]:  # noqa: ARG002 - it stores nothing
+        """Use the active session, or create one."""
+        with spark_session(self.master, num_cores=self.width()) as session, ThreadPoolExecutor(self.width()) as threads:
+            yield _SparkSession(session.sparkContext, threads)
+
+
+@dataclass(frozen=True)
+class _SparkSession:
+    context: Any
+    threads: ThreadPoolExecutor
+
+    def submit(self, path: str, *, slots: int) -> _SparkTask:  # noqa: ARG002 - spark.task.cpus says what a task takes
+        """Submit a job as a Spark job of one task. Spark runs the task of a lost executor once more: it continues."""
+        return _SparkTask(self.context, path, self.threads.submit(_run_on_spark, self.context, path))
+
+
+def _run_on_spark(context: Any, path: str) -> int:
+    context.setJobGroup(path, path, interruptOnCancel=True)
+    (code,) = context.parallelize([path], 1).map(run_described).collect()
+    return int(code)
+
+
+@dataclass(frozen=True)
+class _SparkTask:
+    context: Any
+    group: str
+    code: Future[int]
+
+    def ended(self) -> int | None:
+        """Return the exit code; raise the error with which Spark gave the task up."""
+        return self.code.result() if self.code.done() else None
+
+    def cancel(self) -> None:
+        """Cancel the Spark job: its executor ends the task."""
+        self.code.cancel()
+        self.context.cancelJobGroup(self.group)
+
+
+_GATHER_S: Final = 0.5
+"""Jobs submitted within this time of the first form one array."""
+_CANCELLED: Final = -signal.SIGKILL
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmititLocal(JobBackend):
+    """Run jobs through submitit on this machine.
+
+    Source: https://github.com/facebookincubator/submitit
+    """
+
+    packages: ClassVar[tuple[str, ...]] = ("submitit",)
+    extra: ClassVar[str] = "slurm"
+    cluster: ClassVar[str] = "local"
+
+    timeout_min: Annotated[int, placement, at_least(1)] = 1440
+    """Time limit of a job in minutes."""
+
+    def parameters(self) -> dict[str, Any]:
+        """Return submitit's parameters of a job."""
+        return {"timeout_min": self.timeout_min}
+
+    def constants(self) -> dict[str, Any]:
+        """Return submitit's parameters of the executor."""
+        return {}
+
+    @contextmanager
+    def connect(self, folder: Path) -> Iterator[_Executor]:
+        """Connect; jobs are submitted together after a short delay, and remaining ones are cancelled at the end."""
+        import submitit  # noqa: PLC0415 - only where it is used
+
+        logging.getLogger("submitit").setLevel(logging.ERROR)  # it warns about every failing call of sacct
+        made = submitit.AutoExecutor(folder=folder / "submitit", cluster=self.cluster, **self.constants())
+        made.update_parameters(**self.parameters())
+        with contextlib.closing(_Executor(made, gather_s=_GATHER_S if self.cluster == "slurm" else 0.0)) as executor:
+            yield executor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmititSlurm(SubmititLocal):
+    """Run jobs as arrays of SLURM, one task per node; a job that is preempted or out of time saves and is requeued.
+
+    Source: https://github.com/facebookincubator/submitit/blob/main/docs/checkpointing.md
+    """
+
+    cluster: ClassVar[str] = "slurm"
+
+    partition: Annotated[str | None, placement] = None
+    """The partition in which jobs are queued; null: SLURM's default."""
+    nodes: Annotated[int, placement, at_least(1)] = 1
+    """Nodes of a job; more than one is for strategy=multi_worker_mirrored."""
+    tasks_per_node: Annotated[int, placement, at_least(1)] = 1
+    """Processes that SLURM starts on each node; with one, it starts the other processes of its node itself."""
+    gpus_per_node: Annotated[int, placement, at_least(0)] = 0
+    """GPUs of a job on each of its nodes."""
+    cpus_per_task: Annotated[int | None, placement, at_least(1)] = None
+    """Cores of each task; null: SLURM's default."""
+    mem_gb: Annotated[float | None, placement, at_least(0)] = None
+    """Memory of each node; null: SLURM's default."""
+    save_s: Annotated[int, placement, at_least(1)] = 90
+    """Seconds before the time limit at which a job is asked to save."""
+    max_requeues: Annotated[int, placement, at_least(0)] = 3
+    """Number of times that a job is requeued at its time limit; a preempted job always is."""
+    additional: Annotated[dict[str, Any], placement] = field(default_factory=dict)
+    """Further options of sbatch by their long names, {account: lab, qos: low}."""
+
+    def width(self) -> int:
+        """Return the largest number of jobs queued in SLURM at a time; SLURM decides when each starts."""
+        return MANY if self.jobs_at_once == "auto" else self.jobs_at_once
+
+    def slots_of(self, processes: int) -> int:  # noqa: ARG002 - the processes share its allocation
+        """Return 1: a job takes one place, for any number of processes."""
+        return 1
+
+    def require(self) -> None:
+        """Check that submitit and SLURM's commands are installed."""
+        super().require()
+        if shutil.which("sbatch") is None:
+            rule = "needs SLURM's commands, and there is no sbatch here. Start it there, or use submitit_local."
+            raise ConfigError([Problem(key="hydra/launcher", value="submitit_slurm", rule=rule)])
+
+    def parameters(self) -> dict[str, Any]:
+        """Return submitit's parameters of a job."""
+        parameters = {
+            "slurm_partition": self.partition,
+            "gpus_per_node": self.gpus_per_node or None,
+            "cpus_per_task": self.cpus_per_task,
+            "mem_gb": self.mem_gb,
+            "slurm_additional_parameters": self.additional or None,
+        }
+        return {
+            **super().parameters(),
+            "name": "trainkit",
+            "nodes": self.nodes,
+            "tasks_per_node": self.tasks_per_node,
+            "slurm_array_parallelism": self.width(),
+            "slurm_signal_delay_s": self.save_s,
+            **{name: value for name, value in parameters.items() if value is not None},
+        }
+
+    def constants(self) -> dict[str, Any]:
+        """Return submitit's limit of requeues after the time limit."""
+        return {"slurm_max_num_timeout": self.max_requeues}
+
+
+class _Executor:
+    """Submits jobs that arrive close together, as one array if the cluster supports arrays."""
+
+    def __init__(self, executor: Any, *, gather_s: float) -> None:
+        self._executor, self._gather_s = executor, gather_s
+        self._waiting, self._begun = SimpleQueue[_SubmittedJob](), 0.0
+        self._all: list[_SubmittedJob] = []
+
+    def submit(self, path: str, *, slots: int) -> _SubmittedJob:  # noqa: ARG002 - the allocation fixes the resources
+        """Queue a job for submission."""
+        if self._waiting.empty():
+            self._begun = time.monotonic()
+        job = _SubmittedJob(path, self.submit_waiting)
+        self._waiting.put(job)
+        self._all.append(job)
+        return job
+
+    def submit_waiting(self) -> None:
+        """Submit the queued jobs, once the first has waited for others. Called by the thread that polls the jobs."""
+        if self._waiting.empty() or time.monotonic() - self._begun < self._gather_s:
+            return
+        jobs = [job for job in (self._waiting.get() for _ in range(self._waiting.qsize())) if job.wanted]
+        try:
+            found = self._executor.map_array(run_described, [job.path for job in jobs]) if jobs else []
+        except Exception as error:  # noqa: BLE001 - sbatch may fail with any error
+            for job in jobs:
+                job.refused = error
+            return
+        for job, one in zip(jobs, found, strict=True):
+            job.submitted = one
+
+    def close(self) -> None:
+        """Cancel the remaining jobs."""
+        for job in self._all:
+            if job.submitted is not None and not job.submitted.paths.result_pickle.exists():
+                job.cancel()
+
+
+@dataclass
+class _SubmittedJob:
+    path: str
+    submit_waiting: Callable[[], None]
+    submitted: Any = None
+    wanted: bool = True
+    refused: Exception | None = None
+
+    def ended(self) -> int | None:
+        """Return the exit code that the first task has left; SLURM may no longer know finished jobs."""
+        self.submit_waiting()
+        if self.refused is not None:
+            raise self.refused
+        if self.submitted is None:
+            return None if self.wanted else _CANCELLED
+        with contextlib.suppress(subprocess.SubprocessError, OSError):
+            if not self.submitted.done():
+                return None
+        return int(self.submitted.task(0).result())
+
+    def cancel(self) -> None:
+        """Remove the job from the queue, or end it."""
+        self.wanted = False
+        if self.submitted is not None:
+            with contextlib.suppress(subprocess.SubprocessError, OSError):
+                self.submitted.cancel(check=False)
+
+
+ENGINES: Final[Mapping[str, type[JobBackend]]] = {
+    "ray": RayTasks,
+    "spark": SparkTasks,
+    "submitit_local": SubmititLocal,
+    "submitit_slurm": SubmititSlurm,
+}
+"""Launcher -> its backend."""
+
+
+class EngineLaunching(Launching):
+    """Composes jobs and runs them with a backend, for the duration of a sweep.
+
+    Raises:
+        ConfigError: a key does not fit.
+    """
+
+    runs_here = False
+
+    def __init__(self, *, hydra_context: HydraContext, config: DictConfig, launcher: str, **keys: Any) -> None:
+        super().__init__(hydra_context=hydra_context, config=config)
+        self._engine = ENGINES[launcher].of(keys)
+        self._engine.require()
+
+    def _make_slots(self) -> Slots:
+        return Slots(count=self._engine.width(), key="hydra.launcher.jobs_at_once")
+
+    def run(self, source: JobSource) -> None:
+        """Run all jobs of a source with the backend, and show the leaderboard."""
+        folder = self._folder / FOLDER
+        with self._engine.connect(folder) as submitter, Remote(submitter, folder) as self.sweep.start:
+            super().run(source)
+
+    def _slots_of(self, strategy: Strategy) -> int:
+        return self._engine.slots_of(super()._slots_of(strategy))
