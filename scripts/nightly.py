@@ -36,6 +36,7 @@ PARTS: Final = {
     "stories": [*PYTEST, "-m", "long or not long", "tests/outside"],
     "engines": [*PYTEST, "-m", "engine", "--numprocesses", "0"],
     "kills": [sys.executable, "scripts/kill_roles.py", "--moments", "50"],
+    "random_kills": [sys.executable, "scripts/random_kills.py", "--kills", "200"],
     "mutants": [sys.executable, "scripts/mutants.py"],
     "floors": [sys.executable, "scripts/floors.py"],
 }
