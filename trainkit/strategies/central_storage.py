@@ -43,7 +43,7 @@ from trainkit.strategies.base import (
     ignore_phase,
 )
 from trainkit.strategies.core.copies import ComputingCopies, Sums, ThreadWork, computing_copy, sum_of, total_of
-from trainkit.strategies.core.optimizer import Updater
+from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.refusals import async_problems, launch_problems, phase_problems
 from trainkit.strategies.core.replica import Replica, replica_state, restore_replica
 from trainkit.strategies.core.step import ShardStep, apply_update
@@ -298,7 +298,7 @@ class AsyncCentralExecutor(Executor):
     """The variables and the copies, each of which computes whole steps and has its own optimizer over the variables."""
 
     def __init__(
-        self, copies: ComputingCopies, local: LocalModel, training: StepContext, steppers: Sequence[Updater]
+        self, copies: ComputingCopies, local: LocalModel, training: StepContext, steppers: Sequence[OptimizerStepper]
     ) -> None:
         self._copies, self._variables, self._local, self._training = copies, copies.source, local, training
         self._steppers = list(steppers)

@@ -33,7 +33,7 @@ from trainkit.strategies.base import (
     TaskContext,
 )
 from trainkit.strategies.core.buffers import sample_dims_of
-from trainkit.strategies.core.optimizer import Updater
+from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.refusals import async_problems, no_rollback, phase_problems
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import build_parts, make_stepper, no_reducer
@@ -348,7 +348,7 @@ class ParameterServer(Strategy):
             context.on_phase("idle", 0)
             keep_freed_memory()  # for the next push
 
-            def make(masters: Mapping[str, nn.Parameter]) -> Updater:
+            def make(masters: Mapping[str, nn.Parameter]) -> OptimizerStepper:
                 here = tuple(one for one in context.optimizers if one.params & masters.keys())
                 return make_stepper(replace(context, optimizers=here), masters)
 

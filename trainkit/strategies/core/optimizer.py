@@ -5,37 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as module
 
-from trainkit.adapters.average import AfterStep
 from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.strategies.base import NamedOptimizer
 from trainkit.strategies.tensors.layouts import in_layout
-
-
-class Updater(Protocol):
-    """Updates the parameters of a replica."""
-
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """All optimizers of the updater."""
-        ...
-
-    def step(self, grads: Sequence[Tensor | None], lr_factor: float) -> None:
-        """Update the parameters, as `OptimizerStepper.step` does."""
-        ...
-
-    def state(self, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """Return the state, as `optimizer_state` does; no copies."""
-        ...
-
-    def restore(self, params: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
-        """Replace the state by that of a checkpoint."""
-        ...
 
 
 class _Kernel(NamedTuple):
@@ -131,8 +109,8 @@ class OptimizerStepper:
         return found, all(grad is not None for grad in grads)
 
     @property
-    def optimizers(self) -> tuple[torch.optim.Optimizer]:
-        """The optimizer."""
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizer; of several, all."""
         return (self.optimizer,)
 
     def state(self, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -143,12 +121,6 @@ class OptimizerStepper:
         """Replace the optimizer's state by that of a checkpoint, or of a new optimizer if it has none."""
         restore_optimizer_state(self.optimizer, params, tensors, initial=self._initial)
         self._kernels = None
-
-    def after_update(self, params: Sequence[Tensor]) -> None:
-        """Bring the averages of parameters up to date, after an update that `step` has not made."""
-        for hook in self.optimizer._optimizer_step_post_hooks.values():  # noqa: SLF001 - has no public name
-            if isinstance(hook, AfterStep):
-                hook.update(self.optimizer, params)
 
     def _settings_now(self) -> list[dict[str, Any]]:
         """Return the settings of each group, and its number of parameters."""
@@ -221,7 +193,7 @@ class _Member:
     """The masters that this optimizer updates, by canonical name."""
 
 
-class NamedSteppers:
+class NamedSteppers(OptimizerStepper):
     """Steps several optimizers as one.
 
     Args:

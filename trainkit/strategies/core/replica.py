@@ -21,7 +21,7 @@ from trainkit.numerics.randomness import BlockKeys
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import LocalModel, Numerics, PhaseListener, ignore_phase
 from trainkit.strategies.core.buffers import StepBuffers
-from trainkit.strategies.core.optimizer import Updater
+from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.reducers.vector import Reducer
 from trainkit.strategies.tensor_shards import shape_of
 from trainkit.strategies.tensors.layouts import FlatBuffer, Placement, TensorPlaces
@@ -65,7 +65,7 @@ class ReplicaParts:
     """Sums of small tensors over all processes of the run."""
     precision: Precision
     """The precision of the training."""
-    stepper: Updater
+    stepper: OptimizerStepper
     """Object that steps the optimizer over the masters."""
     buffers: StepBuffers
     """Buffers that the forward pass updates."""
@@ -131,7 +131,7 @@ class Replica(LocalModel):
         self._update_ended = -1
         """The latest step whose update has ended."""
 
-    def restricted(self, names: Container[str], stepper: Updater) -> Self:
+    def restricted(self, names: Container[str], stepper: OptimizerStepper) -> Self:
         """Return a replica of the same model that computes and updates some of its parameters; collective.
 
         Both have their own buffers of a step, exchange and loss scale; they share the measurements of a step.
@@ -142,7 +142,7 @@ class Replica(LocalModel):
         """
         return type(self)(self._restricted_parts(names, stepper))
 
-    def _restricted_parts(self, names: Container[str], stepper: Updater) -> ReplicaParts:
+    def _restricted_parts(self, names: Container[str], stepper: OptimizerStepper) -> ReplicaParts:
         parts = self.parts_made_of
         held, reducer = parts.held.restricted(names), parts.another_reducer()
         buffers = StepBuffers(held.model, parts.precision.master_dtype)
@@ -162,7 +162,7 @@ class Replica(LocalModel):
         """Store the layout of the exchange of a step."""
         self.packing = packing
 
-    def use_stepper(self, stepper: Updater) -> None:
+    def use_stepper(self, stepper: OptimizerStepper) -> None:
         """Use another optimizer from now on."""
         self.stepper = stepper
 

@@ -34,7 +34,7 @@ from trainkit.strategies.base import (
 from trainkit.strategies.collectives import RankGroup, broadcast_values
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.graphs.shards import ShardGraphs
-from trainkit.strategies.core.optimizer import NamedSteppers, OptimizerStepper, Updater
+from trainkit.strategies.core.optimizer import NamedSteppers, OptimizerStepper
 from trainkit.strategies.core.replica import (
     PlacedModel,
     Replica,
@@ -192,7 +192,7 @@ def _at_own_rate(training: StepContext) -> Callable[[int], UpdateParams]:
     return lambda version: replace(training.rule(version), lr_factor=1.0)
 
 
-def set_rates(stepper: Updater, step: int, rule: UpdateParams) -> UpdateParams:
+def set_rates(stepper: OptimizerStepper, step: int, rule: UpdateParams) -> UpdateParams:
     """Set the learning rates of a step whose optimizers have their own; return the rule of its one update."""
     if not isinstance(stepper, NamedSteppers):
         return rule
@@ -316,7 +316,7 @@ def _on(factor: Tensor | float, device: torch.device) -> Tensor | float:
     return factor.to(device) if isinstance(factor, Tensor) else factor
 
 
-def make_stepper(request: SetupRequest, masters: Mapping[str, nn.Parameter]) -> Updater:
+def make_stepper(request: SetupRequest, masters: Mapping[str, nn.Parameter]) -> OptimizerStepper:
     """Build the optimizer, or the several ones, over the parameters of a replica."""
     if request.optimizers:
         return NamedSteppers.of(request.optimizers, masters)

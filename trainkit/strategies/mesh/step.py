@@ -20,7 +20,7 @@ from trainkit.numerics.generators import hash64
 from trainkit.objectives.base import Access, Collective
 from trainkit.strategies.base import Batch, StateDict, StepContext
 from trainkit.strategies.collectives import all_gather_object
-from trainkit.strategies.core.optimizer import Updater
+from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.replica import JoinNorms, Replica, ReplicaParts, bits_hash, refuse_mismatch
 from trainkit.strategies.core.step import ShardStep, added, cloned_batch, sparse_problems, total_weight, weight_on
 from trainkit.strategies.core.synchronous import SynchronousExecutor
@@ -298,7 +298,7 @@ class ShardedReplica(Replica):
         self.stand_in: Batch = None
         """A batch for steps in which this rank has none but must take part in collectives."""
 
-    def restricted(self, names: Container[str], stepper: Updater) -> Self:
+    def restricted(self, names: Container[str], stepper: OptimizerStepper) -> Self:
         """Return a replica of the same parts of a model that computes and updates some of its parameters."""
         parts = self._restricted_parts(names, stepper)
         if self.cuts:

@@ -21,7 +21,7 @@ from trainkit.bounded import expect_map, whole_numbers
 from trainkit.errors import LinkError, TrainingError
 from trainkit.numerics.batch import lane_order
 from trainkit.strategies.base import JsonMap, PhaseListener, ignore_phase
-from trainkit.strategies.core.optimizer import NamedSteppers, Updater
+from trainkit.strategies.core.optimizer import NamedSteppers, OptimizerStepper
 from trainkit.strategies.core.replica import refuse_mismatch
 from trainkit.strategies.core.step import with_values
 from trainkit.strategies.reducers.vector import DeterministicReducer
@@ -39,7 +39,7 @@ _MOST_STAGED: Final = 4096
 _NAME_LENGTH: Final = 1024
 Parts = list[Tensor | None]
 """One tensor per piece of the server, in order; None if it has none."""
-MakeStepper = Callable[[Mapping[str, nn.Parameter]], Updater]
+MakeStepper = Callable[[Mapping[str, nn.Parameter]], OptimizerStepper]
 
 
 def lane_sum(shards: Sequence[Sequence[Tensor | None]], lanes: int | None, packing: FlatBuffer) -> Parts:
