@@ -2,13 +2,15 @@
 
 Models that are cut over ranks: what patterns of tensor parallelism name; a block that fsdp gathers twice, too late, or
 leaves out of the memory of the plan; what both refuse.
+
+So is a check of replicas that misses one changed bit, or blames the wrong rank.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,11 +24,15 @@ from torch.nn.utils import parametrizations
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support import zoo
+from tests.support.pool import Place, Pool
+from tests.support.second_device import SecondDevice, send
 from trainkit.models.gpt import Gpt
 from trainkit.models.resnet import ResNet
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import BlockKeys
 from trainkit.strategies.base import Numerics, PlanContext
+from trainkit.strategies.collectives import GroupCollective, LocalCollective
+from trainkit.strategies.core.replica import bits_hash, drifted_parameter
 from trainkit.strategies.mesh import sharding as fully
 from trainkit.strategies.mesh.sharding import Sharding, blocks_of_model, fully_sharded, without_shared
 from trainkit.strategies.mesh.step import unsharded_model_problems
@@ -317,3 +323,46 @@ def test_with_streams_a_gather_begins_while_the_block_before_computes(monkeypatc
     assert "gather 6" in events[events.index("forward 7") : events.index("backward 7")], "begun by the head"
     for number in range(6):
         assert backward.index(f"gather {number}") < backward.index(f"backward {number + 1}") + 2
+
+
+@dataclass
+class Replica:
+    """What the check reads of a replica."""
+
+    model: nn.Module
+    data_ranks: GroupCollective | LocalCollective
+    masters_apart: bool = False
+
+
+def drift(place: Place, wrong: tuple[int, ...], name: str) -> str | None:
+    """What the check of a replica says, once some ranks have changed one bit of a parameter."""
+    model = zoo.Net()
+    if place.rank in wrong:
+        with torch.no_grad():
+            dict(model.named_parameters())[name].view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+    collective = GroupCollective(rank=place.rank, num_ranks=place.num_ranks, device=torch.device("cpu"))
+    return drifted_parameter(Replica(model, collective))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("wrong", "name", "said"), [
+    ((), "0.weight", None), ((1,), "2.bias", "the parameter 2.bias differs on rank 1 from rank 0."),
+    ((0,), "0.weight", "the parameter 0.weight differs on rank 0 from rank 1."),
+    ((0, 1), "0.bias", "the parameter 0.bias differs on rank 2 from rank 0."),
+])  # fmt: skip
+def test_one_changed_bit_of_a_replica_is_found_and_named(wrong: Any, name: str, said: str | None, pool: Pool) -> None:
+    found = pool.run("tests.strategies.test_sharded.drift", wrong, name, num_ranks=3, group=True)
+    assert found == [said] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_bits_of_every_dtype_are_hashed_by_their_place(dtype: torch.dtype) -> None:
+    one, other = torch.tensor([1, 0, 0]).to(dtype), torch.tensor([0, 1, 0]).to(dtype)
+    assert int(bits_hash(one)) != int(bits_hash(other))
+    assert (one.tolist(), other.tolist()) == ([1, 0, 0], [0, 1, 0])  # the bits of float64 are int64, without a copy
+
+
+def test_parameters_on_two_devices_are_compared() -> None:
+    model = zoo.Net()
+    with SecondDevice():
+        send(model.get_submodule("2"))
+        assert drifted_parameter(Replica(model, LocalCollective())) is None  # type: ignore[arg-type]
