@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import trainkit
 from trainkit import cli
+from trainkit.api.quantize import quantize_run
 from trainkit.data.sets.images import Digits
 from trainkit.errors import CheckpointError, ConfigError, MissingExtraError
 from trainkit.exporting.trained import Inputs
@@ -24,7 +25,6 @@ from trainkit.models.gpt import Gpt
 from trainkit.models.mlp import Mlp
 from trainkit.quantizing.formats import FORMATS, format_named, quantize, restore
 from trainkit.quantizing.measuring import latency, share_of_weights
-from trainkit.run.folder.quantize import quantize_run
 
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed (extra quantize)")
 RUN = ("recipe=null", "steps=60", "callbacks=[]", "logger=[]", "quiet=true", "eval.metric=val/accuracy")

@@ -332,6 +332,20 @@ class Retention:
         return [entry for value, _, entry in sorted(judged, key=lambda item: item[:2]) if not math.isnan(value)]
 
 
+def named_checkpoints(root: Path) -> dict[str, str | None]:
+    """Return the names of the `best` and the `last` checkpoint that `Retention` has written into `root/index.json`.
+
+    Raises:
+        UnreadableError: the file holds something else.
+    """
+    try:
+        names = read_map(root / "index.json", {name: (str, type(None)) for name in ("best", "last")})
+    except AbsentFileError:
+        names = {}
+    found = {name: names.get(name) or "" for name in ("best", "last")}
+    return {name: one if is_checkpoint(one) else None for name, one in found.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedIndex:
     """The metrics that a separate evaluator publishes: `checkpoints/evaluated.json`, which only it writes.

@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from torch import Tensor, nn
-
 from trainkit.config.commands import shell_word
 from trainkit.config.grammar import refusal
 from trainkit.config.identity import fingerprint, run_config
@@ -21,10 +19,9 @@ from trainkit.exporting.folder import Exported, write_export
 from trainkit.exporting.formats import Format, format_named
 from trainkit.exporting.trained import TrainedModel
 from trainkit.files import read_map
-from trainkit.numerics.precision import converted_floats
-from trainkit.run.folder.model_file import Which, checkpoint_name, checkpoint_of, precision_of, refuse_foreign
+from trainkit.run.folder.model_file import Which, checkpoint_name, checkpoint_of, refuse_foreign
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.planning.build import average_of, build_model, load_weights
+from trainkit.run.planning.build import average_of, model_with
 from trainkit.run.planning.memory import meta_model
 from trainkit.storage import naming
 from trainkit.strategies.tensor_shards import averaged_weights
@@ -144,17 +141,12 @@ def trained_model(
         "metrics": dict(metrics) if which == "last" else {},
     }
 
-    def build(tensors: Mapping[str, Tensor]) -> nn.Module:
-        model = converted_floats(build_model(cfg), precision_of(cfg).master_dtype)
-        load_weights(model, tensors)
-        return model.eval()
-
     return TrainedModel(
         cfg=cfg,
         weights=weights,
         which=which,
         skeleton=lambda: meta_model(cfg),
-        build=build,
+        build=lambda tensors: model_with(cfg, tensors).eval(),
         facts=facts,
         working=working,
     )

@@ -27,7 +27,7 @@ from trainkit.files import read_text, write_atomically
 from trainkit.numerics.precision import Precision, converted_floats
 from trainkit.quantizing.description import QUANTIZED, restored_model
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.planning.build import build_model, load_weights
+from trainkit.run.planning.build import model_with
 from trainkit.trainer.checkpoint.saving import untied
 from trainkit.trainer.checkpoint.tensors import Loaded, TensorFile, load, load_below, newest_valid, write_tensors
 from trainkit.trainer.manifest import MANIFEST, Checkpoint, FileRecord, is_checkpoint, manifest_below
@@ -88,9 +88,7 @@ def load_run(folder: Path, *, checkpoint: Which = "last") -> nn.Module:
 def _load_trained(folder: Path, weights: Loaded) -> nn.Module:
     cfg = run_config(folder)
     refuse_foreign(cfg.model)
-    model = converted_floats(build_model(cfg), precision_of(cfg).master_dtype)
-    load_weights(model, weights.tensors)
-    return model.eval()
+    return model_with(cfg, weights.tensors).eval()
 
 
 def precision_of(cfg: RunConfig) -> Precision:

@@ -25,12 +25,12 @@ from trainkit.bounded import Kind
 from trainkit.config.commands import printed_command, shell_word
 from trainkit.config.grammar import setting
 from trainkit.config.targets.allowed import IN_PROCESS, allowed_packages
-from trainkit.errors import AbsentFileError, CheckpointError, ConfigError, Problem, StorageError, UnreadableError
+from trainkit.errors import CheckpointError, ConfigError, Problem, StorageError, UnreadableError
 from trainkit.files import read_map, write_json_atomically
 from trainkit.redaction import mask
 from trainkit.run.folder.restart_record import restarts_of
 from trainkit.storage import file_in_the_way, naming, quoted
-from trainkit.trainer.manifest import is_checkpoint, list_complete
+from trainkit.trainer.manifest import list_complete, named_checkpoints
 from trainkit.trainer.ownership import MARK, OwnershipToken, locked, set_aside
 
 _RESERVE_BYTES: Final = 64 * 1024
@@ -318,13 +318,8 @@ class RunFolder:
 
     def best_and_last(self) -> dict[str, str | None]:
         """Return the paths of the best and the last checkpoint of the run."""
-        try:
-            kinds: dict[str, Kind] = {name: (str, type(None)) for name in ("best", "last")}
-            names = read_map(self.checkpoints / "index.json", kinds)
-        except AbsentFileError:
-            names = {}
-        found = {name: names.get(name) or "" for name in ("best", "last")}
-        return {name: str(self.checkpoints / one) if is_checkpoint(one) else None for name, one in found.items()}
+        names = named_checkpoints(self.checkpoints)
+        return {name: None if one is None else str(self.checkpoints / one) for name, one in names.items()}
 
 
 _RESULT: Final[Mapping[str, Kind]] = {

@@ -27,8 +27,7 @@ from trainkit.config.targets.build import admitted, build, is_torch_scheduler
 from trainkit.config.targets.kinds import PLACES
 from trainkit.data.hooks import DataHooks
 from trainkit.data.splits import build_splits, folded, read_sample
-from trainkit.errors import AbsentFileError, CheckpointError, ConfigError, Problem, TrainkitError
-from trainkit.files import read_map
+from trainkit.errors import CheckpointError, ConfigError, Problem, TrainkitError
 from trainkit.frames import first_line
 from trainkit.numerics.generators import Untouched, seed_host
 from trainkit.numerics.precision import Precision, converted_floats
@@ -47,7 +46,7 @@ from trainkit.strategies.model_transforms import (
 )
 from trainkit.trainer.checkpoint.tensors import Loaded, load_below, newest_valid
 from trainkit.trainer.events import Callback, Planned
-from trainkit.trainer.manifest import is_checkpoint
+from trainkit.trainer.manifest import named_checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,30 +359,13 @@ def parameter_matches(model: nn.Module) -> Callable[[str, Sequence[str]], bool]:
     return lambda name, patterns: _matches(name, owners[name], patterns)
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupedParameters:
-    """The parameters of the patterns and groups of `optimizer.groups`, by canonical name."""
-
-    patterns: Mapping[str, Mapping[str, Sequence[str]]]
-    """Group -> pattern -> every parameter that it matches."""
-    members: Mapping[str | None, Sequence[str]]
-    """Group -> its parameters; None: those of no group."""
-
-
-def matching_groups(model: nn.Module, groups: Mapping[str, Mapping[str, Any]]) -> GroupedParameters:
-    """Return which parameters that are trained belong to which group."""
-    owners = {name: owner for name, owner in _owners(model).items() if model.get_parameter(name).requires_grad}
-    patterns = {
-        group: {
-            pattern: [name for name, owner in owners.items() if _matches(name, owner, [pattern])]
-            for pattern in settings.get("match", ())
-        }
-        for group, settings in groups.items()
-    }
+def group_members(model: nn.Module, groups: Mapping[str, Mapping[str, Any]]) -> dict[str | None, list[str]]:
+    """Return the parameters that are trained by their group of `optimizer.groups`; None: those of no group."""
     members: dict[str | None, list[str]] = {None: [], **{group: [] for group in groups}}
-    for name, owner in owners.items():
-        members[_group_of(name, owner, groups)].append(name)
-    return GroupedParameters(patterns=patterns, members=members)
+    for name, owner in _owners(model).items():
+        if model.get_parameter(name).requires_grad:
+            members[_group_of(name, owner, groups)].append(name)
+    return members
 
 
 def _owners(model: nn.Module) -> dict[str, str]:
@@ -427,10 +409,18 @@ def trained_model(folder: str, which: Literal["best", "last"]) -> nn.Module:
         ConfigError: its class is of a package that is not allowed.
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    cfg = config_of_run(folder)
+    return model_with(config_of_run(folder), _checkpoint(_run_folder(folder) / "checkpoints", which).tensors)
+
+
+def model_with(cfg: RunConfig, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return the model of a run with the weights of a checkpoint, on the CPU, in the dtype that its optimizer updated.
+
+    Raises:
+        CheckpointError: the weights are those of another model.
+    """
     precision: Precision = build(cfg.precision, "precision")
     model = converted_floats(build_model(cfg), precision.master_dtype)
-    load_weights(model, _checkpoint(_run_folder(folder) / "checkpoints", which).tensors)
+    load_weights(model, tensors)
     return model
 
 
@@ -463,11 +453,7 @@ def _run_folder(text: str) -> Path:
 
 
 def _checkpoint(folder: Path, which: Literal["best", "last"]) -> Loaded:
-    try:
-        name = read_map(folder / "index.json", {which: (str, type(None))})[which] or ""
-    except AbsentFileError:
-        name = ""
-    if is_checkpoint(name):
+    if (name := named_checkpoints(folder)[which]) is not None:
         return load_below(folder, name)
     found = newest_valid(folder, report=lambda _: None)
     if found is None:

@@ -9,9 +9,9 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -98,7 +98,7 @@ class Account:
         end = Figures(memory=self._peak(), step_s=step_s)
         speed = self._instruments.overall()
         planned = replace(self._planned, memory=self._planned_memory())
-        found = {"steps": at_end.step, **speed, **end.document(), "per_cent": differences(planned, end)}
+        found = {"steps": at_end.step, **speed, **asdict(end), "per_cent": differences(planned, end)}
         return {**self._documents, "measured": {**self._documents["measured"], "at_end": found}}
 
     def _mark(self) -> None:
@@ -151,8 +151,8 @@ class Account:
         step_s, bytes_a_step = between(first, last)
         found = Figures(memory=self._peak(), step_s=step_s, bytes_a_step=bytes_a_step)
         band = {} if time is None else {"low_s": time.band.low, "high_s": time.band.high}
-        measured = {"steps": last.step, **found.document(), "per_cent": differences(self._planned, found)}
-        self._documents = {"plan": {**self._planned.document(), **band}, "measured": measured}
+        measured = {"steps": last.step, **asdict(found), "per_cent": differences(self._planned, found)}
+        self._documents = {"plan": {**asdict(self._planned), **band}, "measured": measured}
         line = line_of(self._planned, found, last.step)
         if line is not None and not plan.cfg.quiet:
             print(line, flush=True)  # noqa: T201 - the screen of the user
@@ -187,10 +187,6 @@ class Figures:
     """Seconds of a step."""
     bytes_a_step: float | None = None
     """Bytes that rank 0 sends and receives in a step."""
-
-    def document(self) -> dict[str, float | None]:
-        """Return the figures for result.json."""
-        return {"memory": self.memory, "step_s": self.step_s, "bytes_a_step": self.bytes_a_step}
 
 
 def counted_work(work: RankWork, hardware: Hardware | None, plan: RunPlan) -> CountedWork:
@@ -263,14 +259,8 @@ def differences(planned: Figures, measured: Figures) -> dict[str, float | None]:
         >>> differences(Figures(memory=100, step_s=2.0), Figures(memory=110, bytes_a_step=7.0))
         {'memory': 10.0, 'step_s': None, 'bytes_a_step': None}
     """
-    ours, theirs = planned.document(), measured.document()
-    return {name: _per_cent(value, theirs[name]) for name, value in ours.items()}
-
-
-def _per_cent(planned: float | None, measured: float | None) -> float | None:
-    if not planned or measured is None:
-        return None
-    return round(100 * (measured / planned - 1), 1)
+    pairs = zip(asdict(planned).items(), asdict(measured).values(), strict=True)
+    return {name: round(100 * (own / one - 1), 1) if one and own is not None else None for (name, one), own in pairs}
 
 
 def line_of(planned: Figures, measured: Figures, steps: int) -> str | None:
@@ -280,25 +270,17 @@ def line_of(planned: Figures, measured: Figures, steps: int) -> str | None:
         >>> line_of(Figures(step_s=0.010), Figures(step_s=0.012, bytes_a_step=2e6), 20)
         'plan: after 20 steps 12 ms a step (planned 10 ms, +20 %)'
     """
-    parts = list(_parts(planned, measured))
+    words = {"memory": "of memory at the peak", "step_s": "a step", "bytes_a_step": "sent and received per step"}
+    of_plan, of_run, parts = asdict(planned), asdict(measured), list[str]()
+    for name, per_cent in differences(planned, measured).items():
+        if per_cent is not None:
+            own, one = (_text(figures[name], name) for figures in (of_run, of_plan))
+            percent = f"{round(per_cent):+d}" if round(per_cent) else "0"
+            parts.append(f"{own} {words[name]} (planned {one}, {percent} %)")
     return f"plan: after {steps} steps {'; '.join(parts)}" if parts else None
 
 
-def _parts(planned: Figures, measured: Figures) -> Iterator[str]:
-    found = differences(planned, measured)
-    shown: Mapping[str, tuple[str, str]] = {
-        "memory": ("{} of memory at the peak", "bytes"),
-        "step_s": ("{} a step", "seconds"),
-        "bytes_a_step": ("{} sent and received per step", "bytes"),
-    }
-    for name, (words, unit) in shown.items():
-        per_cent, ours, theirs = found[name], planned.document()[name], measured.document()[name]
-        if per_cent is not None and ours is not None and theirs is not None:
-            percent = f"{round(per_cent):+d}" if round(per_cent) else "0"
-            yield f"{words.format(_text(theirs, unit))} (planned {_text(ours, unit)}, {percent} %)"
-
-
-def _text(value: float, unit: str) -> str:
-    if unit == "bytes":
+def _text(value: float, name: str) -> str:
+    if name != "step_s":
         return num_bytes(round(value))
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"

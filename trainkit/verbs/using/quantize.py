@@ -25,8 +25,8 @@ def run(call: Call) -> int:
     call.check_arity(arguments=1, overrides=False)
     if "to" not in call.flags:
         raise refusal("--to", f"is missing: {_TO}.")
+    from trainkit.api.quantize import quantize_run  # noqa: PLC0415 - imports torch
     from trainkit.report.tables import print_rows  # noqa: PLC0415 - not for --help
-    from trainkit.run.folder.quantize import quantize_run  # noqa: PLC0415 - imports torch
     from trainkit.storage import quoted  # noqa: PLC0415 - for this only
 
     done = quantize_run(
