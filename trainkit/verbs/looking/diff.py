@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainkit.config.grammar import refusal
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.errors import yaml_text
 from trainkit.report.json_output import print_json
 from trainkit.verbs.support.call import Add, Call, json_flag
-
-if TYPE_CHECKING:
-    from trainkit.config.identity import Difference
-    from trainkit.report.schemas.looking import ChangedKey, Comparison
 
 
 def add_flags(add: Add) -> None:
@@ -32,7 +27,8 @@ def run(call: Call) -> int:
     differences = difference(left, right)
     matter = sum(item.matters for item in differences)
     if "json" in call.flags:
-        print_json(_comparison(differences))
+        changes = [{**asdict(item), "tag": item.tag.value} for item in differences]
+        print_json({"version": 1, "differences": changes, "can_change_result": matter})
         return 1 if matter else 0
     if not differences:
         sys.stdout.write("no difference\n")
@@ -44,13 +40,6 @@ def run(call: Call) -> int:
         verdict = "can change the result" if matter else "none can change the result beyond rounding"
         sys.stdout.write(f"{matter} of {len(differences)} {verdict}\n" if matter else f"{verdict}\n")
     return 1 if matter else 0
-
-
-def _comparison(differences: Sequence[Difference]) -> Comparison:
-    changes: list[ChangedKey] = [
-        {"key": item.key, "left": item.left, "right": item.right, "tag": item.tag.value} for item in differences
-    ]
-    return {"version": 1, "differences": changes, "can_change_result": sum(item.matters for item in differences)}
 
 
 def _run_at(argument: str) -> RunConfig:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainkit.config.grammar import refusal
 from trainkit.config.targets.allowed import TARGET
@@ -22,7 +22,6 @@ from trainkit.verbs.support.call import Add, Call, json_flag
 from trainkit.watching.board import runs_below
 
 if TYPE_CHECKING:
-    from trainkit.report.schemas.looking import ListedChoice, ListedRun, Listing
     from trainkit.run.estimates.model_summary import Layer, ModelSummary
 
 
@@ -64,17 +63,17 @@ def run(call: Call) -> int:
     return 0
 
 
-def _listing(groups: Mapping[str, Mapping[str, Document]], text: str | None = None) -> Listing:
-    choices: list[ListedChoice] = [
+def _listing(groups: Mapping[str, Mapping[str, Document]], text: str | None = None) -> dict[str, Any]:
+    choices = [
         {
             "group": group,
             "name": name,
-            "description": document.description,
-            "file": str(document.file),
-            "target": document.values.get(TARGET),
+            "description": one.description,
+            "file": one.file,
+            "target": one.values.get(TARGET),
         }
         for group, documents in groups.items()
-        for name, document in documents.items()
+        for name, one in documents.items()
     ]
     return {"version": 1, "choices": choices, "text": text, "runs": []}
 
@@ -118,7 +117,11 @@ def list_runs(root: Path, *, as_json: bool = False) -> int:
     found = [(path, read_status(RunFolder(path))) for path in runs_below(root)]
     found.sort(key=lambda item: item[1].updated or 0.0, reverse=True)
     if as_json:
-        runs = [_listed(path, status) for path, status in found]
+        names = ("state", "note", "step", "resumable", "updated")
+        runs = [
+            {"folder": path, "process": status.where, **{name: getattr(status, name) for name in names}}
+            for path, status in found
+        ]
         print_json({"version": 1, "choices": [], "text": None, "runs": runs})
         return 0
     if not found:
@@ -135,18 +138,6 @@ def _row(path: Path, found: RunStatus) -> tuple[str, ...]:
     step = "" if found.step is None else count(found.step)
     name = "".join(letter if letter.isprintable() else "?" for letter in str(path))
     return name, found.state, step, "yes" if found.resumable else "no", _when(found.updated), f"{found.where}{note}"
-
-
-def _listed(path: Path, found: RunStatus) -> ListedRun:
-    return {
-        "folder": str(path),
-        "state": found.state,
-        "note": found.note,
-        "step": found.step,
-        "resumable": found.resumable,
-        "updated": found.updated,
-        "process": found.where,
-    }
 
 
 def _when(moment: float | None) -> str:
@@ -170,8 +161,8 @@ def _list_layers(call: Call, *, as_json: bool) -> int:
     plan = make_plan(composition.cfg)
     found = summary_of(plan, meta_model(plan.cfg))
     if as_json:
-        totals = {"batch": found.batch, "parameters": found.parameters, "trained": found.trained, "flops": found.flops}
-        print_json({"version": 1, **totals, "note": found.note, "layers": layer_rows(found)})
+        names = ("batch", "parameters", "trained", "flops", "note")
+        print_json({"version": 1, **{name: getattr(found, name) for name in names}, "layers": layer_rows(found)})
     else:
         sys.stdout.writelines(f"{line}\n" for line in _layer_lines(found))
     return 0

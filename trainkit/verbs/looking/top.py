@@ -18,7 +18,6 @@ from trainkit.report.json_output import print_json
 from trainkit.verbs.support.call import Add, Call, json_flag, one_of, whole
 
 if TYPE_CHECKING:
-    from trainkit.report.schemas.looking import RankedRun, Ranking
     from trainkit.sweeps.results.leaderboard import Leaderboard
 
 
@@ -71,30 +70,15 @@ def ranked(call: Call) -> tuple[Leaderboard, int | None]:
     return board, count
 
 
-def _ranking(board: Leaderboard, total: int) -> Ranking:
-    runs: list[RankedRun] = [
-        {
-            "rank": rank,
-            "job": entry.job,
-            "status": entry.status,
-            "folder": str(entry.folder),
-            "value": board.value(entry),
-            "metrics": dict(entry.metrics),
-            "steps": entry.steps,
-            "seconds": entry.seconds,
-            "overrides": list(entry.overrides),
-        }
+def _ranking(board: Leaderboard, total: int) -> dict[str, Any]:
+    """Return the output of `--json`."""
+    names = ("job", "status", "folder", "metrics", "steps", "seconds", "overrides")
+    runs = [
+        {"rank": rank, "value": board.value(entry), **{name: getattr(entry, name) for name in names}}
         for rank, entry in enumerate(board.entries, start=1)
     ]
-    goal = board.goal
-    return {
-        "version": 1,
-        "metric": goal.metric,
-        "mode": goal.mode,
-        "total": total,
-        "runs": runs,
-        "remarks": [*_remarks(board)],
-    }
+    goal = {"metric": board.goal.metric, "mode": board.goal.mode}
+    return {"version": 1, **goal, "total": total, "runs": runs, "remarks": [*_remarks(board)]}
 
 
 def _remarks(board: Leaderboard) -> Iterator[str]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from textwrap import shorten
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.cluster.host import count_gpus, num_cores
 from trainkit.config.grammar import refusal
@@ -19,7 +19,6 @@ from trainkit.verbs.support.measured import line_printer
 if TYPE_CHECKING:
     from trainkit.advising.advice import Advice, Planner, Tried, Way
     from trainkit.config.composition import Composition
-    from trainkit.report.schemas.looking import AdviceDocument, AdvisedWay
 
 _LONGEST: Final = 110
 """Largest number of characters of a reason in the table; `--json` has all."""
@@ -153,29 +152,20 @@ def _row(tried: Tried, advice: Advice) -> tuple[str, ...]:
     return way, str(figures.devices), num_bytes(figures.needs), time, reason
 
 
-def _document(call: Call, advice: Advice, planner: Planner) -> AdviceDocument:
+def _document(call: Call, advice: Advice, planner: Planner) -> dict[str, Any]:
     """Return the output of `--json`."""
-    ranked = advice.ranking
-    return {
-        "version": 1,
-        "goal": call.flags.get("for", "time"),
-        "hardware": planner.hardware.name,
-        "devices": planner.devices,
-        "best": _way(ranked[0], call, advice, planner) if ranked else None,
-        "runner_up": _way(ranked[1], call, advice, planner) if len(ranked) > 1 else None,
-        "ways": [_way(one, call, advice, planner) for one in (*ranked, *advice.others)],
-    }
+    ways = [_way(one, call, advice, planner) for one in (*advice.ranking, *advice.others)]
+    best = [*ways[: len(advice.ranking)], None, None]
+    head = {"goal": call.flags.get("for", "time"), "hardware": planner.hardware.name, "devices": planner.devices}
+    return {"version": 1, **head, "best": best[0], "runner_up": best[1], "ways": ways}
 
 
-def _way(tried: Tried, call: Call, advice: Advice, planner: Planner) -> AdvisedWay:
-    figures = tried.figures
+def _way(tried: Tried, call: Call, advice: Advice, planner: Planner) -> dict[str, Any]:
+    figures = {name: getattr(tried.figures, name, None) for name in ("fits", "needs", "devices", "step_s")}
     return {
-        "overrides": list(tried.overrides),
+        "overrides": tried.overrides,
         "command": _command(call, tried, planner, "plan"),
         "reason": advice.reason(tried),
-        "fits": None if figures is None else figures.fits,
-        "needs": None if figures is None else figures.needs,
-        "devices": None if figures is None else figures.devices,
-        "step_s": None if figures is None else figures.step_s,
-        "cost": None if figures is None else figures.cost_usd,
+        **figures,
+        "cost": tried.figures and tried.figures.cost_usd,
     }
