@@ -26,6 +26,7 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, ClassVar, Final, TypeVar, cast
 
 from trainkit.extras import install_command
@@ -193,6 +194,18 @@ class MissingExtraError(ConfigError):
     def __init__(self, *, key: str, package: str, extra: str) -> None:
         rule = f"needs the package {package}. Install it: {install_command(extra, package)}"
         super().__init__([Problem(key=key, rule=rule)])
+
+
+def require_packages(packages: Iterable[str], *, key: str, extra: str) -> None:
+    """Refuse a key whose packages are not installed.
+
+    Raises:
+        MissingExtraError: the first that is absent.
+    """
+    for package in packages:
+        found = find_spec(package)
+        if found is None or found.origin is None:  # a folder of that name in the current one is not a package
+            raise MissingExtraError(key=key, package=package, extra=extra)
 
 
 class DataError(TrainkitError):

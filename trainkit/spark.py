@@ -13,17 +13,19 @@ import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from trainkit.api.jobs import Which, predictor
-from trainkit.errors import DataError
+from trainkit.errors import DataError, require_packages
 from trainkit.storage import naming
 
 __all__ = ["predict_udf", "save_frame"]
+
+_PACKAGES: Final = ("pyspark", "pandas", "pyarrow")
 
 
 def save_frame(frame: Any, folder: str | Path) -> Path:
@@ -43,6 +45,7 @@ def save_frame(frame: Any, folder: str | Path) -> Path:
         DataError: this process does not see what the executors wrote.
         StorageError: the folder cannot be written.
     """
+    require_packages(_PACKAGES, key="save_frame", extra="spark")
     from pyarrow import dataset  # noqa: PLC0415 - of the extra spark
     from pyspark.ml.functions import vector_to_array  # noqa: PLC0415 - the same
     from pyspark.sql import functions  # noqa: PLC0415 - the same
@@ -99,6 +102,7 @@ def predict_udf(
     Returns:
         A function from a column to array<double>, the outputs of a row one after the other, or to bigint for classes.
     """
+    require_packages(_PACKAGES, key="predict_udf", extra="spark")
     from pyspark.ml.functions import predict_batch_udf  # noqa: PLC0415 - of the extra spark
     from pyspark.sql.types import ArrayType, DoubleType, LongType  # noqa: PLC0415 - the same
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from trainkit import errors, spark
 from trainkit.data.sets.spark_frame import SparkFrame
 from trainkit.data.splits import build_splits
-from trainkit.errors import DataError
+from trainkit.errors import DataError, MissingExtraError
+from trainkit.extras import install_command
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -80,3 +83,18 @@ def test_a_folder_without_rows_and_one_with_a_log_of_changes_are_refused(tmp_pat
     (tmp_path / "part-1.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match="cannot be read"):
         rows(tmp_path)
+
+
+def test_packages_that_are_missing_are_named_with_the_command_that_installs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "find_spec", lambda _: None)
+    install = install_command("spark", "")
+    calls: list[Callable[[], object]] = [
+        lambda: spark.save_frame(None, tmp_path), lambda: spark.predict_udf("run", input_shape=(1,)),
+        lambda: rows(tmp_path),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(MissingExtraError) as caught:
+            call()
+        assert install in str(caught.value)

@@ -63,7 +63,7 @@ def test_what_cannot_be_searched_is_refused_by_its_key(
 def test_the_error_of_an_absent_optuna_names_the_command_that_installs_it(
     composer: Composer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("trainkit.errors.find_spec", lambda name: None)
     (problem,) = refused_point(composer, "hydra/sweeper=optuna", "sweep.trials=3", "seed=1,2")
     assert 'pip install "optuna' in problem
 

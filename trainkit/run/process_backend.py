@@ -8,7 +8,6 @@ Ctrl-C, and reports what went wrong
 
 from __future__ import annotations
 
-import importlib.util
 from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -17,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
 
 from trainkit.cluster.base import Cluster
 from trainkit.cluster.local import detect
-from trainkit.errors import ConfigError, MissingExtraError, Problem
+from trainkit.errors import ConfigError, Problem, require_packages
 from trainkit.fields import at_least, placement
 
 CARRIED: Final = ("TRAINKIT_FAIL", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH")
@@ -91,10 +90,7 @@ class ProcessBackend(Cluster):
         Raises:
             MissingExtraError: it is not installed.
         """
-        for package in self.packages:
-            found = importlib.util.find_spec(package)
-            if found is None or found.origin is None:  # a folder of that name in the current one is no package
-                raise MissingExtraError(key="cluster", package=package, extra=self.extra)
+        require_packages(self.packages, key="cluster", extra=self.extra)
 
     @abstractmethod
     def connect(self, *, num_ranks: int, uses_gpus: bool) -> AbstractContextManager[BackendConnection]:

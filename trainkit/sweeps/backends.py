@@ -9,7 +9,6 @@ polls the handle of each for its end.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import shutil
@@ -33,7 +32,7 @@ from omegaconf import DictConfig
 from trainkit.cluster.host import num_cores
 from trainkit.config.schema import hints_of
 from trainkit.config.values import misfit, nearest, plain
-from trainkit.errors import ConfigError, MissingExtraError, Problem
+from trainkit.errors import ConfigError, Problem, require_packages
 from trainkit.fields import above, at_least, limits_in, placement
 from trainkit.files import open_regular
 from trainkit.run.backends.ray import ray_session
@@ -125,10 +124,7 @@ class JobBackend:
         Raises:
             MissingExtraError: it is not installed.
         """
-        for package in self.packages:
-            found = importlib.util.find_spec(package)
-            if found is None or found.origin is None:  # a folder of that name in the current one is not a package
-                raise MissingExtraError(key="hydra/launcher", package=package, extra=self.extra)
+        require_packages(self.packages, key="hydra/launcher", extra=self.extra)
 
     def width(self) -> int:
         """Return the number of single-process jobs that are submitted at a time."""

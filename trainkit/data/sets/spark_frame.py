@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from trainkit.data.reading.files import existing, listed
 from trainkit.data.sets.tables import rows_of_split
 from trainkit.data.stored import InMemory
-from trainkit.errors import DataError, MissingExtraError
+from trainkit.errors import DataError, require_packages
 from trainkit.fields import Reads, below
 from trainkit.frames import first_line
 
@@ -73,8 +72,7 @@ class SparkFrame(InMemory):
 
     def _read(self) -> Any:
         """Return the table of all files, of which those that Spark hides, with `_` or `.`, are no part."""
-        if find_spec("pyarrow") is None:
-            raise MissingExtraError(key="data", package="pyarrow", extra="spark")
+        require_packages(["pyarrow"], key="data", extra="spark")
         import pyarrow.dataset  # noqa: PLC0415 - for this class only
 
         place, where = existing(self.path, Reads()), f"data.path={self.path}"

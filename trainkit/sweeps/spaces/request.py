@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.schema import MonitoredMetric
 from trainkit.config.sections import MOST_JOBS
 from trainkit.config.values import closest
-from trainkit.errors import ConfigError, MissingExtraError, Problem
+from trainkit.errors import ConfigError, Problem, require_packages
 from trainkit.sweeps.job_sources import JobSource, job_return
 
 _SEARCHES: Final = ("random", "optuna")
@@ -87,8 +86,8 @@ def read_request(composer: Composer, overrides: Sequence[str], *, sweeper: str |
         near = closest(found.sweeper, known)
         rule = f"no such choice. {f'Did you mean {near}? ' if near else ''}There are: {', '.join(known)}."
         raise ConfigError([Problem(key="hydra/sweeper", value=found.sweeper, rule=rule, origin=COMMAND_LINE)])
-    if found.sweeper == "optuna" and importlib.util.find_spec("optuna") is None:
-        raise MissingExtraError(key="hydra/sweeper=optuna", package="optuna", extra="optuna")
+    if found.sweeper == "optuna":
+        require_packages(["optuna"], key="hydra/sweeper=optuna", extra="optuna")
     if problems := list(found.problems()):
         raise ConfigError(problems)
     return found
