@@ -34,7 +34,7 @@ from trainkit.run.process.nccl_dumps import nccl_dumps_to
 from trainkit.run.session.auxiliary import findings_of, run_auxiliary
 from trainkit.run.session.given import GivenLoss
 from trainkit.run.session.outcome import Report, failure_of, reported, unless_exit
-from trainkit.run.session.restore import TaskLinks, restore_or_init
+from trainkit.run.session.restore import TaskLinks
 from trainkit.run.session.session import TaskSession
 from trainkit.run.signals import StopFlag
 from trainkit.storage import reporting
@@ -193,7 +193,7 @@ class TaskRun:
             given_loss=given_loss,
         )
         try:
-            restore_or_init(session, self.folder.checkpoints)
+            session.restore_or_init()
         except BaseException as error:
             reported(error, self.report)
             session.close(failed=True)

@@ -216,10 +216,6 @@ class Checkpointer:
         except KeyError as error:
             raise damaged(loaded.checkpoint.folder, f"meta.json names a tensor that is not there ({error})") from None
 
-    def start_from(self, weights: Mapping[str, Tensor]) -> None:
-        """Load the weights alone: a new training starts from the end of another."""
-        self._executor.load_state_dict(weights)
-
     def wait(self) -> None:
         """Wait for the checkpoint that is being written, and notify the callbacks; collective."""
         self._saver.wait()

@@ -4,24 +4,20 @@ and the checkpoint to continue from.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainkit.bounded import Kind, expect_map, expect_maps
 from trainkit.cluster.tasks import Identity
-from trainkit.config.schema import RunConfig
 from trainkit.data.reading.loader import Loader
 from trainkit.errors import CheckpointError
 from trainkit.numerics.batch import Positions, Ticket
-from trainkit.run.folder.rollbacks import suspect_checkpoint_of
-from trainkit.run.folder.starting_weights import starting_weights
+from trainkit.objectives.base import Collective
 from trainkit.run.planning.build import make_optimizer
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.optimizers import named_optimizers
@@ -36,7 +32,7 @@ from trainkit.strategies.base import (
     UpdateParams,
     ignore_phase,
 )
-from trainkit.trainer.checkpoint.tensors import Loaded, newest_valid, note_foreign
+from trainkit.trainer.checkpoint.tensors import Loaded
 from trainkit.trainer.events import LeftOutSteps, Measure, Run, State
 from trainkit.trainer.manifest import damaged
 from trainkit.trainer.ownership import OwnershipToken, uncontested
@@ -87,26 +83,6 @@ class TaskLinks:
     """Callback that receives (phase, step) when this task begins another phase."""
     within_steps: bool = True
     """Whether it also receives the phases within a step."""
-
-
-class RestoreTarget(Protocol):
-    """The part of a session that restores a checkpoint."""
-
-    cfg: RunConfig
-    run: Run
-    executor: Executor
-
-    def enter(self, phase: str) -> None:
-        """Report the begin of a phase."""
-
-    def warn(self, message: str) -> None:
-        """Add a note to the startup summary."""
-
-    def restore(self, loaded: Loaded) -> None:
-        """Continue from a checkpoint."""
-
-    def start_from(self, weights: Mapping[str, Tensor]) -> None:
-        """Load parameters and buffers, named as in a checkpoint."""
 
 
 def make_run_view(plan: RunPlan, executor: Executor, folder: Path, notes: tuple[str, ...], *, measure: Measure) -> Run:
@@ -189,29 +165,7 @@ def loader_of(
     )
 
 
-def restore_or_init(session: RestoreTarget, checkpoints: Path) -> None:
-    """Continue from this folder's newest complete checkpoint, else start from the weights that `init_from` names.
-
-    A rollback uses this too. A run that continues another one has the checkpoints of that run in its own folder.
-    """
-    cfg = session.cfg
-    session.enter("load")
-    there = os.path.lexists(checkpoints)  # absent before the first save of a new run
-    check = partial(_refuse_foreign, folder=session.run.folder)
-    own = newest_valid(checkpoints, report=session.warn, check=check) if there else None
-    if own is not None:
-        session.restore(own)
-    elif cfg.init_from is not None:
-        session.start_from(starting_weights(cfg, report=session.warn))
-    if there:
-        note_foreign(checkpoints, session.run.state.step, session.warn)
-    _refuse_other_steps(session)
-    if cfg.numerics.on_nonfinite == "rollback":
-        state = session.run.state
-        state.left_out.train_again(suspect_checkpoint_of(session.run.folder, checkpoint=state.step))
-
-
-def _refuse_foreign(loaded: Loaded, folder: Path) -> None:
+def refuse_foreign(loaded: Loaded, folder: Path) -> None:
     """Refuse a checkpoint in the folder of a run that the run did not write, or whose metadata is malformed."""
     owner = OwnershipToken.found(folder)
     if owner is not None and loaded.checkpoint.owner != owner.token:
@@ -219,11 +173,10 @@ def _refuse_foreign(loaded: Loaded, folder: Path) -> None:
     refuse_malformed(loaded)
 
 
-def _refuse_other_steps(session: RestoreTarget) -> None:
+def refuse_other_steps(step: int, ranks: Collective) -> None:
     """Raise if ranks see different checkpoints: they would train different things, or wait for ever; collective."""
-    if session.executor.local.all_ranks.num_ranks > 1:
-        found = session.executor.local.all_ranks.gather(torch.tensor([session.run.state.step]))
-        steps = [int(step.item()) for step in found]
+    if ranks.num_ranks > 1:
+        steps = [int(one.item()) for one in ranks.gather(torch.tensor([step]))]
         if len(set(steps)) > 1:
             seen = ", ".join(f"rank {rank} that of step {step}" for rank, step in enumerate(steps))
             raise CheckpointError(f"the ranks see different checkpoints: {seen}. The run folder is not shared by all.")

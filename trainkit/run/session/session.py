@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from trainkit.cluster.tasks import Identity
 from trainkit.config.identity import fingerprint
 from trainkit.data.reading.loader import Loader
 from trainkit.data.splits import test_splits, validation_splits
 from trainkit.errors import NonFiniteError, TrainingError
-from trainkit.run.folder.rollbacks import record_rollback
+from trainkit.run.folder.rollbacks import record_rollback, suspect_checkpoint_of
+from trainkit.run.folder.starting_weights import starting_weights
 from trainkit.run.planning.build import model_transforms_of, transformed_model
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan
@@ -31,7 +33,8 @@ from trainkit.run.session.restore import (
     loader_of,
     make_run_view,
     make_step_context,
-    restore_or_init,
+    refuse_foreign,
+    refuse_other_steps,
     setup_request,
     unprefetched_loader,
 )
@@ -39,7 +42,7 @@ from trainkit.run.signals import REASONS
 from trainkit.storage import Presence
 from trainkit.strategies.base import Executor, ignore_phase
 from trainkit.strategies.tensor_shards import TensorShard
-from trainkit.trainer.checkpoint.tensors import Loaded
+from trainkit.trainer.checkpoint.tensors import newest_valid, note_foreign
 from trainkit.trainer.events import Callback, RollbackNeeded, Suspect
 from trainkit.trainer.loop import (
     CallbackHooks,
@@ -147,17 +150,29 @@ class TaskSession:
         """Add a note to the startup summary, before it is printed."""
         self.run.add_note(message)
 
-    def restore(self, loaded: Loaded) -> None:
-        """Continue exactly from a checkpoint."""
-        self._data_state = self._keeper.restore(loaded)
-        if self.run.state.own_loss and self._given_loss is None:
-            raise own_loss_refusal(loaded.checkpoint.folder)
-        self._evaluation_due = loaded.meta.get("evaluation_due") is True and bool(self.validated)
-        self._scorer.recall_best(self.warn)
+    def restore_or_init(self) -> None:
+        """Continue from this folder's newest complete checkpoint, else start from the weights that `init_from` names.
 
-    def start_from(self, weights: Mapping[str, Tensor]) -> None:
-        """Load the weights alone: a new training starts from the end of another."""
-        self._keeper.start_from(weights)
+        A rollback uses this too. A run that continues another one has the checkpoints of that run in its own folder.
+        """
+        run, checkpoints = self.run, self.run.folder / "checkpoints"
+        self.enter("load")
+        there = os.path.lexists(checkpoints)  # absent before the first save of a new run
+        check = partial(refuse_foreign, folder=run.folder)
+        own = newest_valid(checkpoints, report=self.warn, check=check) if there else None
+        if own is not None:
+            self._data_state = self._keeper.restore(own)
+            if run.state.own_loss and self._given_loss is None:
+                raise own_loss_refusal(own.checkpoint.folder)
+            self._evaluation_due = own.meta.get("evaluation_due") is True and bool(self.validated)
+            self._scorer.recall_best(self.warn)
+        elif self.cfg.init_from is not None:
+            self.executor.load_state_dict(starting_weights(self.cfg, report=self.warn))
+        if there:
+            note_foreign(checkpoints, run.state.step, self.warn)
+        refuse_other_steps(run.state.step, self.executor.local.all_ranks)
+        if self.cfg.numerics.on_nonfinite == "rollback":
+            run.state.left_out.train_again(suspect_checkpoint_of(run.folder, checkpoint=run.state.step))
 
     def train(self) -> dict[str, Any]:
         """Train to the last step, or until asked to stop; return the content of result.json."""
@@ -236,7 +251,7 @@ class TaskSession:
         """Restore the last checkpoint, in order to repeat the steps up to one that was not finite; collective."""
         self.enter("save")
         self._keeper.wait()
-        restore_or_init(self, self.run.folder / "checkpoints")
+        self.restore_or_init()
         suspect = Suspect(step=step, checkpoint=self.run.state.step)
         if self.run.is_owner:
             self.check_fence()
