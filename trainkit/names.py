@@ -18,7 +18,8 @@ _HOMES: Final[Mapping[str, Mapping[str, str]]] = {
         "SamplePictures": "callbacks.figures",
     },
     "cluster": {
-        "Hardware": "run.estimates.hardware", "Local": "cluster.local", "Ray": "run.backends.ray",
+        "Debug": "cluster.debug", "Hardware": "run.estimates.hardware", "Local": "cluster.local",
+        "Ray": "run.backends.ray",
         "Spark": "run.backends.spark", "Spec": "cluster.spec", "ThisMachine": "run.estimates.this_machine",
     },
     "data": {

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from trainkit.cluster.debug import debugged_rank
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.local import launch_environment_of
 from trainkit.cluster.tasks import Identity
@@ -145,6 +146,11 @@ def _train(begun_run: BegunRun, record: RunRecord, job: Job | None) -> dict[str,
             from trainkit.run.backends.driver import run_on  # noqa: PLC0415 - most runs have no process backend
 
             return run_on(plan.backend, plan, folder)
+        pass_fds = () if begun_run.lock is None else (begun_run.lock,)
+        if (rank := debugged_rank(cfg)) is not None:
+            from trainkit.run.launch.debug import debug  # noqa: PLC0415 - most runs are not debugged
+
+            return debug(rank, plan, begun_run.resolved, folder, pass_fds=pass_fds)
         if len(plan.tasks) == 1:
             with _only_task(begun_run, record) as task:
                 return task.run()
@@ -156,7 +162,7 @@ def _train(begun_run: BegunRun, record: RunRecord, job: Job | None) -> dict[str,
             min_replicas=cfg.elastic.min_replicas,
             retry_s=cfg.elastic.retry_s,
             limits=TimeLimits.of(cfg.supervisor),
-            pass_fds=() if begun_run.lock is None else (begun_run.lock,),
+            pass_fds=pass_fds,
             environ=plan_to_environ(plan),
             auxiliary_ranks=plan.auxiliary_ranks,
             replaceable=plan.replaceable,

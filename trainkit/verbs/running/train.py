@@ -55,7 +55,7 @@ def template_of(composition: Composition) -> AbstractContextManager[None]:
 
     values = composition.values
     strategy = values.get("strategy") or {}
-    local = composition.choices.get("cluster") == "local" and detect(os.environ) is None
+    local = composition.choices.get("cluster") in ("local", "debug") and detect(os.environ) is None
     if not local or not str(strategy.get("_target_")).startswith("trainkit.") or check_names(composition):
         return nullcontext()
     try:

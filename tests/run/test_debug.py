@@ -1,0 +1,108 @@
+"""A debugger that does not get the terminal, and what a debugged rank changes of a training, are caught here alone."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import quick
+from tests.support.descendants import descendants
+
+TRAIN = ("recipe=null", "steps=3", "callbacks=[]", "logger=[]", "quiet=true", "seed=4")
+TWO = (*TRAIN, "strategy=mirrored", "strategy.replicas=2")
+DEBUG = ("cluster=debug", "hydra.run.dir=run")
+PLACES = {
+    "one_device": (1, ""), "mirrored": (2, "replicas=2"), "multi_worker_mirrored": (1, ""), "fsdp": (2, "replicas=2"),
+    "local_sgd": (2, "replicas=2"), "pipeline": (2, "stages=2 replicas=1"), "central_storage": (1, ""),
+    "device_map": (1, "devices=[cpu]"), "tensor_parallel": (2, "degree=2 replicas=1 plan={0:colwise,2:rowwise}"),
+    "mesh": (4, "shard=2 tensor=2 plan={0:colwise,2:rowwise}"), "parameter_server": (2, "workers=1 servers=1"),
+}  # fmt: skip
+"""Strategy -> the ranks of its smallest case, and its keys."""
+MODEL = """
+import os
+from torch import nn
+from torch.distributed import get_rank
+
+class Stopping(nn.Linear):
+    calls = 0
+    def forward(self, inputs):
+        self.calls += 1
+        if self.calls == 2 and get_rank() == 1:
+            {act}
+        return super().forward(inputs.flatten(1))
+"""
+
+
+def stopping(folder: Path, act: str, *where: str) -> list[str]:
+    (folder / "stopping.py").write_text(MODEL.format(act=act))
+    model = ("~model", "+model._target_=stopping.Stopping", "+model.in_features=64", "+model.out_features=10")
+    return [sys.executable, "-m", "trainkit", "--allow-package=stopping", *TWO, *model, *(where or DEBUG)]
+
+
+def typed(command: list[str], *words: str) -> tuple[int, str]:
+    """Type words at the prompts of a debugger; return the exit code and what the terminal showed."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(command[0], command)
+    shown, left = "", list(words)
+    while True:
+        try:
+            shown += os.read(terminal, 4096).decode()
+        except OSError:  # the process has ended
+            break
+        if left and shown.count("(Pdb) ") > len(words) - len(left):
+            os.write(terminal, left.pop(0).encode())
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown
+
+
+@pytest.mark.parametrize("end", ["q\n", "\x04"], ids=["quit", "end of file"])
+def test_a_rank_is_debugged_in_the_terminal_and_quit_without_a_checkpoint(cwd: Path, end: str) -> None:
+    code, shown = typed([*stopping(cwd, "breakpoint()"), "cluster.rank=1"], "p 7 * self.calls, os.getppid()\n", end)
+    assert re.search(rf"\(14, {os.getpid()}\)", shown), shown
+    assert code == 130
+    assert "stopped in the debugger; nothing was saved." in shown
+    assert json.loads(Path("run/result.json").read_text())["status"] == "stopped"
+    assert not list(Path("run").glob("checkpoints/*"))
+    assert not descendants(os.getpid())
+
+
+def test_after_continue_the_weights_are_those_without_a_debugger(cwd: Path) -> None:
+    command = stopping(cwd, "breakpoint()")
+    assert typed([*command, "cluster.rank=1"], "p self.weight.add_(0)\n", "c\n")[0] == 0
+    debugged = json.loads(Path("run/result.json").read_text())
+    subprocess.run(stopping(cwd, "pass", "hydra.run.dir=plain"), check=True)
+    assert debugged["weights_sha256"] == json.loads(Path("plain/result.json").read_text())["weights_sha256"]
+
+
+def test_the_failure_of_another_rank_is_named(cwd: Path) -> None:
+    told = subprocess.run(stopping(cwd, "raise ValueError('of rank 1')"), capture_output=True, text=True, check=False)
+    assert told.returncode == 1
+    assert "ValueError: of rank 1" in told.stderr
+    assert "rank 1" in told.stderr.splitlines()[1]
+
+
+def test_a_rank_that_the_run_has_not_is_refused(cwd: Path) -> None:
+    told = subprocess.run(quick.command(*TWO, *DEBUG, "cluster.rank=2"), capture_output=True, text=True, check=False)
+    assert told.returncode == 2
+    assert "cluster.rank=2: there is no such rank. There are: 0 (worker:0), 1 (worker:1)." in told.stderr
+    assert not Path("run").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", PLACES)
+def test_the_last_rank_of_each_strategy_trains_in_this_process_as_anywhere(cwd: Path, strategy: str) -> None:
+    ranks, keys = PLACES[strategy]
+    place = [f"strategy={strategy}", *(f"strategy.{key}" for key in keys.split())]
+    shas = []
+    for name, more in {"plain": (), "debug": ("cluster=debug", f"cluster.rank={ranks - 1}")}.items():
+        command = quick.command(*TRAIN, *place, *more, f"hydra.run.dir={name}")
+        told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        assert told.returncode == 0, told.stderr
+        shas.append(json.loads(Path(name, "result.json").read_text())["weights_sha256"])
+    assert shas[0] == shas[1]

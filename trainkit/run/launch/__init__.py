@@ -1,0 +1,1 @@
+"""Ways to start a run that are neither an agent alone nor an external launch."""

@@ -1,0 +1,197 @@
+"""Debug one rank of a run in the terminal: that rank is this process, and the others are its children.
+
+The terminal and its signals belong to this process, so `breakpoint()` and Ctrl-C work in any code. The others lead
+sessions of their own, write into their logs, and end with this process. There is one attempt, without time limits.
+"""
+
+from __future__ import annotations
+
+import bdb
+import os
+import pdb  # noqa: T100 - the purpose
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
+from types import FrameType
+from typing import Any, Final
+
+import torch
+
+from trainkit.cluster.tasks import Identity
+from trainkit.config.schema import RunConfig
+from trainkit.errors import StoppedError, TrainkitError
+from trainkit.run.agent.evidence import ProcessEvidence
+from trainkit.run.agent.failure import Failure, facts_of, failure_of, is_clean
+from trainkit.run.agent.self_watch import ThreadWatch, is_held
+from trainkit.run.agent.supervisor import LocalLaunch
+from trainkit.run.begin import Result
+from trainkit.run.folder.failure_record import record_failure
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.planning.plan import RunPlan, plan_from_environ, plan_to_environ
+from trainkit.run.process.error_report import Reporter
+from trainkit.run.process.fork_server import ENTRY, worker_group_factory
+from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
+from trainkit.run.signals import StopFlag, signal_of
+from trainkit.run.task import TaskRun
+from trainkit.strategies.rendezvous_store import HostedStore
+from trainkit.trainer.ownership import print_notice
+
+_GRACE_S: Final = 1.0
+"""Seconds that a rank that failed first has to end after the failure of this one."""
+_AUXILIARY_S: Final = 5.0
+"""Seconds that auxiliary tasks have to end after the training."""
+
+
+def debug(rank: int, plan: RunPlan, cfg: RunConfig, folder: RunFolder, *, pass_fds: Sequence[int]) -> Result:
+    """Run one rank in this process, and the others as its children, until all have ended.
+
+    Args:
+        rank: the rank of this process.
+        plan: the plan of the run.
+        cfg: the content of `resolved.yaml`.
+        folder: the run folder; the caller holds its lock.
+        pass_fds: descriptors for the other ranks: the lock.
+
+    Returns:
+        The content of `result.json`.
+
+    Raises:
+        StoppedError: the debugger was quit, or Ctrl-C came twice; nothing was saved.
+        TrainkitError: another rank failed first.
+    """
+    command, exits = [*ENTRY, str(folder.resolved)], SimpleQueue[ProcessExit]()
+    training = {task.rank for task in plan.training_tasks}
+    folder.begin()
+    folder.open_live()
+    with HostedStore() as store, worker_group_factory(command, plan.tasks, pass_fds=pass_fds) as groups:
+        launch = LocalLaunch(folder, plan_to_environ(plan), store)
+        identities = [
+            launch.identity(task, len(training) + task.is_evaluator, 0, 0) if len(plan.tasks) > 1 else Identity.solo()
+            for task in plan.tasks
+        ]
+        with (
+            groups(0, exits.put) as group,
+            StopFlag(lambda reason: group.signal(signal_of(reason))) as stop,
+        ):
+            for one in identities:
+                if one.task.rank != rank:
+                    group.start(one.task.rank, command, launch.environ(one), folder.log_of(one.task.rank))
+            store.open()
+            own = launch.environ(identities[rank])
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", own["GLOO_SOCKET_IFNAME"])
+            torch.set_num_threads(int(own["OMP_NUM_THREADS"]))
+            others = _Others(group, exits, folder, rank, stopping=lambda: stop.requested is not None)
+            task = TaskRun(
+                cfg=cfg,
+                identity=identities[rank],
+                folder=folder,
+                stop=stop,
+                plan=plan_from_environ(own, cfg),
+                report=Reporter(folder.error_of(rank), rank),
+            )
+            print_notice(f"rank {rank} is this process; the logs of the others: {folder.log_of(0).parent}")
+            try:
+                with others, _quitting(group.kill):
+                    task.run()
+                    others.wait(training)
+            except KeyboardInterrupt:
+                group.kill()
+                stopped = StoppedError("stopped in the debugger; nothing was saved.")
+                record_failure(folder, stopped)
+                raise stopped from None
+            except Exception:
+                failure = others.failure(_GRACE_S)
+                if failure is None or failure.rank == rank:
+                    raise
+                record_failure(folder, error := failure.error())
+                raise error from None
+    return task.result if rank == 0 else folder.read_result()
+
+
+class _Others(ThreadWatch):
+    """The other ranks; raises the failure of one in this process, unless a debugger holds it."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        exits: SimpleQueue[ProcessExit],
+        folder: RunFolder,
+        rank: int,
+        *,
+        stopping: Callable[[], bool],
+    ) -> None:
+        super().__init__(interval_s=_GRACE_S, grace_s=_GRACE_S)
+        self._group, self._exits, self._folder, self._rank, self._stopping = group, exits, folder, rank, stopping
+        self._evidence = ProcessEvidence(folder, lambda: group.marks)
+        self._failed: list[ProcessExit] = []
+
+    def look(self) -> TrainkitError | None:
+        """Return the error of a rank that has failed."""
+        before = len(self._failed)
+        failure = self.failure(0.0)
+        if failure is None or before == 0 or is_held(self._frame()):  # the second look: this rank reports its own first
+            return None
+        return failure.error()
+
+    def leave(self, error: TrainkitError, stack: str) -> None:
+        """Exit the process, which waits in C code for a rank that has failed."""
+        record_failure(self._folder, error)
+        sys.stderr.write(f"{stack}\n{error}\n")
+        self._group.kill()
+        os._exit(error.exit_code)
+
+    def failure(self, wait_s: float) -> Failure | None:
+        """Return the failure that came first, of those that come within some seconds; None: no other rank failed."""
+        until = time.monotonic() + wait_s
+        while self._group.running and not self._failed and time.monotonic() < until:
+            self._collect()
+            time.sleep(0.05)
+        self._collect()
+        if not self._failed:
+            return None
+        left = [self._rank, *self._group.running]
+        return failure_of(
+            self._folder, self._evidence, facts_of(self._folder, self._evidence, exits=self._failed, running=left)
+        )
+
+    def wait(self, training: set[int]) -> None:
+        """Wait until the training ranks have ended, and for a short time for the others.
+
+        Raises:
+            TrainkitError: one has failed.
+        """
+        while training & {*self._group.running}:
+            time.sleep(0.05)
+        if (failure := self.failure(0.0)) is not None:
+            raise failure.error()
+        until = time.monotonic() + _AUXILIARY_S
+        while self._group.running and time.monotonic() < until:
+            time.sleep(0.05)
+
+    def _collect(self) -> None:
+        while not self._exits.empty():
+            one = self._exits.get()
+            if not is_clean(self._folder, one, stopping=self._stopping()):
+                self._failed.append(one)
+
+
+@contextmanager
+def _quitting(end_others: Callable[[], None]) -> Iterator[None]:
+    """Let the end of a debugger end the run, like a second Ctrl-C, while the block runs: `q`, or Ctrl-D."""
+
+    class Debugger(pdb.Pdb):
+        def trace_dispatch(self, frame: FrameType, event: str, arg: Any) -> Any:
+            try:
+                return super().trace_dispatch(frame, event, arg)
+            except bdb.BdbQuit:
+                end_others()
+                raise KeyboardInterrupt from None
+
+    before = pdb.Pdb
+    pdb.Pdb = Debugger  # type: ignore[misc] # what breakpoint() and pdb.set_trace() create
+    try:
+        yield
+    finally:
+        pdb.Pdb = before  # type: ignore[misc]
