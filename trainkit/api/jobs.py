@@ -543,8 +543,9 @@ def _parts_folder(folder: Path, identity: Mapping[str, Any], *, overwrite: bool)
     with locked(folder / ".lock"):
         differing = [key for key, value in identity.items() if known.get(key) != value]
         if differing and not overwrite:
-            key = differing[0]
-            both = f", {known.get(key)} there and {identity[key]} here" if _is_short(known.get(key)) else ""
+            there, here = known.get(differing[0]), identity[differing[0]]
+            short = isinstance(there, int | str) and len(str(there)) < 40
+            both = f", {there} there and {here} here" if short else ""
             rule = (
                 f"holds the parts of another prediction, which differs in {', '.join(differing)}{both}. Continue that "
                 "one, give another file, or drop its parts by --overwrite."
@@ -554,10 +555,6 @@ def _parts_folder(folder: Path, identity: Mapping[str, Any], *, overwrite: bool)
             Parts(folder=folder, chunks=Chunks(num_rows=0, batch_size=1)).remove()
             write_json_atomically(folder / _RECORD, identity)
         yield
-
-
-def _is_short(value: object) -> bool:
-    return isinstance(value, int | str) and len(str(value)) < 40
 
 
 def _remove(folder: Path, parts: Parts) -> None:

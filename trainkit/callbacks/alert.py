@@ -21,7 +21,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Final, Literal
 from urllib.parse import urlsplit
 
 from trainkit.config.schema import MonitoredMetric
@@ -38,13 +38,6 @@ WEBHOOK: Final = "TRAINKIT_ALERT_WEBHOOK"
 """The variable with the URL that the message is posted to; a secret."""
 
 
-class Channel(Protocol):
-    """One way to send a message."""
-
-    def send(self, message: Mapping[str, Any], *, timeout_s: float) -> str:
-        """Send a message; return why it was not sent, or an empty text."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """A command, started without a shell; nothing of a message is an argument of it."""
@@ -53,7 +46,9 @@ class Command:
     """The program and its arguments."""
 
     def send(self, message: Mapping[str, Any], *, timeout_s: float) -> str:
-        """Start the command, wait for it, and end it with all that it has started after `timeout_s`."""
+        """Start the command, wait for it, and end it with all that it has started after `timeout_s`; return why the
+        message was not sent, or an empty text.
+        """
         try:
             process = subprocess.Popen(  # noqa: S603 - the user's own command, as arguments
                 self.words,
@@ -102,6 +97,10 @@ class Webhook:
         except (OSError, ValueError) as error:
             return f"{WEBHOOK} was not reached: {mask(first_line(error))}"
         return ""
+
+
+Channel = Command | Webhook
+"""A way to send a message."""
 
 
 def channels_from(environ: Mapping[str, str]) -> tuple[Channel, ...]:

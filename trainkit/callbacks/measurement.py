@@ -19,7 +19,7 @@ from trainkit.cluster.host import peak_resident_bytes
 from trainkit.fields import at_least, cosmetic
 from trainkit.storage import naming
 from trainkit.strategies.base import PhaseListener, StepOutcome
-from trainkit.trainer.events import Callback, Row, Run, State
+from trainkit.trainer.events import Callback, Row, Run
 from trainkit.trainer.metrics_accumulator import PARTS, PhaseClock, wait_for
 
 FILE: Final = "measured.json"
@@ -100,7 +100,9 @@ class Measurement(Callback):
         value = metrics.get(self.until or "", math.nan)
         reached = value <= self.target if self.mode == "min" else value >= self.target
         if reached and self._running.until is None:
-            self._running.until = _reached(run.state, value)
+            state = run.state
+            at = {"seconds": state.seconds, "steps": state.step, "samples": state.samples, "value": value}
+            self._running.until = at
             run.request_stop(f"{self.until} is {value:g}")
 
     def train_end(self, run: Run, result: Mapping[str, Any]) -> None:
@@ -121,7 +123,8 @@ class Measurement(Callback):
     def _begin(self, run: Run) -> None:
         running = self._running
         wait_for(run.device)
-        _reset_peak(run)
+        for device in devices_of(run):
+            torch.cuda.reset_peak_memory_stats(device)
         running.joules = consumed_joules(devices_of(run))
         running.clock.begin(run.device)
         running.trained_s, running.since = run.state.seconds, time.perf_counter()
@@ -188,15 +191,6 @@ def _spread_of(ends: Sequence[float]) -> float:
         return 0.0
     low, middle, high = statistics.quantiles(steps)
     return (high - low) / 1.349 / middle if middle > 0 else 0.0
-
-
-def _reached(state: State, value: float) -> dict[str, float]:
-    return {"seconds": state.seconds, "steps": state.step, "samples": state.samples, "value": value}
-
-
-def _reset_peak(run: Run) -> None:
-    for device in devices_of(run):
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _peak(run: Run) -> int:

@@ -10,6 +10,7 @@ import html
 import math
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -160,15 +161,8 @@ _WIDTH: Final = 200
 """Limit of the characters of the texts: a browser wraps them."""
 
 
-class _Handle(Protocol):
-    def update(self, shown: object) -> None: ...
-
-
-class Display(Protocol):
-    """Shows an object below the cell, and returns a handle to replace it: `IPython.display.display`."""
-
-    def __call__(self, shown: object, *, display_id: bool) -> Any:
-        """Show an object."""
+Display = Callable[..., Any]
+"""Shows an object below the cell, and returns a handle to replace it: `IPython.display.display`."""
 
 
 class LiveHtml:
@@ -189,27 +183,41 @@ class LiveHtml:
         return f"<div style='font-variant-numeric:tabular-nums'>{bar}{cells}</div>"
 
 
-class NotebookLine:
-    """A bar below the cell, replaced twice a second at most."""
+class _Repeated(ABC):
+    """A line that is shown again every few seconds."""
 
-    def __init__(self, *, display: Display, clock: Callable[[], float] = time.monotonic) -> None:
-        self._display, self._clock = display, clock
+    def __init__(self, *, every_s: float, clock: Callable[[], float]) -> None:
+        self._every_s, self._clock = every_s, clock
         self._due = -float("inf")
-        self._handle: _Handle | None = None
         self._unshown: Reading | None = None
 
     def update(self, reading: Reading) -> None:
-        """Show the reading, if the output is due to be replaced."""
+        """Show the reading if a line is due; that of the last step waits for its evaluation, until `close`."""
         self._unshown = reading
-        if self._clock() >= self._due:
-            self._due = self._clock() + _EVERY_S
+        now = self._clock()
+        if now >= self._due and reading.step < reading.num_steps:
+            self._due = now + self._every_s
             self.close()
 
     def close(self) -> None:
-        """Show the last reading, if it was not shown yet; it stays below the cell."""
+        """Show the last reading, if it was not shown yet."""
         reading, self._unshown = self._unshown, None
-        if reading is None:
-            return
+        if reading is not None:
+            self._show(reading)
+
+    @abstractmethod
+    def _show(self, reading: Reading) -> None: ...
+
+
+class NotebookLine(_Repeated):
+    """A bar below the cell, replaced twice a second at most."""
+
+    def __init__(self, *, display: Display, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(every_s=_EVERY_S, clock=clock)
+        self._display = display
+        self._handle: Any = None
+
+    def _show(self, reading: Reading) -> None:
         if self._handle is None:
             self._handle = self._display(LiveHtml(reading), display_id=True)
         else:
@@ -224,8 +232,7 @@ def display_of_notebook() -> Display | None:
         return None
     from IPython.display import display  # noqa: PLC0415 - the kernel has imported it
 
-    found: Display = display
-    return found
+    return display
 
 
 _FORWARD_SHARE: Final = 1 / 3
@@ -395,34 +402,17 @@ class Pace:
         yield (saves + 1) * (median_low(self._saves) if self._saves else 0.0)
 
 
-class PlainLine:
+class PlainLine(_Repeated):
     """One line every few seconds, for pipes and log files."""
 
     def __init__(
         self, *, every_s: float, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._every_s = every_s
+        super().__init__(every_s=every_s, clock=clock)
         self._stream = stream
-        self._clock = clock
-        self._due = -float("inf")
-        self._unshown: Reading | None = None
 
-    def update(self, reading: Reading) -> None:
-        """Print the reading if a line is due; that of the last step waits for its evaluation, until `close`."""
-        self._unshown = reading
-        now = self._clock()
-        if now >= self._due and reading.step < reading.num_steps:
-            self._due = now + self._every_s
-            self._show()
-
-    def close(self) -> None:
-        """Print the last reading, if it was not printed yet."""
-        self._show()
-
-    def _show(self) -> None:
-        if self._unshown is not None:
-            print(plain_text(self._unshown), file=self._stream or sys.stdout, flush=True)
-            self._unshown = None
+    def _show(self, reading: Reading) -> None:
+        print(plain_text(reading), file=self._stream or sys.stdout, flush=True)
 
 
 class TerminalLine:

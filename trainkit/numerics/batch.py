@@ -266,23 +266,13 @@ def resolve_batch(
         return [Problem(key=key, value=value, rule=rule)]
     num_shards = -(-global_size // micro_size)
     if num_shards < num_replicas:
-        even = _even_micro(global_size, num_replicas)
+        sizes = range(-(-global_size // num_replicas), 0, -1)
+        even = next((size for size in sizes if -(-global_size // size) >= num_replicas), 0)
         remedy = f"micro_size={even}, which occupies all." if even else f"global_size={num_replicas} or more."
         cut = f"{num_shards} shard{'' if num_shards == 1 else 's'}"
         rule = f"cuts a step of {global_size} samples into {cut}, fewer than the {num_replicas} replicas. "
         return [Problem(key=key, value=value, rule=f"{rule}Use batch.{remedy}")]
     return BatchSizes(global_size=global_size, micro_size=micro_size)
-
-
-def _even_micro(global_size: int, num_replicas: int) -> int:
-    """Return the micro size of `num_replicas` equal shards, or the largest below it that gives as many; 0 if none does.
-
-    Example:
-        >>> _even_micro(64, 2), _even_micro(5, 4), _even_micro(3, 4)
-        (32, 1, 0)
-    """
-    fits = (size for size in range(-(-global_size // num_replicas), 0, -1) if -(-global_size // size) >= num_replicas)
-    return next(fits, 0)
 
 
 Request = tuple[int, NDArray[np.int64], list[int], list[int] | None]

@@ -79,25 +79,6 @@ def listed(texts: Iterable[object], most: int = 5) -> str:
     return f"{', '.join(found[:most])}{more}"
 
 
-def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file, as 64 hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def download(url: str, to: Path, *, sha256: str) -> Path:
-    """Download a file once; an existing file is checked and kept.
-
-    Raises:
-        DataError: it cannot be fetched, or is not the expected file.
-    """
-    if to.exists():
-        _check(to, sha256, origin=str(to))
-    else:
-        fetch(url, to, accept=lambda part: _check(part, sha256, origin=url))
-    return to
-
-
 def fetch(url: str, to: Path, *, accept: Callable[[Path], object]) -> None:
     """Download a file; it appears under its name only when complete and accepted, so processes may do this at once.
 
@@ -138,7 +119,13 @@ def fetch(url: str, to: Path, *, accept: Callable[[Path], object]) -> None:
             part.replace(to)
 
 
-def _check(path: Path, sha256: str, *, origin: str) -> None:
-    found = digest_of(path)
+def check(path: Path, sha256: str, *, origin: object) -> None:
+    """Compare the SHA-256 of a file.
+
+    Raises:
+        DataError: it is not the expected file.
+    """
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha256:
         raise DataError(f"{origin} is not the expected file: its SHA-256 is {found}, expected {sha256}.")

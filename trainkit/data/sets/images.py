@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import importlib
 import math
 import os
 import random
@@ -23,7 +22,7 @@ from torch import Tensor
 from trainkit.data.declaration import Declared, image, label
 from trainkit.data.reading.files import alike, existing, fetch, listed
 from trainkit.data.stored import ImagesInMemory, InMemory, Normalisation, Samples, Stored
-from trainkit.errors import ConfigError, DataError, MissingExtraError, Problem
+from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.fields import Limit, Reads, a_folder, above, at_least, below, maths, placement
 from trainkit.files import cache_folder
 
@@ -265,7 +264,6 @@ class _Images:
         if self.image_size > self.resize:
             rule = f"larger than data.resize={self.resize}, from which it is cropped."
             raise ConfigError([Problem(key="data.image_size", value=self.image_size, rule=rule)])
-        _pillow()
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -285,14 +283,16 @@ class _Images:
             DataError: the file is not an image, is damaged, or has numbers without a range; the message names the
                 sample.
         """
+        from PIL import Image, ImageOps  # noqa: PLC0415 - for datasets of files alone
+
         file, side = self._files[index], self.image_size
         try:
-            with _pillow().open(file) as opened:
+            with Image.open(file) as opened:
                 deep, image = _is_deep(opened), opened
                 if self.exif == "apply" and opened.getexif().get(_ORIENTATION, 1) > 1:
-                    image = importlib.import_module("PIL.ImageOps").exif_transpose(opened)
+                    image = ImageOps.exif_transpose(opened)
                 if deep:  # Pillow would set every pixel above 255 to white
-                    image = _pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
+                    image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
                 image = image.convert("RGB")
         except Exception as error:  # a damaged file raises OSError, SyntaxError, ValueError, DecompressionBombError
             raise DataError(f"sample {index} cannot be read: {file}: {error}") from error
@@ -316,13 +316,15 @@ class _Images:
         Raises:
             DataError: some cannot be read.
         """
+        from PIL import Image  # noqa: PLC0415 - as above
+
         files = self._files
         wrong, counts, shown = list[str](), Counter[int](), files[:: -(-len(files) // _LOOKED_AT) or 1]
         for file in shown:
             try:
-                with _pillow().open(file) as opened:
+                with Image.open(file) as opened:
                     # PngImageFile.getexif reads all pixels first
-                    turned = _pillow().Image.getexif(opened).get(_ORIENTATION, 1) > 1
+                    turned = Image.Image.getexif(opened).get(_ORIENTATION, 1) > 1
                     clear = opened.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in opened.info
                     kinds = (_is_deep(opened), turned, clear, getattr(opened, "is_animated", False))
                     counts.update(place for place, holds in enumerate(kinds) if holds)
@@ -516,18 +518,6 @@ def _random_box(width: int, height: int, *, min_area: float) -> _Box:
     side = min(width, height)
     left, top = (width - side) // 2, (height - side) // 2
     return left, top, left + side, top + side
-
-
-def _pillow() -> Any:
-    """Return the module PIL.Image.
-
-    Raises:
-        MissingExtraError: Pillow is not installed.
-    """
-    try:
-        return importlib.import_module("PIL.Image")
-    except ImportError as error:
-        raise MissingExtraError(key="data", package="pillow", extra="images") from error
 
 
 def _classes(folder: Path) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import os
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainkit.data.declaration import Declared, window, with_defaults
-from trainkit.data.reading.files import digest_of, download, existing, text_of
+from trainkit.data.reading.files import check, existing, fetch, text_of
 from trainkit.data.stored import Samples, Stored
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.fields import a_file, a_folder, above, at_least, below, maths, placement
@@ -222,9 +223,11 @@ class TextFile(_Tokens):
         if self.sha256 is None:
             rule = "is not set: a download is only accepted against its SHA-256."
             raise ConfigError([Problem(key="data.sha256", rule=rule)])
-        if not self.download and digest_of(cached) == self.sha256:
-            return cached
-        return download(self.url, cached, sha256=self.sha256)
+        if cached.exists():
+            check(cached, self.sha256, origin=cached)
+        else:
+            fetch(self.url, cached, accept=partial(check, sha256=self.sha256, origin=self.url))
+        return cached
 
     def encode(self, text: str) -> list[int]:
         """Return the token numbers of a text; characters outside the vocabulary are dropped."""
