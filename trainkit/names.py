@@ -12,9 +12,9 @@ _HOMES: Final[Mapping[str, Mapping[str, str]]] = {
     "callbacks": {
         "Alert": "callbacks.alert", "Confusion": "callbacks.figures",
         "EarlyStop": "callbacks.monitored", "Gpu": "callbacks.gpu", "Histograms": "callbacks.histograms",
-        "Measurement": "callbacks.measurement", "Pictures": "callbacks.pictures", "Plateau": "callbacks.monitored",
+        "Measurement": "callbacks.measurement", "Pictures": "callbacks.generated", "Plateau": "callbacks.monitored",
         "Plots": "callbacks.figures", "Profiler": "callbacks.profiler", "Progress": "callbacks.progress",
-        "RangeTest": "measuring.range_test", "Sample": "callbacks.sample",
+        "RangeTest": "measuring.range_test", "Sample": "callbacks.generated",
         "SamplePictures": "callbacks.figures",
     },
     "cluster": {

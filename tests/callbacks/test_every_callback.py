@@ -39,9 +39,9 @@ from tests.contract.running import run
 from trainkit.callbacks.alert import COMMAND, WEBHOOK, Alert, Command, Webhook, channels_from
 from trainkit.callbacks.every_run import FinalSummary, MetricsFile, StartupSummary, keep_until
 from trainkit.callbacks.figures import Confusion, Plots
+from trainkit.callbacks.generated import Sample
 from trainkit.callbacks.monitored import EarlyStop, Plateau
 from trainkit.callbacks.progress import Progress
-from trainkit.callbacks.sample import Sample
 from trainkit.callbacks.tensorboard import TensorBoard
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.build import build, resolve_target
