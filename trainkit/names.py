@@ -58,8 +58,8 @@ _HOMES: Final[Mapping[str, Mapping[str, str]]] = {
         "Tpu": "strategies.tpu",
     },
     "tracking": {
-        "Mlflow": "tracking.mlflow", "TensorBoard": "callbacks.tensorboard", "Trackio": "tracking.trackio",
-        "Wandb": "tracking.wandb",
+        "Mlflow": "tracking.tracker", "TensorBoard": "callbacks.tensorboard", "Trackio": "tracking.tracker",
+        "Wandb": "tracking.tracker",
     },
 }  # fmt: skip
 """Package -> class -> the module that defines it, below `trainkit`."""

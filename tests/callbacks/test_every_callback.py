@@ -50,7 +50,7 @@ from trainkit.errors import ConfigError, CrashLoopError, NonFiniteError, Termina
 from trainkit.models.gpt import Gpt
 from trainkit.objectives.tables import Table
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.tracking.wandb import Wandb
+from trainkit.tracking.tracker import Wandb
 from trainkit.trainer.events import Callback, Ending, Run, ended_hooks
 
 CONF = Path(__file__).parents[2] / "conf"

@@ -29,7 +29,7 @@ from trainkit.measuring.searches import (
     with_size,
 )
 from trainkit.measuring.showing import rate_document, rate_lines, size_document, size_lines
-from trainkit.report.measured_plots import draw_range
+from trainkit.report.plots import draw_range
 from trainkit.run.estimates.memory import HostMemory
 from trainkit.run.estimates.this_machine import available_bytes
 from trainkit.run.planning.plan import make_plan

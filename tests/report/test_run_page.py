@@ -21,7 +21,7 @@ import pytest
 import trainkit
 from tests.support.settings import latest
 from trainkit.cli import main
-from trainkit.report.histogram_plot import draw_histograms
+from trainkit.report.plots import draw_histograms
 from trainkit.report.web.curves import Curve, LoggedRows, MetricsReader
 from trainkit.report.web.figures_document import figures_of
 from trainkit.report.web.page import to_json

@@ -319,7 +319,7 @@ _IMPORTED: Final = {
     ),
     "torch": ("torch._dynamo", "torch.distributed", "pytest"),
     "drawing": (
-        "trainkit.report.curves", "trainkit.report.measured_plots", "trainkit.report.sweep_plot",
+        "trainkit.report.curves", "trainkit.report.plots", "trainkit.report.sweep_plot",
     ),
 }  # fmt: skip
 """What most commands import; of torch, creating an optimizer imports the first."""

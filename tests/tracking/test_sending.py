@@ -20,7 +20,7 @@ from trainkit.tracking import sending
 from trainkit.tracking.records import files_of
 from trainkit.tracking.sending import Sender, send_later
 from trainkit.tracking.state import TrackingState, begun_state, path_of, read_state
-from trainkit.tracking.wandb import Wandb
+from trainkit.tracking.tracker import Wandb
 
 
 @pytest.fixture

@@ -19,18 +19,8 @@ from typing import Any, Final, TextIO
 
 from trainkit.files import read_lines
 
-_MODULES: Final = {
-    "lr": "curves",
-    "metrics": "curves",
-    "bench": "measured_plots",
-    "range": "measured_plots",
-    "scale": "measured_plots",
-    "sweep": "sweep_plot",
-    "histograms": "histogram_plot",
-    "confusion": "class_plots",
-    "samples": "class_plots",
-}
-"""Plot -> the module with its function `draw_PLOT`."""
+_MODULES: Final = {"lr": "curves", "metrics": "curves", "sweep": "sweep_plot"}
+"""Plot -> the module with its function `draw_PLOT`; all others are in `plots`."""
 
 
 class Drawing:
@@ -93,7 +83,7 @@ def draw(requests: Iterable[Mapping[str, Any]], answers: TextIO) -> None:
         try:
             if "records" in given:
                 given["lines"] = list(read_lines(Path(given.pop("records"))))
-            getattr(import_module(f"trainkit.report.{_MODULES[kind]}"), f"draw_{kind}")(**given)
+            getattr(import_module(f"trainkit.report.{_MODULES.get(kind, 'plots')}"), f"draw_{kind}")(**given)
         except Exception as error:  # noqa: BLE001 - the other plots are drawn
             reason = traceback.format_exception_only(error)[-1].strip()
         answers.write(f"{json.dumps(reason)}\n")

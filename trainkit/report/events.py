@@ -79,17 +79,10 @@ class EventFile:
     def histogram(self, name: str, counts: Mapping[int, int], *, step: int, wall_time: float) -> None:
         """Add the number of occurrences of each whole number."""
         numbers = range(min(counts), max(counts) + 1)
-        histo = HistogramProto(
-            min=numbers[0],
-            max=numbers[-1],
-            num=sum(counts.values()),
-            sum=sum(count * number for number, count in counts.items()),
-            sum_squares=sum(count * number**2 for number, count in counts.items()),
-            bucket_limit=[number + 0.5 for number in numbers],
-            bucket=[counts.get(number, 0) for number in numbers],
-        )
-        value = Summary.Value(tag=name, histo=histo)
-        self._add(Event(wall_time=wall_time, step=step, summary=Summary(value=[value])))
+        sums = [float(sum(count * number**power for number, count in counts.items())) for power in (1, 2)]
+        ends = (numbers[0], numbers[-1], sums[0], sums[1])
+        limits, found = [number + 0.5 for number in numbers], [counts.get(number, 0) for number in numbers]
+        self.buckets(name, limits, found, ends=ends, step=step, wall_time=wall_time)
 
     def buckets(
         self,
@@ -112,15 +105,8 @@ class EventFile:
             wall_time: seconds since the epoch.
         """
         low, high, total, squares = ends
-        histo = HistogramProto(
-            min=low,
-            max=high,
-            num=sum(counts),
-            sum=total,
-            sum_squares=squares,
-            bucket_limit=limits,
-            bucket=counts,
-        )
+        sums = {"num": sum(counts), "sum": total, "sum_squares": squares}
+        histo = HistogramProto(min=low, max=high, **sums, bucket_limit=limits, bucket=counts)
         value = Summary.Value(tag=name, histo=histo)
         self._add(Event(wall_time=wall_time, step=step, summary=Summary(value=[value])))
 

@@ -1,4 +1,4 @@
-"""Define the base class of the loggers that send a run to a tracker."""
+"""The loggers that send a run to a tracker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from trainkit.bounded import parse_json
 from trainkit.errors import MissingExtraError, TrainkitError
@@ -182,3 +182,42 @@ class Tracker(Callback):
         courier, self._sending.courier = self._sending.courier, None
         if courier is not None:
             courier.end()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mlflow(Tracker):
+    """Sends a run to MLflow: to the store of `MLFLOW_TRACKING_URI`, or to `mlflow.db` in the current folder.
+
+    `project` is the experiment. To view it: mlflow ui
+    """
+
+    tracker: ClassVar[str] = "mlflow"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trackio(Tracker):
+    """Sends a run to Trackio: to its folder on this machine (`TRACKIO_DIR`), or to the server that its own variables
+    name.
+
+    To view it: trackio show
+    """
+
+    tracker: ClassVar[str] = "trackio"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wandb(Tracker):
+    """Sends a run to Weights & Biases; its server and key are those of `wandb login`, WANDB_BASE_URL, WANDB_API_KEY.
+
+    Offline, the run is written to `RUN/tracking/wandb`, which `wandb sync` uploads.
+    """
+
+    tracker: ClassVar[str] = "wandb"
+
+    mode: Annotated[Literal["online", "offline"], cosmetic] = "online"
+    """Whether to send during the run, or to write for a later upload."""
+
+    @property
+    def connection(self) -> str:
+        """`online` or `offline`."""
+        return self.mode
