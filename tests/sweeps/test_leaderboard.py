@@ -32,7 +32,7 @@ from trainkit.errors import CheckpointError, ConfigError
 from trainkit.models.ensemble import Ensemble
 from trainkit.numerics.precision import Precision
 from trainkit.sweeps.results.ensemble import best_of
-from trainkit.sweeps.results.job_results import MetricRows, Progress, Watch, last_line, read_entry
+from trainkit.sweeps.results.job_results import MetricRows, Progress, ProgressReader, last_line, read_entry
 from trainkit.sweeps.results.leaderboard import Leaderboard, collect, write
 from trainkit.sweeps.screen import JobLine, State, View, table_of
 from trainkit.verbs.looking import top
@@ -446,10 +446,10 @@ def test_where_there_is_little_room_those_that_run_and_that_failed_are_shown() -
     assert [row.split()[:2] for row in rows] == [["1", "failed"], ["3", "running"], ["4", "done"]]
 
 
-def watched(folder: Path, config: str, *rows: dict[str, Any]) -> Watch:
+def watched(folder: Path, config: str, *rows: dict[str, Any]) -> ProgressReader:
     (folder / "resolved.yaml").write_text(config)
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return Watch(folder)
+    return ProgressReader(folder)
 
 
 def test_progress_is_read_from_the_newest_rows(tmp_path: Path) -> None:
@@ -473,5 +473,5 @@ def test_rows_that_a_resumed_job_writes_again_are_read_again(tmp_path: Path) -> 
 
 def test_a_job_that_stops_early_is_done_where_it_stops(tmp_path: Path) -> None:
     assert watched(tmp_path, "{steps: 100, stop_at_step: 40}", {"step": 10}).look().done == 0.25
-    assert Watch(tmp_path / "absent").look() == Progress()
+    assert ProgressReader(tmp_path / "absent").look() == Progress()
     assert last_line(tmp_path / "absent") == ""

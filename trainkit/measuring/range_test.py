@@ -16,9 +16,8 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.sections import WarmupConfig
 from trainkit.errors import AbsentFileError, NonFiniteError, TrainingError
 from trainkit.fields import cosmetic
-from trainkit.files import read_map
+from trainkit.files import read_map, write_json_atomically
 from trainkit.measuring.bench import Ended, alone, scratch_folder, train_apart
-from trainkit.storage import naming
 from trainkit.trainer.events import Callback, Row, Run
 
 _WIDTH: Final = 0.02
@@ -182,12 +181,8 @@ class RangeTest(Callback):
         """Write the recorded steps."""
         del result
         if run.is_owner:
-            import json  # noqa: PLC0415 - for one rank
-
-            path, found = run.folder / FILE, self._running
-            with naming(path):
-                content = {"points": found.points, "has_diverged": found.has_diverged}
-                path.write_text(json.dumps(content), encoding="utf-8")
+            found = self._running
+            write_json_atomically(run.folder / FILE, {"points": found.points, "has_diverged": found.has_diverged})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ from trainkit.run.signals import is_ignored, stop_error, stop_signals
 from trainkit.storage import reporting
 from trainkit.sweeps.job_sources import JobSource, SweepJob, continued
 from trainkit.sweeps.results.comparing import page_at_end
-from trainkit.sweeps.results.job_results import PRUNED, SweepState, Watch, is_complete, last_line
+from trainkit.sweeps.results.job_results import PRUNED, ProgressReader, SweepState, is_complete, last_line
 from trainkit.sweeps.results.leaderboard import collect, write
 from trainkit.sweeps.screen import JobLine, Screen, State, View, print_line, screen_for
 from trainkit.trainer.ownership import locked
@@ -71,11 +71,6 @@ class JobCommand:
     slots: int = 1
     """Number of processes of the job."""
 
-    @property
-    def whole_environ(self) -> dict[str, str]:
-        """The complete environment. Output is unbuffered, so that a job that is killed keeps it."""
-        return {**os.environ, "PYTHONUNBUFFERED": "1", **self.environ}
-
 
 Starter = Callable[[JobCommand], JobProcess]
 """Starts the processes of jobs."""
@@ -88,7 +83,8 @@ def start_fresh(job: JobCommand) -> JobProcess:
 
 def started_in(group: WorkerGroup, job: JobCommand) -> JobProcess:
     """Start the process of a job as the only one of a group."""
-    group.start(0, job.command, job.whole_environ, job.log)
+    # Unbuffered, so that a job that is killed keeps its output.
+    group.start(0, job.command, {**os.environ, "PYTHONUNBUFFERED": "1", **job.environ}, job.log)
     return group
 
 
@@ -282,7 +278,7 @@ class _Running:
     process: JobProcess
     grant: SlotLease
     line: JobLine
-    watch: Watch
+    watch: ProgressReader
     begun: float
     duplicates: list[SweepJob] = field(default_factory=list)
     """Identical jobs that were requested while this one runs."""
@@ -463,7 +459,7 @@ class SweepLoop:
         else:
             self._screen.report(f"{_named(job)}: already has a result, in {job.folder}")
             self._lines[job.name] = JobLine(
-                name=job.name, label=job.label, state="done", progress=Watch(job.folder).look()
+                name=job.name, label=job.label, state="done", progress=ProgressReader(job.folder).look()
             )
         self._source.ended(job, 0)
         return True
@@ -497,7 +493,7 @@ class SweepLoop:
         self._lines.pop(job.name, None)
         self._lines[job.name] = line
         self._running[self._number] = _Running(
-            job=job, process=process, grant=grant, line=line, watch=Watch(job.folder), begun=time.monotonic()
+            job=job, process=process, grant=grant, line=line, watch=ProgressReader(job.folder), begun=time.monotonic()
         )
         before = "" if found.state == "unknown" else f": the run {found.summary()}"
         what = "starts" if not goes_on else f"goes on{before}" if tries == 1 else f"continues, try {tries}"

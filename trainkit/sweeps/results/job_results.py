@@ -345,7 +345,7 @@ class Progress:
     """Estimate of the remaining seconds of training."""
 
 
-class Watch:
+class ProgressReader:
     """Polls the folder of a job's run, which need not exist yet."""
 
     def __init__(self, folder: Path) -> None:
