@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from trainkit.config.schema import RunConfig
+from trainkit.prove.comparing import ULPS, Comparison
 from trainkit.prove.faults import (
     NO_GRADIENT,
     ORDER,
-    ULPS,
     Difference,
     Matching,
     Replay,
@@ -194,6 +194,19 @@ class Probed:
     """The causes of differing gradients."""
     buffers: Matching = field(default_factory=Matching)
     """The causes of differing buffers."""
+
+    @property
+    def comparisons(self) -> list[Comparison]:
+        """The comparison of each gradient."""
+        return [
+            Comparison(
+                name=f"gradient/{name}",
+                verdict="different" if name in self.first else "rounding" if error else "equal",
+                error=error,
+                first_step=self.first.get(name),
+            )
+            for name, error in self.errors.items()
+        ]
 
     @property
     def differs(self) -> bool:

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.config.schema import RunConfig
+from trainkit.prove.comparing import ULPS
 from trainkit.run.planning.build import make_optimizer
 from trainkit.strategies.core.optimizer import restore_optimizer_state
 
 Tensors = Mapping[str, Tensor]
 """Tensors by the canonical name of their parameter or buffer."""
-ULPS: Final = 4096.0
-"""Tolerance, in units in the last place, of a sum in another order: 9e-13 in float64, 5e-4 in float32."""
 COPIES: Final = 8.0
 """Additional tolerance for an update, in units in the last place of the parameter: it is rounded a few times."""
 NO_GRADIENT: Final = 1e-12

@@ -21,18 +21,16 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, DataError, Problem, StorageError
 from trainkit.frames import first_line
 from trainkit.prove.comparing import (
-    Comparison,
     Numbers,
     Proof,
     Sameness,
-    Verdict,
     compare,
     is_rounding,
     moved_by_rounding,
     same_training,
     worst,
 )
-from trainkit.prove.examining import ORDERED, Examiner, Probed, explain_probe, explain_updates
+from trainkit.prove.examining import ORDERED, Examiner, explain_probe, explain_updates
 from trainkit.run.planning.coupling import Coupling
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
@@ -45,8 +43,6 @@ from trainkit.trainer.manifest import list_complete
 
 _ONE_DEVICE: Final = "trainkit.strategies.OneDevice"
 _PRECISION: Final = "trainkit.numerics.Precision"
-_TEMPORARY: Final = "TMPDIR=FOLDER chooses where prove keeps the weights of its trainings."
-
 Weights = Mapping[int, Mapping[str, Tensor]]
 """Updates -> `param/...` or `buffer/...` -> tensor."""
 
@@ -247,7 +243,7 @@ def _diagnosed(
     if apart:  # the rules are applied at the candidate's own settings
         examiner = Examiner(own)
     probed = examiner.probe(candidate, num_replicas=plan.num_replicas, folder=folder.with_name(f"{folder.name}_probe"))
-    numbers = replace(numbers, gradients=tuple(_gradients(probed)))
+    numbers = replace(numbers, gradients=tuple(probed.comparisons))
     if probed.differs:
         return replace(numbers, explanation=tuple(explain_probe(probed)))
     if not differs:
@@ -265,13 +261,6 @@ def _diagnosed(
     return replace(numbers, explanation=tuple(lines))
 
 
-def _gradients(probed: Probed) -> Iterator[Comparison]:
-    for name, error in probed.errors.items():
-        first = probed.first.get(name)
-        verdict: Verdict = "different" if first is not None else "rounding" if error else "equal"
-        yield Comparison(name=f"gradient/{name}", verdict=verdict, error=error, first_step=first)
-
-
 @contextmanager
 def _scratch() -> Iterator[Path]:
     """Make a temporary folder for the weights of all trainings.
@@ -279,16 +268,16 @@ def _scratch() -> Iterator[Path]:
     Raises:
         StorageError: it cannot be created or written.
     """
+    remedy = "TMPDIR=FOLDER chooses where prove keeps the weights of its trainings."
     try:
         temporary = tempfile.TemporaryDirectory(prefix="trainkit-prove-")
     except OSError as error:
-        raise StorageError(f"prove has no folder for temporary files: {error.strerror}. {_TEMPORARY}") from error
-    with temporary as folder:
-        try:
-            with reporting(Path(folder)):
-                yield Path(folder)
-        except StorageError as error:
-            raise StorageError(f"{error} {_TEMPORARY}") from error
+        raise StorageError(f"prove has no folder for temporary files: {error.strerror}. {remedy}") from error
+    try:
+        with temporary as folder, reporting(Path(folder)):
+            yield Path(folder)
+    except StorageError as error:
+        raise StorageError(f"{error} {remedy}") from error
 
 
 def _judged(

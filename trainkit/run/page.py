@@ -141,16 +141,9 @@ def _ranks(folder: RunFolder) -> list[RankLine]:
     except (OSError, TrainkitError):
         return []
     ranks = sorted(int(match[1]) for name in names if (match := _RANK.fullmatch(name)))
-    return [_rank(RankLine, folder, rank, logs) for rank in ranks[:_MOST_RANKS]]
-
-
-def _rank(kind: Any, folder: RunFolder, rank: int, logs: Path) -> RankLine:
-    heartbeat = read_heartbeat(folder.heartbeat_of(rank))
-    log = folder.log if rank == 0 else logs / f"rank_{rank}.log"
-    line: RankLine = kind(
-        rank=rank,
-        step=None if heartbeat is None else heartbeat.step,
-        phase="" if heartbeat is None else heartbeat.phase,
-        log=log.relative_to(folder.path).as_posix(),
-    )
-    return line
+    lines = []
+    for rank in ranks[:_MOST_RANKS]:
+        heartbeat, log = read_heartbeat(folder.heartbeat_of(rank)), logs / f"rank_{rank}.log" if rank else folder.log
+        step, phase = (None, "") if heartbeat is None else (heartbeat.step, heartbeat.phase)
+        lines.append(RankLine(rank=rank, step=step, phase=phase, log=log.relative_to(folder.path).as_posix()))
+    return lines

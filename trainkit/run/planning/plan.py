@@ -249,29 +249,42 @@ def make_plan(
         lambda: _refuse(callback_problems(parts.planned(cfg))),
         then=lambda: _cut(cfg, parts, context, backend, launch),
     )
-    num_steps = num_steps_of(cfg, batch)
-    rate, optimizers = rates_of(cfg, batch, parts.schedule)
-    tasks = parts.strategy.tasks(context)
-    found = phase_problems(optimizers, parts.objective) if optimizers or parts.objective.phases else []
-    found += average_problems(context.average, parts.datasets, num_steps) if context.average else []
-    _refuse(found)
     resolved = replace(
         cfg, batch=replace(cfg.batch, global_size=batch.global_size, micro_size=batch.micro_size, accumulation=None)
     )
     if backend is not None:  # a worker sees only its own GPU
         resolved = replace(resolved, cluster={**cfg.cluster, "num_gpus": context.num_gpus})
+    tasks = parts.strategy.tasks(context)
+    tasks = with_evaluator(tasks) if cfg.eval.beside or (launch is not None and launch.has_evaluator) else tasks
+    plan = _plan_of(resolved, parts, context, tasks, num_replicas=replicas, batch=batch, given=cfg.batch)
+    found = phase_problems(plan.optimizers, parts.objective) if plan.optimizers or parts.objective.phases else []
+    found += average_problems(context.average, parts.datasets, plan.num_steps) if context.average else []
+    _refuse(found)
+    return replace(plan, backend=backend)
+
+
+def _plan_of(
+    cfg: RunConfig,
+    parts: Components,
+    context: PlanContext,
+    tasks: tuple[Task, ...],
+    *,
+    num_replicas: int,
+    batch: BatchPlan,
+    given: BatchConfig,
+) -> RunPlan:
+    rate, optimizers = rates_of(cfg, batch, parts.schedule)
     return RunPlan(
-        cfg=resolved,
+        cfg=cfg,
         components=parts,
-        tasks=with_evaluator(tasks) if cfg.eval.beside or (launch is not None and launch.has_evaluator) else tasks,
+        tasks=tasks,
         context=replace(context, micro_size=batch.micro_size),
-        backend=backend,
-        num_replicas=replicas,
+        num_replicas=num_replicas,
         batch=batch,
-        num_steps=num_steps,
+        num_steps=num_steps_of(cfg, batch),
         rate=rate,
         optimizers=optimizers,
-        given=cfg.batch,
+        given=given,
     )
 
 
@@ -408,25 +421,14 @@ def _planned(cfg: RunConfig, parts: Components, values: Mapping[str, Any]) -> Ru
     if cfg.batch.global_size is None or cfg.batch.micro_size is None:
         raise ValueError("the config does not set the size of a shard")
     context = plan_context(cfg, parts, num_gpus=values["num_gpus"], launch=launch)
-    plan = BatchPlan(
+    batch = BatchPlan(
         num_samples=values["num_samples"],
         global_size=cfg.batch.global_size,
         micro_size=cfg.batch.micro_size,
         drop_last=cfg.batch.drop_last,
     )
-    rate, optimizers = rates_of(cfg, plan, parts.schedule)
-    return RunPlan(
-        cfg=cfg,
-        components=parts,
-        tasks=tuple(Task.from_json(task) for task in values["tasks"]),
-        context=replace(context, micro_size=cfg.batch.micro_size),
-        num_replicas=values["num_replicas"],
-        batch=plan,
-        num_steps=num_steps_of(cfg, plan),
-        optimizers=optimizers,
-        rate=rate,
-        given=BatchConfig(**values["given"]),
-    )
+    tasks, given = tuple(Task.from_json(task) for task in values["tasks"]), BatchConfig(**values["given"])
+    return _plan_of(cfg, parts, context, tasks, num_replicas=values["num_replicas"], batch=batch, given=given)
 
 
 ChooseWorkers = Callable[[RunPlan], tuple[int, str]]
