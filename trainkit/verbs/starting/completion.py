@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from trainkit.errors import ConfigError, Problem
-from trainkit.verbs.support.call import VERBS, Call, module_of, parser_of
+from trainkit.verbs.support.call import VERBS, Call, module_of, parsed, parser_of, verb_of
 
 _BASH: Final = """\
 _trainkit() {
@@ -55,22 +54,20 @@ def candidates(line: str, call: Call) -> list[str]:
     """
     words = _words_of(line)[1:]
     last = "" if not line or line[-1].isspace() else (words.pop() if words else "")
-    words, folders = _without_config_dirs(words)
-    if folders and folders[-1] is None:  # the shell completes the name of the folder
+    verb, words = verb_of(words)
+    flags, others, problems = parsed(verb, words)
+    if words and words[-1] in [problem.key for problem in problems]:  # the shell completes the value of a flag
         return []
     found = []
-    verb = next((word for word in words if word in VERBS), None)
-    module = None if verb is None else module_of(verb)
-    if module is None:
-        found += [name for name in VERBS if name.startswith(last) and "=" not in last]
-    elif not any(word in words for word in getattr(module, "WORDS", ())):
-        found += [word for word in getattr(module, "WORDS", ()) if word.startswith(last)]
+    choices = VERBS if verb is None else getattr(module_of(verb), "WORDS", ())
+    if not any(word in others for word in choices):
+        found += [word for word in choices if word.startswith(last) and last[:1] != "-"]
     if last.startswith("-"):
         return [f"--{name}" for name in parser_of(verb)[1] if f"--{name}".startswith(last)]
     from trainkit.config.compose.jobs import complete  # noqa: PLC0415 - only where a key or choice is being completed
 
-    overrides = [word for word in words if "=" in word and not word.startswith("-")]
-    given = [Path(name).expanduser() for name in folders if name is not None]
+    overrides = [word for word in others if "=" in word]
+    given = [Path(name).expanduser() for name in flags.get("config-dir", ())]
     return found + complete(
         " ".join([*overrides, last]) if last else " ".join(overrides) + " ",
         config_dirs=[*call.config_dirs, *(folder for folder in given if folder.is_dir())],
@@ -82,18 +79,3 @@ def _words_of(line: str) -> list[str]:
         return shlex.split(line)
     except ValueError:  # a quote that is still open
         return line.split()
-
-
-def _without_config_dirs(words: Sequence[str]) -> tuple[list[str], list[str | None]]:
-    """Return the words without `--config-dir` and its values, and the values; None for a value that is being typed."""
-    rest: list[str] = []
-    folders: list[str | None] = []
-    left = iter(words)
-    for word in left:
-        if word in ("--config-dir", "-cd"):
-            folders.append(next(left, None))
-        elif word.startswith("--config-dir="):
-            folders.append(word.partition("=")[2])
-        else:
-            rest.append(word)
-    return rest, folders

@@ -244,7 +244,7 @@ _EPILOG: Final = "\n".join(
 )
 
 
-def _parsed(verb: str | None, words: Iterable[str]) -> tuple[dict[str, Any], list[str], list[Problem]]:
+def parsed(verb: str | None, words: Iterable[str]) -> tuple[dict[str, Any], list[str], list[Problem]]:
     """Return the flags among some words, all other words, and the problems of the flags."""
     parser, known = parser_of(verb)
     words, problems = list(words), list[Problem]()
@@ -287,7 +287,7 @@ def verb_of(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """
     for place, word in enumerate(words):
         if word in VERBS:
-            _, others, problems = _parsed(word, words[:place])
+            _, others, problems = parsed(word, words[:place])
             if all(map(is_override, others)) and not any(one.value is MISSING for one in problems):
                 return word, [*words[:place], *words[place + 1 :]]
     return None, list(words)
@@ -309,7 +309,7 @@ def parse(words: Sequence[str]) -> tuple[Call, dict[str, Any]]:
     """
     verb, rest = verb_of(words)
     end = rest.index("--") if "--" in rest else len(rest)
-    found, others, problems = _parsed(verb, rest[:end])
+    found, others, problems = parsed(verb, rest[:end])
     bare, overrides = list[str](), list[str]()
     for word in others:
         if is_override(word) and not (verb and len(bare) < VERBS[verb].paths and os.path.lexists(word)):
