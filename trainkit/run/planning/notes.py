@@ -47,7 +47,7 @@ from trainkit.run.planning.optimizers import assignment_problems, optimizer_note
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.strategies.core.graphs.shards import step_problems
 from trainkit.strategies.core.refusals import copies_problems, hook_problems
-from trainkit.strategies.model_transforms import NO_TRANSFORMS, shaping_notes, shaping_problems
+from trainkit.strategies.model_transforms import NO_TRANSFORMS, ModelTransforms, shaping_notes, shaping_problems
 from trainkit.strategies.shipped import choice_of, names_of
 from trainkit.strategies.tensors.layouts import layout_problems
 
@@ -57,21 +57,13 @@ def is_never_given(_key: str) -> bool:
     return False
 
 
-def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool] = is_never_given) -> list[str]:
-    """Return notes for the user about the data, about this strategy, and about this model under it.
-
-    Args:
-        plan: the run.
-        model: the model, possibly without data.
-        is_given: whether the user set a key; a key that others set without effect is noted, not refused.
-
-    Raises:
-        ConfigError: the strategy cannot place this model as configured, batch statistics would be computed over a
-            single sample, or a key that the user set has no effect.
+def model_problems(plan: RunPlan, model: nn.Module) -> list[Problem]:
+    """Return why a run is refused with this model, whoever set its keys: the strategy cannot place the model as
+    configured, or batch statistics would be computed over a single sample.
     """
     strategy, device = plan.components.strategy, plan.tasks[0].device
     facts = strategy.facts_in(plan.context)
-    shaping = model_transforms_of(plan.cfg, device, keeps_format=facts.keeps_memory_format)
+    shaping = _shaping_of(plan)
     problems = [*layout_problems(model), *strategy.validate_model(model, plan.context)]
     problems += copies_problems(model) if max(len(plan.tasks), plan.num_replicas) > 1 else []
     problems += [] if facts.runs_hooks and plan.cfg.compile.mode == "off" else hook_problems(model)
@@ -96,22 +88,48 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
     # torch refuses these classes with a single sample
     statistics = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d) and m.training]
     problems += _single_samples(plan, statistics) if statistics else ()
+    return problems
+
+
+def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool] = is_never_given) -> list[str]:
+    """Return notes for the user about the data, about this strategy, and about this model under it, unless the run is
+    refused.
+
+    Args:
+        plan: the run.
+        model: the model, possibly without data.
+        is_given: whether the user set a key; a key that others set without effect is noted, not refused.
+
+    Raises:
+        ConfigError: the run has `model_problems`, or a key that the user set has no effect.
+    """
+    strategy = plan.components.strategy
+    facts = strategy.facts_in(plan.context)
     keys = [*_longer_warmup(plan), *_without_validation(plan), *_unknown_split(plan), *_unmatched(plan, model)]
+    problems = model_problems(plan, model)
     if problems := [*problems, *(problem for problem, _ in keys if is_given(problem.key))]:
         raise ConfigError(problems)
-    of_keys = [*(note for _, note in keys if note), *_no_validation(plan), *_members(plan, model)]
-    updated = optimizer_notes(model, plan.optimizers) if plan.optimizers else []
-    of_data = [
+    notes = optimizer_notes(model, plan.optimizers) if plan.optimizers else []
+    notes += [note for _, note in keys if note]
+    if not validation_splits(plan.components.datasets):
+        notes.append("the data has no validation split: nothing is evaluated, and no checkpoint is the best")
+    notes += [
+        *_members(plan, model),
         *_fields_left_out(plan.components),
         *_splits_left_out(plan.components.datasets),
         *remarks(plan.components.datasets.values(), plan.components.hooks),
         *plan.components.objective.notes(model, plan.components.sample),
+        *strategy.notes(model, plan.context),
     ]
-    of_shaping = () if shaping == NO_TRANSFORMS else shaping_notes(model, shaping)
-    of_strategy = [*strategy.notes(model, plan.context)]
     if facts.supports_meta_init and len(plan.tasks) > 1 and not takes_values(model):
-        of_strategy.append("the model is built whole on every rank: its constructor reads values of its own tensors.")
-    return [*updated, *of_keys, *of_data, *of_strategy, *of_shaping]
+        notes.append("the model is built whole on every rank: its constructor reads values of its own tensors.")
+    shaping = _shaping_of(plan)
+    return notes if shaping == NO_TRANSFORMS else [*notes, *shaping_notes(model, shaping)]
+
+
+def _shaping_of(plan: RunPlan) -> ModelTransforms:
+    keeps = plan.components.strategy.facts_in(plan.context).keeps_memory_format
+    return model_transforms_of(plan.cfg, plan.tasks[0].device, keeps_format=keeps)
 
 
 def _single_samples(plan: RunPlan, statistics: Sequence[nn.Module]) -> Iterator[Problem]:
@@ -266,13 +284,9 @@ def _longer_warmup(plan: RunPlan) -> Iterator[tuple[Problem, str]]:
     yield Problem(key=f"warmup.{name}", value=value, rule=rule), note
 
 
-def _has_validation(plan: RunPlan) -> bool:
-    return bool(validation_splits(plan.components.datasets))
-
-
 def _without_validation(plan: RunPlan) -> Iterator[tuple[Problem, str]]:
     """Yield the problems of keys that need a metric of a validation split, if the data has none."""
-    if _has_validation(plan):
+    if validation_splits(plan.components.datasets):
         return
     metric = plan.cfg.eval.metric
     if metric is not None:
@@ -294,11 +308,6 @@ def _unknown_split(plan: RunPlan) -> Iterator[tuple[Problem, str]]:
         return
     rule = f"the data has the validation splits {', '.join(names)}. Give a metric of one: {names[0]}/loss."
     yield Problem(key="eval.metric", value=metric, rule=rule), f"no checkpoint is the best by {metric}: {rule}"
-
-
-def _no_validation(plan: RunPlan) -> Iterator[str]:
-    if not _has_validation(plan):
-        yield "the data has no validation split: nothing is evaluated, and no checkpoint is the best"
 
 
 def _unmatched(plan: RunPlan, model: nn.Module) -> Iterator[tuple[Problem, str]]:
