@@ -7,13 +7,13 @@ sessions of their own, write into their logs, and end with this process. There i
 from __future__ import annotations
 
 import bdb
+import math
 import os
 import pdb  # noqa: T100 - the purpose
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from queue import SimpleQueue
 from types import FrameType
 from typing import Any, Final
 
@@ -32,7 +32,7 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.plan import RunPlan, plan_from_environ, plan_to_environ
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.fork_server import ENTRY, worker_group_factory
-from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
+from trainkit.run.process.worker_group import ProcessExit
 from trainkit.run.signals import StopFlag, signal_of
 from trainkit.run.task import TaskRun
 from trainkit.strategies.rendezvous_store import HostedStore
@@ -61,49 +61,43 @@ def debug(rank: int, plan: RunPlan, cfg: RunConfig, folder: RunFolder, *, pass_f
         StoppedError: the debugger was quit, or Ctrl-C came twice; nothing was saved.
         TrainkitError: another rank failed first.
     """
-    command, exits = [*ENTRY, str(folder.resolved)], SimpleQueue[ProcessExit]()
+    command, others = [*ENTRY, str(folder.resolved)], _Others(folder, rank)
     training = {task.rank for task in plan.training_tasks}
     folder.begin()
     folder.open_live()
     with HostedStore() as store, worker_group_factory(command, plan.tasks, pass_fds=pass_fds) as groups:
         launch = LocalLaunch(folder, plan_to_environ(plan), store)
-        identities = [
-            launch.identity(task, len(training) + task.is_evaluator, 0, 0) if len(plan.tasks) > 1 else Identity.solo()
-            for task in plan.tasks
-        ]
-        with (
-            groups(0, exits.put) as group,
-            StopFlag(lambda reason: group.signal(signal_of(reason))) as stop,
-        ):
+        identities = [launch.identity(task, len(training) + task.is_evaluator, 0, 0) for task in plan.tasks]
+        identity = identities[rank] if len(identities) > 1 else Identity.solo(plan.tasks[0].device)
+        with groups(0, others.ended) as group, StopFlag(lambda reason: group.signal(signal_of(reason))) as stop:
             for one in identities:
                 if one.task.rank != rank:
                     group.start(one.task.rank, command, launch.environ(one), folder.log_of(one.task.rank))
             store.open()
-            own = launch.environ(identities[rank])
+            own = launch.environ(identity)
             os.environ.setdefault("GLOO_SOCKET_IFNAME", own["GLOO_SOCKET_IFNAME"])
             torch.set_num_threads(int(own["OMP_NUM_THREADS"]))
-            others = _Others(group, exits, folder, rank, stopping=lambda: stop.requested is not None)
-            task = TaskRun(
-                cfg=cfg,
-                identity=identities[rank],
-                folder=folder,
-                stop=stop,
-                plan=plan_from_environ(own, cfg),
-                report=Reporter(folder.error_of(rank), rank),
-            )
+            planned, report = plan_from_environ(own, cfg), Reporter(folder.error_of(rank), rank)
+            task = TaskRun(cfg=cfg, identity=identity, folder=folder, stop=stop, plan=planned, report=report)
             print_notice(f"rank {rank} is this process; the logs of the others: {folder.log_of(0).parent}")
             try:
                 with others, _quitting(group.kill):
                     task.run()
-                    others.wait(training)
+                    until = math.inf
+                    while group.running and time.monotonic() < until:
+                        time.sleep(0.05)
+                        if until == math.inf and not training & {*group.running}:
+                            until = time.monotonic() + _AUXILIARY_S
+                    if (failure := others.failure()) is not None:
+                        raise failure.error()
             except KeyboardInterrupt:
                 group.kill()
                 stopped = StoppedError("stopped in the debugger; nothing was saved.")
                 record_failure(folder, stopped)
                 raise stopped from None
             except Exception:
-                failure = others.failure(_GRACE_S)
-                if failure is None or failure.rank == rank:
+                time.sleep(_GRACE_S)
+                if (failure := others.failure()) is None or failure.rank == rank:
                     raise
                 record_failure(folder, error := failure.error())
                 raise error from None
@@ -113,68 +107,36 @@ def debug(rank: int, plan: RunPlan, cfg: RunConfig, folder: RunFolder, *, pass_f
 class _Others(ThreadWatch):
     """The other ranks; raises the failure of one in this process, unless a debugger holds it."""
 
-    def __init__(
-        self,
-        group: WorkerGroup,
-        exits: SimpleQueue[ProcessExit],
-        folder: RunFolder,
-        rank: int,
-        *,
-        stopping: Callable[[], bool],
-    ) -> None:
+    def __init__(self, folder: RunFolder, rank: int) -> None:
         super().__init__(interval_s=_GRACE_S, grace_s=_GRACE_S)
-        self._group, self._exits, self._folder, self._rank, self._stopping = group, exits, folder, rank, stopping
-        self._evidence = ProcessEvidence(folder, lambda: group.marks)
+        self._folder, self._rank = folder, rank
         self._failed: list[ProcessExit] = []
+        self._is_known = False
+
+    def ended(self, one: ProcessExit) -> None:
+        """Record the exit of a rank, in any thread."""
+        if not is_clean(self._folder, one, stopping=True):
+            self._failed.append(one)
+
+    def failure(self) -> Failure | None:
+        """Return the failure that came first; None: no other rank has failed."""
+        if not self._failed:
+            return None
+        evidence = ProcessEvidence(self._folder)
+        facts = facts_of(self._folder, evidence, exits=[*self._failed], running=[self._rank])
+        return failure_of(self._folder, evidence, facts)
 
     def look(self) -> TrainkitError | None:
-        """Return the error of a rank that has failed."""
-        before = len(self._failed)
-        failure = self.failure(0.0)
-        if failure is None or before == 0 or is_held(self._frame()):  # the second look: this rank reports its own first
-            return None
-        return failure.error()
+        """Return the error of a rank that has failed, at the second look: this rank may report the same failure."""
+        was_known, self._is_known = self._is_known, bool(self._failed)
+        failure = None if not was_known or is_held(self._frame()) else self.failure()
+        return None if failure is None else failure.error()
 
     def leave(self, error: TrainkitError, stack: str) -> None:
         """Exit the process, which waits in C code for a rank that has failed."""
         record_failure(self._folder, error)
         sys.stderr.write(f"{stack}\n{error}\n")
-        self._group.kill()
         os._exit(error.exit_code)
-
-    def failure(self, wait_s: float) -> Failure | None:
-        """Return the failure that came first, of those that come within some seconds; None: no other rank failed."""
-        until = time.monotonic() + wait_s
-        while self._group.running and not self._failed and time.monotonic() < until:
-            self._collect()
-            time.sleep(0.05)
-        self._collect()
-        if not self._failed:
-            return None
-        left = [self._rank, *self._group.running]
-        return failure_of(
-            self._folder, self._evidence, facts_of(self._folder, self._evidence, exits=self._failed, running=left)
-        )
-
-    def wait(self, training: set[int]) -> None:
-        """Wait until the training ranks have ended, and for a short time for the others.
-
-        Raises:
-            TrainkitError: one has failed.
-        """
-        while training & {*self._group.running}:
-            time.sleep(0.05)
-        if (failure := self.failure(0.0)) is not None:
-            raise failure.error()
-        until = time.monotonic() + _AUXILIARY_S
-        while self._group.running and time.monotonic() < until:
-            time.sleep(0.05)
-
-    def _collect(self) -> None:
-        while not self._exits.empty():
-            one = self._exits.get()
-            if not is_clean(self._folder, one, stopping=self._stopping()):
-                self._failed.append(one)
 
 
 @contextmanager
