@@ -138,6 +138,8 @@ def resumed_from(cfg: RunConfig, checkpoints: Path | None) -> RunConfig:
     return cfg if checkpoints is None else replace(cfg, resume=str(checkpoints))
 
 
+BREAKPOINT: Final = "PYTHONBREAKPOINT"
+"""The variable of Python that says what `breakpoint()` calls; 0: nothing."""
 _SHOWN: Final = 3
 """Number of unreadable folders that the note names."""
 
@@ -253,7 +255,8 @@ def begun(
     `check` raises if the loop of this process cannot run a plan; nothing was written.
     """
     start = agree.find_start(cfg, run_dir)
-    plan = agree.everywhere(lambda: _checked_plan(start, agree, check, choose_workers))
+    with without_breakpoints():
+        plan = agree.everywhere(lambda: _checked_plan(start, agree, check, choose_workers))
     agree.compare(plan)
 
     def examined() -> tuple[RunPlan, list[str]]:
@@ -269,7 +272,8 @@ def begun(
         measured, note = with_workers(plan, choose_workers)  # keep it last: it takes some seconds
         return measured, [*found, note]
 
-    plan, found = agree.everywhere(examined)
+    with without_breakpoints():
+        plan, found = agree.everywhere(examined)
     locks: list[int] = []
     with ExitStack() as stack:
 
@@ -294,6 +298,20 @@ def begun(
             raise
         resolved = resumed_from(plan.cfg, start.checkpoints)
         yield BegunRun(plan=plan, folder=folder, resolved=resolved, lock=locks[0] if locks else None, fence=fence)
+
+
+@contextmanager
+def without_breakpoints() -> Iterator[None]:
+    """Skip `breakpoint()` in code of the user while the block runs: a plan calls the model without data."""
+    before = os.environ.get(BREAKPOINT)
+    os.environ[BREAKPOINT] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[BREAKPOINT]
+        else:
+            os.environ[BREAKPOINT] = before
 
 
 def _checked_plan(

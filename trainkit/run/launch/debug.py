@@ -26,7 +26,7 @@ from trainkit.run.agent.evidence import ProcessEvidence
 from trainkit.run.agent.failure import Failure, facts_of, failure_of, is_clean
 from trainkit.run.agent.self_watch import ThreadWatch, is_held
 from trainkit.run.agent.supervisor import LocalLaunch
-from trainkit.run.begin import Result
+from trainkit.run.begin import BREAKPOINT, Result
 from trainkit.run.folder.failure_record import record_failure
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.plan import RunPlan, plan_from_environ, plan_to_environ
@@ -72,7 +72,8 @@ def debug(rank: int, plan: RunPlan, cfg: RunConfig, folder: RunFolder, *, pass_f
         with groups(0, others.ended) as group, StopFlag(lambda reason: group.signal(signal_of(reason))) as stop:
             for one in identities:
                 if one.task.rank != rank:
-                    group.start(one.task.rank, command, launch.environ(one), folder.log_of(one.task.rank))
+                    environ = {**launch.environ(one), BREAKPOINT: "0"}  # it has no terminal to stop in
+                    group.start(one.task.rank, command, environ, folder.log_of(one.task.rank))
             store.open()
             own = launch.environ(identity)
             os.environ.setdefault("GLOO_SOCKET_IFNAME", own["GLOO_SOCKET_IFNAME"])
