@@ -63,13 +63,14 @@ def typed(command: list[str], *words: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("end", ["q\n", "\x04"], ids=["quit", "end of file"])
 def test_a_rank_is_debugged_in_the_terminal_and_quit_without_a_checkpoint(cwd: Path, end: str) -> None:
+    before = descendants(os.getpid())  # those of a pool of other tests
     code, shown = typed([*stopping(cwd, "breakpoint()"), "cluster.rank=1"], "p 7 * self.calls, os.getppid()\n", end)
     assert re.search(rf"\(14, {os.getpid()}\)", shown), shown
     assert code == 130
     assert "stopped in the debugger; nothing was saved." in shown
     assert json.loads(Path("run/result.json").read_text())["status"] == "stopped"
     assert not list(Path("run").glob("checkpoints/*"))
-    assert not descendants(os.getpid())
+    assert descendants(os.getpid()) == before
 
 
 def test_after_continue_the_weights_are_those_without_a_debugger(cwd: Path) -> None:

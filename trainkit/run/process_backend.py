@@ -1,9 +1,9 @@
 """The base of process backends: choices of `cluster` whose own program starts and restarts the processes of a run.
 
-this process       composes, checks, plans, creates and locks the run folder, hosts the rendezvous store the backend
-starts one process per replica where it has room; restarts all of them on a failure each process       starts a trainkit
-worker, which reads `resolved.yaml` as under the supervisor this process       prints the output of rank 0, forwards
-Ctrl-C, and reports what went wrong
+- This process composes, checks, plans, creates and locks the run folder, and hosts the rendezvous store.
+- The backend starts one process per replica where it has room, and restarts all of them after a failure.
+- Each process is the agent of one worker, which reads `resolved.yaml` as under the supervisor.
+- This process prints the output of rank 0, forwards Ctrl-C, and reports what went wrong.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     checkpoints/
       step_00001234/
-        rank_00000.safetensors   tensors; one file per writing rank index.json               tensor name -> shape,
-        dtype, pieces (file, offset, size, and the key in the file if it differs from the name, because the rank holds
-        several pieces); tied names meta.json                state of the trainer: counters, loss scale, ...
-        manifest.json written last
+        rank_00000.safetensors   tensors; one file per writing rank
+        index.json               tensor name -> shape, dtype, pieces (file, offset, size, and the key in the file if it
+                                 differs from the name, because the rank holds several pieces); tied names
+        meta.json                state of the trainer: counters, loss scale, ...
+        manifest.json            written last
       index.json                 {"last": "step_00001234", "best": null}: names, not copies; derived from the manifests
 
 Reading manifests does not import torch: listing runs and the supervisor's progress checks are cheap.

@@ -1,7 +1,7 @@
 """Fork a process that has imported torch and trainkit, which takes most of the time of starting a process.
 
-    client        --- request, with a pipe; signal --->   this process  --- fork --->  the requested process <----------
-        its pid; exit -----------
+    client  --- request, with a pipe; signal --->  this process  --- fork --->  the requested process
+    client  <--- its pid; its exit -------------  this process
 
 A fork shares only imported modules and preloaded data with the others: no computed state, no thread. It writes into its
 own copy of the memory and leads its own session. The client holds the write end of its parent-death pipe: the kernel

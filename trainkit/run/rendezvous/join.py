@@ -1,10 +1,12 @@
 """Train in an external launch: its processes meet at a store, agree, and train in one run folder.
 
-every process    composes and checks its own config all wait         at the store of the launch; missing ranks are
-reported all compare      the hash of their configs: a different one is refused, and nothing is written rank 0
-finds where to begin; all plan it rank 0           creates, locks and marks the one run folder; all check that they see
-it all train        rank 0 at the terminal, the others into logs/rank_N.log late ones join   if the others need not wait
-for them (`trainkit.run.rendezvous.late_join`) all end          with one exit code
+- Every process composes and checks its own config, and waits at the store of the launch; missing ranks are reported.
+- All compare the hash of their configs: a different one is refused, and nothing is written.
+- Rank 0 finds where to begin; all plan it (`trainkit.run.begin.begun`).
+- Rank 0 creates, locks and marks the one run folder; all check that they see it.
+- All train: rank 0 at the terminal, the others into logs/rank_N.log.
+- Late ones join, if the others need not wait for them (`trainkit.run.rendezvous.late_join`).
+- All end with one exit code.
 """
 
 from __future__ import annotations
