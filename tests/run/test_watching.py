@@ -384,6 +384,7 @@ def test_a_sleep_and_a_loop_without_an_end_are_interrupted(folder: RunFolder) ->
         time.sleep(60)
     assert str(caught.value) == f"rank 0 has made no progress for 0 s in step 7. {GIVEN}"
     beats = beating(7, "data")
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # as in a job that was forked
     with SelfWatch(HASTY, folder, read=lambda _: beats.count()), pytest.raises(HangError):
         loops_for_ever()
 
@@ -439,11 +440,11 @@ def test_a_thread_that_does_not_take_the_interrupt_is_ended_with_its_process(
     folder.path.mkdir()
     monkeypatch.setattr("trainkit.run.agent.self_watch._GRACE_S", 0.1)
     left, beats = threading.Event(), beating(7, "data")
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # as code in C that does not return
     watch = SelfWatch(
         HASTY, folder, read=lambda _: beats.count(), exit_process=lambda code: left.set() if code == 5 else None
     )
     with watch:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # as code in C that does not return
         assert left.wait(20)
         with pytest.raises(HangError):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])

@@ -124,6 +124,7 @@ class ThreadWatch(ABC):
         if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGUSR2"):
             self._main = threading.get_ident()
             self._before = signal.signal(signal.SIGUSR2, self._interrupt)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])  # a fork was started with it blocked
             self._thread.start()
         return self
 
