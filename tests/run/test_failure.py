@@ -329,8 +329,8 @@ def test_an_exit_that_is_reported_when_no_rank_runs_any_more_counts(folder: RunF
     say(folder, 0, raised_in_c(RuntimeError, RESET))
     say(folder, 1, ValueError("bad batch"))
     tasks = [Task(role="worker", index=rank, rank=rank) for rank in range(2)]
-    launch = mock.Mock(signals={})
-    agent = Agent(tasks, AgentSettings(), launch, folder=folder, command=[], groups=mock.Mock())
+    launch = mock.Mock(signals={}, folder=folder)
+    agent = Agent(tasks, AgentSettings(), launch, command=[], groups=mock.Mock())
     agent.events.put(exited(1))
     group = mock.Mock(running=[], marks={})
     failure, exits = agent._first_failure(group, 0, exited(0))

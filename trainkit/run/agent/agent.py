@@ -126,18 +126,17 @@ class Agent:
         settings: AgentSettings,
         launch: Launch,
         *,
-        folder: RunFolder,
         command: Sequence[str],
         groups: Callable[[int, Callable[[ProcessExit], None]], WorkerGroup],
         may_resize: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._settings, self._launch, self._folder = settings, launch, folder
+        self._settings, self._launch, self._folder = settings, launch, launch.folder
         self._command, self._groups, self._may_resize = command, groups, may_resize
         self._auxiliary_ranks = frozenset(settings.auxiliary_ranks)
         alone = frozenset(task.rank for task in tasks if settings.max_restarts or task.is_evaluator)
         self._replaceable = frozenset(settings.replaceable) & alone  # an evaluator never ends a run
         self._memory = MemoryEvents()
-        self._presence = Presence(folder.path)
+        self._presence = Presence(self._folder.path)
         # Its put is safe in a signal handler.
         self.events: queue.SimpleQueue[ProcessExit | Reason] = queue.SimpleQueue()
         self.stop = StopFlag(self.events.put, signals=launch.signals)

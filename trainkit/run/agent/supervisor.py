@@ -109,7 +109,6 @@ def supervise(
             membership.tasks,
             settings,
             LocalLaunch(folder, settings.environ, rendezvous or stack.enter_context(HostedStore())),
-            folder=folder,
             command=command,
             groups=groups,
             may_resize=lambda: membership.is_due,

@@ -151,7 +151,6 @@ def run_rank(payload: Mapping[str, Any], info: WorkerInfo, attempt: list[str] | 
         [task],
         AgentSettings(max_restarts=0, limits=TimeLimits.of(payload["limits"])),
         EngineLaunch(folder, payload, info, attempt),
-        folder=folder,
         command=[*ENTRY, str(folder.resolved)],
         groups=WorkerGroup,
     ) as agent:

@@ -88,7 +88,7 @@ def run_local_workers(launch: HostLaunch, attempt: int) -> dict[str, Any] | None
     folder.open_live()
     with (
         worker_group_factory(command, launch.tasks) as groups,
-        Agent(launch.tasks, settings, launch, folder=folder, command=command, groups=groups) as agent,
+        Agent(launch.tasks, settings, launch, command=command, groups=groups) as agent,
     ):
         failure = agent.run(attempt, launch.tasks)
         if failure is None:
