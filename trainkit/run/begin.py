@@ -257,22 +257,21 @@ def begun(
     start = agree.find_start(cfg, run_dir)
     with without_breakpoints():
         plan = agree.everywhere(lambda: _checked_plan(start, agree, check, choose_workers))
-    agree.compare(plan)
+        agree.compare(plan)
 
-    def examined() -> tuple[RunPlan, list[str]]:
-        """Return the plan and notes about it; rank 0 refuses what cannot run, and takes the expensive notes."""
-        model = meta_model(plan.cfg)
-        if not agree.is_rank0:
-            return plan, model_notes(plan, model, is_given)
-        found = together(lambda: refuse_misfits(plan, model), then=lambda: model_notes(plan, model, is_given))
-        refuse_lack_of_room(plan, model, start.folder, run_dir)
-        found += cut_notes(plan, lambda: coupling_of(plan, model))
-        if plan.cfg.loader.num_workers != "auto":
-            return plan, found
-        measured, note = with_workers(plan, choose_workers)  # keep it last: it takes some seconds
-        return measured, [*found, note]
+        def examined() -> tuple[RunPlan, list[str]]:
+            """Return the plan and notes about it; rank 0 refuses what cannot run, and takes the expensive notes."""
+            model = meta_model(plan.cfg)
+            if not agree.is_rank0:
+                return plan, model_notes(plan, model, is_given)
+            found = together(lambda: refuse_misfits(plan, model), then=lambda: model_notes(plan, model, is_given))
+            refuse_lack_of_room(plan, model, start.folder, run_dir)
+            found += cut_notes(plan, lambda: coupling_of(plan, model))
+            if plan.cfg.loader.num_workers != "auto":
+                return plan, found
+            measured, note = with_workers(plan, choose_workers)  # keep it last: it takes some seconds
+            return measured, [*found, note]
 
-    with without_breakpoints():
         plan, found = agree.everywhere(examined)
     locks: list[int] = []
     with ExitStack() as stack:
@@ -281,10 +280,10 @@ def begun(
             with reporting(Path("outputs") if run_dir is None else run_dir):
                 folder = start.folder or new_folder(plan.cfg, run_dir)
                 locks.append(stack.enter_context(agree.lock(folder, is_new=start.folder is None)))
-                folder.take()
                 known = agree.claim(folder, start)
                 begin_folder(folder, plan, start, notes=[*notes, *found])
-                folder.open_live()  # with the token of the run, before a rank writes into it
+                if agree.launch is not None:
+                    folder.open_live()  # with the token of the run, before another process writes into it
                 stack.callback(folder.release_reserve)
                 return {**known, "path": str(folder.path.absolute()) if agree.launch else str(folder.path)}
 

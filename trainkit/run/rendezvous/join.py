@@ -334,6 +334,7 @@ class LaunchAgreement(Agreement):
 
     def claim(self, folder: RunFolder, start: ResumePoint) -> dict[str, str]:
         """Take the folder from earlier groups."""
+        folder.take()
         token = FencingToken.acquire(folder).token
         if start.relaunched:
             note_restart_of(folder, self._barrier)
