@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Final
 
 from trainkit.cluster.base import Cluster
-from trainkit.cluster.local import detect
+from trainkit.cluster.local import refuse_launched
 from trainkit.cluster.tasks import Task
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.build import build
@@ -30,9 +30,7 @@ class Debug(Cluster):
         Raises:
             ConfigError: a launcher started this process among others.
         """
-        if (found := detect(environ)) is not None:
-            rule = f"starts the other ranks itself, and {found.kind} started {found.num_ranks}. Start it once."
-            raise ConfigError([Problem(key="cluster", value="debug", rule=rule)])
+        refuse_launched(environ, "starts the other ranks itself", value="debug")
 
 
 def debugged_rank(cfg: RunConfig) -> int | None:

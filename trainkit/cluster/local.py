@@ -13,7 +13,7 @@ from trainkit.cluster.launchers import by_hand, mpich, open_mpi, pet, slurm, tor
 from trainkit.cluster.members import launch_of
 from trainkit.cluster.tf_config import read_tf_config
 from trainkit.config.values import closest
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import MISSING, ConfigError, Problem
 from trainkit.fields import placement
 
 if TYPE_CHECKING:
@@ -80,6 +80,17 @@ def detect(environ: Mapping[str, str], *, launcher: str = "auto") -> LaunchEnvir
         return None
     half = by_hand(environ)  # only one of the two variables is set: the error names the missing one
     return None if half is None else _shared(half, environ)
+
+
+def refuse_launched(environ: Mapping[str, str], starts: str, *, value: object = MISSING) -> None:
+    """Refuse a process that a launcher started among others, where this process alone starts the others.
+
+    Raises:
+        ConfigError: a launcher started this process.
+    """
+    if (found := detect(environ)) is not None:
+        rule = f"{starts}, and {found.kind} started {found.num_ranks}. Start it once."
+        raise ConfigError([Problem(key="cluster", value=value, rule=rule)])
 
 
 def _shared(launch: LaunchEnvironment, environ: Mapping[str, str]) -> LaunchEnvironment | None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
 
 from trainkit.cluster.base import Cluster
-from trainkit.cluster.local import detect
-from trainkit.errors import ConfigError, Problem, require_packages
+from trainkit.cluster.local import refuse_launched
+from trainkit.errors import require_packages
 from trainkit.fields import at_least, placement
 
 CARRIED: Final = ("TRAINKIT_FAIL", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH")
@@ -78,10 +78,7 @@ class ProcessBackend(Cluster):
             MissingExtraError: the backend is not installed.
             ConfigError: a launcher started this process among others, each of which would start a backend.
         """
-        found = detect(environ)
-        if found is not None:
-            rule = f"{self.name} starts the processes, and {found.kind} started {found.num_ranks}. Start it once."
-            raise ConfigError([Problem(key="cluster", rule=rule)])
+        refuse_launched(environ, f"{self.name} starts the processes")
         self.require()
 
     def require(self) -> None:
