@@ -12,6 +12,7 @@ from trainkit.run.agent.monitor import TimeLimits
 from trainkit.run.begin import write_resolved
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.inference.job import Job, refuse_misfits
+from trainkit.run.inference.request import VARIABLE
 from trainkit.run.inference.task import JobTask
 from trainkit.run.process.heartbeat import beats_of
 from trainkit.run.signals import StopFlag
@@ -56,6 +57,7 @@ def run_job(job: Job, folder: Path, *, log: Callable[[str], None]) -> dict[str, 
     place.begin()
     settings = AgentSettings(
         max_restarts=0,
+        environ={VARIABLE: "1"},
         note_without_checkpoint=_KEPT if job.request.verb == "predict" else "",
         limits=TimeLimits.of(job.cfg.supervisor),
         auxiliary_ranks=[task.rank for task in job.tasks if not job.strategy.runs_loop(task)],

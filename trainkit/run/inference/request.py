@@ -13,6 +13,8 @@ from trainkit.errors import UnreadableError
 from trainkit.files import read_map
 
 FILE: Final = "job.json"
+VARIABLE: Final = "TRAINKIT_JOB"
+"""The environment variable that makes a worker read the request, instead of training."""
 Verb = Literal["evaluate", "predict"]
 
 
