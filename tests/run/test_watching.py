@@ -384,9 +384,13 @@ def test_a_sleep_and_a_loop_without_an_end_are_interrupted(folder: RunFolder) ->
         time.sleep(60)
     assert str(caught.value) == f"rank 0 has made no progress for 0 s in step 7. {GIVEN}"
     beats = beating(7, "data")
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # as in a job that was forked
-    with SelfWatch(HASTY, folder, read=lambda _: beats.count()), pytest.raises(HangError):
-        loops_for_ever()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # as in a job that was forked
+    try:
+        with SelfWatch(HASTY, folder, read=lambda _: beats.count()), pytest.raises(HangError):
+            loops_for_ever()
+        assert signal.SIGUSR2 in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @pytest.mark.slow

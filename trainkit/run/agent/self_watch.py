@@ -111,6 +111,7 @@ class ThreadWatch(ABC):
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._main: int | None = None
         self._before: signal._HANDLER = None
+        self._blocked = set[int | signal.Signals]()
 
     @abstractmethod
     def look(self) -> TrainkitError | None:
@@ -124,7 +125,8 @@ class ThreadWatch(ABC):
         if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGUSR2"):
             self._main = threading.get_ident()
             self._before = signal.signal(signal.SIGUSR2, self._interrupt)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])  # a fork was started with it blocked
+            # A fork was started with it blocked, and has it so again once nothing handles it.
+            self._blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
             self._thread.start()
         return self
 
@@ -134,6 +136,7 @@ class ThreadWatch(ABC):
         self._over.set()
         if self._main is not None:
             self._thread.join()
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
             signal.signal(signal.SIGUSR2, self._before if self._before is not None else signal.SIG_DFL)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
