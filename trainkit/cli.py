@@ -113,7 +113,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         try:
             code: int = module_of(call.verb).run(call)
         except SystemExit as error:  # of the user's code: Python would end with its code, often 0
-            from trainkit.run.session.outcome import unless_exit  # noqa: PLC0415 - for an error only
+            from trainkit.run.task import unless_exit  # noqa: PLC0415 - for an error only
 
             raise unless_exit(error, None, None) from error
     return code

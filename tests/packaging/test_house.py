@@ -74,7 +74,7 @@ ONCE = {
     r"def first_failure\(": {"agent/failure.py"},
     r"monitor\.look\(": {"agent/agent.py", "agent/self_watch.py"},  # of other processes, and of the own one
     r"(events|exits)\.get\(": {"agent/agent.py"},
-    r"status_of_error\(error\), \"reason\"": {"folder/failure_record.py"},
+    r"status=status_of_error\(error\)": {"folder/run_result.py"},
     r"def begun\(": {"begin.py"},
     r"= find_start\(|return find_start\(": {"begin.py", "rendezvous/relaunch.py"},  # also of a launch that is restarted
     r"worker\.main\(|exit_without_teardown\(main": {"worker_main.py", "fork_server_main.py"},

@@ -313,7 +313,7 @@ def test_a_replica_is_taken_back_at_a_checkpoint(folder: RunFolder, fake: Callab
 def test_a_stop_while_the_run_changes_its_size_ends_it(folder: RunFolder) -> None:
     folder.path.mkdir()
     folder.write_result({"status": "resized", "steps": 7})
-    ended = {"status": "stopped", "reason": "Ctrl-C", "steps": 7, "restarts": []}
+    ended = {"status": "stopped", "reason": "Ctrl-C", "exit_code": 130, "steps": 7, "restarts": []}
     assert _result(folder, "stopped") == ended
     assert present(folder.read_result())["status"] == "stopped"
 

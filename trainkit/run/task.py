@@ -7,6 +7,7 @@ import mmap
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from trainkit.cluster.host import memory_share
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.commands import printed_command
 from trainkit.config.schema import RunConfig
-from trainkit.errors import AbsentFileError, CheckpointError, StorageError
+from trainkit.errors import AbsentFileError, CheckpointError, StorageError, TrainingError
 from trainkit.exporting.trained import NotExportableError
 from trainkit.files import read_map
 from trainkit.run.agent.self_watch import BeatCounter
@@ -26,14 +27,15 @@ from trainkit.run.begin import Result
 from trainkit.run.estimates.remedies import explained
 from trainkit.run.folder.export import export_at_end
 from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.run_result import RunResult
 from trainkit.run.planning.build import build_callbacks
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.planning.proof_records import last_proof
+from trainkit.run.process.error_report import ErrorReport
 from trainkit.run.process.heartbeat import Beats, beats_of
 from trainkit.run.process.nccl_dumps import nccl_dumps_to
 from trainkit.run.session.auxiliary import findings_of, run_auxiliary
 from trainkit.run.session.given import GivenLoss
-from trainkit.run.session.outcome import Report, failure_of, reported, unless_exit
 from trainkit.run.session.restore import TaskLinks
 from trainkit.run.session.session import TaskSession
 from trainkit.run.signals import StopFlag
@@ -41,6 +43,9 @@ from trainkit.storage import reporting
 from trainkit.strategies.base import ignore_phase
 from trainkit.strategies.flight_recorder import FlightRecorder
 from trainkit.trainer.ownership import uncontested
+
+Report = Callable[[BaseException], ErrorReport]
+"""Function that reports an error to the parent and the other ranks."""
 
 _RESERVE: Final = 64 * 2**20
 """Bytes of unused address space that are freed for the report of an error, in case of a memory limit."""
@@ -125,49 +130,62 @@ class TaskRun:
         Yields:
             The session, which the block trains; None for an auxiliary task, which has ended by then.
         """
-        folder, rank = self.folder, self.identity.task.rank
-        recorder = FlightRecorder(folder.collectives_of, rank, self.step) if self.identity.store else nullcontext()
-        dumps = nccl_dumps_to(folder) if self.identity.task.device != "cpu" else nullcontext()
+        folder, task = self.folder, self.identity.task
+        recorder = FlightRecorder(folder.collectives_of, task.rank, self.step) if self.identity.store else nullcontext()
+        dumps = nccl_dumps_to(folder) if task.device != "cpu" else nullcontext()
         with reproducible_process(enabled=self.cfg.numerics.reproducible), recorder, dumps:
-            heartbeat, plan, session = self._begin(given_loss)
-            if session is None:
-                yield None
-                return
-            with self._recording(session, plan, heartbeat):
-                yield session
+            try:
+                heartbeat = self.beats or beats_of(self.identity, folder)
+                plan = self.plan = self.plan or make_plan(self.cfg)
+                limit_memory(task, plan.tasks, memory_share(os.environ))
+                if task.rank in plan.auxiliary_ranks:
+                    self._run_auxiliary(plan, heartbeat)
+                    yield None
+                    return
+                with (
+                    reporting(folder.path),
+                    explain_oom(plan, task, lambda: None if self.session is None else self.step()),
+                ):
+                    session = self.session = self._open(plan, heartbeat, given_loss)
+                    self.follow(self.step)
+                    if self.beats is not None:
+                        self.beats.follow(self.step)
+                    with report_compiling(heartbeat):
+                        yield session
+                total = time.perf_counter() - self.begun
+                self.trained = {**self.trained, "seconds_total": total, **_checkpoint_paths(folder, plan)}
+            except BaseException as error:
+                ending = self._record_failure(error)
+                if ending is not error:
+                    raise ending from error
+                raise
             _close_and_record(session, self.trained, folder, requested=lambda: self.stop.requested)
-            self.result = self.trained if rank == 0 else None
+            self.result = self.trained if task.rank == 0 else None
 
-    def _begin(self, given_loss: GivenLoss | None) -> tuple[Beats | BeatCounter | None, RunPlan, TaskSession | None]:
-        """Plan the task, and open its session; run an auxiliary task to its end."""
-        try:
-            heartbeat = self.beats or beats_of(self.identity, self.folder)
-            plan = self.plan or make_plan(self.cfg)
-            limit_memory(self.identity.task, plan.tasks, memory_share(os.environ))
-            if self.identity.task.rank in plan.auxiliary_ranks:
-                self._run_auxiliary(plan, heartbeat)
-                return heartbeat, plan, None
-            with reporting(self.folder.path), explain_oom(plan, self.identity.task, lambda: None):
-                self.session = self._open(plan, heartbeat, given_loss)
-        except BaseException as error:
-            lost = reported(error, self.report)
-            ending = unless_exit(error, self.report, None)
-            if self.identity.task.rank == 0:
-                with contextlib.suppress(OSError):
-                    self.folder.write_result({"skipped_steps": [], **failure_of(ending, self.folder, lost=lost)})
-            if ending is not error:
-                raise ending from error
-            raise
-        return heartbeat, plan, self.session
+    def _record_failure(self, error: BaseException) -> BaseException:
+        """Report an error first, then save, and record it; return the error that ends this rank."""
+        session, folder = self.session, self.folder
+        if session is not None:
+            error.add_note(f"rank {self.identity.task.rank}, step {self.step()}")
+        lost = _reported(error, self.report)
+        if session is not None:
+            session.save_last(error)
+        ending = unless_exit(error, self.report, None if session is None else self.step())
+        failed = {**RunResult.of_error(ending, lost=lost).content(), "resume": folder.resume_command}
+        if session is not None:
+            failed = {**session.progress(), **failed, **_checkpoint_paths(folder, session.plan)}
+            _close_and_record(session, failed, folder, ending)
+        elif self.identity.task.rank == 0:
+            with contextlib.suppress(OSError):
+                folder.write_result({"skipped_steps": [], **failed})
+        return ending
 
     def _run_auxiliary(self, plan: RunPlan, heartbeat: Beats | BeatCounter | None) -> None:
         task = self.identity.task
-
-        def reached() -> int:
-            return 0 if heartbeat is None else heartbeat.step
-
-        explaining = nullcontext() if task.is_evaluator else explain_oom(plan, task, reached)
-        with explaining, report_compiling(heartbeat):
+        with ExitStack() as stack:
+            if not task.is_evaluator:
+                stack.enter_context(explain_oom(plan, task, lambda: 0 if heartbeat is None else heartbeat.step))
+            stack.enter_context(report_compiling(heartbeat))
             run_auxiliary(
                 plan,
                 self.identity,
@@ -195,37 +213,33 @@ class TaskRun:
         try:
             session.restore_or_init()
         except BaseException as error:
-            reported(error, self.report)
+            _reported(error, self.report)
             session.close(failed=True)
             raise
         return session
 
-    @contextmanager
-    def _recording(self, session: TaskSession, plan: RunPlan, heartbeat: Beats | BeatCounter | None) -> Iterator[None]:
-        """Train inside; if that fails, save, record the error, and raise it."""
-        folder, task = self.folder, self.identity.task
-        try:
-            self.follow(self.step)
-            if self.beats is not None:
-                self.beats.follow(self.step)
-            with (
-                reporting(folder.path),
-                explain_oom(plan, task, lambda: session.run.state.step),
-                report_compiling(heartbeat),
-            ):
-                yield
-            total = time.perf_counter() - self.begun
-            self.trained = {**self.trained, "seconds_total": total, **_checkpoint_paths(folder, plan)}
-        except BaseException as error:
-            error.add_note(f"rank {task.rank}, step {session.run.state.step}")
-            lost = reported(error, self.report)
-            session.save_last(error)
-            ending = unless_exit(error, self.report, session.run.state.step)
-            failed = {**session.progress(), **failure_of(ending, folder, lost=lost), **_checkpoint_paths(folder, plan)}
-            _close_and_record(session, failed, folder, ending)
-            if ending is not error:
-                raise ending from error
-            raise
+
+def _reported(error: BaseException, report: Report | None) -> bool:
+    """Report an error; return whether it only reports that another rank was lost."""
+    if report is None or isinstance(error, KeyboardInterrupt):
+        return False
+    return report(error).is_secondary
+
+
+def unless_exit(error: BaseException, report: Report | None, step: int | None) -> BaseException:
+    """Return the error that ends a rank: for `sys.exit` in the only process of a run, one that names the call.
+
+    Python would end that process with the code given to `sys.exit`, and 0 would count as success. If there is a parent,
+    the parent names the rank.
+    """
+    if report is not None or not isinstance(error, SystemExit):
+        return error
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    when = "while the run was starting" if step is None else f"in step {step}"
+    return TrainingError(
+        f"the process was to exit with code {error.code or 0} {when}, before the training was done: sys.exit was "
+        f"called in {frame.filename}, line {frame.lineno}, in {frame.name}."
+    )
 
 
 def _close_and_record(

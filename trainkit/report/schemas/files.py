@@ -14,6 +14,8 @@ class Result(TypedDict):
     """`finished`, `stopped`, `preempted`, `hangup`, `failed` ..."""
     reason: str
     """The reason for the end, in words."""
+    exit_code: NotRequired[int]
+    """Exit code of the command: 0 for a run that reached its end or `stop_at_step`."""
     steps: NotRequired[int]
     """Updates of the whole training."""
     samples: NotRequired[int]

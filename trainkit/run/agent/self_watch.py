@@ -25,8 +25,8 @@ from trainkit.errors import HangError, TrainkitError
 from trainkit.run.agent.evidence import ProcessEvidence
 from trainkit.run.agent.failure import facts_of, failure_of
 from trainkit.run.agent.monitor import Monitor, TimeLimits, threads_of
-from trainkit.run.folder.failure_record import record_failure
 from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.run_result import record_failure
 from trainkit.run.process.error_report import write_error_report
 from trainkit.run.process.heartbeat import Beats, HeartbeatReading, Pauses
 from trainkit.run.signals import Reason, stop_error

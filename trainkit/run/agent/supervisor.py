@@ -30,12 +30,12 @@ from trainkit.errors import CrashLoopError, StoppedError, StorageError, Trainkit
 from trainkit.run.agent.agent import Agent, AgentSettings, Launch
 from trainkit.run.agent.failure import Failure
 from trainkit.run.agent.policy import Fault, ReplicaMembership, RestartPolicy, fault_of
-from trainkit.run.folder.failure_record import record_failure
 from trainkit.run.folder.restart_record import Restart, record_restart
 from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.run_result import RunResult, record_failure
 from trainkit.run.process.fork_server import ENTRY, worker_group_factory
 from trainkit.run.process.worker_group import worker_environ
-from trainkit.run.signals import REASONS, Reason, stop_error
+from trainkit.run.signals import Reason, stop_error
 from trainkit.storage import Presence, as_storage_error, refuse_unwritable
 from trainkit.strategies.rendezvous_store import HostedStore, Rendezvous
 from trainkit.trainer.manifest import list_complete
@@ -187,7 +187,7 @@ def _result(folder: RunFolder, requested: Reason | None) -> dict[str, Any]:
     """Return the result that rank 0 wrote; a stop request during a resize becomes its status."""
     result = folder.read_result() or _without_result(folder, requested)
     if result.get("status") == "resized" and requested:
-        result |= {"status": requested, "reason": REASONS[requested]}
+        result |= RunResult.of_status(requested).content()
         folder.write_result(result)
     return result
 
@@ -199,7 +199,7 @@ def _without_result(folder: RunFolder, requested: Reason | None) -> dict[str, An
         StorageError: no stop was requested, and the result of rank 0 is missing.
     """
     if requested:
-        return {"status": requested}
+        return RunResult.of_status(requested).content()
     Presence(folder.path).check()
     raise StorageError(
         f"all ranks ended with exit code 0, and {folder.result} is missing. {_last_checkpoint_note(folder)}"

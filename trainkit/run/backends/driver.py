@@ -17,8 +17,8 @@ from trainkit.files import open_regular, write_atomically
 from trainkit.run.agent.monitor import TimeLimits
 from trainkit.run.backends.attempt import failure_in, forget_attempts, refusal_in, stop_file
 from trainkit.run.backends.worker import worker_payload
-from trainkit.run.folder.failure_record import record_failure
 from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.run_result import RunResult, record_failure
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process_backend import CARRIED, BackendConnection, BackendJob, ProcessBackend
 from trainkit.run.signals import StopFlag, stop_error
@@ -103,7 +103,7 @@ def _until_done(
     if found is not None and (refusal := refusal_in(folder)):
         raise _recorded(folder, CrashLoopError(f"{refusal}: {found.error()}"))
     if not failures and (found is None or not found.is_permanent):
-        return folder.read_result() or {"status": stop.requested or "finished"}
+        return folder.read_result() or RunResult.of_status(stop.requested or "finished").content()
     if found is not None and found.is_permanent:
         raise _recorded(folder, found.error())
     if stop.requested:

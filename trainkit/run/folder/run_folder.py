@@ -325,6 +325,7 @@ class RunFolder:
 _RESULT: Final[Mapping[str, Kind]] = {
     "status": str,
     "reason": (str, type(None)),
+    "exit_code": int,
     "last": (str, type(None)),
     "best": (str, type(None)),
 }

@@ -27,8 +27,8 @@ from trainkit.run.agent.failure import Failure, facts_of, failure_of, is_clean
 from trainkit.run.agent.self_watch import ThreadWatch, is_held
 from trainkit.run.agent.supervisor import LocalLaunch
 from trainkit.run.begin import BREAKPOINT, Result
-from trainkit.run.folder.failure_record import record_failure
 from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.run_result import record_failure
 from trainkit.run.planning.plan import RunPlan, plan_from_environ, plan_to_environ
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.fork_server import ENTRY, worker_group_factory

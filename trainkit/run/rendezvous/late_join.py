@@ -27,6 +27,7 @@ from trainkit.config.targets.build import build
 from trainkit.errors import ConfigError, HangError, HangupError, PeerError, StoppedError, TerminatedError
 from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.run_result import ENDING, RunResult
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.process.error_report import Reporter, error_report, report_from_json
 from trainkit.run.process.setup import announce_log, identity_for, redirect_output
@@ -240,4 +241,4 @@ def _outcome(folder: RunFolder) -> dict[str, Any]:
     deadline = time.monotonic() + _SHUTDOWN_GRACE_S
     while (result := folder.read_result()) is None and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    return {key: (result or {"status": "finished"}).get(key) for key in ("status", "reason")}
+    return {key: (result or RunResult.of_status("finished").content()).get(key) for key in ENDING}

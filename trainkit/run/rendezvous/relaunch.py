@@ -17,8 +17,8 @@ from trainkit.files import read_map, write_json_atomically
 from trainkit.run.agent.policy import record_relaunch
 from trainkit.run.backends.attempt import failure_in
 from trainkit.run.begin import ResumePoint, adopt, find_start
-from trainkit.run.folder.failure_record import record_failure
 from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.run_result import record_failure
 from trainkit.run.rendezvous.barrier import ProcessBarrier
 
 _KEY: Final = "folder"

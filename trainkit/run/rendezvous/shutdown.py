@@ -22,8 +22,8 @@ from trainkit.run.agent.evidence import ProcessEvidence
 from trainkit.run.agent.failure import AT_THE_STORE, facts_of, failure_of, first_failure
 from trainkit.run.agent.monitor import TimeLimits
 from trainkit.run.agent.self_watch import ThreadWatch
-from trainkit.run.folder.failure_record import record_failure
 from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.run_result import ENDING, RunResult, record_failure
 from trainkit.run.process.error_report import ErrorReport, Reporter, report_from_json
 from trainkit.run.process.heartbeat import read_heartbeat
 from trainkit.run.process.setup import print_on_terminal
@@ -54,7 +54,7 @@ class SharedEnding:
     peers: PeerWatch
     """Watches the other processes: from a thread, or asked by the parent of local workers."""
     result: dict[str, Any] | None = None
-    """The content of result.json on rank 0; on other ranks, after the block, the status and reason."""
+    """The content of result.json on rank 0; on other ranks, after the block, how the run ended."""
 
     def finish(self, result: dict[str, Any] | None) -> None:
         """Store the result of this process."""
@@ -107,14 +107,14 @@ def ending_together(
         return
     result = ending.result or {}
     ending.finish(result)
-    barrier.publish("result", {key: result.get(key) for key in ("status", "reason")})
+    barrier.publish("result", {key: result.get(key) for key in ENDING})
 
 
 def _await_rank0_result(barrier: ProcessBarrier) -> dict[str, Any]:
     message = barrier.read_any(["result", "failed/0"], within_s=_SHUTDOWN_GRACE_S)
     if "failed/0" in message:
         raise barrier.peer_error(report_from_json(message["failed/0"]["words"]))
-    result: dict[str, Any] = message.get("result", {"status": "finished"})
+    result: dict[str, Any] = message.get("result") or RunResult.of_status("finished").content()
     return result
 
 

@@ -19,6 +19,7 @@ from trainkit.data.reading.loader import Loader
 from trainkit.data.splits import test_splits, validation_splits
 from trainkit.errors import NonFiniteError, TrainingError
 from trainkit.run.folder.rollbacks import record_rollback, suspect_checkpoint_of
+from trainkit.run.folder.run_result import RunResult
 from trainkit.run.folder.starting_weights import starting_weights
 from trainkit.run.planning.build import model_transforms_of, transformed_model
 from trainkit.run.planning.memory import meta_model
@@ -27,7 +28,7 @@ from trainkit.run.session.account import Account
 from trainkit.run.session.checkpointer import Checkpointer, LastSave, heard_by, snapshot_beside_steps
 from trainkit.run.session.evaluation import EvalRunner
 from trainkit.run.session.given import GivenLoss
-from trainkit.run.session.outcome import own_loss_refusal, progress_of, status_of
+from trainkit.run.session.outcome import own_loss_refusal, progress_of
 from trainkit.run.session.restore import (
     TaskLinks,
     loader_of,
@@ -407,7 +408,7 @@ class TaskSession:
         self._journal.pause()
         # Rank 0 still writes to disk when the others have finished; all leave the process group together.
         self.executor.local.all_ranks.sum(torch.zeros(1))
-        result = {**status_of(self.run), **self.progress(), **self.executor.result_extra()}
+        result = {**RunResult.of_run(self.run).content(), **self.progress(), **self.executor.result_extra()}
         result["weights_sha256"] = self._keeper.weights_sha256()
         self.callbacks.call("train_end", self.run, result)
         return result

@@ -89,22 +89,18 @@ def refuse_environment(composition: Composition) -> None:
 
 
 def exit_code(result: Mapping[str, Any]) -> int:
-    """Return 0 for a run that reached its end or `stop_at_step`; 129, 130 or 143 for one stopped by a signal.
+    """Return the exit code that a run ended with.
 
     4 for a finished training whose model could not be written, with the reason on standard error.
 
     Example:
-        >>> exit_code({"status": "stopped"})
+        >>> exit_code({"exit_code": 130})
         130
     """
-    from trainkit.run.signals import EXIT_CODES  # noqa: PLC0415 - the training has imported it
-
     if result.get("model_error"):
         sys.stderr.write(f"the training has finished, and its model could not be written: {result['model_error']}\n")
         return CheckpointError.exit_code
-    if str(result.get("reason")).startswith("stop_at_step"):
-        return 0
-    return EXIT_CODES.get(str(result.get("status")), 1)
+    return int(result.get("exit_code", 1))
 
 
 def _sweep(call: Call) -> int:
