@@ -31,8 +31,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import report
 from trainkit.config.schema import MonitoredMetric
+from trainkit.report.curves import MetricsReader
 from trainkit.report.web.comparison_document import ComparedRun, Comparison, DifferingKey, comparison_page
-from trainkit.report.web.curves import MetricsReader
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.page import write_page, write_run_page
 

@@ -81,7 +81,7 @@ def draw(path: Path, grid: list[tuple[int, float]], searches: dict[int, list[tup
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
-    from trainkit.report.curves import BLUE, GREY, ORANGE, STYLE, save
+    from trainkit.report.plots import BLUE, GREY, ORANGE, STYLE, save
 
     with mpl.rc_context(STYLE):
         chart = Figure(figsize=(7.2, 4.0), dpi=140, layout="constrained")

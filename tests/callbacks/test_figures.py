@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,11 @@ import trainkit
 from tests.callbacks.run_double import Alone, row, run_double
 from tests.report.test_run_page import shown
 from trainkit.callbacks.every_run import MetricsFile
-from trainkit.callbacks.figures import Confusion, Plots, SamplePictures, dataset_of
+from trainkit.callbacks.figures import Plots, SamplePictures, captioned, dataset_of
 from trainkit.callbacks.histograms import NUM_COUNTS, Distribution, Histograms, measure, summed
-from trainkit.callbacks.tensorboard import png_bytes
 from trainkit.errors import ConfigError
 from trainkit.numerics.schedules import lr_points
 from trainkit.objectives.tables import Table
-from trainkit.report.drawing import Drawing
 from trainkit.trainer.events import Run
 
 SHORT = ("steps=4", "epochs=null", "logger=[]", "quiet=true", "seed=3", "eval.every_steps=2", "eval.every_epochs=null")
@@ -52,9 +49,8 @@ def test_each_evaluation_counts_every_sample_once_and_the_last_one_is_drawn_and_
     assert [(one["step"], sum(map(sum, rows))) for one, rows in zip(found, counts, strict=True)] == [(2, 360), (4, 360)]
     right = sum(row[place] for place, row in enumerate(counts[1])) / 360
     assert json.loads((run / "result.json").read_text())["metrics"]["val/accuracy"] == pytest.approx(right, abs=1e-12)
-    for kind, folder in (("confusion", "confusion"), ("worst", "samples")):
-        picture = EventAccumulator(str(run / "tensorboard" / folder)).Reload().Images(f"{kind}_val")[-1]
-        assert (picture.step, picture.encoded_image_string) == (4, (run / f"plots/{kind}_val.png").read_bytes())
+    picture = EventAccumulator(str(run / "tensorboard/samples")).Reload().Images("worst_val")[-1]
+    assert (picture.step, picture.width, picture.height) == (4, 832, 280)
     figures = shown(run / "report.html")["figures"]
     (matrix,), (samples,) = figures["confusion"], figures["samples"]
     assert (matrix["split"], matrix["step"], matrix["samples"], matrix["counts"]) == ("val", 4, 360, counts[1])
@@ -83,47 +79,8 @@ def test_what_has_no_classes_or_images_is_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-class Drawn:
-    """A process that has drawn what it was asked for when it is waited for."""
-
-    requests: list[Mapping[str, Any]] = []  # noqa: RUF012 - emptied by the fixture
-    running = True
-
-    def __init__(self, *requests: Mapping[str, Any]) -> None:
-        self.begun = requests
-        self.requests.extend(requests)
-
-    def wait(self, timeout_s: float) -> list[str]:
-        for request in self.begun:
-            if "path" in request:
-                request["path"].parent.mkdir(exist_ok=True)
-                request["path"].write_bytes(png_bytes(torch.zeros(4, 6, 1, dtype=torch.uint8).numpy()))
-        return [""] * len(self.begun)
-
-
-@pytest.fixture
-def requests(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
-    """What was to be drawn, instead of being drawn by processes."""
-    monkeypatch.setattr("trainkit.callbacks.figures.Drawing", Drawn)
-    Drawn.requests = []
-    return Drawn.requests
-
-
-def test_the_newest_matrix_alone_is_drawn_at_the_end_of_a_short_run(
-    requests: list[Mapping[str, Any]], tmp_path: Path
-) -> None:
-    callback = Confusion()
-    for step in (1, 2, 3):
-        table = Table.of(torch.eye(2) * step, ["cat", "dog"])
-        callback.eval_tables(run_double(tmp_path, step=step), {"val/confusion": table})
-    callback.run_end(run_double(tmp_path, step=3), {})
-    assert [one["counts"] for one in requests] == [[[3.0, 0.0], [0.0, 3.0]]]
-    events = EventAccumulator(str(tmp_path / "tensorboard" / "confusion")).Reload()
-    assert [one.step for one in events.Images("confusion_val")] == [3]
-
-
 def test_a_worst_sample_is_drawn_with_its_class_guess_and_probability(
-    requests: list[Mapping[str, Any]], tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Animals:
         classes = ("cat", "dog")
@@ -131,51 +88,30 @@ def test_a_worst_sample_is_drawn_with_its_class_guess_and_probability(
         def __getitem__(self, place: int) -> tuple[torch.Tensor, int]:
             return torch.full((3, 4, 4), float(place)), 1
 
+    told = list[Sequence[str]]()
+
+    def keep(images: Sequence[Any], captions: Sequence[Sequence[str]]) -> Any:
+        told.extend(captions)
+        return captioned(images, captions)
+
+    monkeypatch.setattr("trainkit.callbacks.figures.captioned", keep)
     callback, run = SamplePictures(), run_double(tmp_path)
     run.datasets = {"val": Animals()}
     table = Table(columns=("sample", "loss", "target", "guess", "probability"), rows=((7, 4.0, 1.0, 0.0, 0.98),))
     callback.eval_tables(run, {"val/worst": table, "other/worst": table})
     callback.run_end(run, {})
-    (request,) = requests
-    assert [caption for _, caption in request["samples"]] == [("dog", "guess cat", "98 %")]
-    assert request["path"] == tmp_path / "plots/worst_val.png"
+    assert told == [("dog", "guess cat", "98 %")]
+    assert (tmp_path / "plots/worst_val.png").read_bytes().startswith(b"\x89PNG")
     assert dataset_of(run, "val_ema") is run.datasets["val"]
 
 
-def test_a_short_run_leaves_its_plots_and_starts_one_process_for_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started = list[int]()
-
-    def begin(*requests: Mapping[str, Any]) -> Drawing:
-        started.append(len(requests))
-        return Drawing(*requests)
-
-    monkeypatch.setattr("trainkit.callbacks.figures.Drawing", begin)
+def test_a_run_leaves_a_picture_of_its_losses(tmp_path: Path) -> None:
     run, file, drawn = run_double(tmp_path, step=10), MetricsFile(), Plots()
-    for callback in (drawn, file):
-        callback.log(run, row(10))
+    file.log(run, row(10))
     file.eval_end(run, {"val/loss": 0.4, "val/accuracy": 0.9})
     for callback in (file, drawn):
         callback.run_end(run, {})
-    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["accuracy.png", "loss.png", "lr.png"]
-    assert started == [2]
-
-
-def test_the_rates_are_drawn_once_and_the_metrics_now_and_then(
-    requests: list[Mapping[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Drawn, "running", False)
-    run, drawn = run_double(tmp_path, num_steps=2), Plots(every_s=1e-9)
-    run = replace(run, rates={"body": run.rate, "head": replace(run.rate, peak=0.2)})
-    drawn.run_start(run)
-    assert requests == []
-    for step in (1, 2):
-        drawn.log(run, row(step))
-    (tmp_path / "metrics.jsonl").touch()
-    drawn.eval_end(run, {})
-    assert [one["draw"] for one in requests] == ["lr", "metrics"]
-    assert requests[0]["rates"] == {"body": [(0, 0.1), (1, 0.1)], "head": [(0, 0.2), (1, 0.2)]}
+    assert [path.name for path in (tmp_path / "plots").iterdir()] == ["loss.png"]
 
 
 def test_the_curve_of_the_rate_has_the_first_and_the_last_step() -> None:
@@ -198,22 +134,6 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "histograms.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start no process that draws."""
-
-    class Undrawn:
-        running = False
-
-        def __init__(self, *requests: object) -> None:
-            self._count = len(requests)
-
-        def wait(self, timeout_s: float) -> list[str]:
-            return [""] * self._count
-
-    monkeypatch.setattr("trainkit.callbacks.figures.Drawing", Undrawn)
-
-
 @pytest.fixture(scope="module")
 def run_with_histograms(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with histograms, whose weights and fingerprint are those of a run without."""
@@ -222,14 +142,13 @@ def run_with_histograms(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "shown"
 
 
-def test_the_first_step_and_each_that_divides_are_recorded_drawn_and_shown_by_tensorboard(
+def test_the_first_step_and_each_that_divides_are_recorded_and_shown_by_tensorboard(
     run_with_histograms: Path,
 ) -> None:
     found = records(run_with_histograms)
     assert [one["step"] for one in found] == [1, 2, 4]
     assert [*found[0]] == ["step", "gradients", "activations", "weights"]
     assert [*found[0]["gradients"]] == [*found[0]["weights"]]
-    assert {path.stem for path in (run_with_histograms / "plots").iterdir()} == {"activations", "gradients", "weights"}
     events = EventAccumulator(
         str(run_with_histograms / "tensorboard/histograms"), size_guidance={"histograms": 0}
     ).Reload()
@@ -238,7 +157,6 @@ def test_the_first_step_and_each_that_divides_are_recorded_drawn_and_shown_by_te
     assert [one.step for one in events.Histograms(min(names))] == [1, 2, 4]
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_the_gradient_is_the_one_of_the_update_whatever_the_shards_and_the_loss_scale(
     run_with_histograms: Path, tmp_path: Path
 ) -> None:
@@ -342,7 +260,6 @@ def test_where_nothing_can_be_shown_the_run_is_refused_before_it_starts(
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("strategy", ["mirrored", "fsdp"])
 def test_two_ranks_count_what_one_counts(strategy: str, run_with_histograms: Path, tmp_path: Path) -> None:
     of_two = [f"strategy={strategy}", "strategy.replicas=2", "batch.micro_size=16"]

@@ -46,7 +46,7 @@ model:
 optimizer:
   lr: 0.5
 callbacks:
-  plots: {every_s: 1.0}
+  progress: {every_s: 1.0}
 """
 
 
@@ -100,10 +100,10 @@ def test_a_swapped_choice_takes_along_what_the_recipe_set_in_its_group(with_reci
 def test_naming_the_recipes_own_choices_drops_nothing_that_is_still_chosen(
     with_recipe: Callable[..., Composition],
 ) -> None:
-    composed = with_recipe("optimizer=sgd", "callbacks=[plots]")
-    assert (composed.values["optimizer"]["lr"], composed.values["callbacks"]["plots"]["every_s"]) == (0.5, 1.0)
+    composed = with_recipe("optimizer=sgd", "callbacks=[progress]")
+    assert (composed.values["optimizer"]["lr"], composed.values["callbacks"]["progress"]["every_s"]) == (0.5, 1.0)
     assert composed.notes == ()
-    assert "plots" not in with_recipe("callbacks=[progress]").values["callbacks"]
+    assert "progress" not in with_recipe("callbacks=[plots]").values["callbacks"]
 
 
 def test_a_recipe_may_start_from_another(write_conf: Write) -> None:

@@ -37,7 +37,7 @@ ALLOWED: Final[dict[str, tuple[tuple[str, set[str]], ...]]] = {
     ),
     "what its own child or parent writes, or it itself has just written": (
         ("run/process/fork_server.py", {"json.loads"}),
-        ("report/drawing.py", {"json.load", "json.loads"}), ("exporting/checking.py", {"load_file"}),
+        ("exporting/checking.py", {"load_file"}),
         ("exporting/fresh_process.py", {"read_text", "json.loads", "load_file", "safe_open"}),
         ("trainer/manifest.py", {"json.loads", "open"}),
     ),

@@ -14,8 +14,8 @@ import pytest
 from tests.report.test_run_page import content_of, shown
 from trainkit.cli import main
 from trainkit.config.schema import MonitoredMetric
+from trainkit.report.curves import LoggedRows
 from trainkit.report.web.comparison_document import ComparedRun, Comparison, DifferingKey, comparison_page
-from trainkit.report.web.curves import LoggedRows
 from trainkit.sweeps.results.comparing import compare_runs, compare_sweep, page_at_end, spread_of_run
 from trainkit.sweeps.results.leaderboard import collect
 

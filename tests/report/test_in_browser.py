@@ -13,8 +13,8 @@ import pytest
 
 from tests.support.browsing import needs_axe, needs_browser, opened, serious_findings, tab
 from trainkit.config.schema import MonitoredMetric
+from trainkit.report.curves import LoggedRows
 from trainkit.report.web.comparison_document import ComparedRun, Comparison, DifferingKey, comparison_page
-from trainkit.report.web.curves import LoggedRows
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.page import write_page, write_run_page
 

@@ -13,7 +13,7 @@ import pytest
 from tests.report.test_run_page import written as page_of
 from trainkit.config.schema import RunConfig
 from trainkit.numerics.batch import AT_EQUAL_CUT, CUT_UNKNOWN
-from trainkit.report.web.curves import LoggedRows
+from trainkit.report.curves import LoggedRows
 from trainkit.report.web.run_document import RunFacts, Standing, run_document
 from trainkit.report.web.run_files import RunFiles
 from trainkit.run.folder.run_folder import RunFolder

@@ -21,8 +21,7 @@ import pytest
 import trainkit
 from tests.support.settings import latest
 from trainkit.cli import main
-from trainkit.report.plots import draw_histograms
-from trainkit.report.web.curves import Curve, LoggedRows, MetricsReader
+from trainkit.report.curves import Curve, LoggedRows, MetricsReader
 from trainkit.report.web.figures_document import figures_of
 from trainkit.report.web.page import to_json
 from trainkit.run.folder.run_folder import RunFolder
@@ -135,12 +134,6 @@ def test_a_matrix_or_record_of_layers_of_another_form_is_left_out(tmp_path: Path
     for record in (("1", "[1, 2]", "3"), ("1e999", "[NaN, 2, 3, 4, 5]", "5"), ("[]", "{}", "1e999")):
         (tmp_path / "histograms.jsonl").write_text(LAYER % record)
         json.dumps(figures_of(tmp_path), allow_nan=False)
-        assert draw_histograms(tmp_path, title="t", lines=[LAYER % record]) == []
-
-
-def test_a_layer_of_any_name_is_drawn(tmp_path: Path) -> None:
-    line = (LAYER % ("1", "[1, 2, 3, 4, 5]", "5")).replace("fc", r"$\\frac$</script>")
-    assert draw_histograms(tmp_path, title="$x_{", lines=[line]) == [tmp_path / "weights.png"]
 
 
 def test_a_named_pipe_instead_of_a_file_does_not_block_the_page(run: Path, tmp_path: Path) -> None:

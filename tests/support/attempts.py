@@ -34,7 +34,7 @@ ATTEMPTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     ),
     "a class of subprocess through trainkit": (
         "data",
-        {"_target_": "trainkit.report.drawing.subprocess.Popen", "args": ["touch", "CANARY"]},
+        {"_target_": "trainkit.callbacks.alert.subprocess.Popen", "args": ["touch", "CANARY"]},
     ),
     "the names of a function's module": (
         "model",

@@ -40,7 +40,6 @@ if sys.platform != "win32":
 ROOT: Final = Path(__file__).resolve().parents[2]
 FORK_SERVER: Final = "trainkit.run.fork_server_main"
 COMPUTING: Final = ("trainkit.measuring.turn_main",)
-DRAWING: Final = "trainkit.report.drawing"
 NOTE: Final = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir()), "quick")
 """The file in the session's cache that names the folder of the scripts."""
 SCRIPT: Final = """#!{python} -SE
@@ -65,9 +64,8 @@ class _Quick:
     def __init__(self, imports: str, python: str, within: Sequence[str]) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self._address = str(self.folder / "socket")
-        drawing = _quick("drawing", python, waits=False) if DRAWING in _QUICKENED[imports] else None
         for name in ("trainkit", *_QUICKENED[imports]):
-            self.script(name, drawing if name == DRAWING else None)
+            self.script(name)
         environ, itself = dict(os.environ), ["-m", "tests.support.quick"]
         if python == sys.executable:
             environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -83,7 +81,6 @@ class _Quick:
             start_new_session=True,
         )
         os.close(reader)
-        self._beside = drawing  # imports at the same time
         self._is_noted = (imports, python, *within) == ("trainkit", sys.executable) and "XDG_CACHE_HOME" in os.environ
 
     def wait(self) -> None:
@@ -91,17 +88,14 @@ class _Quick:
         while not Path(self._address).exists():
             assert self._process.poll() is None
             time.sleep(0.02)
-        if self._beside is not None:
-            self._beside.wait()
         if self._is_noted:
             NOTE.write_text(str(self.folder))
 
-    def script(self, module: str, other: _Quick | None = None) -> Path:
-        """Return the script that stands for `python -m MODULE`, which this process forks or another."""
+    def script(self, module: str) -> Path:
+        """Return the script that stands for `python -m MODULE`, which this process forks."""
         script = self.folder / module
         if not script.exists():
-            address = (other or self)._address
-            script.write_text(SCRIPT.format(python=sys.executable, address=address, module=module))
+            script.write_text(SCRIPT.format(python=sys.executable, address=self._address, module=module))
             script.chmod(0o755)
         return script
 
@@ -116,12 +110,11 @@ class _Quick:
 _started: dict[tuple[str, ...], _Quick] = {}
 
 
-def _quick(imports: str, python: str = sys.executable, within: Sequence[str] = (), *, waits: bool = True) -> _Quick:
+def _quick(imports: str, python: str = sys.executable, within: Sequence[str] = ()) -> _Quick:
     key = (imports, python, *within)
     if key not in _started:
         _started[key] = _Quick(imports, python, within)
-        if waits:
-            _started[key].wait()
+        _started[key].wait()
     return _started[key]
 
 
@@ -154,7 +147,7 @@ def path() -> str:
 
 def quicken_launches(
     folder: Callable[[], Path | None] = lambda: _quick("trainkit").folder,
-    modules: Sequence[str] = (FORK_SERVER, *COMPUTING, DRAWING),
+    modules: Sequence[str] = (FORK_SERVER, *COMPUTING),
 ) -> None:
     """Let a process that forks ranks, trains a turn, predicts or draws, where this one launches it, be a fork, too.
 
@@ -168,7 +161,7 @@ def quicken_launches(
 
     def init(self: subprocess.Popen[bytes], args: Any, *rest: Any, **options: Any) -> None:
         launched = isinstance(args, list | tuple) and tuple(args[:2]) == (sys.executable, "-m") and args[2] in modules
-        if launched and (args[2] != DRAWING or args[3] == str(os.getpid())):  # a plot's first argument is its parent
+        if launched:
             scripts = folder()
             args = args if scripts is None else (str(scripts / args[2]), *args[3:])
         start(self, args, *rest, **options)
@@ -193,14 +186,12 @@ def serve(imports: str, address: str, reader: str) -> int:
     _end_with(int(reader))
     for name in _IMPORTED[imports]:
         importlib.import_module(name)
-    if imports == "drawing":
+    importlib.import_module("torch").set_num_threads(1)
+    if imports == "trainkit":  # parses the shipped files once, without an operation of torch, whose threads do not fork
+        importlib.import_module("trainkit").compose(["recipe=digits"])
         figure = importlib.import_module("matplotlib.figure").Figure()
         figure.text(0, 0, "1")
         figure.savefig(io.BytesIO())  # imports what draws, and reads the fonts
-    else:
-        importlib.import_module("torch").set_num_threads(1)
-    if imports == "trainkit":  # parses the shipped files once, without an operation of torch, whose threads do not fork
-        importlib.import_module("trainkit").compose(["recipe=digits"])
     gc.collect()
     gc.freeze()
     listening = socket.socket(socket.AF_UNIX)
@@ -246,8 +237,6 @@ def _answer(link: socket.socket, imports: str) -> int:
     if failpoints is not None:  # it has read the environment of the process that is forked
         failpoints.reload(os.environ)
     answering = os.getpid()
-    if module == DRAWING:
-        arguments = [str(os.getppid())]  # with which a plot ends
     try:
         if imports == "trainkit" and module in (FORK_SERVER, *COMPUTING):
             code = _run_main(module, arguments)
@@ -315,17 +304,13 @@ _IMPORTED: Final = {
         "trainkit.callbacks.progress", "trainkit.callbacks.tensorboard", "trainkit.report.events",
         "trainkit.report.web.run_document", "trainkit.objectives.classification", "trainkit.models.mlp",
         "trainkit.data.sets.images", "trainkit.strategies.data_parallel.strategy", "trainkit.strategies.mesh.strategy",
-        "trainkit.verbs.looking.plan", "tensorboard.compat.proto.event_pb2",
+        "trainkit.verbs.looking.plan", "trainkit.report.plots",
     ),
     "torch": ("torch._dynamo", "torch.distributed", "pytest"),
-    "drawing": (
-        "trainkit.report.curves", "trainkit.report.plots", "trainkit.report.sweep_plot",
-    ),
 }  # fmt: skip
 """What most commands import; of torch, creating an optimizer imports the first."""
 _QUICKENED: Final = {
-    "trainkit": (FORK_SERVER, *COMPUTING, DRAWING),
-    "drawing": (),
+    "trainkit": (FORK_SERVER, *COMPUTING),
     "torch": (FORK_SERVER, "tests.support.pool_worker", "tests.support.quick"),
 }
 """What a command starts that is a fork, too."""

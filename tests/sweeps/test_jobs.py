@@ -327,7 +327,6 @@ def test_a_sweep_from_the_command_line(cwd: Path) -> None:
     ]
     assert [run["name"] for run in shown(folder / "report.html")["runs"]] == ["0", "1"]
     assert {path.name for path in folder.iterdir() if path.is_dir()} == {"0", "1"}
-    assert (folder / "leaderboard.png").exists()
 
 
 def test_jobs_of_one_process_and_of_two_share_the_slots_and_the_same_point_runs_once(cwd: Path) -> None:

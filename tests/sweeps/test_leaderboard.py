@@ -92,7 +92,6 @@ def test_the_table_has_the_best_first_and_the_failed_last(cwd: Path) -> None:
 def test_the_files_have_links_and_a_column_for_every_swept_key(tmp_path: Path) -> None:
     board = board_of(tmp_path)
     write(board, tmp_path)
-    assert (tmp_path / "leaderboard.png").exists()
     assert board.top(1).markdown(base=tmp_path).splitlines()[4:] == [
         "| # | job | status | val/accuracy | overrides | time | folder |",
         "|--:|:----|:-------|----:|:----------|----:|:-------|",

@@ -1,165 +1,45 @@
-"""Figures of a run, drawn by processes of their own: curves, confusion matrices, the samples with the highest loss."""
+"""Figures of a run: its loss as a picture, confusion matrices, the samples with the highest loss."""
 
 from __future__ import annotations
 
 import logging
-import struct
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainkit.callbacks.tensorboard import EventFolder, grid, images_in, png_bytes
-from trainkit.config.schema import MonitoredMetric
 from trainkit.data.splits import read_sample
-from trainkit.errors import Problem, UnreadableError
-from trainkit.fields import above, cosmetic
-from trainkit.files import read_bytes
+from trainkit.errors import Problem
 from trainkit.numerics.generators import Untouched
-from trainkit.numerics.schedules import lr_points
 from trainkit.objectives.fields import input_of
 from trainkit.objectives.metrics import WORST
 from trainkit.objectives.tables import MAX_CELLS, Table
-from trainkit.report.drawing import Drawing
-from trainkit.trainer.events import Callback, Planned, Row, Run
+from trainkit.report.curves import MetricsReader
+from trainkit.storage import naming
+from trainkit.trainer.events import Callback, Planned, Run
 
 _log = logging.getLogger(__name__)
-_TIMEOUT_S: Final = 60.0
-"""Enough time to build matplotlib's font cache, which the first plot on a machine does."""
-_FIRST_S: Final = 5.0
-_PNG: Final = struct.Struct(">16xII")
-"""Signature and header of a PNG up to its width and height."""
-
-
-class FigureQueue:
-    """Draws the newest of the requested figures: all that wait, in one process.
-
-    Args:
-        every_s: least seconds between two processes, and at most 5 s before the first, so that a short run has one, at
-            its end.
-        events: event folder for TensorBoard; None: only image files are written.
-    """
-
-    def __init__(self, *, every_s: float, events: EventFolder | None = None) -> None:
-        self._every_s, self._events = every_s, events
-        self._waiting: dict[Path, tuple[int, Mapping[str, Any]]] = {}
-        self._running: tuple[dict[Path, int], Drawing] | None = None
-        self._due: float | None = None
-
-    def ask(self, run: Run, path: Path, kind: str, **arguments: Any) -> None:
-        """Draw a figure of this step, a PNG or those of a folder, with the others that are due."""
-        place = "path" if path.suffix else "folder"
-        self._waiting[path] = run.state.step, {"draw": kind, place: path, **arguments}
-        if self._due is None:
-            self._due = time.monotonic() + min(self._every_s, _FIRST_S)
-        self.advance(run)
-
-    def advance(self, run: Run) -> None:
-        """Collect finished drawings and start the drawings that are due; does not wait."""
-        if self._running is not None and not self._running[1].running:
-            self._take(run)
-        if self._running is None and self._waiting and self._due is not None and time.monotonic() >= self._due:
-            self._begin()
-            self._due = time.monotonic() + self._every_s
-
-    def finish(self, run: Run) -> None:
-        """Draw everything that waits, and wait for it."""
-        while self._running is not None or self._waiting:
-            if self._running is None:
-                self._begin()
-            self._take(run)
-
-    def _begin(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        try:
-            drawing = Drawing(*(request for _, request in waiting.values()))
-        except OSError as error:  # a process that cannot be started must not end the training
-            _log.warning("plots: %s", error)
-        else:
-            self._running = {path: step for path, (step, _) in waiting.items()}, drawing
-
-    def _take(self, run: Run) -> None:
-        if self._running is None:
-            return
-        (steps, drawing), self._running = self._running, None
-        for (path, step), trouble in zip(steps.items(), drawing.wait(_TIMEOUT_S), strict=True):
-            if trouble:
-                _log.warning("%s: %s", path, trouble)
-            elif self._events is not None:
-                self._show(run, self._events, path, step)
-
-    def _show(self, run: Run, events: EventFolder, path: Path, step: int) -> None:
-        try:
-            png = read_bytes(path)
-            width, height = _PNG.unpack_from(png)
-        except (UnreadableError, struct.error) as error:
-            _log.warning("%s: %s", path, error)
-            return
-        events.of(run).image(path.stem, png, height=height, width=width, step=step, wall_time=time.time())
-        events.of(run).flush()
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrawnFigures(Callback):
-    """Draws figures while the run goes on: a subclass requests them of `_figures`."""
-
-    observes: ClassVar[bool] = True
-    events_name: ClassVar[str] = ""
-    """Folder of its events below `tensorboard/`; "": figures are image files alone."""
-
-    every_s: Annotated[float, cosmetic, above(0)] = 60.0
-    """Least seconds between two drawings during the run; the last figures are always drawn."""
-    _events: EventFolder = field(init=False, repr=False, compare=False)
-    _figures: FigureQueue = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        events = EventFolder(self.events_name)
-        shown = events if self.events_name else None
-        vars(self).update(_events=events, _figures=FigureQueue(every_s=self.every_s, events=shown))
-
-    def eval_end(self, run: Run, metrics: Row) -> None:
-        """Collect finished drawings."""
-        if run.is_owner:
-            self._figures.advance(run)
-
-    def log(self, run: Run, row: Row) -> None:
-        """Collect finished drawings, and start the drawings that are due."""
-        if run.is_owner:
-            self._figures.advance(run)
-
-    def rolled_back(self, run: Run, step: int) -> None:
-        """Replace the figures of the steps that are trained again."""
-        self._events.restart(run.state.step)
-
-    def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
-        """Draw what waits."""
-        if run.is_owner:
-            self._figures.finish(run)
-        self._events.close()
-
-
 TABLE: Final = "confusion"
 """Name of the metric, as `Objective.details` gives it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Confusion(DrawnFigures):
-    """Draws which classes are mistaken for which, after each evaluation: `plots/confusion_val.png`.
+@dataclass(kw_only=True, eq=False)
+class Confusion(Callback):
+    """Counts which classes are mistaken for which, in each evaluation, each sample once on any number of ranks.
 
-    Evaluations count the matrix besides the metrics of the objective, each sample once on any number of ranks. The page
-    of the run and TensorBoard show it; `tables.jsonl` has the counts of every evaluation.
+    The page of the run and TensorBoard show the matrix; `tables.jsonl` has the counts of every evaluation.
     """
 
+    observes: ClassVar[bool] = True
     decides_by_figures: ClassVar[bool] = True  # an evaluator beside the training gives it no tables
     details: ClassVar[tuple[str, ...]] = (TABLE,)
-    events_name: ClassVar[str] = "confusion"
 
-    _has_said: bool = field(default=False, init=False, repr=False, compare=False)
+    _has_said: bool = field(default=False, init=False, repr=False)
 
     def validate(self, planned: Planned) -> list[Problem]:
         """Return problems: an objective without classes, and too many of them for a table."""
@@ -173,19 +53,10 @@ class Confusion(DrawnFigures):
         return [Problem(key=planned.key, rule=rule)] if rule else []
 
     def eval_tables(self, run: Run, tables: Mapping[str, Table]) -> None:
-        """Draw the matrix of each split."""
-        if not run.is_owner:
-            return
-        found = {name: table for name, table in tables.items() if is_confusion(name, table)}
-        if not found and not self._has_said:
-            vars(self)["_has_said"] = True
-            _log.warning("callbacks=[confusion] draws nothing: outputs are not (samples, classes), or have no targets.")
-        for name, table in found.items():
-            split = name.rpartition("/")[0]
-            path = run.folder / "plots" / f"confusion_{split.replace('/', '_')}.png"
-            title = f"{run.cfg.name}: confusion matrix of {split}, step {run.state.step:,}"
-            counts = [list(row[1:]) for row in table.rows]
-            self._figures.ask(run, path, "confusion", title=title, classes=table.columns[1:], counts=counts)
+        """Warn once if an evaluation has no matrix."""
+        if run.is_owner and not self._has_said and not any(is_confusion(name, one) for name, one in tables.items()):
+            self._has_said = True
+            _log.warning("callbacks=[confusion] shows nothing: outputs are not (samples, classes), or have no targets.")
 
 
 def is_confusion(name: str, table: Table) -> bool:
@@ -200,8 +71,8 @@ def is_confusion(name: str, table: Table) -> bool:
     return name.rpartition("/")[2] == TABLE and bool(table.rows) and square
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplePictures(DrawnFigures):
+@dataclass(kw_only=True, eq=False)
+class SamplePictures(Callback):
     """Draws the 16 samples with the highest loss, after each evaluation: `plots/worst_val.png`.
 
     Each has its class, the guess of the model, and the probability of the guess. Under cross entropy they are the
@@ -209,8 +80,10 @@ class SamplePictures(DrawnFigures):
     """
 
     decides_by_figures: ClassVar[bool] = True  # an evaluator beside the training gives it no tables
+    observes: ClassVar[bool] = True
     details: ClassVar[tuple[str, ...]] = (WORST,)
-    events_name: ClassVar[str] = "samples"
+
+    _events: EventFolder = field(default_factory=lambda: EventFolder("samples"), init=False, repr=False)
 
     def validate(self, planned: Planned) -> list[Problem]:
         """Return problems: an objective that has no worst samples, and samples that are no images or cannot be read."""
@@ -238,10 +111,48 @@ class SamplePictures(DrawnFigures):
             images = images_of(inputs_at(dataset, places, run.cfg.objective.get("input")))
             captions = captions_of(table, getattr(dataset, "classes", None))
             path = run.folder / "plots" / f"worst_{split.replace('/', '_')}.png"
-            title = f"{run.cfg.name}: highest losses of {split}, step {run.state.step:,}"
-            shown = [(png_bytes(grid(one[None])), caption) for one, caption in zip(images, captions, strict=False)]
-            if shown:
-                self._figures.ask(run, path, "samples", title=title, samples=shown)
+            if images:
+                pixels = captioned(images, captions)
+                with naming(path):
+                    path.parent.mkdir(exist_ok=True)
+                    path.write_bytes(png_bytes(pixels))
+                self._events.of(run).image(path.stem, pixels, step=run.state.step)
+
+    def rolled_back(self, run: Run, step: int) -> None:
+        """Replace the pictures of the steps that are trained again."""
+        self._events.restart(run.state.step)
+
+    def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
+        """Close the file of TensorBoard."""
+        self._events.close()
+
+
+_TILE: Final = 96
+"""Width and height of a picture of a sample, in pixels."""
+_CAPTION: Final = 44
+"""Height of the three lines below it."""
+
+
+def captioned(images: Sequence[Any], captions: Sequence[Sequence[str]]) -> NDArray[np.uint8]:
+    """Return images with the lines of their captions below them, eight in a row: (height, width, 3).
+
+    Example:
+        >>> captioned([np.zeros((1, 8, 8), np.float32)], [("dog", "guess cat", "98 %")]).shape
+        (140, 104, 3)
+    """
+    from PIL import Image, ImageDraw  # noqa: PLC0415 - 50 ms, where a picture is drawn only
+
+    width, height = _TILE + 8, _TILE + _CAPTION
+    canvas = Image.new("RGB", (width * min(8, len(images)), height * -(-len(images) // 8)), "white")
+    pen = ImageDraw.Draw(canvas)
+    for at, (one, lines) in enumerate(zip(images, captions, strict=False)):
+        pixels = grid(one[None])
+        tile = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
+        place = (width * (at % 8), height * (at // 8))
+        canvas.paste(tile.resize((_TILE, _TILE), Image.Resampling.NEAREST), place)
+        text = "\n".join(line if len(line) <= 17 else f"{line[:16]}…" for line in lines)
+        pen.multiline_text((place[0], place[1] + _TILE + 2), text, fill="black", font_size=11, spacing=2)
+    return np.asarray(canvas)
 
 
 def dataset_of(run: Run, split: str) -> Any:
@@ -298,35 +209,19 @@ def captions_of(table: Table, classes: Any) -> list[tuple[str, str, str]]:
     return [(name(row["target"]), f"guess {name(row['guess'])}", f"{100 * row['probability']:.0f} %") for row in rows]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plots(DrawnFigures):
-    """`plots/lr.png` once; `plots/loss.png` and one of each metric at intervals, and at the end.
+class Plots(Callback):
+    """Draws `plots/loss.png` at the end of a run: its losses over the steps. The page of the run shows every metric."""
 
-    A short-lived process draws them: matplotlib would cost the training process 28 MB and 0.3 s. It starts 5 s after
-    the first row of metrics, so that a training of seconds starts only one, at its end.
-    """
-
-    _has_begun: bool = field(default=False, init=False, repr=False, compare=False)
-
-    def log(self, run: Run, row: Row) -> None:
-        """Draw the learning rate at the first row."""
-        if run.is_owner and not self._has_begun:
-            vars(self)["_has_begun"] = True
-            rates = {name: lr_points(rate, run.num_steps) for name, rate in (run.rates or {"": run.rate}).items()}
-            path = run.folder / "plots/lr.png"
-            self._figures.ask(run, path, "lr", title=run.cfg.name, rates=rates)
-        super().log(run, row)
-
-    def eval_end(self, run: Run, metrics: Row) -> None:
-        """Draw the metrics, if a drawing is due."""
-        self.log(run, metrics)
-        records, folder = run.folder / "metrics.jsonl", run.folder / "plots"
-        if run.is_owner and records.exists():
-            watched = MonitoredMetric.of(run.cfg.eval)
-            modes = {watched.metric: watched.mode}
-            self._figures.ask(run, folder, "metrics", title=run.cfg.name, records=records, modes=modes)
+    observes: ClassVar[bool] = True
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
-        """Draw the metrics for the last time, and wait for it."""
-        self.eval_end(run, {})
-        super().run_end(run, result)
+        """Draw the losses."""
+        if not run.is_owner:
+            return
+        curves = MetricsReader(run.folder / "metrics.jsonl").read().curves
+        if losses := {name: curve.points() for name, curve in curves.items() if name.rpartition("/")[2] == "loss"}:
+            from trainkit.report.plots import draw_loss  # noqa: PLC0415 - matplotlib, where it draws only
+
+            path = run.folder / "plots/loss.png"
+            with naming(path):
+                draw_loss(path, title=run.cfg.name, losses=losses)

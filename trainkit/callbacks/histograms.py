@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.callbacks.every_run import keep_until
-from trainkit.callbacks.figures import DrawnFigures
 from trainkit.callbacks.tensorboard import EventFolder
 from trainkit.errors import Problem
 from trainkit.fields import at_least, cosmetic, unit
@@ -26,7 +24,7 @@ from trainkit.objectives.linear_cross_entropy import offered_by
 from trainkit.report.numbers import evenly
 from trainkit.storage import naming
 from trainkit.strategies.base import GradientListener, PhaseListener, StepOutcome, UpdateTensors
-from trainkit.trainer.events import Planned, Run
+from trainkit.trainer.events import Callback, Planned, Run
 
 _PER_OCTAVE: Final = 4
 _LOW, _HIGH = -40, 40
@@ -67,9 +65,8 @@ def measure(tensor: Tensor) -> tuple[Tensor, Tensor]:
         finite = torch.isfinite(part)
         clean = torch.where(finite, part, 0.0)
         octaves = torch.log2(clean.abs()).mul_(_PER_OCTAVE).floor_().clamp_(_LOW * _PER_OCTAVE, _HIGH * _PER_OCTAVE - 1)
-        place = octaves.to(torch.int64).sub_(_LOW * _PER_OCTAVE)
-        place = torch.where(clean > 0, _ZERO + 1 + place, torch.where(clean < 0, _ZERO - 1 - place, _ZERO))
-        place = torch.where(finite, place, _NONFINITE)
+        place = _ZERO + clean.sign() * (1 + octaves - _LOW * _PER_OCTAVE)
+        place = torch.where(finite, place, _NONFINITE).to(torch.int64)
         sums[:NUM_COUNTS] += torch.bincount(place, minlength=NUM_COUNTS)
         wide = clean.double()
         sums[-2] += wide.sum()
@@ -308,12 +305,12 @@ class _Recorder:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Histograms(DrawnFigures):
+@dataclass(kw_only=True, eq=False)
+class Histograms(Callback):
     """Shows how the values of gradients, activations and weights are distributed, layer by layer, at some steps.
 
-    TensorBoard shows them as histograms and distributions, `plots/gradients.png` and similar files as quantiles over
-    the steps, and the page of the run as a table of the newest ones; `histograms.jsonl` has their figures.
+    TensorBoard shows them as histograms and distributions, and the page of the run as a table of the newest ones;
+    `histograms.jsonl` has their figures.
 
     Gradients are those of the mean loss over all shards and replicas, before scaling and clipping. Weights are those
     before the update. Activations are the outputs of the layers that hold no others, for the shards of rank 0.
@@ -324,8 +321,6 @@ class Histograms(DrawnFigures):
     parts, and the counts are summed over the ranks: a collective call, so an error in this callback ends the run.
     """
 
-    observes: ClassVar[bool] = False
-
     every_steps: Annotated[int, cosmetic, at_least(1)] = 100
     """Steps between two records, counted from the start of the training; the first step is always recorded."""
     kinds: Annotated[tuple[Kind, ...], cosmetic] = KINDS
@@ -334,12 +329,12 @@ class Histograms(DrawnFigures):
     """Patterns of the names of parameters and layers that are shown, `[blocks.0.*, head.*]`."""
     most_layers: Annotated[int, cosmetic, at_least(1), unit("layers")] = 48
     """Parameters or layers of each kind; if there are more, this many are shown at equal distances."""
-    _recorder: _Recorder = field(init=False, repr=False, compare=False)
-    _has_said: bool = field(default=False, init=False, repr=False, compare=False)
+    _events: EventFolder = field(default_factory=lambda: EventFolder("histograms"), init=False, repr=False)
+    _recorder: _Recorder = field(init=False, repr=False)
+    _has_said: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        vars(self).update(_recorder=_Recorder(settings=self), _events=EventFolder("histograms"))
+        self._recorder = _Recorder(settings=self)
 
     def validate(self, planned: Planned) -> list[Problem]:
         """Return problems: gradients that no listener receives, or nothing to show."""
@@ -391,7 +386,7 @@ class Histograms(DrawnFigures):
 
     def rolled_back(self, run: Run, step: int) -> None:
         """Drop the records of the steps that are trained again."""
-        super().rolled_back(run, step)
+        self._events.restart(run.state.step)
         if run.is_owner:
             keep_until(run.folder / FILE, run.state.step)
 
@@ -400,9 +395,9 @@ class Histograms(DrawnFigures):
         self._events.close()
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
-        """Draw the figures for the last time."""
+        """Remove the hooks."""
         self._recorder.activations.end()
-        super().run_end(run, result)
+        self._events.close()
 
     def _write(self, run: Run, found: Mapping[str, Mapping[str, Distribution]]) -> None:
         events, step = self._events.of(run), run.state.step
@@ -411,10 +406,10 @@ class Histograms(DrawnFigures):
                 limits, counts = one.buckets()
                 if limits:
                     ends = (one.low, one.high, one.total, one.squares)
-                    events.buckets(f"{kind}/{name}", limits, counts, ends=ends, step=step, wall_time=time.time())
+                    events.buckets(f"{kind}/{name}", limits, counts, ends=ends, step=step)
         events.flush()
         if not self._has_said and self._recorder.left_out:
-            vars(self)["_has_said"] = True
+            self._has_said = True
             said = ", ".join(f"{what} of {kind}" for kind, what in self._recorder.left_out.items())
             _log.warning("callbacks=[histograms] shows %s: callbacks.histograms.most_layers is the limit.", said)
         lines = {kind: {name: one.to_json() for name, one in named.items()} for kind, named in found.items()}
@@ -422,7 +417,6 @@ class Histograms(DrawnFigures):
         path = run.folder / FILE
         with naming(path, needed=len(content)), open_regular(path, "ab") as file:
             file.write(content.encode())
-        self._figures.ask(run, run.folder / "plots", "histograms", title=run.cfg.name, records=path)
 
 
 def summed(measured: _Measured, counted: Mapping[str, bool], ranks: Collective) -> _Measured:

@@ -1,243 +1,247 @@
-"""Plots of a run: their data and their appearance. Imports matplotlib: for the drawing process only."""
+"""The rows of a run, read from its files as they grow, and their curves.
+
+Every point of a curve is kept up to a limit; above it the minimum, the maximum and the last of each bucket.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import cycle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import matplotlib as mpl
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-from numpy.typing import NDArray
+from trainkit.bounded import parse_json
+from trainkit.errors import UnreadableError
+from trainkit.files import read_lines, size_of
 
-from trainkit.bounded import expect_map, parse_json
-from trainkit.report.numbers import compact, figure
+MAX_POINTS: Final = 2_000
+"""Up to this many points, a curve keeps every point."""
+_MAX_CURVES: Final = 200
+_MAX_NAME: Final = 300
+_MAX_MARKS: Final = 2_000
+_ROWS_AT_ONCE: Final = 128
+"""Number of rows between two pauses of a reader."""
+_POSITION: Final = frozenset({"step", "epoch", "samples", "seconds"})
+"""Keys of a row that describe its position; they are not metrics."""
 
-mpl.use("Agg")
-
-BLUE, ORANGE, GREY, INK = "#2f6fde", "#e8743b", "#8a8f98", "#22252b"
-STYLE: dict[Any, Any] = {
-    "text.parse_math": False,  # names of metrics, layers and classes are text, with $ as well
-    "font.size": 10,
-    "text.color": INK,
-    "axes.edgecolor": "#c9ccd1",
-    "axes.labelcolor": GREY,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#eceef1",
-    "grid.linewidth": 0.8,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "lines.solid_capstyle": "round",
-    "legend.frameon": False,
-}
-_SIDES = ("train", "val")
-"""The splits of a metric that are drawn; a strategy's own numbers, such as `pipeline/bubble`, are not metrics."""
-_MOST_POINTS = 1500
-"""Limit of the points of a curve, above the width of a plot in pixels; longer curves are averaged in buckets."""
+Point = tuple[int, float | None]
+"""Step and value; None: the value was not finite."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Curve:
-    """Values over steps, in the order of the steps."""
-
-    steps: NDArray[np.float64]
-    values: NDArray[np.float64]
-
-    @classmethod
-    def of(cls, points: Sequence[tuple[float, float]]) -> Curve:
-        """Create a curve from pairs of step and value; a NaN leaves a gap."""
-        pairs = np.asarray(points, np.float64).reshape(-1, 2)
-        return cls(steps=pairs[:, 0], values=pairs[:, 1])
-
-    def thinned(self) -> Curve:
-        """Return the same curve with at most `_MOST_POINTS` points, each a mean of neighbours."""
-        size = -(-len(self.steps) // _MOST_POINTS)
-        if size <= 1:
-            return self
-        starts = np.arange(0, len(self.steps), size)
-        lengths = np.diff(np.append(starts, len(self.steps)))
-        mean_step = np.add.reduceat(self.steps, starts) / lengths
-        return Curve(steps=mean_step, values=np.add.reduceat(self.values, starts) / lengths)
-
-    def smoothed(self, share: float = 0.02) -> Curve:
-        """Return the mean of the points within a symmetric window of this fraction of the curve.
-
-        If all values are positive, the geometric mean is used: a loss falls through orders of magnitude, and the
-        arithmetic mean of such a fall lies above it.
-        """
-        known = np.isfinite(self.values)
-        geometric = bool(known.any()) and float(self.values[known].min()) > 0
-        values = np.where(known, self.values, 1.0)
-        sums = _running(np.log(values) if geometric else np.where(known, values, 0.0))
-        counts = _running(known)
-        count = len(values)
-        at, reach = np.arange(count), max(1, round(count * share))
-        # The window shrinks symmetrically at the ends, so that the curve starts and ends where the points do.
-        half = np.minimum(np.minimum(at, count - 1 - at), reach)
-        number = counts[at + half + 1] - counts[at - half]
-        mean = (sums[at + half + 1] - sums[at - half]) / np.maximum(number, 1)
-        return Curve(steps=self.steps, values=np.where(number > 0, np.exp(mean) if geometric else mean, np.nan))
-
-
-def _running(values: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the sums of the first 0, 1, 2 ... values."""
-    return np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
-
-
-def read_curves(rows: Iterable[str | bytes]) -> dict[str, Curve]:
-    """Read curves by name from the lines of `metrics.jsonl`; a truncated last line is skipped.
+def thinned(points: Sequence[Point], most: int) -> list[Point]:
+    """Return at most `most` points, 4 or more: of equal parts of the steps the least, the largest and the last value,
+    and the first that is not finite.
 
     Example:
-        >>> curves = read_curves(['{"step": 1, "train/loss": 2.0}', '{"step": 2, "train/loss": 1.0}', '{"st'])
-        >>> curves["train/loss"].values.tolist()
-        [2.0, 1.0]
+        >>> thinned([(step, abs(step - 3.0)) for step in range(9)], 4)
+        [(3, 0.0), (8, 5.0)]
     """
-    points: dict[str, list[tuple[float, float]]] = {}
-    for line in rows:
-        try:
-            row = expect_map(parse_json(line), {"step": float})
-        except ValueError:
-            continue
-        for name, value in row.items():
-            if "/" in name and isinstance(value, int | float | None):
-                points.setdefault(name, []).append((row["step"], math.nan if value is None else value))
-    return {name: Curve.of(pairs) for name, pairs in points.items()}
+    if len(points) <= most:
+        return list(points)
+    first, span, kept = points[0][0], points[-1][0] - points[0][0] + 1, list[Point]()
+    for _, part in itertools.groupby(points, lambda point: (point[0] - first) * (most // 4) // span):
+        bucket = list(part)
+        finite = [(value, -place) for place, (_, value) in enumerate(bucket) if value is not None]
+        gap = next((place for place, (_, value) in enumerate(bucket) if value is None), None)
+        ends = [-min(finite)[1], -max(finite)[1]] if finite else []
+        places = {*ends, len(bucket) - 1, *([] if gap is None else [gap])}
+        kept += [bucket[place] for place in sorted(places)]
+    return kept
 
 
-def draw_lr(path: Path, *, title: str, rates: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Draw the learning rate of the whole run: one curve for each optimizer, by name."""
-    curves = {name: Curve.of(points) for name, points in rates.items()}
-    highest = max(float(np.nan_to_num(curve.values).max(initial=0.0)) for curve in curves.values())
-    with mpl.rc_context(STYLE):
-        axes = _axes(title, "learning rate")
-        axes.set_ylim(0, highest * 1.12 or 1.0)
-        for (name, curve), colour in zip(curves.items(), cycle((BLUE, ORANGE, GREY, INK)), strict=False):
-            axes.plot(curve.steps, curve.values, color=colour, linewidth=2, label=name)
-            if np.isfinite(curve.values).any():
-                peak = int(np.nanargmax(curve.values))
-                _mark(axes, curve.steps[peak], curve.values[peak], f"peak {figure(curve.values[peak])}", colour)
-        if len(curves) == 1:
-            axes.fill_between(curve.steps, curve.values, color=BLUE, alpha=0.08, linewidth=0)
-        else:
-            axes.legend(loc="best")
-        save(_chart(axes), path)
+@dataclass(slots=True)
+class Curve:
+    """One metric over the steps, in bounded memory: it is thinned whenever there are too many points.
+
+    Example:
+        >>> curve = Curve()
+        >>> for step in range(5):
+        ...     curve.add(step, step / 2)
+        >>> curve.points()[-1], curve.seen
+        ((4, 2.0), 5)
+    """
+
+    seen: int = 0
+    """Points that were added."""
+    _kept: list[Point] = field(default_factory=list)
+
+    @property
+    def last(self) -> float | None:
+        """The newest value."""
+        return self._kept[-1][1] if self._kept else None
+
+    def add(self, step: int, value: float | None) -> None:
+        """Add a point; None stands for a value that is not finite."""
+        self.seen += 1
+        self._kept.append((step, value))
+        if len(self._kept) > 2 * MAX_POINTS:
+            self._kept = thinned(self._kept, MAX_POINTS)
+
+    def points(self, most: int = MAX_POINTS) -> list[Point]:
+        """Return the points to show, at most `most`."""
+        return thinned(self._kept, most)
 
 
-def draw_metrics(folder: Path, *, title: str, lines: Iterable[bytes | str], modes: Mapping[str, str]) -> list[Path]:
-    """Draw one plot for each metric, training and validation together.
+def compact_curve(points: Sequence[Point], seen: int) -> dict[str, Any]:
+    """Return a curve for a page: its steps as differences, its values with 7 significant digits.
 
     Args:
-        folder: the folder for `loss.png`, `accuracy.png` ...
-        title: the run's name.
-        lines: those of `metrics.jsonl`.
-        modes: `min` or `max` for metrics whose better direction is known, by name; losses are `min`.
-
-    Returns:
-        The files written.
-    """
-    written, curves = [], read_curves(lines)
-    for metric in sorted({metric for side, _, metric in (name.partition("/") for name in curves) if side in _SIDES}):
-        path = folder / f"{metric.replace('/', '_')}.png"
-        others = [name.partition("/")[0] for name in curves if name.startswith("val_") and name.endswith(f"/{metric}")]
-        split = {side: curve for side in _SIDES if (curve := curves.get(f"{side}/{metric}")) is not None}
-        with mpl.rc_context(STYLE):
-            axes = _axes(title, metric)
-            _draw_train(axes, split.get("train"))
-            _draw_val(axes, split.get("val"), modes.get(f"val/{metric}", "min" if "loss" in metric else None))
-            for side in others:
-                split[side] = curve = curves[f"{side}/{metric}"]
-                axes.plot(curve.steps, curve.values, linewidth=1.2, label=side)
-            _scale(axes, metric, [curve.values for curve in split.values()])
-            if len(split) > 1:
-                axes.legend(loc="best")
-            save(_chart(axes), path)
-        written.append(path)
-    return written
-
-
-def _draw_train(axes: Axes, curve: Curve | None) -> None:
-    if curve is None:
-        return
-    thin = curve.thinned()
-    if len(thin.steps) < 20:
-        axes.plot(thin.steps, thin.values, color=BLUE, linewidth=1.8, label="train")
-        return
-    smooth = thin.smoothed()
-    axes.plot(thin.steps, thin.values, color=BLUE, linewidth=0.8, alpha=0.3)
-    axes.plot(smooth.steps, smooth.values, color=BLUE, linewidth=1.8, label="train")
-
-
-def _draw_val(axes: Axes, curve: Curve | None, mode: str | None) -> None:
-    if curve is None:
-        return
-    dots: dict[str, Any] = {"marker": "o", "markersize": 4} if len(curve.steps) <= 40 else {}
-    axes.plot(curve.steps, curve.values, color=ORANGE, linewidth=1.8, label="val", **dots)
-    if mode is not None and np.isfinite(curve.values).any():
-        best = int(np.nanargmin(curve.values) if mode == "min" else np.nanargmax(curve.values))
-        _mark(axes, curve.steps[best], curve.values[best], f"best {figure(curve.values[best])}", ORANGE)
-
-
-def _scale(axes: Axes, metric: str, values: Sequence[NDArray[np.float64]]) -> None:
-    """Use a logarithmic axis for a loss that falls by more than a factor of ten."""
-    finite = np.concatenate([part[np.isfinite(part)] for part in values])
-    if "loss" in metric and len(finite) and finite.min() > 0 and finite.max() > 10 * finite.min():
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.minorticks_off()
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: figure(value)))
-
-
-def _axes(title: str, y_label: str) -> Axes:
-    axes = Figure(figsize=(7.2, 4.0), dpi=140, layout="constrained").subplots()
-    axes.set_title(title, loc="left", fontweight="bold", pad=12)
-    axes.set_xlabel("step")
-    axes.set_ylabel(y_label)
-    axes.margins(x=0.02)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: figure(value)))
-    return axes
-
-
-def _tick(step: float) -> str:
-    """Return a step as a short text.
+        points: step and value of each point, in order.
+        seen: number of points before any were left out.
 
     Example:
-        >>> [_tick(x) for x in (0, 800, 1600, 20_000, 1_500_000)]
-        ['0', '800', '1.6k', '20k', '1.5M']
+        >>> compact_curve([(10, 0.5), (20, 0.25), (30, None)], 3)
+        {'seen': 3, 'every': [10, 10, 3], 'y': [0.5, 0.25, None]}
     """
-    number, _, suffix = compact(step).partition(" ")
-    return (number.rstrip("0").rstrip(".") if "." in number else number) + suffix
+    steps = [step for step, _ in points]
+    between = [later - earlier for earlier, later in itertools.pairwise(steps)]
+    values = column([value for _, value in points])
+    if steps and len(set(between)) <= 1:
+        return {"seen": seen, "every": [steps[0], between[0] if between else 1, len(steps)], "y": values}
+    return {"seen": seen, "dx": [*steps[:1], *between], "y": values}
 
 
-def _mark(axes: Axes, x: float, y: float, text: str, colour: str) -> None:
-    """Mark a point with a circle and a label inside the axes."""
-    axes.plot([x], [y], "o", color="white", markeredgecolor=colour, markeredgewidth=1.8, markersize=7, zorder=5)
-    low, high = axes.get_xlim()
-    place = (x - low) / (high - low)
-    side, shift = ("left", -4) if place < 0.1 else ("right", 4) if place > 0.9 else ("center", 0)
-    axes.annotate(text, (x, y), (shift, 9), textcoords="offset points", ha=side, color=colour, fontweight="bold")
+def column(values: Sequence[float | None], *, digits: int = 7) -> list[float | int | None]:
+    """Return numbers for a page, with at most 7 significant digits; None for a number that is not finite."""
+    return [None if value is None else _rounded(value, digits) for value in values]
 
 
-def _chart(axes: Axes) -> Figure:
-    chart = axes.get_figure(root=True)
-    assert chart is not None
-    return chart
+def _rounded(value: float, digits: int) -> float | int:
+    rounded = float(f"{value:.{digits}g}")
+    return int(rounded) if rounded.is_integer() and math.fabs(rounded) < 1e15 else rounded
 
 
-def save(chart: Figure, path: Path) -> None:
-    """Write to a temporary file and rename it, so that no reader sees an incomplete picture."""
-    path.parent.mkdir(exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    chart.savefig(partial, format="png")
-    partial.replace(path)
+@dataclass
+class LoggedRows:
+    """The content of a `metrics.jsonl`, in bounded memory."""
+
+    curves: dict[str, Curve] = field(default_factory=dict)
+    """Metric -> its curve; the first 200 metrics."""
+    clock: dict[str, Curve] = field(default_factory=dict)
+    """`samples` and `seconds` over the steps."""
+    evaluations: list[int] = field(default_factory=list)
+    """The steps of the first 2,000 evaluations."""
+    num_evaluations: int = 0
+    waited_s: float = 0.0
+    """Seconds of training in which the steps waited for data."""
+    malformed: int = 0
+    """Lines that are no rows."""
+    left_out: set[str] = field(default_factory=set)
+    """Names of metrics beyond the first 200, at most 200."""
+
+    def add(self, line: bytes) -> None:
+        """Add a line of the file."""
+        try:
+            row = parse_json(line)
+        except ValueError:
+            row = None
+        step = row.get("step") if isinstance(row, dict) else None
+        if type(step) is not int or step < 0:
+            self.malformed += 1
+            return
+        if "samples" in row:
+            self._note_position(row, step)
+        else:
+            self.num_evaluations += 1
+            if len(self.evaluations) < _MAX_MARKS:
+                self.evaluations.append(step)
+        for name, value in row.items():
+            found = number(value)
+            if name not in _POSITION and (found is not None or value is None):
+                self._add_to(name, step, found)
+
+    def _add_to(self, name: str, step: int, value: float | None) -> None:
+        curve = self.curves.get(name) or self.curves.get(name[:_MAX_NAME])
+        if curve is None and len(self.curves) >= _MAX_CURVES:
+            if len(self.left_out) < _MAX_CURVES:
+                self.left_out.add(name[:_MAX_NAME])
+            return
+        if curve is None:
+            curve = self.curves[name[:_MAX_NAME]] = Curve()
+        curve.add(step, value)
+
+    def _note_position(self, row: Mapping[str, Any], step: int) -> None:
+        before = self.seconds
+        for name in ("samples", "seconds"):
+            value = number(row.get(name))
+            if value is not None:
+                if name not in self.clock:
+                    self.clock[name] = Curve()
+                self.clock[name].add(step, value)
+        waited = number(row.get("data_wait"))
+        if waited is not None and 0 <= waited <= 1:
+            self.waited_s += waited * max(0.0, self.seconds - before)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training up to the newest row."""
+        newest = self.clock["seconds"].last if "seconds" in self.clock else None
+        return newest or 0.0
+
+
+class RowFile:
+    """A file of JSON lines that grows: each call of `new` continues behind the last line that was read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read, self._file = 0, 0
+
+    def begins_again(self) -> bool:
+        """Return whether the file is another one, or shorter, since the last reading: a resumed run replaces it."""
+        try:
+            size, file = size_of(self._path), self._path.lstat().st_ino
+        except (OSError, UnreadableError):
+            return False
+        if size >= self._read and file == self._file:
+            return False
+        self._read, self._file = 0, file
+        return True
+
+    def new(self) -> Iterator[bytes]:
+        """Yield the lines that were added.
+
+        Raises:
+            UnreadableError: a line of more than a megabyte: nothing behind it is read.
+        """
+        if not self._file or size_of(self._path) <= self._read:
+            return
+        for line in read_lines(self._path, start=self._read):
+            self._read += len(line)
+            yield line
+
+
+class MetricsReader:
+    """Reads the curves of a `metrics.jsonl` that grows.
+
+    Args:
+        path: the file.
+        rest: called after every 128 rows (3 ms on one core). A reader thread in a training process pauses there: a
+            resumed run may have a million rows, and Python runs only one thread at a time.
+    """
+
+    def __init__(self, path: Path, *, rest: Callable[[], object] = lambda: None) -> None:
+        self._file, self._rest = RowFile(path), rest
+        self.rows = LoggedRows()
+        """All rows that were read."""
+
+    def read(self) -> LoggedRows:
+        """Read the rows that were added; from the start if the file was replaced or has become shorter."""
+        if self._file.begins_again():
+            self.rows = LoggedRows()
+        try:
+            for place, line in enumerate(self._file.new(), start=1):
+                self.rows.add(line)
+                if place % _ROWS_AT_ONCE == 0:
+                    self._rest()
+        except UnreadableError:
+            self.rows.malformed += 1
+        return self.rows
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number; None for anything else."""
+    if type(value) is not float and type(value) is not int:  # not isinstance: a bool is not a number
+        return None
+    return float(value) if math.isfinite(value) else None

@@ -1,27 +1,25 @@
-"""Write TensorBoard event files: checksummed records, each one a protocol buffer of TensorBoard's.
+"""TensorBoard's event files: its own records and summaries, in files whose errors are those of a run folder.
 
-TensorBoard's own writer needs a thread and 0.2 s to import.
-
-Source: the TFRecord format (tensorflow.org/tutorials/load_data/tfrecord).
+Imports torch.utils.tensorboard, which takes 0.2 s: import this module when there is a first row.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import socket
-import struct
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import DataClass, HistogramProto, Summary, SummaryMetadata
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-from tensorboard.compat.proto.types_pb2 import DataType
-from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import histogram_raw, image, text
 
 from trainkit.storage import naming
 from trainkit.trainer.ownership import OwnershipToken
@@ -32,11 +30,14 @@ _HPARAMS = "hparams"
 class EventFile:
     """A file of scalars, images and texts for TensorBoard; `flush` makes them visible.
 
+    TensorBoard's `EventFileWriter` would import TensorFlow where that is installed, and write from a thread whose
+    errors come late.
+
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     events = EventFile(Path(folder))
-        ...     events.scalars({"train/loss": 0.5}, step=10, wall_time=1.75e9)
+        ...     events.scalars({"train/loss": 0.5}, step=10)
         ...     events.close()
         ...     len(list(Path(folder).glob("events.out.tfevents.*")))
         1
@@ -52,37 +53,45 @@ class EventFile:
         """
         with naming(folder):
             folder.mkdir(exist_ok=True)
-        now = time.time()
-        name = f"events.out.tfevents.{int(now)}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}{suffix}"
-        self._path = folder / name
+        place = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        self._path = folder / f"events.out.tfevents.{place}{suffix}"
         with naming(self._path):
             self._file = self._path.open("xb", buffering=0)
-        self._pending = bytearray()
-        self._add(Event(wall_time=now, file_version="brain.Event:2"))
+        self._pending = io.BytesIO()
+        self._records = RecordWriter(self._pending)
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if purge_after is not None:
             # A session that starts at step s invalidates s and all later steps.
             log = SessionLog(status=SessionLog.START)
-            self._add(Event(wall_time=now, step=purge_after + 1, session_log=log))
+            self._write(Event(wall_time=time.time(), step=purge_after + 1, session_log=log))
         self.flush()
 
-    def scalars(self, values: Mapping[str, float], *, step: int, wall_time: float) -> None:
-        """Add one point to each named curve, with the time of its measurement."""
+    def add(self, content: Summary, *, step: int = 0, wall_time: float | None = None) -> None:
+        """Add a summary, with the time of its measurement; None: now."""
+        moment = time.time() if wall_time is None else wall_time
+        self._write(Event(wall_time=moment, step=step, summary=content))
+
+    def scalars(self, values: Mapping[str, float], *, step: int, wall_time: float | None = None) -> None:
+        """Add one point to each named curve."""
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._add(Event(wall_time=wall_time, step=step, summary=Summary(value=points)))
+        self.add(Summary(value=points), step=step, wall_time=wall_time)
 
-    def image(self, name: str, png: bytes, *, height: int, width: int, step: int, wall_time: float) -> None:
-        """Add an image, as PNG."""
-        image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=png)
-        value = Summary.Value(tag=name, image=image)
-        self._add(Event(wall_time=wall_time, step=step, summary=Summary(value=[value])))
+    def image(self, name: str, pixels: NDArray[np.uint8], *, step: int) -> None:
+        """Add an image: (height, width, 1 or 3)."""
+        self.add(image(name, pixels, dataformats="HWC"), step=step)  # type: ignore[no-untyped-call]
 
-    def histogram(self, name: str, counts: Mapping[int, int], *, step: int, wall_time: float) -> None:
+    def text(self, name: str, markdown: str, *, step: int) -> None:
+        """Add a text, as Markdown."""
+        content = text(name, markdown)  # type: ignore[no-untyped-call]
+        content.value[0].tag = name  # torch appends "/text_summary"
+        self.add(content, step=step)
+
+    def histogram(self, name: str, counts: Mapping[int, int], *, step: int) -> None:
         """Add the number of occurrences of each whole number."""
         numbers = range(min(counts), max(counts) + 1)
-        sums = [float(sum(count * number**power for number, count in counts.items())) for power in (1, 2)]
-        ends = (numbers[0], numbers[-1], sums[0], sums[1])
+        total, squares = (float(sum(count * number**power for number, count in counts.items())) for power in (1, 2))
         limits, found = [number + 0.5 for number in numbers], [counts.get(number, 0) for number in numbers]
-        self.buckets(name, limits, found, ends=ends, step=step, wall_time=wall_time)
+        self.buckets(name, limits, found, ends=(numbers[0], numbers[-1], total, squares), step=step)
 
     def buckets(
         self,
@@ -92,7 +101,6 @@ class EventFile:
         *,
         ends: tuple[float, float, float, float],
         step: int,
-        wall_time: float,
     ) -> None:
         """Add a histogram.
 
@@ -102,29 +110,10 @@ class EventFile:
             counts: the values in each bucket.
             ends: the smallest and the largest value, the sum of the values and the sum of their squares.
             step: the step of the histogram.
-            wall_time: seconds since the epoch.
         """
         low, high, total, squares = ends
-        sums = {"num": sum(counts), "sum": total, "sum_squares": squares}
-        histo = HistogramProto(min=low, max=high, **sums, bucket_limit=limits, bucket=counts)
-        value = Summary.Value(tag=name, histo=histo)
-        self._add(Event(wall_time=wall_time, step=step, summary=Summary(value=[value])))
-
-    def plugin(self, tag: str, content: Any, *, wall_time: float) -> None:
-        """Add data of TensorBoard's HParams page."""
-        from tensorboard.plugins.hparams import metadata  # noqa: PLC0415 - for a sweep's end only
-
-        value = Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(content), tensor=metadata.NULL_TENSOR)
-        self._add(Event(wall_time=wall_time, summary=Summary(value=[value])))
-
-    def text(self, name: str, markdown: str, *, step: int, wall_time: float) -> None:
-        """Add a text, as Markdown."""
-        plugin = SummaryMetadata(
-            plugin_data=SummaryMetadata.PluginData(plugin_name="text"), data_class=DataClass.DATA_CLASS_TENSOR
-        )
-        tensor = TensorProto(dtype=DataType.DT_STRING, tensor_shape=TensorShapeProto(), string_val=[markdown.encode()])
-        value = Summary.Value(tag=name, metadata=plugin, tensor=tensor)
-        self._add(Event(wall_time=wall_time, step=step, summary=Summary(value=[value])))
+        content = histogram_raw(name, low, high, sum(counts), total, squares, limits, counts)  # type: ignore[no-untyped-call]
+        self.add(content, step=step)
 
     def flush(self) -> None:
         """Write what was added since the last flush.
@@ -132,7 +121,9 @@ class EventFile:
         Raises:
             StorageError: it cannot be written, and is dropped: a truncated record makes all later ones unreadable.
         """
-        pending, self._pending = memoryview(self._pending), bytearray()
+        pending = memoryview(self._pending.getvalue())
+        self._pending.seek(0)
+        self._pending.truncate()
         with naming(self._path, needed=len(pending)):
             while pending:
                 pending = pending[self._file.write(pending) :]
@@ -145,14 +136,8 @@ class EventFile:
             finally:
                 self._file.close()
 
-    def _add(self, event: Event) -> None:
-        record = event.SerializeToString()
-        length = struct.pack("<Q", len(record))
-        self._pending += length + _checksum(length) + record + _checksum(record)
-
-
-def _checksum(data: bytes) -> bytes:
-    return struct.pack("<I", masked_crc32c(data))
+    def _write(self, event: Event) -> None:
+        self._records.write(event.SerializeToString())
 
 
 def write_hparams(folder: Path, *, settings: Mapping[str, str], name: str, finished: bool) -> None:
@@ -178,15 +163,16 @@ def write_hparams(folder: Path, *, settings: Mapping[str, str], name: str, finis
             earlier.unlink()
     now = time.time()
     start = plugin_data_pb2.SessionStartInfo(group_name=name, start_time_secs=now)
-    for key, text in settings.items():
-        _put(start.hparams[key], text)
+    for key, typed in settings.items():
+        _put(start.hparams[key], typed)
     status = api_pb2.Status.STATUS_SUCCESS if finished else api_pb2.Status.STATUS_FAILURE
     end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=now)
     events = EventFile(folder, suffix=suffix)
     started = plugin_data_pb2.HParamsPluginData(session_start_info=start)
-    events.plugin(metadata.SESSION_START_INFO_TAG, started, wall_time=now)
     ended = plugin_data_pb2.HParamsPluginData(session_end_info=end)
-    events.plugin(metadata.SESSION_END_INFO_TAG, ended, wall_time=now)
+    for tag, content in ((metadata.SESSION_START_INFO_TAG, started), (metadata.SESSION_END_INFO_TAG, ended)):
+        about = metadata.create_summary_metadata(content)
+        events.add(Summary(value=[Summary.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR)]))
     events.close()
 
 

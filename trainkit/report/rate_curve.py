@@ -1,19 +1,16 @@
-"""The learning rate over the steps of a training: one line of a terminal, its corners, and a picture."""
+"""The learning rate over the steps of a training: one line of a terminal, and its corners."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Final
 
 from trainkit.numerics.schedules import LearningRate, lr_points
-from trainkit.report.drawing import Drawing
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _PLAIN: Final = "_.-=+*#@"
 """The same heights for terminals that show only ASCII."""
 _WIDTH: Final = 60
-_PATIENCE_S: Final = 120.0
 
 
 def bars(values: Sequence[float], *, encoding: str | None) -> str:
@@ -39,9 +36,3 @@ def corners(rate: LearningRate) -> str:
     quarters = [rate.warmup_steps + rest * quarter // 4 for quarter in range(4)]
     steps = sorted({0, max(rate.warmup_steps - 1, 0), *quarters, rate.num_steps - 1})
     return ", ".join(f"{rate(step):.3g} at {step:,}" for step in steps if 0 <= step < rate.num_steps)
-
-
-def draw_rates(path: Path, rates: Mapping[str, LearningRate], *, title: str) -> str:
-    """Draw learning rates, by the name of their optimizer, into a PNG; return why there is none, or an empty text."""
-    points = {name: lr_points(rate, rate.num_steps) for name, rate in rates.items()}
-    return Drawing({"draw": "lr", "path": path, "title": title, "rates": points}).wait(_PATIENCE_S)[0]

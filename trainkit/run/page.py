@@ -19,7 +19,7 @@ from trainkit.run.process.heartbeat import read_heartbeat
 from trainkit.trainer.ownership import set_aside
 
 if TYPE_CHECKING:
-    from trainkit.report.web.curves import LoggedRows
+    from trainkit.report.curves import LoggedRows
     from trainkit.report.web.run_document import RankLine, Spread
 
 FILE: Final = "report.html"
@@ -49,7 +49,7 @@ def write_run_page(
     Raises:
         OSError: it cannot be written.
     """
-    from trainkit.report.web.curves import MetricsReader  # noqa: PLC0415 - for a page only
+    from trainkit.report.curves import MetricsReader  # noqa: PLC0415 - for a page only
     from trainkit.report.web.run_document import RunFacts, Standing, run_page  # noqa: PLC0415
     from trainkit.report.web.run_files import RunFiles  # noqa: PLC0415
 

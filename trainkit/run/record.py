@@ -40,7 +40,7 @@ from trainkit.trainer.manifest import list_complete
 from trainkit.trainer.ownership import uncontested
 
 if TYPE_CHECKING:
-    from trainkit.report.web.curves import MetricsReader
+    from trainkit.report.curves import MetricsReader
 
 _VERSION: Final = 1
 _WRITE_S: Final = 2.0
@@ -255,7 +255,7 @@ class PageWriter:
 
     def _reader(self) -> MetricsReader:
         if self._metrics is None:
-            from trainkit.report.web.curves import MetricsReader  # noqa: PLC0415 - after the run has begun
+            from trainkit.report.curves import MetricsReader  # noqa: PLC0415 - after the run has begun
 
             self._metrics = MetricsReader(self._folder.metrics, rest=lambda: self._has_ended.wait(_REST_S))
         return self._metrics

@@ -359,10 +359,10 @@ class Sweep:
     def note(self) -> None:
         """Write the current state of the sweep."""
         self.record.write()
-        write(collect(self.folder), self.folder, picture=False)
+        write(collect(self.folder), self.folder, is_end=False)
 
     def finish(self) -> None:
-        """Write the leaderboard, its plot and the page; print the leaderboard."""
+        """Write the leaderboard and the page; print the leaderboard."""
         self.record.forget_others(self.requested)
         with reporting(self.folder):
             self.record.write()

@@ -10,8 +10,8 @@ from typing import Any, Final
 from trainkit.config.schema import MonitoredMetric
 from trainkit.fields import Tag
 from trainkit.redaction import mask
+from trainkit.report.curves import LoggedRows, Point, column, compact_curve, number
 from trainkit.report.web.commands import printable_command
-from trainkit.report.web.curves import LoggedRows, Point, column, compact_curve, number
 from trainkit.report.web.page import make_page, printable, to_json
 
 SCRIPTS: Final = ("dom.js", "charts.js", "paper.js", "coordinates.js", "comparison.js")

@@ -14,9 +14,9 @@ from typing import Any, Final
 from trainkit.config.commands import printed_command
 from trainkit.config.schema import MonitoredMetric, RunConfig
 from trainkit.redaction import mask
+from trainkit.report.curves import Curve, LoggedRows, compact_curve, number
 from trainkit.report.numbers import count, duration, figure
 from trainkit.report.web.commands import printable_command, repeating_command
-from trainkit.report.web.curves import Curve, LoggedRows, compact_curve, number
 from trainkit.report.web.figures_document import figures_of
 from trainkit.report.web.page import make_page, printable, to_json
 from trainkit.report.web.run_files import RunFiles

@@ -272,10 +272,9 @@ class CheckpointEvaluator:
             from trainkit.report.events import EventFile  # noqa: PLC0415 - protobuf, with the first evaluation
 
             self._events = EventFile(self._folder.tensorboard, suffix=".evaluator")
-        now = time.time()
-        self._events.scalars(found.figures, step=row["step"], wall_time=now)
+        self._events.scalars(found.figures, step=row["step"])
         for name, table in found.tables.items():
-            self._events.text(name, table.markdown(), step=row["step"], wall_time=now)
+            self._events.text(name, table.markdown(), step=row["step"])
         self._events.flush()
         text = f"{json.dumps(row)}\n".encode()
         path = self._folder.evaluations

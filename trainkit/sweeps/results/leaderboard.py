@@ -17,7 +17,6 @@ from trainkit.config.schema import GROUPS, MonitoredMetric, load_resolved
 from trainkit.config.sections import EvalConfig
 from trainkit.errors import ConfigError, UnreadableError
 from trainkit.files import write_atomically
-from trainkit.report.drawing import Drawing
 from trainkit.report.numbers import count, duration, figure
 from trainkit.strategies import ALL_DEVICES
 from trainkit.sweeps.results.job_results import (
@@ -228,29 +227,13 @@ def collect(folder: Path, goal: MonitoredMetric | None = None) -> Leaderboard:
     return Leaderboard.of(entries, goal)
 
 
-def write(board: Leaderboard, folder: Path, *, picture: bool = True) -> None:
-    """Write `leaderboard.{md,csv}`; at the end of a sweep (`picture`) the plot, and each job's settings for
-    TensorBoard. Jobs without the metric are drawn by their settings only.
-    """
+def write(board: Leaderboard, folder: Path, *, is_end: bool = True) -> None:
+    """Write `leaderboard.{md,csv}`; at the end of a sweep (`is_end`) also each job's settings for TensorBoard."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (("leaderboard.md", board.markdown(base=folder)), ("leaderboard.csv", board.csv(base=folder))):
         write_atomically(folder / name, text)
-    if not picture or all(board.value(entry) is None for entry in board.entries):
+    if not is_end or all(board.value(entry) is None for entry in board.entries):
         return
-    jobs = [
-        {
-            "label": " ".join(entry.overrides) or entry.job,
-            "value": board.value(entry),
-            "status": entry.status,
-            "settings": entry.settings,
-        }
-        for entry in board.entries
-    ]
-    path = folder / "leaderboard.png"
-    goal = {"metric": board.goal.metric, "mode": board.goal.mode}
-    drawing = Drawing(  # in a separate process, while the files for TensorBoard are written
-        {"draw": "sweep", "path": path, "title": folder.name, **goal, "jobs": jobs}
-    )
     for entry in board.entries:
         tensorboard = entry.folder / "tensorboard"
         if tensorboard.is_dir():
@@ -258,4 +241,3 @@ def write(board: Leaderboard, folder: Path, *, picture: bool = True) -> None:
 
             done = entry.status == "finished"
             write_hparams(tensorboard, settings=entry.settings, name=entry.job, finished=done)
-    drawing.wait(60.0)

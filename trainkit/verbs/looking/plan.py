@@ -12,9 +12,9 @@ from trainkit.config.grammar import refusal
 from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import ConfigError, Problem, together
 from trainkit.report.json_output import print_json
-from trainkit.report.rate_curve import corners, curve_line, draw_rates
+from trainkit.report.rate_curve import corners, curve_line
 from trainkit.report.tables import print_rows, print_summary
-from trainkit.storage import num_bytes
+from trainkit.storage import num_bytes, reporting
 from trainkit.verbs.support.call import Add, Call, data_flags, declared_for, json_flag, whole
 from trainkit.verbs.support.measured import line_printer
 
@@ -110,9 +110,15 @@ def _draw(found: _Planned, name: str) -> None:
     rule = None if name.endswith(".png") else "must end in .png."
     if found.num_steps is None:
         rule = "needs the number of steps, and the length of the data is unknown: give --num-samples N."
-    rule = rule or draw_rates(Path(name).expanduser(), _rates(found.plan), title=found.plan.cfg.name)
     if rule:
         raise ConfigError([Problem(key="--rate-png", value=name, rule=rule, origin="command line")])
+    from trainkit.numerics.schedules import lr_points  # noqa: PLC0415 - not for --help
+    from trainkit.report.plots import draw_rates  # noqa: PLC0415 - imports matplotlib
+
+    rates = {label: lr_points(rate, rate.num_steps) for label, rate in _rates(found.plan).items()}
+    path = Path(name).expanduser()
+    with reporting(path):
+        draw_rates(path, title=found.plan.cfg.name, rates=rates)
 
 
 def _planned(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from trainkit.cluster.local import VARIABLE, detect
 from trainkit.config.grammar import COMMAND_LINE
@@ -19,9 +19,6 @@ from trainkit.verbs.support.call import Call
 
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
-
-
-_DRAWING_S: Final = 60.0
 
 
 def out_problems(call: Call) -> Iterator[Problem]:
@@ -121,7 +118,7 @@ class Results:
     lines: Iterable[str]
     """The text of the results."""
     picture: Mapping[str, Any] | None = None
-    """The request for the plot, without its path; None: nothing is drawn."""
+    """The name of a picture under `draw`, then the arguments of its function; None: nothing is drawn."""
     is_failed: bool = False
     """Whether a measurement failed, or found nothing."""
 
@@ -136,7 +133,6 @@ def measure(call: Call, name: str, work: Callable[[], Results | None], *, keeps:
         keeps: whether results are written without `--out`, too.
     """
     from trainkit.files import write_json_atomically  # noqa: PLC0415 - not for --help
-    from trainkit.report.drawing import Drawing  # noqa: PLC0415 - the same
     from trainkit.storage import reporting  # noqa: PLC0415 - the same
 
     out = call.flags.get("out")
@@ -147,11 +143,13 @@ def measure(call: Call, name: str, work: Callable[[], Results | None], *, keeps:
         notes = list(found.content["notes"])
         content = {**found.content, "notes": notes}
         if folder is not None:
-            if found.picture is not None:
-                (failure,) = Drawing({**found.picture, "path": folder / f"{name}.png"}).wait(_DRAWING_S)
-                notes += [f"{name}.png is not drawn: {failure}"] if failure else []
             with reporting(folder):
                 write_json_atomically(folder / f"{name}.json", content)
+                if found.picture is not None:
+                    from trainkit.report import plots  # noqa: PLC0415 - imports matplotlib
+
+                    kind, *arguments = found.picture.items()
+                    getattr(plots, f"draw_{kind[1]}")(folder / f"{name}.png", **dict(arguments))
         if "json" in call.flags:
             print_json(content)
         else:

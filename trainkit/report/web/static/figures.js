@@ -54,5 +54,5 @@ function layers() {
       {name: "largest", ...value("largest")}, {name: "rms", ...value("rms")}, {name: "zeros", number: true, of: (row) => percent(row.zeros)},
       {name: "not finite", number: true, of: (row) => whole(row.nonfinite)}], rows);
   });
-  section("Layers", el("p", {class: "soft"}, `Step ${whole(found.step)}; the plots of the run show all steps.`), ...tables).classList.add("unprinted");
+  section("Layers", el("p", {class: "soft"}, `Step ${whole(found.step)}; TensorBoard shows all steps.`), ...tables).classList.add("unprinted");
 }
