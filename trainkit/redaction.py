@@ -38,12 +38,10 @@ _VARIABLE: Final = r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*\}"
 _REFERENCE: Final = re.compile(
     rf"(?:{_SCHEME.pattern})?{_VARIABLE}|\$\{{oc\.decode:\s*{_VARIABLE}\s*\}}", re.IGNORECASE
 )
-_SHORTEST: Final = 6
-"""Minimum number of characters of a secret that `mask` replaces in any text; a shorter one is hidden only by its
-key.
-"""
-_WHOLE_WORDS: Final = 8
-"""A secret shorter than this is masked only as a separate word, not inside of another word."""
+_SHORTEST: Final = 8
+"""Minimum number of characters of a secret that `mask` replaces in any text; a shorter one is hidden by its key."""
+_COMMON: Final = re.compile(r"\d+|[A-Za-z]?[a-z]{,15}|[A-Z]{,16}")
+"""Numbers, and single words of at most 16 letters, which texts contain that quote no secret."""
 
 _known: set[str] = set()
 
@@ -78,7 +76,18 @@ def is_secret(path: Sequence[str]) -> bool:
     return any(is_secret_name(name, group) for name in names)
 
 
-def secrets_in(values: Any, path: tuple[str, ...] = (), *, marks: Marks | None = None) -> Iterator[Found]:
+Found = tuple[tuple[str, ...], Any]
+Marks = Callable[[Mapping[str, Any]], frozenset[tuple[str, ...]]]
+
+
+def secrets_in(
+    values: Any,
+    path: tuple[str, ...] = (),
+    *,
+    marks: Marks | None = None,
+    marked: frozenset[tuple[str, ...]] = frozenset(),
+    references: bool = False,
+) -> Iterator[Found]:
     """Yield the secrets below a node; a mapping or list under a secret key is one secret as a whole.
 
     None, a bool, an empty text and a reference to an environment variable are not secrets.
@@ -87,6 +96,8 @@ def secrets_in(values: Any, path: tuple[str, ...] = (), *, marks: Marks | None =
         values: plain values.
         path: the full key of the values.
         marks: returns the paths below a mapping that its class marks as secret.
+        marked: paths below these values that are marked as secret.
+        references: whether to yield references to environment variables as well.
 
     Yields:
         The full key of each secret, and its value.
@@ -95,23 +106,8 @@ def secrets_in(values: Any, path: tuple[str, ...] = (), *, marks: Marks | None =
         >>> list(secrets_in({"logger": {"w": {"api_key": "k7", "headers": {"X": 1}, "project": "digits"}}}))
         [(('logger', 'w', 'api_key'), 'k7'), (('logger', 'w', 'headers'), {'X': 1})]
     """
-    yield from _below(values, path, marks, frozenset())
-
-
-Found = tuple[tuple[str, ...], Any]
-Marks = Callable[[Mapping[str, Any]], frozenset[tuple[str, ...]]]
-
-
-_PLAIN: Final = (str, int, float, type(None))
-"""Types of values that hold no further keys: the most frequent ones, tested first."""
-
-
-def _below(
-    values: Any, path: tuple[str, ...], marks: Marks | None, marked: frozenset[tuple[str, ...]]
-) -> Iterator[Found]:
     if isinstance(values, Mapping):
-        if marks is not None:
-            marked |= marks(values)
+        marked |= marks(values) if marks is not None else frozenset()
         items: Any = ((str(key), value) for key, value in values.items())
     elif isinstance(values, list | tuple):
         items = ((str(index), value) for index, value in enumerate(values))
@@ -119,26 +115,21 @@ def _below(
         return
     for name, value in items:
         inner = (*path, name)
-        if (name,) in marked or _is_named(inner, value):
-            if _is_given(value):
+        # logger.NAME is the name that the user gives to a node
+        is_node = inner[0] in _OBSERVERS and len(inner) <= 2 and isinstance(value, Mapping)
+        if (name,) in marked or (not is_node and is_secret_name(name, inner[0])):
+            if _is_given(value, references):
                 yield inner, value
-        elif not isinstance(value, _PLAIN):
-            yield from _below(value, inner, marks, frozenset(one[1:] for one in marked if one[0] == name and one[1:]))
+        elif isinstance(value, Mapping | list | tuple):
+            below = frozenset(one[1:] for one in marked if one[0] == name and one[1:])
+            yield from secrets_in(value, inner, marks=marks, marked=below, references=references)
 
 
-def _is_named(path: tuple[str, ...], value: Any) -> bool:
-    # logger.NAME is the name that the user gives to a node
-    if path[0] in _OBSERVERS and len(path) <= 2 and isinstance(value, Mapping):
-        return False
-    return is_secret_name(path[-1], path[0])
-
-
-def _is_given(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_is_given, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_is_given, value))
-    return value is not None and value != "" and not isinstance(value, bool) and variable_of(value) is None
+def _is_given(value: Any, references: bool) -> bool:
+    if isinstance(value, Mapping | list | tuple):
+        inner = value.values() if isinstance(value, Mapping) else value
+        return any(_is_given(one, references) for one in inner)
+    return value not in (None, "") and not isinstance(value, bool) and (references or variable_of(value) is None)
 
 
 def without_secrets(values: Any, secrets: Mapping[tuple[str, ...], Any], path: tuple[str, ...] = ()) -> Any:
@@ -191,7 +182,7 @@ def has_password(text: str) -> bool:
 
 def _is_distinct(text: str) -> bool:
     """Return whether a text differs enough from ordinary words and numbers to be masked everywhere."""
-    return len(text) >= _SHORTEST and not text.isdecimal() and text != REDACTED and variable_of(text) is None
+    return len(text) >= _SHORTEST and _COMMON.fullmatch(text) is None and text != REDACTED and variable_of(text) is None
 
 
 def knows_secrets() -> bool:
@@ -207,9 +198,7 @@ def mask(text: str) -> str:
         'cannot reach http://me:(redacted)@host/x'
     """
     for secret in sorted(_known, key=len, reverse=True):
-        if secret in text:
-            whole = rf"(?<!\w){re.escape(secret)}(?!\w)" if len(secret) < _WHOLE_WORDS else re.escape(secret)
-            text = re.sub(whole, REDACTED, text)
+        text = text.replace(secret, REDACTED)
     return _PASSWORD_IN_URL.sub(rf"\1{REDACTED}@", text) if "://" in text else text
 
 

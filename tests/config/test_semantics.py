@@ -266,12 +266,19 @@ def test_a_problem_shows_no_secret_in_its_value_or_in_a_node() -> None:
     assert shown == "logger.w={'api_key': '(redacted)', 'project': 'p'}: is bad."
 
 
-def test_only_distinct_secrets_are_masked_in_other_texts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_secret_that_is_a_common_word_or_a_number_is_not_masked_in_other_texts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    common = "12345678 classification Training README OPTIMIZER digits k7-x9"
     with masked_output():
-        remember(["12345678", "tiny", "sesame", "long-secret"])
-        sys.stdout.write("12345678 tiny sesame sesames xlong-secretx http://a:b@c\n")
+        remember(common.split())
+        remember(["long-secret", "sk4digits", "aQwErTyUi", "abcdefghijklmnopq"])
+        sys.stdout.write(f"outputs/digits/2026 {common}\n")
+        sys.stdout.write("xlong-secretx sk4digits aQwErTyUi abcdefghijklmnopq http://a:b@c\n")
     sys.stdout.write("long-secret")
-    assert capsys.readouterr().out == "12345678 tiny (redacted) sesames x(redacted)x http://a:(redacted)@c\nlong-secret"
+    told, hidden, after = capsys.readouterr().out.split("\n")
+    assert (told, after) == (f"outputs/digits/2026 {common}", "long-secret")
+    assert hidden == "x(redacted)x (redacted) (redacted) (redacted) http://a:(redacted)@c"
 
 
 def test_a_traceback_and_its_record_hold_no_secret() -> None:

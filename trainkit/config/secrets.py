@@ -191,8 +191,8 @@ def with_variables(node: Mapping[str, Any], target: Any) -> dict[str, Any]:
     return _filled(node, marked_in(target) if _refers_anywhere(node) else frozenset(), ())
 
 
-def _refers_anywhere(values: Any) -> bool:
-    return any(variable_of(text) is not None for _, text in texts_in(values))
+def _refers_anywhere(values: Any, path: tuple[str, ...] = ()) -> bool:
+    return any(variable_of(text) is not None for _, text in texts_in(values, path))
 
 
 def _filled(node: Mapping[str, Any], marked: frozenset[tuple[str, ...]], path: tuple[str, ...]) -> dict[str, Any]:
@@ -210,10 +210,9 @@ def reference_paths(values: Mapping[str, Any]) -> set[tuple[str, ...]]:
     """Return the keys of secrets that refer to environment variables; for items of a list, the key of the list."""
     if not _refers_anywhere(values):
         return set()
-    hidden = secret_keys(_opaque(values))  # count a reference as a secret here, so that its key is found
-    below = [(path, text) for path, text in texts_in(values) if path in hidden or is_below(path, hidden)]
-    found = {path for path, text in below if variable_of(text) is not None}
-    return {_of_mapping(values, path) for path in found}
+    found = secrets_in(values, marks=_marks, references=True)
+    texts = (one for path, value in found for one in texts_in(value, path))
+    return {_of_mapping(values, path) for path, text in texts if variable_of(text) is not None}
 
 
 def is_reference(values: Mapping[str, Any], path: tuple[str, ...], value: Any) -> bool:
@@ -224,17 +223,8 @@ def is_reference(values: Mapping[str, Any], path: tuple[str, ...], value: Any) -
         path: the key.
         value: its value there.
     """
-    if all(variable_of(text) is None for _, text in texts_in(value, path)):  # spares the walk through all values
-        return False
-    return any(path == one[: len(path)] for one in reference_paths(values))
-
-
-def _opaque(values: Any) -> Any:
-    if isinstance(values, Mapping):
-        return {name: _opaque(value) for name, value in values.items()}
-    if isinstance(values, list | tuple):
-        return [_opaque(value) for value in values]
-    return REDACTED if variable_of(values) is not None else values
+    # The first test spares most values the walk through all.
+    return _refers_anywhere(value, path) and any(path == one[: len(path)] for one in reference_paths(values))
 
 
 def _of_mapping(values: Mapping[str, Any], path: tuple[str, ...]) -> tuple[str, ...]:
