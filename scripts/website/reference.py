@@ -18,7 +18,7 @@ from trainkit.config.described.run_schema import config_schema
 from trainkit.config.schema import GROUPS
 from trainkit.config.yaml_files import read_document, shipped_conf
 from trainkit.errors import yaml_text
-from trainkit.verbs.support.call import VERBS
+from trainkit.verbs.support.table import VERBS
 
 _FACTS: Final = re.compile(r"^(?P<meaning>.*?) ?\[(?P<facts>[^\[\]]*(?:\[.*\])?[^\[\]]*)\]$", re.DOTALL)
 """The description of a key in the schema: its meaning, and in brackets tag, unit and default."""

@@ -27,7 +27,8 @@ from trainkit.config.grammar import setting
 from trainkit.config.yaml_files import config_dir_arguments, with_config_dirs
 from trainkit.errors import ConfigError, Problem
 from trainkit.verbs.starting.completion import candidates
-from trainkit.verbs.support.call import VERBS, parse
+from trainkit.verbs.support.call import parse
+from trainkit.verbs.support.table import VERBS
 
 
 def test_a_line_is_split_into_verb_arguments_flags_and_overrides() -> None:
@@ -51,8 +52,8 @@ def test_the_flags_of_a_verb_may_stand_before_it() -> None:
 
 def test_all_mistakes_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(["--nope", "--config-dir"])
-    assert [problem.key for problem in caught.value.problems] == ["--config-dir", "--nope"]
+        parse(["epohs=3", "--nope", "--config-dir"])
+    assert [problem.key for problem in caught.value.problems] == ["--config-dir", "--nope", "epohs"]
     with pytest.raises(ConfigError) as caught:
         parse(["--mode", "best", "top", "sweep", "--k=0", "--json=3", "--metrc", "--metric"])
     assert [str(problem).partition(". ")[0] for problem in caught.value.problems] == [
@@ -159,10 +160,10 @@ def test_what_answers_at_once_imports_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from trainkit.cli import main\n"
-        "given = (['--help'], ['ls'], ['recipe=null', 'epohs=3'], ['plann'], ['model._target_=torch.os.system'])\n"
+        "given = (['--help'], ['ls'], ['epohs=3'], ['-m', 'epohs=3'], ['plann'], ['model._target_=torch.os.system'])\n"
         "codes = [main(arguments) for arguments in given]\n"
         "heavy = [name for name in ('torch', 'numpy', 'rich', 'matplotlib') if name in sys.modules]\n"
-        "sys.exit(0 if codes == [0, 0, 2, 2, 2] and not heavy else f'{codes} {heavy}')\n"
+        "sys.exit(0 if codes == [0, 0, 2, 2, 2, 2] and not heavy else f'{codes} {heavy}')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,8 @@ from tests.packaging.conftest import ROOT
 from tests.packaging.shown_commands import commands, importing_from, problem_of, write_files
 from tests.support import quick
 from trainkit.fields import Tag
-from trainkit.verbs.support.call import VERBS, parser_of
+from trainkit.verbs.support.call import parser_of
+from trainkit.verbs.support.table import VERBS
 
 PAGES = [
     "README.md",

@@ -47,7 +47,8 @@ from trainkit.storage import Free, Presence, as_storage_error, naming, reporting
 from trainkit.trainer.checkpoint.saving import Saver
 from trainkit.trainer.manifest import delete, list_complete
 from trainkit.trainer.ownership import MARK, OwnershipToken, discard_lock, locked
-from trainkit.verbs.looking.ls import list_runs
+from trainkit.verbs.looking import ls
+from trainkit.verbs.support.call import Call
 
 
 def put(path: Path, step: int, owner: OwnershipToken | None = None) -> None:
@@ -494,7 +495,7 @@ def test_ls_shows_the_runs_of_a_folder(folder: RunFolder, capsys: pytest.Capture
     earlier.mkdir()
     (earlier / "resolved.yaml").touch()
     RunFolder(earlier).write_result({"status": "preempted", "steps": 12})
-    assert list_runs(folder.path.parent) == 0
+    assert ls.run(Call(verb="ls", arguments=(str(folder.path.parent),))) == 0
     head, killed, preempted = (line.split() for line in capsys.readouterr().out.splitlines())
     assert head == ["run", "state", "step", "checkpoint", "updated", "process"]
     assert killed[:4] == [str(folder.path), "killed", "3", "yes"]

@@ -23,7 +23,7 @@ def test_all_mistakes_of_a_command_are_shown_at_once(capsys: pytest.CaptureFixtu
     arguments = ["a", "model=mlp", "--simulate"]
     found = refused(capsys, *arguments, "--assume", "gbit=0,latancy_us=3,spread,compute_s=nan")
     words = [
-        "--to-replicas: is needed", "a: is not an argument", "model=mlp: ",
+        "--to-replicas: is needed", "scale: takes 0 arguments, and got a.", "model=mlp: ",
         "gbit=0: must be a number above 0", "Did you mean latency_us?", "spread: needs a value", "compute_s=nan: ",
     ]  # fmt: skip
     assert all(word in line for word, line in zip(words, found, strict=True)), found

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from tests.packaging.conftest import ROOT
-from trainkit.verbs.support.call import VERBS
+from trainkit.verbs.support.table import VERBS
 
 pytestmark = pytest.mark.timeout(900)  # building takes a minute alone, and more beside other tests
 SITE = ROOT / "scripts/website"

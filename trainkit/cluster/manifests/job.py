@@ -15,7 +15,8 @@ from trainkit.cluster.tasks import Task
 
 SHARED: Final = "/shared"
 """The path in a container of the file system that all hosts share."""
-_TIME: Final = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
+_UNITS: Final = (1, 60, 3600, 24 * 3600)
+"""Seconds of the parts of a duration, from its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +59,40 @@ class ManifestJob:
         return self.roles or {"worker": self.hosts * self.per_host}
 
     @property
-    def shell_arguments(self) -> str:
-        """The arguments quoted for a shell."""
-        return shlex.join(self.arguments)
+    def seconds(self) -> int | None:
+        """The time limit `[DAYS-]HH:MM:SS` in seconds; None without one.
+
+        Example:
+            >>> limit = {"time": "1-02:00:30"}
+            >>> job = ManifestJob(name="a", arguments=(), hosts=1, per_host=1, gpus=False, options=limit)
+            >>> job.seconds
+            93630
+        """
+        parts = re.split("[-:]", self.options.get("time", "0"))
+        return sum(int(part) * unit for part, unit in zip(reversed(parts), _UNITS, strict=False)) or None
+
+    def gpus_of(self, role: str) -> int | None:
+        """Return the number of GPUs of a task that is alone on its host; None without any."""
+        return self.per_host if self.gpus and role in ("chief", "worker") else None
+
+    def shell(self, *program: str) -> str:
+        """Return a command with the arguments, quoted for a shell."""
+        return shlex.join([*program, *self.arguments])
+
+    def in_container(self, *program: str, mounted_at: str) -> list[str]:
+        """Return the command of a container, which links its outputs into the shared file system, if it has one."""
+        link = ["sh", "-c", f'{linking(mounted_at)}; exec "$@"', "sh"] if "shared" in self.options else []
+        return [*link, *program]
+
+    def script(self, head: Sequence[str], lines: Sequence[str]) -> str:
+        """Return a script of bash that runs `--setup` between its head and its other lines."""
+        setup = [self.options["setup"]] if "setup" in self.options else []
+        return "\n".join(["#!/usr/bin/env bash", *head, *setup, *lines, ""])
+
+    def manifest(self, start: str, *documents: Mapping[str, Any]) -> str:
+        """Return documents as YAML, without the keys whose value is None, below the command that starts them."""
+        text = "---\n".join(block_yaml(_given(one)) for one in documents)
+        return f"# {self.name} on {self.size}: {start}\n{text}"
 
     @property
     def label(self) -> str:
@@ -87,15 +119,15 @@ class ManifestJob:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class ManifestWriter:
-    """Writes the jobs of one engine."""
+@dataclass(frozen=True)
+class Engine:
+    """An engine, and the flags of `emit` for it."""
 
     write: Callable[[ManifestJob], str]
     """Returns the script or manifest of a job."""
     kind: str
     """The launcher of its processes, in the words of `LaunchEnvironment.kind`."""
-    options: tuple[str, ...] = ()
+    options: str = ""
     """Flags it accepts in addition to those of every engine."""
     needs: tuple[str, ...] = ()
     """The flags it requires."""
@@ -109,8 +141,6 @@ class ManifestWriter:
     """Whether it starts tasks of the roles chief, worker, ps and evaluator."""
     host_for_each: bool = False
     """Whether each task with a role is a host of its own there, a container, so that `--hosts` has no effect."""
-    shares_nfs: bool = False
-    """Whether `shared` is SERVER:/PATH of an NFS export; otherwise it is the name of a volume."""
 
 
 def linking(mount_point: str) -> str:
@@ -118,18 +148,11 @@ def linking(mount_point: str) -> str:
     return f"[ -e outputs ] || ln -s {shlex.quote(mount_point)} outputs"
 
 
-def seconds_of(text: str) -> int | None:
-    """Return a duration `[DAYS-]HH:MM:SS` in seconds; None if the text is not a duration.
-
-    Example:
-        >>> seconds_of("1-02:00:30"), seconds_of("90")
-        (93630, None)
-    """
-    found = _TIME.fullmatch(text)
-    if found is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+def _given(node: Any) -> Any:
+    """Return a document without the keys whose value is None."""
+    if isinstance(node, Mapping):
+        return {key: _given(value) for key, value in node.items() if value is not None}
+    return [_given(one) for one in node] if isinstance(node, list) else node
 
 
 def block_yaml(document: Mapping[str, Any]) -> str:

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-from trainkit.cluster.manifests.job import ManifestJob, ManifestWriter, roles_in
+from trainkit.cluster.manifests.job import ManifestJob, roles_in
 
 
-def _write(job: ManifestJob) -> str:
-    total = sum(job.roles.values())
+def write(job: ManifestJob) -> str:
+    """Return the batch script of a job."""
+    total, options = sum(job.roles.values()), job.options
     header = {
         "job-name": job.name,
         "nodes": job.hosts,
         "ntasks-per-node": -(-total // job.hosts) or job.per_host,
         # All GPUs of a node are visible to each of its tasks, which takes the one of its local rank.
         "gpus-per-node": job.per_host if job.gpus else None,
-        "cpus-per-task": job.options.get("cpus-per-process"),
-        "time": job.options.get("time"),
-        "partition": job.options.get("partition"),
-        "account": job.options.get("account"),
+        "cpus-per-task": options.get("cpus-per-process"),
+        **{name: options.get(name) for name in ("time", "partition", "account")},
     }
-    lines = ["#!/usr/bin/env bash", f"# {job.name} on {job.size}: sbatch FILE"]
-    lines += [f"#SBATCH --{name}={value}" for name, value in header.items() if value is not None]
-    lines.append("set -euo pipefail")
-    if "setup" in job.options:
-        lines.append(job.options["setup"])
+    head = [f"# {job.name} on {job.size}: sbatch FILE"]
+    head += [f"#SBATCH --{name}={value}" for name, value in header.items() if value is not None]
     # Since SLURM 22.05, srun does not inherit --cpus-per-task from the job.
-    cpus = f"--cpus-per-task={job.options['cpus-per-process']} " if "cpus-per-process" in job.options else ""
+    cpus = f"--cpus-per-task={options['cpus-per-process']} " if "cpus-per-process" in options else ""
     # A task that fails ends the step: otherwise the others would wait for it until their timeout.
-    srun = f"exec srun --kill-on-bad-exit=1 {cpus}"
-    command = f"python -m trainkit {job.shell_arguments}".rstrip()
-    lines += _with_roles(job, srun, command) if job.roles else [f"{srun}{command}"]
-    return "\n".join([*lines, ""])
+    srun, command = f"exec srun --kill-on-bad-exit=1 {cpus}", job.shell("python", "-m", "trainkit")
+    lines = _with_roles(job, srun, command) if job.roles else [f"{srun}{command}"]
+    return job.script([*head, "set -euo pipefail"], lines)
 
 
 def _with_roles(job: ManifestJob, srun: str, command: str) -> list[str]:
@@ -56,11 +49,3 @@ def _with_roles(job: ManifestJob, srun: str, command: str) -> list[str]:
         '    export TF_CONFIG="{\\"cluster\\": {$TRAINKIT_EMITTED_CLUSTER}, \\"task\\": $task}"',
         f'    exec "$@"\' bash {command}',
     ]
-
-
-SLURM: Final = ManifestWriter(
-    write=_write,
-    kind="SLURM",
-    options=("setup", "time", "partition", "account", "cpus-per-process"),
-    takes_roles=True,
-)

@@ -2,53 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
-from trainkit.cluster.manifests.job import SHARED, ManifestJob, ManifestWriter, block_yaml, linking, seconds_of
-
-_COMPUTING: Final = ("chief", "worker")
+from trainkit.cluster.manifests.job import SHARED, ManifestJob
 
 
-def _write(job: ManifestJob) -> str:
+def write(job: ManifestJob) -> str:
+    """Return the custom job of a job."""
     # The pools are chief, workers, servers and evaluator, in this order; TF_CONFIG of each task contains its role.
-    if job.roles:
-        pools = [_pool(job, number, gpus=job.gpus and role in _COMPUTING) for role, number in job.roles.items()]
-    else:
-        pools = [_pool(job, number, gpus=job.gpus) for number in (1, job.hosts - 1) if number]
-    document: dict[str, Any] = {"workerPoolSpecs": pools}
-    if "time" in job.options:
-        document["scheduling"] = {"timeout": f"{seconds_of(job.options['time'])}s"}
+    roles = job.roles or {"chief": 1, "worker": job.hosts - 1}
     start = f"gcloud ai custom-jobs create --region=REGION --display-name={job.label} --config=FILE"
-    return f"# {job.name} on {job.size}: {start}\n{block_yaml(document)}"
+    return job.manifest(start, {
+        "workerPoolSpecs": [_pool(job, role, count) for role, count in roles.items() if count],
+        "scheduling": {"timeout": f"{job.seconds}s"} if job.seconds else None,
+    })  # fmt: skip
 
 
-def _pool(job: ManifestJob, count: int, *, gpus: bool) -> dict[str, Any]:
-    machine: dict[str, Any] = {"machineType": job.options["machine"]}
-    if gpus:
-        machine |= {"acceleratorType": job.options["accelerator"], "acceleratorCount": job.per_host}
-    # Vertex AI mounts NFS exports below /mnt/nfs.
-    command = ["python", "-m", "trainkit"]
-    if "shared" in job.options:
-        command = ["sh", "-c", f'{linking(f"/mnt/nfs{SHARED}")}; exec "$@"', "sh", *command]
-    container: dict[str, Any] = {"imageUri": job.options["image"], "command": command}
-    if job.arguments:
-        container["args"] = list(job.arguments)
-    pool: dict[str, Any] = {"machineSpec": machine, "replicaCount": count, "containerSpec": container}
-    if "shared" in job.options:
-        server, _, path = job.options["shared"].partition(":")
-        pool["nfsMounts"] = [{"server": server, "path": path, "mountPoint": SHARED.removeprefix("/")}]
-    return pool
-
-
-VERTEX: Final = ManifestWriter(
-    write=_write,
-    kind="TF_CONFIG",
-    options=("image", "machine", "accelerator", "time", "shared"),
-    needs=("image", "machine"),
-    gpus_need=("accelerator",),
-    hosts_need=("shared",),
-    takes_devices=True,
-    takes_roles=True,
-    host_for_each=True,
-    shares_nfs=True,
-)
+def _pool(job: ManifestJob, role: str, count: int) -> dict[str, Any]:
+    options, gpus = job.options, job.gpus_of(role)
+    server, _, path = options.get("shared", "").partition(":")
+    return {
+        "machineSpec": {
+            "machineType": options["machine"],
+            "acceleratorType": options["accelerator"] if gpus else None,
+            "acceleratorCount": gpus,
+        },
+        "replicaCount": count,
+        "containerSpec": {
+            "imageUri": options["image"],
+            # Vertex AI mounts NFS exports below /mnt/nfs.
+            "command": job.in_container("python", "-m", "trainkit", mounted_at=f"/mnt/nfs{SHARED}"),
+            "args": list(job.arguments) or None,
+        },
+        "nfsMounts": [{"server": server, "path": path, "mountPoint": SHARED.removeprefix("/")}] if path else None,
+    }

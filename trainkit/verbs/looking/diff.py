@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from trainkit.config.grammar import refusal
+from trainkit.config.identity import Difference, difference
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.errors import yaml_text
-from trainkit.report.json_output import print_json
-from trainkit.verbs.support.call import Add, Call, json_flag
-
-
-def add_flags(add: Add) -> None:
-    """Add the flags of this verb."""
-    json_flag(add)
+from trainkit.verbs.support.call import Call
 
 
 def run(call: Call) -> int:
     """Print the differences; return 1 if one can change the result."""
-    from trainkit.config.identity import difference  # noqa: PLC0415 - imports the targets
-
-    call.check_arity(arguments=2, overrides=False)
     left, right = (_run_at(argument) for argument in call.arguments)
     differences = difference(left, right)
     matter = sum(item.matters for item in differences)
-    if "json" in call.flags:
-        changes = [{**asdict(item), "tag": item.tag.value} for item in differences]
-        print_json({"version": 1, "differences": changes, "can_change_result": matter})
-        return 1 if matter else 0
-    if not differences:
-        sys.stdout.write("no difference\n")
+    changes = [{**asdict(item), "tag": item.tag.value} for item in differences]
+    call.show({"version": 1, "differences": changes, "can_change_result": matter}, _lines(differences, matter))
+    return int(matter > 0)
+
+
+def _lines(differences: Sequence[Difference], matter: int) -> Iterator[str]:
     width = max((len(item.key) for item in differences), default=0)
     for item in differences:
-        change = f"{yaml_text(item.left)} -> {yaml_text(item.right)}"
-        sys.stdout.write(f"{item.tag.value:<9}  {item.key:<{width}}  {change}\n")
-    if differences:
-        verdict = "can change the result" if matter else "none can change the result beyond rounding"
-        sys.stdout.write(f"{matter} of {len(differences)} {verdict}\n" if matter else f"{verdict}\n")
-    return 1 if matter else 0
+        yield f"{item.tag.value:<9}  {item.key:<{width}}  {yaml_text(item.left)} -> {yaml_text(item.right)}"
+    if not differences:
+        yield "no difference"
+    elif matter:
+        yield f"{matter} of {len(differences)} can change the result"
+    else:
+        yield "none can change the result beyond rounding"
 
 
 def _run_at(argument: str) -> RunConfig:

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from trainkit.config.check import NEEDS_VALUE, check_names_first, fitted
+from trainkit.config.compose import compose
+from trainkit.config.composition import Composition, KeyPath, dotted, leaves, lookup
+from trainkit.config.described.key_facts import REQUIRED, facts_of
 from trainkit.config.grammar import refusal
+from trainkit.config.secrets import redacted, secret_keys
+from trainkit.config.values import nearest
 from trainkit.errors import ConfigError, yaml_text
 from trainkit.fields import Tag
 from trainkit.redaction import REDACTED
-from trainkit.verbs.support.call import Add, Call, json_flag
-
-if TYPE_CHECKING:
-    from trainkit.config.composition import Composition, KeyPath
-    from trainkit.report.schemas.looking import ExplainedKey, Explanation
+from trainkit.report.error_address import PREFIX, section, sections
+from trainkit.report.schemas.looking import ExplainedKey, Explanation
+from trainkit.verbs.support.call import Call
 
 _MEANINGS: Final = {
     Tag.maths: "maths: changes the result",
@@ -27,33 +31,24 @@ _MEANINGS: Final = {
 }
 
 
-def add_flags(add: Add) -> None:
-    """Add the flags of this verb."""
-    json_flag(add)
-
-
 def run(call: Call) -> int:
     """Print the explanation."""
     if call.arguments and all(word.partition(".")[0] == "errors" for word in call.arguments):
         return _explain_errors(call)
-    call.check_arity(arguments=1)
-    composition = _composed(call)
+    call.check_arity(1, 1)
+    composed = compose(call.overrides, config_dirs=call.config_dirs, packages=call.packages)
+    composition, problems = fitted(composed, check_names_first)
+    # A key without a value may be the one to explain.
+    if others := [problem for problem in problems if not problem.rule.startswith(NEEDS_VALUE)]:
+        raise ConfigError(others)
     found = explanation(composition, call.arguments[0])
-    if "json" in call.flags:
-        from trainkit.report.json_output import print_json  # noqa: PLC0415 - for --json only
-
-        print_json(found)
-        return 0
-    for line in _lines(found, isinstance(_value(composition, found["key"]), Mapping)):
-        sys.stdout.write(f"{line}\n")
+    call.show(found, _lines(found, isinstance(_value(composition, found["key"]), Mapping)))
     return 0
 
 
 def _explain_errors(call: Call) -> int:
     """Print sections of the page of errors, or the names of all."""
-    from trainkit.report.error_address import PREFIX, section, sections  # noqa: PLC0415 - for an error only
-
-    call.check_arity(arguments=len(call.arguments), overrides=False)
+    call.check_arity(most=len(call.arguments), overrides=False)
     if "json" in call.flags:
         raise refusal("--json", "is for keys: a section is text.")
     if call.arguments == (PREFIX,):
@@ -64,33 +59,12 @@ def _explain_errors(call: Call) -> int:
     return 0
 
 
-def _composed(call: Call) -> Composition:
-    """Compose and check; a key without a value is not an error here, since it may be the key to explain.
-
-    Raises:
-        ConfigError: every other problem.
-    """
-    from trainkit.config.check import NEEDS_VALUE, check_names_first, fitted  # noqa: PLC0415
-    from trainkit.config.compose import compose  # noqa: PLC0415 - Hydra only where one composes
-
-    composed = compose(call.overrides, config_dirs=call.config_dirs, packages=call.packages)
-    composition, problems = fitted(composed, check_names_first)
-    others = [problem for problem in problems if not problem.rule.startswith(NEEDS_VALUE)]
-    if others:
-        raise ConfigError(others)
-    return composition
-
-
 def explanation(composition: Composition, key: str) -> Explanation:
     """Return the explanation of a key, and of every key below it.
 
     Raises:
         ConfigError: there is no such key, or the composition has problems.
     """
-    from trainkit.config.composition import dotted, leaves  # noqa: PLC0415
-    from trainkit.config.described.key_facts import facts_of  # noqa: PLC0415 - imports the targets
-    from trainkit.config.values import nearest  # noqa: PLC0415
-
     path = tuple(key.split("."))
     keys = [dotted(inner) for inner, _ in leaves(composition.values)]
     if not any(name == key or name.startswith(f"{key}.") for name in keys):
@@ -109,10 +83,6 @@ def explanation(composition: Composition, key: str) -> Explanation:
 
 
 def _explained(composition: Composition, path: KeyPath) -> ExplainedKey:
-    from trainkit.config.composition import dotted  # noqa: PLC0415
-    from trainkit.config.described.key_facts import REQUIRED, facts_of  # noqa: PLC0415
-    from trainkit.config.secrets import secret_keys  # noqa: PLC0415
-
     facts, key = facts_of(composition, path), dotted(path)
     required = facts.default == REQUIRED
     secret = any(path[:length] in secret_keys(composition.values) for length in range(1, len(path) + 1))
@@ -131,9 +101,6 @@ def _explained(composition: Composition, path: KeyPath) -> ExplainedKey:
 
 def _value(composition: Composition, key: str) -> Any:
     """Return the value of a key; secrets and parts of secrets are redacted."""
-    from trainkit.config.composition import lookup  # noqa: PLC0415
-    from trainkit.config.secrets import redacted, secret_keys  # noqa: PLC0415
-
     path = tuple(key.split("."))
     value = lookup(redacted(composition.values), path)
     hidden = any(path[:length] in secret_keys(composition.values) for length in range(1, len(path)))

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.config.grammar import refusal
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.values import nearest
 from trainkit.config.yaml_files import Document, read_document, shipped_conf, shipped_recipes, shown_text
 from trainkit.errors import ConfigError
-from trainkit.report.json_output import print_json
 from trainkit.report.numbers import compact, count
 from trainkit.report.tables import row_lines
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import RunStatus, read_status
-from trainkit.verbs.support.call import Add, Call, json_flag
+from trainkit.verbs.support.call import Call
 from trainkit.watching.board import runs_below
 
 if TYPE_CHECKING:
     from trainkit.run.estimates.model_summary import Layer, ModelSummary
-
-
-def add_flags(add: Add) -> None:
-    """Add the flags of this verb."""
-    about = "the layers of the model: output, parameters, FLOPs of each; takes key=value"
-    add("--model", action="store_true", help=about)
-    json_flag(add)
 
 
 def run(call: Call) -> int:
@@ -39,28 +31,32 @@ def run(call: Call) -> int:
     """
     if "model" in call.flags:
         call.check_arity()
-        return _list_layers(call, as_json="json" in call.flags)
-    call.check_arity(arguments=min(len(call.arguments), 2), overrides=False)
-    groups, as_json = _groups(call), "json" in call.flags
+        return _list_layers(call)
+    call.check_arity(0, 2, overrides=False)
+    groups = _groups(call)
     if not call.arguments:
-        print_json(_listing(groups)) if as_json else _print_groups(groups)
+        rows = [(group, ", ".join(choices)) for group, choices in groups.items()]
+        call.show(_listing(groups), [*_table(rows), *_HINT])
         return 0
     group = call.arguments[0]
     if group not in groups and len(call.arguments) == 1 and (folder := Path(group).expanduser()).is_dir():
-        return list_runs(folder, as_json=as_json)
+        return list_runs(call, folder)
     if group not in groups:
         raise refusal(group, f"no such group. {nearest(group, groups)}")
     choices = groups[group]
     if len(call.arguments) == 1:
         rows = [(name, document.description) for name, document in choices.items()]
-        print_json(_listing({group: choices})) if as_json else _print_table(rows)
+        call.show(_listing({group: choices}), _table(rows))
         return 0
     name = call.arguments[1]
     if name not in choices:
         raise refusal(f"{group}={name}", f"no such choice. {nearest(name, choices)}")
     text = shown_text(choices[name], group)
-    print_json(_listing({group: {name: choices[name]}}, text)) if as_json else sys.stdout.write(text)
+    call.show(_listing({group: {name: choices[name]}}, text), [text.removesuffix("\n")])
     return 0
+
+
+_HINT: Final = ("", "Choose with group=choice. `trainkit ls GROUP` describes each, `ls GROUP CHOICE` lists its keys.")
 
 
 def _listing(groups: Mapping[str, Mapping[str, Document]], text: str | None = None) -> dict[str, Any]:
@@ -100,36 +96,23 @@ def _add(found: dict[str, dict[str, Document]], group: str, name: str, file: Pat
         sys.stderr.write(f"{error.problems[0]}\n")
 
 
-def _print_groups(groups: Mapping[str, Mapping[str, Document]]) -> None:
-    _print_table([(group, ", ".join(choices)) for group, choices in groups.items()])
-    sys.stdout.write(
-        "\nChoose with group=choice. `trainkit ls GROUP` describes each, `ls GROUP CHOICE` lists its keys.\n"
-    )
-
-
-def _print_table(rows: list[tuple[str, str]]) -> None:
+def _table(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
     width = max((len(name) for name, _ in rows), default=0)
-    sys.stdout.writelines(f"{f'{name:<{width}}  {text}'.rstrip()}\n" for name, text in rows)
+    yield from (f"{name:<{width}}  {text}".rstrip() for name, text in rows)
 
 
-def list_runs(root: Path, *, as_json: bool = False) -> int:
+def list_runs(call: Call, root: Path) -> int:
     """Print the runs of a folder, the most recently updated first; return the exit code."""
     found = [(path, read_status(RunFolder(path))) for path in runs_below(root)]
     found.sort(key=lambda item: item[1].updated or 0.0, reverse=True)
-    if as_json:
-        names = ("state", "note", "step", "resumable", "updated")
-        runs = [
-            {"folder": path, "process": status.where, **{name: getattr(status, name) for name in names}}
-            for path, status in found
-        ]
-        print_json({"version": 1, "choices": [], "text": None, "runs": runs})
-        return 0
-    if not found:
-        sys.stdout.write(f"no runs in {root}\n")
-        return 0
-    rows = [_row(path, finding) for path, finding in found]
+    names = ("state", "note", "step", "resumable", "updated")
+    runs = [
+        {"folder": path, "process": status.where, **{name: getattr(status, name) for name in names}}
+        for path, status in found
+    ]
     header = ("run", "state", "step", "checkpoint", "updated", "process")
-    sys.stdout.write("\n".join([*row_lines(header, rows), ""]))
+    lines = row_lines(header, [_row(path, status) for path, status in found]) if found else [f"no runs in {root}"]
+    call.show({"version": 1, "choices": [], "text": None, "runs": runs}, lines)
     return 0
 
 
@@ -147,7 +130,7 @@ def _when(moment: float | None) -> str:
         return ""
 
 
-def _list_layers(call: Call, *, as_json: bool) -> int:
+def _list_layers(call: Call) -> int:
     """Print the layers of the model of a command line; return the exit code.
 
     Raises:
@@ -160,11 +143,9 @@ def _list_layers(call: Call, *, as_json: bool) -> int:
 
     plan = make_plan(composition.cfg)
     found = summary_of(plan, meta_model(plan.cfg))
-    if as_json:
-        names = ("batch", "parameters", "trained", "flops", "note")
-        print_json({"version": 1, **{name: getattr(found, name) for name in names}, "layers": layer_rows(found)})
-    else:
-        sys.stdout.writelines(f"{line}\n" for line in _layer_lines(found))
+    names = ("batch", "parameters", "trained", "flops", "note")
+    content = {"version": 1, **{name: getattr(found, name) for name in names}, "layers": layer_rows(found)}
+    call.show(content, _layer_lines(found))
     return 0
 
 

@@ -6,27 +6,31 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.cluster.local import launch_environment_of
+from trainkit.config.composition import Composition
 from trainkit.config.grammar import refusal
+from trainkit.config.identity import fingerprint
 from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import ConfigError, Problem, together
+from trainkit.numerics.schedules import LearningRate
 from trainkit.report.json_output import print_json
 from trainkit.report.rate_curve import corners, curve_line
+from trainkit.report.schemas.planning import PlannedRemedy
 from trainkit.report.tables import print_rows, print_summary
+from trainkit.run.estimates.hardware import hardware_of
+from trainkit.run.estimates.memory import Verdict, verdict_of
+from trainkit.run.estimates.outlook import Outlook, outlook_of
+from trainkit.run.estimates.remedies import remedies_for
+from trainkit.run.planning.memory import meta_model, refuse_small_host
+from trainkit.run.planning.misfits import refuse_misfits
+from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
+from trainkit.run.planning.plan import RunPlan, ideal_bubble_of, imagined_launch, make_plan, where_rows
 from trainkit.storage import num_bytes, reporting
-from trainkit.verbs.support.call import Add, Call, data_flags, declared_for, json_flag, whole
+from trainkit.strategies.base import StagePart
+from trainkit.verbs.support.call import Call, declared_for
 from trainkit.verbs.support.measured import line_printer
-
-if TYPE_CHECKING:
-    from trainkit.cluster.launch import LaunchEnvironment
-    from trainkit.config.composition import Composition
-    from trainkit.numerics.schedules import LearningRate
-    from trainkit.report.schemas.planning import PlannedRemedy
-    from trainkit.run.estimates.memory import Verdict
-    from trainkit.run.estimates.outlook import Outlook
-    from trainkit.run.planning.plan import RunPlan
-    from trainkit.strategies.base import StagePart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,27 +71,12 @@ def _hosts(call: Call) -> tuple[int | None, LaunchEnvironment | None]:
         raise refusal("--world", "plans for one host. Leave it out with --hosts.")
     if hosts * each > MOST_PROCESSES:
         raise refusal("--hosts", f"makes {hosts * each:,} tasks. Give {MOST_PROCESSES:,} or fewer.")
-    from trainkit.run.planning.plan import imagined_launch  # noqa: PLC0415 - imports torch
 
     return each, imagined_launch(hosts, each)
 
 
-def add_flags(add: Add) -> None:
-    """Add the flags of this verb."""
-    add("--world", metavar="N", type=whole(0, MOST_PROCESSES), help="plan for a host with this many GPUs")
-    add("--hosts", metavar="N", type=whole(1, MOST_PROCESSES), help="plan for this many hosts, with --gpus-per-host")
-    about = "GPUs per host of --hosts, with one task per GPU"
-    add("--gpus-per-host", metavar="N", type=whole(1, MOST_PROCESSES), help=about)
-    data_flags(add)
-    about = "end with exit code 2 if the run does not fit into the memory of hardware=..."
-    add("--fail-if-too-big", action="store_true", help=about)
-    add("--rate-png", metavar="FILE", help="draw the learning rate into this PNG")
-    json_flag(add)
-
-
 def run(call: Call) -> int:
     """Print the plan; return 2 if there are problems, like every verb."""
-    call.check_arity()
     num_gpus, imagined = _hosts(call)
     composition = call.compose(may_lack=None if "open-data" in call.flags else "data")
     if "fail-if-too-big" in call.flags and not composition.cfg.hardware:
@@ -124,16 +113,6 @@ def _draw(found: _Planned, name: str) -> None:
 def _planned(
     call: Call, composition: Composition, num_gpus: int | None, imagined: LaunchEnvironment | None
 ) -> _Planned:
-    from trainkit.cluster.local import launch_environment_of  # noqa: PLC0415 - not for --help
-    from trainkit.run.estimates.hardware import hardware_of  # noqa: PLC0415 - imports torch
-    from trainkit.run.estimates.memory import verdict_of  # noqa: PLC0415 - imports torch
-    from trainkit.run.estimates.outlook import outlook_of  # noqa: PLC0415 - imports torch
-    from trainkit.run.estimates.remedies import remedies_for  # noqa: PLC0415 - imports torch
-    from trainkit.run.planning.memory import meta_model, refuse_small_host  # noqa: PLC0415 - imports torch
-    from trainkit.run.planning.misfits import refuse_misfits  # noqa: PLC0415 - imports torch
-    from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes  # noqa: PLC0415 - imports torch
-    from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - imports torch
-
     try:
         data = declared_for(call, composition.cfg)
         launch = imagined or launch_environment_of(composition.cfg)
@@ -171,8 +150,6 @@ def _planned(
 
 
 def _show(found: _Planned) -> None:
-    from trainkit.run.planning.plan import where_rows  # noqa: PLC0415 - imports torch
-
     plan, memory = found.plan, found.outlook.memory
     rows = {
         **plan.summary(memory.held.num_params),
@@ -210,9 +187,6 @@ def _without_length(rows: Mapping[str, str], found: _Planned) -> dict[str, str]:
 
 def _document(found: _Planned) -> dict[str, object]:
     """Return the output of `--json`; unknown values are null."""
-    from trainkit.config.identity import fingerprint  # noqa: PLC0415 - not for --help
-    from trainkit.run.planning.plan import ideal_bubble_of  # noqa: PLC0415 - imports torch
-
     plan, memory = found.plan, found.outlook.memory
     return {
         "version": 1,

@@ -9,20 +9,17 @@ from pathlib import Path
 from trainkit.config.grammar import refusal
 from trainkit.config.schema import NO_RUN, refuse_earlier_names
 from trainkit.errors import UnreadableError
-from trainkit.verbs.support.call import Add, Call
-
-
-def add_flags(add: Add) -> None:
-    """Add the flags of this verb."""
-    about = "the file to write; without it RUN/report.html, SWEEP/report.html or comparison.html"
-    add("--out", metavar="FILE", help=about)
+from trainkit.report.web.comparison_document import comparison_page
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.page import write_page, write_run_page
+from trainkit.storage import reporting
+from trainkit.sweeps.results.comparing import compare_runs, compare_sweep, spread_of_run
+from trainkit.sweeps.results.leaderboard import collect
+from trainkit.verbs.support.call import Call
 
 
 def run(call: Call) -> int:
     """Write the page, and print its path."""
-    from trainkit.storage import reporting  # noqa: PLC0415 - not for --help
-
-    call.check_arity(arguments=max(1, len(call.arguments)), overrides=False)
     folders = [Path(argument).expanduser() for argument in call.arguments]
     is_sweep = len(folders) == 1 and (folders[0] / "sweep.json").is_file()
     for folder in folders:
@@ -36,26 +33,14 @@ def run(call: Call) -> int:
         if out.is_dir() or not out.parent.is_dir():
             raise refusal(f"--out {out}", "must be a file in an existing folder.")
     with reporting(out.parent):
-        _write(folders, out, is_sweep=is_sweep)
+        if is_sweep:
+            board = collect(folders[0])
+            if not board.entries:
+                raise refusal(str(folders[0]), "lists no job.")
+            write_page(out, comparison_page(compare_sweep(folders[0], board)))
+        elif len(folders) == 1:
+            write_run_page(RunFolder(folders[0]), out, spread=spread_of_run(folders[0]))
+        else:
+            write_page(out, comparison_page(compare_runs(folders)))
     sys.stdout.write(f"{out}\n")
     return 0
-
-
-def _write(folders: list[Path], out: Path, *, is_sweep: bool) -> None:
-    # Nothing is imported to refuse an argument.
-    from trainkit.report.web.comparison_document import comparison_page  # noqa: PLC0415
-    from trainkit.run.folder.run_folder import RunFolder  # noqa: PLC0415
-    from trainkit.run.page import write_page, write_run_page  # noqa: PLC0415
-    from trainkit.sweeps.results.comparing import compare_runs, compare_sweep, spread_of_run  # noqa: PLC0415
-    from trainkit.sweeps.results.leaderboard import collect  # noqa: PLC0415
-
-    folder = folders[0]
-    if is_sweep:
-        board = collect(folder)
-        if not board.entries:
-            raise refusal(str(folder), "lists no job.")
-        write_page(out, comparison_page(compare_sweep(folder, board)))
-    elif len(folders) == 1:
-        write_run_page(RunFolder(folder), out, spread=spread_of_run(folder))
-    else:
-        write_page(out, comparison_page(compare_runs(folders)))

@@ -6,6 +6,8 @@ import importlib
 import sys
 from typing import Any, Final
 
+from trainkit.config.described.json_types import document_schema
+from trainkit.config.described.run_schema import config_schema
 from trainkit.config.grammar import refusal
 from trainkit.config.values import nearest
 from trainkit.report.json_output import print_json
@@ -18,7 +20,6 @@ _ABOUT: Final = "your YAML files: an editor uses it to complete and check them"
 
 def run(call: Call) -> int:
     """Print a schema, or without a name the list of all schemas."""
-    call.check_arity(arguments=min(len(call.arguments), 1), overrides=False)
     names = {_CONFIG: _ABOUT, **{name: document.about for name, document in DOCUMENTS.items()}}
     if not call.arguments:
         width = max(map(len, names))
@@ -27,7 +28,7 @@ def run(call: Call) -> int:
     name = call.arguments[0]
     if name not in names:
         raise refusal(name, f"no such schema. {nearest(name, names)}")
-    print_json(_config(call) if name == _CONFIG else schema_of(name))
+    print_json(config_schema(call.config_dirs) if name == _CONFIG else schema_of(name))
     return 0
 
 
@@ -41,15 +42,7 @@ def schema_of(name: str) -> dict[str, Any]:
         >>> schema_of("diff")["properties"]["can_change_result"]
         {'type': 'integer', 'description': 'Number of differences that can change the result.'}
     """
-    from trainkit.config.described.json_types import document_schema  # noqa: PLC0415 - to print one only
-
     document = DOCUMENTS[name]
     module, _, kind = document.kind.rpartition(".")
     described = getattr(importlib.import_module(module), kind)
     return document_schema(described, title=document.about, version=document.version, is_open=document.is_open)
-
-
-def _config(call: Call) -> dict[str, Any]:
-    from trainkit.config.described.run_schema import config_schema  # noqa: PLC0415 - imports the class of every choice
-
-    return config_schema(call.config_dirs)

@@ -7,45 +7,31 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from trainkit.config.check import check_names
 from trainkit.config.grammar import refusal
+from trainkit.config.resume import compose_anew
 from trainkit.config.schema import MonitoredMetric
 from trainkit.config.sections import EvalConfig
 from trainkit.errors import ConfigError
 from trainkit.redaction import redacted_argument
-from trainkit.report.json_output import print_json
-from trainkit.verbs.support.call import Add, Call, json_flag, one_of, whole
-
-if TYPE_CHECKING:
-    from trainkit.sweeps.results.leaderboard import Leaderboard
-
-
-def add_flags(add: Add) -> None:
-    """Add the flags of this verb."""
-    add("--k", metavar="N", type=whole(1), help="number of runs; all without it")
-    add("--metric", metavar="NAME", help="the metric for the order; eval.metric of the runs without it")
-    about = "whether the smallest (min) or the largest (max) value is best"
-    add("--mode", metavar="MODE", type=one_of("min", "max"), help=about)
-    about = "train the config of the best run again, with the given key=value: --then strategy=mirrored"
-    add("--then", action="store_true", help=about)
-    json_flag(add)
+from trainkit.sweeps.results.leaderboard import Leaderboard, collect
+from trainkit.verbs.running.train import exit_code
+from trainkit.verbs.support.call import Call
 
 
 def run(call: Call) -> int:
     """Print the leaderboard of a folder; imports no torch unless it trains."""
-    call.check_arity(arguments=1, overrides="then" in call.flags)
+    call.check_arity(1, 1, overrides="then" in call.flags)
     board, count = ranked(call)
     if "then" in call.flags and count not in (None, 1):
         raise refusal(f"--k {count}", "--then trains the best run. Use --k 1.")
     if "then" in call.flags and "json" in call.flags:
         raise refusal("--json", "prints only the leaderboard. Leave out --then.")
     shown = board if count is None else board.top(count)
-    if "json" in call.flags:
-        print_json(_ranking(shown, len(board.entries)))
-        return 0
-    sys.stdout.write(f"{len(shown.entries)} of {len(board.entries)} runs by {board.goal}\n")
-    sys.stdout.writelines(f"{line}\n" for line in (*shown.lines(), *_remarks(shown)))
+    head = f"{len(shown.entries)} of {len(board.entries)} runs by {board.goal}"
+    call.show(_ranking(shown, len(board.entries)), [head, *shown.lines(), *_remarks(shown)])
     return _train_anew(board, call) if "then" in call.flags else 0
 
 
@@ -55,8 +41,6 @@ def ranked(call: Call) -> tuple[Leaderboard, int | None]:
     Raises:
         ConfigError: no folder, no run in it, or invalid flags.
     """
-    from trainkit.sweeps.results.leaderboard import collect  # noqa: PLC0415 - nothing is read to refuse a flag
-
     folder = Path(call.arguments[0]).expanduser()
     goal, count = _goal(call.flags), call.flags.get("k")
     if not folder.is_dir():
@@ -93,9 +77,6 @@ def _remarks(board: Leaderboard) -> Iterator[str]:
 def _train_anew(board: Leaderboard, call: Call) -> int:
     """Train the config of the best run again, from the beginning."""
     from trainkit.api import train  # noqa: PLC0415 - for --then only
-    from trainkit.config.check import check_names  # noqa: PLC0415
-    from trainkit.config.resume import compose_anew  # noqa: PLC0415
-    from trainkit.verbs.running.train import exit_code  # noqa: PLC0415
 
     best = board.entries[0]
     if board.value(best) is None:

@@ -6,41 +6,27 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from trainkit.advising.advice import NOT_TRIED, Advice, Planner, Tried, Way, advise, try_family
 from trainkit.cluster.host import count_gpus, num_cores
+from trainkit.config.composition import Composition
 from trainkit.config.grammar import refusal
-from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import ConfigError
+from trainkit.report.json_output import print_json
+from trainkit.report.tables import print_rows, print_summary
+from trainkit.run.estimates.hardware import hardware_of
 from trainkit.storage import num_bytes
-from trainkit.verbs.support.call import Add, Call, data_flags, declared_for, json_flag, one_of, whole
+from trainkit.verbs.support.call import Call, declared_for
 from trainkit.verbs.support.measured import line_printer
-
-if TYPE_CHECKING:
-    from trainkit.advising.advice import Advice, Planner, Tried, Way
-    from trainkit.config.composition import Composition
 
 _LONGEST: Final = 110
 """Largest number of characters of a reason in the table; `--json` has all."""
 
 
-def add_flags(add: Add) -> None:
-    """Add the flags of this verb."""
-    about = "the largest number of devices to use; those of this machine without it"
-    add("--devices", metavar="N", type=whole(1, MOST_PROCESSES), help=about)
-    add("--hardware", metavar="CHOICE", help="a choice of the group hardware; this without it")
-    about = "time, the shortest step; cost, the fewest device seconds; memory; time without it"
-    add("--for", metavar="GOAL", type=one_of("time", "cost", "memory"), help=about)
-    data_flags(add)
-    json_flag(add)
-
-
 def run(call: Call) -> int:
     """Print the advice; return 2 if no way can be chosen."""
-    call.check_arity()
     goal, hardware_keys = call.flags.get("for", "time"), _hardware(call)
-    from trainkit.advising.advice import Planner, advise, try_family  # noqa: PLC0415 - imports torch
-    from trainkit.run.estimates.hardware import hardware_of  # noqa: PLC0415 - the same
 
     def compose(overrides: Sequence[str]) -> Composition:
         other = replace(call, overrides=(*call.overrides, *overrides, *hardware_keys))
@@ -73,8 +59,6 @@ def run(call: Call) -> int:
         planner.figures(families[0][0].overrides)
     advice = advise(found, goal)
     if "json" in call.flags:
-        from trainkit.report.json_output import print_json  # noqa: PLC0415 - for --json only
-
         print_json(_document(call, advice, planner))
     else:
         _show(call, advice, planner, base.cfg.name, notes=() if data is None else data.notes)
@@ -112,9 +96,6 @@ def _command(call: Call, tried: Tried, planner: Planner, verb: str) -> str:
 
 
 def _show(call: Call, advice: Advice, planner: Planner, name: str, *, notes: Sequence[str]) -> None:
-    from trainkit.advising.advice import NOT_TRIED  # noqa: PLC0415 - not for --help
-    from trainkit.report.tables import print_rows, print_summary  # noqa: PLC0415 - imports rich
-
     rows = {"for": call.flags.get("for", "time"), "hardware": f"up to {planner.devices} x {planner.hardware.name}"}
     best = advice.best
     if best is None:

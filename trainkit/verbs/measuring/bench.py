@@ -6,13 +6,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from trainkit.config.composition import Level
+from trainkit.config.composition import Composition, Level
 from trainkit.config.grammar import COMMAND_LINE, refusal, replacing
+from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem
+from trainkit.measuring.bench import WARMUP_STEPS, Candidate, Choice, Target, bench
+from trainkit.measuring.searches import FEWEST_STEPS, search_workers, workers_of_plan
+from trainkit.measuring.showing import data_lines, document, table_lines
 from trainkit.redaction import redacted_argument
-from trainkit.verbs.support.call import Add, Call, json_flag, whole
+from trainkit.run.planning.notes import plan_all_points
+from trainkit.run.planning.plan import make_plan, with_workers
+from trainkit.verbs.support.call import Call
 from trainkit.verbs.support.measured import (
     Results,
     launch_problems,
@@ -22,37 +28,17 @@ from trainkit.verbs.support.measured import (
     training_problems,
 )
 
-if TYPE_CHECKING:
-    from trainkit.config.composition import Composition
-    from trainkit.config.schema import RunConfig
-    from trainkit.measuring.bench import Candidate, Choice, Target
-
 _print_line: Final = line_printer("bench")
-
-
-def add_flags(add: Add) -> None:
-    """Add the flags of this verb."""
-    add("--rounds", metavar="N", type=whole(1, 1_000), help="turns of each choice; 3 without it, 1 with --until")
-    about = "measured steps of a turn; without it, those of two seconds"
-    add("--steps", metavar="N", type=whole(1, 100_000), help=about)
-    add("--until", metavar="METRIC=VALUE", help="measure the time to a result instead: --until val/accuracy=0.9")
-    about = "find whether the loader or the model limits the training, and which loader.num_workers to use"
-    add("--data", action="store_true", help=about)
-    json_flag(add)
-    add("--out", metavar="FOLDER", help="folder of the results; without it, a new one below outputs/bench")
 
 
 def run(call: Call) -> int:
     """Measure and print; return 0 if every choice was measured, 1 if one failed."""
-    call.check_arity()
-    problems = [*_flag_problems(call), *launch_problems("bench", "measure every choice")]
-    points = _points(call, problems)
-    problems += [] if points is None else dict.fromkeys(_choice_problems(call, points))
-    if problems or points is None:
-        raise ConfigError(problems)
+    wrong = list(problems(call))
+    points = _points(call, wrong)
+    wrong += [] if points is None else dict.fromkeys(_choice_problems(call, points))
+    if wrong or points is None:
+        raise ConfigError(wrong)
     if "data" in call.flags:
-        from trainkit.measuring.searches import FEWEST_STEPS  # noqa: PLC0415 - imports torch
-
         (candidate,) = _candidates(points, fewest=FEWEST_STEPS)
         return measure(call, "bench", partial(_measured_data, call, points[0], candidate))
     return measure(call, "bench", partial(_measured, call, points, _candidates(points)))
@@ -60,9 +46,6 @@ def run(call: Call) -> int:
 
 def _measured(call: Call, points: Sequence[Composition], candidates: Sequence[Candidate]) -> Results:
     """Measure the choices."""
-    from trainkit.measuring.bench import bench  # noqa: PLC0415 - imports torch
-    from trainkit.measuring.showing import document, table_lines  # noqa: PLC0415 - the same
-
     target = _target(call, points)
     rounds, steps = call.flags.get("rounds") or (3 if target is None else 1), call.flags.get("steps")
     found = bench(candidates, rounds=rounds, steps=steps, target=target, log=_print_line)
@@ -74,10 +57,6 @@ def _measured(call: Call, points: Sequence[Composition], candidates: Sequence[Ca
 
 def _measured_data(call: Call, point: Composition, candidate: Candidate) -> Results:
     """Measure numbers of data loading processes, and find the one to use."""
-    from trainkit.measuring.searches import search_workers  # noqa: PLC0415 - the same
-    from trainkit.measuring.showing import data_lines, document  # noqa: PLC0415 - imports torch
-    from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - the same
-
     cfg = candidate.cfg
     plan = make_plan(cfg)
     rounds, ranks = call.flags.get("rounds") or 1, len(plan.tasks)
@@ -94,7 +73,7 @@ def _results(content: Mapping[str, Any], lines: Iterable[str], *, is_failed: boo
     return Results(content=content, lines=lines, picture=picture, is_failed=is_failed)
 
 
-def _points(call: Call, problems: list[Problem]) -> list[Composition] | None:
+def _points(call: Call, wrong: list[Problem]) -> list[Composition] | None:
     """Compose the choices; None if that adds problems."""
     if "until" in call.flags:
         metric = call.flags["until"].partition("=")[0]
@@ -102,7 +81,7 @@ def _points(call: Call, problems: list[Problem]) -> list[Composition] | None:
     try:
         return _distinct(call.compose_points())
     except ConfigError as error:
-        problems += [_of_until(one) for one in error.problems] if "until" in call.flags else error.problems
+        wrong += [_of_until(one) for one in error.problems] if "until" in call.flags else error.problems
         return None
 
 
@@ -119,8 +98,8 @@ def _of_until(one: Problem) -> Problem:
     return replace(one, key="--until") if one.key == "eval.metric" else one
 
 
-def _flag_problems(call: Call) -> Iterator[Problem]:
-    """Yield the problems of the flags."""
+def problems(call: Call) -> Iterator[Problem]:
+    """Yield the problems of the flags and of the launch."""
     until = call.flags.get("until")
     if until is not None:
         if _number(until) is None:
@@ -131,6 +110,7 @@ def _flag_problems(call: Call) -> Iterator[Problem]:
         for name in call.flags.keys() & {"steps", "until"}:
             yield call.problem(name, "has no effect with --data.")
     yield from out_problems(call)
+    yield from launch_problems("bench", "measure every choice")
 
 
 def _number(until: str) -> float | None:
@@ -177,9 +157,6 @@ def _candidates(points: Sequence[Composition], *, fewest: int | None = None) -> 
     Raises:
         ConfigError: the problems of all plans.
     """
-    from trainkit.measuring.bench import WARMUP_STEPS, Candidate  # noqa: PLC0415 - imports torch
-    from trainkit.run.planning.notes import plan_all_points  # noqa: PLC0415 - the same
-
     lengths, fewest = plan_all_points(points), fewest or WARMUP_STEPS + 1
     if min(lengths) < fewest:
         rule = f"the training has {min(lengths)}, and bench needs {fewest} or more. Give steps=100, or more epochs."
@@ -192,9 +169,6 @@ def _candidates(points: Sequence[Composition], *, fewest: int | None = None) -> 
 
 def _with_workers(point: Composition) -> RunConfig:
     """Return the config of a choice, with a number instead of `loader.num_workers=auto`."""
-    from trainkit.measuring.searches import workers_of_plan  # noqa: PLC0415 - imports torch
-    from trainkit.run.planning.plan import make_plan, with_workers  # noqa: PLC0415 - the same
-
     cfg = point.cfg
     if cfg.loader.num_workers != "auto":
         return cfg
@@ -213,7 +187,6 @@ def _labels(points: Sequence[Composition]) -> list[str]:
 def _target(call: Call, points: Sequence[Composition]) -> Target | None:
     if "until" not in call.flags:
         return None
-    from trainkit.measuring.bench import Target  # noqa: PLC0415 - imports torch
 
     metric, _, text = call.flags["until"].partition("=")
     return Target.of(metric, float(text), points[0].cfg)

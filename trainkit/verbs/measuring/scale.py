@@ -10,69 +10,41 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.errors import ConfigError, Problem
-from trainkit.verbs.support.call import Add, Call, json_flag, whole
+from trainkit.measuring.replicas import Scalable, fitted, measured_shares, scalable
+from trainkit.measuring.replicas import measure as measure_replicas
+from trainkit.run.estimates.hardware import Hardware, hardware_of
+from trainkit.scaling.answers import scale_document, scale_lines, simulated_document
+from trainkit.scaling.inputs import HOSTS, SIMULATED, Origin, assumed, link_of, parse_assumptions
+from trainkit.verbs.support.call import Call
 from trainkit.verbs.support.measured import Results, begin, line_printer, measure
-
-if TYPE_CHECKING:
-    from trainkit.config.composition import Composition
-    from trainkit.measuring.replicas import Scalable
-    from trainkit.run.estimates.hardware import Hardware
-    from trainkit.scaling.inputs import Origin
 
 _MEASURING: Final = ("rounds", "steps", "out")
 _DRAWN: Final = ("predictions", "checks", "knee")
 _print_line: Final = line_printer("scale")
 
 
-def add_flags(add: Add) -> None:
-    """Add the flags of this verb."""
-    add("--to-replicas", metavar="N", type=whole(1, 10_000), help="the largest number of replicas")
-    about = "measure nothing: predict from assumptions, with spares and checkpoints"
-    add("--simulate", action="store_true", help=about)
-    add("--assume", metavar="NAME=VALUE,...", help="inputs that are not measured, such as gbit=100,price_h=2.5")
-    add("--seed", metavar="N", type=whole(0, 2**32 - 1), help="seed of the intervals; 0 without it")
-    add("--rounds", metavar="N", type=whole(1, 1_000), help="turns of each measurement; 2 without it")
-    about = "measured steps of a turn; without it, those of two seconds"
-    add("--steps", metavar="N", type=whole(1, 100_000), help=about)
-    json_flag(add)
-    add("--out", metavar="FOLDER", help="folder of scale.json and scale.png; without it, a new one below outputs/scale")
-
-
 def run(call: Call) -> int:
     """Print the predictions for more replicas; return 1 if a measurement failed."""
-    from trainkit.scaling.inputs import HOSTS, SIMULATED, assumed, parse_assumptions  # noqa: PLC0415 - imports numpy
-
-    simulates, given, problems = "simulate" in call.flags, dict[str, float](), list(_problems(call))
-    try:
-        given = parse_assumptions(call.flags.get("assume"), SIMULATED if simulates else HOSTS)
-    except ConfigError as error:
-        problems += error.problems
-    if not simulates:
-        composition = begin(call, "measure", problems)
-        what = _scalable(composition, call.flags["to-replicas"])
+    if "simulate" not in call.flags:
+        composition = begin(call, "measure", problems(call))
+        what, given = _scalable(composition, call.flags["to-replicas"]), _assumed(call)
         return measure(call, "scale", partial(_measured, call, composition, what, given))
-    if problems:
-        raise ConfigError(problems)
+    if wrong := list(problems(call)):
+        raise ConfigError(wrong)
     target, seed = call.flags["to-replicas"], call.flags.get("seed", 0)
-    from trainkit.scaling.answers import scale_lines, simulated_document  # noqa: PLC0415 - imports torch
 
-    found = simulated_document(assumed(SIMULATED, {"given": given}), target, seed=seed)
+    found = simulated_document(assumed(SIMULATED, {"given": _assumed(call)}), target, seed=seed)
     lines = scale_lines(found, f"prediction for {target:,} replicas, without a measurement")
     return measure(call, "scale", lambda: Results(content=asdict(found), lines=lines), keeps=False)
 
 
 def _measured(call: Call, composition: Composition, what: Scalable, given: Mapping[str, float]) -> Results | None:
     """Measure a few replicas, and fit the model to them; None if a measurement failed."""
-    from trainkit.measuring.replicas import fitted, measured_shares  # noqa: PLC0415 - imports torch
-    from trainkit.measuring.replicas import measure as measure_replicas  # noqa: PLC0415 - the same
-    from trainkit.run.estimates.hardware import hardware_of  # noqa: PLC0415 - imports torch
-    from trainkit.scaling.answers import scale_document, scale_lines  # noqa: PLC0415 - the same
-    from trainkit.scaling.inputs import HOSTS, assumed, link_of  # noqa: PLC0415 - imports numpy
-
     target, hardware = call.flags["to-replicas"], hardware_of(composition.cfg, _print_line)
     known: dict[Origin, Mapping[str, float]] = {}
     if not what.on_cpu:
@@ -129,8 +101,6 @@ def _scalable(composition: Composition, target: int) -> Scalable:
     Raises:
         ConfigError: its problems, a strategy without other numbers of replicas, or more replicas than samples.
     """
-    from trainkit.measuring.replicas import scalable  # noqa: PLC0415 - imports torch
-
     try:
         what = scalable(composition.cfg)
     except ConfigError as error:
@@ -145,17 +115,23 @@ def _scalable(composition: Composition, target: int) -> Scalable:
     return what
 
 
-def _problems(call: Call) -> Iterator[Problem]:
+def _assumed(call: Call) -> dict[str, float]:
+    return parse_assumptions(call.flags.get("assume"), SIMULATED if "simulate" in call.flags else HOSTS)
+
+
+def problems(call: Call) -> Iterator[Problem]:
     """Yield the problems of the flags, and the arguments that have no meaning."""
     if "to-replicas" not in call.flags:
         yield call.problem("to-replicas", "is needed: the largest number of replicas.")
-    for word in call.arguments:
-        yield Problem(key=word, rule="is not an argument of scale. Set a key by key=value.", origin=COMMAND_LINE)
-    if "simulate" not in call.flags:
-        return
-    for name in _MEASURING:
-        if name in call.flags:
-            yield call.problem(name, "has no meaning with --simulate, which measures nothing.")
-    for word in call.overrides:
-        rule = "has no meaning with --simulate, which trains nothing: --assume NAME=VALUE,... sets its inputs."
-        yield Problem(key=word, rule=rule, origin=COMMAND_LINE)
+    yield from call.arity_problems((0, 0))
+    if "simulate" in call.flags:
+        for name in _MEASURING:
+            if name in call.flags:
+                yield call.problem(name, "has no meaning with --simulate, which measures nothing.")
+        for word in call.overrides:
+            rule = "has no meaning with --simulate, which trains nothing: --assume NAME=VALUE,... sets its inputs."
+            yield Problem(key=word, rule=rule, origin=COMMAND_LINE)
+    try:
+        _assumed(call)
+    except ConfigError as error:
+        yield from error.problems

@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from trainkit.config.composition import Composition
 from trainkit.config.door import advice
 from trainkit.config.values import whole_number
 from trainkit.errors import ConfigError, Problem
-from trainkit.verbs.support.call import Add, Call
+from trainkit.prove.comparing import Comparison, Numbers, Proof, Sameness
+from trainkit.prove.proving import prove
+from trainkit.verbs.support.call import Call
 from trainkit.verbs.support.measured import line_printer
-
-if TYPE_CHECKING:
-    from trainkit.config.composition import Composition
-    from trainkit.prove.comparing import Comparison, Numbers, Proof, Sameness
 
 _MOST_STEPS: Final = 1_000_000
 _WORDS: Final = {"equal": "equal, every bit", "rounding": "equal up to rounding", "different": "DIFFERENT"}
 _ANSWERS: Final = {"yes": "yes", "no": "NO", "unknown": "NOT KNOWN"}
 
 
-def add_flags(add: Add) -> None:
-    """Add the flags of this verb."""
-    add("--steps", metavar="N", help="optimizer steps to compare; 10 without it")
-    add("--same-cut", action="store_true", help="compare only the numbers, with the same batch.micro_size")
-    add("--all", action="store_true", help="print a line for every parameter, even if all are equal")
-
-
 def run(call: Call) -> int:
     """Print both answers about every strategy; return 0 if all are yes, else 1."""
-    call.check_arity()
     steps = _steps(call.flags.get("steps", "10"))
     points = call.compose_points()
     proofs = prove_points(call, points, steps=steps, log=line_printer("prove"))
@@ -55,8 +46,6 @@ def prove_points(
         ConfigError: a candidate cannot run here, or is the reference itself; names the origins of the keys.
         TrainkitError: a candidate failed.
     """
-    from trainkit.prove.proving import prove  # noqa: PLC0415 - imports torch
-
     steps = _steps(str(steps))
     common = set.intersection(*(set(point.overrides) for point in points))
     candidates = [(_label(point, common), point.cfg) for point in points]

@@ -8,15 +8,7 @@ from pathlib import Path
 
 from trainkit.errors import ConfigError, Problem
 from trainkit.verbs.running.train import exit_code, template_of
-from trainkit.verbs.support.call import Add, Call
-
-
-def add_flags(add: Add) -> None:
-    """Add the flags of this verb."""
-    about = "continue with other epochs, steps, schedule or warmup, from the same weights, optimizer and step"
-    add("--new-schedule", action="store_true", help=about)
-    about = "continue a run with numerics.reproducible=true without that guarantee, on any strategy"
-    add("--give-up-reproducible", action="store_true", help=about)
+from trainkit.verbs.support.call import Call
 
 
 def run(call: Call) -> int:
@@ -27,7 +19,6 @@ def run(call: Call) -> int:
     from trainkit.run.begin import continued  # noqa: PLC0415
     from trainkit.run.runner import train_composition  # noqa: PLC0415
 
-    call.check_arity(arguments=1)
     folder = Path(call.arguments[0]).expanduser()
     overrides, allowed = list(call.overrides), []
     if "give-up-reproducible" in call.flags:

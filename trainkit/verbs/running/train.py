@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 def run(call: Call) -> int:
     """Train; return the exit code."""
-    if call.arguments:
-        call.check_arity()
     if call.multirun:
         return _sweep(call)
     from trainkit.api import choose_workers  # noqa: PLC0415 - nothing is imported to refuse an argument
@@ -108,13 +106,14 @@ def _sweep(call: Call) -> int:
     from trainkit.config.compose.jobs import multirun  # noqa: PLC0415 - for sweeps only
     from trainkit.report.train_log import lasting_output  # noqa: PLC0415 - the same
     from trainkit.run.process.template import JOB_IMPORTS, template  # noqa: PLC0415 - the same
-    from trainkit.verbs.support.points import sweep_points  # noqa: PLC0415 - the same
+    from trainkit.verbs.support.points import sweep_points, with_values  # noqa: PLC0415 - the same
 
     _refuse_launch()
     _refuse_keys_of_single_runs(call)
     call = expand_folds(call)
+    points = sweep_points(call.overrides, call.config_dirs, call.packages)
     with template(JOB_IMPORTS), lasting_output():
-        if points := sweep_points(call.overrides, call.config_dirs, call.packages):
+        if points := with_values(points):
             refuse_open_folds(points)
             from trainkit.run.planning.notes import plan_all_points  # noqa: PLC0415 - imports torch
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from trainkit.errors import ConfigError, Problem
-from trainkit.verbs.support.call import VERBS, Call, module_of, parsed, parser_of, verb_of
+from trainkit.verbs.support.call import Call, parsed, parser_of, verb_of
+from trainkit.verbs.support.table import VERBS
 
 _BASH: Final = """\
 _trainkit() {
@@ -59,7 +60,7 @@ def candidates(line: str, call: Call) -> list[str]:
     if words and words[-1] in [problem.key for problem in problems]:  # the shell completes the value of a flag
         return []
     found = []
-    choices = VERBS if verb is None else getattr(module_of(verb), "WORDS", ())
+    choices = VERBS if verb is None else VERBS[verb].words
     if not any(word in others for word in choices):
         found += [word for word in choices if word.startswith(last) and last[:1] != "-"]
     if last.startswith("-"):

@@ -4,92 +4,37 @@ from __future__ import annotations
 
 import re
 import sys
-from argparse import ArgumentTypeError
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from trainkit.cluster.manifests import ENGINES, ManifestJob, ManifestWriter
-from trainkit.cluster.manifests.job import seconds_of
+from trainkit.cluster.manifests import ENGINES, Engine, ManifestJob
 from trainkit.cluster.members import ROLES, member_problems
+from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE, key_of
 from trainkit.config.targets.allowed import package_arguments
+from trainkit.config.targets.build import build
 from trainkit.config.values import nearest
 from trainkit.config.yaml_files import config_dir_arguments
 from trainkit.errors import MISSING, ConfigError, Problem
-from trainkit.redaction import mask, variable_of
-from trainkit.verbs.support.call import Add, Call, parser_of, whole
+from trainkit.numerics.batch import resolve_batch
+from trainkit.redaction import variable_of
+from trainkit.run.planning.build import numerics_of
+from trainkit.strategies.base import PlanContext
+from trainkit.verbs.support.call import Call
+from trainkit.verbs.support.table import VERBS
 
-if TYPE_CHECKING:
-    from trainkit.config.composition import Composition
-
-WORDS: Final = tuple(ENGINES)
-"""Possible values of its argument, for completion."""
 _MOST_RANKS: Final = 100_000
 """Largest number of processes of one launch, over all hosts."""
 _COMMON: Final = ("hosts", "gpus-per-host", "processes-per-host")
 
 
-def _text(rule: str, accepts: Callable[[str], object]) -> Callable[[str], str]:
-    """Return the type of a flag whose text must be accepted."""
-
-    def read(text: str) -> str:
-        if not accepts(text):
-            raise ArgumentTypeError(rule)
-        return text
-
-    return read
-
-
-def _command(text: str) -> str:
-    """Return the command of `--setup`."""
-    if mask(text) != text:
-        raise ArgumentTypeError("contains a password in a URL. Read it from a file or a variable on the host instead.")
-    return _text("must be one line. Put longer text into a script of your own.", str.isprintable)(text)
-
-
-def add_flags(add: Add) -> None:
-    """Add the flags of this verb."""
-    pattern = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@,+-]*")
-    word = _text("must be one word of letters, digits and . _ : / @ , + -.", pattern.fullmatch)
-    add("--hosts", metavar="N", type=whole(1), help="number of equal hosts; 1 without it")
-    add("--gpus-per-host", metavar="N", type=whole(1), help="processes per host, with one GPU each")
-    about = "processes per host without GPUs; 1 if neither is given"
-    add("--processes-per-host", metavar="N", type=whole(1), help=about)
-    about = "torchrun, slurm, skypilot: a shell command to run first on each host"
-    add("--setup", metavar="COMMAND", type=_command, help=about)
-    duration = _text("must be [DAYS-]HH:MM:SS, as in 12:00:00.", seconds_of)
-    add("--time", metavar="TIME", type=duration, help="slurm, kubernetes, vertex: end after [DAYS-]HH:MM:SS")
-    about = "kubernetes, vertex, skypilot: the container image with trainkit"
-    add("--image", metavar="IMAGE", type=word, help=about)
-    about = "the storage of runs of all hosts: a claim (kubernetes), SERVER:/PATH of NFS (vertex), a volume (skypilot)"
-    add("--shared", metavar="PLACE", type=word, help=about)
-    about = "tf_config, spec, mpirun: the names of the hosts, separated by commas"
-    add("--names", metavar="HOST,HOST", type=word, help=about)
-    add("--head", metavar="HOST", type=word, help="torchrun: the host of the rendezvous")
-    about = "torchrun: the port of the rendezvous, 29400; tf_config, spec: the first port of each host, 2222"
-    add("--port", metavar="N", type=whole(1, 65_535), help=about)
-    add("--restarts", metavar="N", type=whole(0), help="torchrun: number of restarts of all processes after one fails")
-    about = "torchrun: number of hosts with which to continue after others are lost"
-    add("--min-hosts", metavar="N", type=whole(1), help=about)
-    add("--partition", metavar="NAME", type=word, help="slurm: the partition")
-    add("--account", metavar="NAME", type=word, help="slurm: the account that is charged")
-    add("--cpus-per-process", metavar="N", type=whole(1), help="slurm: cores of each process")
-    add("--namespace", metavar="NAME", type=word, help="kubernetes: the namespace")
-    add("--machine", metavar="TYPE", type=word, help="vertex: the machine type, n1-standard-8")
-    add("--accelerator", metavar="TYPE", type=word, help="vertex, skypilot: the GPU, NVIDIA_L4 or A100")
-
-
 def run(call: Call) -> int:
     """Print the script or manifest; raise here all errors that would arise on the engine's hosts."""
-    name = " ".join(call.arguments)
-    if name not in ENGINES:
-        rule = f"no such engine. {nearest(name, ENGINES)}" if name else f"takes one of {', '.join(ENGINES)}."
-        raise ConfigError([Problem(key="emit", value=name or MISSING, rule=rule, origin=COMMAND_LINE)])
-    engine = ENGINES[name]
-    if problems := list(_flag_problems(call, engine)):
-        raise ConfigError(problems)
+    if wrong := list(problems(call)):
+        raise ConfigError(wrong)
+    engine = ENGINES[call.arguments[0]]
     composition = call.compose(reads_files=False)  # they are on the engine's hosts
     job = _job(call, composition, engine)
     _refuse_what_cannot_run(composition, engine, job)
@@ -103,14 +48,19 @@ def run(call: Call) -> int:
     return 0
 
 
-def _flag_problems(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
+def problems(call: Call) -> Iterator[Problem]:
     """Yield problems of flags that the engine does not take, that it needs, and that contradict each other."""
-    flags, name = call.flags, call.arguments[0]
+    flags, name = call.flags, " ".join(call.arguments)
+    if name not in ENGINES:
+        rule = f"no such engine. {nearest(name, ENGINES)}" if name else f"takes one of {', '.join(ENGINES)}."
+        yield Problem(key="emit", value=name or MISSING, rule=rule, origin=COMMAND_LINE)
+        return
+    engine, options = ENGINES[name], ENGINES[name].options.split()
     for flag in flags:
-        if flag not in (*_COMMON, *engine.options):
-            takers = [other for other, candidate in ENGINES.items() if flag in candidate.options]
+        if flag not in (*_COMMON, *options):
+            takers = [other for other, candidate in ENGINES.items() if flag in candidate.options.split()]
             yield call.problem(flag, f"has no effect on {name}: only {', '.join(takers)} use it.")
-    pattern, place = ("[^:]+:/.*", "SERVER:/PATH of NFS") if engine.shares_nfs else ("[^:]+", "the name of a volume")
+    pattern, place = ("[^:]+:/.*", "SERVER:/PATH of NFS") if name == "vertex" else ("[^:]+", "the name of a volume")
     if "shared" in flags and not re.fullmatch(pattern, flags["shared"]):
         yield call.problem("shared", f"must be {place}.")
     if "gpus-per-host" in flags and "processes-per-host" in flags:
@@ -120,20 +70,40 @@ def _flag_problems(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
     if "processes-per-host" in flags and engine.takes_devices:
         rule = f"has no effect on {name}: it starts one process per host. Give strategy.replicas."
         yield call.problem("processes-per-host", rule)
+    yield from _absent(call, engine, name)
+    if "names" in flags and "names" in options:
+        yield from _name_problems(call)
+    if "head" in options:
+        yield from _problems_of_torchrun(call)
+
+
+def _absent(call: Call, engine: Engine, name: str) -> Iterator[Problem]:
+    """Yield problems of absent flags."""
+    flags = call.flags
     needed = dict.fromkeys(engine.needs, f"{name} needs it")
     if "gpus-per-host" in flags:
         needed |= dict.fromkeys(engine.gpus_need, f"{name} needs it for GPUs")
     if _hosts(call) > 1:
         needed |= dict.fromkeys(engine.hosts_need, f"{name} needs it for several hosts")
+    shown = {one.name.partition(" ")[0]: one.name for one in VERBS["emit"].flags}
     for flag, why in needed.items():
         if flag not in flags and not (flag == "shared" and _has_shared_folder(call)):
             also = " They write into one run folder; or give hydra.run.dir, a folder that all see."
-            rule = f"is missing: {why}. --{flag} {parser_of('emit')[1][flag].metavar}."
-            yield call.problem(flag, f"{rule}{also if flag == 'shared' else ''}")
-    if "names" in flags and "names" in engine.options:
-        yield from _name_problems(call)
-    if "head" in engine.options:
-        yield from _problems_of_torchrun(call)
+            rule = f"is missing: {why}. {shown[f'--{flag}']}.{also if flag == 'shared' else ''}"
+            yield call.problem(flag, rule)
+
+
+def _problems_of_torchrun(call: Call) -> Iterator[Problem]:
+    """Yield problems of flags about the rendezvous of several hosts and about lost hosts."""
+    flags, hosts = call.flags, _hosts(call)
+    if hosts == 1:
+        for flag in flags.keys() & {"head", "port", "min-hosts"}:
+            yield call.problem(flag, "has no effect on one host. Give --hosts.")
+        return
+    if "min-hosts" in flags and not flags.get("restarts"):
+        yield call.problem("min-hosts", "needs --restarts: the remaining hosts restart together.")
+    if flags.get("min-hosts", 1) > hosts:
+        yield call.problem("min-hosts", f"must be --hosts={hosts} or less.")
 
 
 def _hosts(call: Call) -> int:
@@ -165,29 +135,13 @@ def _name_problems(call: Call) -> Iterator[Problem]:
             yield replace(problem, key="--names")
 
 
-def _problems_of_torchrun(call: Call) -> Iterator[Problem]:
-    """Yield problems of flags about the rendezvous of several hosts and about lost hosts."""
-    flags, hosts = call.flags, _hosts(call)
-    if hosts == 1:
-        for flag in flags.keys() & {"head", "port", "min-hosts"}:
-            yield call.problem(flag, "has no effect on one host. Give --hosts.")
-        return
-    if "min-hosts" in flags and not flags.get("restarts"):
-        yield call.problem("min-hosts", "needs --restarts: the remaining hosts restart together.")
-    if flags.get("min-hosts", 1) > hosts:
-        yield call.problem("min-hosts", f"must be --hosts={hosts} or less.")
-
-
-def _job(call: Call, composition: Composition, engine: ManifestWriter) -> ManifestJob:
-    from trainkit.config.targets.build import build  # noqa: PLC0415 - imports torch
-    from trainkit.strategies.base import PlanContext  # noqa: PLC0415
-
+def _job(call: Call, composition: Composition, engine: Engine) -> ManifestJob:
     flags, roles = call.flags, dict[str, int]()
     counts = Counter(task.role for task in build(composition.cfg.strategy, "strategy").tasks(PlanContext()))
     if engine.takes_roles and counts["ps"]:
         roles = {role: counts[role] for role in ROLES if counts[role]}
-        if problems := list(_role_problems(call, engine, roles)):
-            raise ConfigError(problems)
+        if wrong := list(_role_problems(call, engine, roles)):
+            raise ConfigError(wrong)
     hosts = len(flags["names"].split(",")) if "names" in flags else _hosts(call)
     return ManifestJob(
         name=composition.cfg.name,
@@ -200,7 +154,7 @@ def _job(call: Call, composition: Composition, engine: ManifestWriter) -> Manife
     )
 
 
-def _role_problems(call: Call, engine: ManifestWriter, roles: Mapping[str, int]) -> Iterator[Problem]:
+def _role_problems(call: Call, engine: Engine, roles: Mapping[str, int]) -> Iterator[Problem]:
     """Yield problems of flags with a strategy whose tasks have roles."""
     flags, name, total = call.flags, call.arguments[0], sum(roles.values())
     shown = ", ".join(f"{number} {role}" for role, number in roles.items())
@@ -221,13 +175,8 @@ def _role_problems(call: Call, engine: ManifestWriter, roles: Mapping[str, int])
         yield Problem(key="strategy.workers", value=1, rule=rule)
 
 
-def _refuse_what_cannot_run(composition: Composition, engine: ManifestWriter, job: ManifestJob) -> None:
+def _refuse_what_cannot_run(composition: Composition, engine: Engine, job: ManifestJob) -> None:
     """Refuse now, not in the queue, a job that the strategy and the batch reject."""
-    from trainkit.config.targets.build import build  # noqa: PLC0415 - imports torch
-    from trainkit.numerics.batch import resolve_batch  # noqa: PLC0415
-    from trainkit.run.planning.build import numerics_of  # noqa: PLC0415
-    from trainkit.strategies.base import PlanContext  # noqa: PLC0415
-
     cfg = composition.cfg
     strategy, numerics = build(cfg.strategy, "strategy"), numerics_of(cfg)
     precision = build(cfg.precision, "precision").value
@@ -238,8 +187,8 @@ def _refuse_what_cannot_run(composition: Composition, engine: ManifestWriter, jo
         precision=precision,
         launch=launch,
     )
-    problems = [*_own_launch(composition), *strategy.validate(facts)]
-    if not problems:
+    wrong = [*_own_launch(composition), *strategy.validate(facts)]
+    if not wrong:
         sizes = resolve_batch(
             global_size=cfg.batch.global_size,
             micro_size=cfg.batch.micro_size,
@@ -248,9 +197,9 @@ def _refuse_what_cannot_run(composition: Composition, engine: ManifestWriter, jo
             lanes=numerics.lanes if numerics.reproducible else None,
             shards_a_replica=strategy.facts_in(facts).shards_per_replica,
         )
-        problems = sizes if isinstance(sizes, list) else []
-    if problems:
-        raise composition.with_origins(ConfigError(problems))
+        wrong = sizes if isinstance(sizes, list) else []
+    if wrong:
+        raise composition.with_origins(ConfigError(wrong))
 
 
 def _own_launch(composition: Composition) -> Iterator[Problem]:

@@ -23,7 +23,6 @@ _LONGEST: Final = 100
 
 def run(call: Call) -> int:
     """Write the package into the new folder NAME of the current folder, and print the first commands."""
-    call.check_arity(arguments=1, overrides=False)
     name = call.arguments[0]
     problems = [rule for rule in (_name_problem(name), _place_problem(Path(name))) if rule]
     if problems:

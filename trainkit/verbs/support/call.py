@@ -1,114 +1,26 @@
-"""The table of verbs, their parsers, and the parsed command line."""
+"""The parsers of the verbs, and the parsed command line."""
 
 from __future__ import annotations
 
-import math
 import os
-from argparse import (
-    SUPPRESS,
-    Action,
-    ArgumentError,
-    ArgumentParser,
-    ArgumentTypeError,
-    Namespace,
-    RawDescriptionHelpFormatter,
-)
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
-from trainkit.config.grammar import COMMAND_LINE, is_override, refusal
-from trainkit.config.values import closest, nearest, path_rule, whole_number
+from trainkit.config.grammar import COMMAND_LINE, is_override
+from trainkit.config.values import closest, nearest, path_rule
 from trainkit.errors import MISSING, ConfigError, Problem
+from trainkit.report.json_output import print_json
+from trainkit.verbs.support.table import VERBS, one_of
 
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
     from trainkit.config.schema import RunConfig
     from trainkit.data.splits import DeclaredData
-
-Add = Callable[..., Action]
-"""`add_argument` of a parser."""
-
-
-class Verb(NamedTuple):
-    """One verb, in the module `trainkit.verbs.FOLDER.VERB`."""
-
-    folder: str
-    usage: str
-    example: str
-    about: str
-    paths: float = 0
-    """Number of paths that it takes. A word with `=` is a path where one is missing and it exists."""
-
-
-VERBS: Final[Mapping[str, Verb]] = {
-    "train": Verb(
-        "running", "[-m] OVERRIDES", "recipe=digits strategy=mirrored",
-        "train; the default without a verb. -m runs every combination of comma lists"),
-    "plan": Verb(
-        "looking", "OVERRIDES", "strategy=mirrored strategy.replicas=4",
-        "print the whole run without starting it: tasks, batch, rates, memory"),
-    "prove": Verb(
-        "running", "strategy=A[,B...] OVERRIDES", "strategy=mirrored",
-        "compare strategies step by step with one device"),
-    "bench": Verb(
-        "measuring", "KEY=A,B[,C...] OVERRIDES", "strategy=one_device,mirrored",
-        "measure the same training with several choices, in turns"),
-    "find": Verb(
-        "measuring", "{lr,micro_size} OVERRIDES", "lr optimizer=adamw",
-        "find a learning rate or a shard size by measurements"),
-    "resume": Verb(
-        "running", "RUN [strategy=... stop_at_step=... and other placement; epochs=... to train longer]",
-        "RUN strategy=mirrored", "continue a run", 1),
-    "explain": Verb(
-        "looking", "KEY OVERRIDES, or errors.SECTION", "optimizer.lr",
-        "print a key's value, its origin, and the effect of a change"),
-    "diff": Verb(
-        "looking", "RUN RUN       (run folders or resolved.yaml files)", "RUN RUN",
-        "print the differences of two runs that can matter", 2),
-    "report": Verb(
-        "looking", "RUN | RUN RUN ... | SWEEP", "RUN",
-        "write the page of one run, of several runs, or of a sweep", math.inf),
-    "top": Verb(
-        "looking", "DIR [--then OVERRIDES]", "DIR --k 1 --then strategy=mirrored",
-        "list the best runs of a sweep or folder; --then trains the best again", 1),
-    "ensemble": Verb(
-        "using", "DIR", "DIR --k 3", "combine the best runs into one model, and score it with its members", 1),
-    "evaluate": Verb(
-        "using", "RUN|FOLDER|FILE [data=... strategy=... and other keys]", "RUN --split val",
-        "score a trained model on a split, each sample once", 1),
-    "predict": Verb(
-        "using", "RUN|FOLDER|FILE --out FILE.parquet|.npy|.jsonl [data=... strategy=... predict.outputs=...]",
-        "RUN --out FILE.parquet", "write the model's outputs for every sample, in order", 1),
-    "export": Verb(
-        "using", "RUN", "RUN --to onnx", "write the trained model into files that need no trainkit", 1),
-    "generate": Verb(
-        "using", "RUN --prompt TEXT", "RUN --prompt 'To be'", "continue a text with a trained language model", 1),
-    "quantize": Verb(
-        "using", "RUN --to FORMAT", "RUN --to int8_static",
-        "write the trained model in 8 or 4 bits, and compare it", 1),
-    "scale": Verb(
-        "measuring", "OVERRIDES --to-replicas N, or --simulate --to-replicas N", "strategy=mirrored --to-replicas 64",
-        "predict the speedup of more replicas"),
-    "advise": Verb(
-        "measuring", "[OVERRIDES]", "--devices 8 --hardware h100_sxm",
-        "find the best valid way to train on some devices, by plans"),
-    "emit": Verb(
-        "starting", "{torchrun,slurm,kubernetes,vertex,skypilot,mpirun,tf_config,spec} [--hosts N] [--flags] OVERRIDES",
-        "slurm --hosts 2 --gpus-per-host 4",
-        "print the script or manifest that starts a run on an engine"),
-    "init": Verb("starting", "NAME", "my_package", "write a package of your own that can train at once"),
-    "schema": Verb(
-        "looking", "[config | NAME]", "config",
-        "print the JSON schema of your YAML files, for editors, or of a JSON output"),
-    "watch": Verb("looking", "[DIR]", "outputs", "show all runs below a folder, live", 1),
-    "ls": Verb(
-        "looking", "[GROUP [CHOICE] | RUNS] | --model OVERRIDES", "model",
-        "list groups, choices and recipes; the runs of a folder; the layers of a model", 1),
-}  # fmt: skip
-"""In the order of the help."""
 
 _REFUSED: Final = {
     ("-cn", "--config-name"): "there is only one primary config. A recipe describes a whole training: recipe=NAME.",
@@ -140,46 +52,6 @@ class _Refused(Action):
         raise ArgumentError(self, f"is Hydra's, and not needed here: {self.const}")
 
 
-def whole(least: int, most: int = 10**9) -> Callable[[str], int]:
-    """Return the type of a flag that is a whole number."""
-
-    def read(text: str) -> int:
-        number = whole_number(text, low=least, high=most)
-        if number is None:
-            raise ArgumentTypeError(f"must be a whole number, {least:,} to {most:,}.")
-        return number
-
-    return read
-
-
-def one_of(*words: str) -> Callable[[str], str]:
-    """Return the type of a flag that is one of some words."""
-
-    def read(text: str) -> str:
-        if text not in words:
-            raise ArgumentTypeError(f"must be {', '.join(words[:-1])} or {words[-1]}.")
-        return text
-
-    return read
-
-
-def checkpoint_flag(add: Add, about: str = "the checkpoint of a run: last, or best; last without it") -> None:
-    """Add `--checkpoint`."""
-    add("--checkpoint", metavar="WHICH", type=one_of("best", "last"), help=about)
-
-
-def json_flag(add: Add, about: str = "print one JSON document, whose schema trainkit schema prints") -> None:
-    """Add `--json`."""
-    add("--json", action="store_true", help=about)
-
-
-def data_flags(add: Add) -> None:
-    """Add the flags of verbs that plan a run without opening its data."""
-    about = "length of the training data, if its class does not declare it"
-    add("--num-samples", metavar="N", type=whole(1, 10**15), help=about)
-    add("--open-data", action="store_true", help="read the data, if its class does not declare its samples")
-
-
 def module_of(verb: str) -> Any:
     """Return the module of a verb, imported now."""
     return import_module(f"trainkit.verbs.{VERBS[verb].folder}.{verb}")
@@ -208,8 +80,11 @@ def parser_of(verb: str | None) -> tuple[ArgumentParser, dict[str, Action]]:
         known[names[-1].removeprefix("--")] = action
 
     parser.register("action", None, _Once)
-    if verb is not None and hasattr(module_of(verb), "add_flags"):
-        module_of(verb).add_flags(add)
+    if found and found.flags:
+        for name, about, read in found.flags:
+            flag, _, metavar = name.partition(" ")
+            settings = {"metavar": metavar, "type": read} if metavar else {"action": "store_true"}
+            add(flag, help=about, **settings)
         group = parser.add_argument_group("flags of every verb")
     add("-h", "--help", action="store_true", help="show this, or the help of the verb")
     add("-V", "--version", action="store_true", help="show the version")
@@ -327,8 +202,6 @@ def parse(words: Sequence[str]) -> tuple[Call, dict[str, Any]]:
     if "multirun" in found and verb not in (None, "train"):
         rule = f"belongs to train. {verb} compares the choices of a comma list without it."
         problems.append(Problem(key="-m", rule=rule, origin=COMMAND_LINE))
-    if problems:
-        raise ConfigError(problems)
     call = Call(
         verb=verb or "train",
         arguments=tuple(bare),
@@ -338,6 +211,11 @@ def parse(words: Sequence[str]) -> tuple[Call, dict[str, Any]]:
         packages=tuple(name for text in found.get("allow-package", ()) for name in text.split(",")),
         multirun="multirun" in found,
     )
+    about = VERBS[call.verb]
+    if about.arguments is not None and "cfg" not in found and not problems:
+        problems += call.arity_problems(about.arguments, overrides=about.overrides)
+    if problems:
+        raise ConfigError([*problems, *(call.key_problems() if about.composes else ())])
     return call, {name: value for name, value in found.items() if name in _OF_TRAINKIT}
 
 
@@ -397,6 +275,12 @@ class Call:
 
         return checked_points(self.overrides, self.config_dirs, self.packages)
 
+    def key_problems(self) -> list[Problem]:
+        """Return the problems of the keys that are found without importing a class; absent values are no problem."""
+        from trainkit.verbs.support.points import key_problems  # noqa: PLC0415 - as above
+
+        return key_problems(self.overrides, self.config_dirs, self.packages)
+
     def problem(self, flag: str, rule: str) -> Problem:
         """Return a problem of a flag of this call, which may be missing.
 
@@ -407,21 +291,33 @@ class Call:
         value = self.flags.get(flag, True)
         return Problem(key=f"--{flag}", value=MISSING if value is True else value, rule=rule, origin=COMMAND_LINE)
 
-    def check_arity(self, *, arguments: int = 0, overrides: bool = True) -> None:
-        """Refuse arguments that this verb does not take.
+    def arity_problems(self, arguments: tuple[int, float], *, overrides: bool = True) -> Iterator[Problem]:
+        """Yield the problem of too few or too many arguments, and that of overrides for a verb that takes none."""
+        if not arguments[0] <= len(self.arguments) <= arguments[1]:
+            count = arguments[len(self.arguments) > arguments[0]]
+            rule = f"takes {count} argument{'' if count == 1 else 's'}, and got {', '.join(self.arguments) or 'none'}."
+            hint = " Set a key by key=value." if self.arguments else f" See trainkit {self.verb} --help."
+            if overrides and self.overrides and len(self.arguments) < count:
+                hint += " A path with = in it begins with / or ./."
+            yield Problem(key=self.verb, rule=rule + hint, origin=COMMAND_LINE)
+        elif self.overrides and not overrides:
+            yield Problem(key=self.verb, rule="takes no key=value.", origin=COMMAND_LINE)
+
+    def check_arity(self, least: int = 0, most: int = 0, *, overrides: bool = True) -> None:
+        """Refuse arguments that this verb does not take with these flags.
 
         Raises:
-            ConfigError: too many or too few arguments, or overrides for a verb that takes none.
+            ConfigError: too many or too few arguments, or overrides.
         """
-        if len(self.arguments) != arguments:
-            given = ", ".join(self.arguments) or "none"
-            rule = f"takes {arguments} argument{'' if arguments == 1 else 's'}, and got {given}."
-            hint = " Set a key by key=value." if self.arguments else f" See trainkit {self.verb} --help."
-            if overrides and self.overrides and len(self.arguments) < arguments:
-                hint += " A path with = in it begins with / or ./."
-            raise ConfigError([Problem(key=self.verb, rule=rule + hint, origin="command line")])
-        if self.overrides and not overrides:
-            raise refusal(self.verb, "takes no key=value.")
+        if problems := [*self.arity_problems((least, most), overrides=overrides)]:
+            raise ConfigError(problems)
+
+    def show(self, document: Mapping[str, Any], lines: Iterable[str]) -> None:
+        """Print the document of this call with `--json`, else its lines."""
+        if "json" in self.flags:
+            print_json(document)
+        else:
+            sys.stdout.writelines(f"{line}\n" for line in lines)
 
 
 def declared_for(call: Call, cfg: RunConfig) -> DeclaredData | None:

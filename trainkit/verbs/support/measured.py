@@ -7,18 +7,20 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainkit.cluster.local import VARIABLE, detect
+from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.values import path_rule
 from trainkit.errors import ConfigError, Problem
-from trainkit.report.json_output import print_json
+from trainkit.files import write_json_atomically
+from trainkit.run.signals import raised_stops
+from trainkit.storage import reporting
+from trainkit.trainer.ownership import new_folder
 from trainkit.verbs.support.call import Call
-
-if TYPE_CHECKING:
-    from trainkit.config.composition import Composition
 
 
 def out_problems(call: Call) -> Iterator[Problem]:
@@ -86,12 +88,6 @@ def result_folder(verb: str, out: str | None) -> Iterator[Path]:
     Raises:
         StorageError: it cannot be created. TerminatedError, HangupError: a stop signal was received.
     """
-    from datetime import datetime  # noqa: PLC0415 - not for --help
-
-    from trainkit.run.signals import raised_stops  # noqa: PLC0415 - not for --help
-    from trainkit.storage import reporting  # noqa: PLC0415 - imports torch
-    from trainkit.trainer.ownership import new_folder  # noqa: PLC0415 - the same
-
     stamp = datetime.now().astimezone().strftime("%Y-%m-%d_%H-%M-%S")
     folder = Path("outputs") / verb / stamp if out is None else Path(out).expanduser()
     was_there = out is not None and folder.exists()
@@ -132,9 +128,6 @@ def measure(call: Call, name: str, work: Callable[[], Results | None], *, keeps:
         work: measures; None: it failed without results.
         keeps: whether results are written without `--out`, too.
     """
-    from trainkit.files import write_json_atomically  # noqa: PLC0415 - not for --help
-    from trainkit.storage import reporting  # noqa: PLC0415 - the same
-
     out = call.flags.get("out")
     with result_folder(call.verb, out) if keeps or out is not None else nullcontext() as folder:
         found = work()
@@ -150,11 +143,8 @@ def measure(call: Call, name: str, work: Callable[[], Results | None], *, keeps:
 
                     kind, *arguments = found.picture.items()
                     getattr(plots, f"draw_{kind[1]}")(folder / f"{name}.png", **dict(arguments))
-        if "json" in call.flags:
-            print_json(content)
-        else:
-            rest = [*(f"  note: {note}" for note in notes), *([] if folder is None else [f"  folder  {folder}"])]
-            sys.stdout.write("\n".join([*found.lines, *([""] if rest else []), *rest]) + "\n")
+        rest = [*(f"  note: {note}" for note in notes), *([] if folder is None else [f"  folder  {folder}"])]
+        call.show(content, [*found.lines, *([""] if rest else []), *rest])
     return int(found.is_failed)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from trainkit.config.check import check_both, check_names, fitted
+from trainkit.config.check import NEEDS_VALUE, check_names, check_names_first, check_values, fitted
 from trainkit.config.compose import Composer, foreign_keys
 from trainkit.config.composition import Composition, problems_of_points
 from trainkit.config.grammar import COMMAND_LINE
@@ -16,19 +16,33 @@ from trainkit.errors import ConfigError, Problem
 def checked_points(overrides: Sequence[str], config_dirs: Sequence[Path], packages: Sequence[str]) -> list[Composition]:
     """Compose and check every combination of the comma lists of some arguments."""
     composer = Composer(config_dirs, packages)
-    return _checked(composer, composer.points(overrides))
+    return with_values(_named(composer, composer.points(overrides)))
 
 
 def sweep_points(overrides: Sequence[str], config_dirs: Sequence[Path], packages: Sequence[str]) -> list[Composition]:
-    """Compose and check the points of a sweep: all points, or for a search a few points that contain every value.
+    """Compose the points of a sweep, and check their names, which is fast; `with_values` checks the rest.
 
-    Empty for a sweeper of another package: its points cannot be known in advance.
+    They are all points, or for a search a few points that contain every value. Empty for a sweeper of another package:
+    its points cannot be known in advance.
     """
     from trainkit.sweeps.spaces.request import read_request  # noqa: PLC0415 - for sweeps only
 
     composer = Composer(config_dirs, packages)
     _refuse_swept_settings(composer, overrides)
-    return _checked(composer, read_request(composer, overrides).points)
+    return _named(composer, read_request(composer, overrides).points)
+
+
+def key_problems(overrides: Sequence[str], config_dirs: Sequence[Path], packages: Sequence[str]) -> list[Problem]:
+    """Return the problems of the keys of some arguments that are found without importing a class.
+
+    Absent values are no problem: they may be what the command asks for.
+    """
+    composer = Composer(config_dirs, packages)
+    try:
+        _named(composer, composer.points(overrides))
+    except ConfigError as error:
+        return [one for one in error.problems if not one.rule.startswith(NEEDS_VALUE)]
+    return []
 
 
 def _refuse_swept_settings(composer: Composer, overrides: Sequence[str]) -> None:
@@ -44,20 +58,35 @@ def _refuse_swept_settings(composer: Composer, overrides: Sequence[str]) -> None
         raise ConfigError(problems)
 
 
-def _checked(composer: Composer, lines: Sequence[Sequence[str]]) -> list[Composition]:
+def _named(composer: Composer, lines: Sequence[Sequence[str]]) -> list[Composition]:
+    """Compose points, and check the names of their keys and choices."""
     plain = [composer.compose(line) for line in lines]
     foreign = [foreign_keys(composition) for composition in plain]
-    problems = keys_no_choice_has(plain, foreign)
     compositions = [
         composer.compose(line, for_others=True) if keys else composition
         for line, keys, composition in zip(lines, foreign, plain, strict=True)
     ]
-    found_of = [fitted(composition, partial(check_both, multirun=True)) for composition in compositions]
-    compositions = [composition for composition, _ in found_of]
-    found = problems_of_points(compositions, [own for _, own in found_of])
+    return _checked(compositions, partial(check_names_first, multirun=True), keys_no_choice_has(plain, foreign))
+
+
+def with_values(points: Sequence[Composition]) -> list[Composition]:
+    """Return points whose names are checked, after the check of their values, which imports their classes.
+
+    Raises:
+        ConfigError: the problems of all points.
+    """
+    return _checked(points, check_values)
+
+
+def _checked(
+    points: Sequence[Composition], check: Callable[[Composition], list[Problem]], problems: Iterable[Problem] = ()
+) -> list[Composition]:
+    found_of = [fitted(point, check) for point in points]
+    points = [point for point, _ in found_of]
+    found = problems_of_points(points, [own for _, own in found_of])
     if problems := list({str(problem): problem for problem in [*problems, *found]}.values()):
         raise ConfigError(problems)
-    return compositions
+    return points
 
 
 def keys_no_choice_has(compositions: Sequence[Composition], foreign: Sequence[set[str]]) -> list[Problem]:

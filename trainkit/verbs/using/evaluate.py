@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from trainkit.files import read_map
 from trainkit.trainer.ownership import print_notice
 from trainkit.verbs.running.train import template_of_job
-from trainkit.verbs.support.call import Add, Call, checkpoint_flag, json_flag
+from trainkit.verbs.support.call import Call
 
 if TYPE_CHECKING:
     from trainkit.api.jobs import Evaluated
@@ -20,16 +18,8 @@ _MOST_ROWS: Final = 20
 """Largest number of rows and columns of a printed table."""
 
 
-def add_flags(add: Add) -> None:
-    """Add the flags of this verb."""
-    add("--split", metavar="NAME", help="the split to evaluate; val without it")
-    checkpoint_flag(add)
-    json_flag(add, "print evaluation.json instead of tables")
-
-
 def run(call: Call) -> int:
     """Evaluate, write the results and print them."""
-    call.check_arity(arguments=1)
     with template_of_job(call):
         from trainkit.api.jobs import evaluate  # noqa: PLC0415 - imports torch
 
@@ -42,11 +32,8 @@ def run(call: Call) -> int:
             packages=call.packages,
             log=print_notice,
         )
-    if "json" in call.flags:
-        content = read_map(found.folder / "evaluation.json", {"version": int})  # with null for NaN
-        sys.stdout.write(json.dumps({**content, "folder": str(found.folder)}, indent=2) + "\n")
-        return 0
-    sys.stdout.write("\n".join(_lines(found)) + "\n")
+    content = read_map(found.folder / "evaluation.json", {"version": int})
+    call.show({**content, "folder": str(found.folder)}, _lines(found))
     return 0
 
 

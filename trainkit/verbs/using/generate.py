@@ -8,35 +8,21 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from trainkit.api.texts import Writer
 from trainkit.errors import ConfigError, Problem
 from trainkit.files import read_text
 from trainkit.models.sampling import MAX_TOKENS, RULES, Sampling, broken_settings, temperature_of
-from trainkit.verbs.support.call import Add, Call, checkpoint_flag, json_flag
-
-
-def add_flags(add: Add) -> None:
-    """Add the flags of this verb."""
-    add("--prompt", metavar="TEXT", help="the beginning of the text; a newline without it")
-    add("--prompts", metavar="FILE", help="a file with a prompt on each line, computed as one batch")
-    add("--max-tokens", metavar="N", help="tokens to add; 200 without it")
-    add("--temperature", metavar="X", help="divides the scores; 0, the most likely token, without it")
-    add("--top-k", metavar="N", help="draw from the N most likely tokens")
-    add("--top-p", metavar="X", help="draw from the most likely tokens that have this probability together")
-    add("--seed", metavar="N", help="seed of the random numbers; 0 without it")
-    checkpoint_flag(add)
-    json_flag(add, "print prompts and texts as JSON")
+from trainkit.verbs.support.call import Call
 
 
 def run(call: Call) -> int:
     """Print the texts; print that of a single prompt while it is generated."""
-    call.check_arity(arguments=1, overrides=False)
     problems = list[Problem]()
     given = {name: _number(call, name) for name in RULES if _flag(name) in call.flags}
     problems += [call.problem(_flag(name), rule) for name, rule in broken_settings(given)]
     prompts = _prompts(call, problems)
     if problems:
         raise ConfigError(problems)
-    from trainkit.api.texts import Writer  # noqa: PLC0415 - nothing is imported to refuse an argument
 
     writer = Writer.of(
         Path(call.arguments[0]).expanduser(), checkpoint=call.flags.get("checkpoint", "last"), packages=call.packages

@@ -9,20 +9,11 @@ from pathlib import Path
 from trainkit.config.grammar import refusal
 from trainkit.trainer.ownership import print_notice
 from trainkit.verbs.running.train import template_of_job
-from trainkit.verbs.support.call import Add, Call, checkpoint_flag
-
-
-def add_flags(add: Add) -> None:
-    """Add the flags of this verb."""
-    add("--out", metavar="FILE", help="the file: .parquet, .npy (with ids in FILE.ids.npy) or .jsonl")
-    add("--split", metavar="NAME", help="the split to predict; val, or the only one, without it")
-    checkpoint_flag(add)
-    add("--overwrite", action="store_true", help="replace an existing file, and drop the parts of another prediction")
+from trainkit.verbs.support.call import Call
 
 
 def run(call: Call) -> int:
     """Predict, or continue an interrupted prediction; return the exit code."""
-    call.check_arity(arguments=1)
     if "out" not in call.flags:
         raise refusal("--out", "is missing: --out FILE.parquet, FILE.npy or FILE.jsonl.")
     from trainkit.api.jobs import predict_to_file  # noqa: PLC0415 - imports torch

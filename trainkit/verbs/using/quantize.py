@@ -6,28 +6,19 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from trainkit.api.quantize import quantize_run
 from trainkit.config.grammar import refusal
-from trainkit.verbs.support.call import Add, Call, checkpoint_flag, whole
+from trainkit.report.tables import print_rows
+from trainkit.storage import quoted
+from trainkit.verbs.support.call import Call
 
 _TO: Final = "the format: int8_weight, int8_dynamic, int4_weight or int8_static"
 
 
-def add_flags(add: Add) -> None:
-    """Add the flags of this verb."""
-    add("--to", metavar="FORMAT", help=_TO)
-    about = "int8_static: number of training samples whose activations are observed; 512 without it"
-    add("--calibrate", metavar="N", type=whole(1), help=about)
-    checkpoint_flag(add)
-
-
 def run(call: Call) -> int:
     """Write the quantized model, and print its scores next to those of the original."""
-    call.check_arity(arguments=1, overrides=False)
     if "to" not in call.flags:
         raise refusal("--to", f"is missing: {_TO}.")
-    from trainkit.api.quantize import quantize_run  # noqa: PLC0415 - imports torch
-    from trainkit.report.tables import print_rows  # noqa: PLC0415 - not for --help
-    from trainkit.storage import quoted  # noqa: PLC0415 - for this only
 
     done = quantize_run(
         Path(call.arguments[0]).expanduser(),
