@@ -261,6 +261,10 @@ def _tag_in(hint: Any) -> Tagged:
     return next(found, maths)
 
 
+BROKEN: Final = "limit"
+"""The type of pydantic's error about a broken limit."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
     """A rule about a value beyond its type, part of an annotation: `Annotated[int, at_least(1)]`."""
@@ -277,6 +281,26 @@ class Limit:
     """True where `high` itself is refused."""
     regex: str | None = None
     """The regular expression that the whole text must match."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        """Let pydantic check the limit after the type."""
+        from pydantic_core import PydanticCustomError, core_schema  # noqa: PLC0415 - only a check of a config needs it
+
+        def checked(value: Any) -> Any:
+            if self.broken_by(value):
+                raise PydanticCustomError(BROKEN, self.rule)
+            return value
+
+        return core_schema.no_info_after_validator_function(checked, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
+        """Describe the limit in a JSON Schema."""
+        found = dict(handler(schema))
+        if math.isfinite(self.low):
+            found["exclusiveMinimum" if self.open_low else "minimum"] = self.low
+        if math.isfinite(self.high):
+            found["exclusiveMaximum" if self.open_high else "maximum"] = self.high
+        return found if self.regex is None else {**found, "pattern": f"^(?:{self.regex})$"}
 
     def broken_by(self, value: Any) -> bool:
         """Return whether a value of a fitting type breaks the limit; null and words pass.

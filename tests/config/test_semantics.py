@@ -20,13 +20,14 @@ import yaml
 
 from tests.end_to_end.vault import Vault
 from tests.support.present import present
+from trainkit.config.annotations import misfit
 from trainkit.config.check import check_names, check_values
 from trainkit.config.compose import compose
 from trainkit.config.identity import difference, fingerprint, maths_keys, other_training, tag_of
 from trainkit.config.schema import GROUPS, RunConfig, hints_of, load_resolved
 from trainkit.config.secrets import literal_secrets, redacted
 from trainkit.config.targets.build import build
-from trainkit.config.values import misfit, plain
+from trainkit.config.values import plain
 from trainkit.config.yaml_files import read_document, shown_text
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import maths, placement

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -32,9 +32,9 @@ from trainkit.config.sections import (
     SweepConfig,
     WarmupConfig,
 )
-from trainkit.config.values import misfit, plain
-from trainkit.errors import ConfigError, Problem
-from trainkit.fields import Reads, above, at_least, at_most, below, cosmetic, limits_in, maths, placement, speed
+from trainkit.config.values import plain
+from trainkit.errors import MISSING, ConfigError, Problem
+from trainkit.fields import Reads, above, at_least, at_most, below, cosmetic, maths, placement, speed
 from trainkit.files import read_text
 from trainkit.names import NAMES
 
@@ -166,7 +166,10 @@ class RunConfig:
         Raises:
             ConfigError: every unknown key and every value that does not fit.
         """
-        problems = list(_misfits(cls, values, ()))
+        problems = [
+            Problem(key=".".join(path), rule=rule or "no such key.", value=value if rule else MISSING)
+            for path, value, rule in misfits(values)
+        ]
         if problems:
             raise ConfigError(problems)
         return typing.cast("RunConfig", _built(cls, values))
@@ -225,20 +228,24 @@ def hints_of(kind: type) -> dict[str, Any]:
 _HINTS: dict[type, dict[str, Any]] = {}
 
 
-def _misfits(kind: type, values: Mapping[str, Any], path: tuple[str, ...]) -> typing.Iterator[Problem]:
+def misfits(
+    values: Mapping[str, Any], kind: type = RunConfig, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any, str | None]]:
+    """Yield each key of a run that does not fit its field: path, value and rule; no rule: no such key."""
+    from trainkit.config.annotations import misfit  # noqa: PLC0415 - imports pydantic: help and lists need no run
+
     hints = hints_of(kind)
     for name, value in values.items():
-        key = ".".join((*path, str(name)))
+        inner, hint = (*path, str(name)), plain(hints.get(name))
         if name not in hints:
-            yield Problem(key=key, rule="no such key.")
-            continue
-        hint = plain(hints[name])
-        if is_dataclass(hint) and isinstance(value, Mapping):
-            yield from _misfits(typing.cast("type", hint), value, (*path, name))
-            continue
-        rule = misfit(value, hint)
-        rules = [rule] if rule else [limit.rule for limit in limits_in(hints[name]) if limit.broken_by(value)]
-        yield from (Problem(key=key, value=value, rule=rule) for rule in rules)
+            yield inner, value, None
+        elif is_dataclass(hint) and isinstance(value, Mapping):
+            yield from misfits(value, typing.cast("type", hint), inner)
+        elif is_dataclass(hint):
+            keys = ", ".join(f"{name}.{key}" for key in hints_of(typing.cast("type", hint)))
+            yield inner, value, f"has its own keys: {keys}."
+        elif (rule := misfit(value, hints[name])) is not None:
+            yield inner, value, rule
 
 
 def _built(kind: Any, values: Mapping[str, Any]) -> Any:

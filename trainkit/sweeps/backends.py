@@ -30,8 +30,9 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig
 
 from trainkit.cluster.host import num_cores
+from trainkit.config.annotations import misfit
 from trainkit.config.schema import hints_of
-from trainkit.config.values import misfit, nearest, plain
+from trainkit.config.values import nearest, plain
 from trainkit.errors import ConfigError, Problem, require_packages
 from trainkit.fields import above, at_least, limits_in, placement
 from trainkit.files import open_regular

@@ -18,15 +18,14 @@ from trainkit.config.check.unused_keys import unused_keys, unused_keys_in_launch
 from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted, is_path_key, leaves, lookup, path_of
 from trainkit.config.door import own_folder
 from trainkit.config.grammar import COMMAND_LINE, key_of
-from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
+from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of, misfits
 from trainkit.config.secrets import literal_secret, literal_secrets
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, allow_packages, name_problem, targets_in
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, build, resolve_target
 from trainkit.config.targets.checks import OtherChoices, absent_files, target_problems, unchecked_keys
-from trainkit.config.values import closest, expanded, misfit, path_rule, plain
+from trainkit.config.values import closest, expanded, path_rule, plain
 from trainkit.config.yaml_files import hint_for_word
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import limits_in
 from trainkit.redaction import redacted_argument
 from trainkit.storage import file_in_the_way
 
@@ -90,7 +89,7 @@ def check_names_first(composition: Composition, *, multirun: bool = False) -> li
 def check_names(composition: Composition, *, multirun: bool = False) -> list[Problem]:
     """Run the first phase, which imports no target; keys about sweeps have an effect in a `multirun` only."""
     problems = list(composition.problems)
-    problems += _run_level(composition, RunConfig, composition.values, ())
+    problems += _run_level(composition)
     alternatives = OtherChoices(composition)
     for group in GROUPS:
         problems += _group(composition, group, alternatives)
@@ -194,31 +193,18 @@ def _unknown_metric(composition: Composition) -> Iterator[Problem]:
         yield composition.problem("eval.metric", rule, value=metric)
 
 
-def _run_level(composition: Composition, kind: Any, values: Mapping[str, Any], path: KeyPath) -> Iterator[Problem]:
-    """Yield unknown keys, and values that do not fit the schema."""
-    hints = hints_of(kind)
-    for name, value in values.items():
-        inner = (*path, name)
-        if name not in hints:
-            yield composition.problem(inner, _unknown(name, path, hints, composition), show_value=False)
-            continue
-        hint = plain(hints[name])
-        if is_dataclass(hint):
-            if isinstance(value, Mapping):
-                yield from _run_level(composition, hint, value, inner)
-            else:
-                keys = ", ".join(f"{name}.{key}" for key in hints_of(hint))  # type: ignore[arg-type]
-                yield composition.problem(inner, f"has its own keys: {keys}.", value=value)
-            continue
-        if name in GROUPS and not path:
-            continue
-        rule = misfit(value, hint)
-        rules = [rule] if rule else [limit.rule for limit in limits_in(hints[name]) if limit.broken_by(value)]
-        for rule in rules:
-            yield composition.problem(inner, rule, value=value)
+def _run_level(composition: Composition) -> Iterator[Problem]:
+    """Yield unknown keys, and values that do not fit the schema; groups have checks of their own."""
+    for path, value, rule in misfits(composition.values):
+        if rule is None:
+            yield composition.problem(path, _unknown(path, composition), show_value=False)
+        elif path[0] not in GROUPS:
+            yield composition.problem(path, rule, value=value)
 
 
-def _unknown(name: str, path: KeyPath, hints: Mapping[str, Any], composition: Composition) -> str:
+def _unknown(key: KeyPath, composition: Composition) -> str:
+    *path, name = key
+    hints = hints_of(RunConfig if not path else plain(hints_of(RunConfig)[path[0]]))
     if not path and (hint := hint_for_word(name)):
         return f"no such key. {hint}"
     near = closest(name, hints)
@@ -232,7 +218,7 @@ def _unknown(name: str, path: KeyPath, hints: Mapping[str, Any], composition: Co
             return f"there is no such folder of choices. Write DIR/experiment/NAME.yaml, and give {own_folder()}."
         return f"no such key. Did you mean {near}?" if near else "no such key. `trainkit ls` shows the groups."
     if near is None:
-        return f"no such key in {dotted(path)}. There are: {', '.join(hints)}."
+        return f"no such key in {path[0]}. There are: {', '.join(hints)}."
     return f"no such key. Did you mean {dotted((*path, near))}?"
 
 

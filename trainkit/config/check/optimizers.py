@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from trainkit.config.annotations import misfit
 from trainkit.config.composition import Composition, dotted
 from trainkit.config.optimizers import OWN_KEYS, RATIO_RULE, optimizer_node, passes_of
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, name_problem, targets_in
 from trainkit.config.targets.checks import OtherChoices, optimizer_limits, target_problems
 from trainkit.config.targets.kinds import PLACES
-from trainkit.config.values import closest, misfit
+from trainkit.config.values import closest
 from trainkit.errors import Problem
 
 

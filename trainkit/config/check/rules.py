@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from trainkit.config.annotations import misfit
 from trainkit.config.check.optimizers import named_optimizer_problems
 from trainkit.config.check.unused_keys import unused_keys
 from trainkit.config.composition import Composition, dotted
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.checks import optimizer_limits
-from trainkit.config.values import closest, misfit
+from trainkit.config.values import closest
 from trainkit.errors import Problem
 
 _ALSO_READ: Final[Mapping[str, tuple[str, ...]]] = {

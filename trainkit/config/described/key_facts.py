@@ -9,16 +9,17 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Any, Final
 
+from trainkit.config.annotations import expected
 from trainkit.config.composition import Composition, KeyPath, Level, lookup
-from trainkit.config.described.docstrings import doc_line, summary
 from trainkit.config.described.units import NO_UNIT, unit_of
+from trainkit.config.docstrings import doc_line, summary
 from trainkit.config.identity import tag_of
 from trainkit.config.optimizers import OWN_KEYS, optimizer_node
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
 from trainkit.config.targets.build import resolve_target, signature_of
 from trainkit.config.targets.kinds import ANY_KIND, PLACES, Expected
-from trainkit.config.values import expected, plain
+from trainkit.config.values import plain
 from trainkit.errors import ConfigError
 from trainkit.fields import Tag, limits_in
 

@@ -13,11 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from trainkit.config.annotations import DRAFT, Schema, schema_of
 from trainkit.config.composition import Composition
-from trainkit.config.described.docstrings import doc_line, doc_lines, summary
-from trainkit.config.described.json_types import DRAFT, Definitions, Schema
 from trainkit.config.described.key_facts import GROUP_KEY_DOCS, REQUIRED, default_of, plain_value, target_of, type_text
 from trainkit.config.described.units import NO_UNIT, unit_of
+from trainkit.config.docstrings import doc_line, doc_lines, summary
 from trainkit.config.identity import tag_of
 from trainkit.config.optimizers import OWN_KEYS
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
@@ -45,7 +45,7 @@ def config_schema(config_dirs: Sequence[Path] = ()) -> Schema:
 
     Example:
         >>> schema = config_schema()
-        >>> schema["$defs"]["trainkit.config.sections.BatchConfig"]["properties"]["global_size"]["default"]
+        >>> schema["$defs"]["BatchConfig"]["properties"]["global_size"]["default"]
         64
     """
     return _ConfigSchema(config_dirs=tuple(config_dirs)).document()
@@ -66,10 +66,11 @@ class _Choice:
         return {"$ref": f"#/$defs/{self.target}"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _ConfigSchema:
     config_dirs: tuple[Path, ...]
-    definitions: Definitions = field(default_factory=Definitions)
+    sections: Schema = field(default_factory=dict)
+    """The dataclasses, each written once."""
 
     def document(self) -> Schema:
         run = self._run()
@@ -81,7 +82,7 @@ class _ConfigSchema:
             "reference": {"type": "string", "pattern": _REFERENCE, "description": "An interpolation, ${...}."},
             "defaults": self._defaults(),
         }
-        sections = {name: _with_references(item) for name, item in self.definitions.schemas.items() if name not in defs}
+        sections = {name: _with_references(item) for name, item in self.sections.items() if name not in defs}
         return {
             "$schema": DRAFT,
             "title": "a config of trainkit",
@@ -124,7 +125,8 @@ class _ConfigSchema:
                 properties[name]["additionalProperties"] = {"$ref": "#/$defs/node.optimizer"}
             elif is_dataclass(plain(hint)):
                 self._section(plain(hint), defaults.get(name, {}))
-                properties[name] = {**self.definitions.reference(plain(hint)), "description": doc_line(RunConfig, name)}
+                reference = {"$ref": f"#/$defs/{plain(hint).__name__}"}
+                properties[name] = {**reference, "description": doc_line(RunConfig, name)}
             else:
                 default = defaults.get(name, default_of(RunConfig, name))
                 tag = tag_of(RunConfig(), (name,)).tag.value
@@ -234,19 +236,21 @@ class _ConfigSchema:
 
     def _section(self, kind: Any, defaults: Mapping[str, Any]) -> None:
         """Define a dataclass, with defaults and tags."""
-        schema = self.definitions.of_fields(kind)
-        schema.pop("required", None)
+        keys: Schema = {}
+        schema = {"type": "object", "description": summary(kind), "properties": keys, "additionalProperties": False}
         for name, hint in hints_of(kind).items():
             default = defaults.get(name, default_of(kind, name))
             tag = next(
                 (extra.tag.value for extra in getattr(hint, "__metadata__", ()) if hasattr(extra, "neutral")), "maths"
             )
-            schema["properties"][name] = self._key(name, hint, doc_line(kind, name), default, tag)
-        self.definitions.schemas[f"{kind.__module__}.{kind.__qualname__}"] = schema
+            keys[name] = self._key(name, hint, doc_line(kind, name), default, tag)
+        self.sections[kind.__name__] = schema
 
     def _key(self, name: str, hint: Any, meaning: str, default: Any, tag: str) -> Schema:
         """Return the schema of one key: type, limits, documentation, unit, default and tag."""
-        typed = _or_null(self.definitions.of(hint)) if default is None else self.definitions.of(hint)
+        typed = schema_of(hint)
+        self.sections = {**typed.pop("$defs", {}), **self.sections}
+        typed = _or_null(typed) if default is None else typed
         unit = unit_of(name, hint)
         facts = [tag, *([f"unit: {unit}"] if unit != NO_UNIT else [])]
         shown: Schema = {}
@@ -286,7 +290,7 @@ def _choice_of(group: str, known: Sequence[str]) -> Schema:
 
 def _group_key(name: str) -> Schema:
     hint, meaning = GROUP_KEY_DOCS[name]
-    typed = Definitions().of(hint)
+    typed = schema_of(hint)
     return (
         {"anyOf": [typed, {"type": "null"}], "description": meaning}
         if name != "groups"

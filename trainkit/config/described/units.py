@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import typing
 from collections.abc import Mapping
 from typing import Any, Final
 
-from trainkit.config.values import plain
+from trainkit.config.annotations import holds_quantity
 from trainkit.fields import Unit
 
 NO_UNIT: Final = "none"
@@ -76,26 +75,3 @@ def unit_of(name: str, hint: Any) -> str:
     if declared is not None or not holds_quantity(hint):
         return declared or NO_UNIT
     return next((unit for unit, names in _NAMES.items() if re.fullmatch(names, name)), PLAIN_NUMBER)
-
-
-def holds_quantity(hint: Any) -> bool:
-    """Return whether the values are numbers, alone or in a list; a number beside text is an index or a name.
-
-    Example:
-        >>> holds_quantity(int | None), holds_quantity(list[float]), holds_quantity(int | str), holds_quantity(bool)
-        (True, True, False, False)
-    """
-    kinds = set(_scalars_in(hint))
-    return bool(kinds & {int, float}) and str not in kinds
-
-
-def _scalars_in(hint: Any) -> typing.Iterator[Any]:
-    hint = plain(hint)
-    if typing.get_origin(hint) is typing.Literal:
-        return
-    arguments = typing.get_args(hint)
-    if not arguments:
-        yield hint
-    mapping = isinstance(typing.get_origin(hint), type) and issubclass(typing.get_origin(hint), Mapping)
-    for argument in arguments[1:] if mapping else arguments:
-        yield from _scalars_in(argument)

@@ -300,7 +300,7 @@ def _as(value: Any, hint: Any) -> Any:
     if isinstance(value, str) and isinstance(hint, type) and issubclass(hint, PurePath):
         return Path(value).expanduser()
     if isinstance(value, str) and isinstance(hint, type) and issubclass(hint, Enum):
-        return next((member for member in hint if value in (member.value, member.name)), value)
+        return next((member for member in hint if value == member.value), value)
     if isinstance(value, Mapping) and is_dataclass(hint) and isinstance(hint, type):
         keys = signature_of(hint).keys
         return hint(**{name: _as(item, keys[name].hint if name in keys else Any) for name, item in value.items()})

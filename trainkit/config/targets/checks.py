@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any, Final
 
+from trainkit.config.annotations import misfit
 from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted, lookup
 from trainkit.config.secrets import dereferenced, is_reference
 from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
@@ -21,10 +22,10 @@ from trainkit.config.targets.build import (
     signature_of,
 )
 from trainkit.config.targets.kinds import ANY_KIND, PLACES, Expected, expected_by
-from trainkit.config.values import closest, misfit, plain
+from trainkit.config.values import closest, plain
 from trainkit.config.yaml_files import Document, read_document, shipped_conf
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import limits_in, reads_in
+from trainkit.fields import reads_in
 
 _CHEAP: Final = (
     "schedule", "strategy", "precision", "average", "convert", "cluster", "hardware", "objective", "callbacks",
@@ -138,10 +139,9 @@ def _value_problems(composition: Composition, path: KeyPath, value: Any, key: Ke
     except ConfigError as error:
         yield from (composition.problem(path, item.rule, value=item.value) for item in error.problems)
         return
-    rule = misfit(used, key.hint)
-    rules = [rule] if rule else [limit.rule for limit in limits_in(key.hint) if limit.broken_by(used)]
-    yield from (composition.problem(path, rule, value=value) for rule in rules)
-    if not rules:
+    if (rule := misfit(used, key.hint)) is not None:
+        yield composition.problem(path, rule, value=value)
+    else:
         yield from absent_files(composition, path, used, key.hint)
 
 

@@ -6,7 +6,7 @@ import importlib
 import sys
 from typing import Any, Final
 
-from trainkit.config.described.json_types import document_schema
+from trainkit.config.annotations import document_schema
 from trainkit.config.described.run_schema import config_schema
 from trainkit.config.grammar import refusal
 from trainkit.config.values import nearest
