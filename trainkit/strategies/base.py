@@ -21,8 +21,11 @@ from torch.optim import Optimizer
 from trainkit.adapters.average import Average
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Identity, Task
+from trainkit.config.targets.allowed import TARGET
+from trainkit.config.yaml_files import read_document, shipped_conf
 from trainkit.data.reading.collate import CollateFunction, collate
 from trainkit.errors import Problem, TrainingError
+from trainkit.names import name_of
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.precision import LossScale, Precision
 from trainkit.objectives.base import Access, Collective, Loss, Model, Objective, needs_of
@@ -1035,3 +1038,16 @@ class Strategy(ABC):
             ConnectionError: rank 0 has ended.
         """
         raise NotImplementedError(f"{type(self).__name__} has no auxiliary tasks")
+
+
+def choice_of(kind: type) -> str:
+    """Return the choice of `strategy` that builds a class, without importing the others; the class for one of a user.
+
+    Example:
+        >>> from trainkit.strategies.one_device import OneDevice
+        >>> choice_of(OneDevice)
+        'one_device'
+    """
+    files = (shipped_conf() / "strategy").glob("*.yaml")
+    choices = {read_document(file).values[TARGET]: file.stem for file in files}
+    return choices.get(name_of(kind), kind.__name__)

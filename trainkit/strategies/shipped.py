@@ -47,14 +47,3 @@ def names_of(has: Callable[[type[Strategy]], bool]) -> str:
         'one_device, mirrored, multi_worker_mirrored or fsdp'
     """
     return either(one.name for one in shipped_strategies() if has(one.kind))
-
-
-def choice_of(strategy: Strategy) -> str:
-    """Return the choice of `strategy` that a strategy is, for messages; the class for one of a user.
-
-    Example:
-        >>> from trainkit.strategies.one_device import OneDevice
-        >>> choice_of(OneDevice())
-        'one_device'
-    """
-    return next((one.name for one in shipped_strategies() if one.kind is type(strategy)), type(strategy).__name__)

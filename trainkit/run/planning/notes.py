@@ -45,10 +45,11 @@ from trainkit.run.planning.coupling import COUPLES, OBJECTIVE, Coupling, kept_ge
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.optimizers import assignment_problems, optimizer_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
+from trainkit.strategies.base import choice_of
 from trainkit.strategies.core.graphs.shards import step_problems
 from trainkit.strategies.core.refusals import copies_problems, hook_problems
 from trainkit.strategies.model_transforms import NO_TRANSFORMS, ModelTransforms, shaping_notes, shaping_problems
-from trainkit.strategies.shipped import choice_of, names_of
+from trainkit.strategies.shipped import names_of
 from trainkit.strategies.tensors.layouts import layout_problems
 
 
@@ -68,7 +69,6 @@ def model_problems(plan: RunPlan, model: nn.Module) -> list[Problem]:
     problems += copies_problems(model) if max(len(plan.tasks), plan.num_replicas) > 1 else []
     problems += [] if facts.runs_hooks and plan.cfg.compile.mode == "off" else hook_problems(model)
     problems += assignment_problems(model, plan.optimizers) if plan.optimizers else []
-    named = choice_of(strategy)
     if (conversion := conversion_of(plan.cfg)) is not None:
         if facts.converts:
             devices = [task.device for task in plan.tasks]
@@ -76,10 +76,12 @@ def model_problems(plan: RunPlan, model: nn.Module) -> list[Problem]:
             problems += conversion.problems(model, output=output_name(model), devices=devices, precision=precision)
         else:
             others = names_of(lambda kind: kind.facts.converts)
+            named = choice_of(type(strategy))
             rule = f"strategy={named} does not support converted layers. Use convert=none, or {others}."
             problems.append(Problem(key="convert", value="float8", rule=rule))
     if shaping != NO_TRANSFORMS:
-        named += "" if facts.compiles == strategy.facts.compiles else ", as its keys are set,"
+        as_set = "" if facts.compiles == strategy.facts.compiles else ", as its keys are set,"
+        named = choice_of(type(strategy)) + as_set
         problems += shaping_problems(model, shaping, compiles=facts.compiles, strategy=named)
         problems += step_problems(model, shaping, plan.context, facts=facts, strategy=named, device=device)
     problems += objective_problems(plan, model)

@@ -18,8 +18,8 @@ from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.schedules import LearningRate, NeedsRun, Schedule, scale_lr
 from trainkit.objectives.base import Objective
 from trainkit.run.planning.build import build_schedule, make_optimizer, parameter_matches
-from trainkit.strategies.base import NamedOptimizer, Phase, PlanContext, Strategy
-from trainkit.strategies.shipped import choice_of, names_of
+from trainkit.strategies.base import NamedOptimizer, Phase, PlanContext, Strategy, choice_of
+from trainkit.strategies.shipped import names_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ def strategy_problems(strategy: Strategy, context: PlanContext) -> list[Problem]
     if strategy.facts.several_optimizers:
         return []
     rule = (
-        f"names {', '.join(context.optimizers)}, and {choice_of(strategy)} updates all parameters by one "
+        f"names {', '.join(context.optimizers)}, and {choice_of(type(strategy))} updates all parameters by one "
         f"optimizer. Use strategy={names_of(lambda kind: kind.facts.several_optimizers)}."
     )
     return [Problem(key="optimizers", rule=rule)]

@@ -22,12 +22,10 @@ from torch._C._distributed_c10d import HashStore
 from trainkit.cluster.host import mig_instances, use_device
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Identity, Task
-from trainkit.config.targets.allowed import TARGET
 from trainkit.config.values import MOST_PROCESSES
-from trainkit.config.yaml_files import read_document, shipped_conf
 from trainkit.errors import LinkError, Problem
 from trainkit.fields import above, at_least, at_most, placement
-from trainkit.strategies.base import PlanContext
+from trainkit.strategies.base import PlanContext, choice_of
 from trainkit.strategies.collectives import GroupCollective, RankGroup
 from trainkit.strategies.rendezvous_store import store_client
 
@@ -178,7 +176,7 @@ class ProcessGroup:
     def launch_problems(self, launch: LaunchEnvironment) -> list[Problem]:
         """Return problems: roles that are not used here, and replicas that the processes do not make up."""
         others = sorted({task.role for task in launch.tasks} - {"chief", "worker"})
-        name = choice_of(type(self).__name__) if others else ""
+        name = choice_of(type(self)) if others else ""
         problems = [
             Problem(
                 key=f"cluster.{role}",
@@ -363,13 +361,6 @@ class ProcessGroupOptions(ProcessGroup):
 
 
 @cache
-def choice_of(kind: str) -> str:
-    """Return the choice of the group `strategy`, without importing the others; the class for one of the user's."""
-    files = (shipped_conf() / "strategy").glob("*.yaml")
-    named = {str(read_document(file).values[TARGET]).rpartition(".")[2]: file.stem for file in files}
-    return named.get(kind, kind)
-
-
 def _await_ranks(store: Any, identity: Identity, timeout_s: float) -> None:
     """Wait until all ranks are about to join: torch's own wait can be interrupted neither by a signal nor by an error.
 

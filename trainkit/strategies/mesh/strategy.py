@@ -21,7 +21,16 @@ from trainkit.fields import Limit, at_least, at_most, maths, placement, speed
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_nothing
 from trainkit.objectives.base import Access, Collective
-from trainkit.strategies.base import Facts, ModelMemory, Numerics, PlanContext, Scaled, SetupRequest, Strategy
+from trainkit.strategies.base import (
+    Facts,
+    ModelMemory,
+    Numerics,
+    PlanContext,
+    Scaled,
+    SetupRequest,
+    Strategy,
+    choice_of,
+)
 from trainkit.strategies.collectives import GroupCollective, RankGroup, broadcast_values
 from trainkit.strategies.core.graphs.shards import makers_of
 from trainkit.strategies.core.refusals import optimizer_problems
@@ -33,7 +42,7 @@ from trainkit.strategies.core.synchronous import (
     move_and_cast,
     synchronous_gradient_copies,
 )
-from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroup, ProcessGroupOptions, choice_of
+from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroup, ProcessGroupOptions
 from trainkit.strategies.mesh.sharding import (
     Axes,
     Sharding,
@@ -247,7 +256,7 @@ class MeshStrategy(ProcessGroup, Strategy):
         """Return the facts: what an objective cannot have where ranks hold parts, and whether fewer ranks will do."""
         layout = self.layout_in(context)
         is_cut = layout.gathers or layout.axes.tensor > 1
-        withheld = withheld_where_sharded(choice_of(type(self).__name__)) if is_cut else {}
+        withheld = withheld_where_sharded(choice_of(type(self))) if is_cut else {}
         fewer = range(1, layout.axes.num_ranks)
         if is_cut and not layout.gathers:  # modules of cut layers compute outside of forward too
             del withheld[Access.methods]
