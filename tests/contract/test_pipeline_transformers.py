@@ -52,8 +52,8 @@ def refusals(model: nn.Module) -> list[str]:
 @pytest.mark.slow
 def test_a_cache_of_keys_and_values_is_refused_with_the_key_that_turns_it_off() -> None:
     refused = (
-        "model: cannot be cut into stages: the block {} is given an object of the class "
-        "transformers.DynamicCache, which would be the same object in every pass. Use {}."
+        "model: cannot be cut into stages: the block {} changes the transformers.DynamicLayer among its arguments, of "
+        "which each stage has its own. Use {}."
     )
     assert refusals(gpt2()) == [refused.format("transformer.h.0", "model.config.use_cache=false")]
     within = "config.use_cache=false of model.inner"

@@ -17,11 +17,10 @@ from trainkit.errors import TrainingError
 from trainkit.models.gpt import Gpt
 from trainkit.objectives.own_loss import ModelComputesLoss
 from trainkit.strategies.base import Numerics, PlanContext
+from trainkit.strategies.pipeline.forward import CannotCut, Program, TensorMeta, trace
 from trainkit.strategies.pipeline.schedules import ScheduleName, ideal_bubble, most_in_flight, padded_microbatches
 from trainkit.strategies.pipeline.stage_assignment import blocks_to_cut
 from trainkit.strategies.pipeline.strategy import Pipeline
-from trainkit.strategies.pipeline.tracing.program import TensorMeta
-from trainkit.strategies.pipeline.tracing.trace import trace
 
 TOKENS = (torch.zeros(4, dtype=torch.long), torch.zeros(4, dtype=torch.long))
 
@@ -96,16 +95,48 @@ class Branches(nn.Module):
         return outputs
 
 
-def test_what_a_model_does_is_written_down_and_cut_where_its_values_pass() -> None:
-    model = Branches()
-    program = trace(model, blocks_to_cut(model), torch.zeros(2, 4), device=torch.device("cpu"), autocast=no_context())
-    assert program.blocks() == ["left", "right", "join"]
-    first, second, third = program.cut({"left": 0, "right": 1, "join": 2}, 3)
-    left, right = first.sent[0], second.sent[-1]
-    assert (first.sent, second.received, second.held()) == ((left,), (left,), set())
-    assert first.held() == {"scale"}
-    assert len(third.received) == 1  # left * right + inputs runs after `right`, on its stage
-    assert right == third.received[0]
+def recorded(model: nn.Module, *shape: int) -> Program:
+    units, inputs = blocks_to_cut(model), torch.zeros(shape)
+    return trace(model, units, inputs, device=torch.device("cpu"), autocast=no_context())
+
+
+def sent(program: Program, call: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Where the model meets what is sent before a call, and its shape."""
+    found = program.crossings[call]
+    assert not isinstance(found, CannotCut)
+    return [(f"{program.blocks[one.places[0][0]]} {one.places[0][1]}", one.meta.size) for one in found]
+
+
+def test_what_later_stages_use_is_sent_where_a_block_returns_it_or_is_given_it() -> None:
+    program = recorded(Branches(), 2, 4)
+    assert program.blocks == ("left", "right", "join")
+    assert sent(program, 1) == [("left returned", (2, 4))]
+    assert sent(program, 2) == [("join given", (2, 4))]  # left * right + inputs runs on the stage of `right`
+
+
+class Stream(nn.Module):
+    """Its own code adds what each block returns to a stream, into which it writes for the last one."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        stream = self.first(inputs)
+        halved = stream[:, :2]
+        stream = stream.mul_(2) if self.in_place else stream + 1
+        stream = stream + self.second(stream)
+        outputs: Tensor = self.third(stream) + halved.sum()
+        return outputs
+
+
+def test_code_between_blocks_computes_again_from_what_blocks_have_returned() -> None:
+    assert sent(recorded(Stream(in_place=False), 2, 4), 1) == [("first returned", (2, 4))]
+    program = recorded(Stream(in_place=True), 2, 4)
+    assert isinstance(program.crossings[1], CannotCut)  # it would write twice
+    (said,) = refusals(Pipeline(map={"first": 0, "rest": 1}), Stream(in_place=True).to("meta"), SAMPLE)
+    assert "cannot be cut before second: code after first and code after second use a tensor that no block" in said
 
 
 class Backwards(nn.Module):
@@ -154,7 +185,7 @@ SAMPLE = (torch.zeros(4), 0)
 @pytest.mark.parametrize(("model", "given", "said"), [
     (Backwards(), {"head": 0, "rest": 1}, "use {body:0,neck:1,head:1}"),
     (Twice(), {"body": 0, "neck": 1, "head": 1}, "the model runs body more than once"),
-    (Borrowed(), "auto", "the model's own code uses first.weight on stage 1"),
+    (Borrowed(), "auto", "its own code uses first.weight after second, and every stage runs that code"),
     (Numbers(), "auto", "model: cannot be cut into stages: "),
 ])  # fmt: skip
 def test_what_a_model_does_must_fit_its_stages(model: nn.Module, given: Any, said: str) -> None:
@@ -167,16 +198,15 @@ def test_auto_goes_by_the_order_in_which_blocks_run_and_keeps_calls_of_one_block
     assert stages(Pipeline(), Twice().to("meta"), SAMPLE) == ["body, neck", "head"]
 
 
-def test_a_tensor_of_another_shape_than_the_trace_says_is_not_sent() -> None:
+def test_a_tensor_of_another_shape_than_without_numbers_is_not_sent() -> None:
     with pytest.raises(TrainingError, match=r"a stage has computed \(3, 4\) torch.float32 instead of \(2, 4\)"):
         TensorMeta((2, 4), torch.float32).check(torch.zeros(3, 4))
 
 
 def test_a_stage_that_begins_by_writing_into_what_it_receives_gets_a_copy() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 3))
-    program = trace(model, blocks_to_cut(model), torch.zeros(2, 4), device=torch.device("cpu"), autocast=no_context())
-    _, second = program.cut({"0": 0, "1": 1, "2": 1}, 2)
-    assert second.copied == frozenset(second.received)
+    program = recorded(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 3)), 2, 4)
+    (received,) = program.span(1, 3).received
+    assert received.is_written
 
 
 def test_a_microbatch_that_is_missing_is_filled_up_by_those_schedules_alone_that_need_it() -> None:

@@ -171,6 +171,25 @@ class BlockThatCounts(TwoLayers):
         fill(self)
 
 
+class Seeding(TwoLayers):
+    """Seeds torch's generator itself."""
+
+    def between(self, hidden: Tensor) -> Tensor:
+        """The same noise in every pass."""
+        torch.manual_seed(5)
+        return torch.tanh(hidden + torch.randn(7))
+
+
+class WritingIntoInputs(TwoLayers):
+    """Writes into its inputs, and uses them again at the end."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(samples, features) -> (samples, classes)."""
+        inputs.mul_(2)
+        scores: Tensor = self.second(torch.tanh(self.first(inputs)))
+        return scores + inputs.mean()
+
+
 class Tempered(TwoLayers):
     """The model's own code divides by a temperature, which `Annealing` lowers."""
 
@@ -192,6 +211,15 @@ class Annealing(Callback):
 
 EQUAL: Final[dict[str, type[nn.Module]]] = {
     kind.__name__: kind
-    for kind in (Containers, WritingInPlace, WithoutGradient, OwnFunction, FullPrecision, BlockThatCounts)
+    for kind in (
+        Containers,
+        WritingInPlace,
+        WithoutGradient,
+        OwnFunction,
+        FullPrecision,
+        BlockThatCounts,
+        Seeding,
+        WritingIntoInputs,
+    )
 }
 """Models that a pipeline trains as one device does, by name."""

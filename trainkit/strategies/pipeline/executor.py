@@ -21,14 +21,13 @@ from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.replica import ReplicaParts, replica_state, restore_replica
 from trainkit.strategies.core.step import ShardStep, added, weight_on
 from trainkit.strategies.core.synchronous import SynchronousExecutor
+from trainkit.strategies.pipeline.forward import is_fake
 from trainkit.strategies.pipeline.groups import drifted, holders_of, new_groups
 from trainkit.strategies.pipeline.microbatch import Chunk
 from trainkit.strategies.pipeline.replica import ChunkStage, PipelineReplica, StageLayout, Traced, shape_key
 from trainkit.strategies.pipeline.schedules import ScheduleName, ideal_bubble, padded_microbatches
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
-from trainkit.strategies.pipeline.tracing.program import Program
-from trainkit.strategies.pipeline.tracing.recorder import is_fake
-from trainkit.strategies.pipeline.tracing.stage_module import blocks_of_stage, filled
+from trainkit.strategies.pipeline.stage_module import Blocks
 from trainkit.strategies.tensor_shards import ShardedState, TensorShard, gather_full, name_in, select
 from trainkit.strategies.tensors.layouts import in_layout
 
@@ -49,46 +48,26 @@ class StagedForward:
 
     def __call__(self, inputs: Any) -> Any:
         """Run the model on its inputs."""
-        if any(map(is_fake, tree_flatten(inputs)[0])):
+        replica = self._replica
+        if replica.runs_stage or any(map(is_fake, tree_flatten(inputs)[0])):
             return self._whole(inputs)
-        replica = self._replica
-        with torch.no_grad():
-            traced = replica.trace(inputs)
-        program, last = traced.program, replica.cut.num_stages - 1
-        tensors = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
+        group, ranks, last = replica.groups.replica, replica.num_stage_ranks, replica.cut.num_stages - 1
         outputs: tuple[Tensor, ...] = ()
-        # The recorded program itself sets the random keys of the model's own code.
         with torch.no_grad(), replica.keys.at(replica.keys.beginning):
-            for stage in replica.stages_here:
-                received = self._received(program, traced.stretches[stage].received, stage)
-                traced.segments[stage].set_inputs(tensors)
-                outputs = traced.segments[stage](*received)
-                if stage < last:
-                    self._send(outputs, stage + 1)
-            finals = self._broadcast(program, outputs)
-        return filled(program.outputs, dict(zip(program.finals(), finals, strict=True)), {})
-
-    def _received(self, program: Program, numbers: tuple[int, ...], stage: int) -> list[Tensor]:
-        group, ranks = self._replica.groups.replica, self._replica.num_stage_ranks
-        tensors = [program.shapes[number].empty(self._replica.device) for number in numbers]
-        for tensor in tensors:
-            dist.recv(tensor, group=group, group_src=(stage - 1) % ranks)
-        return tensors
-
-    def _send(self, tensors: tuple[Tensor, ...], stage: int) -> None:
-        for tensor in tensors:
-            dist.send(tensor, group=self._replica.groups.replica, group_dst=stage % self._replica.num_stage_ranks)
-
-    def _broadcast(self, program: Program, outputs: tuple[Tensor, ...]) -> list[Tensor]:
-        """Broadcast the outputs of the last stage to every rank."""
-        replica = self._replica
-        is_last = replica.place == replica.num_stage_ranks - 1
-        found = []
-        for at, number in enumerate(program.finals()):
-            tensor = outputs[at] if is_last else program.shapes[number].empty(replica.device)
-            dist.broadcast(tensor, group=replica.groups.replica, group_src=replica.num_stage_ranks - 1)
-            found.append(tensor)
-        return found
+            traced = replica.trace(inputs)
+            for stage, segment in traced.segments.items():
+                received = [one.meta.empty(replica.device) for one in segment.span.received]
+                for tensor in received:
+                    dist.recv(tensor, group=group, group_src=(stage - 1) % ranks)
+                segment.set_inputs(inputs)
+                outputs = segment(*received)
+                for tensor in outputs if stage < last else ():
+                    dist.send(tensor, group=group, group_dst=(stage + 1) % ranks)
+            if replica.place != last % ranks:
+                outputs = tuple(one.empty(replica.device) for one in traced.program.finals)
+            for tensor in outputs:
+                dist.broadcast(tensor, group=group, group_src=last % ranks)
+        return traced.program.filled(outputs)
 
 
 def assemble(
@@ -98,7 +77,7 @@ def assemble(
     all_ranks, model = parts.all_ranks, parts.held.model
     place = all_ranks.rank % stages
     holders = holders_of(model, cut, stages)
-    blocks = {stage: blocks_of_stage(model, cut, stage) for stage in range(place, cut.num_stages, stages)}
+    blocks = {stage: Blocks(model, cut, stage) for stage in range(place, cut.num_stages, stages)}
     buffers = StepBuffers(nn.ModuleList(blocks.values()), parts.precision.master_dtype)
     names = {id(buffer): name for name, buffer in model.named_buffers()}
     here = nn.ModuleList(blocks.values()).named_buffers()
@@ -132,7 +111,6 @@ class PipelineWork(ShardStep):
     ) -> None:
         super().__init__(replica, ticket, batches, training)
         self._now: Sequence[Chunk] = ()
-        self._inputs: dict[int, Any] = {}
         self._scored: dict[int, Loss] = {}
         """Losses that the last stage has computed in its output layer, by microbatch number."""
 
@@ -167,9 +145,7 @@ class PipelineWork(ShardStep):
         assert isinstance(objective, Supervised)
         for shard, batch in zip(self.ticket.shards, self.batches, strict=True):
             inputs, targets = objective.split_batch(batch)
-            tensors = tuple(leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor))
-            self._inputs[shard] = inputs
-            chunk = Chunk(shard=shard, inputs=tensors, targets=targets, share=self._shard_fraction(shard))
+            chunk = Chunk(shard=shard, inputs=inputs, targets=targets, share=self._shard_fraction(shard))
             groups.setdefault(shape_key(inputs), []).append(chunk)
         return list(groups.values())
 
@@ -196,7 +172,7 @@ class PipelineWork(ShardStep):
     def _through_the_stages(self, chunks: Sequence[Chunk]) -> int:
         """Run forward and backward of microbatches of one shape; return their number, with repetitions."""
         replica = self.replica
-        traced = replica.trace(self._inputs[chunks[0].shard])
+        traced = replica.trace(chunks[0].inputs)
         count = padded_microbatches(replica.schedule, len(chunks), replica.num_stage_ranks)
         schedule, stages = replica.schedule_of(traced, count)
         self._now = [*chunks, *(_repeat(chunks[0]) for _ in range(count - len(chunks)))]
@@ -218,7 +194,7 @@ class PipelineWork(ShardStep):
         offered = output_layer_of(replica.model) if objective.takes_hidden else None
         if offered is None or replica.schedule == "zero_bubble":
             return nullcontext()
-        last = self._program.last_block()
+        last = self._program.last_block
         blocks = (module for unit in replica.cut.units if unit.name == last for module in unit.entries)
         if all(one is not offered.layer for block in blocks for one in block.modules()):
             return nullcontext()
@@ -237,8 +213,7 @@ class PipelineWork(ShardStep):
         with replica.clock.running(), replica.precision.autocast(replica.device_types):
             loss = self._scored.pop(number, None)
             if loss is None:
-                leaves = dict(zip(self._program.finals(), outputs, strict=True))
-                loss = objective.score(filled(self._program.outputs, leaves, {}), chunk.targets)
+                loss = objective.score(self._program.filled(outputs), chunk.targets)
             total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
             if not chunk.counts:
                 return total * 0.0
@@ -268,7 +243,7 @@ def _forget(stages: Sequence[ChunkStage], traced: Traced) -> None:
         stage.take(())
         stage.clear_runtime_states()
     for segment in traced.segments.values():
-        segment.set_inputs(())
+        segment.set_inputs(None)
 
 
 def _zeros_where_used(grad: Tensor | None, used: bool, master: Tensor) -> Tensor | None:

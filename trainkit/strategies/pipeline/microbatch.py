@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,13 +17,18 @@ class Chunk:
     """A microbatch: a shard of the step, or a repetition of one that only fills the schedule."""
 
     shard: int
-    inputs: tuple[Tensor, ...]
-    """The tensors among the inputs of the model."""
+    inputs: Any
+    """The inputs of the model."""
     targets: Any
     share: float
     """Fraction of the samples of the step."""
     counts: bool = True
     """False for a repetition, which has no effect on the result."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors among the inputs of the model."""
+        return tuple(leaf for leaf in tree_flatten(self.inputs)[0] if isinstance(leaf, Tensor))
 
 
 class BusyTimer:

@@ -14,17 +14,14 @@ from torch.utils._pytree import tree_flatten
 
 from trainkit.errors import TrainingError
 from trainkit.strategies.core.replica import Replica, ReplicaParts
-from trainkit.strategies.object_snapshot import ObjectSnapshot
+from trainkit.strategies.pipeline.forward import CannotCut, Program, trace
 from trainkit.strategies.pipeline.groups import Groups
 from trainkit.strategies.pipeline.microbatch import BusyTimer, Chunk
 from trainkit.strategies.pipeline.schedules import ScheduleName, make_schedule
 from trainkit.strategies.pipeline.split_backward import WeightPass, passes_of
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
+from trainkit.strategies.pipeline.stage_module import Blocks, StageModule
 from trainkit.strategies.pipeline.stage_sums import StageSums, stage_sums_of
-from trainkit.strategies.pipeline.tracing.program import Program, StageProgram
-from trainkit.strategies.pipeline.tracing.python_state import CannotCut, contents_outside
-from trainkit.strategies.pipeline.tracing.stage_module import Blocks, StageModule
-from trainkit.strategies.pipeline.tracing.trace import trace
 from trainkit.strategies.pipeline.validation import run_problems
 
 
@@ -40,15 +37,14 @@ class ChunkStage(PipelineStage):
     """
 
     def __init__(self, traced: Traced, stage: int, around: PipelineReplica) -> None:
-        program, stretch = traced.program, traced.stretches[stage]
-        received = stretch.received if stage else tuple(range(program.num_inputs))
+        span, meta = traced.segments[stage].span, torch.device("meta")
         super().__init__(
             traced.segments[stage],
             stage,
             around.cut.num_stages,
             around.device,
-            input_args=tuple(_described(program, number) for number in received),
-            output_args=tuple(_described(program, number) for number in stretch.sent),
+            input_args=tuple(one.meta.empty(meta) for one in span.received) if stage else traced.inputs,
+            output_args=tuple(one.empty(meta) for one in span.made),
             group=around.groups.replica,
         )
         self._segment, self._around = traced.segments[stage], around
@@ -72,7 +68,7 @@ class ChunkStage(PipelineStage):
             self._segment.set_inputs(chunk.inputs)
             autocast = self._around.precision.autocast(self._around.device_types)
             with autocast, self._around.scoring(fwd_chunk_id, self.stage_index):
-                outputs = super().forward_one_chunk(fwd_chunk_id, chunk.inputs, kwargs, save_forward_output=False)
+                outputs = super().forward_one_chunk(fwd_chunk_id, chunk.tensors, kwargs, save_forward_output=False)
             self._around.after_forward(chunk, self.stage_index)
         return outputs
 
@@ -127,12 +123,6 @@ def _unwrapped() -> Iterator[None]:
         raise
 
 
-def _described(program: Program, number: int) -> Tensor:
-    shape = program.shapes[number]
-    wants_gradient = number >= program.num_inputs and (shape.dtype.is_floating_point or shape.dtype.is_complex)
-    return shape.empty(torch.device("meta")).requires_grad_(wants_gradient)
-
-
 ShapeKey = tuple[Any, ...]
 
 Score = Callable[[Sequence[Tensor], int], Tensor]
@@ -148,7 +138,8 @@ class Traced:
     """The computation of the model for inputs of one shape, cut into stages."""
 
     program: Program
-    stretches: tuple[StageProgram, ...]
+    inputs: tuple[Tensor, ...]
+    """The tensors among the inputs of the model, on the meta device."""
     segments: dict[int, StageModule]
     """Stage -> its module, for the stages of this rank."""
 
@@ -196,6 +187,8 @@ class PipelineReplica(Replica):
         self.schedule, self.groups, self.holders = layout.schedule, layout.groups, layout.holders
         self.blocks, self.buffer_names = layout.blocks, layout.buffer_names
         self.clock = BusyTimer()
+        self.runs_stage = False
+        """Whether a call of the model is the pass of one stage."""
         self.settled = False
         """Whether the updated buffers and used parameters are known."""
         self.changed: list[float] = []
@@ -203,8 +196,6 @@ class PipelineReplica(Replica):
         self._versions: list[tuple[int, int]] = []
         self._traced: dict[ShapeKey, Traced] = {}
         self._schedules: dict[tuple[Any, ...], tuple[Any, list[ChunkStage]]] = {}
-        self._own_code: ObjectSnapshot | None = None
-        """The attributes of the model's own code when the traces were made."""
         self._score: Score | None = None
         self._homes: _Homes | None = None
         self._scoring: Scoring | None = None
@@ -269,44 +260,44 @@ class PipelineReplica(Replica):
         Raises:
             TrainingError: the model cannot be cut into these stages.
         """
-        self._forget_outdated()
-        grad = torch.is_grad_enabled()
-        key = (shape_key(inputs), self.model.training, grad)
+        key = (shape_key(inputs), self.model.training, torch.is_grad_enabled())
         if key not in self._traced:
-            program = self._program(inputs, grad=grad)
-            problems = run_problems(self.cut, program)
-            if problems:
+            try:
+                program = trace(
+                    self.model,
+                    self.cut.units,
+                    inputs,
+                    device=self.device,
+                    autocast=self.precision.autocast(self.device_types),
+                    grad=torch.is_grad_enabled(),
+                )
+            except CannotCut as error:
+                raise TrainingError(f"the model cannot be cut into stages: {error}. {error.remedy}") from error
+            if problems := run_problems(self.cut, program):
                 raise TrainingError("; ".join(map(str, problems)))
-            stretches = program.cut(self.cut.stage_of, self.cut.num_stages)
+            starts = program.starts(self.cut.stage_of, self.cut.num_stages)
             segments = {
-                stage: StageModule(self.blocks[stage], stretches[stage], program.shapes) for stage in self.stages_here
+                stage: StageModule(
+                    self.blocks[stage],
+                    program.span(starts[stage], starts[stage + 1]),
+                    self.cut,
+                    self.forward_stage,
+                    self.device,
+                )
+                for stage in self.stages_here
             }
-            self._traced[key] = Traced(program=program, stretches=tuple(stretches), segments=segments)
+            tensors = (leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor))
+            given = tuple(torch.empty_like(one, device="meta", requires_grad=False) for one in tensors)
+            self._traced[key] = Traced(program=program, inputs=given, segments=segments)
         return self._traced[key]
 
-    def _forget_outdated(self) -> None:
-        """Discard all traces if an attribute of code between blocks was changed, for example by a callback.
-
-        A trace contains the values that attributes had when it was made. The mode of a module is part of a trace's key.
-        """
-        changed = [] if self._own_code is None else [name for name, _ in self._own_code.changed()]
-        if self._own_code is None or any(name.rpartition(".")[2] != "training" for name in changed):
-            self._traced.clear()
-            self._schedules.clear()
-            self._own_code = contents_outside(self.model, self.cut.units)
-
-    def _program(self, inputs: Any, *, grad: bool) -> Program:
+    def forward_stage(self, inputs: Any) -> Any:
+        """Run the model's own forward pass, of which a stage computes its calls."""
+        self.runs_stage = True
         try:
-            return trace(
-                self.model,
-                self.cut.units,
-                inputs,
-                device=self.device,
-                autocast=self.precision.autocast(self.device_types),
-                grad=grad,
-            )
-        except CannotCut as error:
-            raise TrainingError(f"the model cannot be cut into stages: {error}. {error.remedy}") from error
+            return self.model(inputs)
+        finally:
+            self.runs_stage = False
 
     def schedule_of(self, traced: Traced, count: int) -> tuple[Any, list[ChunkStage]]:
         """Return the schedule for `count` microbatches of one shape, and the stages on this rank; cached."""
@@ -322,7 +313,7 @@ class PipelineReplica(Replica):
         return self._score(outputs, int(number.storage_offset()))
 
     def before_forward(self, chunk: Chunk) -> None:
-        """Set the random key of the shard; calls of the program set the keys of the model's own code."""
+        """Set the random key of the shard."""
         self.keys.enter(step=self._step, shard=chunk.shard)
         if self.buffers.names and not self.settled:
             self._versions = self.buffers.versions()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ from trainkit.strategies.maps.syntax import (
     uncovered,
     whole_block,
 )
-from trainkit.strategies.pipeline.tracing.program import ParamRef, Program
+from trainkit.strategies.pipeline.forward import CannotCut, Program
 
 
 def in_forward_order(units: Sequence[Block], programs: Sequence[Program]) -> tuple[Block, ...]:
@@ -38,7 +38,7 @@ def in_forward_order(units: Sequence[Block], programs: Sequence[Program]) -> tup
     if not programs:
         return tuple(units)
     first: dict[str, int] = {}
-    for name in programs[0].blocks():
+    for name in programs[0].blocks:
         first.setdefault(name, len(first))
     keys, last = [], -1
     for unit in units:
@@ -50,36 +50,21 @@ def in_forward_order(units: Sequence[Block], programs: Sequence[Program]) -> tup
 def leaders_among(units: Sequence[Block], programs: Sequence[Program]) -> list[int]:
     """Return for each block the position of the first block whose stage it must share; its own position if it is free.
 
-    Blocks must share a stage between two calls of a block, between a block and code that uses its tensors, and between
-    the creation of a tensor and the use of its memory after an in-place write.
+    Blocks must share a stage between two calls of a block, and where no tensor can be sent that later code uses.
     """
+    position = {unit.name: at for at, unit in enumerate(units)}
     leaders = list(range(len(units)))
     for program in programs:
-        for first, last in _together(units, program):
-            for at in range(first + 1, last + 1):
-                leaders[at] = min(leaders[at], leaders[first])
+        places = [position[name] for name in program.blocks]
+        for call, (place, found) in enumerate(zip(places, program.crossings, strict=True)):
+            furthest = max(places[:call], default=-1)
+            if call and (place < furthest or (place > furthest and isinstance(found, CannotCut))):
+                for at in range(min(place, furthest), max(place, furthest) + 1):
+                    leaders[at] = min(leaders[at], place, furthest)
     for at in range(len(leaders) - 2, -1, -1):  # overlapping ranges are merged
         later = min(leaders[at + 1 :])
         leaders[at] = min(leaders[at], later) if later <= at else leaders[at]
     return leaders
-
-
-def _together(units: Sequence[Block], program: Program) -> Iterator[tuple[int, int]]:
-    position = {unit.name: at for at, unit in enumerate(units)}
-    places = program.stages_of_calls(position)
-    yield from ((after, before) for before, after in pairwise(places) if after < before)
-    homes: dict[str, set[int]] = {}
-    for at, unit in enumerate(units):
-        for name, _ in unit.tensors():
-            homes.setdefault(name, set()).add(at)
-    for call, place in zip(program.calls, places, strict=True):
-        for one in call.reads() if call.block is None else ():
-            if isinstance(one, ParamRef) and one.name in homes and place not in homes[one.name]:
-                nearest = min(homes[one.name], key=lambda at: abs(at - place))
-                yield min(nearest, place), max(nearest, place)
-    for calls in program.shared_memory():
-        used = [places[call] for call in calls]
-        yield min(used), max(used)
 
 
 @dataclass(frozen=True, kw_only=True)

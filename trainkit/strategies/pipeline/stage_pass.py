@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_map
 
 from trainkit.objectives.base import Loss, Model, Supervised
 from trainkit.strategies.base import Batch, RankPass
+from trainkit.strategies.pipeline.forward import Program
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment, blocks_to_cut
-from trainkit.strategies.pipeline.tracing.program import Program, StageProgram
-from trainkit.strategies.pipeline.tracing.stage_module import StageModule, blocks_of_stage, filled
+from trainkit.strategies.pipeline.stage_module import Blocks, StageModule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,39 +22,13 @@ class RecordedStages:
     """The recorded computation of the stages of a model for a microbatch."""
 
     program: Program
-    stretches: Sequence[StageProgram]
-    """The program of each stage."""
+    """The program of a microbatch, in the dtype of a run."""
     stage_of: Mapping[str, int]
     """Block -> stage."""
+    num_stages: int
     objective: Supervised
     dtype: torch.dtype
     """The dtype of the parameters of a run."""
-
-    def assigned(self, model: nn.Module) -> StageAssignment:
-        """Return the stages of a copy of the model."""
-        units = blocks_to_cut(model)
-        stages = tuple(self.stage_of[unit.name] for unit in units)
-        return StageAssignment(units=units, stages=stages, num_stages=len(self.stretches))
-
-    @classmethod
-    def of(cls, program: Program, cut: StageAssignment, *, objective: Supervised, dtype: torch.dtype) -> RecordedStages:
-        """Return the stages of a program.
-
-        Args:
-            program: the program of a microbatch, recorded with a model in float32.
-            cut: the stages of that model.
-            objective: the objective, which scores the outputs.
-            dtype: the dtype of the parameters of a run.
-        """
-        shapes = program.shapes
-        if dtype is not torch.float32:
-            shapes = {
-                number: replace(one, dtype=dtype) if one.dtype is torch.float32 else one
-                for number, one in shapes.items()
-            }
-        program = replace(program, shapes=shapes)
-        stretches = program.cut(cut.stage_of, cut.num_stages)
-        return cls(program=program, stretches=stretches, stage_of=cut.stage_of, objective=objective, dtype=dtype)
 
 
 class StagePass(RankPass):
@@ -78,42 +52,50 @@ class StagePass(RankPass):
 
     def prepare(self, model: nn.Module) -> None:
         """Create the modules of the stages."""
-        found, cut = self._recorded, self._recorded.assigned(model)
+        found, units = self._recorded, blocks_to_cut(model)
+        stages = tuple(found.stage_of[unit.name] for unit in units)
+        cut = StageAssignment(units=units, stages=stages, num_stages=found.num_stages)
+        starts = found.program.starts(cut.stage_of, cut.num_stages)
         self._segments = {
-            stage: StageModule(blocks_of_stage(model, cut, stage), found.stretches[stage], found.program.shapes)
+            stage: StageModule(
+                Blocks(model, cut, stage),
+                found.program.span(starts[stage], starts[stage + 1]),
+                cut,
+                model,
+                torch.device("cpu"),
+            )
             for stage in self._stages
         }
 
     def loss(self, model: nn.Module, batch: Batch, loss: Callable[[Model, Batch], Loss]) -> Loss:  # noqa: ARG002 - the stages compute
         """Run the stages; if a stage is not the last, backward starts with received gradients."""
         inputs, targets = self._recorded.objective.split_batch(batch)
-        tensors = [self._cast(leaf) for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
+        cast = tree_map(self._cast, inputs)
         total: Tensor | float = 0.0
-        for stage, segment in self._segments.items():
-            segment.set_inputs(tensors)
-            total = total + self._computed(stage, segment, targets)
+        for segment in self._segments.values():
+            segment.set_inputs(cast)
+            total = total + self._computed(segment, targets)
         assert isinstance(total, Tensor)
         return Loss(loss_sum=total, weight=1.0)
 
-    def _cast(self, leaf: Tensor) -> Tensor:
+    def _cast(self, leaf: Any) -> Any:
         """Cast an input of the model, like its own forward."""
         dtype = self._recorded.dtype
-        return leaf.to(dtype) if leaf.is_floating_point() and dtype is not torch.float32 else leaf
+        is_cast = isinstance(leaf, Tensor) and leaf.is_floating_point() and dtype is not torch.float32
+        return leaf.to(dtype) if is_cast else leaf
 
-    def _computed(self, stage: int, segment: StageModule, targets: Any) -> Tensor:
+    def _computed(self, segment: StageModule, targets: Any) -> Tensor:
         """Return the loss of the last stage, or a number whose backward pass gives the received gradients to the
         outputs.
         """
-        program = self._recorded.program
-        is_last = stage == len(self._recorded.stretches) - 1
-        received = self._received(stage)
+        program, is_last = self._recorded.program, segment.span.is_last
+        received = self._received(segment)
         previous = self._previous_outputs() if is_last and self._several else []
         outputs = segment(*received)
         previous.clear()
         self._held.append(outputs)
         if is_last:
-            leaves = dict(zip(program.finals(), outputs, strict=True))
-            found = self._recorded.objective.score(filled(program.outputs, leaves, {}), targets)
+            found = self._recorded.objective.score(program.filled(outputs), targets)
             return found.loss_sum if found.extra is None else found.loss_sum + found.extra
         if self._several:  # the schedule keeps the work of its first send alive, with the sent tensor
             first = [torch.empty_like(one) for one in outputs]
@@ -124,12 +106,9 @@ class StagePass(RankPass):
         sent: Tensor = _Received.apply(buffers, *[one for one in outputs if one.requires_grad])  # type: ignore[no-untyped-call]
         return sent
 
-    def _received(self, stage: int) -> list[Tensor]:
+    def _received(self, segment: StageModule) -> list[Tensor]:
         """Return the inputs of a stage, and allocate the gradients of the previous microbatch, which are being sent."""
-        shapes, found = self._recorded.program.shapes, []
-        for number in self._recorded.stretches[stage].received:
-            one = shapes[number].empty(torch.device("cpu"))
-            found.append(one.requires_grad_(one.is_floating_point() or one.is_complex()))
+        found = [one.meta.empty(torch.device("cpu")) for one in segment.span.received]
         self.received_bytes += _num_bytes(found)
         if self._several:
             sent = [torch.empty_like(one) for one in found if one.requires_grad]
@@ -139,8 +118,7 @@ class StagePass(RankPass):
 
     def _previous_outputs(self) -> list[Tensor]:
         """Allocate the outputs of the previous microbatch, which the schedule replaces after the forward pass."""
-        program = self._recorded.program
-        return [program.shapes[number].empty(torch.device("cpu")) for number in program.finals()]
+        return [one.empty(torch.device("cpu")) for one in self._recorded.program.finals]
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:

@@ -34,6 +34,7 @@ from trainkit.strategies.core.synchronous import build_parts, move_and_cast, no_
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
 from trainkit.strategies.maps.layout import MemoryLimits, activations_of, model_bytes, part_of
 from trainkit.strategies.maps.syntax import names_of
+from trainkit.strategies.pipeline.forward import programs_of, trace
 from trainkit.strategies.pipeline.schedules import (
     ScheduleName,
     ideal_bubble,
@@ -41,8 +42,13 @@ from trainkit.strategies.pipeline.schedules import (
     padded_microbatches,
     several_a_rank,
 )
-from trainkit.strategies.pipeline.stage_assignment import StageAssignment, cut_blocks, exceeded_limits, names_parts
-from trainkit.strategies.pipeline.tracing.trace import programs_of, record
+from trainkit.strategies.pipeline.stage_assignment import (
+    StageAssignment,
+    blocks_to_cut,
+    cut_blocks,
+    exceeded_limits,
+    names_parts,
+)
 from trainkit.strategies.pipeline.validation import misfits, sending_problems, version_problems
 from trainkit.strategies.tensors.layouts import Placement, replace_tensors
 from trainkit.strategies.traffic import StepCut, Transfer, WorkShare, precision_of, ranks_of
@@ -184,7 +190,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
 
     def _misfits(self, model: nn.Module, cut: StageAssignment, context: PlanContext) -> list[Problem]:
         """Return the problems of running the model in these stages, with the map of `auto` if that one works."""
-        programs = programs_of(model, context)
+        programs = programs_of(model, blocks_to_cut(model), context)
         if isinstance(programs, list):
             return programs
         better = self._cut_by(None, model, context.precision, context)
@@ -277,8 +283,15 @@ class Pipeline(ProcessGroupOptions, Strategy):
         if not isinstance(cut, StageAssignment) or not isinstance(objective, Supervised):
             return ()
         inputs = objective.split_batch(shard.batch)[0]
-        program = record(model, cut.units, inputs, autocast=precision.autocast(["cpu"]))
-        recorded = RecordedStages.of(program, cut, objective=objective, dtype=precision.model_dtype)
+        device = torch.device("cpu")
+        program = trace(model, cut.units, inputs, device=device, autocast=precision.autocast(["cpu"]))
+        recorded = RecordedStages(
+            program=program if precision.model_dtype is torch.float32 else program.in_dtype(precision.model_dtype),
+            stage_of=cut.stage_of,
+            num_stages=cut.num_stages,
+            objective=objective,
+            dtype=precision.model_dtype,
+        )
         several = padded_microbatches(self.schedule, shard.count, self.stages) > 1
         return tuple(
             StagePass(recorded, range(place, cut.num_stages, self.stages), several=several)
@@ -299,7 +312,10 @@ class Pipeline(ProcessGroupOptions, Strategy):
         """Return the activations between stages and their gradients, and the sums of gradients over the replicas."""
         from trainkit.strategies.pipeline.transfers import activation_transfers, gradient_transfers  # noqa: PLC0415
 
-        assigned, programs = self._cut(model, context.precision, context), programs_of(model, context)
+        assigned, programs = (
+            self._cut(model, context.precision, context),
+            programs_of(model, blocks_to_cut(model), context),
+        )
         if not isinstance(assigned, StageAssignment) or isinstance(programs, list) or not programs:
             return None
         ranks = ranks_of(self, context)
@@ -324,7 +340,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
         self, given: Mapping[str, int | str] | None, model: nn.Module, value: str, context: PlanContext | None
     ) -> StageAssignment | list[Problem]:
         precision = Precision(value=value)  # type: ignore[arg-type]
-        programs = () if context is None else programs_of(model, context)
+        programs = () if context is None else programs_of(model, blocks_to_cut(model), context)
         return cut_blocks(
             model,
             given,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final
 
 import torch
 from torch import nn
 
 from trainkit.strategies.base import PlanContext
+from trainkit.strategies.pipeline.forward import Program, TensorMeta
 from trainkit.strategies.pipeline.groups import holders_of
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
-from trainkit.strategies.pipeline.tracing.program import Program, TensorMeta
 from trainkit.strategies.traffic import Flows, Transfer, all_reduce, joined, precision_of
 
 _TRACED: Final = 2
@@ -34,10 +35,11 @@ def activation_transfers(
     width, scale = precision_of(context).model_dtype, context.micro_size / _TRACED
     pipelines = [ranks[first : first + stages] for first in range(0, len(ranks), stages)]
     forward, backward = list[float](), list[float]()
-    for part in program.cut(cut.stage_of, cut.num_stages)[:-1]:
-        found = [program.shapes[number] for number in part.sent]
+    starts = program.starts(cut.stage_of, cut.num_stages)
+    for first, end in pairwise(starts[:-1]):
+        found = program.span(first, end).made
         forward.append(sum(_bytes(one, width) for one in found) * scale)
-        backward.append(sum(_bytes(one, width) for one in found if one.dtype.is_floating_point) * scale)
+        backward.append(sum(_bytes(one, width) for one in found if one.requires_grad) * scale)
     return (
         _between(pipelines, forward, "forward", count=count),
         _between(pipelines, backward, "backward", count=count),

@@ -10,8 +10,8 @@ from itertools import pairwise
 
 from trainkit.cluster.host import mig_instances
 from trainkit.errors import Problem
+from trainkit.strategies.pipeline.forward import CannotCut, Program
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
-from trainkit.strategies.pipeline.tracing.program import Program
 
 
 def version_problems(version: str) -> list[Problem]:
@@ -74,47 +74,12 @@ def _order_problems(cut: StageAssignment, ran: Sequence[str], better: StageAssig
 
 def run_problems(cut: StageAssignment, program: Program, *, better: StageAssignment | None = None) -> list[Problem]:
     """Return problems of one recorded pass: the order of its blocks, and tensors that are used on other stages."""
-    return _order_problems(cut, program.blocks(), better) or [
-        *_reach_problems(cut, program),
-        *_memory_problems(cut, program),
-    ]
-
-
-def _reach_problems(cut: StageAssignment, program: Program) -> list[Problem]:
-    homes, tensors = dict[int, set[int]](), dict[str, int]()
-    for unit, stage in zip(cut.units, cut.stages, strict=True):
-        for name, tensor in unit.tensors():  # a tied tensor belongs to several stages
-            homes.setdefault(id(tensor), set()).add(stage)
-            tensors[name] = id(tensor)
-    problems = []
-    for stage, stretch in enumerate(program.cut(cut.stage_of, cut.num_stages)):
-        for name in sorted(stretch.held()):
-            if name in tensors and stage not in homes[tensors[name]]:
-                there = ", ".join(map(str, sorted(homes[tensors[name]])))
-                rule = f"the model's own code uses {name} on stage {stage}, and its block is on stage {there}."
-                problems.append(Problem(key="strategy.map", rule=f"{rule} Put the blocks between them on one stage."))
-    return problems
-
-
-def _memory_problems(cut: StageAssignment, program: Program) -> list[Problem]:
-    """Return a problem for in-place writes across stages: a sent tensor is a copy, so its other views do not change."""
-    stages, blocks = program.stages_of_calls(cut.stage_of), _blocks_of_calls(program)
-    for calls in program.shared_memory():
-        first, last = calls[0], calls[-1]
-        if stages[first] != stages[last]:
-            rule = (
-                f"the model writes in place into a tensor that stage {stages[first]} ({blocks[first]}) and stage "
-                f"{stages[last]} ({blocks[last]}) share. Put the blocks between them on one stage, or write the model "
-                "without the in-place operation."
-            )
-            return [Problem(key="strategy.map", rule=rule)]
+    if found := _order_problems(cut, program.blocks, better):
+        return found
+    for call in program.starts(cut.stage_of, cut.num_stages)[1:-1]:
+        if call < len(program.blocks) and isinstance(error := program.crossings[call], CannotCut):
+            return [Problem(key="model", rule=f"cannot be cut before {program.blocks[call]}: {error}. {error.remedy}")]
+    for name, block in program.used.items():
+        rule = f"its own code uses {name} after {block}, and every stage runs that code. Move it into a block, "
+        return [Problem(key="model", rule=f"cannot be cut into stages: {rule}or use strategy=fsdp.")]
     return []
-
-
-def _blocks_of_calls(program: Program) -> list[str]:
-    """Return the block of each call, or the block that it follows."""
-    found, now = [], "its own code"
-    for call in program.calls:
-        now = call.block or now
-        found.append(now)
-    return found

@@ -1,1 +1,0 @@
-"""Record one forward pass of a model, and run parts of it as stages."""
