@@ -202,7 +202,7 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{name} ({type(drawing).__name__}) draws random numbers for activations that {self.cut_by} has cut: "
                 f"every rank would draw the same for its part. If it is a Dropout, name it in strategy.plan with the "
                 f"style dropout, or sequence; let other code draw for its part by set_tensor_dropout "
-                f"(docs/tensor-parallel.md#randomness), or set its rate to 0."
+                f"(docs/mesh.md#randomness), or set its rate to 0."
             )
         return found
 
