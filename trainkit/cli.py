@@ -65,7 +65,7 @@ def _run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        from trainkit.storage import as_storage_error  # noqa: PLC0415 - for an error only
+        from trainkit.files import as_storage_error  # noqa: PLC0415 - for an error only
 
         full = as_storage_error(error, Path("outputs"))
         if full is not None:

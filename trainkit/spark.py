@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from trainkit.api.jobs import Which, predictor
 from trainkit.errors import DataError, require_packages
-from trainkit.storage import naming
+from trainkit.files import naming
 
 __all__ = ["predict_udf", "save_frame"]
 

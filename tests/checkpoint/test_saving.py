@@ -27,8 +27,8 @@ from tests.contract.running import run
 from tests.support.pool import Pool
 from tests.support.present import present
 from tests.support.saving import save, whole
-from trainkit import storage
 from trainkit.errors import CheckpointError, StorageError
+from trainkit.files import Free
 from trainkit.trainer import failpoints
 from trainkit.trainer.checkpoint import saving
 from trainkit.trainer.checkpoint.saving import Saver
@@ -52,7 +52,7 @@ def test_a_disk_that_refuses_leaves_no_half_checkpoint(
 
 def test_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failpoints, "ARMED", failpoints.parse("phase=save,action=full"))
-    monkeypatch.setattr(storage.Free, "at", lambda _: storage.Free(num_bytes=3 << 20, num_files=9))
+    monkeypatch.setattr(Free, "at", lambda _: Free(num_bytes=3 << 20, num_files=9))
     with pytest.raises(StorageError) as caught:
         save(tmp_path, step=2, tensors={}, meta={})
     assert str(caught.value) == (

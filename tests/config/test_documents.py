@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.config.conftest import Refuse, Write
-from trainkit.bounded import MAX_BYTES, MAX_VALUES, check_bounds, parse_yaml
 from trainkit.cli import main
 from trainkit.config.compose import compose
 from trainkit.config.yaml_files import Document, read_document
 from trainkit.errors import ConfigError
+from trainkit.files import MAX_YAML_BYTES, MAX_YAML_VALUES, check_bounds, parse_yaml
 
 TEXT = """\
 # @package _global_
@@ -97,7 +97,7 @@ CHAIN = "".join(f"a{level}: ${{a{level + 1}}}\n" for level in range(60))
 @pytest.mark.parametrize(
     ("text", "rule", "line"),
     [
-        (BOMB, f"holds more than {MAX_VALUES:,} values, aliases expanded.", 6),
+        (BOMB, f"holds more than {MAX_YAML_VALUES:,} values, aliases expanded.", 6),
         ("a: &a\n  b: *a\n", "holds the alias *a inside its own anchor.", 3),
         (f"a: {'[' * 900}", "nests mappings and lists more than 50 deep.", 2),
         ("a: !!python/name:os.system x\n", "holds the tag !!python/name:os.system;", 2),
@@ -119,7 +119,7 @@ def test_a_file_that_is_no_text_or_too_large_is_refused(write_conf: Write) -> No
     file = write_conf({"model/bad.yaml": ""}) / "model/bad.yaml"
     for content, reason in (
         (b"a: \xff\n", "it is not UTF-8 text"),
-        (b"#" * (MAX_BYTES + 1), f"it has {MAX_BYTES + 1:,}"),
+        (b"#" * (MAX_YAML_BYTES + 1), f"it has {MAX_YAML_BYTES + 1:,}"),
     ):
         file.write_bytes(content)
         with pytest.raises(ConfigError, match=f"bad.yaml: cannot be read: {reason}"):
@@ -180,7 +180,7 @@ def test_references_without_end_are_refused(write_conf: Write, text: str, told: 
 
 def test_aliases_within_the_bounds_are_read_and_a_repeated_text_counts_by_its_length() -> None:
     assert parse_yaml("a: &a {b: [1, 2]}\nd: {<<: *a, e: 3}\n") == {"a": {"b": [1, 2]}, "d": {"b": [1, 2], "e": 3}}
-    text = f"a: &a {'x' * 64 * (MAX_VALUES - 100)}\n"
+    text = f"a: &a {'x' * 64 * (MAX_YAML_VALUES - 100)}\n"
     check_bounds(text)
     with pytest.raises(ValueError, match=r"line 2 of it holds more than 20,000 values, aliases expanded"):
         parse_yaml(f"{text}b: *a\n")

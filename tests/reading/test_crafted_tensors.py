@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.support.crafted import within
-from trainkit.bounded import whole_numbers
 from trainkit.errors import CheckpointError
+from trainkit.files import whole_numbers
 from trainkit.strategies.core.replica import refuse_mismatch
 from trainkit.strategies.tensor_shards import coverage_error
 from trainkit.trainer.checkpoint.tensors import header_of, listed

@@ -8,9 +8,19 @@ from typing import Literal
 import pytest
 
 from tests.support.crafted import KINDS, put, within
-from trainkit.bounded import expect_map, expect_maps, parse_json
 from trainkit.errors import AbsentFileError, UnreadableError
-from trainkit.files import open_regular, read_bytes, read_json, read_lines, read_map, read_tail, refuse_link
+from trainkit.files import (
+    expect_map,
+    expect_maps,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_json,
+    read_lines,
+    read_map,
+    read_tail,
+    refuse_link,
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)

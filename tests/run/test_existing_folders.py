@@ -33,7 +33,7 @@ from trainkit.cluster.host import Machine, ProcessId
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.data.reading.files import fetch
 from trainkit.errors import CheckpointError, ConfigError, HangupError, StorageError, UnreadableError
-from trainkit.files import write_json_atomically
+from trainkit.files import Free, Presence, as_storage_error, naming, reporting, storage_error, write_json_atomically
 from trainkit.report.events import EventFile
 from trainkit.run import record
 from trainkit.run.agent.supervisor import _result
@@ -43,7 +43,6 @@ from trainkit.run.folder.status import FILE, read_status
 from trainkit.run.process.error_report import write_error_report
 from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.record import StatusFile
-from trainkit.storage import Free, Presence, as_storage_error, naming, reporting, storage_error
 from trainkit.trainer.checkpoint.saving import Saver
 from trainkit.trainer.manifest import delete, list_complete
 from trainkit.trainer.ownership import MARK, OwnershipToken, discard_lock, locked

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, get_args
 
 from trainkit.config.composition import Composition
 from trainkit.errors import ConfigError
+from trainkit.files import num_bytes
 from trainkit.run.estimates.hardware import Hardware
 from trainkit.run.estimates.memory import verdict_of
 from trainkit.run.estimates.outlook import outlook_of
@@ -21,7 +22,6 @@ from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.misfits import num_tried, refuse_misfits
 from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
-from trainkit.storage import num_bytes
 from trainkit.strategies.shipped import SpreadsOver, shipped_strategies
 
 NOT_TRIED: Final = (

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainkit.bounded import MAX_BYTES, expect_map, parse_yaml
 from trainkit.callbacks.figures import images_of, inputs_at
 from trainkit.callbacks.tensorboard import grid, png_bytes
 from trainkit.cluster.host import use_device
@@ -36,7 +35,19 @@ from trainkit.data.hooks import Reading
 from trainkit.data.reading.loader import EvalBatches
 from trainkit.data.splits import remarks, size_of
 from trainkit.errors import ConfigError, Problem, UnreadableError
-from trainkit.files import open_regular, read_bytes, read_map, read_text, write_atomically, write_json_atomically
+from trainkit.files import (
+    MAX_YAML_BYTES,
+    expect_map,
+    naming,
+    open_regular,
+    parse_yaml,
+    read_bytes,
+    read_map,
+    read_text,
+    reporting,
+    write_atomically,
+    write_json_atomically,
+)
 from trainkit.inference.parts import Chunks, Parts, existing_files, files_of, format_of, ids_of, uneven_rows, write_rows
 from trainkit.inference.predicting import Outputs, predicted
 from trainkit.numerics.precision import Precision
@@ -50,7 +61,6 @@ from trainkit.run.inference.launch import run_job
 from trainkit.run.inference.request import JobRequest, Source, Verb
 from trainkit.run.planning.build import build_objective
 from trainkit.run.planning.plan import refuse_open_workers
-from trainkit.storage import naming, reporting
 from trainkit.strategies.base import LocalModel, PlanContext
 from trainkit.strategies.collectives import LocalCollective
 from trainkit.trainer.manifest import read_manifest
@@ -118,7 +128,7 @@ def find_trained(path: Path, which: Which) -> Trained:
 def _first_member(folder: Path) -> Path | None:
     """Return the best member of an ensemble, whose data and objective all members share."""
     try:
-        described = parse_yaml(read_text(folder / "model.yaml", limit=MAX_BYTES))
+        described = parse_yaml(read_text(folder / "model.yaml", limit=MAX_YAML_BYTES))
         members = expect_map(described, {"made_of": list})["made_of"]
     except (UnreadableError, ValueError):
         return None

@@ -25,9 +25,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from urllib.parse import urlsplit
 
 from trainkit.config.schema import MonitoredMetric
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, first_line
 from trainkit.fields import above, cosmetic, unit
-from trainkit.frames import first_line
 from trainkit.redaction import mask, remember
 from trainkit.report.numbers import figure
 from trainkit.trainer.events import Callback, Ending, Row, Run

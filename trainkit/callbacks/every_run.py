@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -13,12 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from trainkit.bounded import expect_map, parse_json
 from trainkit.errors import AbsentFileError
-from trainkit.files import json_value, open_regular, read_lines, size_of
+from trainkit.files import expect_map, json_value, naming, open_regular, parse_json, read_lines, replacing, size_of
 from trainkit.objectives.tables import Table
 from trainkit.report.tables import print_closing, print_summary
-from trainkit.storage import naming
 from trainkit.trainer.events import Callback, Row, Run
 
 _log = logging.getLogger(__name__)
@@ -177,14 +174,8 @@ def keep_until(path: Path, step: int, *, source: Path | None = None) -> None:
         size_of(source)
     except AbsentFileError:
         return
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with naming(path), open_regular(partial, "wb") as new:
-            new.writelines(line for line in read_lines(source) if step > 0 and _step_of(line) <= step)
-        partial.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+    with naming(path), replacing(path, sync=False) as new:
+        new.writelines(line for line in read_lines(source) if step > 0 and _step_of(line) <= step)
 
 
 def _step_of(line: bytes) -> float:

@@ -15,12 +15,12 @@ from torch import Tensor
 from trainkit.callbacks.tensorboard import EventFolder, grid, images_in, png_bytes
 from trainkit.data.splits import read_sample
 from trainkit.errors import Problem
+from trainkit.files import naming
 from trainkit.numerics.generators import Untouched
 from trainkit.objectives.fields import input_of
 from trainkit.objectives.metrics import WORST
 from trainkit.objectives.tables import MAX_CELLS, Table
 from trainkit.report.curves import MetricsReader
-from trainkit.storage import naming
 from trainkit.trainer.events import Callback, Planned, Run
 
 _log = logging.getLogger(__name__)

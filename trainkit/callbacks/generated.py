@@ -11,10 +11,9 @@ from typing import Annotated, Any, ClassVar, Final
 import torch
 
 from trainkit.callbacks.tensorboard import grid, png_bytes
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, first_line
 from trainkit.fields import above, at_least, at_most, cosmetic, unit
-from trainkit.frames import first_line
-from trainkit.storage import naming
+from trainkit.files import naming
 from trainkit.trainer.events import Callback, Row, Run
 
 _log = logging.getLogger(__name__)

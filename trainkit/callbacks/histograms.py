@@ -18,11 +18,10 @@ from trainkit.callbacks.every_run import keep_until
 from trainkit.callbacks.tensorboard import EventFolder
 from trainkit.errors import Problem
 from trainkit.fields import at_least, cosmetic, unit
-from trainkit.files import open_regular
+from trainkit.files import naming, open_regular
 from trainkit.objectives.base import Collective
 from trainkit.objectives.linear_cross_entropy import offered_by
 from trainkit.report.numbers import evenly
-from trainkit.storage import naming
 from trainkit.strategies.base import GradientListener, PhaseListener, StepOutcome, UpdateTensors
 from trainkit.trainer.events import Callback, Planned, Run
 

@@ -17,7 +17,7 @@ from trainkit.callbacks.every_run import CompileTime
 from trainkit.callbacks.gpu import consumed_joules, devices_of
 from trainkit.cluster.host import peak_resident_bytes
 from trainkit.fields import at_least, cosmetic
-from trainkit.storage import naming
+from trainkit.files import naming
 from trainkit.strategies.base import PhaseListener, StepOutcome
 from trainkit.trainer.events import Callback, Row, Run
 from trainkit.trainer.metrics_accumulator import PARTS, PhaseClock, wait_for

@@ -18,9 +18,8 @@ from trainkit.config.schema import RunConfig
 from trainkit.data.reading.iterable import Stream
 from trainkit.errors import UnreadableError
 from trainkit.fields import at_least, cosmetic
-from trainkit.files import read_map
+from trainkit.files import naming, read_map
 from trainkit.report.numbers import share
-from trainkit.storage import naming
 from trainkit.strategies.base import PhaseListener, StepOutcome
 from trainkit.trainer.events import Callback, Run
 from trainkit.trainer.metrics_accumulator import PhaseClock, wait_for

@@ -21,10 +21,10 @@ from trainkit.config.schema import MonitoredMetric
 from trainkit.config.sections import CheckpointConfig, EvalConfig
 from trainkit.data.splits import test_splits, validation_splits
 from trainkit.fields import above, cosmetic
+from trainkit.files import num_bytes
 from trainkit.report.numbers import clock, compact, count, fixed, share
 from trainkit.report.tables import is_terminal
 from trainkit.report.train_log import into_log_alone, recorded_again, unrecorded
-from trainkit.storage import num_bytes
 from trainkit.trainer.events import Callback, Row, Run
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainkit.fields import above, cosmetic
+from trainkit.files import naming
 from trainkit.objectives.tables import Table
-from trainkit.storage import naming
 from trainkit.trainer.events import Callback, Row, Run
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from trainkit.bounded import parse_json
 from trainkit.cluster.members import ROLES, member_problems, task_problem
 from trainkit.config.values import closest, whole_number
 from trainkit.errors import MISSING, ConfigError, Problem
+from trainkit.files import parse_json
 
 _POOLS: Final = {f"workerpool{number}": role for number, role in enumerate(ROLES)}
 """Vertex AI's names of the roles in CLUSTER_SPEC; its TF_CONFIG has the roles themselves."""

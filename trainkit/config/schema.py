@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from trainkit.bounded import MAX_BYTES, parse_yaml
 from trainkit.config.sections import (
     FOLDER_NAME,
     MOST_EPOCHS,
@@ -35,7 +34,7 @@ from trainkit.config.sections import (
 from trainkit.config.values import plain
 from trainkit.errors import MISSING, ConfigError, Problem
 from trainkit.fields import Reads, above, at_least, at_most, below, cosmetic, maths, placement, speed
-from trainkit.files import read_text
+from trainkit.files import MAX_YAML_BYTES, parse_yaml, read_text
 from trainkit.names import NAMES
 
 GROUPS: Final = (
@@ -209,7 +208,7 @@ def refuse_earlier_names(path: Path) -> str:
         ConfigError: it names a class of trainkit that has no public name.
         UnreadableError: it is not a regular file, is too large, or is not UTF-8 text.
     """
-    text = read_text(path, limit=MAX_BYTES)
+    text = read_text(path, limit=MAX_YAML_BYTES)
     earlier = [name for name in _OWN_TARGETS.findall(text) if name not in NAMES]
     if earlier:
         rule = f"names {earlier[0]}: a version before 0.1.0 wrote this run, with other names and fingerprints. Read "

@@ -16,10 +16,10 @@ from dataclasses import is_dataclass
 from importlib import import_module
 from typing import Any, Final
 
-from trainkit.bounded import parse_yaml
 from trainkit.config.values import plain
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import secret_fields, signature_hints
+from trainkit.files import parse_yaml
 from trainkit.names import path_of
 from trainkit.redaction import (
     REDACTED,

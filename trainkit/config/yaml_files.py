@@ -17,9 +17,8 @@ from typing import Any, Final
 
 import yaml
 
-from trainkit.bounded import MAX_BYTES, SafeLoader, UnreadableYAMLError, check_bounds
 from trainkit.errors import ConfigError, Problem, UnreadableError
-from trainkit.files import read_text
+from trainkit.files import MAX_YAML_BYTES, SafeLoader, UnreadableYAMLError, check_bounds, read_text
 from trainkit.redaction import REDACTED, mask, secrets_in
 
 KeyPath = tuple[str, ...]
@@ -156,9 +155,10 @@ def shown_text(document: Document, group: str) -> str:
 
 def _text_of(file: Path) -> str:
     try:
-        return read_text(file, limit=MAX_BYTES, follow=True)
+        return read_text(file, limit=MAX_YAML_BYTES, follow=True)
     except UnreadableError as error:
-        rule = f"cannot be read: {error.reason}. A config is a regular file of UTF-8 text, {MAX_BYTES:,} bytes at most."
+        most = f"{MAX_YAML_BYTES:,} bytes at most"
+        rule = f"cannot be read: {error.reason}. A config is a regular file of UTF-8 text, {most}."
         raise ConfigError([Problem(key=str(file), rule=rule)]) from None
 
 

@@ -32,8 +32,7 @@ from trainkit.data.hooks import DataHooks, class_node
 from trainkit.data.reading.collate import with_parts
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.stored import Stored, stored_of
-from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
-from trainkit.frames import named_first_line, with_frames
+from trainkit.errors import ConfigError, DataError, Problem, TrainkitError, named_first_line, with_frames
 from trainkit.numerics.batch import SampleOrder
 from trainkit.numerics.generators import Untouched, hash64, key32, name_id
 

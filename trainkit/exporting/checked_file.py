@@ -17,15 +17,13 @@ from typing import Any, Final
 from torch import nn
 
 from trainkit.config.targets.allowed import root_of, targets_in
-from trainkit.errors import ConfigError, DataError
+from trainkit.errors import ConfigError, DataError, named_first_line
 from trainkit.exporting import torch_program, whole_file
 from trainkit.exporting.checking import Check, NotBuiltError, example_of, refuse_difference, run_fresh
 from trainkit.exporting.fresh_process import fingerprint
 from trainkit.exporting.trained import Inputs, NotExportableError, TrainedModel, Written, checkpoint_keys
-from trainkit.files import read_json
-from trainkit.frames import named_first_line
+from trainkit.files import num_bytes, read_json
 from trainkit.numerics.copies import copied
-from trainkit.storage import num_bytes
 from trainkit.strategies.reducers.shared_memory import available_bytes
 
 _ALONE: Final = "Checked in a process without trainkit: each tensor is that of the checkpoint"

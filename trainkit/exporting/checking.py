@@ -27,10 +27,10 @@ from trainkit.config.targets.build import build
 from trainkit.data.hooks import DataHooks, Reading
 from trainkit.data.reading.loader import EvalBatches
 from trainkit.data.splits import build_splits, folded, validation_splits
+from trainkit.errors import named_first_line
 from trainkit.exporting import fresh_process
 from trainkit.exporting.fresh_process import layers_of, tensors_of
 from trainkit.exporting.trained import Inputs, NotExportableError, model_inputs
-from trainkit.frames import named_first_line
 from trainkit.numerics.copies import copied
 from trainkit.numerics.generators import GeneratorStates, Untouched
 

@@ -23,12 +23,10 @@ from typing import Any, Final
 
 import yaml
 
-from trainkit.bounded import MAX_BYTES, parse_yaml
 from trainkit.errors import UnreadableError
 from trainkit.exporting.formats import Format
 from trainkit.exporting.trained import TrainedModel
-from trainkit.files import open_regular, read_text, size_of
-from trainkit.storage import naming, num_bytes, sync_folder
+from trainkit.files import MAX_YAML_BYTES, naming, num_bytes, open_regular, parse_yaml, read_text, size_of, sync_folder
 from trainkit.trainer.checkpoint.tensors import write_bytes
 from trainkit.trainer.manifest import FileRecord
 from trainkit.trainer.ownership import MARK, OwnershipToken, free_name, print_notice
@@ -167,7 +165,7 @@ def _delete(folder: Path, owner: OwnershipToken, final: Path) -> None:
 def _written_names(folder: Path) -> re.Pattern[str]:
     """Return a pattern of the file names that an export lists as its own."""
     try:
-        content = parse_yaml(read_text(folder / CONFIG, limit=MAX_BYTES))
+        content = parse_yaml(read_text(folder / CONFIG, limit=MAX_YAML_BYTES))
     except (UnreadableError, ValueError):
         content = None
     files = content.get("files") if isinstance(content, Mapping) else None

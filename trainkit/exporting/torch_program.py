@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from trainkit.errors import named_first_line
 from trainkit.exporting.checking import Check, example_of, real_samples, refuse_difference
 from trainkit.exporting.fresh_process import tensors_of
 from trainkit.exporting.trained import Inputs, NotExportableError, TrainedModel, Written, refuse_lack_of_room
-from trainkit.frames import named_first_line
 from trainkit.numerics.generators import Untouched
 from trainkit.trainer.checkpoint.tensors import write_bytes
 

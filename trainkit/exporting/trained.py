@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from trainkit.config.schema import RunConfig
 from trainkit.errors import CheckpointError, ConfigError, Problem
+from trainkit.files import bytes_needed, refuse_full
 from trainkit.objectives.base import Objective
-from trainkit.storage import bytes_needed, refuse_full
 from trainkit.trainer.checkpoint.tensors import Loaded
 from trainkit.trainer.manifest import FileRecord
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainkit.errors import CheckpointError
 from trainkit.exporting.trained import NotExportableError, TrainedModel, Written, checkpoint_keys
-from trainkit.storage import bytes_needed, refuse_full
+from trainkit.files import bytes_needed, refuse_full
 from trainkit.strategies.tensor_shards import LazyStateDict, dtype_of, shape_of
 from trainkit.trainer.checkpoint.tensors import Kinds, TensorFile, bytes_of, write_stream
 

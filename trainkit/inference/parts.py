@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainkit.errors import ConfigError, DataError, MissingExtraError, Problem, UnreadableError
-from trainkit.files import json_value, open_regular
-from trainkit.storage import naming, sync_folder
+from trainkit.files import json_value, naming, open_regular, replacing, sync_folder
 
 _BATCHES: Final = 16
 """Number of batches in a chunk."""
@@ -253,21 +252,6 @@ def write_rows(path: Path, parts: Parts, ids: Callable[[], Iterator[Id]], *, nam
     sync_folder(path.parent)
 
 
-@contextmanager
-def _complete(path: Path) -> Iterator[IO[bytes]]:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with naming(path, remedy=_ELSEWHERE):
-            with temporary.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
 def _write_npy(path: Path, parts: Parts, ids: Callable[[], Iterator[Id]], name: str) -> None:
     del name
     shape, dtype = parts.layout()
@@ -276,11 +260,11 @@ def _write_npy(path: Path, parts: Parts, ids: Callable[[], Iterator[Id]], name: 
     longest = max((len(one) for one in ids() if isinstance(one, str)), default=0)
     kind = np.dtype(f"<U{longest}") if longest else np.dtype(np.int64)
     main, beside = files_of(path)
-    with _complete(beside) as file:
+    with naming(beside, remedy=_ELSEWHERE), replacing(beside) as file:
         write_header(file, (rows,), kind)
         for block in _blocks(ids(), 1 << 16):
             file.write(np.array(block, dtype=kind).tobytes())
-    with _complete(main) as file:
+    with naming(main, remedy=_ELSEWHERE), replacing(main) as file:
         write_header(file, (rows, *shape), dtype)
         for content in parts.contents():
             file.write(content.tobytes())
@@ -289,7 +273,7 @@ def _write_npy(path: Path, parts: Parts, ids: Callable[[], Iterator[Id]], name: 
 def _write_jsonl(path: Path, parts: Parts, ids: Callable[[], Iterator[Id]], name: str) -> None:
     named = ids()
     parts.layout()
-    with _complete(path) as file:
+    with naming(path, remedy=_ELSEWHERE), replacing(path) as file:
         for content in parts.contents():
             rows = zip(islice(named, len(content)), content.tolist(), strict=True)
             lines = (json.dumps({"id": one, name: json_value(row)}, ensure_ascii=False) for one, row in rows)
@@ -308,7 +292,11 @@ def _write_parquet(path: Path, parts: Parts, ids: Callable[[], Iterator[Id]], na
     ]
     schema = pa.schema(fields, metadata={"shape": json.dumps(list(shape))})
     named = ids()
-    with _complete(path) as file, parquet.ParquetWriter(file, schema, compression="zstd") as writer:
+    with (
+        naming(path, remedy=_ELSEWHERE),
+        replacing(path) as file,
+        parquet.ParquetWriter(file, schema, compression="zstd") as writer,
+    ):
         for block in _batched(parts.contents(), parts.chunks.rows_of(0) if parts.chunks.count else 1):
             values = pa.array(block.reshape(-1))
             column = pa.FixedSizeListArray.from_arrays(values, size) if shape else values

@@ -25,13 +25,12 @@ from queue import SimpleQueue
 from statistics import median
 from typing import Any, Final, Protocol, Self
 
-from trainkit.bounded import Kind
 from trainkit.callbacks.measurement import FILE
 from trainkit.config.schema import MonitoredMetric, RunConfig
 from trainkit.config.targets.allowed import package_environ
 from trainkit.config.yaml_files import config_dir_environ
 from trainkit.errors import AbsentFileError, StorageError
-from trainkit.files import read_map
+from trainkit.files import Kind, read_map
 from trainkit.run.begin import write_resolved
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup

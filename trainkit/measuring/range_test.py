@@ -11,12 +11,11 @@ from typing import Annotated, Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from trainkit.bounded import Kind
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import WarmupConfig
 from trainkit.errors import AbsentFileError, NonFiniteError, TrainingError
 from trainkit.fields import cosmetic
-from trainkit.files import read_map, write_json_atomically
+from trainkit.files import Kind, read_map, write_json_atomically
 from trainkit.measuring.bench import Ended, alone, scratch_folder, train_apart
 from trainkit.trainer.events import Callback, Row, Run
 

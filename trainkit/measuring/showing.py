@@ -12,13 +12,13 @@ from typing import Any, Final
 import torch
 
 from trainkit.cluster.host import num_cores
+from trainkit.files import num_bytes
 from trainkit.measuring.bench import Choice, Spread, Target
 from trainkit.measuring.range_test import LrCurve, RangeResult, rounded
 from trainkit.measuring.searches import TIE, MicroSizeSearch, Size, WorkerSearch
 from trainkit.report.numbers import duration, figure, share
 from trainkit.report.tables import row_lines
 from trainkit.run.begin import packages
-from trainkit.storage import num_bytes
 from trainkit.trainer.metrics_accumulator import PARTS
 
 VERSION: Final = 1

@@ -14,8 +14,7 @@ from pathlib import Path
 from trainkit.config.schema import load_resolved
 from trainkit.config.targets.allowed import allow_packages, packages_from
 from trainkit.config.yaml_files import config_dirs_from, with_config_dirs
-from trainkit.errors import ConfigError, TrainkitError
-from trainkit.frames import first_line
+from trainkit.errors import ConfigError, TrainkitError, first_line
 from trainkit.redaction import mask, masked_output
 from trainkit.run.process.worker_group import watch_parent
 from trainkit.run.signals import exit_without_teardown

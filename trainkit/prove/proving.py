@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from trainkit.config.identity import difference
 from trainkit.config.schema import RunConfig
-from trainkit.errors import ConfigError, DataError, Problem, StorageError
-from trainkit.frames import first_line
+from trainkit.errors import ConfigError, DataError, Problem, StorageError, first_line
+from trainkit.files import reporting
 from trainkit.prove.comparing import (
     Numbers,
     Proof,
@@ -37,7 +37,6 @@ from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.planning.proof_records import keep_proof
 from trainkit.run.runner import train
-from trainkit.storage import reporting
 from trainkit.trainer.checkpoint.tensors import load
 from trainkit.trainer.manifest import list_complete
 

@@ -18,8 +18,8 @@ from torch import nn
 from trainkit.errors import CheckpointError
 from trainkit.exporting.trained import TrainedModel, Written
 from trainkit.exporting.whole_file import WEIGHTS
+from trainkit.files import bytes_needed, refuse_full
 from trainkit.quantizing.formats import FORMATS, Quantized, restore
-from trainkit.storage import bytes_needed, refuse_full
 from trainkit.trainer.checkpoint.tensors import TensorFile, write_tensors
 
 QUANTIZED: Final = "quantized"

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from trainkit.data.reading.loader import EvalBatches
 from trainkit.exporting.trained import Inputs
+from trainkit.files import num_bytes
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective
 from trainkit.quantizing.transposed import is_linear
 from trainkit.report.numbers import figure
-from trainkit.storage import num_bytes
 from trainkit.strategies.base import LocalModel
 from trainkit.strategies.collectives import LocalCollective
 from trainkit.trainer.checkpoint.saving import untied

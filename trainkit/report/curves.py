@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.bounded import parse_json
 from trainkit.errors import UnreadableError
-from trainkit.files import read_lines, size_of
+from trainkit.files import parse_json, read_lines, size_of
 
 MAX_POINTS: Final = 2_000
 """Up to this many points, a curve keeps every point."""

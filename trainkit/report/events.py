@@ -21,7 +21,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import histogram_raw, image, text
 
-from trainkit.storage import naming
+from trainkit.files import naming
 from trainkit.trainer.ownership import OwnershipToken
 
 _HPARAMS = "hparams"

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
+from trainkit.files import num_bytes
 from trainkit.report.numbers import duration, figure
-from trainkit.storage import num_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

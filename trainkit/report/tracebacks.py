@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from trainkit.frames import is_library
+from trainkit.errors import is_library
 
 _FRAME: Final = re.compile(r'\s+File "(.+)", line \d+')
 _LAST_FRAMES: Final = 3

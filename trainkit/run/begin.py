@@ -26,7 +26,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.data.splits import size_of
 from trainkit.errors import CheckpointError, ConfigError, Problem, StorageError, UnreadableError, together
 from trainkit.extras import DISTRIBUTION
-from trainkit.files import write_atomically, write_json_atomically
+from trainkit.files import Free, lacking, num_bytes, reporting, storage_error, write_atomically, write_json_atomically
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.schedules import LearningRate
 from trainkit.redaction import mask, redacted_argument
@@ -45,7 +45,6 @@ from trainkit.run.planning.plan import ChooseWorkers, RunPlan, make_plan, refuse
 from trainkit.run.record import first_command
 from trainkit.run.session.checkpointer import retention_of
 from trainkit.run.session.outcome import refuse_own_losses
-from trainkit.storage import Free, lacking, num_bytes, reporting, storage_error
 from trainkit.trainer.manifest import MANIFEST, list_complete, read_manifest
 
 _FEWER: Final = "keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_best)"

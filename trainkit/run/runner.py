@@ -15,6 +15,7 @@ from trainkit.config.composition import Composition
 from trainkit.config.identity import changed_keys
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError
+from trainkit.files import reporting
 from trainkit.run.agent.monitor import TimeLimits
 from trainkit.run.agent.self_watch import BeatCounter, SelfWatch
 from trainkit.run.begin import (
@@ -33,7 +34,6 @@ from trainkit.run.process.heartbeat import beats_of
 from trainkit.run.record import RunRecord, record_settings, recorded_run
 from trainkit.run.signals import StopFlag
 from trainkit.run.task import TaskRun
-from trainkit.storage import reporting
 from trainkit.trainer.events import ended_hooks
 
 

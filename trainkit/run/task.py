@@ -21,7 +21,7 @@ from trainkit.config.commands import printed_command
 from trainkit.config.schema import RunConfig
 from trainkit.errors import AbsentFileError, CheckpointError, StorageError, TrainingError
 from trainkit.exporting.trained import NotExportableError
-from trainkit.files import read_map
+from trainkit.files import read_map, reporting
 from trainkit.run.agent.self_watch import BeatCounter
 from trainkit.run.begin import Result
 from trainkit.run.estimates.remedies import explained
@@ -39,7 +39,6 @@ from trainkit.run.session.given import GivenLoss
 from trainkit.run.session.restore import TaskLinks
 from trainkit.run.session.session import TaskSession
 from trainkit.run.signals import StopFlag
-from trainkit.storage import reporting
 from trainkit.strategies.base import ignore_phase
 from trainkit.strategies.flight_recorder import FlightRecorder
 from trainkit.trainer.ownership import uncontested

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from trainkit.cluster.tasks import Identity
 from trainkit.config.targets.allowed import allow_packages, packages_from
 from trainkit.config.yaml_files import config_dirs_from, with_config_dirs
-from trainkit.files import open_regular
+from trainkit.files import as_storage_error, open_regular
 from trainkit.redaction import masked_output
 from trainkit.report.train_log import recorded_output
 from trainkit.run.folder.fencing_token import VARIABLE as FENCE
@@ -49,7 +49,6 @@ from trainkit.run.signals import (
     stop_signals,
     worker_signals,
 )
-from trainkit.storage import as_storage_error
 from trainkit.strategies.rendezvous_store import HostedStore
 from trainkit.trainer import failpoints
 from trainkit.trainer.ownership import uncontested

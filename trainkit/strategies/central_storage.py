@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.adapters.average import AVERAGE, UPDATES, count_update, detach
-from trainkit.bounded import whole_numbers
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.data.reading.collate import to_device
 from trainkit.errors import Problem
 from trainkit.fields import maths, placement
+from trainkit.files import whole_numbers
 from trainkit.numerics.batch import Ticket, lane_order, shards_of_rank
 from trainkit.strategies.base import (
     Batch,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.bounded import parse_json
+from trainkit.files import parse_json
 from trainkit.objectives.base import Collective
 from trainkit.strategies.flight_recorder import note_exchange
 

@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_map
 
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
-from trainkit.errors import Problem
+from trainkit.errors import Problem, first_line
 from trainkit.fields import placement
-from trainkit.frames import first_line
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.generators import key32
 from trainkit.objectives.base import Loss

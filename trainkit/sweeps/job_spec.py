@@ -16,9 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.bounded import Kind
 from trainkit.cluster.host import ProcessId, host_id
-from trainkit.files import read_lines, read_map
+from trainkit.files import Kind, read_lines, read_map
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 from trainkit.sweeps.job_sources import continued
 

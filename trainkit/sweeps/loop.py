@@ -30,12 +30,12 @@ from trainkit.config.commands import shell_word
 from trainkit.config.grammar import setting
 from trainkit.config.sections import SweepConfig as Settings
 from trainkit.errors import ConfigError, DataError, HangupError, Problem, StoppedError, TerminatedError
+from trainkit.files import reporting
 from trainkit.report.numbers import figure
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import read_status
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 from trainkit.run.signals import is_ignored, stop_error, stop_signals
-from trainkit.storage import reporting
 from trainkit.sweeps.job_sources import JobSource, SweepJob, continued
 from trainkit.sweeps.results.comparing import page_at_end
 from trainkit.sweeps.results.job_results import PRUNED, ProgressReader, SweepState, is_complete, last_line

@@ -10,9 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.bounded import parse_json, parse_yaml
 from trainkit.errors import AbsentFileError, UnreadableError
-from trainkit.files import read_lines, read_map, read_text, refuse_link, size_of
+from trainkit.files import parse_json, parse_yaml, read_lines, read_map, read_text, refuse_link, size_of
 from trainkit.redaction import mask
 from trainkit.tracking.service import LoggedRow, TrackedRun
 from trainkit.tracking.state import TrackingState

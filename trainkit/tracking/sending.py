@@ -23,9 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from trainkit.bounded import expect_map, parse_json
 from trainkit.errors import UnreadableError
-from trainkit.files import open_descriptor
+from trainkit.files import expect_map, open_descriptor, parse_json
 from trainkit.redaction import mask
 from trainkit.tracking.records import NewRows, ending_of, files_of, is_placement, tracked_run
 from trainkit.tracking.service import Service, service_of

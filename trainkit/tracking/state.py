@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import uuid
 from collections.abc import Mapping
@@ -12,10 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
 
-from trainkit.bounded import Kind
 from trainkit.errors import AbsentFileError, UnreadableError
-from trainkit.files import open_regular, read_map, refuse_link
-from trainkit.storage import naming
+from trainkit.files import Kind, naming, read_map, refuse_link, write_atomically
 from trainkit.tracking.service import SERVICES
 
 FOLDER: Final = "tracking"
@@ -98,14 +94,7 @@ def write_state(folder: Path, state: TrackingState) -> None:
     refuse_link(path.parent)
     with naming(path):
         path.parent.mkdir(exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with naming(path), open_regular(draft, "wb") as file:
-            file.write(f"{json.dumps(asdict(state), indent=1)}\n".encode())
-        draft.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
+        write_atomically(path, f"{json.dumps(asdict(state), indent=1)}\n", sync=False)
 
 
 def begun_state(folder: Path, wanted: TrackingState) -> TrackingState:

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from trainkit.bounded import parse_json
 from trainkit.errors import MissingExtraError, TrainkitError
 from trainkit.fields import above, cosmetic
+from trainkit.files import parse_json
 from trainkit.tracking.sending import ANSWERS, ASKS, END, TROUBLE, with_rest
 from trainkit.tracking.state import TrackingState, begun_state, read_state, write_state
 from trainkit.trainer.events import Callback, Row, Run

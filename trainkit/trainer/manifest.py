@@ -27,9 +27,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from trainkit.bounded import Kind, expect_map, expect_maps
 from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
-from trainkit.files import read_json, read_map, refuse_link, size_of, write_atomically
+from trainkit.files import Kind, expect_map, expect_maps, read_json, read_map, refuse_link, size_of, write_atomically
 from trainkit.trainer.ownership import MARK, OwnershipToken, free_name, lock_within, print_notice, set_aside
 
 FORMAT: Final = 1

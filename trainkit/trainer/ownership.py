@@ -31,9 +31,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.bounded import expect_map, parse_json
 from trainkit.errors import AbsentFileError, ConfigError, Problem, UnreadableError
-from trainkit.files import open_descriptor, read_bytes, read_map, write_atomically
+from trainkit.files import expect_map, open_descriptor, parse_json, read_bytes, read_map, write_atomically
 
 MARK: Final = ".owner"
 """Name of the file that holds the token."""

@@ -13,9 +13,8 @@ from typing import Any, Final, Literal
 
 from typing_extensions import TypedDict
 
-from trainkit.bounded import parse_json
 from trainkit.errors import UnreadableError
-from trainkit.files import read_map, read_tail
+from trainkit.files import parse_json, read_map, read_tail
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import FILE, read_status
 

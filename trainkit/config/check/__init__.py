@@ -26,8 +26,8 @@ from trainkit.config.targets.checks import OtherChoices, absent_files, target_pr
 from trainkit.config.values import closest, expanded, path_rule, plain
 from trainkit.config.yaml_files import hint_for_word
 from trainkit.errors import ConfigError, Problem
+from trainkit.files import file_in_the_way
 from trainkit.redaction import redacted_argument
-from trainkit.storage import file_in_the_way
 
 __all__ = [
     "beyond_64_bits",

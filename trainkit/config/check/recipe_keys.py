@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from trainkit.bounded import parse_yaml
 from trainkit.config.compose import Composer
 from trainkit.config.compose.files import group_in
 from trainkit.config.composition import (
@@ -31,6 +30,7 @@ from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.schema import LIST_GROUPS
 from trainkit.config.targets.allowed import TARGET
 from trainkit.errors import Problem
+from trainkit.files import parse_yaml
 
 Find = Callable[[Composition], list[Problem]]
 """Function that finds the problems of a composition."""

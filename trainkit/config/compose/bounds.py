@@ -17,7 +17,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.grammar_parser import parse
 
-from trainkit.bounded import MAX_DEPTH
 from trainkit.config.compose.hydra_adapter import CORE_PLUGINS
 from trainkit.config.composition import KeyPath, dotted, leaves
 from trainkit.config.door import own_folder, trusting
@@ -26,6 +25,7 @@ from trainkit.config.secrets import texts_in
 from trainkit.config.targets.allowed import TARGET, root_of
 from trainkit.config.targets.build import imported
 from trainkit.errors import ConfigError, Problem
+from trainkit.files import MAX_YAML_DEPTH
 
 MAX_ARGUMENT: Final = 10_000
 """Largest number of characters of one argument, and of one text that contains references."""
@@ -52,8 +52,8 @@ def argument_problem(argument: str) -> Problem | None:
     elif len(argument) > MAX_ARGUMENT:
         rule = f"has {len(argument):,} characters; {MAX_ARGUMENT:,} is the limit. "
         rule += f"Put it into a YAML file of your own: {own_folder()}."
-    elif (depth := _nesting(argument)) > MAX_DEPTH:
-        rule = f"nests brackets {depth} deep; {MAX_DEPTH} is the limit."
+    elif (depth := _nesting(argument)) > MAX_YAML_DEPTH:
+        rule = f"nests brackets {depth} deep; {MAX_YAML_DEPTH} is the limit."
     elif _DIGITS.search(value):
         rule = f"holds a number of more than {_MAX_DIGITS} digits."
     return None if rule is None else Problem(key=key[:_SHOWN], rule=rule, origin=COMMAND_LINE)
@@ -88,8 +88,8 @@ def reference_problem(value: Any) -> str | None:
 def _rule_of_text(value: str) -> str | None:
     if len(value) > MAX_ARGUMENT:
         return f"holds references in {len(value):,} characters; {MAX_ARGUMENT:,} is the limit."
-    if (depth := _nesting(value)) > MAX_DEPTH:
-        return f"nests brackets {depth} deep next to a reference; {MAX_DEPTH} is the limit."
+    if (depth := _nesting(value)) > MAX_YAML_DEPTH:
+        return f"nests brackets {depth} deep next to a reference; {MAX_YAML_DEPTH} is the limit."
     try:
         parse(value)
     except GrammarParseError:

@@ -35,8 +35,7 @@ from trainkit.config.targets.allowed import TARGET, allow_packages
 from trainkit.config.targets.build import resolve_target, signature_of
 from trainkit.config.values import closest, plain
 from trainkit.config.yaml_files import Document, read_document, shipped_conf, shipped_recipes
-from trainkit.errors import ConfigError, Problem
-from trainkit.frames import first_line
+from trainkit.errors import ConfigError, Problem, first_line
 from trainkit.redaction import REDACTED, redacted_argument, remember
 
 _NOT_OF_HYDRA: Final[Mapping[KeyPath, str]] = {

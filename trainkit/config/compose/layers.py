@@ -29,8 +29,7 @@ from trainkit.config.schema import GROUPS, LIST_GROUPS
 from trainkit.config.secrets import dereferenced, import_marks, reference_paths, remember_secrets, texts_in
 from trainkit.config.values import expanded
 from trainkit.config.yaml_files import shipped_conf, shipped_recipes
-from trainkit.errors import ConfigError, Problem
-from trainkit.frames import first_line
+from trainkit.errors import ConfigError, Problem, first_line
 
 
 class Layers:

@@ -14,7 +14,7 @@ from typing import Final
 
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.fields import Reads, a_file
-from trainkit.storage import Free, naming, storage_error
+from trainkit.files import Free, naming, storage_error
 
 _TIMEOUT_S: Final = 60
 _CHUNK: Final = 1 << 20

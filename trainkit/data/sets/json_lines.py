@@ -14,9 +14,9 @@ from typing import Annotated, Any, Final
 
 import numpy as np
 
-from trainkit.bounded import parse_json
 from trainkit.errors import ConfigError, DataError, MissingExtraError, Problem
 from trainkit.fields import placement
+from trainkit.files import parse_json
 
 _REMOTE: Final = re.compile(r"[a-z][a-z0-9+.-]*://")
 _LONGEST: Final = 1 << 24

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from trainkit.data.reading.files import existing, listed
 from trainkit.data.sets.tables import rows_of_split
 from trainkit.data.stored import InMemory
-from trainkit.errors import DataError, require_packages
+from trainkit.errors import DataError, first_line, require_packages
 from trainkit.fields import Reads, below
-from trainkit.frames import first_line
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.bounded import parse_json
 from trainkit.errors import UnreadableError
-from trainkit.files import read_tail
+from trainkit.files import parse_json, read_tail
 from trainkit.report.curves import number
 from trainkit.report.web.page import printable
 from trainkit.report.web.run_files import picture_at

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.bounded import Kind, parse_json
 from trainkit.errors import AbsentFileError, UnreadableError
-from trainkit.files import read_bytes, read_lines, read_map
+from trainkit.files import Kind, parse_json, read_bytes, read_lines, read_map
 
 _LIMIT: Final = 4 << 20
 """Largest number of bytes of a JSON file that is shown."""

@@ -19,6 +19,7 @@ from typing import ClassVar, Final, Self
 
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.errors import TrainkitError
+from trainkit.files import Presence
 from trainkit.run.agent.evidence import MemoryEvents, ProcessEvidence
 from trainkit.run.agent.failure import Failure, facts_of, failure_of, first_failure, is_clean
 from trainkit.run.agent.monitor import Monitor, TimeLimits
@@ -27,7 +28,6 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.heartbeat import read_heartbeat
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 from trainkit.run.signals import RESIZE_SIGNAL, Reason, StopFlag, signal_of
-from trainkit.storage import Presence
 from trainkit.trainer.ownership import print_notice
 
 _REPORTED_S: Final = 30.0

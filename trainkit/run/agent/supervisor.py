@@ -27,6 +27,7 @@ from typing import Any
 
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.errors import CrashLoopError, StoppedError, StorageError, TrainkitError
+from trainkit.files import Presence, as_storage_error, refuse_unwritable
 from trainkit.run.agent.agent import Agent, AgentSettings, Launch
 from trainkit.run.agent.failure import Failure
 from trainkit.run.agent.policy import Fault, ReplicaMembership, RestartPolicy, fault_of
@@ -36,7 +37,6 @@ from trainkit.run.folder.run_result import RunResult, record_failure
 from trainkit.run.process.fork_server import ENTRY, worker_group_factory
 from trainkit.run.process.worker_group import worker_environ
 from trainkit.run.signals import Reason, stop_error
-from trainkit.storage import Presence, as_storage_error, refuse_unwritable
 from trainkit.strategies.rendezvous_store import HostedStore, Rendezvous
 from trainkit.trainer.manifest import list_complete
 

@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.bounded import Kind
 from trainkit.errors import AbsentFileError, UnreadableError
-from trainkit.files import open_regular, read_map, read_text, write_json_atomically
+from trainkit.files import Kind, open_regular, read_map, read_text, write_json_atomically
 from trainkit.run.agent.evidence import ProcessEvidence
 from trainkit.run.agent.failure import Failure, facts_of, failure_of
 from trainkit.run.agent.policy import ExternalRestart, record_relaunch

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from trainkit.data.stored import travelling_bytes
+from trainkit.files import num_bytes
 from trainkit.run.estimates.hardware import Hardware, hardware_of
 from trainkit.run.estimates.memory import DeviceMemory, device_memory
 from trainkit.run.estimates.step_time import (
@@ -24,7 +25,6 @@ from trainkit.run.estimates.step_time import (
 from trainkit.run.estimates.traffic import Traffic, step_traffic
 from trainkit.run.planning.memory import checkpoint_bytes
 from trainkit.run.planning.plan import RunPlan
-from trainkit.storage import num_bytes
 from trainkit.strategies.traffic import StepCut, work_share
 
 

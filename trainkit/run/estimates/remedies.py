@@ -21,8 +21,8 @@ from trainkit.cluster.tasks import Task
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import build
-from trainkit.errors import ConfigError, OutOfMemoryError, TrainingError, TrainkitError
-from trainkit.frames import chain_of, first_line
+from trainkit.errors import ConfigError, OutOfMemoryError, TrainingError, TrainkitError, chain_of, first_line
+from trainkit.files import num_bytes
 from trainkit.report.schemas.planning import PlannedRemedy
 from trainkit.run.estimates.hardware import Hardware
 from trainkit.run.estimates.memory import DeviceMemory, HostMemory, device_memory, verdict_of
@@ -30,7 +30,6 @@ from trainkit.run.estimates.passes import evaluated_samples
 from trainkit.run.planning.memory import Memory, memory_of, meta_model
 from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
-from trainkit.storage import num_bytes
 from trainkit.strategies.shipped import shipped_strategies
 
 MOST: Final = 3

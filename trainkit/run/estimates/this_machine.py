@@ -27,17 +27,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore
 
-from trainkit.bounded import Kind
 from trainkit.cluster.host import num_cores, use_device
 from trainkit.data.reading.collate import collate
 from trainkit.errors import AbsentFileError, ConfigError, Problem, StorageError, UnreadableError
 from trainkit.fields import at_least, cosmetic
-from trainkit.files import cache_folder, read_map, write_json_atomically
+from trainkit.files import Kind, cache_folder, num_bytes, read_map, write_json_atomically
 from trainkit.run.estimates.hardware import Band, Hardware, HardwareChoice, Link, Say, recognised
 from trainkit.run.estimates.memory import DeviceMemory, HostMemory, verdict_of
 from trainkit.run.planning.memory import memory_of
 from trainkit.run.planning.plan import RunPlan
-from trainkit.storage import num_bytes
 from trainkit.trainer.metrics_accumulator import wait_for
 
 _GUESSED: Final = Band(low=0.1, high=1.0)

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from trainkit.files import num_bytes
 from trainkit.objectives.base import Loss, Model
 from trainkit.run.estimates.activations import TracedPass
 from trainkit.run.estimates.passes import example_batch, own_copy, recomputed_names
 from trainkit.run.planning.memory import stepped_optimizers
 from trainkit.run.planning.plan import RunPlan
-from trainkit.storage import num_bytes
 from trainkit.strategies.traffic import (
     CollectiveCall,
     ModuleCall,

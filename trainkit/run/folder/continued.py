@@ -9,9 +9,8 @@ from typing import Final
 from trainkit.callbacks.every_run import keep_until
 from trainkit.callbacks.histograms import FILE as HISTOGRAMS
 from trainkit.errors import CheckpointError
-from trainkit.files import open_regular, refuse_link
+from trainkit.files import naming, open_regular, refuse_link
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.storage import naming
 from trainkit.trainer.checkpoint.saving import bring, prune
 from trainkit.trainer.checkpoint.tensors import load
 from trainkit.trainer.manifest import MANIFEST, EvaluatedIndex, Retention, list_complete

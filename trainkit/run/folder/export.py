@@ -18,12 +18,11 @@ from trainkit.exporting.checking import real_samples
 from trainkit.exporting.folder import Exported, write_export
 from trainkit.exporting.formats import Format, format_named
 from trainkit.exporting.trained import TrainedModel
-from trainkit.files import read_map
+from trainkit.files import naming, read_map
 from trainkit.run.folder.model_file import Which, checkpoint_name, checkpoint_of, refuse_foreign
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import average_of, model_with
 from trainkit.run.planning.memory import meta_model
-from trainkit.storage import naming
 from trainkit.strategies.tensor_shards import averaged_weights
 
 AVERAGES: Final = "optimizer/average/"

@@ -14,7 +14,6 @@ import torch
 import yaml
 from torch import nn
 
-from trainkit.bounded import MAX_BYTES, expect_map, parse_yaml
 from trainkit.config.door import trusting
 from trainkit.config.identity import run_config
 from trainkit.config.schema import RunConfig
@@ -23,7 +22,7 @@ from trainkit.config.targets.build import build
 from trainkit.errors import CheckpointError, ConfigError, Problem, UnreadableError
 from trainkit.exporting.folder import BEST, CONFIG
 from trainkit.exporting.whole_file import WEIGHTS
-from trainkit.files import read_text, write_atomically
+from trainkit.files import MAX_YAML_BYTES, expect_map, parse_yaml, read_text, write_atomically
 from trainkit.numerics.precision import Precision, converted_floats
 from trainkit.quantizing.description import QUANTIZED, restored_model
 from trainkit.run.folder.run_folder import RunFolder
@@ -166,7 +165,7 @@ def _description(file: Path) -> dict[str, Any]:
     Raises:
         UnreadableError: the file is not such a description.
     """
-    text = read_text(file, limit=MAX_BYTES)
+    text = read_text(file, limit=MAX_YAML_BYTES)
     try:
         return expect_map(
             parse_yaml(text), {"model": dict}, optional={"weights": dict, "tied": dict, "files": dict, QUANTIZED: dict}

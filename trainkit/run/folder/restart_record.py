@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from trainkit.bounded import Kind, expect_map, parse_json
 from trainkit.errors import UnreadableError
-from trainkit.files import open_regular, read_lines
+from trainkit.files import Kind, expect_map, open_regular, parse_json, read_lines
 from trainkit.redaction import mask
 
 FILE: Final = "restarts.jsonl"

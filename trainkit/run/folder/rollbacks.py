@@ -11,9 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.bounded import expect_map, expect_maps
 from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
-from trainkit.files import read_map, write_json_atomically
+from trainkit.files import expect_map, expect_maps, read_map, write_json_atomically
 from trainkit.trainer.events import Suspect
 from trainkit.trainer.manifest import list_complete
 

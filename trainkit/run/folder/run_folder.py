@@ -21,15 +21,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.bounded import Kind
 from trainkit.config.commands import printed_command, shell_word
 from trainkit.config.grammar import setting
 from trainkit.config.targets.allowed import IN_PROCESS, allowed_packages
 from trainkit.errors import CheckpointError, ConfigError, Problem, StorageError, UnreadableError
-from trainkit.files import read_map, write_json_atomically
+from trainkit.files import Kind, file_in_the_way, naming, quoted, read_map, write_json_atomically
 from trainkit.redaction import mask
 from trainkit.run.folder.restart_record import restarts_of
-from trainkit.storage import file_in_the_way, naming, quoted
 from trainkit.trainer.manifest import list_complete, named_checkpoints
 from trainkit.trainer.ownership import MARK, OwnershipToken, locked, set_aside
 

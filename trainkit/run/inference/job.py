@@ -19,8 +19,7 @@ from trainkit.data.hooks import DataHooks
 from trainkit.data.reading.collate import shape_text
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.splits import build_split, build_splits, folded, read_sample, size_of, splits_of
-from trainkit.errors import ConfigError, Problem, TrainingError, TrainkitError
-from trainkit.frames import named_first_line
+from trainkit.errors import ConfigError, Problem, TrainingError, TrainkitError, named_first_line
 from trainkit.inference.predicting import Outputs
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.copies import copied

@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
-from trainkit.bounded import expect_map
 from trainkit.errors import UnreadableError
-from trainkit.files import read_map
+from trainkit.files import expect_map, read_map
 
 FILE: Final = "job.json"
 VARIABLE: Final = "TRAINKIT_JOB"

@@ -27,8 +27,7 @@ from trainkit.config.targets.build import admitted, build, is_torch_scheduler
 from trainkit.config.targets.kinds import PLACES
 from trainkit.data.hooks import DataHooks
 from trainkit.data.splits import build_splits, folded, read_sample
-from trainkit.errors import CheckpointError, ConfigError, Problem, TrainkitError
-from trainkit.frames import first_line
+from trainkit.errors import CheckpointError, ConfigError, Problem, TrainkitError, first_line
 from trainkit.numerics.generators import Untouched, seed_host
 from trainkit.numerics.precision import Precision, converted_floats
 from trainkit.numerics.schedules import Schedule, TorchSchedule

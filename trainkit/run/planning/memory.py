@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.config.schema import RunConfig
-from trainkit.errors import ConfigError, Problem, TrainkitError
-from trainkit.frames import named_first_line, with_frames
+from trainkit.errors import ConfigError, Problem, TrainkitError, named_first_line, with_frames
+from trainkit.files import bytes_needed, num_bytes
 from trainkit.objectives.distillation import FrozenModel
 from trainkit.run.planning.build import build_model, build_without_data, config_of_run, frozen_models, make_optimizer
 from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
-from trainkit.storage import bytes_needed, num_bytes
 from trainkit.strategies.base import ModelMemory
 from trainkit.strategies.core.optimizer import NamedSteppers
 

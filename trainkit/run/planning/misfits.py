@@ -23,8 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from trainkit.config.targets.allowed import TARGET
 from trainkit.data.reading.collate import immovable_in, shape_text, to_device
 from trainkit.data.splits import read_sample, size_of
-from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
-from trainkit.frames import named_first_line, text_of, with_frames
+from trainkit.errors import ConfigError, DataError, Problem, TrainkitError, named_first_line, text_of, with_frames
 from trainkit.numerics.batch import Positions, Ticket
 from trainkit.numerics.generators import GeneratorStates
 from trainkit.numerics.precision import buffers_apart

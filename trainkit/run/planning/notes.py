@@ -22,8 +22,7 @@ from trainkit.config.schema import MonitoredMetric
 from trainkit.config.targets.build import resolve_target
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.splits import build_splits, folded, remarks, size_of, test_splits, validation_splits
-from trainkit.errors import ConfigError, Problem
-from trainkit.frames import named_first_line
+from trainkit.errors import ConfigError, Problem, named_first_line
 from trainkit.numerics.batch import AT_EQUAL_CUT, CUT_UNKNOWN
 from trainkit.objectives.base import Access
 from trainkit.objectives.fields import named_fields, unused_fields

@@ -17,7 +17,6 @@ from typing import Any, Final
 from torch import device, nn
 from torch.optim import Optimizer
 
-from trainkit.bounded import parse_json
 from trainkit.cluster.host import count_gpus, memory_share
 from trainkit.cluster.launch import LaunchEnvironment, workers
 from trainkit.cluster.tasks import Task
@@ -30,6 +29,7 @@ from trainkit.config.targets.build import build, class_built_by
 from trainkit.data.hooks import DataHooks, Reading
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError, together
+from trainkit.files import parse_json
 from trainkit.numerics.batch import BatchPlan, resolve_batch
 from trainkit.numerics.schedules import LearningRate
 from trainkit.run.planning.build import (

@@ -19,10 +19,9 @@ from typing import Any, Final
 
 import torch
 
-from trainkit.bounded import Kind
 from trainkit.config.identity import fingerprint
 from trainkit.errors import UnreadableError
-from trainkit.files import cache_folder, read_map, write_json_atomically
+from trainkit.files import Kind, cache_folder, read_map, write_json_atomically
 from trainkit.run.planning.plan import RunPlan
 
 _VERSION: Final = 1

@@ -30,9 +30,9 @@ from trainkit.errors import (
     TrainkitError,
     UnreadableError,
     callback_note,
+    chain_of,
 )
 from trainkit.files import read_map
-from trainkit.frames import chain_of
 from trainkit.redaction import mask
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.heartbeat import HeartbeatReading, read_heartbeat

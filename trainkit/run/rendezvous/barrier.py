@@ -29,13 +29,13 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
-from trainkit.bounded import Kind, expect_map
 from trainkit.cluster.host import ProcessId, host_id, mig_instances
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.composition import dotted, leaves
 from trainkit.config.schema import RunConfig
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, HangError, PeerError, Problem, yaml_text
+from trainkit.files import Kind, expect_map
 from trainkit.run.begin import packages
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process.error_report import ErrorReport, error_report, report_from_json

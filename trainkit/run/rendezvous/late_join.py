@@ -20,11 +20,11 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final
 
-from trainkit.bounded import Kind, expect_map, whole_numbers
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.build import build
 from trainkit.errors import ConfigError, HangError, HangupError, PeerError, StoppedError, TerminatedError
+from trainkit.files import Kind, expect_map, whole_numbers
 from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.run_result import ENDING, RunResult

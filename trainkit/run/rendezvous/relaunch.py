@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.bounded import Kind, expect_maps, parse_json
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.identity import fingerprint, run_config
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, CrashLoopError, LinkError, UnreadableError
-from trainkit.files import read_map, write_json_atomically
+from trainkit.files import Kind, expect_maps, parse_json, read_map, write_json_atomically
 from trainkit.run.agent.policy import record_relaunch
 from trainkit.run.backends.attempt import failure_in
 from trainkit.run.begin import ResumePoint, adopt, find_start

@@ -16,8 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from trainkit.errors import PeerError, TrainkitError
-from trainkit.frames import first_line
+from trainkit.errors import PeerError, TrainkitError, first_line
 from trainkit.run.agent.evidence import ProcessEvidence
 from trainkit.run.agent.failure import AT_THE_STORE, facts_of, failure_of, first_failure
 from trainkit.run.agent.monitor import TimeLimits

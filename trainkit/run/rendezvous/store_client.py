@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
-from trainkit.bounded import parse_json
 from trainkit.cluster.address import Address, is_loopback, own_address
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.errors import ConfigError, HangError, LinkError, Problem
+from trainkit.files import parse_json
 from trainkit.strategies.rendezvous_store import HostedStore, Pending
 from trainkit.trainer.ownership import print_notice
 

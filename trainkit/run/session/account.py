@@ -20,11 +20,10 @@ import torch
 from trainkit.cluster.host import peak_resident_bytes
 from trainkit.cluster.tasks import Identity
 from trainkit.errors import StorageError, TrainingError
-from trainkit.files import write_json_atomically
+from trainkit.files import naming, num_bytes, write_json_atomically
 from trainkit.run.planning.build import build_without_data
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.evaluation import EvalRunner
-from trainkit.storage import naming, num_bytes
 from trainkit.strategies.base import LocalModel, PhaseListener
 from trainkit.trainer.events import Run
 from trainkit.trainer.loop import Trigger

@@ -30,13 +30,21 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 
 from trainkit.adapters.average import AVERAGE, Average
-from trainkit.bounded import expect_map, parse_json
 from trainkit.cluster.tasks import Identity
 from trainkit.config.schema import MonitoredMetric
 from trainkit.data.reading.loader import EvalBatches
 from trainkit.data.splits import validation_splits
 from trainkit.errors import AbsentFileError, CheckpointError, ConfigError, UnreadableError
-from trainkit.files import open_regular, read_bytes, read_lines, read_map, write_json_atomically
+from trainkit.files import (
+    expect_map,
+    naming,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_lines,
+    read_map,
+    write_json_atomically,
+)
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import average_of, averaged_split, transformed_model
 from trainkit.run.planning.memory import meta_model
@@ -47,7 +55,6 @@ from trainkit.run.session.checkpointer import retention_of
 from trainkit.run.session.restore import refuse_malformed, setup_request, unprefetched_loader
 from trainkit.run.session.session import TaskSession
 from trainkit.run.signals import REASONS
-from trainkit.storage import naming
 from trainkit.strategies.base import Data, PhaseListener, TaskContext
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.tensor_shards import averaged_weights, model_weights

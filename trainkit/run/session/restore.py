@@ -12,10 +12,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from trainkit.bounded import Kind, expect_map, expect_maps
 from trainkit.cluster.tasks import Identity
 from trainkit.data.reading.loader import Loader
 from trainkit.errors import CheckpointError
+from trainkit.files import Kind, expect_map, expect_maps
 from trainkit.numerics.batch import Positions, Ticket
 from trainkit.objectives.base import Collective
 from trainkit.run.planning.build import make_optimizer

@@ -18,6 +18,7 @@ from trainkit.config.identity import fingerprint
 from trainkit.data.reading.loader import Loader
 from trainkit.data.splits import test_splits, validation_splits
 from trainkit.errors import NonFiniteError, TrainingError
+from trainkit.files import Presence
 from trainkit.run.folder.rollbacks import record_rollback, suspect_checkpoint_of
 from trainkit.run.folder.run_result import RunResult
 from trainkit.run.folder.starting_weights import starting_weights
@@ -40,7 +41,6 @@ from trainkit.run.session.restore import (
     unprefetched_loader,
 )
 from trainkit.run.signals import REASONS
-from trainkit.storage import Presence
 from trainkit.strategies.base import Executor, ignore_phase
 from trainkit.strategies.tensor_shards import TensorShard
 from trainkit.trainer.checkpoint.tensors import newest_valid, note_foreign

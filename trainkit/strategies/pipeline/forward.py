@@ -27,8 +27,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from trainkit.errors import Problem, TrainingError
-from trainkit.frames import named_first_line
+from trainkit.errors import Problem, TrainingError, named_first_line
 from trainkit.numerics.generators import GeneratorStates
 from trainkit.numerics.randomness import noting_keys
 from trainkit.objectives.base import Loss, Supervised, found_loss

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.adapters.average import AVERAGE
-from trainkit.bounded import expect_map
 from trainkit.data.reading.collate import to_device
 from trainkit.errors import CheckpointError, LinkError, TrainingError
+from trainkit.files import expect_map
 from trainkit.numerics.batch import Ticket, shards_of_rank
 from trainkit.numerics.precision import LossScale
 from trainkit.strategies.base import (

@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.bounded import expect_map, parse_json, whole_numbers
 from trainkit.cluster.tasks import Identity
 from trainkit.errors import LinkError
+from trainkit.files import expect_map, parse_json, whole_numbers
 from trainkit.strategies.base import JsonMap
 from trainkit.strategies.rendezvous_store import store_client
 from trainkit.strategies.tensors.staging import ByteLayout, TensorKind

@@ -18,13 +18,11 @@ from itertools import accumulate, count
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from trainkit.bounded import expect_map, parse_json, whole_numbers
 from trainkit.errors import CheckpointError, Problem, TrainingError
 from trainkit.fields import at_least, maths
-from trainkit.files import open_regular, read_lines
+from trainkit.files import expect_map, naming, open_regular, parse_json, read_lines, whole_numbers
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.precision import LossScale
-from trainkit.storage import naming
 from trainkit.strategies.base import JsonMap, Status
 
 Policy = Literal["accept", "drop", "scale", "lr", "bound"]

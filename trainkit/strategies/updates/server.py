@@ -17,8 +17,8 @@ from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar, get_
 import torch
 from torch import Tensor, nn
 
-from trainkit.bounded import expect_map, whole_numbers
 from trainkit.errors import LinkError, TrainingError
+from trainkit.files import expect_map, whole_numbers
 from trainkit.numerics.batch import lane_order
 from trainkit.strategies.base import JsonMap, PhaseListener, ignore_phase
 from trainkit.strategies.core.optimizer import NamedSteppers, OptimizerStepper

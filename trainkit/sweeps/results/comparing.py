@@ -8,13 +8,12 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Final
 
-from trainkit.bounded import Kind
 from trainkit.config.composition import leaves
 from trainkit.config.identity import Difference, difference, tag_of
 from trainkit.config.schema import MonitoredMetric, RunConfig, load_resolved
 from trainkit.errors import UnreadableError, yaml_text
 from trainkit.fields import Tag
-from trainkit.files import read_map
+from trainkit.files import Kind, read_map
 from trainkit.report.curves import MetricsReader, number
 from trainkit.report.web.commands import repeating_command
 from trainkit.report.web.comparison_document import ComparedRun, Comparison, DifferingKey, comparison_page

@@ -15,11 +15,20 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Final
 
-from trainkit.bounded import Kind, expect_map, expect_maps, parse_json
 from trainkit.config.grammar import refusal
 from trainkit.config.schema import MonitoredMetric, RunConfig, load_resolved
 from trainkit.errors import AbsentFileError, ConfigError, UnreadableError
-from trainkit.files import read_lines, read_map, read_tail, size_of, write_atomically
+from trainkit.files import (
+    Kind,
+    expect_map,
+    expect_maps,
+    parse_json,
+    read_lines,
+    read_map,
+    read_tail,
+    size_of,
+    write_atomically,
+)
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.sweeps.job_sources import SweepJob
 

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from trainkit.errors import CheckpointError, StorageError
-from trainkit.files import open_regular
+from trainkit.files import bytes_needed, lacking, naming, open_regular, reason_and_room, remedy_of, sync_folder
 from trainkit.objectives.base import Collective
-from trainkit.storage import bytes_needed, lacking, naming, reason_and_room, remedy_of, sync_folder
 from trainkit.strategies.collectives import LocalCollective, all_gather_object
 from trainkit.strategies.tensor_shards import ShardedState, coverage_error
 from trainkit.trainer.checkpoint.snapshot import Snapshot

@@ -27,12 +27,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from trainkit.bounded import expect_map, expect_maps, parse_json, whole_numbers
 from trainkit.config.commands import shell_word
 from trainkit.config.grammar import setting
-from trainkit.errors import CheckpointError, UnreadableError
-from trainkit.files import open_regular, read_bytes, size_of
-from trainkit.frames import first_line
+from trainkit.errors import CheckpointError, UnreadableError, first_line
+from trainkit.files import expect_map, expect_maps, open_regular, parse_json, read_bytes, size_of, whole_numbers
 from trainkit.objectives.base import Collective
 from trainkit.strategies.tensor_shards import LazyStateDict, ShardedState, coverage_error, iter_gather_full
 from trainkit.trainer.manifest import (

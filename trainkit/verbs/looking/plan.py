@@ -14,6 +14,7 @@ from trainkit.config.grammar import refusal
 from trainkit.config.identity import fingerprint
 from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import ConfigError, Problem, together
+from trainkit.files import num_bytes, reporting
 from trainkit.numerics.schedules import LearningRate
 from trainkit.report.json_output import print_json
 from trainkit.report.rate_curve import corners, curve_line
@@ -27,7 +28,6 @@ from trainkit.run.planning.memory import meta_model, refuse_small_host
 from trainkit.run.planning.misfits import refuse_misfits
 from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
 from trainkit.run.planning.plan import RunPlan, ideal_bubble_of, imagined_launch, make_plan, where_rows
-from trainkit.storage import num_bytes, reporting
 from trainkit.strategies.base import StagePart
 from trainkit.verbs.support.call import Call, declared_for
 from trainkit.verbs.support.measured import line_printer

@@ -9,10 +9,10 @@ from pathlib import Path
 from trainkit.config.grammar import refusal
 from trainkit.config.schema import NO_RUN, refuse_earlier_names
 from trainkit.errors import UnreadableError
+from trainkit.files import reporting
 from trainkit.report.web.comparison_document import comparison_page
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.page import write_page, write_run_page
-from trainkit.storage import reporting
 from trainkit.sweeps.results.comparing import compare_runs, compare_sweep, spread_of_run
 from trainkit.sweeps.results.leaderboard import collect
 from trainkit.verbs.support.call import Call

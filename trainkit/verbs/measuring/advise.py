@@ -13,10 +13,10 @@ from trainkit.cluster.host import count_gpus, num_cores
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import refusal
 from trainkit.errors import ConfigError
+from trainkit.files import num_bytes
 from trainkit.report.json_output import print_json
 from trainkit.report.tables import print_rows, print_summary
 from trainkit.run.estimates.hardware import hardware_of
-from trainkit.storage import num_bytes
 from trainkit.verbs.support.call import Call, declared_for
 from trainkit.verbs.support.measured import line_printer
 

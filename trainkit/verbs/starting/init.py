@@ -13,7 +13,7 @@ from typing import Final
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES
 from trainkit.config.yaml_files import shipped_template
 from trainkit.errors import ConfigError, Problem
-from trainkit.storage import naming
+from trainkit.files import naming
 from trainkit.verbs.support.call import Call
 
 _PLACEHOLDER: Final = "own_package"

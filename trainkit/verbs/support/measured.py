@@ -16,9 +16,8 @@ from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.values import path_rule
 from trainkit.errors import ConfigError, Problem
-from trainkit.files import write_json_atomically
+from trainkit.files import reporting, write_json_atomically
 from trainkit.run.signals import raised_stops
-from trainkit.storage import reporting
 from trainkit.trainer.ownership import new_folder
 from trainkit.verbs.support.call import Call
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from trainkit.files import write_atomically
+from trainkit.files import quoted, write_atomically
 from trainkit.report.numbers import figure
 from trainkit.report.tables import print_rows
-from trainkit.storage import quoted
 from trainkit.sweeps.results.ensemble import Candidate, best_of, combine, export, score
 from trainkit.trainer.ownership import free_name
 from trainkit.verbs.looking.top import ranked

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from trainkit.files import num_bytes, quoted
 from trainkit.run.folder.export import export_run
-from trainkit.storage import num_bytes, quoted
 from trainkit.verbs.support.call import Call
 
 

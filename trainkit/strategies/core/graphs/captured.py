@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from trainkit.frames import first_line
+from trainkit.errors import first_line
 from trainkit.strategies.core.graphs.whole import DirectCall
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from torch.nn import functional
 from torch.nn.modules.utils import _pair
 from torch.utils._pytree import tree_flatten
 
-from trainkit.errors import TrainingError, TrainkitError
-from trainkit.frames import chain_of, first_line
+from trainkit.errors import TrainingError, TrainkitError, chain_of, first_line
 from trainkit.numerics.generators import GENERATORS_LOCK, GeneratorStates
 from trainkit.strategies.model_transforms import GraphSettings
 
