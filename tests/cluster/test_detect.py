@@ -8,6 +8,7 @@ The same rules hold for `cluster=spec` and for TF_CONFIG.
 import json
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,6 +235,22 @@ def test_what_is_missing_or_contradicts_is_refused_all_at_once(call: Any, words:
     problems = refused(call)
     for problem, start in zip(problems, words, strict=True):
         assert problem.startswith(start)
+
+
+def test_a_package_reads_the_variables_of_its_own_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine-1.dist-info").mkdir()
+    (tmp_path / "mine-1.dist-info/entry_points.txt").write_text("[trainkit.launchers]\nmine = mine_launching:read\n")
+    (tmp_path / "mine_launching.py").write_text(
+        "from trainkit.cluster.local import detect\n"
+        "def read(environ):\n"
+        "    names = {'MY_RANK': 'RANK', 'MY_SIZE': 'WORLD_SIZE', 'MY_HOST': 'MASTER_ADDR', 'MY_PORT': 'MASTER_PORT'}\n"
+        "    return detect({names.get(name, name): value for name, value in environ.items()}, launcher='environment')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    environ = {"MY_RANK": "1", "MY_SIZE": "2", "MY_HOST": "10.0.0.1", "MY_PORT": "2222"}
+    assert present(detect(environ, launcher="mine")).rank == 1
+    assert present(Local(launcher="mine").launch(environ)).num_ranks == 2
+    assert detect(environ) is None
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Annotated, Final
 
 from trainkit.cluster.base import Cluster
 from trainkit.cluster.launch import LaunchEnvironment
@@ -19,6 +20,8 @@ from trainkit.fields import placement
 if TYPE_CHECKING:
     from trainkit.config.schema import RunConfig
 
+GROUP: Final = "trainkit.launchers"
+"""Entry points of packages: the name of a launcher, and the function that reads it from the environment."""
 VARIABLE: Final = "TRAINKIT_LAUNCHER"
 """The environment variable that selects the launcher to use, or `none`."""
 
@@ -104,15 +107,19 @@ def _shared(launch: LaunchEnvironment, environ: Mapping[str, str]) -> LaunchEnvi
 def _forced(name: str, environ: Mapping[str, str]) -> LaunchEnvironment | None:
     origin = "environment" if environ.get(VARIABLE) == name else ""
     key = VARIABLE if origin else "cluster.launcher"
-    if name not in LAUNCHERS:
+    if name in LAUNCHERS:
+        found, marks = LAUNCHERS[name]
+    elif own := entry_points(group=GROUP, name=name):
+        found, marks = own[name].load(), ()
+    else:
         near = closest(name, [*LAUNCHERS, "auto", "none"])
         hint = f"Did you mean {near}? " if near else ""
         rule = f"no such launcher. {hint}There are: {', '.join(LAUNCHERS)}, auto and none."
         raise ConfigError([Problem(key=key, value=name, rule=rule, origin=origin)])
-    found, marks = LAUNCHERS[name]
-    launch = found(environ)
+    launch: LaunchEnvironment | None = found(environ)
     if launch is None:
-        rule = f"this process was not started by it, or is the only one: see {' and '.join(marks)}."
+        see = f": see {' and '.join(marks)}" if marks else ""
+        rule = f"this process was not started by it, or is the only one{see}."
         raise ConfigError([Problem(key=key, value=name, rule=rule, origin=origin)])
     return _shared(launch, environ)
 
@@ -126,10 +133,10 @@ class Local(Cluster):
         True
     """
 
-    launcher: Annotated[
-        Literal["auto", "none", "torchrun", "environment", "tf_config", "openmpi", "mpich", "slurm", "pet"], placement
-    ] = "auto"
-    """The launcher; auto: the one in TRAINKIT_LAUNCHER, else the one that is found; none: ignore the environment."""
+    launcher: Annotated[str, placement] = "auto"
+    """The launcher; auto: the one in TRAINKIT_LAUNCHER, else the one that is found; none: ignore the environment.
+    Another name is an entry point of a package.
+    """
 
     def launch(self, environ: Mapping[str, str]) -> LaunchEnvironment | None:
         """Return the launch of this process, as found by `trainkit.cluster.local`."""
