@@ -8,18 +8,20 @@ import importlib.metadata
 import json
 import logging
 import os
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.callbacks.run_double import row, run_double
 from tests.tracking.folders import FINGERPRINT, Recording, add_rows, run_folder
+from trainkit.cli import main
 from trainkit.errors import ConfigError, UnreadableError
 from trainkit.tracking import sending
-from trainkit.tracking.records import files_of
-from trainkit.tracking.sending import Sender, send_later
-from trainkit.tracking.state import TrackingState, begun_state, path_of, read_state
+from trainkit.tracking.sending import Sender, TrackingState, begun_state, files_of, path_of, read_state
+from trainkit.tracking.service import LoggedRow
 from trainkit.tracking.tracker import Wandb
 
 
@@ -98,10 +100,10 @@ def test_what_a_tracker_refused_is_sent_when_it_answers_again(tmp_path: Path, se
     add_rows(tmp_path, *losses(10))
     sender.send_new()
     add_rows(tmp_path, *losses(20))
-    service.fails = ConnectionError("no route")
-    with pytest.raises(ConnectionError):
+    service.fails = ConnectionError("no route.")
+    with pytest.raises(ConnectionError) as caught:
         sender.send_new()
-    assert sender.trouble(ConnectionError("no route.")) == "ConnectionError: no route"
+    sender.trouble(sending.reason_of(caught.value))
     not_sent = "everything after step 10, the files and the end: ConnectionError: no route"
     assert state_in(tmp_path).not_sent == not_sent
     sender.send_new()
@@ -114,7 +116,7 @@ def test_the_end_sends_the_files_and_the_status_and_without_a_result_the_run_was
     folder = run_folder(tmp_path)
     begun_state(folder, TrackingState(tracker="wandb", project="digits", artifacts=["*.json"]))
     for status in ("killed", "failed"):
-        assert send_later(folder) == 0
+        assert main(["report", str(folder), "--send"]) == 0
         (folder / "result.json").write_text('{"status": "failed"}')
         assert service.closed[-1] == (False, status)
     assert service.files == ["environment.json", "environment.json", "result.json"]
@@ -132,9 +134,11 @@ def test_no_file_outside_of_the_folder_is_sent(tmp_path: Path) -> None:
     assert [name for _, name in found] == ["environment.json", "resolved.yaml"]
 
 
-def test_a_crafted_state_is_refused_and_without_one_there_is_nothing_to_send(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableError, match="the run had no tracker"):
-        send_later(run_folder(tmp_path))
+def test_a_crafted_state_is_refused_and_without_one_there_is_nothing_to_send(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(run_folder(tmp_path)), "--send"]) != 0
+    assert "the run had no tracker" in capsys.readouterr().err
     path_of(tmp_path, "wandb").parent.mkdir()
     other = {"tracker": "os", "id": "0" * 32, "project": "p", "mode": "online", "artifacts": [], "sent": {}}
     for content in ('{"tracker": "../../x", "id": "00"}', "[]", json.dumps(other)):
@@ -151,17 +155,6 @@ def test_rows_that_are_no_rows_are_passed_over(tmp_path: Path, service: Recordin
     assert service.points == [(3, {"a": 1.0})]
 
 
-PACKAGE = "import time\n\ndef init(**_):\n    {body}\n\nSettings = dict\nRun = None\n"
-
-
-def with_package(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install a package `wandb` whose `init` does this."""
-    monkeypatch.setattr(importlib.metadata, "version", lambda _name: "1")
-    (folder / "packages").mkdir()
-    (folder / "packages" / "wandb.py").write_text(PACKAGE.format(body=body))
-    monkeypatch.setenv("PYTHONPATH", str(folder / "packages"))
-
-
 def test_an_absent_package_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
@@ -171,30 +164,62 @@ def test_an_absent_package_is_named_before_anything_starts(monkeypatch: pytest.M
         Wandb()
 
 
+class Hanging(Recording):
+    """A service that answers no call until `answers` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = threading.Event()
+
+    def log(self, rows: Sequence[LoggedRow]) -> None:
+        self.answers.wait(60)
+        super().log(rows)
+
+
 def test_a_tracker_that_hangs_gets_one_warning_and_a_limited_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with_package(tmp_path, "time.sleep(600)", monkeypatch)
+    service = Hanging()
+    monkeypatch.setattr(importlib.metadata, "version", lambda _name: "1")
+    monkeypatch.setattr(sending, "service_of", lambda _name: service)
+    monkeypatch.setattr(sending, "_RETRY_S", (0.01,))
     run = run_double(run_folder(tmp_path / "run"))
-    tracker = Wandb(warn_s=0.01, wait_s=0.5)
+    tracker = Wandb(warn_s=0.01, wait_s=0.2)
     with caplog.at_level(logging.WARNING):
         tracker.run_start(run)
         add_rows(run.folder, row(10))
         for _ in range(3):
-            time.sleep(0.02)
+            time.sleep(0.1)
             tracker.log(run, row(10))
         tracker.run_end(run, {})
     first, last = caplog.messages
     assert first.startswith("wandb cannot be reached (no answer for 0.01 s). The training continues")
-    assert last.endswith(f"python -m trainkit.tracking {run.folder} sends the rest.")
-    assert state_in(run.folder).not_sent == "everything after step 0, the files and the end: no answer within 0.5 s"
+    assert last.endswith(f"trainkit report {run.folder} --send sends the rest.")
+    left = state_in(run.folder)
+    assert left.not_sent == "everything after step 0, the files and the end: no answer within 0.2 s"
+    service.answers.set()
+    (thread,) = [one for one in threading.enumerate() if one.name == "tracker"]
+    thread.join(10)
+    assert state_in(run.folder) == left  # nobody waits for it any more
 
 
 def test_a_tracker_that_fails_is_named_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, service: Recording
 ) -> None:
-    with_package(tmp_path, "raise ConnectionError('no route to the key-1234567')", monkeypatch)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _name: "1")
+    service.fails = ConnectionError("no route to the key-1234567")
     run, tracker = run_double(run_folder(tmp_path / "run")), Wandb(wait_s=60)
     tracker.run_start(run)
     tracker.run_end(run, {})
     assert "wandb did not receive everything: ConnectionError: no route" in caplog.text
+
+
+def test_a_run_is_sent_while_it_goes_on_and_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Recording
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _name: "1")
+    run, tracker = run_double(run_folder(tmp_path / "run")), Wandb(wait_s=60)
+    tracker.run_start(run)
+    add_rows(run.folder, *losses(10, 20))
+    tracker.run_end(run, {})
+    assert ([step for step, _ in service.points], service.closed) == ([10, 20], [(False, "killed")])

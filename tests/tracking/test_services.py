@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.tracking.state import read_state
+from trainkit.tracking.sending import read_state
 
 pytestmark = pytest.mark.long
 CANARY = "canary-7f3a9b2c5d"

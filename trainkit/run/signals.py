@@ -48,6 +48,10 @@ processes ignore it by default.
 """
 STACKS_SIGNAL: Final = signal.SIGUSR2
 """Makes a worker write the stacks of its threads."""
+_TRACKER: Final = "tracker"
+"""Name of the threads of `trainkit.tracking`. One that is left at the end hangs, as its package's exit handlers may."""
+_EXIT_S: Final = 5.0
+"""Seconds that exit handlers then have."""
 
 
 def stop_signals() -> dict[signal.Signals, Reason]:
@@ -194,7 +198,12 @@ def exit_without_teardown(code: int) -> NoReturn:
     At interpreter shutdown torch destroys its own threads while they still run ("terminate called without an active
     exception", SIGABRT in 3 of 6 runs of two ranks): a rank that had finished its task would count as crashed.
     """
-    atexit._run_exitfuncs()  # noqa: SLF001 - registered exit handlers must run
+    handlers = threading.Thread(target=atexit._run_exitfuncs, daemon=True)  # noqa: SLF001 - they must run
+    if any(thread.name == _TRACKER for thread in threading.enumerate()):
+        handlers.start()
+        handlers.join(_EXIT_S)
+    else:
+        handlers.run()  # in this thread
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # the terminal is closed
             stream.flush()

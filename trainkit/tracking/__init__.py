@@ -1,4 +1,4 @@
-"""Send runs to trackers (Trackio, Weights & Biases, MLflow) from the run folder, in a separate process."""
+"""Send runs to trackers (Trackio, Weights & Biases, MLflow) from the run folder, in a thread."""
 
 from trainkit.names import lazy
 

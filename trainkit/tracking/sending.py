@@ -1,41 +1,219 @@
-"""Send a run folder to a tracker: in a separate process during a training, or later.
+"""Send a run folder to a tracker: beside its training in a thread, or later.
 
-    python -m trainkit.tracking.sending        started by a training, which writes the request to its standard input
-    python -m trainkit.tracking RUN            later, for data that a training could not send
-
-A service may hang, or end its process: only this process waits for it. The training reports its end by a line on the
-standard input, or dies, which closes it; then the process ends within a limited time.
+The rows, the config and the result are read from the run folder, which is the queue: it loses nothing, and holds no
+secret. `RUN/tracking/TRACKER.json` holds the id of the tracked run and the last step of each metric that was sent.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
-import signal
+import re
+import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal
 
-from trainkit.errors import UnreadableError
-from trainkit.files import expect_map, open_descriptor, parse_json
+from trainkit.errors import AbsentFileError, UnreadableError
+from trainkit.files import (
+    Kind,
+    naming,
+    parse_json,
+    parse_yaml,
+    read_map,
+    read_text,
+    refuse_link,
+    size_of,
+    write_atomically,
+)
 from trainkit.redaction import mask
-from trainkit.tracking.records import NewRows, ending_of, files_of, is_placement, tracked_run
-from trainkit.tracking.service import Service, service_of
-from trainkit.tracking.state import FOLDER, TrackingState, read_state, write_state
+from trainkit.report.curves import RowFile, number
+from trainkit.tracking.service import SERVICES, LoggedRow, Service, TrackedRun, service_of
 
-END: Final = "end"
-"""The line that reports the end of a run, after its result was written."""
-ASKS, ANSWERS, TROUBLE = "asks", "answers", "trouble"
+FOLDER: Final = "tracking"
 _POLL_S: Final = 1.0
-_RETRY_S: Final = (5.0, 15.0, 60.0)
-"""Seconds between attempts after one, two, and more failures in a row."""
+_RETRY_S: Final = (_POLL_S, 5.0, 15.0, 60.0)
+"""Seconds between attempts after none, one, two, and more failures in a row."""
+_ROWS: Final = ("metrics.jsonl", "evaluations.jsonl")
+_BATCH: Final = 500
+"""Largest number of rows per message."""
+_MOST_PARAMETERS, _MOST_FILES, _MOST_METRICS = 2000, 1000, 10_000
+_LONGEST_NAME: Final = 200
+_ID: Final = re.compile(r"[0-9a-f]{32}")
+_KINDS: Final[Mapping[str, Kind]] = {
+    "tracker": str, "id": str, "project": str, "mode": str, "artifacts": list, "sent": dict, "placement": dict,
+    "status": (str, type(None)), "not_sent": (str, type(None)), "send": (str, type(None)),
+}  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class TrackingState:
+    """`RUN/tracking/TRACKER.json`: the tracked run of a run, and the data that was sent to it."""
+
+    version: Literal[1] = 1
+    """Version of this document."""
+    tracker: str
+    """`mlflow`, `trackio` or `wandb`."""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Id of the tracked run, created once per run folder: 32 hexadecimal digits."""
+    project: str
+    """Project or experiment of the tracked run."""
+    mode: str = "online"
+    """`online`, or `offline` for a later upload by the tracker's own command."""
+    artifacts: list[str] = field(default_factory=list)
+    """Patterns of the files of the run folder that are sent at the end."""
+    sent: dict[str, int] = field(default_factory=dict)
+    """Metric -> the last step that was sent."""
+    placement: dict[str, str | float | bool] = field(default_factory=dict)
+    """The parameters of `strategy` and `cluster` at the first start: trackers cannot remove those of an earlier one."""
+    status: str | None = None
+    """Status with which the tracked run was ended; null while it runs, or if the end was not sent."""
+    not_sent: str | None = None
+    """The unsent data and the reason; null if everything was sent."""
+    send: str | None = None
+    """The command that sends the rest; null if everything was sent."""
+
+    @property
+    def last_step(self) -> int:
+        """The last step with a sent metric; 0 if none was sent."""
+        return max(self.sent.values(), default=0)
+
+
+def path_of(folder: Path, tracker: str) -> Path:
+    """Return the file of a tracker in a run folder."""
+    return folder / FOLDER / f"{tracker}.json"
+
+
+def read_state(folder: Path, tracker: str) -> TrackingState | None:
+    """Read the state of a tracker; None if there is none.
+
+    Raises:
+        UnreadableError: the file was not written by trainkit.
+    """
+    path = path_of(folder, tracker)
+    try:
+        found = read_map(path, _KINDS)
+    except AbsentFileError:
+        return None
+    sound = _ID.fullmatch(found["id"]) and found["tracker"] == tracker and tracker in SERVICES
+    sound = sound and all(isinstance(one, str) for one in found["artifacts"])
+    sound = sound and all(isinstance(one, str | int | float) for one in found["placement"].values())
+    if not sound or not all(type(step) is int for step in found["sent"].values()):
+        raise UnreadableError(path, "it is not the state of a tracker")
+    return TrackingState(**{name: found[name] for name in _KINDS})
+
+
+def write_state(folder: Path, state: TrackingState) -> None:
+    """Write the state of a tracker atomically: after a kill, the file is the old or the new one.
+
+    Raises:
+        UnreadableError: `tracking` is not a folder.
+        StorageError: the file cannot be written.
+    """
+    path = path_of(folder, state.tracker)
+    refuse_link(path.parent)
+    with naming(path):
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, f"{json.dumps(asdict(state), indent=1)}\n", sync=False)
+
+
+def begun_state(folder: Path, wanted: TrackingState) -> TrackingState:
+    """Return the state with which a start of the run continues: it keeps the id and the sent data of earlier starts.
+
+    Raises:
+        UnreadableError: the state of an earlier start cannot be read.
+        StorageError: the file cannot be written.
+    """
+    earlier = read_state(folder, wanted.tracker)
+    state = wanted
+    if earlier is not None:
+        state = replace(wanted, id=earlier.id, sent=earlier.sent, placement=earlier.placement)
+    write_state(folder, state)
+    return state
+
+
+def tracked_run(folder: Path, state: TrackingState) -> TrackedRun:
+    """Return the description of a run for a tracker; it has no secrets, since no file of a run folder has any.
+
+    Raises:
+        UnreadableError: a file of the run folder cannot be read.
+    """
+    try:
+        values = parse_yaml(read_text(folder / "resolved.yaml"))
+    except ValueError as error:
+        raise UnreadableError(folder / "resolved.yaml", str(error)) from None
+    values = values if isinstance(values, Mapping) else {}
+    found = read_map(folder / "environment.json", {"fingerprint": str})
+    parameters = dict(islice(_flat(values, ""), _MOST_PARAMETERS))
+    if state.placement:  # a resumed run may be elsewhere, and a mixture of two placements is that of no run
+        parameters = {name: value for name, value in parameters.items() if not _is_placement(name)} | state.placement
+    return TrackedRun(
+        folder=folder,
+        id=state.id,
+        project=state.project,
+        mode=state.mode,
+        name=f"{values.get('name') or 'run'}/{folder.name}"[:_LONGEST_NAME],
+        fingerprint=found["fingerprint"][:64],
+        parameters=parameters,
+    )
+
+
+def _is_placement(name: str) -> bool:
+    return name.partition(".")[0] in ("strategy", "cluster")
+
+
+def _flat(values: Mapping[str, Any], above: str) -> Iterator[tuple[str, str | float | bool]]:
+    for name, value in values.items():
+        key = f"{above}{name}"
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{key}.")
+        elif isinstance(value, str | bool | int | float):
+            yield key, mask(value) if isinstance(value, str) else value
+        elif value is not None:
+            yield key, mask(json.dumps(value, default=str))
+
+
+def _numbers(line: bytes) -> LoggedRow | None:
+    """Return the finite numbers of a row by its step; None if the line is no row."""
+    try:
+        found = parse_json(line)
+    except ValueError:
+        return None
+    step = number(found.get("step")) if isinstance(found, dict) else None
+    if step is None or not 0 <= step < 2**53:
+        return None
+    values = {
+        mask(name)[:_LONGEST_NAME]: value
+        for name, one in found.items()
+        if name != "step" and (value := number(one)) is not None
+    }
+    return LoggedRow(step=int(step), values=values)
+
+
+def files_of(folder: Path, patterns: Sequence[str]) -> Iterator[tuple[Path, str]]:
+    """Yield the regular files of a run folder that match a pattern, with their relative names; no link is followed.
+
+    A pattern that leads out of the folder matches no file.
+    """
+    seen: set[str] = set()
+    for pattern in patterns:
+        if Path(pattern).is_absolute() or ".." in Path(pattern).parts:
+            continue
+        for path in islice(sorted(folder.glob(pattern)), _MOST_FILES):
+            name = path.relative_to(folder).as_posix()
+            with contextlib.suppress(UnreadableError):
+                size_of(path)
+                for parent in [*path.relative_to(folder).parents][:-1]:
+                    refuse_link(folder / parent)
+                if name not in seen:
+                    seen.add(name)
+                    yield path, name
 
 
 @dataclass(kw_only=True)
@@ -44,36 +222,50 @@ class Sender:
 
     folder: Path
     state: TrackingState
-    tell: Callable[[str, str], None] = lambda _kind, _text: None
-    """Receives events and their text: asks, answers, trouble with its reason."""
-    service: Service | None = None
+    rest: Callable[[], object] = lambda: None
+    """Called between two batches of rows."""
+    asked_at: float | None = None
+    """When the service was asked something that it has not answered, on `time.monotonic`."""
+    is_abandoned: bool = False
+    """Whether nobody waits for the service any more: what it still does is not recorded."""
+    _service: Service | None = None
     """The open service; None before, and after an error."""
-
-    def __post_init__(self) -> None:
-        self._rows = NewRows(self.folder, self.state.sent)
+    _files: Sequence[RowFile] = ()
 
     def send_new(self) -> None:
         """Send the new rows.
 
         Raises:
-            Exception: any error of the service; earlier confirmed rows are recorded.
+            Exception: any error of the service; what was sent before is recorded.
         """
-        self.tell(ASKS, "")
-        if self.service is None:
-            service = service_of(self.state.tracker)
-            run = tracked_run(self.folder, self.state)
+        if self._service is None:
+            self.asked_at = time.monotonic()
+            service, run = service_of(self.state.tracker), tracked_run(self.folder, self.state)
             service.open(run)
-            placement = {name: value for name, value in run.parameters.items() if is_placement(name)}
-            self.state = replace(self.state, placement=placement)
+            self._service, self._files = service, [RowFile(self.folder / name) for name in _ROWS]
+            self.state.placement = {name: value for name, value in run.parameters.items() if _is_placement(name)}
             self._record()
-            self.service = service
-        for rows in self._rows.batches():
-            self.service.log(rows)
-            self.tell(ANSWERS, "")
-            self.tell(ASKS, "")
-        if self._rows.sent != self.state.sent:
-            self._record()
-        self.tell(ANSWERS, "")
+        for file in self._files:
+            file.begins_again()  # a resumed run replaces it
+            lines = file.new()
+            while chunk := list(islice(lines, _BATCH)):
+                rows = [row for line in chunk if (row := self._new_in(line)) is not None]
+                if rows:
+                    self.asked_at = time.monotonic()
+                    self._service.log(rows)
+                    for row in rows:
+                        self.state.sent.update(dict.fromkeys(row.values, row.step))
+                    self._record()
+                self.rest()
+        self.asked_at = None
+
+    def _new_in(self, line: bytes) -> LoggedRow | None:
+        row, sent = _numbers(line), self.state.sent
+        if row is None:
+            return None
+        room = len(sent) < _MOST_METRICS
+        new = {name: one for name, one in row.values.items() if (row.step > sent[name] if name in sent else room)}
+        return replace(row, values=new) if new else None
 
     def finish(self) -> None:
         """Send the rest and the files, and end the tracked run.
@@ -82,114 +274,82 @@ class Sender:
             Exception: any error of the service.
         """
         self.send_new()
-        assert self.service is not None
-        sent = []
+        service, self.asked_at = self._service, time.monotonic()
+        assert service is not None
         for path, name in files_of(self.folder, self.state.artifacts):
-            self.service.add_file(path, name)
-            sent.append(name)
-        status = ending_of(self.folder)
-        self.service.close(has_finished=status == "finished", status=status)
-        self.service = None
-        self.state = replace(self.state, files=sent, status=status, not_sent=None, send=None)
+            service.add_file(path, name)
+        try:
+            status = str(read_map(self.folder / "result.json", {"status": str})["status"])
+        except UnreadableError:
+            status = "killed"
+        service.close(has_finished=status == "finished", status=status)
+        self._service = None
+        self.state = replace(self.state, status=status, not_sent=None, send=None)
         self._record()
 
-    def trouble(self, error: BaseException) -> str:
-        """Record an error of the service, which is opened again for the next attempt; return its reason."""
-        self.service = None
-        reason = mask(f"{type(error).__name__}: {error}".strip().splitlines()[0][:300].rstrip("."))
+    def trouble(self, reason: str) -> None:
+        """Record why something was not sent; the service is opened again for the next attempt."""
+        self._service = self.asked_at = None
+        self.state.not_sent = f"everything after step {self.state.last_step}, the files and the end: {reason}"
+        self.state.send = shlex.join(["trainkit", "report", str(self.folder), "--send"])
         with contextlib.suppress(Exception):  # a full disk must not end the attempts
-            self.state = with_rest(self.folder, self.state, reason)
             self._record()
-        self.tell(TROUBLE, reason)
-        return reason
 
     def _record(self) -> None:
-        self.state = replace(self.state, sent=dict(self._rows.sent))
-        write_state(self.folder, self.state)
+        if not self.is_abandoned:
+            write_state(self.folder, self.state)
 
 
-def with_rest(folder: Path, state: TrackingState, reason: str) -> TrackingState:
-    """Return a state that names the unsent data, and the command that sends them."""
-    return replace(
-        state,
-        not_sent=f"everything after step {state.last_step}, the files and the end: {reason}",
-        send=f"{sys.executable} -m trainkit.tracking {folder}",
-    )
+def reason_of(error: BaseException) -> str:
+    """Return an error of a service in one line, without secrets."""
+    return mask(f"{type(error).__name__}: {error}".strip().splitlines()[0][:300].rstrip("."))
 
 
-@contextmanager
-def only_sender(folder: Path, tracker: str) -> Iterator[None]:
-    """Wait until no other process sends this run to this tracker, and let others wait during the block.
+class Sending:
+    """A daemon thread that sends a run until `end`; it alone waits for the service."""
 
-    Raises:
-        UnreadableError: the lock file is not a regular file.
-        StorageError: it cannot be created.
-    """
-    descriptor = open_descriptor(folder / FOLDER / f".{tracker}.lock", os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    def __init__(self, sender: Sender) -> None:
+        self.reason = ""
+        """Why the last attempt failed; empty if it did not."""
+        self._sender, self._ended, self._is_done = sender, threading.Event(), False
+        sender.rest = lambda: time.sleep(0.01)  # a resumed run may have a million rows, and Python runs one thread
+        self._thread = threading.Thread(target=self._send, name="tracker", daemon=True)
+        self._thread.start()
 
+    def _send(self) -> None:
+        failures = 0
+        while True:
+            has_ended = self._ended.wait(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
+            try:
+                if has_ended:
+                    self._sender.finish()
+                    self._is_done = True
+                else:
+                    self._sender.send_new()
+            except Exception as error:  # noqa: BLE001 - a service may raise anything
+                failures, self.reason = failures + 1, reason_of(error)
+                self._sender.trouble(self.reason)
+            else:
+                failures, self.reason = 0, ""
+            if has_ended:
+                return
 
-class _Training:
-    """The training process at the other end of the standard streams."""
+    def silent_s(self) -> float:
+        """Return for how long the service has not answered."""
+        asked_at = self._sender.asked_at
+        return 0.0 if asked_at is None else time.monotonic() - asked_at
 
-    def __init__(self, wait_s: float) -> None:
-        self._wait_s = wait_s
-        self.has_ended = threading.Event()
-        self._out = os.dup(1)
-        os.set_blocking(self._out, False)
-        nowhere = os.open(os.devnull, os.O_RDWR)  # a package may print anything, even its key
-        os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def tell(self, kind: str, text: str) -> None:
-        """Send a line; it is dropped if the training does not read, or has ended."""
-        with contextlib.suppress(OSError):
-            os.write(self._out, f"{json.dumps([kind, text])}\n".encode())
-
-    def _listen(self) -> None:
-        for line in sys.stdin:
-            if line.strip() == END:
-                break
-        signal.setitimer(signal.ITIMER_REAL, self._wait_s)  # the kernel ends the process, even while it waits
-        self.has_ended.set()
-
-
-def main() -> int:
-    """Send a run during its training, until it has ended; return 0 if everything was sent."""
-    request = expect_map(parse_json(sys.stdin.readline()), {"folder": str, "tracker": str, "wait_s": (int, float)})
-    folder = Path(request["folder"])
-    training = _Training(float(request["wait_s"]))
-    os.nice(10)
-    with only_sender(folder, request["tracker"]):
-        state = read_state(folder, request["tracker"])
-        if state is None:
-            return 1
-        return _send_beside(Sender(folder=folder, state=state, tell=training.tell), training.has_ended)
-
-
-def _send_beside(sender: Sender, ended: threading.Event) -> int:
-    failures, due = 0, 0.0
-    while not ended.wait(_POLL_S):
-        if time.monotonic() < due:
-            continue
-        try:
-            sender.send_new()
-            failures = 0
-        except Exception as error:  # noqa: BLE001 - a service may raise anything
-            sender.trouble(error)
-            due = time.monotonic() + _RETRY_S[min(failures, len(_RETRY_S) - 1)]
-            failures += 1
-    try:
-        sender.finish()
-    except Exception as error:  # noqa: BLE001 - the same
-        sender.trouble(error)
-        return 1
-    return 0
+    def end(self, wait_s: float) -> str:
+        """Send the rest within a limit of time; return why it was not sent, or an empty text."""
+        self._ended.set()
+        self._thread.join(wait_s)
+        if self._is_done:
+            return ""
+        if self._thread.is_alive():
+            self.reason = self.reason or f"no answer within {wait_s:g} s"
+            self._sender.trouble(self.reason)
+            self._sender.is_abandoned = True
+        return self.reason
 
 
 def send_later(folder: Path) -> int:
@@ -198,24 +358,18 @@ def send_later(folder: Path) -> int:
     Raises:
         UnreadableError: a state cannot be read, or there is none.
     """
-    names = sorted(path.stem for path in (folder / FOLDER).glob("[!.]*.json"))
-    if not names:
+    states = [read_state(folder, path.stem) for path in sorted((folder / FOLDER).glob("[!.]*.json"))]
+    if not states:
         raise UnreadableError(folder / FOLDER, "the run had no tracker")
     failed = 0
-    for name in names:
-        with only_sender(folder, name):
-            state = read_state(folder, name)
-            assert state is not None
-            sender = Sender(folder=folder, state=state)
-            try:
-                sender.finish()
-            except Exception as error:  # noqa: BLE001 - the same
-                sys.stderr.write(f"{name}: not sent: {sender.trouble(error)}\n")
-                failed = 1
-            else:
-                sys.stdout.write(f"{name}: sent up to step {sender.state.last_step}\n")
+    for state in filter(None, states):
+        sender = Sender(folder=folder, state=state)
+        try:
+            sender.finish()
+        except Exception as error:  # noqa: BLE001 - the same
+            sender.trouble(reason_of(error))
+            sys.stderr.write(f"{state.tracker}: not sent: {reason_of(error)}\n")
+            failed = 1
+        else:
+            sys.stdout.write(f"{state.tracker}: sent up to step {sender.state.last_step}\n")
     return failed
-
-
-if __name__ == "__main__":
-    sys.exit(main())

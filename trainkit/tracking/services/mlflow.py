@@ -5,6 +5,7 @@ Source: MLflow Python reference, `MlflowClient`; limits of names and batches in 
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from mlflow.tracking import MlflowClient
 
 from trainkit.tracking.service import LoggedRow, TrackedRun
 
+os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 _ID: Final = "trainkit.id"
 _FOREIGN: Final = re.compile(r"[^\w\-. /:]")
 """Characters that a name must not contain."""

@@ -1,4 +1,4 @@
-"""`trainkit report RUN ...`: write the page of one run, of several runs, or of a sweep, for a browser."""
+"""`trainkit report RUN ...`: write the page of one run, of several runs, or of a sweep, for a browser, or send runs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from trainkit.errors import UnreadableError
 from trainkit.files import reporting
 from trainkit.report.web.comparison_document import comparison_page
 from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.status import read_status
 from trainkit.run.page import write_page, write_run_page
 from trainkit.sweeps.results.comparing import compare_runs, compare_sweep, spread_of_run
 from trainkit.sweeps.results.leaderboard import collect
+from trainkit.tracking.sending import send_later
 from trainkit.verbs.support.call import Call
 
 
@@ -27,6 +29,10 @@ def run(call: Call) -> int:
             raise refusal(str(folder), f"{NO_RUN} Give run folders, or one folder of a sweep.")
         with contextlib.suppress(UnreadableError):  # a page is also written of a run whose config is damaged
             refuse_earlier_names(folder / "resolved.yaml")
+    if "send" in call.flags:
+        if running := [folder for folder in folders if read_status(RunFolder(folder)).is_running]:
+            raise refusal(str(running[0]), "is running, and sends its rows itself.")
+        return max(map(send_later, folders))
     out = folders[0] / "report.html" if len(folders) == 1 else Path("comparison.html")
     if "out" in call.flags:
         out = Path(call.flags["out"]).expanduser()

@@ -178,6 +178,7 @@ VERBS: Final[Mapping[str, Verb]] = {
         "write the page of one run, of several runs, or of a sweep",
         (
             Flag("--out FILE", "the file to write; without it RUN/report.html, SWEEP/report.html or comparison.html"),
+            Flag("--send", "write no page; send what the run's trackers have not received"),
         ), (1, math.inf), paths=math.inf, overrides=False),
     "top": Verb(
         "looking", "DIR [--then OVERRIDES]", "DIR --k 1 --then strategy=mirrored",
