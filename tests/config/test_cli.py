@@ -302,16 +302,14 @@ def test_a_task_started_by_hand_prints_its_rank_and_log(own: Path) -> None:
 
 
 BRACKETS = f"model.hidden={'[' * 3000}{']' * 3000}"
-NESTED = "model.hidden: nests brackets 3000 deep; 50 is the limit. (command line)"
 LONG = "has a name of 300 bytes; a file system takes 255 at most."
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ((BRACKETS,), NESTED),
-        (("name=" + "x" * 20_000,), "name: has 20,005 characters; 10,000 is the limit."),
-        (("name='a\x1b[31m'",), "name: holds the character \\x1b"),
+        ((BRACKETS,), "model.hidden=[[["),
+        (("name='a\x1b[31m'",), "name=a\\x1b[31m: may hold letters, digits,"),
         (("steps=9999999999999999999999",), "steps=9999999999999999999999: must fit into 64 bits"),
         (("hydra.run.dir=" + "x" * 300,), str(Problem(key="hydra.run.dir", value="x" * 300, rule=LONG))),
         (("strategy=mirrored", "strategy.replicas=1025"), "strategy.replicas=1025: must be 1,024 or less."),
@@ -363,7 +361,7 @@ def test_a_command_about_a_run_takes_no_brackets_without_end_either(
     (cwd / "result.json").write_text('{"status": "finished", "metrics": {"val/loss": 1.0}}')
     for verb in (["resume"], ["top", "--then"]):
         assert main([*verb, ".", BRACKETS]) == 2
-        assert NESTED in capsys.readouterr().err
+        assert "has a list or mapping that cannot be read." in capsys.readouterr().err
 
 
 def test_a_choice_and_a_key_of_it_are_no_repetition(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,7 @@ import trainkit
 from tests.config.conftest import Refuse, Write
 from trainkit.cli import main
 from trainkit.config.check import checked
-from trainkit.config.compose import compose
-from trainkit.config.compose.composer import Composer
+from trainkit.config.compose import Composer, compose
 from trainkit.config.compose.jobs import ComposedConfigLoader
 from trainkit.config.composition import Composition
 from trainkit.config.identity import difference, other_training

@@ -147,7 +147,7 @@ OUTSIDE = "names a file outside of the folders of the config."
 @pytest.mark.parametrize(
     ("item", "told"),
     [
-        ("x", "defaults: more than 200 files include one another (recipe/x, 198 times)."),
+        ("x", "defaults: files include one another without an end."),
         ("../../outside", f"defaults=../../outside: {OUTSIDE}"),
         ("override /model: ../mlp", f"defaults={{'override /model': '../mlp'}}: {OUTSIDE}"),
         ("3", "defaults=3: each item must be GROUP: CHOICE, or CHOICE."),

@@ -272,7 +272,7 @@ REFUSED_HABITS = {
 @pytest.fixture
 def code(cwd: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a command line up to the start of the training, and returns the exit code."""
-    monkeypatch.setattr(runner, "train_composition", lambda *_, **__: {"status": "finished"})
+    monkeypatch.setattr(runner, "train_composition", lambda *_, **__: {"status": "finished", "exit_code": 0})
     monkeypatch.setattr(jobs, "multirun", lambda *_, **__: [])
 
     def run(line: str) -> int:

@@ -108,15 +108,7 @@ def test_the_cluster_chooses_the_launcher_and_the_command_line_another() -> None
     assert str(problem).startswith("sweep.retries=2: has no effect with hydra/launcher=basic: it is for slots.")
 
 
-@pytest.mark.parametrize(
-    ("node", "told"),
-    [
-        ("runn: {dir: x}", "hydra: Hydra does not take it: Key 'runn' not in 'HydraConf'"),
-        ("job: {name: '${hydra.job.name}'}", "hydra.help.app_name=${hydra.job.name}: refers to itself."),
-    ],
-)
-def test_hydra_takes_no_typo_and_no_cycle_in_a_users_file(
-    write_conf: Write, refuse: Refuse, node: str, told: str
-) -> None:
-    folder = write_conf({"recipe/mine.yaml": f"hydra:\n  {node}\n"})
+def test_hydra_takes_no_typo_in_a_users_file(write_conf: Write, refuse: Refuse) -> None:
+    folder = write_conf({"recipe/mine.yaml": "hydra:\n  runn: {dir: x}\n"})
+    told = "hydra: Hydra does not take it: Key 'runn' not in 'HydraConf'"
     assert refuse("--config-dir", str(folder), "recipe=mine")[0].startswith(told)

@@ -111,18 +111,17 @@ def unreadable(argument: str) -> Problem:
     if not separator:
         verbs = "A verb comes first, and its own options begin with --."
         rule = f"is not key=value. {advice(verbs, 'Flags have names in Python: packages=[...], config_dirs=[...].')}"
-        return Problem(key=argument, rule=rule, origin=COMMAND_LINE)
-    if not _OVERRIDE.fullmatch(f"{key}=") or not key:
+    elif not key.lstrip("+~"):
+        rule = "names no key. Write key=value."
+    elif not _OVERRIDE.fullmatch(f"{key}="):
         rule = "is not key=value: a key is made of letters, digits, _ and dots."
-        return Problem(key=argument, rule=rule, origin=COMMAND_LINE)
-    if "@" in key:
+    elif "@" in key:
         rule = f"takes no @package: the choice of a group stands at its own key. Write {key.partition('@')[0]}={value}."
-        return Problem(key=argument, rule=rule, origin=COMMAND_LINE)
-    if value[:1] in "{[" and value:
+    elif value.startswith(("{", "[")):
         rule = 'has a list or mapping that cannot be read. Quote its texts: key=\'["a b","c"]\'.'
-        return Problem(key=argument, rule=rule, origin=COMMAND_LINE)
-    if redacted_argument(argument) != argument or value == REDACTED:
+    elif redacted_argument(argument) != argument or value == REDACTED:
         rule = f"is a secret, which a config takes by reference alone. Write {reference(key)}."
         return Problem(key=key, value=REDACTED, rule=rule, origin=COMMAND_LINE)
-    rule = f"has a character that needs quotes. Write {quoted_form(argument)}"
+    else:
+        rule = f"has a character that needs quotes. Write {quoted_form(argument)}"
     return Problem(key=argument, rule=rule, origin=COMMAND_LINE)

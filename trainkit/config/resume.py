@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from trainkit.config.compose import Composer
-from trainkit.config.compose.layers import resolve_exclusive
+from trainkit.config.compose import Composer, resolve_exclusive
 from trainkit.config.composition import Composition, Level, Origin, TrackedTree, lookup, path_of
 from trainkit.config.grammar import key_of, replacing
 from trainkit.config.identity import run_config

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from trainkit.config.compose import Composer
-from trainkit.config.compose.files import group_in
+from trainkit.config.compose import Composer, group_in
 from trainkit.config.composition import (
     Composition,
     KeyPath,

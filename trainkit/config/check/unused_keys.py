@@ -109,7 +109,7 @@ def _ineffective(values: Mapping[str, Any], *, multirun: bool) -> Iterator[tuple
 
 def _unused_by_plugins(composition: Composition) -> Iterator[tuple[str, str]]:
     """Yield the keys of a sweep that have no effect with its sweeper or its launcher, as declared by their classes."""
-    from trainkit.config.compose.files import unused_sweep_keys  # noqa: PLC0415 - for sweeps only: imports Hydra
+    from trainkit.config.compose import unused_sweep_keys  # noqa: PLC0415 - for sweeps only: imports Hydra
 
     sweep = composition.values["sweep"]
     for group, choice in (("hydra/sweeper", composition.sweeper), ("hydra/launcher", composition.launcher)):

@@ -6,33 +6,32 @@ that were checked.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
+from hydra._internal.config_repository import CachingConfigRepository
 from hydra.core import utils as hydra_utils
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from trainkit.config.compose.bounds import refuse_endless, refuse_hydra_targets
-from trainkit.config.compose.composer import Composer
-from trainkit.config.compose.files import CONFIG, HydraFiles, hydra_state
-from trainkit.config.compose.hydra_adapter import (
-    CachingConfigRepository,
-    Callbacks,
-    ConfigLoaderImpl,
-    completions,
-    get_overrides_dirname,
-)
-from trainkit.config.composition import Composition
+from trainkit.config.compose import CONFIG, Composer, HydraFiles, hydra_state
+from trainkit.config.composition import Composition, dotted
+from trainkit.config.door import trusting
 from trainkit.config.grammar import COMMAND_LINE, key_of, replacing, setting
-from trainkit.config.secrets import redacted
+from trainkit.config.secrets import redacted, texts_in
+from trainkit.config.targets.allowed import TARGET, root_of
+from trainkit.config.targets.build import imported
 from trainkit.errors import ConfigError, Problem
 
 T = TypeVar("T")
@@ -93,7 +92,6 @@ class ComposedConfigLoader(ConfigLoaderImpl):
         lines = [_forced(item.input_line or "") for item in parsed if item.is_hydra_override()]
         cfg = super().load_configuration(CONFIG, lines, run_mode, from_shell=False)
         refuse_hydra_targets(cfg.hydra, self.composer.packages)
-        refuse_endless(cfg)
         task = [item for item in parsed if not item.is_hydra_override()]
         OmegaConf.set_struct(cfg, False)
         for key in [key for key in cfg if key != "hydra"]:
@@ -246,14 +244,14 @@ def run_job(composition: Composition, folder: Path, task: Callable[[], T], *, co
 
 def _log_to_the_console_alone(cfg: DictConfig) -> None:
     """Remove Hydra's default file handler, whose file would duplicate the lines of `train.log`."""
-    logging = cfg.hydra.job_logging
-    plain = OmegaConf.to_container(logging) if logging is not None else {}
+    node = cfg.hydra.job_logging
+    plain = OmegaConf.to_container(node) if node is not None else {}
     if not isinstance(plain, dict):
         return
     handlers, root = plain.get("handlers") or {}, plain.get("root") or {}
     if (handlers.get("file") or {}).get("filename") == _HYDRA_LOG and "file" in root.get("handlers", ()):
-        del logging.handlers.file
-        logging.root.handlers = [name for name in root["handlers"] if name != "file"]
+        del node.handlers.file
+        node.root.handlers = [name for name in root["handlers"] if name != "file"]
 
 
 _HYDRA_LOG = "${hydra.runtime.output_dir}/${hydra.job.name}.log"
@@ -316,7 +314,11 @@ def complete(words: str, *, config_dirs: Sequence[str | Path] = ()) -> list[str]
         ['schedule=cosine']
     """
     with hydra_state():
-        return completions(ComposedConfigLoader(Composer(config_dirs), lenient=True), config_name=CONFIG, line=words)
+        from hydra._internal.core_plugins.bash_completion import BashCompletion  # noqa: PLC0415 - for a shell only
+
+        completion = BashCompletion(ComposedConfigLoader(Composer(config_dirs), lenient=True))
+        found: list[str] = completion._query(config_name=CONFIG, line=words)  # noqa: SLF001
+        return found
 
 
 def show(composition: Composition, kind: str) -> None:
@@ -327,3 +329,74 @@ def show(composition: Composition, kind: str) -> None:
         if kind == "hydra":
             cfg = OmegaConf.create({"hydra": cfg.hydra})
         sys.stdout.write(OmegaConf.to_yaml(cfg))
+
+
+_PLUGINS: Final = ("hydra_plugins", "hydra._internal.core_plugins")
+_CALLBACKS: Final = ("hydra_plugins", "hydra.experimental.callbacks")
+_MAKES_NODES: Final = ("${oc.decode", "${oc.create", "${oc.dict")
+_STREAMS: Final = ("ext://sys.stdout", "ext://sys.stderr")
+_LOGGING: Final = (logging.Handler, logging.Formatter, logging.Filter)
+_CALLED: Final = ("()", "class", "queue", "listener")
+"""Keys whose value `logging.config.dictConfig` imports and calls."""
+
+
+def refuse_hydra_targets(node: DictConfig, packages: Sequence[str]) -> None:
+    """Refuse a Hydra node that names something that neither Hydra nor Python's `logging` defines.
+
+    Hydra and `logging.config` call anything that a text in this node names, so the rule for every `_target_`
+    (`trainkit.config.targets.allowed`) is applied to it before either of them reads it.
+
+    Raises:
+        ConfigError: every such name.
+    """
+    values = OmegaConf.to_container(node, resolve=False)
+    problems = [
+        Problem(key=dotted(("hydra", *path)), value=value, rule=rule)
+        for path, value in texts_in(values)
+        if (rule := _rule(path, value, packages)) is not None
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _rule(path: tuple[str, ...], text: str, packages: Sequence[str]) -> str | None:
+    """Return what is wrong with one text of the node; None if nothing is."""
+    is_called = path[-1] == TARGET or (path[0].endswith("_logging") and path[-1] in _CALLED)
+    names_code = is_called or text.startswith("ext://")
+    if any(resolver in text for resolver in _MAKES_NODES) or (names_code and "${" in text):
+        return "must be written out: a reference is resolved only when Hydra calls it."
+    if path[0].endswith("_logging") and text.startswith("${") and text.endswith("}"):
+        return "must be written out: it may resolve to a handler, which would be called."
+    if path[0] == "callbacks" and len(path) < 3 and "${" in text:
+        return f"must be a mapping with {TARGET}."
+    if text.startswith("ext://") and text not in _STREAMS:
+        return _of_package(text.removeprefix("ext://"), packages)
+    return _rule_of_called(path, text, packages) if is_called else None
+
+
+def _rule_of_called(path: tuple[str, ...], text: str, packages: Sequence[str]) -> str | None:
+    """Return what is wrong with a text that names something that will be called; None if nothing is."""
+    if path in (("launcher", TARGET), ("sweeper", TARGET)) and text.startswith(_below(_PLUGINS)):
+        return None  # Hydra itself refuses anything that is not a plugin of these two kinds
+    if path[0] == "callbacks" and len(path) == 3 and text.startswith(_below(_CALLBACKS)):
+        return _unless(text, (Callback,), "is not a callback of Hydra.")
+    if path[-1] != TARGET and root_of(text) == "logging":
+        return _unless(text, _LOGGING, "is not a handler, formatter or filter of Python's logging.")
+    return _of_package(text, packages)
+
+
+def _below(homes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{home}." for home in homes)
+
+
+def _of_package(text: str, packages: Sequence[str]) -> str | None:
+    package = root_of(text)
+    if package not in packages:
+        return f"{package} is not among the packages that Hydra's node may name. To trust it: {trusting(package)}."
+    home = str(getattr(imported(text), "__module__", ""))
+    return None if root_of(home) == package else f"is defined in {home}, not in {package}. Name it where it is defined."
+
+
+def _unless(text: str, kinds: tuple[type, ...], rule: str) -> str | None:
+    found = imported(text)
+    return None if isinstance(found, type) and issubclass(found, kinds) else rule
