@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ from trainkit.run.estimates.this_machine import crowding_problems
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.task import limit_memory
-from trainkit.sweeps.backends import ENGINES, Remote
+from trainkit.sweeps.backends import ENGINES, Handle, Remote, Submit
 from trainkit.sweeps.job_spec import JobSpec, run_described, this_process
 from trainkit.sweeps.launching import numbering_problems
 from trainkit.sweeps.loop import JobCommand, Slots
@@ -52,24 +52,21 @@ def described(folder: Path, code: str, *words: object, started: int | None = Non
     return path
 
 
-class InThreads:
-    """An engine that runs its job in a thread of this process, or loses it."""
+def in_threads(pool: ThreadPoolExecutor, *, loses: bool) -> Submit:
+    """Return an engine that runs its jobs in threads of this process, or loses them."""
 
-    def __init__(self, pool: ThreadPoolExecutor, loses: bool) -> None:
-        self.pool, self.loses = pool, loses
-
-    def submit(self, path: str, *, slots: int) -> Self:
+    def submit(path: str, slots: int) -> Handle:
         assert slots == 2
-        self.code = self.pool.submit(run_described, path)
-        return self
+        code = pool.submit(run_described, path)
 
-    def ended(self) -> int | None:
-        if self.loses:
-            raise RuntimeError("the node is gone")
-        return self.code.result() if self.code.done() else None
+        def ended() -> int | None:
+            if loses:
+                raise RuntimeError("the node is gone")
+            return code.result() if code.done() else None
 
-    def cancel(self) -> None:
-        return
+        return Handle(ended, lambda: None)
+
+    return submit
 
 
 @contextlib.contextmanager
@@ -77,7 +74,7 @@ def started(folder: Path, code: str, *words: object, loses: bool = False) -> Ite
     ends: SimpleQueue[Any] = SimpleQueue()
     with (
         ThreadPoolExecutor() as pool,
-        Remote(InThreads(pool, loses), folder / ".jobs") as remote,
+        Remote(in_threads(pool, loses=loses), folder / ".jobs") as remote,
     ):
         command = [sys.executable, "-c", code, *map(str, words)]
         job = remote(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import signal
@@ -21,10 +22,11 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from signal import SIGKILL, Signals
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self
 
 from hydra.types import HydraContext
 from omegaconf import DictConfig
@@ -59,30 +61,17 @@ _LOST: Final = 1
 """The exit code of a job that a backend lost."""
 
 
-class Handle(Protocol):
+class Handle(NamedTuple):
     """A submitted job."""
 
-    def ended(self) -> int | None:
-        """Return the exit code of the job; None while it waits or runs. Polled.
-
-        Raises:
-            Exception: any error of the backend for a job that it lost.
-        """
-
-    def cancel(self) -> None:
-        """Remove the job from the queue, or end it."""
+    ended: Callable[[], int | None]
+    """Returns its exit code, None while it waits or runs; raises any error of a backend that lost it. Polled."""
+    cancel: Callable[[], object]
+    """Removes it from the queue, or ends it."""
 
 
-class Submitter(Protocol):
-    """A connected backend."""
-
-    def submit(self, path: str, *, slots: int) -> Handle:
-        """Submit a job: `run_described(path)`, with resources for `slots` processes.
-
-        Args:
-            path: path of the file that describes the job.
-            slots: number of processes of the job.
-        """
+Submit = Callable[[str, int], Handle]
+"""Submits `run_described(path)` for the path of a file that describes a job, with resources for some processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,16 +116,23 @@ class JobBackend:
         """
         require_packages(self.packages, key="hydra/launcher", extra=self.extra)
 
+    @property
+    def queues(self) -> bool:
+        """Whether a cluster queues more jobs than it has room for: its scheduler sees the demand."""
+        return False
+
     def width(self) -> int:
         """Return the number of single-process jobs that are submitted at a time."""
-        return num_cores() if self.jobs_at_once == "auto" else self.jobs_at_once
+        if self.jobs_at_once != "auto":
+            return self.jobs_at_once
+        return MANY if self.queues else num_cores()
 
     def slots_of(self, processes: int) -> int:
         """Return the number of the `width` places that a job with `processes` processes takes."""
         return processes
 
     @abstractmethod
-    def connect(self, folder: Path) -> AbstractContextManager[Submitter]:
+    def connect(self, folder: Path) -> AbstractContextManager[Submit]:
         """Start the backend or connect to it; it may store files in `folder`. Leaving the block disconnects."""
 
 
@@ -185,12 +181,12 @@ class Remote:
     """Starts jobs with a backend, and reports their ends while the block runs.
 
     Args:
-        submitter: the connected backend.
+        submit: submits a job to the connected backend.
         folder: the folder for the descriptions of the jobs.
     """
 
-    def __init__(self, submitter: Submitter, folder: Path) -> None:
-        self._submitter, self._folder = submitter, folder
+    def __init__(self, submit: Submit, folder: Path) -> None:
+        self._submit, self._folder = submit, folder
         self._jobs: list[_RemoteJob] = []
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._look, name="jobs of the engine", daemon=True)
@@ -215,7 +211,7 @@ class Remote:
             log=str(job.log),
             waiting=this_process(),
         ).write(path)
-        handle = self._submitter.submit(str(path), slots=job.slots)
+        handle = self._submit(str(path), job.slots)
         remote = _RemoteJob(number=job.number, path=path, log=job.log, handle=handle, report=job.report)
         self._jobs.append(remote)
         return remote
@@ -245,48 +241,31 @@ class RayTasks(JobBackend):
     gpus_per_process: Annotated[float | Literal["auto"], placement, at_least(0)] = "auto"
     """GPUs for each process; less than 1 shares a GPU; auto: one where this host has GPUs."""
 
-    def width(self) -> int:
-        """Return more jobs than a cluster has room for: Ray queues them, and its autoscaler sees the demand."""
-        return MANY if self.jobs_at_once == "auto" and self.address is not None else super().width()
+    @property
+    def queues(self) -> bool:
+        """Whether it connects to a cluster, whose autoscaler sees the demand."""
+        return self.address is not None
 
     @contextmanager
-    def connect(self, folder: Path) -> Iterator[_RayCluster]:  # noqa: ARG002 - it stores nothing
+    def connect(self, folder: Path) -> Iterator[Submit]:  # noqa: ARG002 - it stores nothing
         """Start Ray here, or connect to the cluster."""
-        cpus = max(1, int(self.width() * self.cpus_per_process + 0.999))
-        with ray_session(self.address, num_cpus=cpus) as ray:
+        with ray_session(self.address, num_cpus=max(1, math.ceil(self.width() * self.cpus_per_process))) as ray:
             gpus = self.gpus_per_process
             if gpus == "auto":
                 gpus = 1.0 if ray.cluster_resources().get("GPU") else 0.0
-            yield _RayCluster(ray, self.cpus_per_process, gpus)
+            run = ray.remote(run_described)
+
+            def submit(path: str, slots: int) -> Handle:
+                resources = {"num_cpus": self.cpus_per_process * slots, "num_gpus": gpus * slots}
+                task = run.options(**resources, max_retries=0).remote(path)  # the sweep retries failed jobs, not Ray
+                return Handle(partial(_code_of, task.future()), partial(ray.cancel, task, force=True))
+
+            yield submit
 
 
-@dataclass(frozen=True)
-class _RayCluster:
-    ray: Any
-    cpus: float
-    gpus: float
-
-    def submit(self, path: str, *, slots: int) -> _RayTask:
-        """Submit a job with resources for its processes; the sweep retries failed jobs, not Ray."""
-        task = self.ray.remote(run_described).options(
-            num_cpus=self.cpus * slots, num_gpus=self.gpus * slots, max_retries=0
-        )
-        return _RayTask(self.ray, task.remote(path))
-
-
-@dataclass(frozen=True)
-class _RayTask:
-    ray: Any
-    reference: Any
-
-    def ended(self) -> int | None:
-        """Return the exit code; raise the error of a task that was lost with its node."""
-        done, _ = self.ray.wait([self.reference], timeout=0)
-        return int(self.ray.get(self.reference)) if done else None
-
-    def cancel(self) -> None:
-        """Cancel the task by force."""
-        self.ray.cancel(self.reference, force=True)
+def _code_of(future: Future[int]) -> int | None:
+    """Return the exit code of a job; raise the error with which its backend gave it up."""
+    return int(future.result()) if future.done() else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,47 +286,32 @@ class SparkTasks(JobBackend):
         super().require()
         require_java("hydra/launcher")
 
-    def width(self) -> int:
-        """Return more jobs than a cluster has room for: Spark queues them."""
-        return MANY if self.jobs_at_once == "auto" and self.master is not None else super().width()
+    @property
+    def queues(self) -> bool:
+        """Whether it connects to a cluster."""
+        return self.master is not None
 
     @contextmanager
-    def connect(self, folder: Path) -> Iterator[_SparkSession]:  # noqa: ARG002 - it stores nothing
-        """Use the active session, or create one."""
+    def connect(self, folder: Path) -> Iterator[Submit]:  # noqa: ARG002 - it stores nothing
+        """Use the active session, or create one. Spark runs the task of a lost executor once more: it continues."""
         with spark_session(self.master, num_cores=self.width()) as session, ThreadPoolExecutor(self.width()) as threads:
-            yield _SparkSession(session.sparkContext, threads)
+            context = session.sparkContext
 
+            def run(path: str) -> int:
+                context.setJobGroup(path, path, interruptOnCancel=True)
+                (code,) = context.parallelize([path], 1).map(run_described).collect()
+                return int(code)
 
-@dataclass(frozen=True)
-class _SparkSession:
-    context: Any
-    threads: ThreadPoolExecutor
+            def submit(path: str, slots: int) -> Handle:  # noqa: ARG001 - spark.task.cpus says what a task takes
+                future = threads.submit(run, path)
 
-    def submit(self, path: str, *, slots: int) -> _SparkTask:  # noqa: ARG002 - spark.task.cpus says what a task takes
-        """Submit a job as a Spark job of one task. Spark runs the task of a lost executor once more: it continues."""
-        return _SparkTask(self.context, path, self.threads.submit(_run_on_spark, self.context, path))
+                def cancel() -> None:
+                    future.cancel()
+                    context.cancelJobGroup(path)  # its executor ends the task
 
+                return Handle(partial(_code_of, future), cancel)
 
-def _run_on_spark(context: Any, path: str) -> int:
-    context.setJobGroup(path, path, interruptOnCancel=True)
-    (code,) = context.parallelize([path], 1).map(run_described).collect()
-    return int(code)
-
-
-@dataclass(frozen=True)
-class _SparkTask:
-    context: Any
-    group: str
-    code: Future[int]
-
-    def ended(self) -> int | None:
-        """Return the exit code; raise the error with which Spark gave the task up."""
-        return self.code.result() if self.code.done() else None
-
-    def cancel(self) -> None:
-        """Cancel the Spark job: its executor ends the task."""
-        self.code.cancel()
-        self.context.cancelJobGroup(self.group)
+            yield submit
 
 
 _GATHER_S: Final = 0.5
@@ -378,7 +342,7 @@ class SubmititLocal(JobBackend):
         return {}
 
     @contextmanager
-    def connect(self, folder: Path) -> Iterator[_Executor]:
+    def connect(self, folder: Path) -> Iterator[Submit]:
         """Connect; jobs are submitted together after a short delay, and remaining ones are cancelled at the end."""
         import submitit  # noqa: PLC0415 - only where it is used
 
@@ -386,7 +350,7 @@ class SubmititLocal(JobBackend):
         made = submitit.AutoExecutor(folder=folder / "submitit", cluster=self.cluster, **self.constants())
         made.update_parameters(**self.parameters())
         with contextlib.closing(_Executor(made, gather_s=_GATHER_S if self.cluster == "slurm" else 0.0)) as executor:
-            yield executor
+            yield executor.submit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,9 +381,10 @@ class SubmititSlurm(SubmititLocal):
     additional: Annotated[dict[str, Any], placement] = field(default_factory=dict)
     """Further options of sbatch by their long names, {account: lab, qos: low}."""
 
-    def width(self) -> int:
-        """Return the largest number of jobs queued in SLURM at a time; SLURM decides when each starts."""
-        return MANY if self.jobs_at_once == "auto" else self.jobs_at_once
+    @property
+    def queues(self) -> bool:
+        """True: SLURM decides when each job starts."""
+        return True
 
     def slots_of(self, processes: int) -> int:  # noqa: ARG002 - the processes share its allocation
         """Return 1: a job takes one place, for any number of processes."""
@@ -464,14 +429,14 @@ class _Executor:
         self._waiting, self._begun = SimpleQueue[_SubmittedJob](), 0.0
         self._all: list[_SubmittedJob] = []
 
-    def submit(self, path: str, *, slots: int) -> _SubmittedJob:  # noqa: ARG002 - the allocation fixes the resources
+    def submit(self, path: str, slots: int) -> Handle:  # noqa: ARG002 - the allocation fixes the resources
         """Queue a job for submission."""
         if self._waiting.empty():
             self._begun = time.monotonic()
         job = _SubmittedJob(path, self.submit_waiting)
         self._waiting.put(job)
         self._all.append(job)
-        return job
+        return Handle(job.ended, job.cancel)
 
     def submit_waiting(self) -> None:
         """Submit the queued jobs, once the first has waited for others. Called by the thread that polls the jobs."""
@@ -551,7 +516,7 @@ class EngineLaunching(Launching):
     def run(self, source: JobSource) -> None:
         """Run all jobs of a source with the backend, and show the leaderboard."""
         folder = self._folder / FOLDER
-        with self._engine.connect(folder) as submitter, Remote(submitter, folder) as self.sweep.start:
+        with self._engine.connect(folder) as submit, Remote(submit, folder) as self.sweep.start:
             super().run(source)
 
     def _slots_of(self, strategy: Strategy) -> int:
