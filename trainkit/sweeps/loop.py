@@ -28,6 +28,7 @@ from typing import Final, Literal, Protocol
 from trainkit.cluster.host import MEMORY_SHARE, VISIBLE, mig_instances
 from trainkit.config.commands import shell_word
 from trainkit.config.grammar import setting
+from trainkit.config.schema import MonitoredMetric
 from trainkit.config.sections import SweepConfig as Settings
 from trainkit.errors import ConfigError, DataError, HangupError, Problem, StoppedError, TerminatedError
 from trainkit.files import reporting
@@ -38,10 +39,11 @@ from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 from trainkit.run.signals import is_ignored, stop_error, stop_signals
 from trainkit.sweeps.job_sources import JobSource, SweepJob, continued
 from trainkit.sweeps.results.comparing import page_at_end
-from trainkit.sweeps.results.job_results import PRUNED, ProgressReader, SweepState, is_complete, last_line
+from trainkit.sweeps.results.job_results import PRUNED, SweepState, config_of, is_complete, last_line
 from trainkit.sweeps.results.leaderboard import collect, write
 from trainkit.sweeps.screen import JobLine, Screen, State, View, print_line, screen_for
 from trainkit.trainer.ownership import locked
+from trainkit.watching.board import watched
 
 
 class JobProcess(Protocol):
@@ -278,7 +280,6 @@ class _Running:
     process: JobProcess
     grant: SlotLease
     line: JobLine
-    watch: ProgressReader
     begun: float
     duplicates: list[SweepJob] = field(default_factory=list)
     """Identical jobs that were requested while this one runs."""
@@ -402,7 +403,8 @@ class SweepLoop:
         self._number = 0
         self._kill_at = float("inf")
         self._look_at = 0.0
-        self._metric = "metric"
+        self._metric: str | None = None
+        """The monitored metric, once a job has written its config."""
         self.signals: list[int] = []
         """The signals received."""
         self.failed: SweepJob | None = None
@@ -459,7 +461,7 @@ class SweepLoop:
         else:
             self._screen.report(f"{_named(job)}: already has a result, in {job.folder}")
             self._lines[job.name] = JobLine(
-                name=job.name, label=job.label, state="done", progress=ProgressReader(job.folder).look()
+                name=job.name, label=job.label, state="done", progress=watched(job.folder, job.folder)
             )
         self._source.ended(job, 0)
         return True
@@ -492,9 +494,7 @@ class SweepLoop:
         line = JobLine(name=job.name, label=job.label)
         self._lines.pop(job.name, None)
         self._lines[job.name] = line
-        self._running[self._number] = _Running(
-            job=job, process=process, grant=grant, line=line, watch=ProgressReader(job.folder), begun=time.monotonic()
-        )
+        self._running[self._number] = _Running(job=job, process=process, grant=grant, line=line, begun=time.monotonic())
         before = "" if found.state == "unknown" else f": the run {found.summary()}"
         what = "starts" if not goes_on else f"goes on{before}" if tries == 1 else f"continues, try {tries}"
         self._screen.report(f"{_named(job)} {what}", transient=True)
@@ -522,11 +522,15 @@ class SweepLoop:
         if now >= self._kill_at:
             self.end_all()
         for one in list(self._running.values()):
-            one.line.progress = one.watch.look()
-            self._metric = one.watch.goal
+            self._look(one)
             if not one.stopped_by_search and not self.signals and self._source.watch(one.job):
                 one.stopped_by_search = True
                 one.process.signal(signal.SIGINT)
+
+    def _look(self, one: _Running) -> None:
+        one.line.progress = watched(one.job.folder, one.job.folder)
+        if self._metric is None and (cfg := config_of(one.job.folder)) is not None:
+            self._metric = MonitoredMetric.of(cfg.eval).metric
 
     def _forward_signal(self, number: int) -> None:
         if self.signals and number == signal.SIGHUP:  # sent by the shell and the kernel when a terminal is closed
@@ -549,7 +553,7 @@ class SweepLoop:
     def _end(self, one: _Running, code: int) -> None:
         job, row = one.job, self._sweep.record.rows[one.job.name]
         one.line.seconds = time.monotonic() - one.begun
-        one.line.progress = one.watch.look()
+        self._look(one)
         pruned = one.stopped_by_search and code in STOPPED
         may = not self.signals and not pruned and code not in NOT_TRIED_AGAIN
         if may and self._tries[job.name] <= self._sweep.retries:
@@ -566,7 +570,8 @@ class SweepLoop:
             said = last_line(log)
             told += f": {died(code)}{f', {said}' if said else ''} ({log})"
         else:
-            metric = one.line.progress.metric
+            found = one.line.progress
+            metric = None if found is None else found["metrics"].get(self._metric or "")
             told += f", {figure(metric)}" if state == "done" and metric is not None else ""
             told += f", {one.line.seconds:.1f} s"
         self._screen.report(told)
@@ -581,7 +586,9 @@ class SweepLoop:
     def _show(self) -> None:
         total, slots = self._source.total, self._sweep.slots
         queued, lines = None if total is None else max(0, total - len(self._lines)), list(self._lines.values())
-        self._screen.show(View(lines=lines, queued=queued, in_use=slots.in_use, slots=slots.total, metric=self._metric))
+        self._screen.show(
+            View(lines=lines, queued=queued, in_use=slots.in_use, slots=slots.total, metric=self._metric or "metric")
+        )
 
 
 def _named(job: SweepJob) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from trainkit.report.numbers import clock, count, duration, figure, share
 from trainkit.report.tables import is_terminal
-from trainkit.sweeps.results.job_results import Progress
+from trainkit.watching.board import WatchedRun
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -35,7 +36,8 @@ class JobLine:
     label: str
     """Overrides that distinguish it from the others."""
     state: State = "running"
-    progress: Progress = field(default_factory=Progress)
+    progress: WatchedRun | None = None
+    """None before the first look."""
     seconds: float | None = None
     """Seconds from its start to its end."""
 
@@ -127,7 +129,7 @@ def table_of(view: View, *, height: int) -> RenderableType:
         table.add_column(name, no_wrap=True, justify="left" if name in ("job", "state") else "right")
     table.add_column("overrides", no_wrap=True, overflow="ellipsis", ratio=1)
     for line in shown:
-        name, state, *cells = _cells(line)
+        name, state, *cells = _cells(line, view.metric)
         table.add_row(name, Text(state, style=_STYLES[line.state]), *cells)
     head = Text(view.counts(), style="bold")
     if left_out:
@@ -142,12 +144,17 @@ def _chosen(lines: Sequence[JobLine], room: int) -> tuple[list[JobLine], int]:
     return [lines[place] for place in sorted(places)], len(lines) - len(places)
 
 
-def _cells(line: JobLine) -> tuple[str, ...]:
-    now = line.progress
-    step = "" if now.step is None else count(now.step) + ("" if now.done is None else f" {share(now.done):>5}")
-    left = clock(now.remaining_s) if line.state == "running" else "" if line.seconds is None else duration(line.seconds)
-    metric, loss = ("" if value is None else figure(value) for value in (now.metric, now.loss))
-    return line.name, line.state, step, metric, loss, left, line.label
+def _cells(line: JobLine, goal: str) -> tuple[str, ...]:
+    left, now = "" if line.seconds is None else duration(line.seconds), line.progress
+    if now is None:
+        return line.name, line.state, "", "", "", left, line.label
+    step, last = now["step"], now["last_step"]
+    done = "" if step is None or not last else f" {share(min(1.0, step / last)):>5}"
+    if line.state == "running":
+        left = clock(math.inf if now["remaining_s"] is None else now["remaining_s"])
+    values = (now["metrics"].get(name) for name in (goal, "train/loss"))
+    metric, loss = ("" if value is None else figure(value) for value in values)
+    return line.name, line.state, "" if step is None else count(step) + done, metric, loss, left, line.label
 
 
 def screen_for() -> Screen:
