@@ -26,7 +26,7 @@ from trainkit.strategies.shipped import SpreadsOver, shipped_strategies
 
 NOT_TRIED: Final = (
     "central_storage, parameter_server, local_sgd and device_map are not tried: they are for parameter servers, slow "
-    "links and models that one process splits over devices (docs/which-strategy.md)."
+    "links and models that one process splits over devices (docs/plan.md#which-strategy)."
 )
 """Why other strategies are absent."""
 
