@@ -20,6 +20,7 @@ from trainkit.config.grammar import refusal
 from trainkit.errors import ConfigError, TrainkitError
 from trainkit.redaction import knows_secrets, masked_output
 from trainkit.verbs.support.call import Call, module_of, parse, parser_of, verb_of
+from trainkit.verbs.support.project import importable
 from trainkit.verbs.support.table import VERBS
 
 _SHOWN_PROBLEMS: Final = 30
@@ -110,7 +111,10 @@ def _dispatch(arguments: Sequence[str]) -> int:
     from trainkit.config.targets.allowed import allow_packages  # noqa: PLC0415 - help and completion need none
     from trainkit.config.yaml_files import with_config_dirs  # noqa: PLC0415 - the same
 
-    with allow_packages(call.packages), with_config_dirs(call.config_dirs):
+    if call.project is not None:
+        sys.stderr.write(f"project {call.project} (--no-project leaves it out)\n")
+    code_of_project = importable(call.project.code if call.project else ())
+    with code_of_project, allow_packages(call.packages), with_config_dirs(call.config_dirs):
         # A wrong key is refused before the verb imports classes, together with the rules that its flags break.
         if VERBS[call.verb].composes and call.verb != "train" and (problems := call.key_problems()):
             raise ConfigError([*getattr(module_of(call.verb), "problems", lambda _: ())(call), *problems])

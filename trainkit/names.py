@@ -41,7 +41,8 @@ _HOMES: Final[Mapping[str, Mapping[str, str]]] = {
     "objectives": {
         "Adversarial": "objectives.adversarial", "Classification": "objectives.classification",
         "ConfusionMatrix": "objectives.metrics", "Distillation": "objectives.distillation",
-        "LanguageModelling": "objectives.language_modelling", "ModelComputesLoss": "objectives.own_loss",
+        "LanguageModelling": "objectives.language_modelling", "LossPerSample": "objectives.per_sample",
+        "ModelComputesLoss": "objectives.own_loss",
         "PerClass": "objectives.metrics", "Regression": "objectives.regression",
     },
     "schedules": {

@@ -129,7 +129,9 @@ class ComposedConfigLoader(ConfigLoaderImpl):
         """
         composition = self.composer.compose(about_one_job(overrides), for_others=True)
         applicable: Sequence[str] = [*composition.overrides, *composition.hydra_overrides]
-        flags = [word for path in self.composer.config_dirs for word in ("--config-dir", str(path))]
+        # What a project allows is among these: the job does not look for one.
+        flags = ["--no-project"]
+        flags += [word for path in self.composer.config_dirs for word in ("--config-dir", str(path))]
         flags += [word for name in self.composer.packages for word in ("--allow-package", name)]
         if composition.submits_single_runs:  # the job itself must train, and not be submitted again
             applicable = replacing(applicable, "hydra.mode=RUN")

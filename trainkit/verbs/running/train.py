@@ -15,6 +15,7 @@ from trainkit.config.grammar import COMMAND_LINE, key_of, refusal, replacing
 from trainkit.config.values import MOST_PROCESSES, whole_number
 from trainkit.errors import CheckpointError, ConfigError, Problem, TrainkitError
 from trainkit.verbs.support.call import Call
+from trainkit.verbs.support.one_file import kept_in
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +40,8 @@ def run(call: Call) -> int:
         composition = checked(composition)
         from trainkit.run.runner import train_composition  # noqa: PLC0415 - imports torch
 
-        return exit_code(train_composition(composition, choose_workers=choose_workers))
+        kept = nullcontext if call.file is None else functools.partial(kept_in, file=call.file)
+        return exit_code(train_composition(composition, choose_workers=choose_workers, kept_in=kept))
 
 
 def template_of(composition: Composition) -> AbstractContextManager[None]:

@@ -15,6 +15,8 @@ from trainkit.config.grammar import COMMAND_LINE, is_override
 from trainkit.config.values import closest, nearest, path_rule
 from trainkit.errors import MISSING, ConfigError, Problem
 from trainkit.report.json_output import print_json
+from trainkit.verbs.support.one_file import arguments_of
+from trainkit.verbs.support.project import Project, find_project
 from trainkit.verbs.support.table import VERBS, one_of
 
 if TYPE_CHECKING:
@@ -33,7 +35,9 @@ _REFUSED: Final = {
     ("--experimental-rerun",): "trainkit resume RUN continues a run.",
 }
 """Flags of Hydra, and what serves here."""
-_OF_TRAINKIT: Final = ("help", "version", "multirun", "config-dir", "allow-package", "cfg", "shell-completion")
+_OF_TRAINKIT: Final = (
+    "help", "version", "multirun", "config-dir", "allow-package", "no-project", "cfg", "shell-completion"
+)  # fmt: skip
 
 
 class _Once(Action):
@@ -93,6 +97,7 @@ def parser_of(verb: str | None) -> tuple[ArgumentParser, dict[str, Action]]:
     add("-cd", "--config-dir", metavar="DIR", action="append", help=about)
     about = "trust this package: _target_ may name its classes and functions"
     add("--allow-package", metavar="PKG", action="append", help=about)
+    add("--no-project", action="store_true", help="leave out [tool.trainkit] of the pyproject.toml here or above")
     about = "print the composed config and stop: job, hydra or all"
     add("-c", "--cfg", metavar="WHICH", type=one_of("job", "hydra", "all"), help=about)
     about = 'install completion: eval "$(trainkit -sc install=bash)"'
@@ -196,26 +201,45 @@ def parse(words: Sequence[str]) -> tuple[Call, dict[str, Any]]:
     folders = found.get("config-dir", ())
     broken = [(path, rule) for path in (*bare, *folders) if (rule := path_rule(path))]
     problems += [Problem(key=path, rule=rule, origin=COMMAND_LINE) for path, rule in broken]
+    packages = [name for text in found.get("allow-package", ()) for name in text.split(",")]
+    has_all = True  # else its keys cannot be judged
+    project, file = None, next((word for word in bare if word.endswith(".py")), None)
+    try:
+        project = None if "no-project" in found else find_project(Path.cwd())
+    except ConfigError as error:
+        problems, has_all = [*problems, *error.problems], False
+    if file is not None and VERBS[verb or "train"].composes:
+        bare.remove(file)
+        try:
+            own, package = arguments_of(file, overrides)
+            overrides, packages = [*own, *overrides], [*packages, package]
+        except ConfigError as error:
+            problems, has_all = [*problems, *error.problems], False
+    else:
+        file = None
     if verb is None and bare and not problems:
         rule = f"no such verb. {nearest(bare[0], VERBS)}"
         problems.append(Problem(key=bare[0], rule=rule, origin=COMMAND_LINE))
     if "multirun" in found and verb not in (None, "train"):
         rule = f"belongs to train. {verb} compares the choices of a comma list without it."
         problems.append(Problem(key="-m", rule=rule, origin=COMMAND_LINE))
+    config_dirs = [Path(folder).expanduser().absolute() for folder in folders]
     call = Call(
         verb=verb or "train",
         arguments=tuple(bare),
         flags={name: value for name, value in found.items() if name not in _OF_TRAINKIT},
         overrides=tuple(overrides),
-        config_dirs=tuple(Path(folder).expanduser().absolute() for folder in folders),
-        packages=tuple(name for text in found.get("allow-package", ()) for name in text.split(",")),
+        config_dirs=tuple(dict.fromkeys([*config_dirs, *(project.config_dirs if project else ())])),
+        packages=tuple(dict.fromkeys([*packages, *(project.packages if project else ())])),
+        project=project,
+        file=None if file is None else Path(file),
         multirun="multirun" in found,
     )
     about = VERBS[call.verb]
     if about.arguments is not None and "cfg" not in found and not problems:
         problems += call.arity_problems(about.arguments, overrides=about.overrides)
     if problems:
-        raise ConfigError([*problems, *(call.key_problems() if about.composes else ())])
+        raise ConfigError([*problems, *(call.key_problems() if about.composes and has_all else ())])
     return call, {name: value for name, value in found.items() if name in _OF_TRAINKIT}
 
 
@@ -233,6 +257,10 @@ class Call:
     config_dirs: tuple[Path, ...] = ()
     packages: tuple[str, ...] = ()
     multirun: bool = False
+    project: Project | None = None
+    """The project whose folders and packages these are, too."""
+    file: Path | None = None
+    """The file that is trained, whose parts the overrides name."""
 
     @property
     def command(self) -> str:

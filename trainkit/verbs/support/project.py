@@ -1,0 +1,145 @@
+"""The user's project: `[tool.trainkit]` of a pyproject.toml names its config folders and packages once.
+
+    [tool.trainkit]
+    config_dirs = ["conf"]
+    packages = ["mine"]
+
+The file is looked for from the current folder up. The packages lie below its folder and belong to this user, so that no
+project of another person is trusted because a command was started inside of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.config.values import nearest
+from trainkit.errors import ConfigError, Problem, UnreadableError
+from trainkit.files import read_text
+
+_KEYS: Final = ("config_dirs", "packages")
+_TABLE: Final = "tool.trainkit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Project:
+    """What a project allows."""
+
+    file: Path
+    config_dirs: tuple[Path, ...] = ()
+    packages: tuple[str, ...] = ()
+    code: tuple[Path, ...] = ()
+    """The folders that hold the packages, where Python does not look for modules yet."""
+
+    def __str__(self) -> str:
+        folders = ", ".join(os.path.relpath(folder) for folder in self.config_dirs) or "none"
+        return f"{self.file}: config folders {folders}; packages {', '.join(self.packages) or 'none'}"
+
+
+def find_project(start: Path) -> Project | None:
+    """Return the project of a folder: of the nearest pyproject.toml, there or above, that has the table.
+
+    Raises:
+        ConfigError: the file cannot be read, or belongs to another user; unknown keys of the table, folders that do not
+            exist, and packages that are not below the folder of the file or belong to another user.
+    """
+    for folder in (start, *start.parents):
+        file = folder / "pyproject.toml"
+        if not os.path.isfile(file):  # noqa: PTH113 - pathlib may raise
+            continue
+        try:
+            text = read_text(file, follow=True)
+            table = tomllib.loads(text).get("tool", {}).get("trainkit") if "trainkit" in text else None
+        except (UnreadableError, tomllib.TOMLDecodeError, AttributeError) as error:
+            rule = f"cannot be read: {error}. Correct it, or give --no-project."
+            raise ConfigError([Problem(key=str(file), rule=rule)]) from error
+        if table is not None:
+            return _checked(file, table)
+    return None
+
+
+@contextmanager
+def importable(folders: Sequence[Path]) -> Iterator[None]:
+    """Let this process, and those that it starts, import modules from these folders while the block runs."""
+    before, variable = list(sys.path), os.environ.get("PYTHONPATH")
+    if folders:
+        sys.path.extend(map(str, folders))
+        os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [variable]), *map(str, folders)])
+    try:
+        yield
+    finally:
+        if folders:
+            sys.path[:] = before
+            os.environ.pop("PYTHONPATH")
+            os.environ.update({} if variable is None else {"PYTHONPATH": variable})
+
+
+def _checked(file: Path, table: Any) -> Project:
+    if not isinstance(table, Mapping):
+        raise ConfigError([_problem(file, _TABLE, table, "must be a table.")])
+    problems = [
+        _problem(file, f"{_TABLE}.{key}", value, f"no such key. {nearest(key, _KEYS)}")
+        for key, value in table.items()
+        if key not in _KEYS
+    ]
+    given = dict[str, list[str]]()
+    for key in _KEYS:
+        value = table.get(key, [])
+        given[key] = [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+        if given[key] != value:
+            problems.append(_problem(file, f"{_TABLE}.{key}", value, 'must be a list of texts, ["NAME"].'))
+    if not _is_mine(file):
+        problems.append(Problem(key=str(file), rule="belongs to another user. To start without it: --no-project."))
+    folders = [file.parent / name for name in given["config_dirs"]]
+    for name, folder in zip(given["config_dirs"], folders, strict=True):
+        if not folder.is_dir():
+            problems.append(_problem(file, f"{_TABLE}.config_dirs", name, f"there is no folder {folder}."))
+    code = dict[Path, None]()
+    for name in given["packages"]:
+        place = _place_of(name, file.parent)
+        if (rule := _package_rule(name, place, file.parent)) is not None:
+            problems.append(_problem(file, f"{_TABLE}.packages", name, rule))
+        elif place is not None and importlib.util.find_spec(name) is None:
+            code[place.parent] = None
+    if problems:
+        raise ConfigError(problems)
+    return Project(file=file, config_dirs=tuple(folders), packages=tuple(given["packages"]), code=tuple(code))
+
+
+def _place_of(package: str, folder: Path) -> Path | None:
+    """Return the folder or file of a package or module of a project, beside its pyproject.toml or in `src`."""
+    if not package.isidentifier():
+        return None
+    places = (home / name for home in (folder, folder / "src") for name in (package, f"{package}.py"))
+    return next((place for place in places if place.exists()), None)
+
+
+def _package_rule(name: str, place: Path | None, folder: Path) -> str | None:
+    """Return why a package cannot be named in the table; None if it can."""
+    instead = f"Only packages below this folder can be named here; for others: --allow-package {name}."
+    if place is None:
+        return f"there is no {name} in {folder} or {folder / 'src'}. {instead}"
+    if not place.resolve().is_relative_to(folder.resolve()):
+        return f"{place} is a link to {place.resolve()}. {instead}"
+    foreign = next((one for one in (place, *place.rglob("*.py")) if not _is_mine(one)), None)
+    if foreign is not None:
+        return f"{foreign} belongs to another user. {instead}"
+    found = importlib.util.find_spec(name)
+    homes = [] if found is None else [Path(home) for home in found.submodule_search_locations or [found.origin or ""]]
+    other = next((home for home in homes if home.resolve() != place.resolve()), None)
+    return None if other is None else f"Python imports {name} from {other}. Rename one of the two, or uninstall that."
+
+
+def _is_mine(path: Path) -> bool:
+    return path.stat().st_uid == os.getuid()
+
+
+def _problem(file: Path, key: str, value: object, rule: str) -> Problem:
+    return Problem(key=key, value=value, rule=rule, origin=str(file))
