@@ -1,6 +1,4 @@
-"""Published speed-ups, with the inputs that their sources state and the ranges that had to be assumed: docs/scale.md
-says which are which.
-"""
+"""Published speed-ups, with the inputs that their sources state and, as ranges, those that had to be assumed."""
 
 from __future__ import annotations
 

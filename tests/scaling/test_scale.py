@@ -98,7 +98,7 @@ def test_a_training_is_measured_fitted_and_drawn(cwd: Path, capsys: pytest.Captu
     assert all(one["cost_per_million"] > 0 for one in found["predictions"])
 
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "bench.md"
 
 
 @pytest.mark.parametrize("one", PUBLISHED, ids=lambda one: f"{one.name} {one.replicas}")
