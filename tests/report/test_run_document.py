@@ -204,9 +204,9 @@ def test_the_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
     plan = {"memory": 100, "step_s": None, "bytes_a_step": None}
     found = document(written(tmp_path, result={**RESULT, "plan": plan, "measured": measured}))["plan"]
     assert [tuple(row.values()) for row in found] == [
-        ("bytes at the peak", 100.0, 120.0, 130.0, 20.0),
-        ("seconds a step", None, None, 0.25, None),
-        ("bytes sent a step", None, 0.0, None, None),
+        ("memory", "peak memory", 100.0, 120.0, 130.0, 20.0),
+        ("step_s", "time of a step", None, None, 0.25, None),
+        ("bytes_a_step", "data sent in a step", None, 0.0, None, None),
     ]
 
 
@@ -233,7 +233,7 @@ def test_the_worst_samples_of_an_evaluation_are_shown_with_a_small_picture(tmp_p
     found = document(RunFiles.read(tmp_path))["worst"]
     assert (found["what"], found["columns"]) == ("split val, checkpoint best", ["sample", "loss"])
     assert (found["rows"][:2], len(found["rows"])) == ([["7", "2.5"], ["8", "1.5"]], 32)
-    for size, is_shown in ((100, True), (48_000, False)):
+    for size, is_shown in ((100, True), (1 << 20, False)):
         (place / "worst.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(size))
         assert (document(RunFiles.read(tmp_path))["worst"]["picture"] is not None) == is_shown
 

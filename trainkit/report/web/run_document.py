@@ -28,9 +28,6 @@ _NAMES_STEP: Final = re.compile(r": (after |rank \d+, )?step \d")
 """Pattern of the reason of an end that already names the step."""
 _REFRESH_S: Final = 30
 """Seconds after which a browser loads the page of a running run again: half of the time between two pages."""
-_RESULT_BYTES: Final = 60_000
-_MOST_ROWS: Final = 600
-_MOST_SETTINGS: Final = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +114,7 @@ def run_document(facts: RunFacts) -> dict[str, Any]:
         "marks": list(_marks(facts)),
         "plan": list(_plan(files.result)),
         "time": _time(facts),
-        "ranks": [vars_of(one) for one in facts.ranks[:_MOST_ROWS]],
+        "ranks": [vars_of(one) for one in facts.ranks],
         "worst": _worst(files),
         "figures": figures_of(files.folder),
         "settings": _settings(files),
@@ -201,18 +198,18 @@ def _marks(facts: RunFacts) -> Iterator[dict[str, Any]]:
             yield {"kind": "restart", "step": at, "text": printable(str(one.get("cause") or ""))}
 
 
-_UNITS: Final = {"memory": "bytes at the peak", "step_s": "seconds a step", "bytes_a_step": "bytes sent a step"}
+_PLANNED: Final = {"memory": "peak memory", "step_s": "time of a step", "bytes_a_step": "data sent in a step"}
 
 
 def _plan(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield each planned figure with the measured one."""
     plan, measured = result.get("plan") or {}, result.get("measured") or {}
     at_end, differs = (_map_in(measured, key) for key in ("at_end", "per_cent"))
-    for key, unit in _UNITS.items():
+    for key, what in _PLANNED.items():
         row = {"planned": plan.get(key), "measured": measured.get(key), "at_end": at_end.get(key)}
         found = {name: number(value) for name, value in row.items()}
         if any(value is not None for value in found.values()):
-            yield {"what": unit, **found, "per_cent": number(differs.get(key))}
+            yield {"figure": key, "what": what, **found, "per_cent": number(differs.get(key))}
 
 
 def _map_in(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -286,7 +283,7 @@ def _settings(files: RunFiles) -> list[dict[str, str]] | None:
             "set_by": printable(one["set_by"]),
             "tag": one["tag"] if one["tag"] in ("maths", "placement", "speed", "cosmetic") else "maths",
         }
-        for one in files.settings[:_MOST_SETTINGS]
+        for one in files.settings
     ]
 
 
@@ -305,27 +302,17 @@ def _notes(facts: RunFacts) -> Iterator[str]:
     if facts.rows.left_out:
         named = ", ".join(itertools.islice(sorted(facts.rows.left_out), 3))
         yield f"Of the metrics the first 200 are shown; left out are {named} and others."
-    if facts.files.settings and len(facts.files.settings) > _MOST_SETTINGS:
-        yield f"Of {count(len(facts.files.settings))} keys that differ the first {_MOST_SETTINGS} are shown."
 
 
 def flattened(content: Mapping[str, Any]) -> Iterator[list[str]]:
     """Yield every value of a JSON map with its key, as JSON; a list of plain values is one value.
 
-    At most 600 values and 60 KB; a last row notes further ones.
-
     Example:
         >>> list(flattened({"plan": {"memory": 8}, "best": None}))
         [['plan.memory', '8'], ['best', 'null']]
     """
-    size = 0
-    for number_of, (key, value) in enumerate(_leaves(content, "")):
-        text = _text(value)
-        size += len(key) + len(text)
-        if number_of >= _MOST_ROWS or size > _RESULT_BYTES:
-            yield ["...", "more: the file holds them all"]
-            return
-        yield [printable(key), printable(mask(text), 20_000)]
+    for key, value in _leaves(content, ""):
+        yield [printable(key), printable(mask(_text(value)), 20_000)]
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,7 @@ _LIMIT: Final = 4 << 20
 """Largest number of bytes of a JSON file that is shown."""
 _MOST_LINES: Final = 2_000
 _MOST_FOLDERS: Final = 1_000
-_PICTURE_BYTES: Final = 48_000
+_PICTURE_BYTES: Final = 1 << 20
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
 _CHECKPOINT: Final = re.compile(r"step_(\d{1,12})")
 _MAP: Final[Kind] = (dict, type(None))
@@ -169,7 +169,7 @@ def _worst(folder: Path) -> tuple[Mapping[str, Any] | None, Path | None]:
 
 
 def picture_at(path: Path) -> str | None:
-    """Return a PNG of at most 48 kB as a data URL; None if it is not a PNG, or is larger."""
+    """Return a PNG of at most 1 MiB as a data URL; None if it is not a PNG, or is larger."""
     with contextlib.suppress(UnreadableError):
         content = read_bytes(path, limit=_PICTURE_BYTES)
         if content.startswith(_PNG):

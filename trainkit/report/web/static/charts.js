@@ -94,13 +94,14 @@ function build(one) {
   one.place.style.minHeight = `${height}px`;  // uPlot sizes itself a moment later, and paper is measured at once
   const axis = {stroke: css("--soft"), grid: {stroke: css("--line"), width: 1}, ticks: {show: false}, font: "12px system-ui, sans-serif"};
   const y = one.series.flatMap((s) => s.y).filter(isNumber);
-  const wide = Math.max(...[Math.min(...y), Math.max(...y)].map((v) => short(v).length), 3);
+  const name = one.series[0].figure ?? one.series[0].name, label = (v) => (v === 0 ? "0" : figure(name, v));
+  const wide = Math.max(...[Math.min(...y), Math.max(...y)].map((v) => label(v).length), 3);
   one.plot = new uPlot({
     width, height, legend: {show: false},
     scales: {x: {time: false}}, padding: [10, 12, 0, 0],
     cursor: {drag: {x: true, y: false}, points: {size: 7}, y: false},
     axes: [{...axis, size: 32, values: (_, ticks) => ticks.map((v) => (Number.isInteger(v) || one.unit !== "step" ? v.toLocaleString("en") : ""))},
-      {...axis, size: 22 + 7 * Math.min(wide, 11), values: (_, ticks) => ticks.map((v) => (v === 0 ? "0" : Math.abs(v) < 1e-4 || Math.abs(v) >= 1e7 ? v.toExponential(1) : v.toLocaleString("en", {maximumSignificantDigits: 6})))}],
+      {...axis, size: 22 + 7 * Math.min(wide, 11), values: (_, ticks) => ticks.map(label)}],
     series: [{}, ...one.series.map((s, at) => ({stroke: color(at), width: 1.6, dash: DASHES[at % 3], spanGaps: one.series.length > 1,
       alpha: s.faded ? .35 : 1, points: {show: s.x.length < 60, size: 5, fill: color(at)}}))],
     hooks: {draw: [drawMarks(one.marks)], setCursor: [(plot) => {
@@ -123,7 +124,7 @@ function moveTo(x, source) {
 function show(one, x) {
   const said = one.series.map((s, at) => {
     const index = x === null ? s.x.length - 1 : indexAt(s.x, x);
-    const words = index < 0 ? "" : `${exact(s.y[index])} at ${one.unit} ${exact(s.x[index])}`;
+    const words = index < 0 ? "" : `${figure(s.figure ?? s.name, s.y[index])} at ${one.unit} ${Number.isInteger(s.x[index]) ? whole(s.x[index]) : short(s.x[index])}`;
     one.values[at].textContent = words;
     return `${s.name} ${words}`;
   });

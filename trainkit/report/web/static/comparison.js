@@ -11,7 +11,12 @@ const units = Object.keys(UNITS).filter((name) => UNITS[name] !== "cost" || data
 let inside = runs.map((_, at) => at), chosen = null, unit = "step";
 
 function header() {
-  page.append(el("header", {}, el("h1", {}, text(data.title)), el("p", {class: "verdict"}, text(data.sentence)),
+  const [best] = points(inside).filter((row) => row.mean !== null).sort((one, other) => one.faded - other.faded || sign * (one.mean - other.mean));
+  const what = best && folded.map((key) => `${key}=${best.run.settings[key] ?? ""}`).join(" ");
+  page.append(el("header", {}, el("h1", {}, text(data.title)),
+    best ? el("div", {class: "best"}, el("b", {}, spread(best)), el("span", {}, text(goal.metric), el("span", {class: "soft"}, ` best (${goal.mode}) of ${runs.length}`)),
+      el("span", {class: "soft"}, text(isSweep && what ? what : best.run.name))) : null,
+    el("p", {class: best ? "verdict plain" : "verdict"}, text(data.sentence)),
     ...data.notes.map((note) => el("p", {class: "soft"}, text(note)))));
 }
 
@@ -84,7 +89,7 @@ function leaderboard() {
       onchange: () => { chosen = row.best; leaderboard(); board.querySelector("input:checked").focus(); }});
     pick.checked = row.members.includes(chosen);
     return el("tr", {class: [row.faded ? "faded" : "", pick.checked ? "chosen" : ""].join(" ").trim() || null, "data-jobs": row.members.map((at) => runs[at].name).join(" ")},
-      el("td", {class: "number"}, pick), ...cells.map((column) => el(column.head ? "th" : "td", {scope: column.head ? "row" : null, class: column.number ? "number" : null}, column.of(row))));
+      el("td", {class: "number"}, pick), ...cells.map((column) => el(column.head ? "th" : "td", {scope: column.head ? "row" : null, "data-name": column.name, class: column.number ? "number" : null}, column.of(row))));
   });
   board.replaceChildren(el("div", {class: "scroll tall", tabindex: "0", role: "region", "aria-label": "Table of the leaderboard"},
     el("table", {class: "sortable"}, el("caption", {}, `By ${goal.metric} (${goal.mode}); a click on a column sorts`),
@@ -113,14 +118,16 @@ function drawCurves(rows) {
   dropCharts(plots);
   const wanted = isSweep || runs.length > LINES
     ? [...new Set([...(chosen === null ? [] : [chosen]), ...rows.flatMap((row) => row.members)])].slice(0, LINES) : runs.map((_, at) => at);
-  const grid = el("div", {class: "charts"});
+  const grid = el("div", {class: "charts"}), constant = [];
   for (const curve of data.curves) {
     const series = wanted.flatMap((at) => curve.runs.filter((one) => one.run === at && (unit === "step" || one[UNITS[unit]])).map((one) => {
       const x = unit === "step" ? steps(one) : one[UNITS[unit]];
       const label = isSweep ? folded.map((key) => `${key}=${runs[at].settings[key] ?? ""}`).join(" ") || runs[at].name : runs[at].name;
-      return {name: isSweep ? `${runs[at].name}: ${label}` : label, x, y: one.y, seen: one.seen, faded: runs[at].faded};
+      return {name: isSweep ? `${runs[at].name}: ${label}` : label, x, y: one.y, seen: one.seen, figure: curve.name, faded: runs[at].faded};
     })).filter((one) => one.x.length);
-    if (series.length) grid.append(chart(curve.name, series.map(increasing), {unit}));
+    const values = series.flatMap((one) => one.y);
+    if (values.length && values.every((value) => value === values[0])) constant.push({name: curve.name, value: values[0]});
+    else if (series.length) grid.append(chart(curve.name, series.map(increasing), {unit}));
   }
   const buttons = units.map((name) => el("button", {type: "button", "aria-pressed": String(unit === name), onclick: (event) => {
     unit = name;
@@ -128,7 +135,8 @@ function drawCurves(rows) {
     plots.querySelector(`button[aria-pressed=true]`).focus();
   }}, `${name}s`));
   const note = runs.length > LINES ? el("span", {class: "soft small"}, `the first ${LINES} of the table`) : null;
-  plots.replaceChildren(el("div", {class: "bar"}, el("span", {class: "soft"}, "over"), ...buttons, note), grid);
+  plots.replaceChildren(el("div", {class: "bar"}, el("span", {class: "soft"}, "over"), ...buttons, note), grid,
+    ...(constant.length ? [table("Figures with one value", [{name: "figure", of: (row) => row.name}, {name: "value", number: true, of: (row) => figure(row.name, row.value)}], constant)] : []));
   watchCharts();
 }
 

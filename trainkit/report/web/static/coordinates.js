@@ -33,7 +33,8 @@ function shade(share) {
 
 // jobs: [{values: {axis: value}, score: 0..1 or null, faded}]; onChange gets the places of the jobs inside every choice.
 function coordinates(axes, jobs, onChange) {
-  const width = 1040, height = 330, top = 42, bottom = 24, side = 70;
+  const side = Math.min(70, page.clientWidth / 6), height = 330, top = 42, bottom = 24;
+  const width = Math.max(Math.min(1040, page.clientWidth - 40), 90 * (axes.length - 1) + 2 * side);
   const inner = height - top - bottom, gap = axes.length > 1 ? (width - 2 * side) / (axes.length - 1) : 0;
   const room = Math.max(6, Math.min(22, 2 * Math.floor((gap || 198) / 18)));  // characters beside each other
   const x = (at) => side + at * gap, y = (axis, value) => top + inner * (1 - axis.place(value));

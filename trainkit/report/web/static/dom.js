@@ -33,6 +33,19 @@ function short(value) {
   if (size !== 0 && (size >= 1e9 || size < 1e-4)) return value.toExponential(3);
   return value.toLocaleString("en", {maximumSignificantDigits: size >= 1000 ? Math.ceil(Math.log10(size + 1)) : 4});
 }
+// A figure with 4 digits and the unit that its name tells.
+const bytes = (value) => {
+  const at = Math.max(0, Math.min(4, Math.floor(Math.log2(Math.max(1, Math.abs(value))) / 10)));
+  return `${short(value / 1024 ** at)} ${["B", "KiB", "MiB", "GiB", "TiB"][at]}`;
+};
+const UNIT_OF = [[/^(memory(_peak)?|bytes_a_step|gpu\/\d+\/memory)$/, bytes], [/^(data_wait|mfu|gpu\/\d+\/use)$/, (value) => `${short(100 * value)} %`],
+  [/^step_s$/, (value) => (value < 1 ? `${short(1000 * value)} ms` : `${short(value)} s`)],
+  [/^gpu\/\d+\/power$/, (value) => `${short(value)} W`], [/^gpu\/\d+\/temperature$/, (value) => `${short(value)} °C`]];
+function figure(name, value) {
+  if (!isNumber(value)) return "not finite";
+  const known = UNIT_OF.find(([pattern]) => pattern.test(name));
+  return known ? known[1](value) : short(value);
+}
 const whole = (value) => (isNumber(value) ? value.toLocaleString("en") : "");
 const exact = (value) => (value === null || value === undefined ? "not finite" : String(value));
 
@@ -46,7 +59,7 @@ function seconds(value) {
 // columns: [{name, of(row), number}]. A cell is a node or a plain value.
 function table(caption, columns, rows, {head = 0} = {}) {
   const cell = (tag, column, content, extra = {}) =>
-    el(tag, {class: column.number ? "number" : null, ...extra},
+    el(tag, {class: column.number ? "number" : null, "data-name": extra.scope === "col" ? null : column.name, ...extra},
       content instanceof Node ? content : content === "" || content === null || content === undefined ? "" : text(content));
   const body = rows.map((row) => el("tr", {}, ...columns.map((column, at) =>
     at === head ? cell("th", column, column.of(row), {scope: "row"}) : cell("td", column, column.of(row)))));

@@ -1,13 +1,14 @@
 // The page of a run, from the data that stands in it.
 function header() {
   const best = data.best;
+  const result = best && el("div", {class: "best"}, el("b", {}, best.shown),
+    el("span", {}, text(best.metric), el("span", {class: "soft"}, ` best (${best.mode}) at step ${whole(best.step)}`)),
+    el("span", {class: "soft"}, best.spread || "spread over seeds not known: one run"));
+  const isResult = result && data.state === "finished";  // of a run that ended otherwise, how it ended is the headline
+  const verdict = el("p", {class: isResult ? "verdict plain" : "verdict"}, text(data.verdict));
   page.append(
     el("header", {},
-      el("h1", {}, text(data.title)),
-      el("p", {class: "verdict"}, text(data.verdict)),
-      best ? el("div", {class: "best"}, el("b", {}, best.shown),
-        el("span", {}, text(best.metric), el("span", {class: "soft"}, ` best (${best.mode}) at step ${whole(best.step)}`)),
-        el("span", {class: "soft"}, best.spread || "spread over seeds not known: one run")) : null,
+      el("h1", {}, text(data.title)), ...(isResult ? [result, verdict] : [verdict, result].filter(Boolean)),
       ...data.commands.map((one) => commandLine(one.what, one.command)),
       el("dl", {class: "strip"}, ...data.trust.map((one) => el("div", {class: one.good === null ? null : one.good ? "good" : "bad"},
         el("dt", {}, one.name), el("dd", {class: "value"}, text(one.value)), el("dd", {class: "detail"}, text(one.detail)))))));
@@ -26,8 +27,11 @@ function groups() {
 
 function curves() {
   const kinds = [...new Set(data.marks.map((mark) => mark.kind))];
-  const grid = el("div", {class: "charts"});
-  for (const [name, series] of groups()) {
+  const grid = el("div", {class: "charts"}), constant = [];
+  for (const [name, all] of groups()) {
+    const series = all.filter((one) => one.y.some((value) => value !== one.y[0]));
+    constant.push(...all.filter((one) => !series.includes(one)));
+    if (!series.length) continue;
     const thinned = series.filter((one) => one.seen > one.x.length);
     const note = thinned.length ? `${whole(thinned[0].seen)} points: the minimum, the maximum and the last of each bucket are shown.` : "";
     grid.append(chart(name, series, {marks: data.marks, note}));
@@ -35,16 +39,18 @@ function curves() {
   section("Curves",
     kinds.length ? el("p", {class: "key"}, ...kinds.map(markKey)) : null,
     data.curves.length ? grid : el("p", {class: "soft"}, "No row is logged yet."),
+    constant.length ? table("Figures with one value", [{name: "figure", of: (row) => row.name}, {name: "value", number: true, of: (row) => figure(row.name, row.y[0])},
+      {name: "points", number: true, of: (row) => whole(row.seen)}], constant) : null,
     data.marks.length ? later("Table of marks", () => table("Marks, by step",
       [{name: "kind", of: (row) => row.kind}, {name: "step", number: true, of: (row) => row.step}, {name: "note", of: (row) => row.text}], data.marks)) : null);
 }
 
 function plan() {
   if (!data.plan.length) return section("Plan against measured", el("p", {class: "soft"}, "A run of 20 steps or more is compared with its plan."));
-  const value = (key) => ({number: true, of: (row) => (row[key] === null ? "" : exact(row[key]))});
+  const value = (key) => ({number: true, of: (row) => (row[key] === null ? "" : figure(row.figure, row[key]))});
   section("Plan against measured", table("What was planned and what was measured on rank 0",
     [{name: "figure", of: (row) => row.what}, {name: "planned", ...value("planned")}, {name: "measured", ...value("measured")},
-      {name: "at the end", ...value("at_end")}, {name: "difference", number: true, of: (row) => (row.per_cent === null ? "" : `${row.per_cent > 0 ? "+" : ""}${row.per_cent} %`)}],
+      {name: "at the end", ...value("at_end")}, {name: "difference", number: true, of: (row) => (row.per_cent === null ? "" : `${row.per_cent > 0 ? "+" : ""}${short(row.per_cent)} %`)}],
     data.plan));
 }
 
@@ -61,8 +67,7 @@ function time() {
     table("Seconds of each part", [
       {name: "part", of: (row) => el("span", {}, el("span", {class: "swatch", style: `background: var(${colors[parts.indexOf(row)]})`}), row.name)},
       {name: "time", number: true, of: (row) => seconds(row.seconds)},
-      {name: "share", number: true, of: (row) => `${(100 * row.seconds / total).toFixed(1)} %`},
-      {name: "seconds", number: true, of: (row) => exact(row.seconds)}], parts));
+      {name: "share", number: true, of: (row) => `${(100 * row.seconds / total).toFixed(1)} %`}], parts));
 }
 
 function ranks() {
