@@ -37,8 +37,8 @@ from trainkit.config.grammar import replacing
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.run.estimates.hardware import hardware_of
 from trainkit.run.estimates.memory import PROCESS_BYTES, DeviceMemory, device_memory, verdict_of
-from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan, make_plan
+from trainkit.trained.build import meta_model
 
 SHORT = (
     "recipe=null", "logger=[]", "callbacks=[own_bytes]", "checkpoint.export=false", "steps=2", "epochs=null",

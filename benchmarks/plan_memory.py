@@ -29,10 +29,10 @@ from benchmarks import report
 from trainkit import api
 from trainkit.errors import TrainkitError
 from trainkit.run.estimates.memory import DeviceMemory, part_memories
-from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import make_plan
 from trainkit.strategies.base import StepOutcome
 from trainkit.strategies.core.optimizer import OptimizerStepper
+from trainkit.trained.build import meta_model
 from trainkit.trainer.events import Callback, Run
 
 COMMON = (

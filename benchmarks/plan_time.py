@@ -28,8 +28,8 @@ from trainkit.run.estimates.outlook import rank_work
 from trainkit.run.estimates.step_time import Measured, StepTime, Work, step_time
 from trainkit.run.estimates.this_machine import measured_link
 from trainkit.run.estimates.traffic import step_traffic
-from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import make_plan
+from trainkit.trained.build import meta_model
 
 COMMON = (
     "recipe=null", "quiet=true", "callbacks=[]", "logger=[]", "checkpoint.export=false", "eval.every_epochs=null",

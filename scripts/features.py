@@ -17,9 +17,9 @@ from trainkit.api import compose
 from trainkit.config.check import checked
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.errors import ConfigError
-from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import make_plan
+from trainkit.trained.build import meta_model
 
 PAGE: Final = ROOT / "docs/features.md"
 MARK: Final = "<!-- written by scripts/features.py -->\n"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainkit.api import compose, generate, load, session, train
-    from trainkit.api.jobs import predict
+    from trainkit.trained.predict import predict
 
 __all__ = ["__version__", "compose", "generate", "load", "predict", "session", "train"]
 
@@ -17,7 +17,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message)
-    return getattr(import_module("trainkit.api.jobs" if name == "predict" else "trainkit.api"), name)
+    return getattr(import_module("trainkit.trained.predict" if name == "predict" else "trainkit.api"), name)
 
 
 def __dir__() -> list[str]:

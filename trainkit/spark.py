@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainkit.api.jobs import Which, predictor
 from trainkit.errors import DataError, require_packages
 from trainkit.files import naming
+from trainkit.trained.build import Which
+from trainkit.trained.predict import predictor
 
 __all__ = ["predict_udf", "save_frame"]
 
@@ -94,7 +95,7 @@ def predict_udf(
         run: what `trainkit.load` takes, where all executors see it.
         input_shape: shape of the input of a sample; the arrays of the column are its numbers in their order. Several
             columns become one by `pyspark.sql.functions.array`.
-        outputs: logits, probabilities, classes, or embedding:LAYER.
+        outputs: logits, probabilities, classes, embedding:LAYER, or output:NAME.
         batch_size: samples per forward pass.
         checkpoint: the checkpoint of a run folder to load.
         packages: your own packages that the classes of the run may come from.

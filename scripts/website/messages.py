@@ -15,8 +15,8 @@ from typing import Final
 
 from trainkit import errors
 from trainkit.errors import ConfigError, Problem, TrainkitError
-from trainkit.exporting.trained import NotExportableError
 from trainkit.report.error_address import anchor_of_problem, anchor_of_title
+from trainkit.trained.checking import NotExportableError
 
 _CLASSES: Final[Mapping[str, type[TrainkitError]]] = {
     name: kind

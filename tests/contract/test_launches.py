@@ -15,10 +15,10 @@ from tests.support.launches import Launches
 from trainkit import api
 from trainkit.models.resnet import ResNet
 from trainkit.run.estimates.outlook import outlook_of
-from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.session.account import counted_work
 from trainkit.strategies.core.step import SmallGrads
+from trainkit.trained.build import meta_model
 
 
 # 201 and 757, 7 of which count targets; with an operation a buffer, and one for each gradient of a later shard, there

@@ -19,9 +19,9 @@ from benchmarks.gpu.workloads import WORKLOADS
 from tests.support import quick
 from trainkit import api
 from trainkit.config.targets.allowed import allow_packages
-from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import make_plan
+from trainkit.trained.build import meta_model
 
 ROOT = Path(__file__).parents[2]
 

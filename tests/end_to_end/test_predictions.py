@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 CASES = ((1, 3), (1_797, 2), (100_003, 3))
 """Rows and ranks: fewer rows than ranks, a chunk for each rank, and many chunks."""
 KILLS = 3
-ROWS = ("data._target_=tests.inference.samples.Rows",)
+ROWS = ("data._target_=tests.trained.samples.Rows",)
 MEMORY = """
 import resource, sys
 from pathlib import Path
@@ -27,7 +27,7 @@ from trainkit.config.targets.allowed import allow_packages
 
 with allow_packages(["tests"]):
     predict_to_file(
-        Path(sys.argv[1]), ["data._target_=tests.inference.samples.Rows", f"data.num_rows={sys.argv[2]}",
+        Path(sys.argv[1]), ["data._target_=tests.trained.samples.Rows", f"data.num_rows={sys.argv[2]}",
         "predict.batch_size=256", "predict.outputs=classes"], out=Path(sys.argv[3]), packages=["tests"],
     )
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)

@@ -30,7 +30,6 @@ from tests.support import zoo
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.data.collates import PadImages
 from trainkit.errors import ConfigError, DataError, TrainingError, ZeroWeightError
-from trainkit.inference.predicting import Outputs
 from trainkit.models.ensemble import Ensemble
 from trainkit.objectives import fields, language_modelling
 from trainkit.objectives.base import Collective, Loss, Metric, Objective, add_terms
@@ -42,8 +41,10 @@ from trainkit.objectives.metrics import ConfusionMatrix, PerClass, Perplexity, W
 from trainkit.objectives.own_loss import ModelComputesLoss
 from trainkit.objectives.regression import Regression
 from trainkit.objectives.tables import Table, results_of
-from trainkit.run.planning.memory import memory_of, meta_model
+from trainkit.run.planning.memory import memory_of
 from trainkit.run.planning.plan import make_plan
+from trainkit.trained.build import meta_model
+from trainkit.trained.predict import Outputs
 from trainkit.trainer.checkpoint.tensors import load
 
 SCORES = torch.tensor([[2.0, 0.0, 1.0], [0.0, 1.0, 3.0], [1.0, 0.5, 0.0], [0.0, 0.0, 1.0]])

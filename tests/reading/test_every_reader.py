@@ -37,8 +37,8 @@ ALLOWED: Final[dict[str, tuple[tuple[str, set[str]], ...]]] = {
     ),
     "what its own child or parent writes, or it itself has just written": (
         ("run/process/fork_server.py", {"json.loads"}),
-        ("exporting/checking.py", {"load_file"}),
-        ("exporting/fresh_process.py", {"read_text", "json.loads", "load_file", "safe_open"}),
+        ("trained/checking.py", {"load_file"}),
+        ("trained/fresh_process.py", {"read_text", "json.loads", "load_file"}), ("trained/formats.py", {"safe_open"}),
         ("trainer/manifest.py", {"json.loads", "open"}),
     ),
     "the null device, a service, a URL of the user whose answer is not read, and a file that it checks itself": (
@@ -49,7 +49,7 @@ ALLOWED: Final[dict[str, tuple[tuple[str, set[str]], ...]]] = {
     "a new file that it writes, and a folder that it locks or makes durable": (
         ("trainer/checkpoint/saving.py", {"open"}), ("report/events.py", {"open"}),
         ("trainer/checkpoint/tensors.py", {"open"}), ("run/record.py", {"open"}),
-        ("run/folder/run_folder.py", {"open"}), ("inference/parts.py", {"open"}),
+        ("run/folder/run_folder.py", {"open"}),
     ),
     "the data that the user names, or a file of a size or hash that is known": (
         ("data/sets/images.py", {"open", "np.load", "fromfile", "read_bytes"}),

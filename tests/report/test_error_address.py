@@ -11,7 +11,6 @@ import pytest
 from tests.packaging.conftest import ROOT
 from trainkit import cli, redaction
 from trainkit.errors import ConfigError, Problem, TrainkitError
-from trainkit.exporting.trained import NotExportableError
 from trainkit.report.error_address import (
     COMMAND_LINE,
     LAUNCH,
@@ -21,6 +20,7 @@ from trainkit.report.error_address import (
     address_line,
     sections,
 )
+from trainkit.trained.checking import NotExportableError
 
 
 def kinds(base: type[TrainkitError] = TrainkitError) -> Iterator[type[TrainkitError]]:

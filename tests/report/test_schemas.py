@@ -18,6 +18,7 @@ from trainkit.strategies.tensor_shards import TensorShard
 from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.results.job_results import SweepState
 from trainkit.tracking.sending import TrackingState, begun_state
+from trainkit.trained.parts import Parts
 from trainkit.trainer.checkpoint.saving import Draft, begin, commit, write_part
 from trainkit.trainer.manifest import EvaluatedIndex
 from trainkit.trainer.ownership import OwnershipToken
@@ -144,6 +145,7 @@ def test_an_evaluation_and_a_prediction_that_is_not_complete(
         raise KeyboardInterrupt
 
     printed(capsys, "evaluation", "evaluate", str(runs / "3"))
-    monkeypatch.setattr(jobs, "_computed", stop)
-    assert main(["predict", str(runs / "3"), "--out", "out.npy"]) == 130
+    monkeypatch.setattr(jobs, "run_job", stop)
+    monkeypatch.setattr(Parts, "done", lambda _: [0])
+    assert main(["predict", str(runs / "3"), "--out", "out.npy", "predict.batch_size=2"]) == 130
     refuse_invalid("prediction", json.loads(Path("out.npy.parts/prediction.json").read_text()))

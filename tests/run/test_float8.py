@@ -21,9 +21,9 @@ from trainkit.models.gpt import Gpt
 from trainkit.prove.comparing import same_training
 from trainkit.prove.proving import with_precision
 from trainkit.run.planning.build import output_name, transformed_model
-from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import make_plan
+from trainkit.trained.build import meta_model
 
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 DIGITS, EIGHT = ("recipe=digits", "model.hidden=[32,48]"), ("convert=float8", "convert.emulate=true")

@@ -13,10 +13,11 @@ from trainkit import api
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.errors import ConfigError
 from trainkit.run.planning.build import model_of_rank
-from trainkit.run.planning.memory import meta_model, refuse_small_host
+from trainkit.run.planning.memory import refuse_small_host
 from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.strategies.tensors.layouts import replace_tensors
+from trainkit.trained.build import meta_model
 
 
 class Scores(nn.Sequential):

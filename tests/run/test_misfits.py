@@ -32,10 +32,11 @@ from trainkit.config.targets.allowed import allow_packages
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
 from trainkit.run.planning import convolutions
 from trainkit.run.planning import notes as planning_notes
-from trainkit.run.planning.memory import memory_of, meta_model
+from trainkit.run.planning.memory import memory_of
 from trainkit.run.planning.misfits import refuse_misfits
 from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import VARIABLE, RunPlan, make_plan, plan_from_environ, plan_to_environ
+from trainkit.trained.build import meta_model
 from trainkit.trainer.checkpoint.tensors import load
 
 PACKAGE = """

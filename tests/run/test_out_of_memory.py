@@ -23,9 +23,9 @@ from trainkit.errors import OutOfMemoryError, TrainingError
 from trainkit.run.estimates import remedies
 from trainkit.run.estimates.remedies import MemoryKind, Saving, largest_savings, memory_kind
 from trainkit.run.planning import convolutions
-from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.task import explain_oom
+from trainkit.trained.build import meta_model
 
 GPT = (
     "recipe=null", "model=gpt", "model.vocab_size=64", "model.context=16", "model.num_layers=2", "model.num_heads=2",

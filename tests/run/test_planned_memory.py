@@ -34,10 +34,9 @@ from trainkit.run.estimates.fake_run import ObservedSteps, observe
 from trainkit.run.estimates.hardware import Link, hardware_of, hardware_under
 from trainkit.run.estimates.memory import DeviceMemory, device_memory, part_memories, verdict_of
 from trainkit.run.estimates.this_machine import Machine, ThisMachine, calibration_file
-from trainkit.run.planning.build import build_model
-from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import make_plan
 from trainkit.strategies.pipeline.schedules import most_in_flight
+from trainkit.trained.build import build_model, meta_model
 from trainkit.trainer.checkpoint.snapshot import Snapshot
 
 SHORT = ("callbacks=[]", "logger=[]", "stop_at_step=3", "checkpoint.export=false", "quiet=true")

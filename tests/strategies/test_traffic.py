@@ -16,7 +16,7 @@ from tests.support import quick
 from trainkit.config.compose import compose
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.run.estimates.traffic import Traffic, step_traffic
-from trainkit.run.planning.memory import memory_of, meta_model
+from trainkit.run.planning.memory import memory_of
 from trainkit.run.planning.plan import make_plan
 from trainkit.strategies.base import Numerics, PlanContext, Strategy
 from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirrored
@@ -25,6 +25,7 @@ from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.parameter_server import ParameterServer
 from trainkit.strategies.reducers.options import Reducing
 from trainkit.strategies.traffic import AT_MOST, ModuleCall, StepCut, TensorFacts, traffic_of
+from trainkit.trained.build import meta_model
 
 MODEL = nn.Linear(100, 50, bias=False)
 SIZE = 100 * 50 * 4

@@ -29,13 +29,13 @@ from trainkit.config.sections import SweepConfig as Settings
 from trainkit.errors import ConfigError, Problem
 from trainkit.extras import install_command
 from trainkit.run.estimates.this_machine import crowding_problems
-from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.task import limit_memory
 from trainkit.sweeps.backends import ENGINES, Handle, Remote, Submit
 from trainkit.sweeps.job_spec import JobSpec, run_described, this_process
 from trainkit.sweeps.launching import numbering_problems
 from trainkit.sweeps.loop import JobCommand, Slots
+from trainkit.trained.build import meta_model
 
 WAITS = "import time; time.sleep(60)"
 

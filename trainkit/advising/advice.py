@@ -18,11 +18,11 @@ from trainkit.run.estimates.hardware import Hardware
 from trainkit.run.estimates.memory import verdict_of
 from trainkit.run.estimates.outlook import outlook_of
 from trainkit.run.estimates.passes import evaluated_samples
-from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.misfits import num_tried, refuse_misfits
 from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.strategies.shipped import SpreadsOver, shipped_strategies
+from trainkit.trained.build import meta_model
 
 NOT_TRIED: Final = (
     "central_storage, parameter_server, local_sgd and device_map are not tried: they are for parameter servers, slow "

@@ -213,7 +213,7 @@ def load(path: str | Path, *, checkpoint: Literal["best", "last"] = "last", pack
         model = load("outputs/sweeps/rates/ensemble")
         model(images).argmax(dim=-1)
     """
-    from trainkit.run.folder.model_file import load_model  # noqa: PLC0415 - imports torch
+    from trainkit.trained.model import load_model  # noqa: PLC0415 - imports torch
 
     return load_model(Path(path).expanduser(), checkpoint=checkpoint, packages=packages)
 
@@ -256,8 +256,8 @@ def generate(
     Example:
         generate("outputs/shakespeare", ["ROMEO:", "JULIET:"], max_tokens=100, temperature=0.8, top_k=20)
     """
-    from trainkit.api.texts import Writer  # noqa: PLC0415 - imports torch
     from trainkit.models.sampling import Sampling, broken_settings, temperature_of  # noqa: PLC0415 - for this only
+    from trainkit.trained.generate import Writer  # noqa: PLC0415 - imports torch
 
     settings = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     given = {name: value for name, value in settings.items() if value is not None}

@@ -46,8 +46,8 @@ from trainkit.names import name_of, rule_of
 from trainkit.numerics.copies import copied
 from trainkit.objectives.base import Objective
 from trainkit.report.numbers import figure
-from trainkit.run.folder.model_file import load_model
 from trainkit.run.planning.plan import make_plan
+from trainkit.trained.model import load_model
 
 Definition = type | Callable[..., Any]
 """A class or a function."""

@@ -178,8 +178,9 @@ class EvalConfig:
 
 
 OUTPUTS: Final = pattern(
-    r"logits|probabilities|classes|embedding:.+",
-    "must be logits, probabilities, classes, or embedding:LAYER with the name of a module of the model.",
+    r"logits|probabilities|classes|embedding:.+|output:.+",
+    "must be logits, probabilities, classes, embedding:LAYER with the name of a module of the model, or output:NAME "
+    "with the name or index of one of its outputs.",
 )
 
 
@@ -188,7 +189,9 @@ class PredictConfig:
     """Predictions of a trained model, `trainkit predict`."""
 
     outputs: Annotated[str, cosmetic, OUTPUTS] = "logits"
-    """Content of a row: logits, probabilities, classes, or embedding:LAYER, the outputs of a module by its name."""
+    """Content of a row: logits, probabilities, classes, embedding:LAYER, the outputs of a module by its name, or
+    output:NAME, one of several outputs.
+    """
     batch_size: Annotated[int, cosmetic, at_least(1)] = 64
     """Samples per forward pass; independent of the number of replicas, and so are the bytes of the file."""
     threads: Annotated[int, cosmetic, at_least(1), at_most(MOST_PROCESSES)] = 1

@@ -16,7 +16,6 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem
 from trainkit.measuring.bench import Candidate, Choice, Turn, bench, run_turn
 from trainkit.run.estimates import hardware as estimates
-from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.scaling.answers import MeasuredShare
 from trainkit.scaling.fit import Fit, Point, fit
@@ -24,6 +23,7 @@ from trainkit.scaling.model import Exchange, Exchanges, Interval, Link, Workload
 from trainkit.strategies.base import Scaled, ScalesOut, Strategy, scaled
 from trainkit.strategies.shipped import names_of
 from trainkit.strategies.traffic import StepCut, Transfer, traffic_of
+from trainkit.trained.build import meta_model
 
 SHARES: Final = (1, 2, 4, 16, 64, 256)
 """Numbers of replicas whose share of a step is measured on one replica."""

@@ -14,10 +14,10 @@ from trainkit.files import num_bytes
 from trainkit.measuring.bench import Choice, StartTurn, Turn, measured_config, run_turn, steps_of, turns
 from trainkit.report.numbers import share
 from trainkit.run.estimates.memory import HostMemory, device_memory, verdict_of
-from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.misfits import refuse_misfits
 from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
+from trainkit.trained.build import meta_model
 
 _FREE: Final = 0.05
 """Up to this share of the input in a step, a training is bound by its model."""

@@ -32,11 +32,11 @@ from trainkit.prove.comparing import (
 )
 from trainkit.prove.examining import ORDERED, Examiner, explain_probe, explain_updates
 from trainkit.run.planning.coupling import Coupling
-from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.planning.proof_records import keep_proof
 from trainkit.run.runner import train
+from trainkit.trained.build import meta_model
 from trainkit.trainer.checkpoint.tensors import load
 from trainkit.trainer.manifest import list_complete
 

@@ -20,12 +20,10 @@ from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.commands import printed_command
 from trainkit.config.schema import RunConfig
 from trainkit.errors import AbsentFileError, CheckpointError, StorageError, TrainingError
-from trainkit.exporting.trained import NotExportableError
 from trainkit.files import read_map, reporting
 from trainkit.run.agent.self_watch import BeatCounter
 from trainkit.run.begin import Result
 from trainkit.run.estimates.remedies import explained
-from trainkit.run.folder.export import export_at_end
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.run_result import RunResult
 from trainkit.run.planning.build import build_callbacks
@@ -41,6 +39,8 @@ from trainkit.run.session.session import TaskSession
 from trainkit.run.signals import StopFlag
 from trainkit.strategies.base import ignore_phase
 from trainkit.strategies.flight_recorder import FlightRecorder
+from trainkit.trained.checking import NotExportableError
+from trainkit.trained.export import export_at_end
 from trainkit.trainer.ownership import uncontested
 
 Report = Callable[[BaseException], ErrorReport]
@@ -272,7 +272,9 @@ def _exported(session: TaskSession, folder: RunFolder, result: Mapping[str, Any]
         return {"model": None}
     try:
         with reporting(folder.path):
-            done = export_at_end(folder, session.cfg, result["metrics"], working=lambda: session.enter("end"))
+            done = export_at_end(
+                folder.path, session.cfg, result["metrics"], folder.take(), working=lambda: session.enter("end")
+            )
     except NotExportableError as error:
         return {"model": None, "model_note": str(error)}
     except CheckpointError as error:

@@ -37,10 +37,9 @@ from trainkit.report.train_log import recorded_output
 from trainkit.run.folder.fencing_token import VARIABLE as FENCE
 from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.inference.request import VARIABLE as JOB
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.heartbeat import Heartbeat
-from trainkit.run.process.worker_group import LIFELINE, watch_parent
+from trainkit.run.process.worker_group import JOB, LIFELINE, watch_parent
 from trainkit.run.signals import (
     EXIT_CODES,
     STACKS_SIGNAL,
@@ -112,7 +111,7 @@ def _run(
     confirm = FencingToken.from_environ(folder, os.environ).check if FENCE in os.environ else uncontested
     with allow_packages(packages_from(os.environ)), with_config_dirs(config_dirs_from(os.environ)):
         if os.environ.pop(JOB, ""):
-            from trainkit.run.inference.task import run_task_of_job  # noqa: PLC0415 - imports torch
+            from trainkit.run.jobs import run_task_of_job  # noqa: PLC0415 - imports torch
 
             return run_task_of_job(cfg, identity, folder, stop, report)
         plan = plan_from_environ(os.environ, cfg)

@@ -27,8 +27,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from trainkit.config.commands import shell_word
+from trainkit.config.grammar import setting
 from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
-from trainkit.files import Kind, expect_map, expect_maps, read_json, read_map, refuse_link, size_of, write_atomically
+from trainkit.files import (
+    Kind,
+    expect_map,
+    expect_maps,
+    naming,
+    read_json,
+    read_map,
+    refuse_link,
+    size_of,
+    write_atomically,
+)
 from trainkit.trainer.ownership import MARK, OwnershipToken, free_name, lock_within, print_notice, set_aside
 
 FORMAT: Final = 1
@@ -344,6 +356,24 @@ def named_checkpoints(root: Path) -> dict[str, str | None]:
         names = {}
     found = {name: names.get(name) or "" for name in ("best", "last")}
     return {name: one if is_checkpoint(one) else None for name, one in found.items()}
+
+
+def owner_of_run(run: Path) -> OwnershipToken:
+    """Return the owner of the folder of a run that has begun.
+
+    Raises:
+        CheckpointError: its token is absent or cannot be read: no run writes there.
+    """
+    problem = f"{run} has no token ({MARK}), as a copy without hidden files"
+    with naming(run):
+        try:
+            if (owner := OwnershipToken.read(run)) is not None:
+                return owner
+        except UnreadableError as error:
+            problem = str(error).rstrip(".")
+        newest = [one.folder for one in list_complete(run / "checkpoints")[:1]]
+        start = f", or start a new run with {shell_word(setting('resume', newest[0]))}" if newest else ""
+        raise CheckpointError(f"{problem}: no run writes there. Copy {MARK} from the original folder{start}.")
 
 
 @dataclass(frozen=True, kw_only=True)

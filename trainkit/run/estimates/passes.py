@@ -16,11 +16,12 @@ from trainkit.data.splits import size_of, test_splits, validation_splits
 from trainkit.numerics.generators import Untouched
 from trainkit.objectives.base import Access, Loss, Model, Objective
 from trainkit.run.estimates.activations import Timeline, TracedPass
-from trainkit.run.planning.build import frozen_models, model_transforms_of
+from trainkit.run.planning.build import model_transforms_of
 from trainkit.run.planning.optimizers import assigned_parameters
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import PlannedShard, ReplicaPart
 from trainkit.strategies.model_transforms import recomputed_modules
+from trainkit.trained.build import frozen_models
 
 
 class NoSampleError(Exception):

@@ -27,10 +27,11 @@ from trainkit.report.schemas.planning import PlannedRemedy
 from trainkit.run.estimates.hardware import Hardware
 from trainkit.run.estimates.memory import DeviceMemory, HostMemory, device_memory, verdict_of
 from trainkit.run.estimates.passes import evaluated_samples
-from trainkit.run.planning.memory import Memory, memory_of, meta_model
+from trainkit.run.planning.memory import Memory, memory_of
 from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.strategies.shipped import shipped_strategies
+from trainkit.trained.build import meta_model
 
 MOST: Final = 3
 """Number of remedies."""

@@ -21,14 +21,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.config.commands import printed_command, shell_word
-from trainkit.config.grammar import setting
+from trainkit.config.commands import printed_command
 from trainkit.config.targets.allowed import IN_PROCESS, allowed_packages
-from trainkit.errors import CheckpointError, ConfigError, Problem, StorageError, UnreadableError
+from trainkit.errors import ConfigError, Problem, StorageError, UnreadableError
 from trainkit.files import Kind, file_in_the_way, naming, quoted, read_map, write_json_atomically
 from trainkit.redaction import mask
 from trainkit.run.folder.restart_record import restarts_of
-from trainkit.trainer.manifest import list_complete, named_checkpoints
+from trainkit.trainer.manifest import named_checkpoints, owner_of_run
 from trainkit.trainer.ownership import MARK, OwnershipToken, locked, set_aside
 
 _RESERVE_BYTES: Final = 64 * 1024
@@ -212,16 +211,10 @@ class RunFolder:
             CheckpointError: it is the folder of a run, and its token is absent or cannot be read.
             OSError: the file system refuses.
         """
-        problem = f"{self.path} has no token ({MARK}), as a copy without hidden files"
+        if os.path.lexists(self.resolved):
+            return owner_of_run(self.path)
         with naming(self.path):
-            try:
-                owner = OwnershipToken.read(self.path)
-            except UnreadableError as error:
-                owner, problem = None, str(error).rstrip(".")
-            if owner is None and os.path.lexists(self.resolved):
-                newest = [one.folder for one in list_complete(self.checkpoints)[:1]]
-                start = f", or start a new run with {shell_word(setting('resume', newest[0]))}" if newest else ""
-                raise CheckpointError(f"{problem}: no run writes there. Copy {MARK} from the original folder{start}.")
+            owner = OwnershipToken.found(self.path)
             if owner is None:
                 taken = (one for pattern in _FILES for one in sorted(self.path.glob(pattern)))
                 # Hydra opens an empty log beforehand

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from trainkit.config.schema import RunConfig
 from trainkit.errors import CheckpointError, ConfigError, Problem
-from trainkit.exporting.whole_file import WEIGHTS, FileWeights
 from trainkit.fields import Reads
 from trainkit.files import open_regular
-from trainkit.run.planning.memory import meta_model
 from trainkit.strategies.tensor_shards import model_weights
+from trainkit.trained.build import meta_model
+from trainkit.trained.model import WEIGHTS, FileWeights
 from trainkit.trainer.checkpoint.tensors import Loaded, load, newest_valid
 from trainkit.trainer.manifest import MANIFEST, list_complete
 

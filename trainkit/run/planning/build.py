@@ -8,44 +8,37 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from trainkit.adapters.average import Average
 from trainkit.adapters.float8 import Float8
 from trainkit.callbacks.every_run import FinalSummary, MetricsFile, StartupSummary
 from trainkit.cluster.tasks import Task
-from trainkit.config.identity import run_config
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import admitted, build, is_torch_scheduler
 from trainkit.config.targets.kinds import PLACES
 from trainkit.data.hooks import DataHooks
 from trainkit.data.splits import build_splits, folded, read_sample
-from trainkit.errors import CheckpointError, ConfigError, Problem, TrainkitError, first_line
-from trainkit.numerics.generators import Untouched, seed_host
-from trainkit.numerics.precision import Precision, converted_floats
+from trainkit.errors import ConfigError, Problem
+from trainkit.numerics.generators import Untouched
+from trainkit.numerics.precision import Precision
 from trainkit.numerics.schedules import Schedule, TorchSchedule
 from trainkit.objectives.base import Objective, Supervised
-from trainkit.objectives.distillation import FrozenModel
 from trainkit.objectives.linear_cross_entropy import offered_by
 from trainkit.strategies.base import LossWeighting, Numerics, PlanContext, Strategy
-from trainkit.strategies.core.replica import refuse_mismatch
 from trainkit.strategies.model_transforms import (
     NO_TRANSFORMS,
     ModelTransforms,
     apply_transforms,
     format_for,
-    why_untrainable,
 )
-from trainkit.trainer.checkpoint.tensors import Loaded, load_below, newest_valid
+from trainkit.trained.build import build_model, build_objective, build_without_data
 from trainkit.trainer.events import Callback, Planned
-from trainkit.trainer.manifest import named_checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,22 +138,6 @@ def build_components(cfg: RunConfig, splits: Mapping[str, Any] | None = None) ->
     )
 
 
-def build_objective(cfg: RunConfig) -> Objective:
-    """Build the objective of a run; random numbers in its constructor depend only on the run's seed.
-
-    Raises:
-        ConfigError: the target gives no objective, or a frozen model of it does not name a run folder.
-    """
-    with Untouched(seed=cfg.seed):
-        seed_host(cfg.seed)
-        objective: object = build(cfg.objective, "objective")
-    if not isinstance(objective, Objective):
-        rule = f"gives a {type(objective).__name__}, not a trainkit Objective."
-        raise ConfigError([Problem(key="objective._target_", value=cfg.objective["_target_"], rule=rule)])
-    _bind_frozen_models(objective, build(cfg.precision, "precision"))
-    return objective
-
-
 def build_schedule(node: Mapping[str, Any]) -> Schedule:
     """Build a schedule; a scheduler of torch becomes a function of the step.
 
@@ -225,65 +202,6 @@ def model_transforms_of(cfg: RunConfig, device: str = "cpu", *, keeps_format: bo
         memory_format=format_for(cfg.memory_format, build(cfg.precision, "precision"), device, is_kept=keeps_format),
         cuda_graphs=cfg.compile.cuda_graphs,
     )
-
-
-def build_model(cfg: RunConfig) -> nn.Module:
-    """Build the model on the CPU, in training mode; its initial weights depend on the run's seed alone.
-
-    Raises:
-        ConfigError: the target is not a model that can be trained.
-    """
-    with Untouched(seed=cfg.seed):
-        seed_host(cfg.seed)
-        model: nn.Module = build(cfg.model, "model")
-    if (rule := why_untrainable(model)) is not None:
-        raise ConfigError([Problem(key="model._target_", value=cfg.model.get("_target_"), rule=rule)])
-    model.train()  # `from_pretrained` of transformers gives evaluation mode; a model may override `train`
-    return model
-
-
-def build_without_data(cfg: RunConfig) -> nn.Module | None:
-    """Build the model on torch's `meta` device; None if its constructor needs data.
-
-    Raises:
-        ConfigError: the size of a parameter in bytes overflows 64 bits.
-    """
-    mode = _WithoutDraws()
-    try:
-        with torch.device("meta"), mode:
-            model = build_model(cfg)
-    except TrainkitError:
-        raise
-    except Exception as error:  # noqa: BLE001 - a constructor that reads data may fail in any way
-        if "Storage size calculation overflowed" in str(error):
-            rule = f"has a parameter that is larger than any memory: {first_line(error)}. Use smaller sizes."
-            raise ConfigError([Problem(key="model", rule=rule)]) from None
-        return None
-    return None if mode.has_failed else model
-
-
-class _WithoutDraws(TorchFunctionMode):
-    """Leave out the random numbers of tensors without data, for which torch imports its compiler: 2 s."""
-
-    has_failed = False
-    """Whether an operation needs data; a constructor may catch the error and build another model."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run a function, or return the tensor that it would fill."""
-        tensor = args[0] if args else (kwargs or {}).get("tensor")
-        if getattr(func, "__name__", "") in _DRAWS and isinstance(tensor, Tensor) and tensor.is_meta:
-            return tensor
-        try:
-            return func(*args, **(kwargs or {}))
-        except NotImplementedError:
-            self.has_failed = True
-            raise
-
-
-_DRAWS: Final = frozenset({"normal_", "uniform_", "trunc_normal_", "bernoulli_", "exponential_", "random_"})
-"""Functions that fill a tensor with random numbers and return it, of `torch.nn.init` and of tensors."""
 
 
 def takes_values(model: nn.Module) -> bool:
@@ -382,82 +300,6 @@ def _matches(name: str, owner: str, patterns: Sequence[str]) -> bool:
         fnmatchcase(owner, pattern.removeprefix("type:")) if pattern.startswith("type:") else fnmatchcase(name, pattern)
         for pattern in patterns
     )
-
-
-def _bind_frozen_models(objective: Objective, precision: Precision) -> None:
-    """Let the frozen models of an objective load the runs that they name, in the dtype of a precision."""
-    for name, frozen in frozen_models(objective):
-        key = f"objective.{name.lstrip('_')}"
-        if isinstance(frozen.source, str) and not (_run_folder(frozen.source) / "resolved.yaml").is_file():
-            rule = "is not a run folder: it has no resolved.yaml. Name the folder that the teacher's run printed."
-            raise ConfigError([Problem(key=key, value=frozen.source, rule=rule)])
-        frozen.bind(dtype=precision.model_dtype, load=trained_model)
-
-
-def frozen_models(objective: Objective) -> Iterator[tuple[str, FrozenModel]]:
-    """Yield the frozen models of an objective, with the names of the attributes that hold them."""
-    for name, value in vars(objective).items():
-        if isinstance(value, FrozenModel):
-            yield name, value
-
-
-def trained_model(folder: str, which: Literal["best", "last"]) -> nn.Module:
-    """Return the model of a run with the weights of a checkpoint, on the CPU; the last one if there is no best.
-
-    Raises:
-        ConfigError: its class is of a package that is not allowed.
-        CheckpointError: there is no such checkpoint, or it is damaged.
-    """
-    return model_with(config_of_run(folder), _checkpoint(_run_folder(folder) / "checkpoints", which).tensors)
-
-
-def model_with(cfg: RunConfig, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Return the model of a run with the weights of a checkpoint, on the CPU, in the dtype that its optimizer updated.
-
-    Raises:
-        CheckpointError: the weights are those of another model.
-    """
-    precision: Precision = build(cfg.precision, "precision")
-    model = converted_floats(build_model(cfg), precision.master_dtype)
-    load_weights(model, tensors)
-    return model
-
-
-def config_of_run(folder: str) -> RunConfig:
-    """Return the config of a run."""
-    return run_config(_run_folder(folder))
-
-
-def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy the parameters and saved buffers of a checkpoint into a model.
-
-    Raises:
-        CheckpointError: the tensors belong to another model.
-    """
-    saved = model.state_dict()
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
-    own = {**_named("param", model.named_parameters()), **_named("buffer", buffers)}
-    refuse_mismatch({key: tuple(tensor.shape) for key, tensor in own.items()}, tensors)
-    with torch.no_grad():
-        for key, tensor in own.items():
-            tensor.copy_(tensors[key])
-
-
-def _named(kind: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {f"{kind}/{name}": tensor.detach() for name, tensor in tensors}
-
-
-def _run_folder(text: str) -> Path:
-    return Path(text).expanduser()
-
-
-def _checkpoint(folder: Path, which: Literal["best", "last"]) -> Loaded:
-    if (name := named_checkpoints(folder)[which]) is not None:
-        return load_below(folder, name)
-    found = newest_valid(folder, report=lambda _: None)
-    if found is None:
-        raise CheckpointError(f"{folder} holds no complete checkpoint.")
-    return found
 
 
 def output_name(model: nn.Module) -> str | None:

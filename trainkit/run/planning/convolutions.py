@@ -29,8 +29,8 @@ from trainkit.data.reading.collate import to_device
 from trainkit.errors import Problem
 from trainkit.numerics.copies import copied
 from trainkit.numerics.generators import Untouched
-from trainkit.run.planning.build import build_objective
 from trainkit.run.planning.plan import RunPlan
+from trainkit.trained.build import build_objective
 
 _SHOWN: Final = 3
 """Names of layers in the message."""

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from trainkit.config.schema import RunConfig
-from trainkit.errors import ConfigError, Problem, TrainkitError, named_first_line, with_frames
+from trainkit.config.identity import run_config
+from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.files import bytes_needed, num_bytes
 from trainkit.objectives.distillation import FrozenModel
-from trainkit.run.planning.build import build_model, build_without_data, config_of_run, frozen_models, make_optimizer
+from trainkit.run.planning.build import make_optimizer
 from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import ModelMemory
 from trainkit.strategies.core.optimizer import NamedSteppers
+from trainkit.trained.build import frozen_models, meta_model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,25 +60,6 @@ class Memory:
         model += self.workspace_bytes
         model += self.staging_bytes if self.staged_here else 0
         return model + self.gradient_bytes + self.exchange_bytes + (self.optimizer_bytes or 0)
-
-
-def meta_model(cfg: RunConfig) -> nn.Module:
-    """Return the model of a config without data (on torch's `meta` device); with data if it cannot be built without.
-
-    Raises:
-        ConfigError: the size of a parameter in bytes overflows 64 bits; or its constructor raised an error of its own,
-            also with data.
-    """
-    if (found := build_without_data(cfg)) is not None:
-        return found
-    try:
-        return build_model(cfg)
-    except TrainkitError:
-        raise
-    except Exception as error:
-        rule = f"cannot be made: {named_first_line(error)}."
-        target = cfg.model["_target_"]
-        raise ConfigError([Problem(key="model._target_", value=target, rule=with_frames(rule, error))]) from error
 
 
 def memory_of(plan: RunPlan, model: nn.Module, estimate: ModelMemory | None = None) -> Memory:
@@ -134,7 +117,8 @@ def model_bytes(plan: RunPlan, model: nn.Module) -> int:
 
 def _frozen_bytes(frozen: FrozenModel, width: int) -> int:
     """Count the bytes of frozen models; floating tensors take `width` bytes per element."""
-    model = frozen.source if isinstance(frozen.source, nn.Module) else meta_model(config_of_run(frozen.source))
+    source = frozen.source
+    model = source if isinstance(source, nn.Module) else meta_model(run_config(Path(source).expanduser()))
     tensors = [*model.parameters(), *model.buffers()]
     return sum(one.numel() * (width if one.is_floating_point() else one.element_size()) for one in tensors)
 

@@ -30,8 +30,6 @@ from trainkit.run.planning.build import (
     Components,
     average_of,
     averaged_split,
-    build_model,
-    build_objective,
     conversion_of,
     group_members,
     model_transforms_of,
@@ -41,7 +39,6 @@ from trainkit.run.planning.build import (
 )
 from trainkit.run.planning.convolutions import convolution_problems
 from trainkit.run.planning.coupling import COUPLES, OBJECTIVE, Coupling, kept_generators, probe
-from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.optimizers import assignment_problems, optimizer_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.strategies.base import choice_of
@@ -50,6 +47,7 @@ from trainkit.strategies.core.refusals import copies_problems, hook_problems
 from trainkit.strategies.model_transforms import NO_TRANSFORMS, ModelTransforms, shaping_notes, shaping_problems
 from trainkit.strategies.shipped import names_of
 from trainkit.strategies.tensors.layouts import layout_problems
+from trainkit.trained.build import build_model, build_objective, meta_model
 
 
 def is_never_given(_key: str) -> bool:

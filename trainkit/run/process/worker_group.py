@@ -297,6 +297,8 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+JOB: Final = "TRAINKIT_JOB"
+"""The environment variable that makes a worker read the request of a job, instead of training."""
 LIFELINE: Final = "TRAINKIT_LIFELINE"
 """The environment variable with the file descriptor of the read end."""
 

@@ -21,10 +21,10 @@ from trainkit.cluster.host import peak_resident_bytes
 from trainkit.cluster.tasks import Identity
 from trainkit.errors import StorageError, TrainingError
 from trainkit.files import naming, num_bytes, write_json_atomically
-from trainkit.run.planning.build import build_without_data
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.evaluation import EvalRunner
 from trainkit.strategies.base import LocalModel, PhaseListener
+from trainkit.trained.build import build_without_data
 from trainkit.trainer.events import Run
 from trainkit.trainer.loop import Trigger
 from trainkit.trainer.metrics_accumulator import CountedWork, Instruments, MetricsAccumulator, wait_for

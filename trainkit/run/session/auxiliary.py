@@ -47,7 +47,6 @@ from trainkit.files import (
 )
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import average_of, averaged_split, transformed_model
-from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process.error_report import read_error_report
 from trainkit.run.process.heartbeat import read_heartbeat
@@ -58,6 +57,7 @@ from trainkit.run.signals import REASONS
 from trainkit.strategies.base import Data, PhaseListener, TaskContext
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.tensor_shards import averaged_weights, model_weights
+from trainkit.trained.build import meta_model
 from trainkit.trainer.checkpoint.tensors import Loaded, load
 from trainkit.trainer.evaluate import Evaluation, evaluate, statistics_of
 from trainkit.trainer.events import State

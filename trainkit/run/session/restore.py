@@ -19,7 +19,6 @@ from trainkit.files import Kind, expect_map, expect_maps
 from trainkit.numerics.batch import Positions, Ticket
 from trainkit.objectives.base import Collective
 from trainkit.run.planning.build import make_optimizer
-from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import (
@@ -32,6 +31,7 @@ from trainkit.strategies.base import (
     UpdateParams,
     ignore_phase,
 )
+from trainkit.trained.build import meta_model
 from trainkit.trainer.checkpoint.tensors import Loaded
 from trainkit.trainer.events import LeftOutSteps, Measure, Run, State
 from trainkit.trainer.manifest import damaged

@@ -23,7 +23,6 @@ from trainkit.run.folder.rollbacks import record_rollback, suspect_checkpoint_of
 from trainkit.run.folder.run_result import RunResult
 from trainkit.run.folder.starting_weights import starting_weights
 from trainkit.run.planning.build import model_transforms_of, transformed_model
-from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.account import Account
 from trainkit.run.session.checkpointer import Checkpointer, LastSave, heard_by, snapshot_beside_steps
@@ -43,6 +42,7 @@ from trainkit.run.session.restore import (
 from trainkit.run.signals import REASONS
 from trainkit.strategies.base import Executor, ignore_phase
 from trainkit.strategies.tensor_shards import TensorShard
+from trainkit.trained.build import meta_model
 from trainkit.trainer.checkpoint.tensors import newest_valid, note_foreign
 from trainkit.trainer.events import Callback, RollbackNeeded, Suspect
 from trainkit.trainer.loop import (

@@ -25,11 +25,12 @@ from trainkit.models.ensemble import Ensemble
 from trainkit.numerics.copies import copied
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective, Supervised
-from trainkit.run.folder.model_file import Which, load_run, write_model
 from trainkit.strategies.base import LocalModel
 from trainkit.strategies.collectives import LocalCollective
 from trainkit.sweeps.results.job_results import JobResult
 from trainkit.sweeps.results.leaderboard import Leaderboard
+from trainkit.trained.build import Which
+from trainkit.trained.model import load_model, write_model
 from trainkit.trainer.evaluate import evaluate
 
 _SAME: Final = ("data", "objective", "cv", "precision")
@@ -98,7 +99,7 @@ def combine(entries: Sequence[JobResult], *, checkpoint: Which = "last") -> Comb
     if problems := _mismatches(entries, cfgs):
         raise ConfigError(problems)
     objective = _objective(cfgs[0])
-    models = [load_run(entry.folder, checkpoint=checkpoint) for entry in entries]
+    models = [load_model(entry.folder, checkpoint=checkpoint) for entry in entries]
     members = tuple(
         Candidate(name=f"job {entry.job}", model=model, settings=" ".join(entry.overrides))
         for entry, model in zip(entries, models, strict=True)

@@ -138,8 +138,8 @@ def _list_layers(call: Call) -> int:
     """
     composition = call.compose()
     from trainkit.run.estimates.model_summary import layer_rows, summary_of  # noqa: PLC0415 - imports torch
-    from trainkit.run.planning.memory import meta_model  # noqa: PLC0415
     from trainkit.run.planning.plan import make_plan  # noqa: PLC0415
+    from trainkit.trained.build import meta_model  # noqa: PLC0415
 
     plan = make_plan(composition.cfg)
     found = summary_of(plan, meta_model(plan.cfg))

@@ -24,11 +24,12 @@ from trainkit.run.estimates.hardware import hardware_of
 from trainkit.run.estimates.memory import Verdict, verdict_of
 from trainkit.run.estimates.outlook import Outlook, outlook_of
 from trainkit.run.estimates.remedies import remedies_for
-from trainkit.run.planning.memory import meta_model, refuse_small_host
+from trainkit.run.planning.memory import refuse_small_host
 from trainkit.run.planning.misfits import refuse_misfits
 from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
 from trainkit.run.planning.plan import RunPlan, ideal_bubble_of, imagined_launch, make_plan, where_rows
 from trainkit.strategies.base import StagePart
+from trainkit.trained.build import meta_model
 from trainkit.verbs.support.call import Call, declared_for
 from trainkit.verbs.support.measured import line_printer
 

@@ -14,9 +14,9 @@ from trainkit.measuring.searches import overrides_for, search_micro_size
 from trainkit.measuring.showing import rate_document, rate_lines, size_document, size_lines
 from trainkit.run.estimates.memory import HostMemory
 from trainkit.run.estimates.this_machine import available_bytes
-from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.notes import coupling_of, plan_all_points
 from trainkit.run.planning.plan import RunPlan, make_plan
+from trainkit.trained.build import meta_model
 from trainkit.verbs.support.call import Call
 from trainkit.verbs.support.measured import Results, begin, line_printer, measure
 from trainkit.verbs.support.table import VERBS

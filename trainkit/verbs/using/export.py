@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from trainkit.files import num_bytes, quoted
-from trainkit.run.folder.export import export_run
+from trainkit.trained.export import export_run
 from trainkit.verbs.support.call import Call
 
 

@@ -8,10 +8,10 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from trainkit.api.texts import Writer
 from trainkit.errors import ConfigError, Problem
 from trainkit.files import read_text
 from trainkit.models.sampling import MAX_TOKENS, RULES, Sampling, broken_settings, temperature_of
+from trainkit.trained.generate import Writer
 from trainkit.verbs.support.call import Call
 
 

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from trainkit.api.quantize import quantize_run
 from trainkit.config.grammar import refusal
 from trainkit.files import quoted
 from trainkit.report.tables import print_rows
+from trainkit.trained.quantize import quantize_run
 from trainkit.verbs.support.call import Call
 
 _TO: Final = "the format: int8_weight, int8_dynamic, int4_weight or int8_static"

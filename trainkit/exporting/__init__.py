@@ -1,1 +1,0 @@
-"""Formats of a trained model for use outside of trainkit, one file per format."""

@@ -1,1 +1,0 @@
-"""Run a trained model on data: evaluations, predictions, texts."""

@@ -1,0 +1,1 @@
+"""The trained model of a run: load, predict, generate, export and quantize it."""

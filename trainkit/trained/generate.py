@@ -1,0 +1,311 @@
+"""Continue texts with a language model, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.cluster.host import use_device
+from trainkit.config.identity import run_config
+from trainkit.config.targets.allowed import allow_packages
+from trainkit.data.splits import build_split
+from trainkit.errors import ConfigError, Problem, TrainingError
+from trainkit.models.gpt import KeyValueCache
+from trainkit.models.sampling import Sampling
+from trainkit.numerics.generators import hash64, name_id
+from trainkit.objectives.fields import scores_of
+from trainkit.trained.build import Which
+from trainkit.trained.model import load_model
+
+OnTokens = Callable[[Sequence[int], Sequence[int]], None]
+"""Callback that receives the indices of prompts and the next token of each."""
+
+
+@runtime_checkable
+class Cached(Protocol):
+    """A language model that caches the keys and values of earlier tokens, such as `Gpt`."""
+
+    context: int
+    """Most tokens that the model reads at once."""
+
+    def new_cache(self) -> KeyValueCache:
+        """Return an empty cache."""
+        ...
+
+    def extend(self, tokens: Tensor, cache: KeyValueCache) -> Tensor:
+        """Return (samples, length, tokens) scores of new tokens, and append them to the cache."""
+        ...
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    sampling: Sampling,
+    max_tokens: int,
+    seed: int = 0,
+    on_tokens: OnTokens = lambda _, __: None,
+) -> list[list[int]]:
+    """Continue prompts; those of one length are computed as one batch.
+
+    A model with `extend` computes each token once (a key-value cache); one of transformers is continued by its own
+    `generate`, and may end a text early; any other computes the whole sequence for each token. Random numbers are keyed
+    by (seed, index of the prompt): a text does not depend on the other prompts. Beyond a model's `context`, it reads
+    the last `context` tokens.
+
+    Args:
+        model: maps (samples, length) int64 tokens to (samples, length, tokens) scores, or to an output with `logits`.
+        prompts: the tokens of each prompt, at least one.
+        sampling: how the next token is chosen.
+        max_tokens: most tokens to add to each.
+        seed: seed of the random numbers.
+        on_tokens: receives each token as soon as it is known.
+
+    Returns:
+        The new tokens of each prompt.
+
+    Raises:
+        TrainingError: the model's outputs are not scores of next tokens.
+
+    Example:
+        >>> from trainkit.models.gpt import Gpt
+        >>> model = Gpt(vocab_size=5, context=8, num_layers=1, num_heads=1, width=4)
+        >>> [len(tokens) for tokens in generate(model, [[1, 2], [3]], sampling=Sampling(), max_tokens=3)]
+        [3, 3]
+    """
+    found: list[list[int]] = [[] for _ in prompts]
+
+    def receive(places: Sequence[int], tokens: Sequence[int]) -> None:
+        for place, token in zip(places, tokens, strict=True):
+            found[place].append(token)
+        on_tokens(places, tokens)
+
+    by_transformers = hasattr(model, "generation_config") and hasattr(model, "generate")
+    extend = _by_transformers if by_transformers else _by_scores
+    alone, groups = by_transformers and sampling.temperature > 0, dict[int, list[int]]()
+    for place, prompt in enumerate(prompts):
+        groups.setdefault(place if alone else len(prompt), []).append(place)
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    was_training = model.training
+    model.eval()
+    try:
+        for places in groups.values():
+            tokens = torch.tensor([list(prompts[place]) for place in places], device=device)
+            seeds = [hash64(name_id("generate"), seed, place) for place in places]
+            extend(model, tokens, places, receive, sampling=sampling, max_tokens=max_tokens, seeds=seeds)
+    finally:
+        model.train(was_training)
+    return found
+
+
+def _by_scores(
+    model: nn.Module,
+    tokens: Tensor,
+    places: Sequence[int],
+    receive: OnTokens,
+    *,
+    sampling: Sampling,
+    max_tokens: int,
+    seeds: Sequence[int],
+) -> None:
+    """Continue prompts by the scores of the next token."""
+    generators = [torch.Generator(tokens.device).manual_seed(seed) for seed in seeds]
+    next_scores = _next_scores(model)
+    for _ in range(max_tokens):
+        rows = zip(next_scores(tokens).unbind(), generators, strict=True)
+        new = torch.cat([sampling.choose(row[None], generator) for row, generator in rows])
+        tokens = torch.cat((tokens, new), dim=1)
+        receive(places, new.flatten().tolist())
+
+
+def _next_scores(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return a function from (samples, length) tokens, one more at each call, to (samples, tokens) scores."""
+    context: int | None = getattr(model, "context", None)
+    cached = model if isinstance(model, Cached) else None
+    cache = None if cached is None else cached.new_cache()
+
+    def scores(tokens: Tensor) -> Tensor:
+        if cached is not None and cache is not None and tokens.shape[1] <= cached.context:
+            return cached.extend(tokens[:, cache.length :], cache)[:, -1]
+        seen = tokens if context is None else tokens[:, -context:]  # the positions have moved: nothing cached is valid
+        outputs = scores_of(model(seen), None)
+        if not isinstance(outputs, Tensor) or outputs.dim() != 3 or outputs.shape[:2] != seen.shape:
+            got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+            raise TrainingError(
+                f"{type(model).__name__} gives {got} for {tuple(seen.shape)} tokens, and a language model returns "
+                "(samples, length, tokens) scores."
+            )
+        return outputs[:, -1]
+
+    return scores
+
+
+class _Streamer:
+    """Receives tokens from `generate` of transformers: first the prompts, then one per text; a text ends before its end
+    token, which padding follows.
+    """
+
+    def __init__(self, places: Sequence[int], ends: set[int], receive: OnTokens) -> None:
+        self._places, self._ends, self._receive = dict(enumerate(places)), ends, receive
+        self._seen_prompts = False
+
+    def put(self, tokens: Tensor) -> None:
+        """Receive (samples,) next tokens."""
+        if not self._seen_prompts:
+            self._seen_prompts = True
+            return
+        found = tokens.flatten().tolist()
+        self._places = {row: place for row, place in self._places.items() if found[row] not in self._ends}
+        if self._places:
+            self._receive([*self._places.values()], [found[row] for row in self._places])
+
+    def end(self) -> None:
+        """Do nothing: the caller returns."""
+
+
+def _by_transformers(
+    model: Any,
+    tokens: Tensor,
+    places: Sequence[int],
+    receive: OnTokens,
+    *,
+    sampling: Sampling,
+    max_tokens: int,
+    seeds: Sequence[int],
+) -> None:
+    """Continue prompts by the model's own `generate`, with the settings of `sampling` alone."""
+    drawn = sampling.temperature > 0
+    settings = {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
+    end = model.generation_config.eos_token_id
+    ends = set(end) if isinstance(end, list | tuple) else set() if end is None else {end}
+    with torch.random.fork_rng(devices=[tokens.device] if tokens.device.type == "cuda" else []):
+        torch.manual_seed(seeds[0])
+        model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=max_tokens,
+            do_sample=drawn,
+            num_beams=1,
+            streamer=_Streamer(places, ends, receive),
+            pad_token_id=min(ends, default=0),  # padding of a finished text, which is not used
+            **(settings if drawn else {}),
+        )
+
+
+OnText = Callable[[int, str], None]
+"""Callback that receives the index of a prompt and the next piece of its text."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A language model with the vocabulary of the data that it was trained on."""
+
+    model: nn.Module
+    data: Any
+    """The dataset, with `encode(text) -> tokens` and `decode(tokens) -> text`."""
+
+    @classmethod
+    def of(cls, run: Path, *, checkpoint: Which, packages: Sequence[str]) -> Writer:
+        """Load the model of a run, onto the first GPU if there is one, and the vocabulary of its data.
+
+        Raises:
+            ConfigError: `run` is no run folder, or its data has no `encode` and `decode`.
+            CheckpointError: there is no such checkpoint, or it is damaged.
+            DataError: the data is missing.
+        """
+        if not (run / "resolved.yaml").is_file():
+            rule = "is not a run folder: it has no resolved.yaml. The vocabulary comes from the data of the run."
+            raise ConfigError([Problem(key=str(run), rule=rule)])
+        cfg = run_config(run)
+        with allow_packages(packages):
+            model = load_model(run, checkpoint=checkpoint, packages=packages)
+            data = build_split(cfg.data, "train")
+        lacking = [name for name in ("encode", "decode") if not callable(getattr(data, name, None))]
+        if lacking:
+            rule = f"has no {' and no '.join(lacking)}: a text needs encode(text) -> tokens, decode(tokens) -> text."
+            raise ConfigError([Problem(key="data", value=type(data).__name__, rule=rule)])
+        use_device(device := torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
+        return cls(model.to(device), data)
+
+    def encoded(self, prompts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of prompts.
+
+        Raises:
+            ConfigError: a prompt has no token of the vocabulary.
+        """
+        tokens = [list(self.data.encode(prompt)) for prompt in prompts]
+        problems = [
+            Problem(key="prompt", value=repr(prompt), rule="has no token of the model's vocabulary.")
+            for prompt, found in zip(prompts, tokens, strict=True)
+            if not found
+        ]
+        if problems:
+            raise ConfigError(problems)
+        return tokens
+
+    def left_out(self, prompts: Sequence[str]) -> str:
+        """Return the characters of prompts that the vocabulary does not have, each once."""
+        kept = {letter for tokens in self.encoded(prompts) for letter in self._decoded(tokens)}
+        return "".join(sorted({letter for prompt in prompts for letter in prompt} - kept))
+
+    def write(
+        self,
+        prompts: Sequence[str],
+        *,
+        sampling: Sampling,
+        max_tokens: int,
+        seed: int,
+        on_text: OnText | None = None,
+    ) -> list[str]:
+        """Return the continuation of each prompt; arguments as in `trainkit.generate`."""
+        encoded = self.encoded(prompts)
+        texts = [_GrowingText(self._decoded, tokens) for tokens in encoded]
+
+        def receive(places: Sequence[int], tokens: Sequence[int]) -> None:
+            for place, token in zip(places, tokens, strict=True):
+                texts[place].add(token)
+                if on_text is not None and (piece := texts[place].next_piece()):
+                    on_text(place, piece)
+
+        generate(self.model, encoded, sampling=sampling, max_tokens=max_tokens, seed=seed, on_tokens=receive)
+        for place, text in enumerate(texts):
+            if (rest := text.next_piece(ended=True)) and on_text is not None:
+                on_text(place, rest)
+        return [one.text for one in texts]
+
+    def _decoded(self, tokens: list[int]) -> str:
+        try:
+            text: str = self.data.decode(tokens)
+        except (IndexError, KeyError, ValueError) as error:
+            rule = (
+                f"cannot decode token {tokens[-1]} of the model: {type(error).__name__}: {error}. Has the data changed?"
+            )
+            raise ConfigError([Problem(key="data", value=type(self.data).__name__, rule=rule)]) from error
+        return text
+
+
+class _GrowingText:
+    """The text of a growing sequence of tokens, decoded on demand."""
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int]) -> None:
+        self._decode, self._tokens = decode, list(prompt)
+        self._start = len(decode(self._tokens))
+        self.text = ""
+
+    def add(self, token: int) -> None:
+        """Append a token."""
+        self._tokens.append(token)
+
+    def next_piece(self, *, ended: bool = False) -> str:
+        """Return the new piece of the text; empty while its last character is incomplete, unless the text has ended."""
+        text = self._decode(self._tokens)[self._start :]
+        if text.endswith("\ufffd") and not ended:
+            return ""
+        before, self.text = self.text, text
+        return text[len(before) :]
