@@ -48,6 +48,7 @@ ARGUMENTS = {
     "optimizer.lr=null": "optimizer.lr: is missing: the base learning rate.",
     "optimizer.betas=[0.9,1.0]": "optimizer.betas=[0.9, 1.0]: each must be at least 0 and less than 1.",
     "optimizer.foreach=true": "optimizer.foreach=true: fused and foreach",
+    "optimizers.a=3": "optimizers.a=3: must be a mapping: match, ratio, schedule,",
     "optimizer.groups.bias.weight_decay=0": "optimizer.groups.bias: needs match",
     "optimizer.groups.no_decay.weight_dcay=0": "optimizer.groups.no_decay.weight_dcay: no such key of the optimizer.",
     "eval.mode=max": "eval.mode=max: has no effect without eval.metric.",

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 
 from tests.config.conftest import Refuse, Write
-from trainkit.config.check.unused_keys import unused_keys
+from trainkit.config.check.rules import unused_keys
 from trainkit.config.compose import compose
 from trainkit.config.compose.jobs import hydra_config, run_job
 from trainkit.config.yaml_files import shipped_conf

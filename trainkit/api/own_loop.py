@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainkit.api.calls import Given, TrainingResult, registered
 from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.config.check.unused_keys import unused_keys_with_classes
+from trainkit.config.check.rules import unused_keys_with_classes
 from trainkit.config.composition import Composition
 from trainkit.config.targets.allowed import TARGET, allow_packages
 from trainkit.config.targets.build import build

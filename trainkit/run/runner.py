@@ -56,7 +56,7 @@ def train_composition(
         ConfigError: as in `train`, with the origin of each key.
         TrainkitError: as in `train`.
     """
-    from trainkit.config.check.unused_keys import unused_keys_with_classes  # noqa: PLC0415 - imports the targets
+    from trainkit.config.check.rules import unused_keys_with_classes  # noqa: PLC0415 - imports the targets
 
     if run_dir is None and composition.run_dir_given:
         run_dir = composition.run_dir

@@ -11,18 +11,25 @@ from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.config.check.optimizers import named_optimizer_targets
 from trainkit.config.check.recipe_keys import fitted, is_of_recipe_alone
-from trainkit.config.check.rules import broken_rules, section_of, sections_of, with_defaults
-from trainkit.config.check.unused_keys import unused_keys, unused_keys_in_launch
+from trainkit.config.check.rules import (
+    broken_rules,
+    section_of,
+    sections_of,
+    unused_keys,
+    unused_keys_in_launch,
+    with_defaults,
+)
 from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted, is_path_key, leaves, lookup, path_of
 from trainkit.config.door import own_folder
 from trainkit.config.grammar import COMMAND_LINE, key_of
+from trainkit.config.optimizers import optimizer_node
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of, misfits
 from trainkit.config.secrets import literal_secret, literal_secrets
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, allow_packages, name_problem, targets_in
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, build, resolve_target
 from trainkit.config.targets.checks import OtherChoices, absent_files, target_problems, unchecked_keys
+from trainkit.config.targets.kinds import PLACES
 from trainkit.config.values import closest, expanded, path_rule, plain
 from trainkit.config.yaml_files import hint_for_word
 from trainkit.errors import ConfigError, Problem
@@ -36,6 +43,7 @@ __all__ = [
     "check_names_first",
     "check_values",
     "checked",
+    "checked_without",
     "fitted",
     "folder_rule",
     "paths_too_long",
@@ -65,6 +73,26 @@ def checked(composition: Composition) -> Composition:
         if problems:
             raise ConfigError(problems)
     return composition.with_notes(notes_about_keys(composition))
+
+
+def checked_without(composition: Composition, group: str) -> Composition:
+    """Check as `checked` does, for a verb that does not need all values: a required key of a group that is not set is a
+    note.
+
+    Raises:
+        ConfigError: there are other problems.
+    """
+    node = composition.values.get(group) or {}
+    unset = [key for key, value in node.items() if value == "???"]
+    if not unset:
+        return checked(composition)
+    given = {key: value for key, value in node.items() if key not in unset}
+    rest = replace(composition, values={**composition.values, group: given})
+    problems = [problem for problem in check_both(rest) if problem.key not in {f"{group}.{key}" for key in unset}]
+    if problems:
+        raise ConfigError(problems)
+    notes = (f"{group}.{key} is not set: a training needs it" for key in unset)
+    return composition.with_notes([*notes_about_keys(rest), *notes])
 
 
 def notes_about_keys(composition: Composition) -> tuple[str, ...]:
@@ -140,7 +168,7 @@ def check_values(composition: Composition, known: Sequence[Problem] = ()) -> lis
         if not known and is_sound("callbacks", "model", "data"):
             found += _unsuited_callbacks(composition)
         if composition.values["optimizers"] and is_suspect("optimizers"):
-            found += named_optimizer_targets(composition, alternatives)
+            found += _named_optimizers(composition, alternatives)
         if is_suspect("eval", "metric") and is_sound("eval", "objective"):
             found += _unknown_metric(composition)
         suspect = "precision" in composition.given or any(map(is_suspect, _IN_LAUNCH))
@@ -149,6 +177,23 @@ def check_values(composition: Composition, known: Sequence[Problem] = ()) -> lis
             found += [problem for problem in unused if is_sound(section_of(problem))]
         others = (one for one in found[len(known) :] if not _is_named(path_of(one.key), known))
         return _deduplicated(composition.without_secrets(others))
+
+
+def _named_optimizers(composition: Composition, alternatives: OtherChoices) -> Iterator[Problem]:
+    """Yield the keys that the classes of `optimizers` do not take."""
+    base, entries = composition.values["optimizer"], composition.values["optimizers"]
+    whole = isinstance(base, Mapping) and isinstance(entries, Mapping)  # the first phase reports it otherwise
+    for name, entry in entries.items() if whole else ():
+        path = ("optimizers", str(name))
+        if not isinstance(entry, Mapping):
+            continue
+        node = optimizer_node(base, entry)
+        own = (dotted(path),) if TARGET in entry else tuple(dotted((*path, key)) for key in entry)
+        found = target_problems(composition, path, node, alternatives, PLACES["optimizer"]) if TARGET in node else ()
+        yield from (one for one in found if one.key.startswith(own))
+        schedule = entry.get("schedule")
+        if isinstance(schedule, Mapping) and TARGET in schedule:
+            yield from target_problems(composition, (*path, "schedule"), schedule, alternatives, PLACES["schedule"])
 
 
 def _is_named(path: KeyPath, problems: Iterable[Problem]) -> bool:

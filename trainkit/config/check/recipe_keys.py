@@ -38,11 +38,8 @@ Find = Callable[[Composition], list[Problem]]
 def fitted(composition: Composition, find: Find) -> tuple[Composition, list[Problem]]:
     """Return the composition without keys that the user's keys make impossible, and the other problems.
 
-    Texts of environment variables become numbers where their keys take numbers.
-
-    A key of a recipe is impossible if it has a problem that it does not have in the recipe alone; the value of the
-    choice or of the defaults takes its place. A key of a choice is impossible if the class that the user named in place
-    of the choice's does not take it.
+    Texts of environment variables become numbers where their keys take numbers. What the files below give takes the
+    place of a key that is left out: the setting of a group of parameters may become impossible with it.
 
     Args:
         composition: the result of `compose`.
@@ -52,15 +49,15 @@ def fitted(composition: Composition, find: Find) -> tuple[Composition, list[Prob
     broken: set[str] | None = None
     while True:
         of_files = [one for one in problems if one.origin != COMMAND_LINE]  # the mistake is not in an argument itself
-        displaced = {one.key: one for one in of_files if _replaced_node(composition, path_of(one.key))}
-        found = {one.key: one for one in of_files if is_of_recipe_alone(composition, path_of(one.key))}
-        if found.keys() - displaced.keys() and broken is None:
+        displaced = [one for one in of_files if _replaced_node(composition, path_of(one.key))]
+        others = [one for one in of_files if one not in displaced]
+        of_recipe = [one for one in others if is_of_recipe_alone(composition, path_of(one.key))]
+        if of_recipe and broken is None:
             broken = _broken_by_itself(composition, find)
-        impossible = [one for key, one in found.items() if key not in displaced and key not in (broken or ())]
-        if not displaced and not impossible:
+        impossible = [*displaced, *(one for one in of_recipe if one.key not in (broken or ()))]
+        if not impossible:
             return composition, problems
-        composition = _without_recipe_keys(_without_old_keys(composition, [*displaced]), impossible)
-        composition, problems = read_variables(composition, find)
+        composition, problems = read_variables(_left_out(composition, impossible), find)
 
 
 def _replaced_node(composition: Composition, path: KeyPath) -> KeyPath | None:
@@ -104,46 +101,20 @@ def _broken_by_itself(composition: Composition, find: Find) -> set[str]:
     return {problem.key for problem in find(alone)}
 
 
-def _without_old_keys(composition: Composition, keys: Sequence[str]) -> Composition:
-    """Return the composition without keys of choices whose class the user replaced, and a note for each choice."""
-    nodes: dict[KeyPath, list[str]] = {}
-    for key in keys:
-        node = _replaced_node(composition, path_of(key))
-        assert node is not None  # the caller has found one
-        nodes.setdefault(node, []).append(key)
-    tree, notes = _tree_of(composition), list(composition.notes)
-    for node, gone in nodes.items():
-        for key in gone:
-            tree.remove(path_of(key))
-        values = lookup(tree.values, node)
-        rank = composition.origin((*node, TARGET)).rank
-        kept = [name for name in values if composition.origin((*node, name)).rank < rank and name != TARGET]
-        note = f"{dotted(node)}.{TARGET}={values[TARGET]} does not take {', '.join(gone)}: left out"
-        notes.append(f"{note}. It keeps {', '.join(f'{dotted(node)}.{name}' for name in kept)}" if kept else note)
-    return _replaced(composition, tree, notes, keys)
-
-
-def _without_recipe_keys(composition: Composition, impossible: Sequence[Problem]) -> Composition:
-    """Return the composition with other values in place of keys of its recipe, and a note for each."""
-    tree, notes = _tree_of(composition), list(composition.notes)
+def _left_out(composition: Composition, impossible: Sequence[Problem]) -> Composition:
+    """Return the composition with the values of lower files in place of impossible keys, and a note for each."""
+    tree, notes = TrackedTree(), list(composition.notes)
+    tree.values, tree.origins = copy.deepcopy(composition.values), dict(composition.origins)
     for problem in impossible:
         path = path_of(problem.key)
-        value = lookup(composition.values, path)
-        rule = f"is left out of the recipe: {problem.rule}"
+        value, node = lookup(composition.values, path), _replaced_node(composition, path)
+        target = f"with {dotted(node)}.{TARGET}={lookup(composition.values, (*node, TARGET))}" if node else ""
+        rule = f"is left out {target or 'of the recipe'}: {problem.rule}"
         notes.append(str(composition.problem(path, rule, value=value, show_value=not isinstance(value, dict))))
         tree.remove(path)
-        if (below := _value_below(composition, path)) is not None:
+        if node is None and (below := _value_below(composition, path)) is not None:
             tree.put(path, *below)
-    return _replaced(composition, tree, notes, [problem.key for problem in impossible])
-
-
-def _tree_of(composition: Composition) -> TrackedTree:
-    tree = TrackedTree()
-    tree.values, tree.origins = copy.deepcopy(composition.values), dict(composition.origins)
-    return tree
-
-
-def _replaced(composition: Composition, tree: TrackedTree, notes: Sequence[str], keys: Sequence[str]) -> Composition:
+    keys = {problem.key for problem in impossible}
     problems = tuple(one for one in composition.problems if one.key not in keys)
     return replace(composition, values=tree.values, origins=tree.origins, notes=tuple(notes), problems=problems)
 

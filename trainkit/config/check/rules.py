@@ -1,20 +1,26 @@
-"""Check values of a config against each other, without an import of a target."""
+"""Rules about several keys, in lists: between values, about optimizers, and about keys that have no effect.
+
+A key without effect is never silently ignored: on the command line it is a problem. In a recipe or a file it is a note,
+because another choice may have removed its effect.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from trainkit.config.annotations import misfit
-from trainkit.config.check.optimizers import named_optimizer_problems
-from trainkit.config.check.unused_keys import unused_keys
-from trainkit.config.composition import Composition, dotted
+from trainkit.config.composition import Composition, KeyPath, Level, dotted, lookup, path_of
+from trainkit.config.optimizers import OWN_KEYS, RATIO_RULE, optimizer_node, passes_of
 from trainkit.config.schema import RunConfig
-from trainkit.config.targets.allowed import TARGET
+from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, name_problem, targets_in
+from trainkit.config.targets.build import build, hooks_in, resolve_target
 from trainkit.config.targets.checks import optimizer_limits
 from trainkit.config.values import closest
-from trainkit.errors import Problem
+from trainkit.errors import ConfigError, Problem
+from trainkit.numerics.loss_scaling import KEYS as SCALING_KEYS
 
 _ALSO_READ: Final[Mapping[str, tuple[str, ...]]] = {
     "elastic": ("supervisor",),
@@ -28,6 +34,19 @@ _ALSO_READ: Final[Mapping[str, tuple[str, ...]]] = {
     "warmup": ("lr_scaling",),
 }
 """Section of a key -> the other sections that its rules read."""
+_OF_EVERY_TASK: Final = frozenset(
+    {"supervisor.join_timeout_s", "supervisor.evaluator_timeout_s", "supervisor.hang_timeout_s"}
+)
+"""Keys of the supervisor that have an effect in every process of a run, no matter who started it."""
+
+Values = Mapping[str, Any]
+Ineffective = Callable[[Values], Iterator[tuple[str, str]]]
+_RULES: Final[list[Callable[[Composition], Iterator[Problem]]]] = []
+"""Rules between values; they import no target."""
+_NO_EFFECT: Final[list[Ineffective]] = []
+"""Yield key and reason for keys that other keys make ineffective; they import no target."""
+_NO_EFFECT_HERE: Final[list[Ineffective]] = []
+"""The same for what depends on classes and on this machine; torch is imported by then."""
 
 
 def broken_rules(composition: Composition, known: Sequence[Problem], *, multirun: bool) -> list[Problem]:
@@ -43,11 +62,15 @@ def broken_rules(composition: Composition, known: Sequence[Problem], *, multirun
     broken, sound = sections_of(known), with_defaults(composition, known)
     found = {
         problem.key: problem
-        for problem in (*unused_keys(sound, multirun=multirun)[0], *_rules(sound))
+        for problem in (
+            *unused_keys(sound, multirun=multirun)[0],
+            *(one for broken_by in _RULES for one in broken_by(sound)),
+        )
         if not broken & {section_of(problem), *_ALSO_READ.get(section_of(problem), ())}
     }
-    if isinstance(composition.values.get("optimizer"), Mapping):
-        found |= {problem.key: problem for problem in _optimizer_values(composition)}
+    if isinstance(node := composition.values.get("optimizer"), Mapping):
+        limits = (*_parameter_groups(composition, node), *optimizer_limits(composition, ("optimizer",), node))
+        found |= {problem.key: problem for problem in limits}
     return list(found.values())
 
 
@@ -67,65 +90,297 @@ def section_of(problem: Problem) -> str:
     return problem.key.partition(".")[0]
 
 
-def _rules(composition: Composition) -> Iterator[Problem]:
-    """Check run-level values against each other."""
-    values = composition.values
-    batch = values["batch"]
-    if values["epochs"] is None and values["steps"] is None:
+# -- between values -----------------------------------------------------------------------------------------------
+
+
+@_RULES.append
+def _length(composition: Composition) -> Iterator[Problem]:
+    if composition.values["epochs"] is None and composition.values["steps"] is None:
         yield Problem(key="epochs", rule="a run needs a length. Give epochs or steps.")
-    whole, micro = batch["global_size"], batch["micro_size"]
-    if whole is None and (micro is None or batch["accumulation"] is None):
+
+
+@_RULES.append
+def _step_size(composition: Composition) -> Iterator[Problem]:
+    whole, micro, shards = (composition.values["batch"][key] for key in ("global_size", "micro_size", "accumulation"))
+    if whole is None and (micro is None or shards is None):
         rule = "a step needs a size. Give it, or both batch.micro_size and batch.accumulation."
-        yield Problem(key="batch.global_size", rule=rule, origin=composition.origin("batch.global_size").where)
+        yield composition.problem("batch.global_size", rule, show_value=False)
     if whole is not None and micro is not None and micro > whole:
         rule = f"larger than batch.global_size={whole}. Use {whole} or less."
         yield composition.problem("batch.micro_size", rule, value=micro)
-    if whole is not None and batch["accumulation"] is not None and batch["accumulation"] > whole:
+    if whole is not None and shards is not None and shards > whole:
         rule = f"more shards than samples: batch.global_size={whole}. Use {whole} or less."
-        yield composition.problem("batch.accumulation", rule, value=batch["accumulation"])
-    lanes = values["numerics"]["lanes"]
+        yield composition.problem("batch.accumulation", rule, value=shards)
+
+
+@_RULES.append
+def _counts(composition: Composition) -> Iterator[Problem]:
+    lanes, cv = composition.values["numerics"]["lanes"], composition.values["cv"]
     if lanes & (lanes - 1):
         rule = f"must be a power of two. Use {1 << (lanes.bit_length() - 1)} or {1 << lanes.bit_length()}."
         yield composition.problem("numerics.lanes", rule, value=lanes)
-    folds, fold = values["cv"]["folds"], values["cv"]["fold"]
-    if folds is not None and fold is not None and fold >= folds:
-        rule = f"there are cv.folds={folds}, counted from 0. Use {folds - 1} or less."
-        yield composition.problem("cv.fold", rule, value=fold)
-    if values["optimizer"].get("lr") is None:
+    if cv["folds"] is not None and cv["fold"] is not None and cv["fold"] >= cv["folds"]:
+        rule = f"there are cv.folds={cv['folds']}, counted from 0. Use {cv['folds'] - 1} or less."
+        yield composition.problem("cv.fold", rule, value=cv["fold"])
+
+
+@_RULES.append
+def _base_rate(composition: Composition) -> Iterator[Problem]:
+    if composition.values["optimizer"].get("lr") is None:
         rule = "is missing: the base learning rate. Give optimizer.lr=VALUE."
         yield composition.problem("optimizer.lr", rule, show_value=False)
-    if values["optimizers"] != {}:
-        yield from named_optimizer_problems(composition)
 
 
-def _optimizer_values(composition: Composition) -> Iterator[Problem]:
-    """Check the limits that all optimizers of torch share, before torch is imported."""
-    node = composition.values["optimizer"]
-    yield from _parameter_groups(composition, node)
-    yield from optimizer_limits(composition, ("optimizer",), node)
+@_RULES.append
+def _named_optimizers(composition: Composition) -> Iterator[Problem]:
+    entries, base = composition.values["optimizers"], composition.values["optimizer"]
+    if not isinstance(entries, Mapping):
+        yield composition.problem("optimizers", "must be a mapping: a name, and below it its keys.", value=entries)
+        return
+    for name, entry in entries.items():
+        path = ("optimizers", str(name))
+        if isinstance(entry, Mapping):
+            yield from _named_optimizer(composition, path, entry, base)
+        else:
+            rule = "must be a mapping: match, ratio, schedule, and the keys of optimizer that differ."
+            yield composition.problem(path, rule, value=entry)
+    without = [str(name) for name, entry in entries.items() if isinstance(entry, Mapping) and not entry.get("match")]
+    if len(without) > 1:
+        rule = f"takes all remaining parameters, and so does {without[0]}. Give one of them match."
+        yield composition.problem(("optimizers", without[1]), rule, show_value=False)
 
 
-def _parameter_groups(composition: Composition, node: Mapping[str, Any]) -> Iterator[Problem]:
+def _named_optimizer(composition: Composition, path: KeyPath, entry: Values, base: Values) -> Iterator[Problem]:
+    for inner, value in targets_in(entry, path):
+        if (refused := name_problem(value, (*ALLOWED_PACKAGES, *composition.packages))) is not None:
+            yield composition.problem(inner, refused, value=value)
+    match, schedule = entry.get("match"), entry.get("schedule")
+    if match is not None and misfit(match, list[str]) is not None:
+        rule = "must be a list of patterns: match: ['head.*', 'type:*Norm*']."
+        yield composition.problem((*path, "match"), rule, value=match)
+    if passes_of(entry.get("ratio", 1)) is None:
+        yield composition.problem((*path, "ratio"), RATIO_RULE, value=entry["ratio"])
+    if schedule is not None and not (isinstance(schedule, Mapping) and TARGET in schedule):
+        yield composition.problem((*path, "schedule"), "must be a mapping with _target_.", value=schedule)
+    if TARGET not in entry:
+        known = (*OWN_KEYS, *base)
+        yield from (_no_key_of_optimizer(composition, (*path, key), known) for key in entry if key not in known)
+    whole = optimizer_node(base, entry)
+    if whole.get("lr") is None:
+        rule = f"is missing: the base learning rate. Give {dotted((*path, 'lr'))}=VALUE."
+        yield composition.problem((*path, "lr"), rule, show_value=False)
+    own = tuple(dotted((*path, key)) for key in entry)
+    yield from (problem for problem in optimizer_limits(composition, path, whole) if problem.key in own)
+
+
+def _no_key_of_optimizer(composition: Composition, path: KeyPath, known: Iterable[str]) -> Problem:
+    near = closest(path[-1], known)
+    hint = f" Did you mean {dotted((*path[:-1], near))}?" if near else ""
+    return composition.problem(path, f"no such key of the optimizer.{hint}", show_value=False)
+
+
+def _parameter_groups(composition: Composition, node: Values) -> Iterator[Problem]:
     """Check `optimizer.groups`: name -> patterns of its parameters, and the optimizer's keys that differ for them."""
     groups = node.get("groups")
-    if groups is None:
-        return
-    if not isinstance(groups, Mapping):
+    if groups is not None and not isinstance(groups, Mapping):
         rule = "must be a mapping: a name, and below it match and the keys that differ."
         yield composition.problem("optimizer.groups", rule, value=groups)
         return
-    for name, group in groups.items():
+    for name, group in (groups or {}).items():
         path = ("optimizer", "groups", name)
         if not isinstance(group, Mapping) or misfit(group.get("match"), list[str]) is not None:
             rule = "needs match, a list of patterns: match: ['*.bias', 'type:*Norm*']."
             yield composition.problem(path, rule, show_value=False)
             continue
-        for key in group:
-            if key != "match" and (key not in node or key in (TARGET, "groups")):
-                near = closest(key, node)
-                hint = f" Did you mean {dotted((*path, near))}?" if near else ""
-                yield composition.problem((*path, key), f"no such key of the optimizer.{hint}", show_value=False)
-            elif key != "match" and isinstance(node[key], int | float):
-                wrong = misfit(group[key], type(node[key]) if isinstance(node[key], bool) else float)
+        for key in (key for key in group if key != "match"):
+            if key not in node or key in (TARGET, "groups"):
+                yield _no_key_of_optimizer(composition, (*path, key), node)
+            elif isinstance(node[key], int | float):
+                wrong = misfit(group[key], bool if isinstance(node[key], bool) else float)
                 if wrong is not None:
                     yield composition.problem((*path, key), wrong, value=group[key])
+
+
+# -- without effect -----------------------------------------------------------------------------------------------
+
+
+def unused_keys(composition: Composition, *, multirun: bool) -> tuple[list[Problem], list[str]]:
+    """Find the keys without effect that can be found without importing a target.
+
+    Returns:
+        Problems (set on the command line) and notes (set in a recipe or in the user's own files).
+    """
+    multirun = multirun or composition.is_sweep
+    problems: list[Problem] = []
+    notes: list[str] = []
+    about_sweeps = _unused_in_sweep(composition) if multirun else _unused_without_sweep(composition)
+    for key, rule in (*(one for of in _NO_EFFECT for one in of(composition.values)), *about_sweeps):
+        origin = composition.origin(key)
+        problem = composition.problem(key, rule, value=lookup(composition.values, path_of(key)))
+        if origin.level is Level.command_line:
+            problems.append(problem)
+        elif origin.level is Level.recipe or (origin.where and not origin.shipped):
+            notes.append(str(problem))
+    return problems if multirun else [*problems, *_hydra_sweep_keys(composition)], notes
+
+
+def unused_keys_in_launch(composition: Composition) -> list[Problem]:
+    """Find the keys without effect that depend on the classes and on this machine; torch is imported by now."""
+    values = composition.values
+    found = dict(one for of in _NO_EFFECT_HERE for one in of(values))
+    rule, choice = found.pop("precision", None), composition.choices.get("precision")
+    problems = [] if rule is None else [composition.problem("precision", rule, value=choice)]
+    return [*problems, *_given(composition, found)]
+
+
+def unused_keys_with_classes(composition: Composition, launcher: str | None) -> list[Problem]:
+    """Return problems for supervisor keys that have no effect because an external launcher owns the processes."""
+    rules = {"supervisor.join_timeout_s": "has no effect: no other process was started."}
+    if launcher is not None:
+        rule = f"has no effect: {launcher} started the processes and supervises them."
+        keys = (f"supervisor.{name}" for name in composition.values["supervisor"])
+        rules = {key: rule for key in keys if key not in _OF_EVERY_TASK}
+    return _given(composition, rules)
+
+
+def _given(composition: Composition, rules: Mapping[str, str]) -> list[Problem]:
+    """Return a problem for each of the keys that the command line gives."""
+    given = [key for key in rules if composition.origin(key).level is Level.command_line]
+    return [composition.problem(key, rules[key], value=lookup(composition.values, path_of(key))) for key in given]
+
+
+@_NO_EFFECT.append
+def _of_the_run(values: Values) -> Iterator[tuple[str, str]]:
+    if values["compile"]["mode"] == "off":
+        yield "compile.backend", "has no effect with compile.mode=off."
+    if values["eval"]["metric"] is None:
+        yield "eval.mode", "has no effect without eval.metric."
+    if values["loader"]["num_workers"] == 0:
+        yield "loader.prefetch", "has no effect without workers. Give loader.num_workers."
+    if values["steps"] is not None and (values["stop_at_step"] or 0) >= values["steps"]:
+        yield "stop_at_step", f"has no effect: the run has steps={values['steps']}."
+    if values["resume"] not in (None, "auto") and values["init_from"] is not None:
+        yield "init_from", "has no effect with resume: the weights are those of the checkpoint."
+    if values["elastic"]["min_replicas"] is None:
+        yield "elastic.retry_s", "has no effect without elastic.min_replicas: the run needs all its replicas."
+    elif values["supervisor"]["max_restarts"] == 0:
+        yield "elastic.min_replicas", "has no effect with supervisor.max_restarts=0: nothing restarts."
+    if values["cv"]["folds"] is None:
+        yield from ((f"cv.{name}", "has no effect without cv.folds.") for name in ("fold", "seed"))
+    yield from ((f"predict.{name}", "has no effect on a training: it is for predict.") for name in values["predict"])
+
+
+@_NO_EFFECT.append
+def _of_numerics(values: Values) -> Iterator[tuple[str, str]]:
+    numerics = values["numerics"]
+    if not numerics["reproducible"]:
+        yield "numerics.lanes", "has no effect without numerics.reproducible=true."
+    if numerics["on_nonfinite"] != "skip":
+        limits = ("max_skips_in_a_row", "max_skipped_share")
+        yield from ((f"numerics.{name}", "has no effect without numerics.on_nonfinite=skip.") for name in limits)
+    yield from ((f"precision.{name}", SCALING_KEYS.reason) for name in SCALING_KEYS.unused(values["precision"]))
+
+
+@_NO_EFFECT.append
+def _of_the_learning_rate(values: Values) -> Iterator[tuple[str, str]]:
+    warmup, scaling = values["warmup"], values["lr_scaling"]
+    unscaled = scaling["reference_batch"] is None or scaling["rule"] == "none"
+    if not warmup["epochs"] and not warmup["steps"]:
+        yield "warmup.start", "has no effect without a warmup. Give warmup.epochs or warmup.steps."
+    elif warmup["start"] == "base" and unscaled:
+        yield "warmup.start", "has no effect: nothing is scaled, so base is the peak already."
+    if scaling["reference_batch"] is None:
+        yield "lr_scaling.rule", "has no effect without lr_scaling.reference_batch: nothing is scaled."
+    elif unscaled:
+        yield "lr_scaling.reference_batch", "has no effect with lr_scaling.rule=none."
+
+
+@_NO_EFFECT.append
+def _of_optimizers(values: Values) -> Iterator[tuple[str, str]]:
+    optimizer, named = values["optimizer"], values["optimizers"]
+    entries = [one for one in named.values() if isinstance(one, Mapping)] if isinstance(named, Mapping) else []
+    own = "has no effect: each of optimizers has its own."
+    for name in optimizer if entries else ():
+        if all(name in entry or TARGET in entry for entry in entries):
+            yield f"optimizer.{name}", own
+    if entries and all(entry.get("schedule") is not None for entry in entries):
+        yield from ((f"schedule.{name}", own) for name in values["schedule"])
+    if "dampening" in optimizer and not optimizer.get("momentum"):
+        yield "optimizer.dampening", "has no effect without optimizer.momentum."
+
+
+def _unused_without_sweep(composition: Composition) -> Iterator[tuple[str, str]]:
+    yield from ((f"sweep.{name}", "has no effect without -m.") for name in composition.values["sweep"])
+
+
+def _unused_in_sweep(composition: Composition) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a sweep that have no effect with its sweeper or its launcher, as declared by their classes."""
+    from trainkit.config.compose import unused_sweep_keys  # noqa: PLC0415 - for sweeps only: imports Hydra
+
+    sweep = composition.values["sweep"]
+    if sweep["resume"] is not None:
+        yield "sweep.name", "has no effect with sweep.resume, which names the folder."
+    for group, choice in (("hydra/sweeper", composition.sweeper), ("hydra/launcher", composition.launcher)):
+        yield from ((f"sweep.{name}", reason) for name, reason in unused_sweep_keys(group, choice, sweep))
+
+
+def _hydra_sweep_keys(composition: Composition) -> Iterator[Problem]:
+    for override in composition.hydra_overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        if key.startswith(("hydra.sweep.", "hydra.launcher", "hydra.sweeper", "hydra/launcher", "hydra/sweeper")):
+            yield Problem(key=key, value=value, rule="has no effect without -m.", origin="command line")
+
+
+@_NO_EFFECT_HERE.append
+def _of_reading(values: Values) -> Iterator[tuple[str, str]]:
+    loader, hooks = values["loader"], hooks_in(values["data"])
+    dataset = resolve_target(values["data"][TARGET])
+    in_memory = (hasattr(dataset, "tensors") or hasattr(dataset, "gather")) and loader["cache"] is not False
+    in_memory = in_memory and hooks.get("collate") is None  # which is given samples one by one
+    if hooks.get("sampler") is not None:
+        yield "loader.shuffle", "has no effect: data.sampler draws the sample of each position."
+    if in_memory or loader["cache"] is True:
+        reason = "has no effect: the dataset is in memory. With loader.cache=false its samples are read one by one."
+        yield from ((f"loader.{name}", reason) for name in ("num_workers", "prefetch"))
+
+
+@_NO_EFFECT_HERE.append
+def _of_cuda(values: Values) -> Iterator[tuple[str, str]]:
+    import torch  # noqa: PLC0415 - second phase only
+
+    if not torch.cuda.is_available():
+        if rule := build(values["precision"], "precision").rule_without_cuda():
+            yield "precision", rule
+        if values["loader"]["pin_memory"] is True:
+            yield "loader.pin_memory", "has no effect: there is no CUDA GPU here to copy to."
+
+
+@_NO_EFFECT_HERE.append
+def _of_one_process(values: Values) -> Iterator[tuple[str, str]]:
+    keys = ["numerics.check_replicas_every", "elastic.min_replicas"]
+    if not values["eval"]["beside"]:  # a second process, which the supervisor watches
+        keys += ["supervisor.max_restarts", "supervisor.join_timeout_s"]
+    if _processes(values) == 1 and not _started_externally(values):
+        yield from ((key, "has no effect: this strategy runs in one process.") for key in keys)
+
+
+def _processes(values: Values) -> int | None:
+    """Return the number of processes that the strategy starts; None where that depends on more than the config."""
+    import torch  # noqa: PLC0415 - second phase only
+
+    count = getattr(build(values["strategy"], "strategy"), "num_processes", None)
+    try:
+        return int(count(torch.cuda.device_count())) if callable(count) else None
+    except ConfigError:
+        return None  # planning reports the problem
+
+
+def _started_externally(values: Values) -> bool:
+    """Return whether an external launcher, not this machine's supervisor, starts the processes."""
+    if TARGET not in values["cluster"]:
+        return False
+    try:
+        cluster = build(values["cluster"], "cluster")
+        return getattr(cluster, "starts_processes", False) or cluster.launch(os.environ) is not None
+    except ConfigError:
+        return False  # the run reports the problem

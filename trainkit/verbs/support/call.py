@@ -285,8 +285,7 @@ class Call:
         Raises:
             ConfigError: the problems of both phases.
         """
-        from trainkit.config.check import checked  # noqa: PLC0415 - a verb that composes nothing needs neither
-        from trainkit.config.check.unset import checked_without  # noqa: PLC0415
+        from trainkit.config.check import checked, checked_without  # noqa: PLC0415 - a verb may compose nothing
         from trainkit.config.compose import compose  # noqa: PLC0415
 
         composition = compose(self.overrides, config_dirs=self.config_dirs, packages=self.packages)
