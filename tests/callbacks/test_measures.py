@@ -303,14 +303,14 @@ def test_a_plain_line_shows_all_known_values_and_leaves_out_the_others() -> None
 
 
 def test_plain_lines_come_every_few_seconds_and_the_last_always() -> None:
-    now, stream = [0.0], io.StringIO()
-    line = PlainLine(every_s=5.0, stream=stream, clock=lambda: now[0])
+    now, lines = [0.0], list[str]()
+    line = PlainLine(every_s=5.0, write=lines.append, clock=lambda: now[0])
     for step in range(1, 10):
         now[0] = step * 2.0
         line.update(Reading(step=step, num_steps=9))
     line.close()
     line.close()
-    shown = [text.split()[1] for text in stream.getvalue().splitlines()]
+    shown = [text.split()[1] for text in lines]
     assert shown == ["1/9", "4/9", "7/9", "9/9"]
 
 

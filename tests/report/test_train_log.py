@@ -10,7 +10,7 @@ import os
 import pty
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 import pytest
 from rich.console import Console
@@ -19,7 +19,7 @@ from trainkit.callbacks.progress import Reading, live_line
 from trainkit.errors import TrainingError
 from trainkit.redaction import remember
 from trainkit.report.tracebacks import one_screen
-from trainkit.report.train_log import TrainLog, recorded_output
+from trainkit.report.train_log import TrainLog, plain, recorded_output
 
 
 @pytest.fixture
@@ -43,6 +43,32 @@ def test_a_line_is_in_the_file_at_once(log: Path) -> None:
     with recorded_output(log):
         print("first")
         assert log.read_text() == "first\n"
+
+
+def test_a_line_is_what_a_person_read() -> None:
+    lines = {
+        "plain": "plain",
+        "\x1b[1;32mgreen\x1b[0m\r": "green",
+        "10 %\r50 %\r100 %": "100 %",
+        "a\tc": "a       c",
+        "\x1b]0;title\x07\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\": "link",
+        "bell\x07 null\x00 escape\x1b c1\x9b2J": "bell null escapec12J",
+        "reversed \u202eevil\u202c": "reversed evil",
+    }
+    assert {line: plain(line) for line in lines} == lines
+
+
+def test_a_line_may_come_in_pieces_and_one_without_an_end_takes_bounded_memory(log: Path) -> None:
+    with recorded_output(log):
+        for piece in ("a\x1b", "[3", "1mb", "\n"):
+            sys.stdout.write(piece)
+        for number in range(20_000):
+            sys.stdout.write(f"\r{number} of 20,000")
+        assert len(cast("Any", sys.stdout)._tail) < 1 << 15
+        print()
+        sys.stdout.write("x" * 100_000)
+    first, second, *rest = log.read_text().splitlines()
+    assert (first, second, sum(map(len, rest))) == ("ab", "19999 of 20,000", 100_000)
 
 
 def test_a_second_run_appends_below_a_line(log: Path) -> None:

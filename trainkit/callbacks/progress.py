@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, NamedTuple, Protocol, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, NamedTuple, Protocol
 
 from trainkit.config.schema import MonitoredMetric
 from trainkit.config.sections import CheckpointConfig, EvalConfig
@@ -24,7 +24,7 @@ from trainkit.fields import above, cosmetic
 from trainkit.files import num_bytes
 from trainkit.report.numbers import clock, compact, count, fixed, share
 from trainkit.report.tables import is_terminal
-from trainkit.report.train_log import into_log_alone, recorded_again, unrecorded
+from trainkit.report.train_log import open_log, recorded_again, unrecorded
 from trainkit.trainer.events import Callback, Row, Run
 
 if TYPE_CHECKING:
@@ -406,13 +406,17 @@ class PlainLine(_Repeated):
     """One line every few seconds, for pipes and log files."""
 
     def __init__(
-        self, *, every_s: float, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        every_s: float,
+        write: Callable[[str], object] = lambda line: print(line, flush=True),  # noqa: T201 - meant for the terminal
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(every_s=every_s, clock=clock)
-        self._stream = stream
+        self._write = write
 
     def _show(self, reading: Reading) -> None:
-        print(plain_text(reading), file=self._stream or sys.stdout, flush=True)
+        self._write(plain_text(reading))
 
 
 class TerminalLine:
@@ -486,11 +490,11 @@ def live_line(*, every_s: float, step_now: Callable[[], int]) -> LiveLine:
         return PlainLine(every_s=every_s)
     from rich.console import Console  # noqa: PLC0415 - as above
 
-    log = into_log_alone()
+    log = open_log()
     return TerminalLine(
         console=Console(file=unrecorded(sys.stdout), highlight=False),
         step_now=step_now,
-        log=None if log is None else PlainLine(every_s=every_s, stream=log),
+        log=None if log is None else PlainLine(every_s=every_s, write=lambda line: log.write([line])),
     )
 
 

@@ -1,8 +1,8 @@
 """`train.log`: the terminal output of a run, as plain lines, without secrets.
 
 Several processes of a run append whole lines to one log: its supervisor and rank 0. A line is written once it is
-complete, so a killed process loses no complete line; it is not synced to the disk. If a program redraws a line, the log
-has its last form (`ScreenText`).
+complete, so a killed process loses no complete line; it is not synced to the disk. What redraws itself in place, such
+as the bar of the progress, writes below the recorded stream, and its lines into the log.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import re
 import stat
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
@@ -72,9 +71,9 @@ class TrainLog:
         if isinstance(error, KeyboardInterrupt):
             self.write(["stopped"])
         elif isinstance(error, TrainkitError):
-            self.write(plain_lines(str(error)))
+            self.write([*map(plain, str(error).split("\n"))])
         else:
-            self.write(plain_lines("".join(traceback.format_exception(error))))
+            self.write([*map(plain, "".join(traceback.format_exception(error)).rstrip().split("\n"))])
 
     def close(self) -> None:
         """Close the file; later lines are dropped."""
@@ -122,27 +121,55 @@ class TrainLog:
             content = content[os.write(self._descriptor, content) :]
 
 
-def plain_lines(text: str) -> list[str]:
-    r"""Return a text as lines without control characters.
+_ESCAPE: Final = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # cursor movements, colours
+    r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\)"  # titles, links
+    r"|\x1b[^\[\]PX^_]"
+    r"|[\x00-\x08\x0a-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]",  # the last ones change the order of a line
+    re.DOTALL,
+)
+_LONGEST_LINE: Final = 1 << 14
+
+
+def plain(line: str) -> str:
+    r"""Return a line as it stood at last, without control characters: of a redrawn one, what follows the last return.
 
     Example:
-        >>> plain_lines("a\x1b[31mb\x1b[0m\x07\nc")
-        ['ab', 'c']
+        >>> plain("10 %\r\x1b[31mdone\x1b[0m\x07\r")
+        'done'
     """
-    screen = ScreenText()
-    return [*screen.feed(text), *screen.finish()]
+    return _ESCAPE.sub("", line.rstrip("\r").rpartition("\r")[2]).expandtabs().rstrip()
 
 
 class LastingStream:
-    """A text stream that outlives its terminal: once that is closed, further output is dropped."""
+    """A text stream that outlives its terminal: once that is closed, further output is dropped.
 
-    def __init__(self, stream: TextIO) -> None:
+    Args:
+        stream: the stream that is written to.
+        log: the log that complete lines are written to as well; None: there is none.
+    """
+
+    def __init__(self, stream: TextIO, log: TrainLog | None = None) -> None:
         self.stream = stream
+        self._log, self._pid, self._tail, self._lock = log, os.getpid(), "", threading.RLock()
 
     def write(self, text: str) -> int:
-        """Write a text."""
+        """Write a text, and the completed lines into the log."""
+        if self._log is not None:
+            self._record(self._log, text)
         self._try(lambda: self.stream.write(text))
         return len(text)
+
+    def _record(self, log: TrainLog, text: str) -> None:
+        if os.getpid() != self._pid:  # in a fork: the incomplete line belongs to the parent
+            self._pid, self._tail, self._lock = os.getpid(), "", threading.RLock()
+        with self._lock:
+            *lines, tail = (self._tail + text).split("\n")
+            if len(tail) > _LONGEST_LINE:  # a line that is redrawn, or never ends
+                redrawn = tail.rstrip("\r").rpartition("\r")[2]
+                lines, tail = (lines, redrawn) if len(redrawn) < len(tail) else ([*lines, tail], "")
+            self._tail = tail
+            log.write([plain(line) for line in lines])
 
     def writelines(self, lines: Iterable[str]) -> None:
         """Write texts."""
@@ -154,7 +181,11 @@ class LastingStream:
         self._try(self.stream.flush)
 
     def finish(self) -> None:
-        """Flush the rest."""
+        """Write the incomplete line into the log, and flush the stream."""
+        with self._lock:
+            if self._log is not None and self._tail:
+                self._log.write([plain(self._tail)])
+            self._tail = ""
         self.flush()
 
     def _try(self, act: Callable[[], Any]) -> None:
@@ -178,47 +209,6 @@ def silence(stream: TextIO) -> None:
         os.close(nowhere)
 
 
-class _RecordedStream(LastingStream):
-    """A text stream whose lines also go into a log."""
-
-    def __init__(self, stream: TextIO, log: TrainLog) -> None:
-        super().__init__(stream)
-        self._log = log
-        self._begin()
-
-    def write(self, text: str) -> int:
-        """Write a text, and the completed lines into the log."""
-        if os.getpid() != self._pid:  # in a fork: the incomplete line belongs to the parent
-            self._begin()
-        with self._lock:
-            self._log.write(self._screen.feed(text))
-        return super().write(text)
-
-    def finish(self) -> None:
-        """Write the incomplete line into the log."""
-        with self._lock:
-            self._log.write(self._screen.finish())
-        self.flush()
-
-    def _begin(self) -> None:
-        self._pid, self._lock, self._screen = os.getpid(), threading.RLock(), ScreenText()
-
-
-class _LogAlone:
-    """A text stream whose lines go only into the log, not to the terminal."""
-
-    def __init__(self, log: TrainLog) -> None:
-        self._log = log
-        self._screen = ScreenText()
-
-    def write(self, text: str) -> int:
-        self._log.write(self._screen.feed(text))
-        return len(text)
-
-    def flush(self) -> None:
-        """Do nothing: no output is buffered."""
-
-
 _open_logs: list[TrainLog] = []
 
 
@@ -234,7 +224,7 @@ def recorded_output(path: Path, *, separated: bool = False) -> Iterator[TrainLog
     log = TrainLog(path, separated=separated)
     _open_logs.append(log)
     try:
-        with _replaced_output(lambda stream: _RecordedStream(stream, log)):
+        with _replaced_output(lambda stream: LastingStream(stream, log)):
             yield log
     finally:
         _open_logs.remove(log)
@@ -264,131 +254,14 @@ def _replaced_output(make: Callable[[TextIO], LastingStream]) -> Iterator[None]:
 
 def unrecorded(stream: TextIO) -> TextIO:
     """Return the stream below a recorded one, for output that is redrawn in place; any other stream unchanged."""
-    return cast("TextIO", LastingStream(stream.stream)) if isinstance(stream, _RecordedStream) else stream
+    return cast("TextIO", LastingStream(stream.stream)) if isinstance(stream, LastingStream) else stream
 
 
 def recorded_again(above: TextIO) -> TextIO:
     """Return a stream that writes to `above` and into the log of this process; `above` if there is none."""
-    return cast("TextIO", _RecordedStream(above, _open_logs[-1])) if _open_logs else above
+    return cast("TextIO", LastingStream(above, _open_logs[-1])) if _open_logs else above
 
 
-def into_log_alone() -> TextIO | None:
-    """Return a stream that writes only into the log of this process, not to the terminal; None if there is none."""
-    return cast("TextIO", _LogAlone(_open_logs[-1])) if _open_logs else None
-
-
-_TOKEN: Final = re.compile(
-    r"\x1b\[(?P<numbers>[0-?]*)[ -/]*(?P<command>[@-~])"  # cursor movements, colours
-    r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\)"  # titles, links
-    r"|\x1b[^\[\]PX^_]"
-    r"|(?P<control>[\r\n\b\t])"
-    r"|(?P<text>[^\x00-\x1f\x7f-\x9f]+)",
-    re.DOTALL,
-)
-_UNFINISHED: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x1b]*\x1b?)?\Z")
-"""An incomplete sequence, whose end is in the next piece of text."""
-_REORDERING: Final = re.compile("[\u202a-\u202e\u2066-\u2069]")
-"""Characters that make a terminal show a line in another order than it is written."""
-_LONGEST_SEQUENCE: Final = 4096
-_LONGEST_LINE: Final = 1 << 14
-_MOST_ROWS: Final = 200
-_LIVE_S: Final = 2.0
-"""Seconds after an upward movement of the cursor during which lines within its reach may still change."""
-
-
-class ScreenText:
-    r"""The last rows of a terminal, which may still change; earlier rows are final.
-
-    A row that is redrawn (a carriage return, a cursor that moves up) counts once, in its last form. Memory and the
-    lines of a redrawn table are bounded.
-
-    Example:
-        >>> screen = ScreenText()
-        >>> screen.feed("10 %\r20 %\r"), screen.feed("\x1b[32mdone\x1b[0m\nnext")
-        ([], ['done'])
-        >>> screen.finish()
-        ['next']
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._rows = [""]
-        self._at = 0
-        self._column = 0
-        self._held = 0
-        """Rows above the last one that a redrawn table may change."""
-        self._moved_up = -float("inf")
-        self._unfinished = ""
-
-    def feed(self, text: str) -> list[str]:
-        """Process written text; return the final lines, without control characters."""
-        if self._held and self._clock() - self._moved_up > _LIVE_S:
-            self._held = 0
-        lines = self._done()
-        text = self._unfinished + text
-        tail = _UNFINISHED.search(text, max(0, len(text) - _LONGEST_SEQUENCE))
-        self._unfinished = text[tail.start() :] if tail else ""
-        for token in _TOKEN.finditer(text, 0, tail.start() if tail else len(text)):
-            if token["text"] is not None:
-                self._put(_REORDERING.sub("", token["text"]))
-            elif token["control"] is not None:
-                self._control(token["control"])
-            elif token["command"] is not None:
-                self._command(token["command"], token["numbers"])
-            lines += self._done()
-        return lines
-
-    def finish(self) -> list[str]:
-        """Return the remaining rows, and reset the screen."""
-        rows = self._rows
-        self._rows, self._at, self._column, self._held, self._unfinished = [""], 0, 0, 0, ""
-        while rows and not rows[-1]:
-            rows.pop()
-        return [row.rstrip() for row in rows]
-
-    def _done(self) -> list[str]:
-        lines = []
-        while (len(self._rows) - 1 > self._held and self._at > 0) or len(self._rows) > _MOST_ROWS:
-            lines.append(self._rows.pop(0).rstrip())
-            self._at = max(0, self._at - 1)
-        if len(self._rows[self._at]) > _LONGEST_LINE:
-            lines.append(self._rows[self._at])
-            self._rows[self._at], self._column = "", 0
-        return lines
-
-    def _put(self, text: str) -> None:
-        row, end = self._rows[self._at], self._column + len(text)
-        self._rows[self._at] = row[: self._column].ljust(self._column) + text + row[end:]
-        self._column = end
-
-    def _control(self, character: str) -> None:
-        if character == "\n":
-            self._at, self._column = self._at + 1, 0
-            if self._at == len(self._rows):
-                self._rows.append("")
-        elif character == "\r":
-            self._column = 0
-        elif character == "\b":
-            self._column = max(0, self._column - 1)
-        else:
-            self._put(" " * (8 - self._column % 8))
-
-    def _command(self, command: str, numbers: str) -> None:
-        first = numbers.partition(";")[0]
-        number = int(first) if first.isdecimal() and len(first) < 6 else 0
-        row = self._rows[self._at]
-        if command == "A":  # up
-            wanted = max(1, number)
-            self._held = min(max(self._held, wanted), _MOST_ROWS - 1)
-            self._moved_up = self._clock()
-            self._at = max(0, self._at - wanted)
-        elif command == "B":  # down
-            self._at = min(len(self._rows) - 1, self._at + max(1, number))
-        elif command == "G":  # to a column
-            self._column = min(max(1, number), _LONGEST_LINE) - 1
-        elif command == "K":  # erase in the row
-            kept = {0: row[: self._column], 1: row[self._column :].rjust(len(row))}
-            self._rows[self._at] = kept.get(number, "")
-        elif command == "J":  # erase below, or all
-            self._rows[self._at] = row[: self._column] if number == 0 else ""
-            del self._rows[self._at + 1 :]
+def open_log() -> TrainLog | None:
+    """Return the log of this process; None if there is none."""
+    return _open_logs[-1] if _open_logs else None
