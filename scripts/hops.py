@@ -6,7 +6,7 @@ python scripts/hops.py --step mirrored
 
 The run is `strategy=mirrored strategy.replicas=2` with the default recipe; its parent and its rank 0 count. Code of a
 module or of a class body, which an import runs, does not. With `--step`, it is a step of rank 0 at which
-nothing else is due, without callbacks: see docs/one-step.md.
+nothing else is due, without callbacks: see docs/all-of-trainkit.md#a-step.
 """
 
 from __future__ import annotations
