@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from trainkit.fields import cosmetic
-from trainkit.trainer.events import Callback, Row, Run
+from trainkit import Callback, Row, Run, cosmetic
 
 
 class Milestones(Callback):

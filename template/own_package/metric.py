@@ -1,6 +1,6 @@
 """The metric: it counts per batch, and adds up the counts of all processes once, at the end."""
 
-from trainkit.objectives.base import Collective, Loss, Metric, RunningMean
+from trainkit import Collective, Loss, Metric, RunningMean
 
 
 class Correct(Metric):

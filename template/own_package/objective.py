@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from own_package.metric import Correct
-from trainkit.objectives.base import Loss, Metric, Supervised
+from trainkit import Loss, Metric, Supervised
 
 
 @dataclass(frozen=True, kw_only=True)

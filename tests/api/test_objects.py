@@ -187,10 +187,6 @@ def test_the_source_holds_what_a_class_names(tmp_path: Path) -> None:
         source_of({"model": cells["Odd"]})  # type: ignore[dict-item]
 
 
-def test_dir_lists_what_there_is() -> None:
-    assert dir(trainkit) == ["__version__", "compose", "generate", "load", "predict", "session", "testing", "train"]
-
-
 NOTHING = dict.fromkeys(("model", "data", "objective", "optimizer"))
 
 
@@ -298,3 +294,14 @@ def test_a_call_within_a_call_keeps_its_door() -> None:
     assert advice("flag", "name") == "flag"
     with called_from("python"), called_from("command line"):
         assert advice("flag", "name") == "name"
+
+
+def test_a_config_made_of_dataclasses_is_the_training_of_the_same_arguments(tmp_path: Path) -> None:
+    model = {"_target_": "trainkit.models.Mlp", "in_features": 64, "hidden": [8], "out_features": 10}
+    cfg = trainkit.RunConfig(steps=3, seed=5, model=model, quiet=True)
+    made = trainkit.train(cfg, run_dir=tmp_path / "made", packages=["tests"])
+    lines = ["recipe=null", "epochs=null", "steps=3", "seed=5", "model.hidden=[8]", "callbacks=[]", "logger=[]"]
+    same = trainkit.train([*lines, "quiet=true"], run_dir=tmp_path / "composed")
+    ours, theirs = made.model("last").state_dict(), same.model("last").state_dict()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    assert not (made.folder / "tensorboard").exists()

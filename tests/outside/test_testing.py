@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.errors import ConfigError
+from trainkit import ConfigError
 from trainkit.testing import assert_resumes, assert_same_training
 
 SMALL = ["recipe=null", "optimizer=sgd", "optimizer.lr=0.1", "steps=4", "callbacks=[]", "logger=[]"]

@@ -75,7 +75,8 @@ def train(
     """Check a run and train it.
 
     Args:
-        run: arguments as on the command line, the result of `compose`, or a config made by hand.
+        run: arguments as on the command line, the result of `compose`, or a `RunConfig` made by hand, in which a group
+            that is left out is that of `recipe=null`, and callbacks and loggers are those that it names.
         run_dir: the run folder; None: a new one below outputs, or `hydra.run.dir` if the composition sets it.
         model: a `torch.nn.Module`, which stays as it is; a class or function that makes one, with its settings in
             `functools.partial`; or the name of a choice. With a model or data of your own, no recipe applies unless

@@ -36,7 +36,7 @@ from trainkit.config.check import check_names, fitted, folder_rule
 from trainkit.config.compose import compose as compose_run
 from trainkit.config.composition import Composition, dotted, path_of
 from trainkit.config.grammar import key_of, setting
-from trainkit.config.schema import RunConfig
+from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, IN_PROCESS, TARGET, root_of
 from trainkit.config.targets.build import INJECTED, imported, signature_of
 from trainkit.config.values import expanded
@@ -487,7 +487,7 @@ def composed(
         raise ConfigError(odd)
     arguments = [*(setting(group, name) for group, name in given.choices.items()), *_arguments(keys)]
     if isinstance(run, RunConfig):
-        run = Composition(values=run.to_dict(), overrides=("recipe=null",))
+        run, packages = _by_hand(run, packages), ()
     if isinstance(run, Composition):
         searched = {"config_dirs": config_dirs, "packages": packages}
         beside = [*map(key_of, arguments), *(name for name, value in searched.items() if value)]
@@ -506,6 +506,16 @@ def composed(
         raise ConfigError(problems)
     trusted = dict.fromkeys((*composition.packages, *given.packages, *([IN_PROCESS] if given.in_process else [])))
     return replace(_with_nodes(composition, given.nodes), packages=tuple(trusted)), given
+
+
+def _by_hand(cfg: RunConfig, packages: Sequence[str]) -> Composition:
+    """Return the composition of a config made by hand: a group that it leaves out is that of `recipe=null`.
+
+    Callbacks and loggers are lists of what is wanted: left out, there are none.
+    """
+    defaults = compose_run(["recipe=null"]).values
+    missing = {group: defaults[group] for group in GROUPS if group not in LIST_GROUPS and not getattr(cfg, group)}
+    return Composition(values={**cfg.to_dict(), **missing}, overrides=("recipe=null",), packages=tuple(packages))
 
 
 def run_folder(run_dir: str | Path | None) -> Path | None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 import trainkit
-from trainkit.errors import ConfigError
+from trainkit import ConfigError
 from trainkit.testing import assert_resumes, assert_same_training
 
 HEAD: Final = """# @package _global_

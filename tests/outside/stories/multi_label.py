@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from trainkit.objectives.base import Loss, Metric, Supervised
-from trainkit.objectives.metrics import fresh_metrics
+from trainkit import Loss, Metric, Supervised, fresh_metrics
 
 RECIPE = """
 defaults: [override /model: null, override /data: null, override /optimizer: sgd, override /objective: null, _self_]

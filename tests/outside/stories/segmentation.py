@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from trainkit.objectives.base import Collective, Loss, Metric, Supervised
+from trainkit import Collective, Loss, Metric, Supervised
 
 RECIPE = """
 defaults: [override /model: null, override /data: null, override /optimizer: sgd, override /objective: null, _self_]

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from trainkit.objectives.base import Loss, Model, Objective
+from trainkit import Loss, Model, Objective
 
 RECIPE = """
 defaults: [override /model: null, override /data: null, override /optimizer: sgd, override /objective: null, _self_]

@@ -5,8 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from trainkit.objectives.base import Loss, Metric, Model, Objective
-from trainkit.objectives.metrics import MeanOf
+from trainkit import Loss, MeanOf, Metric, Model, Objective
 
 RECIPE = """
 defaults: [override /model: null, override /data: null, override /optimizer: sgd, override /objective: null, _self_]
