@@ -34,6 +34,7 @@ from trainkit.run.planning.plan import refuse_open_workers
 from trainkit.run.runner import train
 from trainkit.trainer.metrics_accumulator import PARTS
 from trainkit.verbs.looking.schema import schema_of
+from trainkit.verbs.measuring import bench as verb
 
 SLOW_DATA = "data._target_=tests.measuring.slow.SlowSamples"
 SLEEPY = ("model._target_=tests.measuring.slow.Sleepy", SLOW_DATA, "data.ms=0", "batch.global_size=8")
@@ -307,7 +308,7 @@ def test_the_verdict_as_json_has_its_schema(
     cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = WorkerSearch(choices=(Choice(label="0", failure="exit 2"),), num_workers=0, reason="0, because")
-    monkeypatch.setattr(searches, "search_workers", lambda *_, **__: found)
+    monkeypatch.setattr(verb, "search_workers", lambda *_, **__: found)
     assert main(["bench", "--data", "recipe=null", "steps=40", "--json", "--out", "found"]) == 1
     content = json.loads(capsys.readouterr().out)
     jsonschema.Draft202012Validator(schema_of("bench")).validate(content)

@@ -188,9 +188,11 @@ class Advice:
             return f"the {_MOST[self.goal]}"
         best = self.ranking[0]
         ratio = metric(tried, self.goal) / metric(best, self.goal)
-        if ratio <= NEAR:
-            return f"{_AS[self.goal]} within {NEAR - 1:.0%}, and {_harder(tried.way, best.way)}"
-        return f"{ratio:.2g} times {_OF[self.goal]}"
+        if ratio > NEAR:
+            return f"{ratio:.2g} times {_OF[self.goal]}"
+        harder = "a more complex strategy" if tried.way.strategy != best.way.strategy else "in another precision"
+        harder = harder if tried.way.devices == best.way.devices else f"on {tried.way.devices} devices"
+        return f"{_AS[self.goal]} within {NEAR - 1:.0%}, and {harder}"
 
 
 _MOST: Final[Mapping[Goal, str]] = {
@@ -200,12 +202,6 @@ _MOST: Final[Mapping[Goal, str]] = {
 }
 _AS: Final[Mapping[Goal, str]] = {"time": "as fast", "cost": "as cheap", "memory": "as little memory"}
 _OF: Final[Mapping[Goal, str]] = {"time": "the time", "cost": "the device seconds", "memory": "the memory"}
-
-
-def _harder(way: Way, best: Way) -> str:
-    if way.devices != best.devices:
-        return f"on {way.devices} devices"
-    return "a more complex strategy" if way.strategy != best.strategy else "in another precision"
 
 
 def metric(tried: Tried, goal: Goal) -> float:
@@ -318,13 +314,10 @@ class Planner:
 
     def families(self, base: Composition) -> list[Family]:
         """Return the ways to try; choices of the user stay."""
-        return list(
-            families(
-                devices=self.devices,
-                strategy_given=base.is_given("strategy"),
-                precisions=() if base.is_given("precision") else self._precisions(base),
-            )
-        )
+        is_full = base.cfg.precision.get("value") in {"fp32", "tf32"} and not base.is_given("precision")
+        precisions = ("bf16_mixed",) if is_full and "bf16" in self.hardware.tflops else ()
+        given = base.is_given("strategy")
+        return list(families(devices=self.devices, strategy_given=given, precisions=precisions))
 
     def try_way(self, way: Way, base: Composition, goal: Goal) -> Tried:
         """Plan a way; if it does not fit, with overrides that save memory."""
@@ -390,7 +383,3 @@ class Planner:
             sizes = (*((f"batch.micro_size={one}",) if one < size else ()), *fewer)
             if sizes:
                 yield sizes
-
-    def _precisions(self, base: Composition) -> tuple[str, ...]:
-        is_full = base.cfg.precision.get("value") in {"fp32", "tf32"}
-        return ("bf16_mixed",) if is_full and "bf16" in self.hardware.tflops else ()

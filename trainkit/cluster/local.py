@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Final
@@ -27,8 +27,8 @@ VARIABLE: Final = "TRAINKIT_LAUNCHER"
 
 
 def _tf_config(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    tf_config = read_tf_config(environ)
-    return None if tf_config is None else launch_of(tf_config.members, tf_config.task, kind=tf_config.variable)
+    found = read_tf_config(environ)
+    return None if found is None else launch_of(found.members, found.task, kind=found.variable)
 
 
 LAUNCHERS: Final[Mapping[str, tuple[Callable[[Mapping[str, str]], LaunchEnvironment | None], tuple[str, ...]]]] = {
@@ -94,6 +94,20 @@ def refuse_launched(environ: Mapping[str, str], starts: str, *, value: object = 
     if (found := detect(environ)) is not None:
         rule = f"{starts}, and {found.kind} started {found.num_ranks}. Start it once."
         raise ConfigError([Problem(key="cluster", value=value, rule=rule)])
+
+
+def launch_problems(key: str, each: str, start: str) -> Iterator[Problem]:
+    """Yield a problem if a launcher has started several processes like this one: each would do the whole.
+
+    Args:
+        key: the verb or flag.
+        each: what each of them would do.
+        start: how it is started instead.
+    """
+    launch = detect(os.environ)
+    if launch is not None and launch.num_ranks > 1:
+        rule = f"this is one of {launch.num_ranks} processes that {launch.kind} started, and each would {each}. "
+        yield Problem(key=key, rule=f"{rule}Start {start}.", origin="command line")
 
 
 def _shared(launch: LaunchEnvironment, environ: Mapping[str, str]) -> LaunchEnvironment | None:

@@ -171,8 +171,10 @@ def measure(
     """Measure the shares of one replica, then `counts` replicas (default: 2 and 4, if there are devices for them)."""
     shares, replicas = {}, {}
     for count in what.shares(target):
-        threads = max(1, what.cores // count) if what.on_cpu else None
-        one = Candidate(label=_share_label(what, count, threads), cfg=_share(what, count), num_steps=_STEPS)
+        threads, size = max(1, what.cores // count) if what.on_cpu else None, what.share(count)
+        beside = "" if threads is None else f", {threads} thread{'' if threads == 1 else 's'}"
+        label = f"one replica, {size} sample{'' if size == 1 else 's'} a step{beside}"
+        one = Candidate(label=label, cfg=_share(what, count), num_steps=_STEPS)
         alone = partial(start, threads=threads)
         shares[count] = bench([one], rounds=rounds, steps=steps, log=log, start=alone)[0]
     for count in what.measured_counts(target) if counts is None else counts:
@@ -180,12 +182,6 @@ def measure(
         one = Candidate(label=f"{count} replicas", cfg=cfg, num_steps=_STEPS)
         replicas[count] = bench([one], rounds=rounds, steps=steps, log=log, start=start)[0]
     return Measured(shares=shares, replicas=replicas)
-
-
-def _share_label(what: Scalable, count: int, threads: int | None) -> str:
-    size = what.share(count)
-    beside = "" if threads is None else f", {threads} thread{'' if threads == 1 else 's'}"
-    return f"one replica, {size} sample{'' if size == 1 else 's'} a step{beside}"
 
 
 def _share(what: Scalable, count: int) -> RunConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -87,23 +87,18 @@ def search_workers(
         def measure(choice: Choice) -> None:
             choice.add(run(f"loader.num_workers={choice.label}", _config(cfg, int(choice.label), num_steps)))
 
-        for count in _counts(num_cores() // max(num_ranks, 1)):
+        most = max(num_cores() // max(num_ranks, 1), 1)
+        for count in (0, *(1 << power for power in range(most.bit_length()))):
             found.append(Choice(label=str(count)))
             measure(found[-1])
-            if not found[-1].is_measured or _input_share(found[-1]) <= _FREE or _gains_nothing(found):
+            if not found[-1].is_measured or _input_share(found[-1]) <= _FREE:
                 break
+            if len(found) > 1 and _step_s(found[-1]) > (1 - _GAIN) * min(map(_step_s, found[:-1])):
+                break  # it is no faster than fewer workers
         for choice in (one for _ in range(1, rounds) for one in found):
             if choice.is_measured:
                 measure(choice)
     return _judged(found)
-
-
-def _counts(most: int) -> Iterator[int]:
-    yield 0
-    count = 1
-    while count <= max(most, 1):
-        yield count
-        count *= 2
 
 
 def _config(cfg: RunConfig, count: int, num_steps: int) -> RunConfig:
@@ -122,11 +117,6 @@ def _step_s(choice: Choice) -> float:
 def _input_share(choice: Choice) -> float:
     part = choice.part_s("input")
     return 0.0 if part is None else part.median / _step_s(choice)
-
-
-def _gains_nothing(found: list[Choice]) -> bool:
-    """Return whether the last number of workers shortened the step compared with the previous ones."""
-    return len(found) > 1 and _step_s(found[-1]) > (1 - _GAIN) * min(map(_step_s, found[:-1]))
 
 
 def _judged(found: list[Choice]) -> WorkerSearch:

@@ -182,7 +182,15 @@ class Slots:
         wanted: int = 0 if settings.slots == "auto" else settings.slots
         given = environ.get(_THREADS, "")
         threads = int(given) if given.isdecimal() and int(given) else None
-        if problems := _problems(settings, num_gpus):
+        problems = []
+        if num_gpus and wanted > num_gpus:
+            found = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+            rule = f"this machine has {found}. Use {num_gpus} or less; jobs share a GPU with sweep.jobs_per_device."
+            problems.append(Problem(key="sweep.slots", value=wanted, rule=rule))
+        if not num_gpus and settings.jobs_per_device != 1:
+            rule = "has no effect: there is no GPU here to share. Give sweep.slots, the number of parallel jobs."
+            problems.append(Problem(key="sweep.jobs_per_device", value=settings.jobs_per_device, rule=rule))
+        if problems:
             raise ConfigError(problems)
         wanted = wanted or num_gpus or max(1, num_cores // (threads or 1))
         share = threads or max(1, num_cores // (wanted * settings.jobs_per_device))
@@ -244,18 +252,6 @@ class Slots:
         what = "GPUs" if self.on_gpus else "slots"
         rule = f"{label or 'a job'} takes {wanted} {what}. Give it fewer, or {self.key}={wanted} or more."
         return [Problem(key=self.key, value=self.count, rule=rule)]
-
-
-def _problems(settings: Settings, num_gpus: int) -> list[Problem]:
-    problems = []
-    if num_gpus and settings.slots != "auto" and settings.slots > num_gpus:
-        found = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
-        rule = f"this machine has {found}. Use {num_gpus} or less; jobs share a GPU with sweep.jobs_per_device."
-        problems.append(Problem(key="sweep.slots", value=settings.slots, rule=rule))
-    if not num_gpus and settings.jobs_per_device != 1:
-        rule = "has no effect: there is no GPU here to share. Give sweep.slots, the number of parallel jobs."
-        problems.append(Problem(key="sweep.jobs_per_device", value=settings.jobs_per_device, rule=rule))
-    return problems
 
 
 def _names(environ: Mapping[str, str], num_gpus: int) -> list[str]:

@@ -160,8 +160,7 @@ def block_yaml(document: Mapping[str, Any]) -> str:
     import yaml  # noqa: PLC0415 - only an engine that takes YAML needs it
 
     class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002 - Kubernetes reads none
-            return True
+        """One of its own: the representer is not for other documents."""
 
     def as_block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
         style = "|" if "\n" in text else None

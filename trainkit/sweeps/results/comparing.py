@@ -98,26 +98,17 @@ def compare_sweep(folder: Path, board: Leaderboard) -> Comparison:
     entries = read_entries(folder)
     keys = dict.fromkeys(key for entry in entries for key in entry.settings)
     cfg = first_config(entries)
+    tags = {key: Tag.maths if cfg is None else tag_of(cfg, tuple(key.split("."))).tag for key in keys}
     return Comparison(
         title=f"sweep {folder.absolute().name}",
         goal=board.goal,
         runs=[_compared(entry, settings=entry.settings, command=command_of(entry)) for entry in entries],
         differences=[
-            DifferingKey(key=key, tag=_tag(cfg, key), values=[entry.settings.get(key, "") for entry in entries])
+            DifferingKey(key=key, tag=tags[key].value, values=[entry.settings.get(key, "") for entry in entries])
             for key in keys
         ],
         is_sweep=True,
     )
-
-
-def wants_page(board: Leaderboard) -> bool:
-    """Return whether the jobs of a sweep write pages: the first readable config decides for all."""
-    cfg = first_config(board.entries)
-    return cfg is not None and cfg.report_page
-
-
-def _tag(cfg: RunConfig | None, key: str) -> str:
-    return Tag.maths.value if cfg is None else tag_of(cfg, tuple(key.split("."))).tag.value
 
 
 def _compared(entry: JobResult, *, settings: Mapping[str, str], command: str) -> ComparedRun:
@@ -198,7 +189,8 @@ def page_at_end(folder: Path, board: Leaderboard) -> Path | None:
     """
     path = folder / FILE
     try:
-        if not wants_page(board):
+        cfg = first_config(board.entries)  # the first that is readable decides for all
+        if cfg is None or not cfg.report_page:
             return None
         comparison = compare_sweep(folder, board)
         write_page(path, comparison_page(comparison))

@@ -166,7 +166,10 @@ def score(combined: Combined, *, devices: Sequence[torch.device]) -> list[tuple[
     precision: Precision = build(cfg.precision, "precision")
     precision.apply_globally(devices[0].type)  # by default torch rounds the products of a convolution to ten bits
     if combined.averaged is not None:
-        _count_statistics(combined.averaged.model.to(devices[0]), splits["train"], cfg, devices[0])
+        # Count the batch statistics for the averaged weights: those of the members are wrong for them.
+        averaged, split_batch = combined.averaged.model.to(devices[0]), _objective(cfg).split_batch
+        update_bn((split_batch(batch)[0] for batch in _batches(splits["train"], cfg, devices[0])), averaged)
+        averaged.eval()
     if precision.model_dtype is not precision.master_dtype:  # the written model keeps the master weights
         combined = copy.deepcopy(combined)
     for candidate in (*combined.members, *([combined.averaged] if combined.averaged else [])):
@@ -179,22 +182,10 @@ def score(combined: Combined, *, devices: Sequence[torch.device]) -> list[tuple[
     ]
 
 
-def _count_statistics(model: nn.Module, train: Any, cfg: RunConfig, device: torch.device) -> None:
-    """Count the batch statistics for the averaged weights: those of the members are wrong for them."""
-    objective = _objective(cfg)
-    update_bn((objective.split_batch(batch)[0] for batch in _batches(train, cfg, device)), model)
-    model.eval()
-
-
 def _metrics_of(candidate: Candidate, dataset: Any, split: str, cfg: RunConfig) -> dict[str, float]:
     device = next(candidate.model.parameters()).device
     precision: Precision = build(cfg.precision, "precision")
-    local = LocalModel(
-        model=candidate.model,
-        device=device,
-        data_ranks=LocalCollective(),
-        precision=precision,
-    )
+    local = LocalModel(model=candidate.model, device=device, data_ranks=LocalCollective(), precision=precision)
     return evaluate(local, build(cfg.objective, "objective"), _batches(dataset, cfg, device), split=split).figures
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeGuard
+from typing import Final
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
@@ -79,13 +79,11 @@ class Trials:
 
         While one point does not fit into the free slots, another is proposed, so that a gap does not stay empty.
         """
-        while (job := taken(self._held, free)) is None and len(self._held) < _MOST_HELD and self._has_more:
+        while (job := taken(self._held, free)) is None and len(self._held) < _MOST_HELD:
+            if not self._interrupted and len(self._study.get_trials(deepcopy=False)) >= self._trials:
+                break
             self._held.append(self._propose())
         return job
-
-    @property
-    def _has_more(self) -> bool:
-        return bool(self._interrupted) or len(self._study.get_trials(deepcopy=False)) < self._trials
 
     def _propose(self) -> SweepJob:
         trial = self._interrupted.popleft() if self._interrupted else self._study.ask()
@@ -134,7 +132,8 @@ class Trials:
 
         The study holds the values of a range only as their positions, so the values are kept beside it.
         """
-        ranges = {_name(axis): list(map(_row, axis.rows)) for axis in self._space.axes if _is_range(axis)}
+        choices = [axis for axis in self._space.axes if isinstance(axis, Choices) and axis.ordered]
+        ranges = {_name(axis): list(map(" ".join, axis.rows)) for axis in choices}
         search = {"metric": self._goal.metric, "mode": self._goal.mode, "ranges": ranges}
         former = {**search, **self._study.user_attrs.get(_SEARCH, {})}
         rule = None
@@ -229,11 +228,7 @@ def _distribution(axis: Choices | Interval) -> BaseDistribution:
         return FloatDistribution(axis.low, axis.high, log=axis.log)
     if axis.ordered:
         return IntDistribution(0, len(axis.rows) - 1)
-    return CategoricalDistribution([_row(row) for row in axis.rows])
-
-
-def _is_range(axis: Choices | Interval) -> TypeGuard[Choices]:
-    return isinstance(axis, Choices) and axis.ordered
+    return CategoricalDistribution(list(map(" ".join, axis.rows)))
 
 
 def _is_compatible(former: BaseDistribution, distribution: BaseDistribution) -> bool:
@@ -242,10 +237,6 @@ def _is_compatible(former: BaseDistribution, distribution: BaseDistribution) -> 
     except ValueError:
         return False
     return True
-
-
-def _row(row: tuple[str, ...]) -> str:
-    return " ".join(row)
 
 
 def _values(space: Space, params: Mapping[str, object]) -> dict[str, str]:
@@ -258,6 +249,6 @@ def _values(space: Space, params: Mapping[str, object]) -> dict[str, str]:
         elif axis.ordered:
             values |= zip(axis.keys, axis.rows[int(str(found))], strict=True)
         else:
-            row = next(row for row in axis.rows if _row(row) == found)
+            row = next(row for row in axis.rows if " ".join(row) == found)
             values |= zip(axis.keys, row, strict=True)
     return values

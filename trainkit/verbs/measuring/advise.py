@@ -112,15 +112,10 @@ def _show(call: Call, advice: Advice, planner: Planner, name: str, *, notes: Seq
 
 def _shown(advice: Advice) -> list[Tried]:
     """Return one way per strategy and precision, the best or else the last one, and the second best way."""
-    best = {_kind(one): one for one in reversed(advice.ranking)}
-    others = {_kind(one): one for one in advice.others}
-    runners_up = advice.ranking[:2]
-    ranked = [one for one in advice.ranking if one in runners_up or one is best[_kind(one)]]
+    best = {(one.way.strategy, one.way.precision): one for one in reversed(advice.ranking)}
+    others = {(one.way.strategy, one.way.precision): one for one in advice.others}
+    ranked = [one for one in advice.ranking if one in (*advice.ranking[:2], *best.values())]
     return [*ranked, *(one for kind, one in others.items() if kind not in best)]
-
-
-def _kind(tried: Tried) -> tuple[str, str]:
-    return tried.way.strategy, tried.way.precision
 
 
 def _row(tried: Tried, advice: Advice) -> tuple[str, ...]:
@@ -135,18 +130,17 @@ def _row(tried: Tried, advice: Advice) -> tuple[str, ...]:
 
 def _document(call: Call, advice: Advice, planner: Planner) -> dict[str, Any]:
     """Return the output of `--json`."""
-    ways = [_way(one, call, advice, planner) for one in (*advice.ranking, *advice.others)]
+    names = ("fits", "needs", "devices", "step_s")
+    ways = [
+        {
+            "overrides": one.overrides,
+            "command": _command(call, one, planner, "plan"),
+            "reason": advice.reason(one),
+            **{name: getattr(one.figures, name, None) for name in names},
+            "cost": one.figures and one.figures.cost_usd,
+        }
+        for one in (*advice.ranking, *advice.others)
+    ]
     best = [*ways[: len(advice.ranking)], None, None]
     head = {"goal": call.flags.get("for", "time"), "hardware": planner.hardware.name, "devices": planner.devices}
     return {"version": 1, **head, "best": best[0], "runner_up": best[1], "ways": ways}
-
-
-def _way(tried: Tried, call: Call, advice: Advice, planner: Planner) -> dict[str, Any]:
-    figures = {name: getattr(tried.figures, name, None) for name in ("fits", "needs", "devices", "step_s")}
-    return {
-        "overrides": tried.overrides,
-        "command": _command(call, tried, planner, "plan"),
-        "reason": advice.reason(tried),
-        **figures,
-        "cost": tried.figures and tried.figures.cost_usd,
-    }

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
+from trainkit.cluster.local import VARIABLE, launch_problems
 from trainkit.config.composition import Composition, Level
 from trainkit.config.grammar import COMMAND_LINE, refusal, replacing
 from trainkit.config.schema import RunConfig
@@ -21,7 +22,6 @@ from trainkit.run.planning.plan import make_plan, with_workers
 from trainkit.verbs.support.call import Call
 from trainkit.verbs.support.measured import (
     Results,
-    launch_problems,
     line_printer,
     measure,
     out_problems,
@@ -46,7 +46,10 @@ def run(call: Call) -> int:
 
 def _measured(call: Call, points: Sequence[Composition], candidates: Sequence[Candidate]) -> Results:
     """Measure the choices."""
-    target = _target(call, points)
+    target = None
+    if "until" in call.flags:
+        metric, _, text = call.flags["until"].partition("=")
+        target = Target.of(metric, float(text), points[0].cfg)
     rounds, steps = call.flags.get("rounds") or (3 if target is None else 1), call.flags.get("steps")
     found = bench(candidates, rounds=rounds, steps=steps, target=target, log=_print_line)
     notes = list(dict.fromkeys([*(note for point in points for note in point.notes), *_energy_notes(found)]))
@@ -81,7 +84,8 @@ def _points(call: Call, wrong: list[Problem]) -> list[Composition] | None:
     try:
         return _distinct(call.compose_points())
     except ConfigError as error:
-        wrong += [_of_until(one) for one in error.problems] if "until" in call.flags else error.problems
+        by_until = {"eval.metric": "--until"} if "until" in call.flags else {}
+        wrong += [replace(one, key=by_until.get(one.key, one.key)) for one in error.problems]
         return None
 
 
@@ -92,10 +96,6 @@ def _distinct(points: Sequence[Composition]) -> list[Composition]:
         if count > 1 and len(counts) > 1:
             _print_line(f"the lists contain {label} {count} times; it is measured once")
     return list({tuple(point.overrides): point for point in points}.values())
-
-
-def _of_until(one: Problem) -> Problem:
-    return replace(one, key="--until") if one.key == "eval.metric" else one
 
 
 def problems(call: Call) -> Iterator[Problem]:
@@ -110,7 +110,7 @@ def problems(call: Call) -> Iterator[Problem]:
         for name in call.flags.keys() & {"steps", "until"}:
             yield call.problem(name, "has no effect with --data.")
     yield from out_problems(call)
-    yield from launch_problems("bench", "measure every choice")
+    yield from launch_problems("bench", "measure every choice", f"bench without the launcher ({VARIABLE}=none)")
 
 
 def _number(until: str) -> float | None:
@@ -136,19 +136,14 @@ def _choice_problems(call: Call, points: Sequence[Composition]) -> Iterator[Prob
         rule = "compares choices, and no key has several. Give a key a list: strategy=one_device,mirrored."
         yield Problem(key="bench", rule=rule, origin=COMMAND_LINE)
     for point in points:
-        yield from _point_problems(call, point)
-
-
-def _point_problems(call: Call, point: Composition) -> Iterator[Problem]:
-    values = point.values
-    yield from training_problems("bench", point)
-    if values["strategy"].get("evaluator"):
-        rule = "has no effect: bench measures a training without its evaluator. Leave it out."
-        yield point.problem("strategy.evaluator", rule, value=True)
-    if "until" in call.flags and (values["eval"]["every_steps"], values["eval"]["every_epochs"]) == (None, None):
-        yield call.problem(
-            "until", "no evaluation comes before the end of the training. Give eval.every_steps or eval.every_epochs."
-        )
+        yield from training_problems("bench", point)
+        if point.values["strategy"].get("evaluator"):
+            rule = "has no effect: bench measures a training without its evaluator. Leave it out."
+            yield point.problem("strategy.evaluator", rule, value=True)
+        evaluations = point.values["eval"]
+        if "until" in call.flags and evaluations["every_steps"] is evaluations["every_epochs"] is None:
+            rule = "no evaluation comes before the end of the training. Give eval.every_steps or eval.every_epochs."
+            yield call.problem("until", rule)
 
 
 def _candidates(points: Sequence[Composition], *, fewest: int | None = None) -> list[Candidate]:
@@ -182,14 +177,6 @@ def _labels(points: Sequence[Composition]) -> list[str]:
     common = set.intersection(*(set(point.overrides) for point in points))
     labels = (" ".join(redacted_argument(line) for line in point.overrides if line not in common) for point in points)
     return [label or "the training" for label in labels]
-
-
-def _target(call: Call, points: Sequence[Composition]) -> Target | None:
-    if "until" not in call.flags:
-        return None
-
-    metric, _, text = call.flags["until"].partition("=")
-    return Target.of(metric, float(text), points[0].cfg)
 
 
 def _energy_notes(found: Sequence[Choice]) -> Iterator[str]:

@@ -75,16 +75,13 @@ def _plan(point: Composition, problems_of: Any) -> RunPlan:
     """
     plan_all_points([point])
     plan = make_plan(point.cfg)
-    if wrong := [*problems_of(plan), *_batch_problems(plan)]:
-        raise point.with_origins(ConfigError(wrong))
-    return plan
-
-
-def _batch_problems(plan: RunPlan) -> Iterator[Problem]:
-    size, count = plan.batch.global_size, plan.batch.num_samples
+    wrong, size, count = [*problems_of(plan)], plan.batch.global_size, plan.batch.num_samples
     if count < size:
         rule = f"larger than the {count} training samples: no step has that many. Use {count} or less."
-        yield Problem(key="batch.global_size", value=size, rule=rule)
+        wrong.append(Problem(key="batch.global_size", value=size, rule=rule))
+    if wrong:
+        raise point.with_origins(ConfigError(wrong))
+    return plan
 
 
 def _rate_problems(plan: RunPlan) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from trainkit.cluster.local import LAUNCHERS, VARIABLE, detect
+from trainkit.cluster.local import LAUNCHERS, VARIABLE, detect, launch_problems
 from trainkit.config.grammar import COMMAND_LINE, key_of, refusal, replacing
 from trainkit.config.values import MOST_PROCESSES, whole_number
 from trainkit.errors import CheckpointError, ConfigError, Problem, TrainkitError
@@ -110,8 +110,15 @@ def _sweep(call: Call) -> int:
     from trainkit.run.process.template import JOB_IMPORTS, template  # noqa: PLC0415 - the same
     from trainkit.verbs.support.points import sweep_points, with_values  # noqa: PLC0415 - the same
 
-    _refuse_launch()
-    _refuse_keys_of_single_runs(call)
+    start = f"the sweep without the launcher ({VARIABLE}=none), or each point with it"
+    rules = dict.fromkeys(("hydra.run.dir", "hydra.run"), "is the folder of a single run. Give hydra.sweep.dir.")
+    if call.multirun:
+        rules["hydra.mode"] = "has no effect with -m."
+    given = [(key_of(line), line.partition("=")[2]) for line in call.overrides if key_of(line) in rules]
+    problems = [*launch_problems("-m", "run every point", start)]
+    problems += [Problem(key=key, value=text, rule=rules[key], origin=COMMAND_LINE) for key, text in given]
+    if problems:
+        raise ConfigError(problems)
     call = expand_folds(call)
     points = sweep_points(call.overrides, call.config_dirs, call.packages)
     with template(JOB_IMPORTS), lasting_output():
@@ -155,27 +162,6 @@ def _gpus_elsewhere(point: Composition) -> int | None:
     key = "hydra.launcher.gpus_per_node"
     given = [line.partition("=")[2] for line in point.hydra_overrides if key_of(line) == key]
     return whole_number(given[-1], low=0, high=MOST_PROCESSES) or 0 if given else 0
-
-
-def _refuse_launch() -> None:
-    """Refuse a sweep in an external launch, in which every process would run the whole sweep."""
-    launch = detect(os.environ)
-    if launch is not None and launch.num_ranks > 1:
-        rule = (
-            f"this is one of {launch.num_ranks} processes that {launch.kind} started, and each would run every point. "
-            f"Start the sweep without the launcher ({VARIABLE}=none), or each point with it."
-        )
-        raise ConfigError([Problem(key="-m", rule=rule, origin="command line")])
-
-
-def _refuse_keys_of_single_runs(call: Call) -> None:
-    """Refuse arguments that concern a single run: each run of a sweep has its own folder below that of the sweep."""
-    rules = dict.fromkeys(("hydra.run.dir", "hydra.run"), "is the folder of a single run. Give hydra.sweep.dir.")
-    if call.multirun:
-        rules["hydra.mode"] = "has no effect with -m."
-    given = [(key_of(line), line.partition("=")[2]) for line in call.overrides if key_of(line) in rules]
-    if given:
-        raise ConfigError([Problem(key=key, value=text, rule=rules[key], origin=COMMAND_LINE) for key, text in given])
 
 
 def _check_point(composition: Composition) -> Composition:

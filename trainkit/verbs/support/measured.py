@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -11,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainkit.cluster.local import VARIABLE, detect
+from trainkit.cluster.local import VARIABLE, launch_problems
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.values import path_rule
@@ -33,17 +32,6 @@ def _occupied(path: Path) -> str | None:
     if path.is_dir() and any(path.iterdir()):
         return "is a folder with files. Give a new one."
     return "is a file. Give a folder." if path.exists() and not path.is_dir() else None
-
-
-def launch_problems(verb: str, what: str) -> Iterator[Problem]:
-    """Yield a problem if a launcher has started several processes like this one: each would measure `what`."""
-    launch = detect(os.environ)
-    if launch is not None and launch.num_ranks > 1:
-        rule = (
-            f"this is one of {launch.num_ranks} processes that {launch.kind} started, and each would {what}. "
-            f"Start {verb} without the launcher ({VARIABLE}=none)."
-        )
-        yield Problem(key=verb, rule=rule, origin=COMMAND_LINE)
 
 
 def training_problems(verb: str, composition: Composition) -> Iterator[Problem]:
@@ -70,7 +58,11 @@ def begin(call: Call, what: str, problems: Iterable[Problem] = ()) -> Compositio
     Raises:
         ConfigError: those, and the problems of flags, launch and config.
     """
-    found = [*problems, *out_problems(call), *launch_problems(call.verb, what)]
+    found = [
+        *problems,
+        *out_problems(call),
+        *launch_problems(call.verb, what, f"{call.verb} without the launcher ({VARIABLE}=none)"),
+    ]
     try:
         composition = call.compose()
     except ConfigError as error:
