@@ -34,7 +34,7 @@ from trainkit.config.schema import MonitoredMetric
 from trainkit.report.curves import MetricsReader
 from trainkit.report.web.comparison_document import ComparedRun, Comparison, DifferingKey, comparison_page
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.page import write_page, write_run_page
+from trainkit.run.record import write_page, write_run_page
 
 NAMES = ("train/loss", "val/loss", "lr", "grad_norm")
 

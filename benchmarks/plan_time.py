@@ -24,10 +24,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import report
 from trainkit import api
 from trainkit.run.estimates.hardware import Hardware, Link
-from trainkit.run.estimates.outlook import rank_work
-from trainkit.run.estimates.step_time import Measured, StepTime, Work, step_time
+from trainkit.run.estimates.outlook import Measured, StepTime, Work, rank_work, step_time, step_traffic
 from trainkit.run.estimates.this_machine import measured_link
-from trainkit.run.estimates.traffic import step_traffic
 from trainkit.run.planning.plan import make_plan
 from trainkit.trained.build import meta_model
 

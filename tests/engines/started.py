@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from tests.run import fake_worker
-from trainkit.run.backends import worker as rank
+from trainkit.run.backends import engine as rank
 
 if __name__ == "__main__":
     setattr(rank, "ENTRY", (sys.executable, str(Path(fake_worker.__file__))))  # noqa: B010 - it is Final

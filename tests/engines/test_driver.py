@@ -24,8 +24,7 @@ from tests.support.waiting import wait_for
 from trainkit.cluster.tasks import Task
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, CrashLoopError, DataError, MissingExtraError, TrainingError
-from trainkit.run.backends.attempt import begin_attempt, wait_for_attempt
-from trainkit.run.backends.driver import run_on
+from trainkit.run.backends.engine import begin_attempt, run_on, wait_for_attempt
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process_backend import BackendJob, ProcessBackend
@@ -126,7 +125,7 @@ def test_a_request_to_stop_reaches_the_ranks(
 ) -> None:
     fake("steps=1000 pause=0.01")
     flag = SimpleNamespace(requested=None)
-    monkeypatch.setattr("trainkit.run.backends.driver.StopFlag", lambda: contextlib.nullcontext(flag))
+    monkeypatch.setattr("trainkit.run.backends.engine.StopFlag", lambda: contextlib.nullcontext(flag))
 
     def ask() -> None:
         wait_for(lambda: len(list(folder.live.glob("pids_*"))) == 2)

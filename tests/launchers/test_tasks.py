@@ -17,9 +17,8 @@ from trainkit.cluster.tasks import Task
 from trainkit.config.check import checked
 from trainkit.config.compose import compose
 from trainkit.errors import ConfigError, HangError, TrainingError
-from trainkit.run.folder.fencing_token import FencingToken
-from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.rendezvous.store_client import WaitReporter, store_of_launch
+from trainkit.run.folder.run_folder import FencingToken, RunFolder
+from trainkit.run.rendezvous.barrier import WaitReporter, store_of_launch
 from trainkit.strategies.base import Numerics, PlanContext, Strategy
 from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirrored
 from trainkit.strategies.mesh.strategy import TensorParallel

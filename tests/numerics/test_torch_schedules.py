@@ -13,8 +13,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.schedules import Step
-from trainkit.run.planning.build import build_schedule
-from trainkit.run.planning.optimizers import learning_rate_of
+from trainkit.run.planning.build import build_schedule, learning_rate_of
 
 HOME = "torch.optim.lr_scheduler"
 BATCH = BatchPlan(num_samples=40, global_size=10, micro_size=10)

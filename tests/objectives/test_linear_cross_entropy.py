@@ -25,7 +25,7 @@ from trainkit.objectives.base import Loss
 from trainkit.objectives.language_modelling import LanguageModelling
 from trainkit.objectives.linear_cross_entropy import score_rows
 from trainkit.objectives.own_loss import ModelComputesLoss
-from trainkit.run.estimates.activations import TracedPass
+from trainkit.run.estimates.passes import TracedPass
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
 
 ROWS, FEATURES, WORDS = 37, 6, 29

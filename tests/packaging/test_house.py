@@ -76,7 +76,7 @@ ONCE = {
     r"(events|exits)\.get\(": {"agent/agent.py"},
     r"status=status_of_error\(error\)": {"folder/run_result.py"},
     r"def begun\(": {"begin.py"},
-    r"= find_start\(|return find_start\(": {"begin.py", "rendezvous/relaunch.py"},  # also of a launch that is restarted
+    r"= find_start\(|return find_start\(": {"begin.py", "rendezvous/join.py"},  # also of a launch that is restarted
     r"worker\.main\(|exit_without_teardown\(main": {"worker_main.py", "fork_server_main.py"},
 }
 """What a run has one of -> the files of `trainkit/run` that contain it."""

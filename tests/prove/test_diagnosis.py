@@ -36,7 +36,7 @@ from trainkit.prove.faults import (
     combine,
 )
 from trainkit.prove.plain_loop import PlainLoop
-from trainkit.run.planning.coupling import probe
+from trainkit.run.planning.notes import probe
 
 NAMES = ("w", "b")
 

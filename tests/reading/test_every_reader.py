@@ -27,7 +27,7 @@ ALLOWED: Final[dict[str, tuple[tuple[str, set[str]], ...]]] = {
     ),
     "/proc, the cgroup file system, and a memory segment of this run": (
         ("run/estimates/this_machine.py", {"read_text", "json.loads"}),
-        ("run/agent/evidence.py", {"read_text"}), ("strategies/reducers/shared_memory.py", {"read_text", "open"}),
+        ("run/agent/failure.py", {"read_text"}), ("strategies/reducers/shared_memory.py", {"read_text", "open"}),
         ("trainer/metrics_accumulator.py", {"read_text"}),
         ("cluster/host.py", {"read_text"}),
     ),

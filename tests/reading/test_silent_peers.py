@@ -14,10 +14,9 @@ import pytest
 
 from trainkit.cluster.launch import LaunchEnvironment, workers
 from trainkit.errors import HangError, LinkError
-from trainkit.run.rendezvous import store_client as boards
-from trainkit.run.rendezvous.barrier import ProcessBarrier
+from trainkit.run.rendezvous import barrier as boards
+from trainkit.run.rendezvous.barrier import ProcessBarrier, StoreClient, WaitReporter
 from trainkit.run.rendezvous.late_join import _checked
-from trainkit.run.rendezvous.store_client import StoreClient, WaitReporter
 from trainkit.strategies import rendezvous_store
 from trainkit.strategies.rendezvous_store import HostedStore, store_client
 

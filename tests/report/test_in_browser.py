@@ -16,7 +16,7 @@ from trainkit.config.schema import MonitoredMetric
 from trainkit.report.curves import LoggedRows
 from trainkit.report.web.comparison_document import ComparedRun, Comparison, DifferingKey, comparison_page
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.page import write_page, write_run_page
+from trainkit.run.record import write_page, write_run_page
 
 HOSTILE = "</script><img src=x onerror=window.hit=1>\u202e" + "x" * 10_000
 SETTING = {"key": "optimizer.lr", "value": 0.05, "recipe": 0.001, "set_by": "command line", "tag": "maths"}

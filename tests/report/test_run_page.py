@@ -26,8 +26,7 @@ from trainkit.report.web.figures_document import figures_of
 from trainkit.report.web.page import to_json
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import read_status
-from trainkit.run.page import write_run_page
-from trainkit.run.record import PageWriter
+from trainkit.run.record import PageWriter, write_run_page
 
 SHORT = ("recipe=null", "steps=24", "epochs=null", "callbacks=[]", "logger=[]", "quiet=true", "seed=3")
 
@@ -200,7 +199,7 @@ def test_the_page_of_a_running_run_alone_loads_itself_again(
 ) -> None:
     assert "http-equiv=refresh" not in (run / "report.html").read_text()
     status = replace(read_status(RunFolder(run)), state="running")
-    monkeypatch.setattr("trainkit.run.page.read_status", lambda _: status)
+    monkeypatch.setattr("trainkit.run.record.read_status", lambda _: status)
     write_run_page(RunFolder(run), tmp_path / "page.html")
     assert "<meta http-equiv=refresh content=30>" in (tmp_path / "page.html").read_text()
 

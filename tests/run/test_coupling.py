@@ -27,8 +27,7 @@ from trainkit.objectives.language_modelling import LanguageModelling
 from trainkit.objectives.own_loss import ModelComputesLoss
 from trainkit.prove.comparing import Sameness, same_training
 from trainkit.run.planning import notes as cut_facts
-from trainkit.run.planning.coupling import COUPLES, MODEL, Coupling, probe
-from trainkit.run.planning.notes import coupling_of, cut_notes
+from trainkit.run.planning.notes import COUPLES, MODEL, Coupling, coupling_of, cut_notes, probe
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.planning.proof_records import keep_proof, key_of, last_proof, proofs_folder
 

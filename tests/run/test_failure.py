@@ -20,12 +20,13 @@ from trainkit.cluster.host import ProcessId
 from trainkit.cluster.tasks import Task
 from trainkit.errors import CheckpointError, ConfigError, HangError, LinkError, Problem, TrainingError, TrainkitError
 from trainkit.run.agent.agent import Agent, AgentSettings
-from trainkit.run.agent.evidence import MemoryEvents, ProcessEvidence
 from trainkit.run.agent.failure import (
     AT_THE_STORE,
     HERE,
     Failure,
     Graces,
+    MemoryEvents,
+    ProcessEvidence,
     RankFacts,
     facts_of,
     failure_of,

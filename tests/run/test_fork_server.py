@@ -68,7 +68,7 @@ BEFORE_A_FORK = {
 FORKING = """
 import io, numpy, os, sys, threading, time, torch
 from trainkit.run.fork_server_main import run_command
-from trainkit.run.process import template
+from trainkit.run.process import fork_server as template
 def command():
     exec(code)
     with template.template(("torch",)):

@@ -9,7 +9,7 @@ from trainkit.config.sections import NumericsConfig
 from trainkit.errors import CheckpointError, NonFiniteError
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.precision import LossScale, Precision
-from trainkit.run.folder.rollbacks import FILE, record_rollback, rollbacks_of, suspect_checkpoint_of
+from trainkit.run.folder.run_result import ROLLBACKS, record_rollback, rollbacks_of, suspect_checkpoint_of
 from trainkit.strategies.base import LeftOut
 from trainkit.trainer.events import LeftOutSteps, RollbackNeeded, Suspect
 
@@ -65,8 +65,8 @@ def test_a_resumed_run_finds_its_suspect_step_in_the_record(checkpoint: int, kno
 
 
 def test_a_damaged_record_of_rollbacks_is_named(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text(json.dumps({"rollbacks": [{"step": 1}]}))
-    with pytest.raises(CheckpointError, match=f"{FILE} is not a record of rollbacks: .*checkpoint is missing"):
+    (tmp_path / ROLLBACKS).write_text(json.dumps({"rollbacks": [{"step": 1}]}))
+    with pytest.raises(CheckpointError, match=f"{ROLLBACKS} is not a record of rollbacks: .*checkpoint is missing"):
         rollbacks_of(tmp_path)
 
 

@@ -29,10 +29,10 @@ from trainkit.errors import ConfigError
 from trainkit.objectives.base import Loss, Model
 from trainkit.objectives.classification import Classification
 from trainkit.run.estimates import fake_run, this_machine
-from trainkit.run.estimates.activations import Timeline, TracedPass
 from trainkit.run.estimates.fake_run import ObservedSteps, observe
 from trainkit.run.estimates.hardware import Link, hardware_of, hardware_under
 from trainkit.run.estimates.memory import DeviceMemory, device_memory, part_memories, verdict_of
+from trainkit.run.estimates.passes import Timeline, TracedPass
 from trainkit.run.estimates.this_machine import Machine, ThisMachine, calibration_file
 from trainkit.run.planning.plan import make_plan
 from trainkit.strategies.pipeline.schedules import most_in_flight

@@ -22,8 +22,16 @@ from trainkit.objectives.base import Loss
 from trainkit.objectives.classification import Classification
 from trainkit.run.estimates import outlook
 from trainkit.run.estimates.hardware import Band, Hardware, Link
-from trainkit.run.estimates.step_time import Measured, RankWork, Work, WorkCounter, budget_of, step_time, update_work
-from trainkit.run.estimates.traffic import Traffic
+from trainkit.run.estimates.outlook import (
+    Measured,
+    RankWork,
+    Traffic,
+    Work,
+    WorkCounter,
+    budget_of,
+    step_time,
+    update_work,
+)
 from trainkit.run.session import account
 from trainkit.run.session.account import Figures, Mark, between, differences, line_of, peak_bytes, tcp_bytes
 from trainkit.strategies.traffic import Transfer

@@ -35,8 +35,7 @@ from trainkit.run.agent.policy import (
     record_relaunch,
 )
 from trainkit.run.agent.supervisor import _result
-from trainkit.run.folder.restart_record import FILE, Restart, record_restart, restarts_of
-from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.run_folder import RESTARTS, Restart, RunFolder, record_restart, restarts_of
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.process.error_report import write_error_report
 from trainkit.run.process.heartbeat import Heartbeat
@@ -511,7 +510,7 @@ def test_the_record_survives_lines_that_are_none(folder: RunFolder) -> None:
     folder.path.mkdir()
     restart = Restart(kind="all", cause="rank 1 was ended by SIGKILL.\nA second line.", step=3, rank=1, task="worker:1")
     record_restart(folder.path, restart)
-    with (folder.path / FILE).open("a") as file:
+    with (folder.path / RESTARTS).open("a") as file:
         file.write('{"kind": "all"}\nnonsense\n[1]\n{"kind"')
     folder.write_result({"status": "finished"})
     expected = {"kind": "all", "step": 3, "rank": 1, "task": "worker:1", "cause": "rank 1 was ended by SIGKILL."}
@@ -539,7 +538,7 @@ def test_of_many_restarts_the_first_are_listed_and_the_rest_is_counted(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder.path.mkdir()
-    monkeypatch.setattr("trainkit.run.folder.restart_record._LISTED", 2)
+    monkeypatch.setattr("trainkit.run.folder.run_folder._LISTED", 2)
     for step in range(5):
         record_restart(folder.path, Restart(kind="all", cause="", step=step))
     found = restarts_of(folder.path)

@@ -28,13 +28,12 @@ from tests.support.present import present
 from trainkit.cli import main
 from trainkit.cluster.host import ThreadTimes, children_of, thread_times, waited_s
 from trainkit.errors import HangError, TerminatedError
-from trainkit.run.agent.evidence import ProcessEvidence
-from trainkit.run.agent.failure import facts_of, failure_of
+from trainkit.run.agent.failure import ProcessEvidence, facts_of, failure_of
 from trainkit.run.agent.monitor import Monitor, TimeLimits, stopped_process
 from trainkit.run.agent.self_watch import BeatCounter, SelfWatch
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.heartbeat import Heartbeat, HeartbeatReading, Pauses, read_heartbeat
-from trainkit.run.process.stacks import stacks_from
+from trainkit.run.process.worker_group import stacks_from
 from trainkit.run.task import report_compiling
 from trainkit.trainer.failpoints import PHASES, Phase
 

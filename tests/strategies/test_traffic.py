@@ -15,7 +15,7 @@ from tests.launchers.launches import launch_of
 from tests.support import quick
 from trainkit.config.compose import compose
 from trainkit.config.targets.allowed import allow_packages
-from trainkit.run.estimates.traffic import Traffic, step_traffic
+from trainkit.run.estimates.outlook import Traffic, step_traffic
 from trainkit.run.planning.memory import memory_of
 from trainkit.run.planning.plan import make_plan
 from trainkit.strategies.base import Numerics, PlanContext, Strategy

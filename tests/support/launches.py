@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainkit.run.estimates.step_time import is_free
+from trainkit.run.estimates.outlook import is_free
 
 _MOST_TENSORS: Final = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 """Number of lists of an operation -> tensors of each that a launch takes; torch/.../MultiTensorApply.cuh."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainkit.config.identity import difference
-from trainkit.run.planning.coupling import Coupling
+from trainkit.run.planning.notes import Coupling
 from trainkit.run.planning.plan import RunPlan
 
 Verdict = Literal["equal", "rounding", "different"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainkit.cluster.tasks import Identity
 from trainkit.data.reading.loader import Loader
 from trainkit.prove.faults import Shard, StepEvidence
-from trainkit.run.folder.starting_weights import starting_weights
+from trainkit.run.folder.continued import starting_weights
 from trainkit.run.planning.build import transformed_model
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.restore import loader_of, setup_request

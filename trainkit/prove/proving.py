@@ -31,8 +31,7 @@ from trainkit.prove.comparing import (
     worst,
 )
 from trainkit.prove.examining import ORDERED, Examiner, explain_probe, explain_updates
-from trainkit.run.planning.coupling import Coupling
-from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
+from trainkit.run.planning.notes import Coupling, coupling_of, cut_notes, model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.planning.proof_records import keep_proof
 from trainkit.run.runner import train

@@ -31,20 +31,17 @@ from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.schedules import LearningRate
 from trainkit.redaction import mask, redacted_argument
 from trainkit.run.estimates.this_machine import host_bytes
-from trainkit.run.folder.continued import bring_earlier_steps
-from trainkit.run.folder.fencing_token import FencingToken
-from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.folder.starting_weights import refuse_absent_weights
+from trainkit.run.folder.continued import bring_earlier_steps, refuse_absent_weights
+from trainkit.run.folder.run_folder import FencingToken, RunFolder
 from trainkit.run.folder.status import read_status
-from trainkit.run.planning.build import average_of, build_components, build_schedule
+from trainkit.run.planning.build import average_of, build_components, build_schedule, num_steps_of, rates_of
 from trainkit.run.planning.memory import checkpoint_bytes, model_bytes, refuse_small_host
 from trainkit.run.planning.misfits import refuse_misfits
 from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
-from trainkit.run.planning.optimizers import num_steps_of, rates_of
 from trainkit.run.planning.plan import ChooseWorkers, RunPlan, make_plan, refuse_open_workers, with_workers
 from trainkit.run.record import first_command
 from trainkit.run.session.checkpointer import retention_of
-from trainkit.run.session.outcome import refuse_own_losses
+from trainkit.run.session.restore import refuse_own_losses
 from trainkit.trained.build import meta_model
 from trainkit.trainer.manifest import MANIFEST, list_complete, read_manifest
 

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from trainkit.run.process.template import Forked, catching_forks
+from trainkit.run.process.fork_server import Forked, catching_forks
 from trainkit.run.signals import exit_without_teardown
 
 

@@ -39,7 +39,7 @@ from trainkit.run.agent.supervisor import supervise
 from trainkit.run.begin import write_resolved
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import Components, build_components, model_of_rank, model_transforms_of
-from trainkit.run.planning.coupling import kept_generators
+from trainkit.run.planning.notes import kept_generators
 from trainkit.run.planning.plan import plan_context
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.heartbeat import beats_of

@@ -38,7 +38,7 @@ class BackendJob:
     uses_gpus: bool
     """Whether each process gets a GPU."""
     payload: Mapping[str, Any]
-    """Argument of `trainkit.run.backends.worker.run_rank` for every process: plain values."""
+    """Argument of `trainkit.run.backends.engine.run_rank` for every process: plain values."""
     folder: str
     """A folder that all processes see, for files of the backend itself."""
 

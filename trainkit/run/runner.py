@@ -28,8 +28,7 @@ from trainkit.run.begin import (
     refuse_own_loss,
 )
 from trainkit.run.planning.notes import is_never_given
-from trainkit.run.planning.plan import ChooseWorkers, plan_to_environ
-from trainkit.run.planning.tasks import refuse_launch
+from trainkit.run.planning.plan import ChooseWorkers, plan_to_environ, refuse_launch
 from trainkit.run.process.heartbeat import beats_of
 from trainkit.run.record import RunRecord, record_settings, recorded_run
 from trainkit.run.signals import StopFlag
@@ -143,7 +142,7 @@ def _train(begun_run: BegunRun, record: RunRecord, job: Job | None) -> dict[str,
 
     def run() -> Result:
         if plan.backend is not None:
-            from trainkit.run.backends.driver import run_on  # noqa: PLC0415 - most runs have no process backend
+            from trainkit.run.backends.engine import run_on  # noqa: PLC0415 - most runs have no process backend
 
             return run_on(plan.backend, plan, folder)
         pass_fds = () if begun_run.lock is None else (begun_run.lock,)

@@ -34,9 +34,7 @@ from trainkit.config.yaml_files import config_dirs_from, with_config_dirs
 from trainkit.files import as_storage_error, open_regular
 from trainkit.redaction import masked_output
 from trainkit.report.train_log import recorded_output
-from trainkit.run.folder.fencing_token import VARIABLE as FENCE
-from trainkit.run.folder.fencing_token import FencingToken
-from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.run_folder import FENCE, FencingToken, RunFolder
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.process.worker_group import JOB, LIFELINE, watch_parent

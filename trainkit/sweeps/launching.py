@@ -29,8 +29,7 @@ from trainkit.config.values import path_rule
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import Tag
 from trainkit.redaction import redacted_argument, variable_of
-from trainkit.run.process.fork_server import ForkedGroup, ForkServerClient
-from trainkit.run.process.template import JOB_IMPORTS
+from trainkit.run.process.fork_server import JOB_IMPORTS, ForkedGroup, ForkServerClient
 from trainkit.sweeps.job_sources import JobList, JobSource, SweepJob, job_return
 from trainkit.sweeps.loop import JobCommand, JobProcess, Slots, Sweep, start_fresh, started_in
 from trainkit.sweeps.results.job_results import SWEEP_FILE

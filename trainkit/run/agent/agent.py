@@ -1,8 +1,8 @@
 """The agent of a host: it starts the ranks of an attempt, watches them, and returns the failure that ends it.
 
 Every way to start a run is an agent with a worker group; what differs between them is a `Launch`: this machine alone
-(`trainkit.run.agent.supervisor`), one host of an external launch (`trainkit.run.rendezvous.local_workers`), one process
-of an engine (`trainkit.run.backends.worker`).
+(`trainkit.run.agent.supervisor`), one host of an external launch (`trainkit.run.rendezvous.join`), one process
+of an engine (`trainkit.run.backends.engine`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ from typing import ClassVar, Final, Self
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.errors import TrainkitError
 from trainkit.files import Presence
-from trainkit.run.agent.evidence import MemoryEvents, ProcessEvidence
-from trainkit.run.agent.failure import Failure, facts_of, failure_of, first_failure, is_clean
+from trainkit.run.agent.failure import (
+    Failure,
+    MemoryEvents,
+    ProcessEvidence,
+    facts_of,
+    failure_of,
+    first_failure,
+    is_clean,
+)
 from trainkit.run.agent.monitor import Monitor, TimeLimits
 from trainkit.run.agent.policy import TaskRestarter
 from trainkit.run.folder.run_folder import RunFolder

@@ -34,8 +34,7 @@ from typing import Any, Final
 from trainkit.cluster.tasks import Task
 from trainkit.errors import CrashLoopError
 from trainkit.run.agent.failure import Failure
-from trainkit.run.folder.restart_record import Restart, record_restart
-from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.run_folder import Restart, RunFolder, record_restart
 from trainkit.run.process.error_report import read_error_report
 from trainkit.run.process.heartbeat import Heartbeat, read_heartbeat
 from trainkit.run.session.auxiliary import EvaluatorEnd, report_end

@@ -22,8 +22,7 @@ from typing import Any, Final, Self
 
 from trainkit.cluster.host import ThreadTimes
 from trainkit.errors import HangError, TrainkitError
-from trainkit.run.agent.evidence import ProcessEvidence
-from trainkit.run.agent.failure import facts_of, failure_of
+from trainkit.run.agent.failure import ProcessEvidence, facts_of, failure_of
 from trainkit.run.agent.monitor import Monitor, TimeLimits, threads_of
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.run_result import record_failure

@@ -31,8 +31,7 @@ from trainkit.files import Presence, as_storage_error, refuse_unwritable
 from trainkit.run.agent.agent import Agent, AgentSettings, Launch
 from trainkit.run.agent.failure import Failure
 from trainkit.run.agent.policy import Fault, ReplicaMembership, RestartPolicy, fault_of
-from trainkit.run.folder.restart_record import Restart, record_restart
-from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.run_folder import Restart, RunFolder, record_restart
 from trainkit.run.folder.run_result import RunResult, record_failure
 from trainkit.run.process.fork_server import ENTRY, worker_group_factory
 from trainkit.run.process.worker_group import worker_environ

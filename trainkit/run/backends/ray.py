@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from trainkit.fields import above, placement
-from trainkit.run.backends.attempt import begin_attempt
-from trainkit.run.backends.worker import WorkerInfo, run_rank
+from trainkit.run.backends.engine import WorkerInfo, begin_attempt, run_rank
 from trainkit.run.process_backend import BackendJob, ProcessBackend
 
 _QUIET = {

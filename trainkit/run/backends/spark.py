@@ -14,8 +14,7 @@ from typing import Annotated, Any, ClassVar
 
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
-from trainkit.run.backends.attempt import begin_attempt, may_restart, wait_for_attempt
-from trainkit.run.backends.worker import WorkerInfo, run_rank
+from trainkit.run.backends.engine import WorkerInfo, begin_attempt, may_restart, run_rank, wait_for_attempt
 from trainkit.run.process_backend import BackendJob, ProcessBackend
 
 

@@ -42,9 +42,8 @@ from trainkit.numerics.copies import computed_tensors
 from trainkit.numerics.generators import Untouched
 from trainkit.objectives.base import Access
 from trainkit.run.estimates.passes import evaluated_samples, example_batch, own_copy
-from trainkit.run.planning.build import make_optimizer, model_transforms_of
+from trainkit.run.planning.build import make_optimizer, model_transforms_of, named_optimizers
 from trainkit.run.planning.convolutions import workspace_of
-from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import Executor, NoGradientListener, SetupRequest, StepContext, UpdateParams
 from trainkit.strategies.model_transforms import apply_transforms

@@ -15,9 +15,18 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from trainkit.errors import named_first_line
 from trainkit.files import num_bytes
 from trainkit.numerics.precision import Precision
-from trainkit.run.estimates.activations import LiveStorages, Moment, Peak, Timeline
 from trainkit.run.estimates.hardware import Hardware, hardware_of, hardware_under
-from trainkit.run.estimates.passes import EvaluatedBatch, Line, NoSampleError, Shard, batch_bytes
+from trainkit.run.estimates.passes import (
+    EvaluatedBatch,
+    Line,
+    LiveStorages,
+    Moment,
+    NoSampleError,
+    Peak,
+    Shard,
+    Timeline,
+    batch_bytes,
+)
 from trainkit.run.planning.memory import Memory, memory_of, stepped_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import ReplicaPart

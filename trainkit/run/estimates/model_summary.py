@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from trainkit.objectives.base import Loss, Model
-from trainkit.run.estimates.activations import TracedPass
-from trainkit.run.estimates.passes import example_batch, own_copy
-from trainkit.run.estimates.step_time import WorkCounter
+from trainkit.run.estimates.outlook import WorkCounter
+from trainkit.run.estimates.passes import TracedPass, example_batch, own_copy
 from trainkit.run.planning.plan import RunPlan
 
 

@@ -5,6 +5,16 @@ outputs/<name>/<date>_<time>/       (-2, -3 on collision)
     logs/rank_N.log  plots/  tensorboard/  checkpoints/step_00001234/
     live/rank_N                       heartbeats and error reports of the running attempt
     .owner                            the token of the run (`trainkit.trainer.ownership`)
+
+The process that restarts tasks writes `restarts.jsonl`; every writer of result.json copies it there. It outlives the
+process, so that restarts before and after a resume are counted together.
+
+A fencing token prevents two groups of processes from writing into one folder, even if they cannot see each other's
+lock. The lock (`trainkit.trainer.ownership`) keeps a second group out; it relies on `flock`, which local disks, NFS and
+most cluster file systems share between hosts. If a file system does not, or a disconnected host comes back, the fencing
+token remains: the newest group writes its token into the folder, and every group checks that the token is its own
+before it renames a checkpoint or writes the result. Microseconds pass between the check and the rename, which no file
+system can rule out; a checkpoint written then is one of the same training, under its own name.
 """
 
 from __future__ import annotations
@@ -12,23 +22,109 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, Self
 
 from trainkit.config.commands import printed_command
 from trainkit.config.targets.allowed import IN_PROCESS, allowed_packages
-from trainkit.errors import ConfigError, Problem, StorageError, UnreadableError
-from trainkit.files import Kind, file_in_the_way, naming, quoted, read_map, write_json_atomically
+from trainkit.errors import ConfigError, Problem, StorageError, TrainingError, UnreadableError
+from trainkit.files import (
+    Kind,
+    expect_map,
+    file_in_the_way,
+    naming,
+    open_regular,
+    parse_json,
+    quoted,
+    read_lines,
+    read_map,
+    write_json_atomically,
+)
 from trainkit.redaction import mask
-from trainkit.run.folder.restart_record import restarts_of
 from trainkit.trainer.manifest import named_checkpoints, owner_of_run
 from trainkit.trainer.ownership import MARK, OwnershipToken, locked, set_aside
+
+RESTARTS: Final = "restarts.jsonl"
+"""Name of the record in the run folder."""
+_LISTED: Final = 1000
+"""Number of restarts that result.json lists, the first of the run."""
+_MOST_LINES: Final = 100_000
+"""Lines of the record that are read."""
+_LONGEST: Final = 300
+"""Limit of the characters of a cause."""
+_RESTART_KINDS: Final[Mapping[str, Kind]] = {
+    "kind": str,
+    "step": (int, type(None)),
+    "rank": (int, type(None)),
+    "task": (str, type(None)),
+    "cause": str,
+    "checkpoint": (int, type(None)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """One restart, as result.json lists it."""
+
+    kind: Literal["all", "lost", "returned", "alone"]
+    """all: every task; lost: every task except a lost replica (elastic); returned: every task, including a replica that
+    was lost; alone: only this task.
+    """
+    cause: str
+    """One line about the failed rank and its failure."""
+    step: int | None = None
+    """Updates that the failing rank had completed; None: the rank had not begun, or nothing failed."""
+    rank: int | None = None
+    """The failing rank, by its number in the attempt that failed."""
+    task: str | None = None
+    """The failing task, such as `worker:1`."""
+    checkpoint: int | None = None
+    """The step of the checkpoint that the run continued from; None: it continued without a checkpoint."""
+
+
+def record_restart(folder: Path, restart: Restart) -> None:
+    """Append a restart to the record; a record that cannot be written does not end the run."""
+    lines = mask(restart.cause).splitlines() or [""]
+    noted = {**asdict(restart), "cause": lines[0][:_LONGEST]}
+    with contextlib.suppress(OSError, UnreadableError), open_regular(folder / RESTARTS, "ab") as file:
+        file.write(json.dumps(noted).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def restarts_of(folder: Path) -> dict[str, Any]:
+    """Return `restarts` for result.json: at most the first 1,000; `restarts_not_listed` counts the rest.
+
+    Malformed lines are skipped.
+    """
+    found: list[dict[str, Any]] = []
+    count = 0
+    with contextlib.suppress(UnreadableError):
+        for line in itertools.islice(read_lines(folder / RESTARTS), _MOST_LINES):
+            restart = _parsed(line)
+            count += restart is not None
+            if restart is not None and len(found) < _LISTED:
+                found.append(restart)
+    return {"restarts": found, **({"restarts_not_listed": count - len(found)} if count > len(found) else {})}
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        content = expect_map(parse_json(line), _RESTART_KINDS)
+    except ValueError:
+        return None
+    return {key: content[key] for key in _RESTART_KINDS}
+
 
 _RESERVE_BYTES: Final = 64 * 1024
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -321,3 +417,85 @@ _RESULT: Final[Mapping[str, Kind]] = {
     "best": (str, type(None)),
 }
 """Types of the values of result.json that are read again."""
+
+
+FENCE: Final = "TRAINKIT_FENCE"
+"""The environment variable with the token of a worker's group."""
+
+_FENCE_FILE: Final = ".fence"
+_MAX_BYTES: Final = 4096
+_TIMEOUT_S: Final = 5.0
+"""Seconds that a folder may take to appear on another host: caches of network file systems live for seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FencingToken:
+    """The mark of one group in a run folder.
+
+    Example:
+        >>> import tempfile
+        >>> folder = RunFolder(Path(tempfile.mkdtemp()))
+        >>> first, second = FencingToken.acquire(folder), FencingToken.acquire(folder)
+        >>> second.check()
+        >>> first.check()
+        Traceback (most recent call last):
+        trainkit.errors.TrainingError: ...
+    """
+
+    path: Path
+    token: str
+
+    @classmethod
+    def acquire(cls, folder: RunFolder) -> Self:
+        """Mark the folder as this group's; the previous group may no longer write to it."""
+        found = cls(path=folder.path / _FENCE_FILE, token=uuid.uuid4().hex)
+        write_json_atomically(
+            found.path, {"token": found.token, "pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+        )
+        return found
+
+    @classmethod
+    def verify(cls, folder: RunFolder, token: str, *, timeout_s: float = _TIMEOUT_S) -> Self:
+        """Check that this process sees the token that rank 0 wrote, and return it.
+
+        Raises:
+            ConfigError: the folder has no token, or another one: it is not on a file system that both processes share.
+        """
+        found = cls(path=folder.path / _FENCE_FILE, token=token)
+        deadline = time.monotonic() + timeout_s
+        while found.owner.get("token") != token:
+            if time.monotonic() >= deadline:
+                rule = (
+                    f"rank 0 made it, and {socket.gethostname()} does not see it. All processes write into one run "
+                    "folder: start them in a folder of a file system that the hosts share, or name one with "
+                    "hydra.run.dir."
+                )
+                raise ConfigError([Problem(key="run folder", value=str(folder.path), rule=rule)])
+            time.sleep(0.1)
+        return found
+
+    @classmethod
+    def from_environ(cls, folder: RunFolder, environ: MutableMapping[str, str]) -> Self:
+        """Return the token of this process's group from its environment, if it is set: a lock may be enough."""
+        return cls(path=folder.path / _FENCE_FILE, token=environ.pop(FENCE))
+
+    @property
+    def owner(self) -> dict[str, object]:
+        """The process whose token is in the folder now."""
+        try:
+            return read_map(self.path, {"token": str, "pid": int, "host": str}, limit=_MAX_BYTES)
+        except UnreadableError:
+            return {}
+
+    def check(self) -> None:
+        """Check that the folder still belongs to this group.
+
+        Raises:
+            TrainingError: another group has taken it over; the error names its process.
+        """
+        owner = self.owner
+        if owner.get("token") != self.token:
+            who = f"process {owner['pid']} on {owner['host']}" if "pid" in owner else "another process"
+            raise TrainingError(
+                f"{self.path.parent} was taken over by {who}. This group ends and writes no more to it."
+            )

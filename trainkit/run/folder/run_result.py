@@ -1,16 +1,80 @@
-"""How a run ended: the value that `result.json` and the exit code of a command are made of."""
+"""How a run ended: the value that `result.json` and the exit code of a command are made of.
+
+`rollbacks.json` holds the step of each rollback and the checkpoint that was restored.
+
+It is written before anything is restored: a run that is killed during a rollback and resumed knows from it which step
+is trained for the second time.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Final
 
-from trainkit.errors import StoppedError, TrainkitError, callback_note, status_of_error
-from trainkit.run.folder.rollbacks import skipped_in
+from trainkit.errors import (
+    AbsentFileError,
+    CheckpointError,
+    StoppedError,
+    TrainkitError,
+    UnreadableError,
+    callback_note,
+    status_of_error,
+)
+from trainkit.files import expect_map, expect_maps, read_map, write_json_atomically
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.signals import EXIT_CODES, REASONS
-from trainkit.trainer.events import Run
+from trainkit.trainer.events import Run, Suspect
 from trainkit.trainer.manifest import list_complete
+
+ROLLBACKS: Final = "rollbacks.json"
+"""Name of the record in the run folder."""
+_MOST: Final = 1000
+"""Number of rollbacks that are kept, the latest ones."""
+
+
+def rollbacks_of(folder: Path) -> list[dict[str, int]]:
+    """Return `step` and `checkpoint` of each rollback of a run, the latest last.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    path = folder / ROLLBACKS
+    try:
+        noted = expect_maps(read_map(path, {"rollbacks": list})["rollbacks"], {"step": int, "checkpoint": int})
+    except AbsentFileError:
+        return []
+    except (UnreadableError, ValueError) as error:
+        reason = error.reason if isinstance(error, UnreadableError) else error
+        raise CheckpointError(
+            f"{path} is not a record of rollbacks: {reason}. Remove it to resume without it."
+        ) from None
+    return [{name: one[name] for name in ("step", "checkpoint")} for one in noted]
+
+
+def record_rollback(folder: Path, suspect: Suspect) -> None:
+    """Add a rollback to the record."""
+    noted = [*rollbacks_of(folder), {"step": suspect.step, "checkpoint": suspect.checkpoint}]
+    write_json_atomically(folder / ROLLBACKS, {"rollbacks": noted[-_MOST:]})
+
+
+def suspect_checkpoint_of(folder: Path, *, checkpoint: int) -> Suspect | None:
+    """Return the step that is trained for the second time when a run continues at a checkpoint; None: there is none."""
+    noted = rollbacks_of(folder)
+    if not noted or checkpoint > noted[-1]["step"] or noted[-1]["checkpoint"] > checkpoint:
+        return None
+    return Suspect(**noted[-1])
+
+
+def skipped_in(checkpoints: Path) -> dict[str, Any]:
+    """Return `skipped_steps` for result.json from the newest complete checkpoint; an empty list if there is none."""
+    for checkpoint in list_complete(checkpoints)[:1]:
+        try:
+            state = expect_map(read_map(checkpoint.folder / "meta.json", {"state": dict})["state"], {"left_out": dict})
+            return {"skipped_steps": expect_maps(state["left_out"].get("steps"), {"step": int})}
+        except (UnreadableError, ValueError):
+            break  # written by an earlier version, or damaged: a resume reports that
+    return {"skipped_steps": []}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

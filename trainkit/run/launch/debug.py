@@ -22,8 +22,7 @@ import torch
 from trainkit.cluster.tasks import Identity
 from trainkit.config.schema import RunConfig
 from trainkit.errors import StoppedError, TrainkitError
-from trainkit.run.agent.evidence import ProcessEvidence
-from trainkit.run.agent.failure import Failure, facts_of, failure_of, is_clean
+from trainkit.run.agent.failure import Failure, ProcessEvidence, facts_of, failure_of, is_clean
 from trainkit.run.agent.self_watch import ThreadWatch, is_held
 from trainkit.run.agent.supervisor import LocalLaunch
 from trainkit.run.begin import BREAKPOINT, Result

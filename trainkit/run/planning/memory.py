@@ -13,8 +13,7 @@ from trainkit.config.identity import run_config
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.files import bytes_needed, num_bytes
 from trainkit.objectives.distillation import FrozenModel
-from trainkit.run.planning.build import make_optimizer
-from trainkit.run.planning.optimizers import named_optimizers
+from trainkit.run.planning.build import make_optimizer, named_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import ModelMemory
 from trainkit.strategies.core.optimizer import NamedSteppers

@@ -30,9 +30,8 @@ from trainkit.numerics.precision import buffers_apart
 from trainkit.objectives.base import Loss, Objective
 from trainkit.objectives.classification import ScoredClasses
 from trainkit.objectives.linear_cross_entropy import scores_kept
-from trainkit.run.planning.build import make_optimizer
-from trainkit.run.planning.coupling import kept_generators
-from trainkit.run.planning.optimizers import named_optimizers
+from trainkit.run.planning.build import make_optimizer, named_optimizers
+from trainkit.run.planning.notes import kept_generators
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.core.buffers import sample_dims_of, sum_problem, written_indices
 from trainkit.strategies.core.graphs.shards import shard_problems

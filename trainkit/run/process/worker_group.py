@@ -5,6 +5,10 @@ and its children end. On Linux the kernel does this: the pipe sends SIGKILL to t
 writer has closed it, which also ends a worker that is stopped, hangs in C code, or has not yet started Python.
 PR_SET_PDEATHSIG would kill only the worker, not its data loading processes. On other systems (untested) a thread of the
 worker waits for the pipe to close.
+
+A worker and its data loading processes write the stacks of their threads to one file, which the data loading processes
+inherit, and faulthandler writes letter by letter: two processes that write at once would mix their words. So they are
+asked one after the other.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,11 +36,58 @@ from trainkit.cluster.host import ProcessId, children_of, num_cores, rank_enviro
 from trainkit.cluster.tasks import Identity
 from trainkit.config.targets.allowed import package_environ
 from trainkit.config.yaml_files import config_dir_environ
-from trainkit.files import open_descriptor, open_regular
+from trainkit.errors import UnreadableError
+from trainkit.files import open_descriptor, open_regular, read_tail
 from trainkit.report.train_log import unrecorded
-from trainkit.run.process.stacks import stacks_from
 from trainkit.run.signals import STACKS_SIGNAL, blocked_at_start
 from trainkit.trainer import failpoints
+
+_ANSWER_S: Final = 1.0
+"""Seconds that a process has to write its stacks."""
+_ANSWERS_S: Final = 3.0
+"""Seconds that all of them have together."""
+_POLL_S: Final = 0.03
+_BYTES: Final = 1 << 16
+"""The end of the file that is read."""
+
+
+def stacks_from(file: Path, asks: Iterable[Callable[[], object]]) -> str:
+    """Return the stacks that processes write to a file; empty if none of them can write.
+
+    Args:
+        file: the file that they share.
+        asks: sends a process the signal on which it writes; one for each of them.
+    """
+    end = time.monotonic() + _ANSWERS_S
+    for ask in asks:
+        _await_answer(file, end, ask)
+    try:
+        return read_tail(file, _BYTES)[0].decode(errors="replace").strip()
+    except UnreadableError:
+        return ""
+
+
+def _await_answer(file: Path, end: float, ask: Callable[[], object]) -> None:
+    """Ask a process, and wait until the file has grown and grows no more, but not for long."""
+    before = seen = _size(file)
+    try:
+        ask()
+    except OSError:
+        return  # it has ended
+    end = min(end, time.monotonic() + _ANSWER_S)
+    while time.monotonic() < end:
+        time.sleep(_POLL_S)
+        now = _size(file)
+        if now == seen != before:
+            return
+        seen = now
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

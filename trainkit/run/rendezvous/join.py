@@ -7,12 +7,17 @@
 - All train: rank 0 at the terminal, the others into logs/rank_N.log.
 - Late ones join, if the others need not wait for them (`trainkit.run.rendezvous.late_join`).
 - All end with one exit code.
+
+TF_CONFIG and a cluster spec name one task per host. Such a task starts one worker per device and watches them; workers
+are not restarted: a failure ends this task, and with it the others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import socket
 import sys
 import time
@@ -24,26 +29,36 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from trainkit.cluster.host import mig_instances, own_cores, threads_of
+from trainkit.cluster.host import mig_instances, num_cores, own_cores, threads_of
 from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.cluster.tasks import Identity, Task
+from trainkit.config.identity import fingerprint, run_config
 from trainkit.config.schema import RunConfig
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, CrashLoopError, LinkError, TrainkitError, UnreadableError
+from trainkit.files import Kind, expect_maps, parse_json, read_map, write_json_atomically
+from trainkit.run.agent.agent import Agent, AgentSettings, Launch
 from trainkit.run.agent.monitor import TimeLimits
+from trainkit.run.agent.policy import record_relaunch
+from trainkit.run.backends.engine import failure_in
 from trainkit.run.begin import (
     Agreement,
     CheckStart,
     Job,
     Result,
     ResumePoint,
+    adopt,
     begun,
+    find_start,
     refuse_own_loss,
 )
-from trainkit.run.folder.fencing_token import FencingToken
-from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.run_folder import FENCE, FencingToken, RunFolder
+from trainkit.run.folder.run_result import record_failure
 from trainkit.run.planning.notes import is_never_given
-from trainkit.run.planning.plan import RunPlan
+from trainkit.run.planning.plan import RunPlan, plan_to_environ
 from trainkit.run.process.error_report import Reporter
+from trainkit.run.process.fork_server import ENTRY, worker_group_factory
 from trainkit.run.process.setup import announce_log, configure_network, identity_for, redirect_output
+from trainkit.run.process.worker_group import worker_environ
 from trainkit.run.record import recorded_run
 from trainkit.run.rendezvous.barrier import ProcessBarrier, check_same_config, check_same_plan
 from trainkit.run.rendezvous.late_join import (
@@ -53,19 +68,108 @@ from trainkit.run.rendezvous.late_join import (
     publish_join_info,
     refusing_late_tasks,
 )
-from trainkit.run.rendezvous.local_workers import HostLaunch, run_local_workers
-from trainkit.run.rendezvous.relaunch import (
-    ENDED,
-    clear_run_folder,
-    note_restart_of,
-    record_run_folder,
-    resume_point_of_launch,
-)
 from trainkit.run.rendezvous.shutdown import SharedEnding, ending_together
-from trainkit.run.signals import StopFlag
+from trainkit.run.signals import StopFlag, stop_error
 from trainkit.run.task import TaskRun
 from trainkit.trainer import failpoints
 from trainkit.trainer.events import ended_hooks
+
+_KEY: Final = "folder"
+_RAISED: Final[Mapping[str, Kind]] = {"task": str, "rank": int, "step": (int, type(None)), "text": str}
+"""Fields that a group stores about the exceptions that ended it."""
+ENDED: Final = ("finished", "stopped")
+"""Statuses of a run that its launcher does not restart; a user who repeats the command wants another run."""
+
+
+def resume_point_of_launch(cfg: RunConfig, run_dir: Path | None, barrier: ProcessBarrier) -> ResumePoint:
+    """Find the resume point of the launch; for rank 0.
+
+    A launcher that restarts its processes repeats their command, and expects them to continue. The folder of the launch
+    is found in the launcher's store, or below `outputs/<name>/.launches` by the name of the launch.
+
+    Raises:
+        ConfigError: the path in `resume` does not exist, or is another training.
+    """
+    launch = barrier.launch
+    for path in (barrier.load_from_previous(_KEY), _recorded(cfg, launch), run_dir if launch.attempt else None):
+        start = None if path is None else _continued(cfg, Path(path))
+        if start is not None:
+            return start
+    return find_start(cfg, run_dir)
+
+
+def record_run_folder(cfg: RunConfig, folder: RunFolder, barrier: ProcessBarrier) -> None:
+    """Record the folder for the next start of this launch."""
+    path = str(folder.path.absolute())
+    barrier.store_for_relaunch(_KEY, path)
+    if barrier.launch.name:
+        record = _record(cfg, barrier.launch)
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_json_atomically(record, {"launch": barrier.launch.name, "folder": path})
+
+
+def clear_run_folder(cfg: RunConfig, folder: RunFolder, barrier: ProcessBarrier) -> None:
+    """Delete the record of a launch that has ended and is not restarted; the record of another folder stays."""
+    if _recorded(cfg, barrier.launch) == str(folder.path.absolute()):
+        _record(cfg, barrier.launch).unlink(missing_ok=True)
+
+
+def _continued(cfg: RunConfig, path: Path) -> ResumePoint | None:
+    """Return a start that continues in a folder, if it holds this training, and the training has not ended."""
+    folder = RunFolder(path)
+    result = folder.read_result()
+    if not folder.resolved.is_file() or (result is not None and result.get("status") in ENDED):
+        return None
+    try:
+        earlier = run_config(path)
+    except (ConfigError, UnreadableError):
+        return None
+    adopted = adopt(cfg, earlier)
+    if fingerprint(adopted) != fingerprint(earlier):
+        return None
+    note = f"restarted by the launcher: continues {path}"
+    return ResumePoint(cfg=adopted, folder=folder, note=note, relaunched=True)
+
+
+def note_restart_of(folder: RunFolder, barrier: ProcessBarrier) -> None:
+    """Record that the launcher has restarted all processes; for rank 0, before it writes the initial files of the
+    folder.
+
+    Raises:
+        CrashLoopError: user code raised the same exception twice in the same place. If the launcher restarts the
+            processes even so, they end in the same way at once.
+    """
+    failure, key = failure_in(folder), "raised"
+    headline, rank = (None, None) if failure is None else (failure.headline, failure.rank)
+    relaunch = record_relaunch(folder, headline, rank, before=_raised_before(barrier, key))
+    if relaunch.refusal is not None and failure is not None:
+        error = CrashLoopError(f"{relaunch.refusal}: {failure.error()}")
+        record_failure(folder, error)
+        raise error
+    barrier.store_for_relaunch(key, json.dumps(relaunch.to_json()))
+
+
+def _raised_before(barrier: ProcessBarrier, key: str) -> list[dict[str, Any]]:
+    try:
+        found = expect_maps(parse_json(barrier.load_from_previous(key) or "[]"), _RAISED)
+    except ValueError as error:
+        raise LinkError(f"the store of the launch holds no message of this launch under {key}: {error}") from None
+    return [{name: one[name] for name in _RAISED} for one in found]
+
+
+def _record(cfg: RunConfig, launch: LaunchEnvironment) -> Path:
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", launch.name)
+    return Path("outputs") / cfg.name / ".launches" / f"{name}.json"
+
+
+def _recorded(cfg: RunConfig, launch: LaunchEnvironment) -> str | None:
+    if not launch.name:
+        return None
+    try:
+        return str(read_map(_record(cfg, launch), {"folder": str})["folder"])
+    except UnreadableError:
+        return None
+
 
 T = TypeVar("T")
 
@@ -343,3 +447,79 @@ class LaunchAgreement(Agreement):
     def fenced(self, folder: RunFolder, known: Mapping[str, str]) -> FencingToken:
         """Check that this host sees the folder of rank 0; return the token of this group."""
         return FencingToken.verify(folder, known["fence"])
+
+
+class HostLaunch(Launch):
+    """The workers of one host of an external launch, for their agent.
+
+    Args:
+        folder: the run folder.
+        plan: the plan of the run, over all hosts.
+        tasks: the tasks of this host, with their devices.
+        store: address of the store of the launch.
+        prefix: prefix of its keys for this group.
+        token: fencing token of the run folder; a group with another token must not write.
+        peers: returns the error of another host, with which the workers of this host have to end.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        plan: RunPlan,
+        tasks: Sequence[Task],
+        *,
+        store: tuple[str, int],
+        prefix: str,
+        token: str,
+        peers: Callable[[], TrainkitError | None],
+    ) -> None:
+        super().__init__(folder)
+        self.plan, self.tasks = plan, tasks
+        self._store, self._prefix, self._token, self._peers = store, prefix, token, peers
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether all ranks are on this host."""
+        return len(self.tasks) == len(self.plan.training_tasks)
+
+    def identity(self, task: Task, num_ranks: int, attempt: int, life: int) -> Identity:
+        """Return the identity of a rank, one of those of all hosts."""
+        del num_ranks, life
+        num_training = len(self.plan.training_tasks)
+        return Identity(task=task, num_ranks=num_training, store=self._store, prefix=self._prefix, attempt=attempt)
+
+    def environ(self, identity: Identity) -> dict[str, str]:
+        """Return the environment of a worker: its share of the cores of this host, the plan, and the fencing token."""
+        threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // len(self.tasks)))}
+        inherited = {**plan_to_environ(self.plan), FENCE: self._token}
+        return {**worker_environ({**threads, **os.environ}, identity), **inherited}
+
+    def peer_error(self) -> TrainkitError | None:
+        """Return the error of another host."""
+        return self._peers()
+
+
+def run_local_workers(launch: HostLaunch, attempt: int) -> dict[str, Any] | None:
+    """Start the workers of this host and watch them until they have ended; forward Ctrl-C, SIGTERM and SIGHUP.
+
+    Returns:
+        The content of result.json.
+
+    Raises:
+        TrainkitError: the first failure on this host, or the error of another host.
+    """
+    folder = launch.folder
+    settings = AgentSettings(max_restarts=0, limits=TimeLimits.of(launch.plan.cfg.supervisor))
+    command = [*ENTRY, str(folder.resolved)]
+    folder.open_live()
+    with (
+        worker_group_factory(command, launch.tasks) as groups,
+        Agent(launch.tasks, settings, launch, command=command, groups=groups) as agent,
+    ):
+        failure = agent.run(attempt, launch.tasks)
+        if failure is None:
+            return folder.read_result()
+        if agent.stop.requested and not failure.is_permanent:
+            raise stop_error(agent.stop.requested, str(failure.error()))
+        lost = failure.report is not None and failure.report.is_secondary
+        raise failure.error() from (ConnectionError("a rank of another host is lost") if lost else None)

@@ -25,14 +25,12 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.targets.build import build
 from trainkit.errors import ConfigError, HangError, HangupError, PeerError, StoppedError, TerminatedError
 from trainkit.files import Kind, expect_map, whole_numbers
-from trainkit.run.folder.fencing_token import FencingToken
-from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.run_folder import FencingToken, RunFolder
 from trainkit.run.folder.run_result import ENDING, RunResult
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.process.error_report import Reporter, error_report, report_from_json
 from trainkit.run.process.setup import announce_log, identity_for, redirect_output
-from trainkit.run.rendezvous.barrier import ProcessBarrier, config_digest, config_mismatches
-from trainkit.run.rendezvous.store_client import StoreClient, WaitReporter
+from trainkit.run.rendezvous.barrier import ProcessBarrier, StoreClient, WaitReporter, config_digest, config_mismatches
 from trainkit.run.session.auxiliary import training_has_ended
 from trainkit.run.signals import Reason, StopFlag, ignore_request, stop_error
 from trainkit.run.task import TaskRun

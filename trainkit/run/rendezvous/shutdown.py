@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from trainkit.errors import PeerError, TrainkitError, first_line
-from trainkit.run.agent.evidence import ProcessEvidence
-from trainkit.run.agent.failure import AT_THE_STORE, facts_of, failure_of, first_failure
+from trainkit.run.agent.failure import AT_THE_STORE, ProcessEvidence, facts_of, failure_of, first_failure
 from trainkit.run.agent.monitor import TimeLimits
 from trainkit.run.agent.self_watch import ThreadWatch
 from trainkit.run.folder.run_folder import RunFolder

@@ -32,7 +32,7 @@ from trainkit.trainer.metrics_accumulator import CountedWork, Instruments, Metri
 if TYPE_CHECKING:
     from trainkit.run.estimates.hardware import Hardware
     from trainkit.run.estimates.memory import DeviceMemory
-    from trainkit.run.estimates.step_time import RankWork
+    from trainkit.run.estimates.outlook import RankWork
 
 FILE: Final = "plan.json"
 """The file of the plan, in the run folder."""

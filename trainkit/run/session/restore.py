@@ -4,6 +4,7 @@ and the checkpoint to continue from.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,12 @@ from torch import nn
 
 from trainkit.cluster.tasks import Identity
 from trainkit.data.reading.loader import Loader
-from trainkit.errors import CheckpointError
+from trainkit.errors import CheckpointError, ConfigError, Problem
 from trainkit.files import Kind, expect_map, expect_maps
 from trainkit.numerics.batch import Positions, Ticket
 from trainkit.objectives.base import Collective
-from trainkit.run.planning.build import make_optimizer
-from trainkit.run.planning.optimizers import named_optimizers
+from trainkit.run.folder.run_result import rollbacks_of
+from trainkit.run.planning.build import make_optimizer, named_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import (
     Executor,
@@ -32,9 +33,9 @@ from trainkit.strategies.base import (
     ignore_phase,
 )
 from trainkit.trained.build import meta_model
-from trainkit.trainer.checkpoint.tensors import Loaded
+from trainkit.trainer.checkpoint.tensors import Loaded, meta_of
 from trainkit.trainer.events import LeftOutSteps, Measure, Run, State
-from trainkit.trainer.manifest import damaged
+from trainkit.trainer.manifest import MANIFEST, damaged, list_complete, read_manifest
 from trainkit.trainer.ownership import OwnershipToken, uncontested
 
 _META: Final[Mapping[str, Kind]] = {"state": dict, "loss_scale": dict, "callbacks": dict}
@@ -180,3 +181,34 @@ def refuse_other_steps(step: int, ranks: Collective) -> None:
         if len(set(steps)) > 1:
             seen = ", ".join(f"rank {rank} that of step {step}" for rank, step in enumerate(steps))
             raise CheckpointError(f"the ranks see different checkpoints: {seen}. The run folder is not shared by all.")
+
+
+def progress_of(run: Run) -> dict[str, Any]:
+    """Return the progress of a run, and its skipped and repeated steps."""
+    state = run.state
+    found = {"steps": state.step, "samples": state.samples, "seconds": state.seconds, **state.left_out.findings()}
+    if state.own_loss:
+        found["own_loss"] = True
+    return found if run.cfg.numerics.on_nonfinite != "rollback" else {**found, "rollbacks": rollbacks_of(run.folder)}
+
+
+def own_loss_refusal(checkpoint: Path) -> ConfigError:
+    """Return the error of a training that only the user's own loop can continue, because it gave the losses."""
+    rule = "has steps with a loss from its own loop (trainkit.session). Continue it with its script and resume=RUN."
+    return ConfigError([Problem(key="resume", value=str(checkpoint), rule=rule)])
+
+
+def refuse_own_losses(checkpoints: Path) -> None:
+    """Refuse to continue a training with losses of a user's own loop in a process without such a loop.
+
+    Args:
+        checkpoints: a folder of checkpoints, or one checkpoint.
+
+    Raises:
+        ConfigError: the newest checkpoint has steps with such a loss.
+    """
+    with contextlib.suppress(CheckpointError):  # a damaged one is reported when it is restored
+        newest = [read_manifest(checkpoints)] if (checkpoints / MANIFEST).is_file() else list_complete(checkpoints)[:1]
+        states = [meta_of(one).get("state") for one in newest]
+        if any(isinstance(state, dict) and state.get("own_loss") is True for state in states):
+            raise own_loss_refusal(newest[0].folder)

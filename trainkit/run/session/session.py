@@ -19,21 +19,21 @@ from trainkit.data.reading.loader import Loader
 from trainkit.data.splits import test_splits, validation_splits
 from trainkit.errors import NonFiniteError, TrainingError
 from trainkit.files import Presence
-from trainkit.run.folder.rollbacks import record_rollback, suspect_checkpoint_of
-from trainkit.run.folder.run_result import RunResult
-from trainkit.run.folder.starting_weights import starting_weights
+from trainkit.run.folder.continued import starting_weights
+from trainkit.run.folder.run_result import RunResult, record_rollback, suspect_checkpoint_of
 from trainkit.run.planning.build import model_transforms_of, transformed_model
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.account import Account
 from trainkit.run.session.checkpointer import Checkpointer, LastSave, heard_by, snapshot_beside_steps
 from trainkit.run.session.evaluation import EvalRunner
 from trainkit.run.session.given import GivenLoss
-from trainkit.run.session.outcome import own_loss_refusal, progress_of
 from trainkit.run.session.restore import (
     TaskLinks,
     loader_of,
     make_run_view,
     make_step_context,
+    own_loss_refusal,
+    progress_of,
     refuse_foreign,
     refuse_other_steps,
     setup_request,

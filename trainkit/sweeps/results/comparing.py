@@ -19,7 +19,7 @@ from trainkit.report.web.commands import repeating_command
 from trainkit.report.web.comparison_document import ComparedRun, Comparison, DifferingKey, comparison_page
 from trainkit.report.web.run_document import Spread
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.page import write_page, write_run_page
+from trainkit.run.record import write_page, write_run_page
 from trainkit.sweeps.results.job_results import JobResult, config_of, first_config, key_value, read_entries, read_entry
 from trainkit.sweeps.results.leaderboard import Leaderboard, command_of
 

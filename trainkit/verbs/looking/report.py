@@ -13,7 +13,7 @@ from trainkit.files import reporting
 from trainkit.report.web.comparison_document import comparison_page
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import read_status
-from trainkit.run.page import write_page, write_run_page
+from trainkit.run.record import write_page, write_run_page
 from trainkit.sweeps.results.comparing import compare_runs, compare_sweep, spread_of_run
 from trainkit.sweeps.results.leaderboard import collect
 from trainkit.tracking.sending import send_later

@@ -51,7 +51,7 @@ def template_of(composition: Composition) -> AbstractContextManager[None]:
     """
     from trainkit.config.check import check_names  # noqa: PLC0415 - nothing is imported to refuse an argument
     from trainkit.config.targets.build import build  # noqa: PLC0415 - the same
-    from trainkit.run.process.template import template  # noqa: PLC0415 - the same
+    from trainkit.run.process.fork_server import template  # noqa: PLC0415 - the same
 
     values = composition.values
     strategy = values.get("strategy") or {}
@@ -67,7 +67,7 @@ def template_of(composition: Composition) -> AbstractContextManager[None]:
 
 def template_of_job(call: Call) -> AbstractContextManager[None]:
     """Return the same block for a prediction or evaluation, which has one rank unless its command names a strategy."""
-    from trainkit.run.process.template import template  # noqa: PLC0415 - nothing is imported to refuse an argument
+    from trainkit.run.process.fork_server import template  # noqa: PLC0415 - nothing is imported to refuse an argument
 
     named = any(key_of(line).partition(".")[0] == "strategy" for line in call.overrides)
     return template() if named else nullcontext()
@@ -107,7 +107,7 @@ def _sweep(call: Call) -> int:
     """Check every point, then pass the sweep to Hydra's sweeper and the cluster's launcher."""
     from trainkit.config.compose.jobs import multirun  # noqa: PLC0415 - for sweeps only
     from trainkit.report.train_log import lasting_output  # noqa: PLC0415 - the same
-    from trainkit.run.process.template import JOB_IMPORTS, template  # noqa: PLC0415 - the same
+    from trainkit.run.process.fork_server import JOB_IMPORTS, template  # noqa: PLC0415 - the same
     from trainkit.verbs.support.points import sweep_points, with_values  # noqa: PLC0415 - the same
 
     start = f"the sweep without the launcher ({VARIABLE}=none), or each point with it"
