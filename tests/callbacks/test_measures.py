@@ -12,7 +12,7 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -34,13 +34,11 @@ from trainkit.callbacks.profiler import Profiler
 from trainkit.callbacks.progress import (
     LiveHtml,
     Pace,
-    PauseSchedule,
     PlainLine,
     Progress,
     Reading,
     TerminalLine,
     plain_text,
-    times_due,
 )
 from trainkit.cli import main
 from trainkit.strategies.base import Status, StepOutcome
@@ -341,81 +339,26 @@ def test_a_notebook_gets_a_bar_whose_texts_are_no_html() -> None:
     assert "1:15 left" in html
 
 
-STEPS, STEP_S, FIRST_S, ROW_EVERY = 1000, 0.05, 4.0, 10
-LATER_S = 1.0
-"""Seconds that the training loses in its second row."""
+@pytest.mark.parametrize("pause_every", [40, 100])
+def test_after_a_third_of_a_run_with_pauses_the_remaining_time_is_known_within_a_tenth(pause_every: int) -> None:
+    now, pace, estimate, estimated_at = 0.0, Pace(last_step=1000, step=0, moment=0.0), math.nan, 0.0
+    for step in range(1, 1001):
+        now += 4.0 if step == 1 else 0.05
+        if step % 10 == 0:
+            pace.row(step, now=now)
+        if step == 330:
+            estimate, estimated_at = pace.remaining_s(now=now), now
+        now += 1.1 * (step % pause_every == 0)
+    assert estimate / (now - estimated_at) == pytest.approx(1.0, abs=0.1)
 
 
-def estimate_over_truth(pauses: PauseSchedule, costs: Mapping[str, float]) -> float:
-    """Play a run on a clock of its own; return the estimate after a tenth of it over what then remained."""
-    now = seconds = 0.0
-    pace, estimate, estimated_at = Pace(pauses, begun=(0, 0.0, 0.0)), math.nan, 0.0
-    for step in range(1, STEPS + 1):
-        took = FIRST_S if step == 1 else STEP_S + LATER_S * (step == 15)
-        now, seconds = now + took, seconds + took
-        if step % ROW_EVERY == 0:
-            pace.row(step, seconds, now=now)
-            if step == STEPS // 10:
-                estimate, estimated_at = pace.remaining_s(now=now), now
-        now += costs["plan"] * (step == 20)
-        if step < STEPS:
-            now += costs["evaluation"] * times_due(pauses.evaluations, step, step + 1)
-            now += costs["save"] * times_due(pauses.saves, step, step + 1)
-    now += costs["evaluation"] * pauses.evaluated_at_end / max(pauses.evaluated, 1) + costs["save"]
-    return estimate / (now - estimated_at)
-
-
-@pytest.mark.parametrize(("evaluate_every", "save_every"), [(40, 25), (80, 20), (100, None), (250, 50), (None, 50)])
-def test_after_a_tenth_of_a_run_with_pauses_the_remaining_time_is_known_within_a_tenth(
-    evaluate_every: int | None, save_every: int | None
-) -> None:
-    evaluated = 600 if evaluate_every else 0
-    pauses = PauseSchedule(
-        last_step=STEPS,
-        evaluations=(float(evaluate_every),) if evaluate_every else (),
-        saves=(float(save_every),) if save_every else (),
-        samples_per_step=10,
-        evaluated=evaluated,
-        evaluated_at_end=evaluated,
-    )
-    costs = {"evaluation": 1.1 if evaluated else 0.0, "save": 0.3 if save_every else 0.0, "plan": 2.0}
-    assert estimate_over_truth(pauses, costs) == pytest.approx(1.0, abs=0.1)
-
-
-def test_a_save_at_the_step_of_an_evaluation_is_no_pause_of_its_own() -> None:
-    for evaluate_every, save_every, due in ((40.0, 25.0, (5, 8 - 1)), (20.0, 40.0, (10, 0)), (50.0, 30.0, (4, 6 - 1))):
-        pauses = PauseSchedule(last_step=1000, evaluations=(evaluate_every,), saves=(save_every,), evaluated=1)
-        assert pauses.due(1, 201) == due
-
-
-def test_the_save_at_the_end_of_a_run_is_expected_too() -> None:
-    pace = Pace(PauseSchedule(last_step=100, saves=(50.0,)), begun=(0, 0.0, 0.0))
-    pace.row(25, 25.0, now=25.0)
-    pace.row(75, 75.0, now=78.0)  # a save of 3 s at step 50
-    assert pace.remaining_s(now=78.0) == 25.0 + 3.0
-
-
-def test_a_slow_start_is_forgotten_after_a_minute_and_a_finished_run_has_nothing_left() -> None:
-    pace = Pace(PauseSchedule(last_step=10_000), begun=(0, 0.0, 0.0))
-    pace.row(1, 100.0, now=100.0)
+def test_a_slow_start_is_forgotten_and_a_finished_run_has_nothing_left() -> None:
+    pace = Pace(last_step=10_000, step=0, moment=0.0)
+    pace.row(1, now=100.0)
     for second in range(101, 201):
-        pace.row(1 + 10 * (second - 100), float(second), now=float(second))
+        pace.row(1 + 10 * (second - 100), now=float(second))
     assert pace.remaining_s(now=200.0) == pytest.approx((10_000 - 1001) / 10)
-    assert Pace(PauseSchedule(last_step=7), begun=(7, 1.0, 0.0)).remaining_s(now=5.0) == 0.0
-
-
-def test_the_pauses_are_those_of_the_config(tmp_path: Path) -> None:
-    kept: dict[str, Any] = {
-        "eval": {"every_steps": 20, "every_epochs": 0.5},
-        "checkpoint": {"every_epochs": 1, "every_s": None},
-    }
-    run = run_double(tmp_path, stop_at_step=40, **kept)
-    run.datasets = {"train": range(1000), "val": range(300), "test": range(100)}
-    pauses = PauseSchedule.of(run)
-    assert (pauses.last_step, pauses.evaluated, pauses.evaluated_at_end, pauses.saves_every_s) == (40, 300, 400, None)
-    assert pauses.due(1, 101) == (5 + 2, 1)
-    run.cfg = replace(run.cfg, eval=replace(run.cfg.eval, beside=True))  # an evaluator beside the training
-    assert (PauseSchedule.of(run).evaluated, PauseSchedule.of(run).evaluated_at_end) == (0, 0)
+    assert Pace(last_step=7, step=7, moment=0.0).remaining_s(now=5.0) == 0.0
 
 
 def test_the_line_counts_down_through_an_evaluation(

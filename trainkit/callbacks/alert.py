@@ -145,7 +145,7 @@ class _Told:
     better: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Alert(Callback):
     """Calls the command of TRAINKIT_ALERT_COMMAND and the webhook of TRAINKIT_ALERT_WEBHOOK about a run.
 
@@ -165,11 +165,11 @@ class Alert(Callback):
     """Report once that `eval.metric` is better than this; null: never."""
     timeout_s: Annotated[float, cosmetic, above(0)] = 10.0
     """Timeout of a call, and of the wait for it at the end of the run."""
-    _channels: tuple[Channel, ...] = field(default=(), init=False, repr=False, compare=False)
-    _told: _Told = field(default_factory=_Told, init=False, repr=False, compare=False)
+    _channels: tuple[Channel, ...] = field(default=(), init=False, repr=False)
+    _told: _Told = field(default_factory=_Told, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_channels", channels_from(os.environ))
+        self._channels = channels_from(os.environ)
 
     def log(self, run: Run, row: Row) -> None:
         """Report once that a loss is not finite, or that steps were skipped."""

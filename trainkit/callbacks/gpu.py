@@ -62,14 +62,7 @@ def devices_of(run: Run) -> list[torch.device]:
 _log = logging.getLogger(__name__)
 
 
-@dataclass
-class _Found:
-    nvml: Any = None
-    handles: Sequence[Any] = ()
-    due: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Gpu(Callback):
     """Adds figures of the GPUs of rank 0 to the rows of metrics: `gpu/0/use`, `memory`, `power`, `temperature`.
 
@@ -86,7 +79,9 @@ class Gpu(Callback):
 
     every_s: Annotated[float, cosmetic, above(0)] = 1.0
     """Least seconds between two queries of the driver; rows in between have no GPU figures."""
-    _found: _Found = field(default_factory=_Found, init=False, repr=False, compare=False)
+    _nvml: Any = field(default=None, init=False, repr=False)
+    _handles: Sequence[Any] = field(default=(), init=False, repr=False)
+    _due: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if sys.modules.get("pynvml") is None and importlib.util.find_spec("pynvml") is None:
@@ -100,24 +95,24 @@ class Gpu(Callback):
 
         try:
             pynvml.nvmlInit()
-            self._found.handles = [handle_of(pynvml, one) for one in devices_of(run)]
+            self._handles = [handle_of(pynvml, one) for one in devices_of(run)]
         except pynvml.NVMLError as error:
             _log.warning("callbacks=[gpu] records nothing: NVIDIA's driver answers: %s", error)
             return
-        self._found.nvml = pynvml
-        if not self._found.handles:
+        self._nvml = pynvml
+        if not self._handles:
             _log.warning("callbacks=[gpu] records nothing: rank 0 trains on %s.", run.device)
 
     def row_figures(self, run: Run) -> Mapping[str, float]:
         """Return the figures of this moment, if they are due."""
         now = time.monotonic()
-        if not self._found.handles or now < self._found.due:
+        if not self._handles or now < self._due:
             return {}
-        self._found.due = now + self.every_s
-        nvml = self._found.nvml
+        self._due = now + self.every_s
+        nvml = self._nvml
         return {
             f"gpu/{number}/{name}": value
-            for number, handle in enumerate(self._found.handles)
+            for number, handle in enumerate(self._handles)
             for name, value in _figures(nvml, handle)
         }
 

@@ -47,7 +47,7 @@ class _Running:
     until: dict[str, float] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Measurement(Callback):
     """Measures the steps after a warm-up: their duration, the parts of a step, memory and energy.
 
@@ -68,7 +68,7 @@ class Measurement(Callback):
     """The training ends when the metric reaches this value or a better one."""
     mode: Annotated[str, cosmetic] = "max"
     """Whether higher or lower values are better: max or min."""
-    _running: _Running = field(default_factory=_Running, init=False, repr=False, compare=False)
+    _running: _Running = field(default_factory=_Running, init=False, repr=False)
 
     def phase_listener(self) -> PhaseListener:
         """Return the clock of the parts of a step."""

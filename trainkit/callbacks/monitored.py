@@ -27,7 +27,7 @@ class _Seen:
     """[step, factor of the updates from this step on], in the order of the steps."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _Monitor(Callback):
     """Counts the evaluations since the best value of `eval.metric`, the same on every rank; resumed runs continue.
 
@@ -38,7 +38,7 @@ class _Monitor(Callback):
     decides_by_figures: ClassVar[bool] = True
     _choice: ClassVar[str]
 
-    _seen: _Seen = field(default_factory=_Seen, init=False, repr=False, compare=False)
+    _seen: _Seen = field(default_factory=_Seen, init=False, repr=False)
 
     def eval_end(self, run: Run, metrics: Row) -> None:
         """Compare the metric with the best, count, and decide.
@@ -79,7 +79,7 @@ class _Monitor(Callback):
         vars(self._seen).update(saved)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class EarlyStop(_Monitor):
     """Ends the run when `eval.metric` has not improved for several evaluations in a row."""
 
@@ -99,7 +99,7 @@ class EarlyStop(_Monitor):
             run.request_stop(f"{metric} has not improved for {times}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Plateau(_Monitor):
     """Multiplies the learning rate when `eval.metric` has not improved for more than `patience` evaluations in a row.
 

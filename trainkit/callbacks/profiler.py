@@ -196,7 +196,7 @@ class _Running:
     """
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Profiler(Callback):
     """Records some steps of rank 0 with torch's profiler: `profile/trace.json`, for chrome://tracing or Perfetto.
 
@@ -215,7 +215,7 @@ class Profiler(Callback):
     """Record memory allocations too."""
     stacks: Annotated[bool, cosmetic] = False
     """Record the Python source line of each operation; makes the trace large."""
-    _running: _Running = field(default_factory=_Running, init=False, repr=False, compare=False)
+    _running: _Running = field(default_factory=_Running, init=False, repr=False)
 
     def phase_listener(self) -> PhaseListener:
         """Return the clock of the parts of a step."""

@@ -1,7 +1,4 @@
-"""The live progress line: in a terminal, a notebook or a log.
-
-The remaining time of a run is estimated from its steps, evaluations and checkpoints.
-"""
+"""The live progress line: in a terminal, a notebook or a log."""
 
 from __future__ import annotations
 
@@ -12,14 +9,11 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from statistics import median_low
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, NamedTuple, Protocol
 
 from trainkit.config.schema import MonitoredMetric
-from trainkit.config.sections import CheckpointConfig, EvalConfig
-from trainkit.data.splits import test_splits, validation_splits
 from trainkit.fields import above, cosmetic
 from trainkit.files import num_bytes
 from trainkit.report.numbers import clock, compact, count, fixed, share
@@ -235,171 +229,48 @@ def display_of_notebook() -> Display | None:
     return display
 
 
-_FORWARD_SHARE: Final = 1 / 3
-"""Time of an evaluated sample relative to a training sample: the backward pass takes twice the forward pass."""
-
-
-def times_due(lengths: Sequence[float], low: int, high: int) -> int:
-    """Return how often something is due at `low` <= step < `high`, from step 1 on.
-
-    A step at which two parts are due counts twice.
-
-    Args:
-        lengths: the steps between two due ones, of each part; need not be whole numbers.
-        low: the first step.
-        high: the step after the last.
-
-    Example:
-        >>> times_due((4, 2.5), 1, 9)  # 4 and 8; 3, 5 and 8
-        5
-    """
-    first, last = max(low, 1) - 1, max(high, 1) - 1
-    return sum(math.floor(last / one + 1e-9) - math.floor(first / one + 1e-9) for one in lengths)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PauseSchedule:
-    """The pauses of a run: evaluations and saves."""
-
-    last_step: int
-    """The last step of the run."""
-    evaluations: tuple[float, ...] = ()
-    """Steps between two evaluations: of those by steps, and of those by epochs."""
-    saves: tuple[float, ...] = ()
-    saves_every_s: float | None = None
-    samples_per_step: float = 1.0
-    evaluated: int = 0
-    """Samples of one evaluation; 0 without evaluation."""
-    evaluated_at_end: int = 0
-    """Samples of the evaluation after the last step."""
-
-    @classmethod
-    def of(cls, run: Run) -> PauseSchedule:
-        """Return the pauses of a run, by its config."""
-        cfg = run.cfg
-
-        def lengths(of: EvalConfig | CheckpointConfig) -> tuple[float, ...]:
-            epochs = None if of.every_epochs is None else of.every_epochs * run.plan.steps_per_epoch
-            return tuple(float(one) for one in (of.every_steps, epochs) if one is not None)
-
-        beside = cfg.eval.beside or cfg.strategy.get("evaluator")  # another process evaluates
-        sizes = {} if beside else {name: _length(run.datasets[name]) for name in run.datasets}
-        evaluated = sum(sizes[name] for name in validation_splits(sizes))
-        last_step = run.num_steps if cfg.stop_at_step is None else min(run.num_steps, cfg.stop_at_step)
-        watched = (cfg.eval.every_steps, cfg.eval.every_epochs) != (None, None)
-        at_end = evaluated + sum(sizes[name] for name in test_splits(sizes))
-        return cls(
-            last_step=last_step,
-            evaluations=lengths(cfg.eval),
-            saves=lengths(cfg.checkpoint),
-            saves_every_s=cfg.checkpoint.every_s,
-            samples_per_step=run.plan.global_size,
-            evaluated=evaluated if evaluated and watched else 0,
-            evaluated_at_end=at_end if watched or last_step == run.num_steps else 0,
-        )
-
-    def due(self, low: int, high: int) -> tuple[int, int]:
-        """Return the number of evaluations and of saves without one, with `low` <= step < `high`."""
-        evaluations, saves, both = self.evaluations if self.evaluated else (), self.saves, list[float]()
-        if len(evaluations) == len(saves) == 1 and evaluations[0].is_integer() and saves[0].is_integer():
-            both = [math.lcm(int(evaluations[0]), int(saves[0]))]
-        return times_due(evaluations, low, high), times_due(saves, low, high) - times_due(both, low, high)
-
-
-def _length(dataset: object) -> int:
-    try:
-        return len(dataset)  # type: ignore[arg-type]
-    except TypeError:  # a stream
-        return 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Mark:
-    step: int
-    seconds: float
-    """Seconds spent training, without pauses."""
-    moment: float
-    """The same moment on the clock, with pauses."""
-
-
 class Pace:
-    """Estimates the remaining time from the steps of the last minute and the pauses so far.
+    """Estimates the remaining time: the remaining steps at the pace of the later half of the run so far.
 
-    Of a shorter training, the later half counts: the first rows also hold compiling, imports, and the comparison of the
-    plan with what was measured.
-
-    A row of metrics contains the training time without pauses; the rest of the elapsed time was spent in pauses.
-    Between two rows, an evaluation with the save of a new best model is one pause, and a separate save is another. A
-    pause in which neither is due (for example the plan after the first steps) is not expected again. Before the first
-    evaluation has ended, its duration is estimated from its number of samples and the time of a training sample.
+    The pace is that of the clock: evaluations and saves count as often as they came. The steps of the first row, which
+    compile and allocate, count only as long as there is no other row.
 
     Example:
-        >>> pace = Pace(PauseSchedule(last_step=100), begun=(0, 0.0, 0.0))
+        >>> pace = Pace(last_step=100, step=0, moment=0.0)
         >>> pace.remaining_s(now=0.0)
         inf
-        >>> pace.row(20, 10.0, now=10.0)
+        >>> pace.row(20, now=10.0)
         >>> pace.remaining_s(now=10.0), pace.remaining_s(now=15.0)
         (40.0, 35.0)
     """
 
-    def __init__(self, pauses: PauseSchedule, *, begun: tuple[int, float, float], window_s: float = 60.0) -> None:
-        """Measure from `begun` on: step, seconds of training, moment on the clock."""
-        self._pauses, self._window_s = pauses, window_s
-        self._begun = self._last = _Mark(step=begun[0], seconds=begun[1], moment=begun[2])
-        self._marks: deque[_Mark] = deque()
-        self._first_s = math.inf
-        """Seconds of training at the first mark."""
-        self._evaluations: list[float] = []
-        self._saves: list[float] = []
+    def __init__(self, *, last_step: int, step: int, moment: float) -> None:
+        """Measure from a step and its moment on the clock."""
+        self._last_step, self._base = last_step, (step, moment)
+        self._first_at = math.inf
+        self._marks: deque[tuple[int, float]] = deque()
 
-    def row(self, step: int, seconds: float, *, now: float) -> None:
-        """Record the position of a row of metrics; the pauses of that step follow the row."""
-        mark, before = _Mark(step=step, seconds=seconds, moment=now), self._last
-        paused = max((mark.moment - before.moment) - (mark.seconds - before.seconds), 0.0)
-        evaluations, saves = self._pauses.due(before.step, step)
-        if evaluations:
-            self._evaluations.append(paused / evaluations)
-        elif saves:
-            self._saves.append(paused / saves)
-        elif self._saves_by_time(before, mark):
-            self._saves.append(paused)
-        if step > self._begun.step and (not self._marks or seconds - self._marks[-1].seconds >= self._window_s / 240):
-            self._marks.append(mark)
-            self._first_s = min(self._first_s, seconds)
-        oldest = seconds - min(self._window_s, (seconds - self._first_s) / 2)
-        while len(self._marks) > 2 and self._marks[1].seconds <= oldest:
+    def row(self, step: int, *, now: float) -> None:
+        """Record the moment of a row of metrics."""
+        if not self._marks:
+            self._first_at = now
+        elif len(self._marks) == 1:
+            self._base = self._marks[0]
+        if len(self._marks) > 1 and self._marks[-1][1] - self._marks[-2][1] < (now - self._first_at) / 240:
+            self._marks.pop()  # too close: a run has any number of rows
+        self._marks.append((step, now))
+        while len(self._marks) > 2 and self._marks[1][1] <= (self._first_at + now) / 2:
             self._marks.popleft()
-        self._last = mark
-
-    def _saves_by_time(self, before: _Mark, after: _Mark) -> bool:
-        every, begun = self._pauses.saves_every_s, self._begun.moment
-        return every is not None and (after.moment - begun) // every > (before.moment - begun) // every
+            self._base = self._marks[0]
 
     def remaining_s(self, *, now: float) -> float:
         """Return the seconds until the run ends; infinite as long as no step has been timed."""
-        last, end = self._last, self._pauses.last_step
-        if last.step >= end:
+        (first, begun), (step, moment) = self._base, self._marks[-1] if self._marks else self._base
+        if step >= self._last_step:
             return 0.0
-        # The first row holds the first step, which compiles and allocates: it is never among the steps that are timed.
-        base = self._marks[0] if self._marks and self._marks[0].step < last.step else self._begun
-        if last.step <= base.step:
+        if step <= first:
             return math.inf
-        step_s = (last.seconds - base.seconds) / (last.step - base.step)
-        training = (end - last.step) * step_s
-        remaining = training + sum(self._pauses_s(training, step_s))
-        return max(remaining - (now - last.moment), 0.0)
-
-    def _pauses_s(self, training: float, step_s: float) -> Iterator[float]:
-        """Yield the seconds of the evaluations and saves that are left."""
-        pauses, expected = self._pauses, _FORWARD_SHARE * step_s / self._pauses.samples_per_step
-        evaluations, saves = pauses.due(self._last.step, pauses.last_step)
-        one = median_low(self._evaluations) if self._evaluations else expected * pauses.evaluated
-        yield evaluations * one
-        per_sample = one / pauses.evaluated if pauses.evaluated else expected
-        yield per_sample * pauses.evaluated_at_end
-        if pauses.saves_every_s is not None:
-            saves += int(training // pauses.saves_every_s)
-        yield (saves + 1) * (median_low(self._saves) if self._saves else 0.0)
+        return max((self._last_step - step) * (moment - begun) / (step - first) - (now - moment), 0.0)
 
 
 class PlainLine(_Repeated):
@@ -498,18 +369,7 @@ def live_line(*, every_s: float, step_now: Callable[[], int]) -> LiveLine:
     )
 
 
-@dataclass
-class _Shown:
-    """State that changes during the run."""
-
-    pace: Pace | None = None
-    line: LiveLine | None = None
-    row: Row = field(default_factory=dict)
-    metric: tuple[str, float] | None = None
-    metric_step: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Progress(Callback):
     """Loss, metric, samples/s, fraction of time waiting for data and time left: a bar on a terminal and in a notebook,
     else plain lines.
@@ -523,61 +383,64 @@ class Progress(Callback):
 
     every_s: Annotated[float, cosmetic, above(0)] = 5.0
     """Seconds between two lines if the output is piped."""
-    _shown: _Shown = field(default_factory=_Shown, init=False, repr=False, compare=False)
+    _pace: Pace | None = field(default=None, init=False, repr=False)
+    _line: LiveLine | None = field(default=None, init=False, repr=False)
+    _row: Row = field(default_factory=dict, init=False, repr=False)
+    _metric: tuple[str, float] | None = field(default=None, init=False, repr=False)
+    _metric_step: int | None = field(default=None, init=False, repr=False)
 
     def log(self, run: Run, row: Row) -> None:
         """Show a row."""
-        self._shown.row = row
-        self._pace(run).row(int(row["step"]), row.get("seconds", run.state.seconds), now=time.monotonic())
+        self._row = row
+        if self._pace is None:
+            self._pace = Pace(last_step=_last_step(run), step=run.begun_at, moment=run.begun_moment)
+        self._pace.row(int(row["step"]), now=time.monotonic())
         self._show(run)
 
     def eval_end(self, run: Run, metrics: Row) -> None:
         """Show the metric of an evaluation."""
         name = MonitoredMetric.of(run.cfg.eval).metric
         if name in metrics:
-            self._shown.metric = (name, metrics[name])
-            self._shown.metric_step = int(metrics.get("step", run.state.step))
+            self._metric = (name, metrics[name])
+            self._metric_step = int(metrics.get("step", run.state.step))
         self._show(run)
 
     def rolled_back(self, run: Run, step: int) -> None:
         """Print where the training continues, and restart the measurement of the pace."""
-        self._shown.pace = Pace(PauseSchedule.of(run), begun=(run.state.step, run.state.seconds, time.monotonic()))
+        self._pace = Pace(last_step=_last_step(run), step=run.state.step, moment=time.monotonic())
         if run.is_owner:
             where = f"the checkpoint of step {run.state.step}"
             print(f"step {step} is not finite: training again from {where}", flush=True)  # noqa: T201 - meant for the terminal
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Remove the live line before the closing lines."""
-        if self._shown.line is not None:
-            self._shown.line.close()
-            self._shown.line = None
-
-    def _pace(self, run: Run) -> Pace:
-        if self._shown.pace is None:
-            begun = (run.begun_at, run.begun_seconds, run.begun_moment)
-            self._shown.pace = Pace(PauseSchedule.of(run), begun=begun)
-        return self._shown.pace
+        if self._line is not None:
+            self._line.close()
+            self._line = None
 
     def _show(self, run: Run) -> None:
         if not run.is_owner:
             return
-        shown = self._shown
-        if shown.line is None:
-            shown.line = live_line(every_s=self.every_s, step_now=lambda: run.state.step)
-        shown.line.update(
+        if self._line is None:
+            self._line = live_line(every_s=self.every_s, step_now=lambda: run.state.step)
+        self._line.update(
             Reading(
                 step=run.state.step,
                 num_steps=run.num_steps,
-                loss=shown.row.get("train/loss"),
-                metric=shown.metric,
-                metric_step=shown.metric_step,
-                samples_per_s=shown.row.get("samples_per_s"),
-                data_wait=shown.row.get("data_wait"),
-                targets_per_s=shown.row.get("targets_per_s"),
-                mfu=shown.row.get("mfu"),
-                memory=(shown.row["memory"], shown.row["memory_peak"]) if "memory_peak" in shown.row else None,
-                launches=shown.row.get("launches"),
+                loss=self._row.get("train/loss"),
+                metric=self._metric,
+                metric_step=self._metric_step,
+                samples_per_s=self._row.get("samples_per_s"),
+                data_wait=self._row.get("data_wait"),
+                targets_per_s=self._row.get("targets_per_s"),
+                mfu=self._row.get("mfu"),
+                memory=(self._row["memory"], self._row["memory_peak"]) if "memory_peak" in self._row else None,
+                launches=self._row.get("launches"),
                 skipped=run.state.skipped,
-                remaining_s=self._pace(run).remaining_s(now=time.monotonic()),
+                remaining_s=math.inf if self._pace is None else self._pace.remaining_s(now=time.monotonic()),
             )
         )
+
+
+def _last_step(run: Run) -> int:
+    return run.num_steps if run.cfg.stop_at_step is None else min(run.num_steps, run.cfg.stop_at_step)

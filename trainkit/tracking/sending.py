@@ -38,6 +38,7 @@ from trainkit.tracking.service import SERVICES, LoggedRow, Service, TrackedRun, 
 
 FOLDER: Final = "tracking"
 _POLL_S: Final = 1.0
+_SETTLE_S: Final = 2.0
 _RETRY_S: Final = (_POLL_S, 5.0, 15.0, 60.0)
 """Seconds between attempts after none, one, two, and more failures in a row."""
 _ROWS: Final = ("metrics.jsonl", "evaluations.jsonl")
@@ -224,6 +225,8 @@ class Sender:
     state: TrackingState
     rest: Callable[[], object] = lambda: None
     """Called between two batches of rows."""
+    settle: Callable[[], object] = lambda: None
+    """Called before sent rows are recorded: a process of the tracker's package may hold them for a moment."""
     asked_at: float | None = None
     """When the service was asked something that it has not answered, on `time.monotonic`."""
     is_abandoned: bool = False
@@ -245,6 +248,7 @@ class Sender:
             self._service, self._files = service, [RowFile(self.folder / name) for name in _ROWS]
             self.state.placement = {name: value for name, value in run.parameters.items() if _is_placement(name)}
             self._record()
+        before = dict(self.state.sent)
         for file in self._files:
             file.begins_again()  # a resumed run replaces it
             lines = file.new()
@@ -255,9 +259,11 @@ class Sender:
                     self._service.log(rows)
                     for row in rows:
                         self.state.sent.update(dict.fromkeys(row.values, row.step))
-                    self._record()
                 self.rest()
         self.asked_at = None
+        if self.state.sent != before:
+            self.settle()
+            self._record()
 
     def _new_in(self, line: bytes) -> LoggedRow | None:
         row, sent = _numbers(line), self.state.sent
@@ -312,6 +318,7 @@ class Sending:
         self.reason = ""
         """Why the last attempt failed; empty if it did not."""
         self._sender, self._ended, self._is_done = sender, threading.Event(), False
+        sender.settle = lambda: self._ended.wait(_SETTLE_S)  # the end of a service writes all
         sender.rest = lambda: time.sleep(0.01)  # a resumed run may have a million rows, and Python runs one thread
         self._thread = threading.Thread(target=self._send, name="tracker", daemon=True)
         self._thread.start()

@@ -300,8 +300,6 @@ class Run:
     """The progress of the training."""
     begun_at: int = 0
     """Updates completed when this start of the run began."""
-    begun_seconds: float = 0.0
-    """Seconds of training when this start of the run began."""
     begun_moment: float = field(default_factory=time.monotonic)
     """Time at which this start of the run began its steps, on `time.monotonic`."""
     is_owner: bool
@@ -351,7 +349,7 @@ class Run:
 
     def begin_steps(self) -> None:
         """Record the step and the time at which this start of the run begins."""
-        self.begun_at, self.begun_seconds, self.begun_moment = self.state.step, self.state.seconds, time.monotonic()
+        self.begun_at, self.begun_moment = self.state.step, time.monotonic()
 
     def request_stop(self, reason: str) -> None:
         """End the run after this step; every rank must call it in the same step. The first reason counts."""

@@ -31,7 +31,7 @@ class _Wandb:
             # Disable its own collection, which would record the sending process: its command, its output, its load.
             settings=wandb.Settings(
                 silent=True, console="off", save_code=False, disable_git=True, disable_code=True, x_disable_stats=True,
-                x_disable_meta=True, x_save_requirements=False, x_transaction_log_flush_interval=1.0,
+                x_disable_meta=True, x_save_requirements=False, x_transaction_log_flush_interval=0.5,
             ),
         )  # fmt: skip
 
