@@ -35,13 +35,14 @@ def file(cwd: Path) -> Path:
 def test_the_parts_of_a_file_are_found_by_name_or_as_the_only_ones() -> None:
     assert arguments_of("of_mine.py", ["seed=1"]) == (
         [
-            "recipe=null", "model._target_=of_mine.Model", "data._target_=of_mine.Points",
+            "recipe=null", "name=of_mine", "model=null", "model._target_=of_mine.Model", "data=null",
+            "data._target_=of_mine.Points", "objective=null",
             "objective._target_=trainkit.objectives.LossPerSample", "objective.function=of_mine.loss",
         ],
         "of_mine",
     )  # fmt: skip
     given = ["recipe=digits", "objective=classification", "model._target_=of_mine.Base"]
-    assert arguments_of("./of_mine.py", given) == (["data._target_=of_mine.Points"], "of_mine")
+    assert arguments_of("./of_mine.py", given) == (["data=null", "data._target_=of_mine.Points"], "of_mine")
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,7 @@ def test_the_parts_of_a_file_are_found_by_name_or_as_the_only_ones() -> None:
         ),
         (WHOLE + "def Loss(): ...", "several that may be the loss: Loss, loss."),
         ("x = 1", "has no data: no Data or data, and no class derived from Dataset. It defines nothing."),
+        (WHOLE.replace("def loss(outputs, targets): return", "loss ="), "A loss that is assigned is not found"),
         ("def", "is no Python: "),
     ],
 )
@@ -66,8 +68,10 @@ def test_what_is_ambiguous_or_absent_is_refused(file: Path, text: str, told: str
 def test_a_file_outside_of_the_folder_is_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(file)]) == 2
     assert main(["../of_mine.py", "epohs=3"]) == 2
+    assert main(["nothing.py"]) == 2
     told = capsys.readouterr().err
     assert told.count("must lie in the current folder or below") == 2
+    assert "nothing.py: it does not exist." in told
 
 
 def test_a_function_gives_the_loss_of_each_sample_and_no_mean(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

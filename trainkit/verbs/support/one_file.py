@@ -1,7 +1,7 @@
 """Train one file, `trainkit train mine.py`: the model, the data and the loss are found in it by their names.
 
 The text of the file decides; nothing of it is imported to find them. What is found becomes the keys that a person would
-write: `recipe=null model._target_=mine.Model data._target_=mine.Data objective.function=mine.loss`.
+write: `recipe=null name=mine model=null model._target_=mine.Model ... objective.function=mine.loss`.
 """
 
 from __future__ import annotations
@@ -50,13 +50,16 @@ def arguments_of(file: str, overrides: Sequence[str]) -> tuple[list[str], str]:
         raise ConfigError([Problem(key=file, rule=rule, origin=COMMAND_LINE)])
     try:
         tree = ast.parse(read_text(path, follow=True), filename=file)
-    except (UnreadableError, SyntaxError, ValueError) as error:
+    except UnreadableError as error:
+        raise ConfigError([Problem(key=file, rule=f"{error.reason}.", origin=COMMAND_LINE)]) from error
+    except (SyntaxError, ValueError) as error:
         raise ConfigError([Problem(key=file, rule=f"is no Python: {error}.", origin=COMMAND_LINE)]) from error
     kinds = (ast.ClassDef, ast.FunctionDef)
     defined = {node.name: node for node in tree.body if isinstance(node, kinds)}
     given = {key_of(argument) for argument in overrides}
     named_elsewhere = bool(given & {"recipe", "experiment"})
-    found, problems = [] if named_elsewhere else ["recipe=null"], list[Problem]()
+    found = [] if named_elsewhere else ["recipe=null", *([] if "name" in given else [f"name={module[-1]}"])]
+    problems = list[Problem]()
     for group, part in _PARTS.items():
         if given & {group, f"{group}._target_"}:
             continue
@@ -65,7 +68,8 @@ def arguments_of(file: str, overrides: Sequence[str]) -> tuple[list[str], str]:
             dotted = ".".join([*module, names[0]])
             is_function = group == "objective" and isinstance(defined[names[0]], ast.FunctionDef)
             target = "trainkit.objectives.LossPerSample" if is_function else dotted
-            found.append(setting(f"{group}._target_", target))
+            # without the default choice, whose keys would be left out one by one
+            found += [setting(group, None), setting(f"{group}._target_", target)]
             found += [setting("objective.function", dotted)] if is_function else []
         elif names:
             rule = f"has several that may be the {part.what}: {', '.join(names)}. Name one of them {part.names[0]}"
@@ -74,6 +78,9 @@ def arguments_of(file: str, overrides: Sequence[str]) -> tuple[list[str], str]:
         elif not named_elsewhere:
             rule = f"has no {part.what}: no {' or '.join(part.names)}, and no class derived from {part.bases[0]}. "
             rule += f"It defines {', '.join(defined) or 'nothing'}. Write one, or choose one: {part.choose}."
+            assigned = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+            if any(isinstance(target, ast.Name) and target.id in part.names for target in assigned):
+                rule += f" A {part.what} that is assigned is not found: write it as a class or a function."
             problems.append(Problem(key=file, rule=rule, origin=COMMAND_LINE))
     if problems:
         raise ConfigError(problems)
