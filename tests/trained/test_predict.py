@@ -23,7 +23,7 @@ from torch import nn
 
 import trainkit
 from tests.support import quick
-from tests.trained.samples import Ragged, Rows
+from tests.trained.samples import OwnLoss, Pair, Ragged, Rows
 from trainkit.api import jobs
 from trainkit.data.sets.images import Digits
 from trainkit.errors import CheckpointError, ConfigError, DataError, MissingExtraError
@@ -91,6 +91,20 @@ def test_probabilities_classes_and_an_embedding_are_those_of_a_plain_loop(run: P
     with torch.no_grad():
         expected = model.get_submodule("layers.0")(images[:64].flatten(1))
     assert (np.load("e.npy")[:64] == expected.numpy()).all()
+
+
+def test_an_output_is_taken_by_its_name_with_an_objective_of_ones_own(cwd: Path) -> None:
+    run = trainkit.train(RUN, run_dir="own", model=Pair, objective=OwnLoss).folder
+    assert predict(run, "boxes.jsonl", "predict.outputs=output:boxes") == 0
+    found = [json.loads(line)["output"] for line in Path("boxes.jsonl").read_text().splitlines()]
+    images, model = Digits(split="val").tensors()[0], trainkit.load(run, packages=["tests"])
+    with torch.no_grad():
+        assert found[:64] == model(images[:64])["boxes"].tolist()
+    assert torch.equal(
+        trainkit.predict(run, Digits(split="val"), outputs="output:boxes", packages=["tests"])[:64],
+        torch.tensor(found[:64]),
+    )
+    assert "They are boxes, scores." in refused(run, "out.npy", "predict.outputs=output:box")
 
 
 def test_samples_need_no_targets_and_the_only_split_is_taken(rows: Path, cwd: Path) -> None:

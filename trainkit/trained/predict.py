@@ -131,7 +131,8 @@ class OutputFunction:
             scores = self._named(scores)
         if not isinstance(scores, Tensor) or not scores.dim() or scores.shape[0] != num_rows:
             found = f"a tensor of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-            raise DataError(f"the model gives {found} for {num_rows} samples: a prediction needs one row per sample.")
+            rule = "a prediction needs one row per sample. predict.outputs=output:NAME takes one of several outputs."
+            raise DataError(f"the model gives {found} for {num_rows} samples: {rule}")
         self._kept, scores, dim = None, scores.detach(), self._objective.class_dim
         if self._outputs.kind == "classes":
             return scores.argmax(dim)
