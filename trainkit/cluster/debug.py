@@ -10,7 +10,6 @@ from trainkit.cluster.base import Cluster
 from trainkit.cluster.local import refuse_launched
 from trainkit.cluster.tasks import Task
 from trainkit.config.schema import RunConfig
-from trainkit.config.targets.build import build
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import at_least, placement
 
@@ -32,27 +31,19 @@ class Debug(Cluster):
         """
         refuse_launched(environ, "starts the other ranks itself", value="debug")
 
+    def without_limits(self, cfg: RunConfig) -> RunConfig:
+        """Return the config of a run whose ranks wait in exchanges for the one that a debugger holds."""
+        if "timeout_s" not in cfg.strategy:
+            return cfg
+        return replace(cfg, strategy={**cfg.strategy, "timeout_s": _FOREVER_S})
 
-def debugged_rank(cfg: RunConfig) -> int | None:
-    """Return the rank that the process of the terminal becomes; None: it debugs none."""
-    cluster = build(cfg.cluster, "cluster") if cfg.cluster else None
-    return cluster.rank if isinstance(cluster, Debug) else None
+    def refuse_absent_rank(self, tasks: Sequence[Task]) -> None:
+        """Refuse to debug a rank that the run does not have.
 
-
-def refuse_absent_rank(cfg: RunConfig, tasks: Sequence[Task]) -> None:
-    """Refuse to debug a rank that the run does not have.
-
-    Raises:
-        ConfigError: names the ranks that it has.
-    """
-    rank = debugged_rank(cfg)
-    if rank is not None and rank >= len(tasks):
-        names = ", ".join(f"{task.rank} ({task})" for task in tasks)
-        raise ConfigError([Problem(key="cluster.rank", value=rank, rule=f"there is no such rank. There are: {names}.")])
-
-
-def without_limits(cfg: RunConfig) -> RunConfig:
-    """Return the config of a run whose ranks wait in exchanges for the one that a debugger holds, if there is one."""
-    if debugged_rank(cfg) is None or "timeout_s" not in cfg.strategy:
-        return cfg
-    return replace(cfg, strategy={**cfg.strategy, "timeout_s": _FOREVER_S})
+        Raises:
+            ConfigError: names the ranks that it has.
+        """
+        if self.rank >= len(tasks):
+            names = ", ".join(f"{task.rank} ({task})" for task in tasks)
+            rule = f"there is no such rank. There are: {names}."
+            raise ConfigError([Problem(key="cluster.rank", value=self.rank, rule=rule)])

@@ -18,7 +18,6 @@ from typing import Any, Final, TypeVar
 
 from torch import nn
 
-from trainkit.cluster.debug import refuse_absent_rank, without_limits
 from trainkit.cluster.host import num_cores
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.identity import Difference, difference, fingerprint, other_training, run_config
@@ -313,8 +312,7 @@ def without_breakpoints() -> Iterator[None]:
 def _checked_plan(
     start: ResumePoint, agree: Agreement, check: CheckStart, choose_workers: ChooseWorkers | None
 ) -> RunPlan:
-    plan = make_plan(without_limits(start.cfg), launch=agree.launch)
-    refuse_absent_rank(plan.cfg, plan.tasks)
+    plan = make_plan(start.cfg, launch=agree.launch)
     check(start, plan)
     if choose_workers is None:
         refuse_open_workers(start.cfg)

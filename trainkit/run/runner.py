@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from trainkit.cluster.debug import debugged_rank
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.local import launch_environment_of
 from trainkit.cluster.tasks import Identity
@@ -146,10 +145,10 @@ def _train(begun_run: BegunRun, record: RunRecord, job: Job | None) -> dict[str,
 
             return run_on(plan.backend, plan, folder)
         pass_fds = () if begun_run.lock is None else (begun_run.lock,)
-        if (rank := debugged_rank(cfg)) is not None:
+        if plan.debugged_rank is not None:
             from trainkit.run.launch.debug import debug  # noqa: PLC0415 - most runs are not debugged
 
-            return debug(rank, plan, begun_run.resolved, folder, pass_fds=pass_fds)
+            return debug(plan.debugged_rank, plan, begun_run.resolved, folder, pass_fds=pass_fds)
         if len(plan.tasks) == 1:
             with _only_task(begun_run, record) as task:
                 return task.run()

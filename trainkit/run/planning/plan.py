@@ -17,6 +17,7 @@ from typing import Any, Final
 from torch import device, nn
 from torch.optim import Optimizer
 
+from trainkit.cluster.debug import Debug
 from trainkit.cluster.host import VISIBLE, count_gpus, memory_share, mig_instances
 from trainkit.cluster.launch import LaunchEnvironment, workers
 from trainkit.cluster.tasks import Task
@@ -192,6 +193,8 @@ class RunPlan:
     """The context that the strategy was validated with."""
     backend: ProcessBackend | None = None
     """The backend that starts the processes, if this machine does not."""
+    debugged_rank: int | None = None
+    """The rank that the process of the terminal becomes, for a debugger; None: it debugs none."""
     given: BatchConfig = field(default_factory=BatchConfig)
     """The sizes of a step as the config gives them; `cfg` holds the resolved ones."""
 
@@ -354,6 +357,8 @@ def make_plan(
     """
     cluster = build(cfg.cluster, "cluster") if cfg.cluster else None
     backend = cluster if isinstance(cluster, ProcessBackend) else None
+    debug = cluster if isinstance(cluster, Debug) else None
+    cfg = cfg if debug is None else debug.without_limits(cfg)
     parts = build_components(cfg, splits)
     context = plan_context(cfg, parts, num_gpus=_num_gpus(backend) if num_gpus is None else num_gpus, launch=launch)
     replicas, batch = together(
@@ -373,7 +378,9 @@ def make_plan(
     found = phase_problems(plan.optimizers, parts.objective) if plan.optimizers or parts.objective.phases else []
     found += average_problems(context.average, parts.datasets, plan.num_steps) if context.average else []
     _refuse(found)
-    return replace(plan, backend=backend)
+    if debug is not None:
+        debug.refuse_absent_rank(tasks)
+    return replace(plan, backend=backend, debugged_rank=None if debug is None else debug.rank)
 
 
 def _plan_of(
