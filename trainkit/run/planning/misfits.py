@@ -139,7 +139,7 @@ def _sparse_remedy(sparse: Sequence[str], params: Mapping[str, nn.Parameter]) ->
     found = f" The gradient of {mine[0]} is sparse"
     if len(mine) < len(params):
         dense = next(name for name in params if name not in mine)
-        found += f", that of {dense} is not: optimizers can give each kind its own (docs/several-optimizers.md)"
+        found += f", that of {dense} is not: optimizers can give each kind its own (docs/optimizers.md)"
     return (
         f"{found}. Use optimizer=sgd or torch.optim.Adagrad with optimizer.weight_decay=0, or "
         "nn.Embedding(sparse=False); torch.optim.SparseAdam takes sparse gradients alone."
