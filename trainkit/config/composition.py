@@ -237,7 +237,7 @@ class Level(IntEnum):
     """The five levels at which a value can be set; a higher one wins."""
 
     defaults = 0
-    """conf/config.yaml."""
+    """The schema and conf/config.yaml."""
     choice = 1
     """The YAML of a group's choice."""
     recipe = 2
@@ -267,6 +267,8 @@ class Origin:
 
 
 NOWHERE = Origin(level=Level.defaults, where="")
+DEFAULT: Final = Origin(level=Level.defaults, where="default", shipped=True)
+"""The origin of a default of the schema."""
 
 
 class TrackedTree:

@@ -369,6 +369,7 @@ def _keys(composition: Composition, cfg: RunConfig) -> Iterator[SettingKey]:
 def _values_below(composition: Composition) -> Mapping[str, Any]:
     """Return the values that the files up to the recipe set, secrets redacted."""
     tree = TrackedTree()
+    _put(tree, (), RunConfig().to_dict())
     for file in composition.files:
         if file.level <= Level.recipe and (file.shipped or file.level is Level.recipe):
             _put(tree, file.package, file.document.values)

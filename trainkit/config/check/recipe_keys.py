@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from trainkit.config.compose import Composer, group_in
 from trainkit.config.composition import (
+    DEFAULT,
     Composition,
     KeyPath,
     Level,
@@ -26,7 +27,7 @@ from trainkit.config.composition import (
     variable_in,
 )
 from trainkit.config.grammar import COMMAND_LINE
-from trainkit.config.schema import LIST_GROUPS
+from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig
 from trainkit.config.targets.allowed import TARGET
 from trainkit.errors import Problem
 from trainkit.files import parse_yaml
@@ -130,7 +131,8 @@ def _value_below(composition: Composition, path: KeyPath) -> tuple[Any, Origin] 
             where = f"{file.document.file}:{file.document.lines.get(inner, 1)}"
             origin = Origin(level=file.level, where=where, file_rank=rank, shipped=file.shipped)
             return copy.deepcopy(node[inner[-1]]), origin
-    return None
+    above = lookup(RunConfig().to_dict(), path[:-1]) if path[0] not in GROUPS else {}
+    return (above[path[-1]], DEFAULT) if isinstance(above, dict) and path[-1] in above else None
 
 
 _WORDS: Final[Mapping[str, Any]] = {"true": True, "false": False, "null": None}

@@ -43,6 +43,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainkit.config.compose.space import Space, read_space
 from trainkit.config.composition import (
+    DEFAULT,
     Composition,
     ConfigFile,
     KeyPath,
@@ -380,6 +381,9 @@ class Layers:
             files: in ascending precedence.
             swapped: level of the file -> groups whose choice there was replaced from above -> the text of the note.
         """
+        for name, value in RunConfig().to_dict().items():
+            if name not in (*GROUPS, "recipe"):
+                self.tree.put((name,), value, DEFAULT)
         for rank, file in enumerate(files):
             self._merge_file(file, rank, swapped.get(file.level, {}))
 
