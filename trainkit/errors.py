@@ -36,36 +36,6 @@ from typing import Any, ClassVar, Final, TypeVar, cast
 from trainkit.extras import install_command
 from trainkit.redaction import is_secret, mask, redacted_argument, secrets_in, without_secrets
 
-__all__ = [
-    "CALLBACK_NOTE",
-    "MISSING",
-    "AbsentFileError",
-    "CheckpointError",
-    "CollectiveMismatchError",
-    "ConfigError",
-    "CrashLoopError",
-    "DataError",
-    "HangError",
-    "HangupError",
-    "LinkError",
-    "LossScaleError",
-    "MissingExtraError",
-    "NonFiniteError",
-    "OutOfMemoryError",
-    "PeerError",
-    "Problem",
-    "StoppedError",
-    "StorageError",
-    "TerminatedError",
-    "TrainingError",
-    "TrainkitError",
-    "UnreadableError",
-    "ZeroWeightError",
-    "callback_note",
-    "together",
-    "yaml_text",
-]
-
 T = TypeVar("T")
 
 CALLBACK_NOTE: Final = "in the callback "

@@ -22,33 +22,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, cast
 
-__all__ = [
-    "Limit",
-    "OnlyWith",
-    "Reads",
-    "Tag",
-    "Tagged",
-    "Unit",
-    "a_file",
-    "a_folder",
-    "above",
-    "at_least",
-    "at_most",
-    "below",
-    "cosmetic",
-    "limits_in",
-    "maths",
-    "pattern",
-    "placement",
-    "secret",
-    "secret_fields",
-    "signature_hints",
-    "speed",
-    "tags_of",
-    "unit",
-    "within",
-]
-
 
 class Tag(Enum):
     """The effect that a key can have."""

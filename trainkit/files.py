@@ -20,6 +20,7 @@ import math
 import os
 import resource
 import stat
+import tempfile
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -625,23 +626,20 @@ def cache_folder() -> Path:
 
 
 _ELSEWHERE: Final = "or choose a folder on another file system (hydra.run.dir=FOLDER)"
-_GONE: Final = f"It was removed, renamed or unmounted. Restore it, {_ELSEWHERE}."
-_DENIED: Final = f"Change its permissions, {_ELSEWHERE}."
-_DEVICE: Final = f"The storage device or its connection failed: check it (dmesg), {_ELSEWHERE}."
 _REMEDIES: Final = {
     errno.ENOSPC: f"Free space there, {_ELSEWHERE}.",
     errno.EDQUOT: f"Delete files there, request a larger quota, {_ELSEWHERE}.",
     errno.EFBIG: "Raise the limit of the size of a file (ulimit -f), or lower the size of the model.",
     errno.EROFS: f"Mount the file system writable, {_ELSEWHERE}.",
-    errno.EACCES: _DENIED,
-    errno.EPERM: _DENIED,
-    errno.ENOENT: _GONE,
-    errno.ENOTDIR: _GONE,
-    errno.ESTALE: _GONE,
-    errno.ENOTCONN: _GONE,
-    errno.EIO: _DEVICE,
-    errno.ENODEV: _DEVICE,
-    errno.ENXIO: _DEVICE,
+    **dict.fromkeys((errno.EACCES, errno.EPERM), f"Change its permissions, {_ELSEWHERE}."),
+    **dict.fromkeys(
+        (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOTCONN),
+        f"It was removed, renamed or unmounted. Restore it, {_ELSEWHERE}.",
+    ),
+    **dict.fromkeys(
+        (errno.EIO, errno.ENODEV, errno.ENXIO),
+        f"The storage device or its connection failed: check it (dmesg), {_ELSEWHERE}.",
+    ),
 }
 _ALWAYS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 """Errors that only writing causes: they are about storage wherever they are raised."""
@@ -853,21 +851,15 @@ def naming(path: Path, *, needed: int | None = None, remedy: str = "") -> Iterat
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Write a small file into a folder and remove it again.
+    """Write a small file without a name into a folder.
 
     Raises:
         StorageError: the folder is gone, full or read-only; the message states which.
     """
-    probe = folder / f".probe.{os.getpid()}"
-    with naming(folder, needed=_PROBE_BYTES):
-        try:
-            with probe.open("wb") as file:
-                file.write(bytes(_PROBE_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
-        finally:
-            with contextlib.suppress(OSError):
-                probe.unlink(missing_ok=True)
+    with naming(folder, needed=_PROBE_BYTES), tempfile.TemporaryFile(dir=folder) as probe:
+        probe.write(bytes(_PROBE_BYTES))
+        probe.flush()
+        os.fsync(probe.fileno())
 
 
 def sync_folder(folder: Path) -> None:

@@ -185,11 +185,6 @@ def _is_distinct(text: str) -> bool:
     return len(text) >= _SHORTEST and _COMMON.fullmatch(text) is None and text != REDACTED and variable_of(text) is None
 
 
-def knows_secrets() -> bool:
-    """Return whether this process knows secrets that `mask` must replace."""
-    return bool(_known)
-
-
 def mask(text: str) -> str:
     """Return a text without the secrets that this process knows, and without passwords in URLs.
 
@@ -216,15 +211,9 @@ def redacted_argument(argument: str) -> str:
     plain = value.strip("'\"")
     if not separator or plain in ("", "null", "true", "false", REDACTED) or variable_of(plain) is not None:
         return mask(argument)
-    return f"{key}={REDACTED}" if is_secret(path) or _holds_secret_keys(path, value) else mask(argument)
-
-
-def _holds_secret_keys(path: Sequence[str], value: str) -> bool:
-    """Return whether a mapping on the command line, `{api_key: k7}`, has a secret key."""
-    if value[:1] not in "{[":
-        return False
-    names = re.findall(r"""([\w-]+)['"]?\s*:""", value)
-    return any(is_secret_name(name, path[0]) for name in names)
+    names = re.findall(r"""([\w-]+)['"]?\s*:""", value) if value[:1] in "{[" else []  # of a mapping, {api_key: k7}
+    hidden = is_secret(path) or any(is_secret_name(name, path[0]) for name in names)
+    return f"{key}={REDACTED}" if hidden else mask(argument)
 
 
 class _MaskedStream:

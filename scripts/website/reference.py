@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any, Final
 
 import trainkit
@@ -22,7 +22,7 @@ from trainkit.verbs.support.table import VERBS
 
 _FACTS: Final = re.compile(r"^(?P<meaning>.*?) ?\[(?P<facts>[^\[\]]*(?:\[.*\])?[^\[\]]*)\]$", re.DOTALL)
 """The description of a key in the schema: its meaning, and in brackets tag, unit and default."""
-_API: Final = ("trainkit.testing", "trainkit.trainer.events", "trainkit.objectives.base", "trainkit.strategies.base")
+_API: Final = ("trainkit.testing", "trainkit.strategies.base")
 """Modules whose names are all listed."""
 _IMPORT: Final = re.compile(r"^from (trainkit[\w.]*) import (.*)$", re.MULTILINE)
 
@@ -162,13 +162,15 @@ def _cell(text: str) -> str:
 
 
 def documented_names() -> list[str]:
-    """Return the names that the docs import, without exceptions and those of modules that are listed as a whole."""
+    """Return the names that the docs import from the inside, without exceptions and what is listed elsewhere."""
     texts = (page.read_text() for page in (Path(__file__).resolve().parents[2] / "docs").glob("*.md"))
     found = {(module, name) for text in texts for module, names in _IMPORT.findall(text) for name in names.split(", ")}
     return sorted(
         f"{module}.{name}"
         for module, name in found
-        if module not in _API and not (module == errors.__name__ and name.endswith("Error"))
+        if name not in trainkit.__all__
+        and module not in _API
+        and not (module == errors.__name__ and name.endswith("Error"))
     )
 
 
@@ -176,13 +178,13 @@ def _api() -> str:
     lines = ["# Python API", "", f"Version {trainkit.__version__}. `import trainkit` alone imports no torch.", ""]
     for name in sorted(trainkit.__all__):
         found = getattr(trainkit, name)
-        if callable(found):
+        is_listed = getattr(found, "__module__", "") in (*_API, errors.__name__)
+        if isinstance(found, type | FunctionType) and not is_listed:
             lines += [f"::: {inspect.unwrap(found).__module__}.{found.__qualname__}", ""]
     for name in (*_API, *documented_names()):
         lines += [f"::: {name}", ""]
     lines += ["## Exceptions", "", "| class | exit code | means |", "|---|---|---|"]
-    for name in errors.__all__:
-        kind = getattr(errors, name)
+    for name, kind in sorted(vars(errors).items()):
         if isinstance(kind, type) and issubclass(kind, errors.TrainkitError):
             means = (inspect.getdoc(kind) or "").partition("\n\n")[0]
             lines.append(f'| <span id="{name}">`{name}`</span> | {json.dumps(kind.exit_code)} | {_cell(means)} |')

@@ -69,7 +69,7 @@ class ErrorReport:
         """Recreate the exception in this process: an error of trainkit with its class, any other as its message only;
         `where` names the process that raised it.
         """
-        known = (getattr(errors, name) for name in self.kinds if name in errors.__all__)
+        known = (getattr(errors, name, None) for name in self.kinds)
         kind = next((found for found in known if isinstance(found, type) and issubclass(found, TrainkitError)), None)
         if kind is not None and issubclass(kind, ConfigError):
             problems = [
