@@ -247,12 +247,6 @@ def parts(tmp_path: Path) -> Parts:
     return complete(tmp_path / "parts")
 
 
-def test_every_row_is_in_one_batch_of_one_chunk() -> None:
-    starts = [start for chunk in range(CHUNKS.count) for start in CHUNKS.batches_of(chunk)]
-    assert starts == list(range(0, 100, 3))
-    assert sum(map(CHUNKS.rows_of, range(CHUNKS.count))) == 100
-
-
 def test_npy_holds_the_rows_and_ids_beside_them(tmp_path: Path, parts: Parts) -> None:
     write_rows(tmp_path / "out.npy", parts, names, name="logits")
     assert (np.load(tmp_path / "out.npy") == VALUES).all()

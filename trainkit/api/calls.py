@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import base64
 import copy
-import functools
 import hashlib
 import html
 import inspect
@@ -21,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -76,64 +76,57 @@ def source_of(definitions: Mapping[str, Definition]) -> str:
         >>> calls.source_of({"model": calls.module_of}).startswith('\"\"\"')
         True
     """
-    collector = _Collector()
-    for key, item in definitions.items():
-        collector.add(key, item)
-    if collector.problems:
-        raise ConfigError(collector.problems)
-    lines = ['"""Written by trainkit.train(write_source=True)."""', "", *dict.fromkeys(collector.imports), ""]
-    return "\n".join([*lines, *collector.bodies.values()]) + "\n"
+    imports, bodies = dict[str, None](), dict[str, str]()  # name -> its definition, after those that it names
+    problems, seen = list[Problem](), set[str]()
 
-
-class _Collector:
-    """The imports and definitions found so far."""
-
-    def __init__(self) -> None:
-        self.imports: list[str] = []
-        self.bodies: dict[str, str] = {}
-        """Name -> its definition, after the definitions that it names."""
-        self.problems: list[Problem] = []
-        self._seen: set[str] = set()
-
-    def add(self, key: str, item: Definition) -> None:
+    def add(key: str, item: Definition) -> None:
         """Add a class or function, and, before it, the definitions that its source names."""
         name = item.__name__
-        if name in self._seen:
+        if name in seen:
             return
-        self._seen.add(name)
+        seen.add(name)
         found = _definition(item)
         if found is None:
             rule = f"the source of {item.__qualname__} is not known. Define it at the top level of a cell or a module."
-            self.problems.append(Problem(key=key, rule=rule))
+            problems.append(Problem(key=key, rule=rule))
             return
         text, node, namespace = found
-        for used in _names(node):
+        for used in dict.fromkeys(one.id for one in ast.walk(node) if isinstance(one, ast.Name)):
             if used in namespace and used != name:
-                self._add_global(key, name, used, namespace[used])
-        self.bodies[name] = f"\n{text}"
+                add_global(key, name, used, namespace[used])
+        bodies[name] = f"\n{text}"
 
-    def _add_global(self, key: str, user: str, name: str, value: Any) -> None:
+    def add_global(key: str, user: str, name: str, value: Any) -> None:
         home, qualname = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
         if isinstance(value, ModuleType):
-            self.imports.append(f"import {value.__name__} as {name}")
+            imports[f"import {value.__name__} as {name}"] = None
         elif isinstance(value, type | FunctionType) and home == _MAIN:
-            self.add(key, value)
+            add(key, value)
         elif isinstance(home, str) and isinstance(qualname, str) and "." not in qualname and home != _MAIN:
-            self.imports.append(f"from {home} import {qualname} as {name}")
+            imports[f"from {home} import {qualname} as {name}"] = None
         elif value is None or isinstance(value, str | int | float):
-            self.bodies[name] = f"{name} = {value!r}"
+            bodies[name] = f"{name} = {value!r}"
         else:
             rule = f"{user} uses {name}, a {type(value).__name__} of this session, which is not written as source."
-            self.problems.append(Problem(key=key, rule=f"{rule} Make it a parameter, or define it inside."))
+            problems.append(Problem(key=key, rule=f"{rule} Make it a parameter, or define it inside."))
+
+    for key, item in definitions.items():
+        add(key, item)
+    if problems:
+        raise ConfigError(problems)
+    lines = ['"""Written by trainkit.train(write_source=True)."""', "", *imports, "", *bodies.values()]
+    return "\n".join(lines) + "\n"
 
 
 def _definition(item: Definition) -> tuple[str, ast.AST, Mapping[str, Any]] | None:
     """Return the source of a class or function, its syntax tree, and the namespace of its module."""
-    function = next(_functions_of(item), None)
-    if function is None or "<" in item.__qualname__:
+    values: Iterable[Any] = vars(item).values() if isinstance(item, type) else [item]
+    functions = [inspect.unwrap(value) for value in values if callable(value)]
+    own = [one for one in functions if isinstance(one, FunctionType) and one.__module__ == item.__module__]
+    if not own or "<" in item.__qualname__:
         return None
     # inspect does not find the class of a notebook's cell; the file of its methods is the cell.
-    text = "".join(linecache.getlines(function.__code__.co_filename))
+    text = "".join(linecache.getlines(own[0].__code__.co_filename))
     try:
         tree = ast.parse(text)
     except SyntaxError:  # the cell has magics: the lines of a function are still known
@@ -144,20 +137,7 @@ def _definition(item: Definition) -> tuple[str, ast.AST, Mapping[str, Any]] | No
         return None
     node = nodes[-1]
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    return "\n".join(text.splitlines()[first - 1 : node.end_lineno]), node, function.__globals__
-
-
-def _functions_of(item: Definition) -> Iterator[FunctionType]:
-    found: Iterable[Any] = vars(item).values() if isinstance(item, type) else [item]
-    for value in found:
-        function = inspect.unwrap(value) if callable(value) else None
-        if isinstance(function, FunctionType) and function.__module__ == item.__module__:
-            yield function
-
-
-def _names(node: ast.AST) -> Iterator[str]:
-    """Yield each name that the source reads, in source order."""
-    yield from dict.fromkeys(one.id for one in ast.walk(node) if isinstance(one, ast.Name))
+    return "\n".join(text.splitlines()[first - 1 : node.end_lineno]), node, own[0].__globals__
 
 
 @dataclass(kw_only=True)
@@ -204,16 +184,13 @@ class Given:
         factory, settings = _unwrapped(value)
         if factory is not None:
             return self._add_factory(group, factory, settings)
-        kinds = _KINDS[group]
         if group == "data":
             return self._add_data(value)
-        if not isinstance(value, kinds):
+        if not isinstance(value, _KINDS[group]):
             return [_misfit(group, value)]
         # The object of the caller stays as it is.
-        if isinstance(value, nn.Module):
-            self._register(group, functools.partial(copied, value))
-        else:
-            self._register(group, functools.partial(copy.deepcopy, value))
+        copy_of = partial(copied, value) if isinstance(value, nn.Module) else partial(copy.deepcopy, value)
+        self._register(group, copy_of)
         self.instances.append(group)
         return []
 
@@ -267,7 +244,7 @@ class Given:
         path = _path_of(factory)
         if path is None or not all(map(_is_plain, settings.values())):
             self.unnamed[group] = factory, dict(settings)
-            self._register(group, functools.partial(factory, **settings), splits=getattr(factory, "splits", None))
+            self._register(group, partial(factory, **settings), splits=getattr(factory, "splits", None))
             return []
         self.nodes[group] = {TARGET: path, **settings}
         if root_of(path) not in (*ALLOWED_PACKAGES, *self.packages):
@@ -292,7 +269,7 @@ class Given:
             splits = {"train": value}
         if "train" not in splits or not all(_is_dataset(part) for part in splits.values()):
             return [_misfit("data", value)]
-        self._register("data", functools.partial(_split, splits), splits=tuple(splits))
+        self._register("data", lambda split: splits[split], splits=tuple(splits))
         self.instances.append("data")
         return []
 
@@ -317,39 +294,19 @@ def registered(given: Given) -> Iterator[None]:
     sys.modules.update(modules)
     try:
         yield
-    except ConfigError as error:
-        if not any(map(_names_object, error.problems)):
+    except ConfigError as error:  # the problem of a given object gets the key of its group: nobody wrote a `_target_`
+        ours = [isinstance(one.value, str) and root_of(one.value) == IN_PROCESS for one in error.problems]
+        if not any(ours):
             raise
-        raise ConfigError(map(_of_group, error.problems)) from error
+        raise ConfigError(
+            Problem(key=one.key.removesuffix(f".{TARGET}"), rule=one.rule) if own else one
+            for one, own in zip(error.problems, ours, strict=True)
+        ) from error
     finally:
         for name, module in before.items():
             del sys.modules[name]
             if module is not None:
                 sys.modules[name] = module
-
-
-def _names_object(problem: Problem) -> bool:
-    return isinstance(problem.value, str) and root_of(problem.value) == IN_PROCESS
-
-
-def _of_group(problem: Problem) -> Problem:
-    """Return the problem of a given object with the key of its group: the user wrote no `_target_`."""
-    if not _names_object(problem):
-        return problem
-    return Problem(key=problem.key.removesuffix(f".{TARGET}"), rule=problem.rule)
-
-
-def refusal(given: Given, num_tasks: int) -> ConfigError:
-    """Return the problems of objects that the processes of a strategy cannot build."""
-    several = f"the strategy starts {num_tasks} processes, and each builds it itself."
-    named = "Give a class or function that can be imported by name, or functools.partial of it"
-    rules = dict.fromkeys(given.instances, f"is an object of this process; {several} {named}.")
-    rules |= {
-        group: f"{item.__qualname__} is defined in this session; {several} {named}, or write_source=True, which writes "
-        "its source into the run's folder."
-        for group, (item, _) in given.unnamed.items()
-    }
-    return ConfigError([Problem(key=group, rule=rule) for group, rule in rules.items()])
 
 
 _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
@@ -376,14 +333,14 @@ def _misfit(group: str, value: object) -> Problem:
 
 def _unwrapped(value: object) -> tuple[Definition | None, dict[str, Any]]:
     """Return the class or function in a value and its settings by name; None for an instance."""
-    if isinstance(value, functools.partial) and (named := _by_name(value)) is not None:
+    if isinstance(value, partial) and (named := _by_name(value)) is not None:
         factory, settings = _unwrapped(value.func)
         return factory, {**settings, **_plain({**named, **value.keywords})}
     is_factory = isinstance(value, type) or (callable(value) and hasattr(value, "__code__"))
     return (value, {}) if is_factory and callable(value) else (None, {})
 
 
-def _by_name(value: functools.partial[Any]) -> dict[str, Any] | None:
+def _by_name(value: partial[Any]) -> dict[str, Any] | None:
     """Return the positional arguments of a `functools.partial` by name; None where they have no names."""
     if not value.args:
         return {}
@@ -428,10 +385,6 @@ def _is_dataset(value: object) -> bool:
 def _is_split(value: object) -> bool:
     """Return whether an element of a list is a dataset, not a sample."""
     return isinstance(value, Dataset) or (_is_dataset(value) and not isinstance(value, list | tuple | np.ndarray))
-
-
-def _split(splits: Mapping[str, Any], split: str) -> Any:
-    return splits[split]
 
 
 def _data_target(make: Callable[..., Any], splits: Sequence[str] | Callable[..., Any] | None) -> Callable[..., Any]:
@@ -533,21 +486,21 @@ def run_folder(run_dir: str | Path | None) -> Path | None:
 
 
 def _with_nodes(composition: Composition, nodes: Mapping[str, dict[str, Any]]) -> Composition:
-    """Return a composition with nodes of objects, which replace choices with all of their keys."""
+    """Return a composition with nodes of objects, which replace choices with all of their keys.
+
+    Groups of parameters that arguments set stay beside an optimizer; those of the replaced choice fit only that choice.
+    """
     origins = {path: origin for path, origin in composition.origins.items() if path[0] not in nodes}
     values = {**composition.values, **nodes}
-    if "optimizer" in nodes and (groups := _given_groups(composition)):
-        values["optimizer"] = {**nodes["optimizer"], "groups": groups}
-        origins |= {path: origin for path, origin in composition.origins.items() if dotted(path).startswith(_GROUPS)}
+    if "optimizer" in nodes:
+        keys = [key for key in composition.given if key.startswith(_GROUPS)]
+        names = {path_of(key)[2] for key in keys if key != _GROUPS}
+        known = composition.values["optimizer"].get("groups") or {}
+        if groups := {name: group for name, group in known.items() if name in names or _GROUPS in keys}:
+            values["optimizer"] = {**nodes["optimizer"], "groups": groups}
+            more = composition.origins.items()
+            origins |= {path: origin for path, origin in more if dotted(path).startswith(_GROUPS)}
     return replace(composition, values=values, origins=origins)
-
-
-def _given_groups(composition: Composition) -> dict[str, Any]:
-    """Return the groups of parameters that arguments set; groups of the replaced choice fit only that choice."""
-    keys = [key for key in composition.given if key.startswith(_GROUPS)]
-    groups = composition.values["optimizer"].get("groups") or {}
-    names = {path_of(key)[2] for key in keys if key != _GROUPS}
-    return {name: group for name, group in groups.items() if name in names or _GROUPS in keys}
 
 
 def refuse_several(given: Given, cfg: RunConfig, launch: LaunchEnvironment | None) -> None:
@@ -559,8 +512,17 @@ def refuse_several(given: Given, cfg: RunConfig, launch: LaunchEnvironment | Non
     if not given.in_process:
         return
     plan = make_plan(cfg, launch=launch)
-    if len(plan.tasks) > 1 or plan.backend is not None:
-        raise refusal(given, len(plan.tasks))
+    if len(plan.tasks) == 1 and plan.backend is None:
+        return
+    several = f"the strategy starts {len(plan.tasks)} processes, and each builds it itself."
+    named = "Give a class or function that can be imported by name, or functools.partial of it"
+    rules = dict.fromkeys(given.instances, f"is an object of this process; {several} {named}.")
+    rules |= {
+        group: f"{item.__qualname__} is defined in this session; {several} {named}, or write_source=True, which writes "
+        "its source into the run's folder."
+        for group, (item, _) in given.unnamed.items()
+    }
+    raise ConfigError([Problem(key=group, rule=rule) for group, rule in rules.items()])
 
 
 def _part_of_model(model: object, optimizer: object) -> Iterator[Problem]:
