@@ -14,28 +14,26 @@ from trainkit import api
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import ClipConfig
 from trainkit.objectives.base import Loss, Model, Objective
-from trainkit.prove import faults
+from trainkit.prove import examining as faults
 from trainkit.prove.comparing import compare, is_rounding, moved_by_rounding
 from trainkit.prove.examining import (
+    Cause,
+    Difference,
     Examiner,
+    Hypothesis,
+    Matching,
+    PlainLoop,
     Probed,
+    Replay,
+    Shard,
+    StepEvidence,
     add_up,
+    clipped,
+    combine,
     differing_gradients,
     explain_probe,
     explain_updates,
 )
-from trainkit.prove.faults import (
-    Cause,
-    Difference,
-    Hypothesis,
-    Matching,
-    Replay,
-    Shard,
-    StepEvidence,
-    clipped,
-    combine,
-)
-from trainkit.prove.plain_loop import PlainLoop
 from trainkit.run.planning.notes import probe
 
 NAMES = ("w", "b")

@@ -16,7 +16,7 @@ from trainkit.cluster.launch import LaunchEnvironment, workers
 from trainkit.errors import HangError, LinkError
 from trainkit.run.rendezvous import barrier as boards
 from trainkit.run.rendezvous.barrier import ProcessBarrier, StoreClient, WaitReporter
-from trainkit.run.rendezvous.late_join import _checked
+from trainkit.run.rendezvous.join import _checked
 from trainkit.strategies import rendezvous_store
 from trainkit.strategies.rendezvous_store import HostedStore, store_client
 

@@ -6,6 +6,6 @@ numbers differ, it names the point of docs/numbers.md that the candidate breaks.
     proving      trains every candidate a few steps with equal shards, and asks the others
     comparing    both answers: plans by their keys, tensors by name, step by step
     examining    compares every step of a candidate with a plain loop that starts from the candidate's own checkpoint
-    plain_loop   forward and backward of each shard of a step, without any part of an executor
-    faults       what each fault makes of the shards and the update of a step, and which one gives a difference
+                 by forward and backward of each shard without any part of an executor, and finds the fault that
+                 makes a difference of the shards and the update of a step
 """
