@@ -34,6 +34,7 @@ class Recording:
     files: list[str] = field(default_factory=list)
     closed: list[tuple[bool, str]] = field(default_factory=list)
     fails: Exception | None = None
+    holds_last: bool = False
 
     def open(self, run: TrackedRun) -> None:
         self._fail()

@@ -110,6 +110,14 @@ def test_what_a_tracker_refused_is_sent_when_it_answers_again(tmp_path: Path, se
     assert [step for step, _ in service.points] == [10, 20]
 
 
+def test_a_last_row_that_the_service_keeps_back_is_sent_again_after_a_kill(tmp_path: Path, service: Recording) -> None:
+    service.holds_last = True
+    add_rows(run_folder(tmp_path), *losses(10, 20))
+    sender_of(tmp_path).send_new()
+    sender_of(tmp_path).send_new()
+    assert [step for step, _ in service.points] == [10, 20, 20]
+
+
 def test_the_end_sends_the_files_and_the_status_and_without_a_result_the_run_was_killed(
     tmp_path: Path, service: Recording
 ) -> None:

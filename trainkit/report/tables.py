@@ -16,7 +16,10 @@ from trainkit.files import num_bytes
 from trainkit.report.numbers import duration, figure
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
+
+Styled = list[list[tuple[str, str]]]
+"""Lines, each of parts: a style of rich, and a text."""
 
 
 def is_terminal(stream: TextIO | None = None) -> bool:
@@ -42,11 +45,12 @@ def print_summary(title: str, rows: Mapping[str, object], *, notes: Sequence[str
         rows: label -> value, in the order shown. A value of None is left out.
         notes: notes for the user before the training starts, one sentence each.
     """
-    console = terminal_console()
-    if console is None:
-        print("\n".join(summary_lines(title, rows, notes=notes)), flush=True)  # noqa: T201 - meant for the terminal
-    else:
-        console.print(summary_table(title, rows, notes=notes))
+    _print(summary_text(title, rows, notes=notes))
+
+
+def summary_text(title: str, rows: Mapping[str, object], *, notes: Sequence[str] = ()) -> Styled:
+    """Return the summary as lines with styles."""
+    return [[("bold", title)], *_labelled(_row_texts(rows)), *([("yellow", f"  note: {note}")] for note in notes)]
 
 
 def summary_lines(title: str, rows: Mapping[str, object], *, notes: Sequence[str] = ()) -> list[str]:
@@ -56,30 +60,27 @@ def summary_lines(title: str, rows: Mapping[str, object], *, notes: Sequence[str
         >>> summary_lines("digits", {"replicas": 1, "steps": "870"}, notes=["No GPU found."])
         ['digits', '  replicas  1', '  steps     870', '  note: No GPU found.']
     """
-    shown = _row_texts(rows)
-    width = max(map(len, shown), default=0)
-    return [
-        title,
-        *(f"  {label:{width}}  {value}" for label, value in shown.items()),
-        *(f"  note: {note}" for note in notes),
-    ]
+    return _plain(summary_text(title, rows, notes=notes))
 
 
-def summary_table(title: str, rows: Mapping[str, object], *, notes: Sequence[str] = ()) -> RenderableType:
-    """Return the summary for a rich console."""
-    from rich.console import Group  # noqa: PLC0415 - as above
-    from rich.padding import Padding  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+def _labelled(rows: Mapping[str, str]) -> Styled:
+    width = max(map(len, rows), default=0)
+    return [[("dim", f"  {label:{width}}  "), ("", value)] for label, value in rows.items()]
 
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value in _row_texts(rows).items():
-        table.add_row(label, Text(value))
-    for note in notes:
-        table.add_row(Text("note", style="yellow"), Text(note, style="yellow"))
-    return Group(Text(title, style="bold"), Padding(table, (0, 0, 1, 2)))
+
+def _plain(lines: Styled) -> list[str]:
+    return ["".join(text for _, text in parts) for parts in lines]
+
+
+def _print(lines: Styled) -> None:
+    console = terminal_console()
+    if console is None:
+        print("\n".join(_plain(lines)), flush=True)  # noqa: T201 - meant for the terminal
+        return
+    from rich.text import Text  # noqa: PLC0415 - for a terminal only
+
+    text = Text("\n").join(Text.assemble(*((part, style) for style, part in parts)) for parts in lines)
+    console.print(text, soft_wrap=True)  # a command that wraps cannot be copied
 
 
 def _row_texts(rows: Mapping[str, object]) -> dict[str, str]:
@@ -110,31 +111,18 @@ def row_lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]
 
 def print_closing(result: Mapping[str, Any], folder: Path) -> None:
     """Print how a run ended: its result, folder, the TensorBoard command and the command to resume."""
-    console = terminal_console()
-    if console is None:
-        print("\n".join(closing_lines(result, folder)), flush=True)  # noqa: T201 - meant for the terminal
-    else:
-        console.print(closing_text(result, folder), soft_wrap=True)  # a command that wraps cannot be copied
+    _print(closing_text(result, folder))
+
+
+def closing_text(result: Mapping[str, Any], folder: Path) -> Styled:
+    """Return the end of a run, by its `result.json`; the folder is as the user would type it."""
+    colour = {"finished": "green", "failed": "red"}.get(str(result.get("status")), "yellow")
+    return [[(f"bold {colour}", _verdict(result))], *_labelled(_closing_rows(result, folder))]
 
 
 def closing_lines(result: Mapping[str, Any], folder: Path) -> list[str]:
-    """Return the end of a run as plain text, by its `result.json`; the folder is as the user would type it."""
-    rows = _closing_rows(result, folder)
-    width = max(map(len, rows), default=0)
-    return [_verdict(result), *(f"  {label:{width}}  {value}" for label, value in rows.items())]
-
-
-def closing_text(result: Mapping[str, Any], folder: Path) -> RenderableType:
-    """Return the end of a run for a rich console."""
-    from rich.text import Text  # noqa: PLC0415 - as above
-
-    colour = {"finished": "green", "failed": "red"}.get(str(result.get("status")), "yellow")
-    rows = _closing_rows(result, folder)
-    width = max(map(len, rows), default=0)
-    text = Text().append(_verdict(result), style=f"bold {colour}")
-    for label, value in rows.items():
-        text.append(f"\n  {label:{width}}  ", style="dim").append(value)
-    return text
+    """Return the end of a run as plain text."""
+    return _plain(closing_text(result, folder))
 
 
 def _verdict(result: Mapping[str, Any]) -> str:

@@ -295,15 +295,21 @@ class Sender:
 
     def trouble(self, reason: str) -> None:
         """Record why something was not sent; the service is opened again for the next attempt."""
-        self._service = self.asked_at = None
         self.state.not_sent = f"everything after step {self.state.last_step}, the files and the end: {reason}"
         self.state.send = shlex.join(["trainkit", "report", str(self.folder), "--send"])
         with contextlib.suppress(Exception):  # a full disk must not end the attempts
             self._record()
+        self._service = self.asked_at = None
 
     def _record(self) -> None:
-        if not self.is_abandoned:
-            write_state(self.folder, self.state)
+        if self.is_abandoned:
+            return
+        last = self.state.last_step
+        if self._service is not None and self._service.holds_last:
+            last -= 1
+        write_state(
+            self.folder, replace(self.state, sent={name: min(at, last) for name, at in self.state.sent.items()})
+        )
 
 
 def reason_of(error: BaseException) -> str:

@@ -42,6 +42,9 @@ class LoggedRow:
 class Service(Protocol):
     """A tracker. Every method may raise any error, and may take any time: the training does not wait for it."""
 
+    holds_last: bool
+    """Whether the rows of the last step are kept back until those of another step, or the end, follow."""
+
     def open(self, run: TrackedRun) -> None:
         """Create the tracked run, or continue the one with this id."""
 

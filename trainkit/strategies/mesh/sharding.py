@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
@@ -169,6 +170,8 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
     offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
     names = {module: name for name, module in model.named_modules()}
     otherwise = "use strategy=mirrored" if (switch := cache_switch(model)) is None else f"use {switch}"
+    # A step changes no output in place: that a unit returns a view is no reason to warn at every forward pass.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor")
     for module in [*units, model]:
         _move_and_cast(module, sharding, precision)
         fully_shard(

@@ -28,6 +28,8 @@ _PARAMS, _METRICS = 100, 1000
 
 
 class _Mlflow:
+    holds_last = False
+
     def __init__(self) -> None:
         self._client = MlflowClient()
         self._id = ""

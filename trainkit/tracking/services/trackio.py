@@ -19,6 +19,8 @@ _FOREIGN: Final = re.compile(r"[^A-Za-z0-9._-]")
 
 
 class _Trackio:
+    holds_last = False
+
     def __init__(self) -> None:
         self._run: trackio.Run | None = None
         self._name = ""

@@ -14,6 +14,8 @@ from trainkit.tracking.service import LoggedRow, TrackedRun
 
 
 class _Wandb:
+    holds_last = True
+
     def __init__(self) -> None:
         self._run: wandb.Run | None = None
 
