@@ -74,7 +74,7 @@ def test_the_origin_of_a_key_is_the_line_that_set_it(with_recipe: Callable[..., 
     assert composed.origin("optimizer.lr").where == "command line"
     assert composed.origin("model.hidden").where == f"{tmp_path}/conf/recipe/mine.yaml:9"
     assert composed.origin("batch.micro_size").where == f"{tmp_path}/conf/recipe/mine.yaml:7"
-    assert compose(["recipe=null"]).origin("epochs").where.endswith("conf/config.yaml:23")
+    assert compose(["recipe=null"]).origin("epochs").where.endswith("conf/config.yaml:22")
     assert composed.origin("seed").where == "default"
     assert composed.origin("model.dropout").where.endswith("conf/model/mlp.yaml:7")
 
@@ -497,7 +497,7 @@ def test_the_command_of_a_point_holds_what_it_needs_and_nothing_of_the_sweep(tmp
     line = ["recipe=null", "strategy=one_device", "strategy.replicas=2", "sweep.name=x", "hydra.sweep.dir=y"]
     command = loader.command(line, tmp_path / "job 1")
     assert command[1:] == (
-        "-m", "trainkit", "--config-dir", str(tmp_path), "--allow-package", "tests",
+        "-m", "trainkit", "--no-project", "--config-dir", str(tmp_path), "--allow-package", "tests",
         "recipe=null", "strategy=one_device", f'hydra.run.dir="{tmp_path}/job 1"',
     )  # fmt: skip
 

@@ -362,192 +362,6 @@ def submits_single_runs(launcher: str) -> bool:
     return bool(getattr(kind, "submits_single_runs", not own_of_hydra))
 
 
-class Layers:
-    """The values of one composition while they are merged, with notes and problems about them."""
-
-    def __init__(self) -> None:
-        self.tree = TrackedTree()
-        self.hydra = TrackedTree()
-        """Values that the files and arguments set for Hydra itself."""
-        self.notes: list[str] = []
-        self.problems: list[Problem] = []
-        self.variables: dict[KeyPath, Any] = {}
-        """Keys whose values come from environment variables, as they were written."""
-
-    def merge(self, files: Sequence[ConfigFile], swapped: Mapping[Level, Mapping[str, str]]) -> None:
-        """Merge files in ascending precedence.
-
-        Args:
-            files: in ascending precedence.
-            swapped: level of the file -> groups whose choice there was replaced from above -> the text of the note.
-        """
-        for name, value in RunConfig().to_dict().items():
-            if name not in (*GROUPS, "recipe"):
-                self.tree.put((name,), value, DEFAULT)
-        for rank, file in enumerate(files):
-            self._merge_file(file, rank, swapped.get(file.level, {}))
-
-    def finish(
-        self, files: Sequence[ConfigFile], choices: Mapping[str, Any], packages: Sequence[str] = ()
-    ) -> dict[str, Any]:
-        """Finish the values after the arguments were applied: names, exclusive keys, interpolations, reports on the
-        files.
-        """
-        import_marks(self.tree.values, packages)
-        self._complete(choices)
-        notes, problems = resolve_exclusive(self.tree)
-        self.notes += notes
-        self.problems += problems
-        values = self._resolved()
-        self._report_gotchas(files)
-        self._note_shadowed(files)
-        return values
-
-    def _merge_file(self, file: ConfigFile, rank: int, swapped: Mapping[str, str]) -> None:
-        """Merge one file's values over the values below it."""
-        chosen = {group: set(lookup(self.tree.values, (group,)) or ()) for group in LIST_GROUPS}
-        whole = Origin(level=file.level, where=shown(file.document.file), file_rank=rank, shipped=file.shipped)
-        dropped: dict[str, list[str]] = {}
-        for name, value in file.document.values.items():
-            path = (*file.package, str(name))
-            if path[0] == "hydra":
-                self._put(self.hydra, file, whole, path, value)
-            elif path[0] in swapped:
-                names = value if isinstance(value, Mapping) else {}
-                gone = [key for key in names if key not in chosen.get(path[0], ())]
-                dropped.setdefault(path[0], []).extend(dotted((*path, str(key))) for key in gone)
-                for key in [key for key in names if key not in gone]:
-                    self._put(self.tree, file, whole, (*path, str(key)), names[key])
-            else:
-                self._put(self.tree, file, whole, path, value)
-        if not file.document.values and file.package and file.level == Level.choice:
-            self._put(self.tree, file, whole, file.package, {})
-        for group, keys in ((group, keys) for group, keys in dropped.items() if keys):
-            what = f"the keys that the {file.level.name} set in {group} are dropped with it ({', '.join(keys)})"
-            self.notes.append(f"{swapped[group]}: {what}")
-
-    def _put(self, tree: TrackedTree, file: ConfigFile, whole: Origin, path: KeyPath, value: Any) -> None:
-        """Set a value and everything below it, each key with its own line; `whole` is the origin without a line."""
-        line = file.document.lines.get(path[len(file.package) :])
-        origin = replace(whole, where=f"{whole.where}:{line}") if line else whole
-        if not isinstance(value, Mapping):
-            tree.put(path, value, origin)
-            return
-        if not isinstance(lookup(tree.values, path), Mapping):
-            tree.put(path, {}, origin)
-        for key, item in value.items():
-            self._put(tree, file, whole, (*path, str(key)), item)
-
-    def _complete(self, choices: Mapping[str, Any]) -> None:
-        """Add the name, the recipe and a node for every group; expand `~` in paths."""
-        for group in GROUPS:
-            if group not in self.tree.values and (group in LIST_GROUPS or choices.get(group) is not None):
-                self.tree.put((group,), {}, Origin(level=Level.defaults, where=""))
-        recipe, experiment = choices.get("recipe"), choices.get("experiment")
-        if "recipe" not in self.tree.values:
-            self.tree.put(("recipe",), recipe, Origin(level=Level.defaults, where=""))
-        if self.tree.values.get("name") is None:
-            name = re.sub(r"[^A-Za-z0-9._-]", "_", str(experiment or recipe or "run"))
-            self.tree.put(("name",), name, self.tree.origin_of(("name",)))
-        for path, value in list(leaves(self.tree.values)):
-            if isinstance(value, str) and value.startswith("~") and is_path_key(path[-1]):
-                self.tree.put(path, expanded(value), self.tree.origin_of(path))
-
-    def _resolved(self) -> dict[str, Any]:
-        """Return the values with `${...}` resolved; secrets that refer to environment variables stay references."""
-        values = self.tree.values
-        kept = self._references(values)
-        remember_secrets(values)
-        open_leaves = [(path, value) for path, value in leaves(values) if _has_interpolation(value)]
-        open_leaves = [(path, value) for path, value in open_leaves if path not in kept]
-        readable = [(path, value) for path, value in open_leaves if self._is_readable(values, path, value)]
-        if not readable:
-            return values
-        config = OmegaConf.create(values)
-        for path, value in readable:
-            self._resolve(values, config, path, value)
-        return values
-
-    def _resolve(self, values: dict[str, Any], config: Any, path: KeyPath, value: Any) -> None:
-        """Resolve one value; report it if it cannot be resolved."""
-        try:
-            node = OmegaConf.select(config, dotted(path), throw_on_missing=True)
-            found = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-        except (OmegaConfBaseException, RecursionError) as error:
-            where = self.tree.origin_of(path).where
-            self.problems.append(Problem(key=dotted(path), value=value, rule=_unresolved(error), origin=where))
-            found = None
-        self._set(values, path, found)
-        if found is not None and any(map(variable_in, value if isinstance(value, list) else [value])):
-            self.variables[path] = value
-
-    def _is_readable(self, values: dict[str, Any], path: KeyPath, value: Any) -> bool:
-        """Return whether OmegaConf can parse the references in a value; report it and set it to None otherwise."""
-        try:
-            OmegaConf.create([value])
-        except (OmegaConfBaseException, RecursionError):
-            rule = "holds a reference that cannot be read. Write ${KEY}, ${oc.env:VARIABLE} or, for text, \\${."
-            where = self.tree.origin_of(path).where
-            self.problems.append(Problem(key=dotted(path), value=value, rule=rule, origin=where))
-            self._set(values, path, None)
-            return False
-        return True
-
-    def _references(self, values: Mapping[str, Any]) -> set[KeyPath]:
-        """Return the keys of secrets that refer to environment variables; report variables that are not set."""
-        kept = set(reference_paths(values))
-        for path in kept:
-            try:
-                dereferenced(lookup(values, path), key=dotted(path))
-            except ConfigError as error:
-                where = self.tree.origin_of(path).where
-                self.problems += [replace(problem, origin=where) for problem in error.problems]
-        return kept
-
-    @staticmethod
-    def _set(values: dict[str, Any], path: KeyPath, value: Any) -> None:
-        for name in path[:-1]:
-            values = values[name]
-        values[path[-1]] = value
-
-    def _report_gotchas(self, files: Sequence[ConfigFile]) -> None:
-        """Report scalars that YAML 1.1 reinterprets, unless another source set the key again."""
-        for file in files:
-            name = shown(file.document.file)
-            for gotcha in file.document.gotchas:
-                path = (*file.package, *gotcha.path)
-                where = f"{name}:{gotcha.line}"
-                origin = self.tree.origin_of(path)
-                if origin.where in (where, "") or origin.where.startswith(f"{name}:"):
-                    self.problems.append(Problem(key=dotted(path), value=gotcha.text, rule=gotcha.rule, origin=where))
-
-    def _note_shadowed(self, files: Sequence[ConfigFile]) -> None:
-        """Note the shipped files that the user's own folders hide."""
-        for file in files:
-            if file.shipped:
-                continue
-            path = Path(file.group) / file.name
-            hidden = shipped_conf() / f"{path}.yaml"
-            if file.group == "recipe":
-                hidden = shipped_recipes() / file.name / "recipe.yaml"
-            if hidden.is_file():
-                self.notes.append(f"{shown(file.document.file)} shadows the shipped {path.as_posix()}.yaml")
-
-    def folder(self, pattern: Any, values: Mapping[str, Any]) -> Path | None:
-        """Return `hydra.run.dir` with its interpolations resolved; None if only a job can resolve them."""
-        if not isinstance(pattern, str):
-            return None
-        try:
-            named = _values_named_in(pattern, values)
-            return Path(expanded(OmegaConf.create({**named, "_folder_": pattern})["_folder_"]))
-        except (OmegaConfBaseException, RecursionError, TypeError) as error:
-            rule = _unresolved(error)
-        origin = self.hydra.origin_of(("hydra", "run", "dir"))
-        if origin.level > Level.defaults:  # silently, the run would be written elsewhere
-            self.problems.append(Problem(key="hydra.run.dir", value=pattern, rule=rule, origin=origin.where))
-        return None
-
-
 def _has_interpolation(value: Any) -> bool:
     if isinstance(value, str):
         return "${" in value
@@ -757,7 +571,12 @@ class CompositionBuilder:
         self.given = tuple(overrides)
         self.parsed, self.problems = composer.parse(overrides)
         self.problems += repeated(self.parsed)
-        self.layers = Layers()
+        self.tree = TrackedTree()
+        self.hydra = TrackedTree()
+        """Values that the files and arguments set for Hydra itself."""
+        self.notes: list[str] = []
+        self.variables: dict[KeyPath, Any] = {}
+        """Keys whose values come from environment variables, as they were written."""
 
     def run(self) -> Composition:
         """Compose: defaults list, layers, arguments, exclusive keys, interpolations."""
@@ -769,22 +588,21 @@ class CompositionBuilder:
         self.problems += self._several()
         choices = self._choices(defaults, files)
         swapped = self._swapped(task, files, choices)
-        layers = self.layers
-        layers.merge(files, swapped)
-        hydra = copy.deepcopy(layers.hydra.values.get("hydra", {}))
+        self._merge(files, swapped)
+        hydra = copy.deepcopy(self.hydra.values.get("hydra", {}))
         for override in defaults.config_overrides:
-            self._apply(override, layers.tree)
+            self._apply(override, self.tree)
         for override in about_hydra:
             if "." in override.key_or_group:
-                self._apply(override, layers.hydra)
+                self._apply(override, self.hydra)
         self._refuse_settings_of_hydra()
         self._remember_arguments()
-        values = layers.finish(files, choices, self.composer.packages)
+        values = self._finish(files, choices, self.composer.packages)
         remember_secrets(values)
-        run_dir = layers.folder(lookup(layers.hydra.values, ("hydra", "run", "dir")), values)
+        run_dir = self._folder(lookup(self.hydra.values, ("hydra", "run", "dir")), values)
         return Composition(
             values=values,
-            origins=dict(layers.tree.origins),
+            origins=dict(self.tree.origins),
             choices=choices,
             files=tuple(files),
             overrides=tuple(item.input_line or "" for item in own),
@@ -795,12 +613,185 @@ class CompositionBuilder:
             launcher_takes_single_runs=submits_single_runs(hydra_choices["hydra/launcher"]),
             config_dirs=self.composer.config_dirs,
             packages=self.composer.packages,
-            notes=tuple(layers.notes),
-            variables=layers.variables,
-            problems=(*self.problems, *layers.problems),
+            notes=tuple(self.notes),
+            variables=self.variables,
+            problems=tuple(self.problems),
             run_dir=run_dir,
-            run_dir_given=layers.hydra.origin_of(("hydra", "run", "dir")).level > Level.defaults,
+            run_dir_given=self.hydra.origin_of(("hydra", "run", "dir")).level > Level.defaults,
         )
+
+    def _merge(self, files: Sequence[ConfigFile], swapped: Mapping[Level, Mapping[str, str]]) -> None:
+        """Merge files in ascending precedence.
+
+        Args:
+            files: in ascending precedence.
+            swapped: level of the file -> groups whose choice there was replaced from above -> the text of the note.
+        """
+        for name, value in RunConfig().to_dict().items():
+            if name not in (*GROUPS, "recipe"):
+                self.tree.put((name,), value, DEFAULT)
+        for rank, file in enumerate(files):
+            self._merge_file(file, rank, swapped.get(file.level, {}))
+
+    def _finish(
+        self, files: Sequence[ConfigFile], choices: Mapping[str, Any], packages: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Finish the values after the arguments were applied: names, exclusive keys, interpolations, reports on the
+        files.
+        """
+        import_marks(self.tree.values, packages)
+        self._complete(choices)
+        notes, problems = resolve_exclusive(self.tree)
+        self.notes += notes
+        self.problems += problems
+        values = self._resolved()
+        self._report_gotchas(files)
+        self._note_shadowed(files)
+        return values
+
+    def _merge_file(self, file: ConfigFile, rank: int, swapped: Mapping[str, str]) -> None:
+        """Merge one file's values over the values below it."""
+        chosen = {group: set(lookup(self.tree.values, (group,)) or ()) for group in LIST_GROUPS}
+        whole = Origin(level=file.level, where=shown(file.document.file), file_rank=rank, shipped=file.shipped)
+        dropped: dict[str, list[str]] = {}
+        for name, value in file.document.values.items():
+            path = (*file.package, str(name))
+            if path[0] == "hydra":
+                self._put(self.hydra, file, whole, path, value)
+            elif path[0] in swapped:
+                names = value if isinstance(value, Mapping) else {}
+                gone = [key for key in names if key not in chosen.get(path[0], ())]
+                dropped.setdefault(path[0], []).extend(dotted((*path, str(key))) for key in gone)
+                for key in [key for key in names if key not in gone]:
+                    self._put(self.tree, file, whole, (*path, str(key)), names[key])
+            else:
+                self._put(self.tree, file, whole, path, value)
+        if not file.document.values and file.package and file.level == Level.choice:
+            self._put(self.tree, file, whole, file.package, {})
+        for group, keys in ((group, keys) for group, keys in dropped.items() if keys):
+            what = f"the keys that the {file.level.name} set in {group} are dropped with it ({', '.join(keys)})"
+            self.notes.append(f"{swapped[group]}: {what}")
+
+    def _put(self, tree: TrackedTree, file: ConfigFile, whole: Origin, path: KeyPath, value: Any) -> None:
+        """Set a value and everything below it, each key with its own line; `whole` is the origin without a line."""
+        line = file.document.lines.get(path[len(file.package) :])
+        origin = replace(whole, where=f"{whole.where}:{line}") if line else whole
+        if not isinstance(value, Mapping):
+            tree.put(path, value, origin)
+            return
+        if not isinstance(lookup(tree.values, path), Mapping):
+            tree.put(path, {}, origin)
+        for key, item in value.items():
+            self._put(tree, file, whole, (*path, str(key)), item)
+
+    def _complete(self, choices: Mapping[str, Any]) -> None:
+        """Add the name, the recipe and a node for every group; expand `~` in paths."""
+        for group in GROUPS:
+            if group not in self.tree.values and (group in LIST_GROUPS or choices.get(group) is not None):
+                self.tree.put((group,), {}, Origin(level=Level.defaults, where=""))
+        recipe, experiment = choices.get("recipe"), choices.get("experiment")
+        if "recipe" not in self.tree.values:
+            self.tree.put(("recipe",), recipe, Origin(level=Level.defaults, where=""))
+        if self.tree.values.get("name") is None:
+            name = re.sub(r"[^A-Za-z0-9._-]", "_", str(experiment or recipe or "run"))
+            self.tree.put(("name",), name, self.tree.origin_of(("name",)))
+        for path, value in list(leaves(self.tree.values)):
+            if isinstance(value, str) and value.startswith("~") and is_path_key(path[-1]):
+                self.tree.put(path, expanded(value), self.tree.origin_of(path))
+
+    def _resolved(self) -> dict[str, Any]:
+        """Return the values with `${...}` resolved; secrets that refer to environment variables stay references."""
+        values = self.tree.values
+        kept = self._references(values)
+        remember_secrets(values)
+        open_leaves = [(path, value) for path, value in leaves(values) if _has_interpolation(value)]
+        open_leaves = [(path, value) for path, value in open_leaves if path not in kept]
+        readable = [(path, value) for path, value in open_leaves if self._is_readable(values, path, value)]
+        if not readable:
+            return values
+        config = OmegaConf.create(values)
+        for path, value in readable:
+            self._resolve(values, config, path, value)
+        return values
+
+    def _resolve(self, values: dict[str, Any], config: Any, path: KeyPath, value: Any) -> None:
+        """Resolve one value; report it if it cannot be resolved."""
+        try:
+            node = OmegaConf.select(config, dotted(path), throw_on_missing=True)
+            found = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+        except (OmegaConfBaseException, RecursionError) as error:
+            where = self.tree.origin_of(path).where
+            self.problems.append(Problem(key=dotted(path), value=value, rule=_unresolved(error), origin=where))
+            found = None
+        self._set(values, path, found)
+        if found is not None and any(map(variable_in, value if isinstance(value, list) else [value])):
+            self.variables[path] = value
+
+    def _is_readable(self, values: dict[str, Any], path: KeyPath, value: Any) -> bool:
+        """Return whether OmegaConf can parse the references in a value; report it and set it to None otherwise."""
+        try:
+            OmegaConf.create([value])
+        except (OmegaConfBaseException, RecursionError):
+            rule = "holds a reference that cannot be read. Write ${KEY}, ${oc.env:VARIABLE} or, for text, \\${."
+            where = self.tree.origin_of(path).where
+            self.problems.append(Problem(key=dotted(path), value=value, rule=rule, origin=where))
+            self._set(values, path, None)
+            return False
+        return True
+
+    def _references(self, values: Mapping[str, Any]) -> set[KeyPath]:
+        """Return the keys of secrets that refer to environment variables; report variables that are not set."""
+        kept = set(reference_paths(values))
+        for path in kept:
+            try:
+                dereferenced(lookup(values, path), key=dotted(path))
+            except ConfigError as error:
+                where = self.tree.origin_of(path).where
+                self.problems += [replace(problem, origin=where) for problem in error.problems]
+        return kept
+
+    @staticmethod
+    def _set(values: dict[str, Any], path: KeyPath, value: Any) -> None:
+        for name in path[:-1]:
+            values = values[name]
+        values[path[-1]] = value
+
+    def _report_gotchas(self, files: Sequence[ConfigFile]) -> None:
+        """Report scalars that YAML 1.1 reinterprets, unless another source set the key again."""
+        for file in files:
+            name = shown(file.document.file)
+            for gotcha in file.document.gotchas:
+                path = (*file.package, *gotcha.path)
+                where = f"{name}:{gotcha.line}"
+                origin = self.tree.origin_of(path)
+                if origin.where in (where, "") or origin.where.startswith(f"{name}:"):
+                    self.problems.append(Problem(key=dotted(path), value=gotcha.text, rule=gotcha.rule, origin=where))
+
+    def _note_shadowed(self, files: Sequence[ConfigFile]) -> None:
+        """Note the shipped files that the user's own folders hide."""
+        for file in files:
+            if file.shipped:
+                continue
+            path = Path(file.group) / file.name
+            hidden = shipped_conf() / f"{path}.yaml"
+            if file.group == "recipe":
+                hidden = shipped_recipes() / file.name / "recipe.yaml"
+            if hidden.is_file():
+                self.notes.append(f"{shown(file.document.file)} shadows the shipped {path.as_posix()}.yaml")
+
+    def _folder(self, pattern: Any, values: Mapping[str, Any]) -> Path | None:
+        """Return `hydra.run.dir` with its interpolations resolved; None if only a job can resolve them."""
+        if not isinstance(pattern, str):
+            return None
+        try:
+            named = _values_named_in(pattern, values)
+            return Path(expanded(OmegaConf.create({**named, "_folder_": pattern})["_folder_"]))
+        except (OmegaConfBaseException, RecursionError, TypeError) as error:
+            rule = _unresolved(error)
+        origin = self.hydra.origin_of(("hydra", "run", "dir"))
+        if origin.level > Level.defaults:  # silently, the run would be written elsewhere
+            self.problems.append(Problem(key="hydra.run.dir", value=pattern, rule=rule, origin=origin.where))
+        return None
 
     def _remember_arguments(self) -> None:
         """Register secrets in arguments, even in ones that cannot be parsed, so that no message quotes them."""
@@ -857,8 +848,8 @@ class CompositionBuilder:
     def _refuse_settings_of_hydra(self) -> None:
         """Report what Hydra would do around a task and trainkit does not do."""
         for path, rule in _NOT_OF_HYDRA.items():
-            if value := lookup(self.layers.hydra.values, path):
-                where = self.layers.hydra.origin_of(path).where
+            if value := lookup(self.hydra.values, path):
+                where = self.hydra.origin_of(path).where
                 told = rule.format(folder=own_folder())
                 self.problems.append(Problem(key=dotted(path), value=value, rule=told, origin=where))
 
