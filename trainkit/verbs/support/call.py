@@ -306,7 +306,7 @@ class Call:
         """Return the problems of the keys that are found without importing a class; absent values are no problem."""
         from trainkit.verbs.support.points import key_problems  # noqa: PLC0415 - as above
 
-        return key_problems(self.overrides, self.config_dirs, self.packages)
+        return key_problems(self.overrides, self.config_dirs, self.packages, sweeps=self.multirun)
 
     def problem(self, flag: str, rule: str) -> Problem:
         """Return a problem of a flag of this call, which may be missing.

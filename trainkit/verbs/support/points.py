@@ -32,14 +32,19 @@ def sweep_points(overrides: Sequence[str], config_dirs: Sequence[Path], packages
     return _named(composer, read_request(composer, overrides).points)
 
 
-def key_problems(overrides: Sequence[str], config_dirs: Sequence[Path], packages: Sequence[str]) -> list[Problem]:
-    """Return the problems of the keys of some arguments that are found without importing a class.
+def key_problems(
+    overrides: Sequence[str], config_dirs: Sequence[Path], packages: Sequence[str], *, sweeps: bool
+) -> list[Problem]:
+    """Return the problems of the keys of some arguments, or of a sweep, that are found without importing a class.
 
     Absent values are no problem: they may be what the command asks for.
     """
     composer = Composer(config_dirs, packages)
     try:
-        _named(composer, composer.points(overrides))
+        if sweeps:
+            sweep_points(overrides, config_dirs, packages)
+        else:
+            _named(composer, composer.points(overrides))
     except ConfigError as error:
         return [one for one in error.problems if not one.rule.startswith(NEEDS_VALUE)]
     return []
