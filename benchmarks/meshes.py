@@ -43,7 +43,7 @@ half epochs. The layers of GPT-2 that compute queries, keys and values at once a
 - *fp32*, *bf16_mixed*: the same against one device in that precision, with SGD: AdamW makes steps of the rounding of
   gradients near zero. Held to 8 eps sqrt(steps): {TOLERANCES["fp32"]:.1e} and {TOLERANCES["bf16_mixed"]:.1e}.
 
-| model | ranks | replicate x shard x tensor | begins | fp64 | fp32 | bf16_mixed |
+| model | ranks | replicate x shard x tensor, stages | begins | fp64 | fp32 | bf16_mixed |
 |---|---:|---|---|---:|---:|---:|
 """
 RESUMED: Final = f"""

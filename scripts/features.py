@@ -29,6 +29,7 @@ STRATEGIES: Final[dict[str, tuple[str, ...]]] = {
     "mesh: replicate": ("strategy=mesh", "strategy.replicate=2", "strategy.shard=1"),
     "mesh: shard": ("strategy=mesh", "strategy.shard=2"),
     "mesh: tensor": ("strategy=mesh", "strategy.shard=1", "strategy.tensor=2"),
+    "mesh: pipe x shard": ("strategy=mesh", "strategy.pipe=2", "strategy.shard=2"),
     "fsdp": ("strategy=fsdp", "strategy.replicas=2"),
     "pipeline": ("strategy=pipeline", "strategy.stages=2"),
     "device_map": ("strategy=device_map", "strategy.devices=[cpu,cpu]"),
@@ -74,7 +75,7 @@ FEATURES: Final[dict[str, tuple[str, ...]]] = {
     "`numerics.on_nonfinite=skip`": ("numerics.on_nonfinite=skip",),
     "`numerics.on_nonfinite=rollback`": ("numerics.on_nonfinite=rollback",),
     "`strategy.compression`": ("strategy.compression=bf16",),
-    "`strategy.map`": ("strategy.map=auto",),
+    "`strategy.map`": ("strategy.map={layers.0-1:0,rest:1}",),
     "`elastic.min_replicas`": ("elastic.min_replicas=1",),
     "a loss that calls the model": (OBJECTIVE.format("drawing_models.TwoViews"),),
     "a loss that reads parameters": (OBJECTIVE.format("own_objectives.WeightPenalty"),),
@@ -86,13 +87,14 @@ BESIDE: Final[dict[tuple[str, str], str]] = {
     ("rows of a sparse embedding", "mesh: tensor"): "strategy.plan={head:rowwise_scattered}",
     ("`memory_format=channels_last`", "mesh: tensor"): "strategy.plan={head:rowwise_scattered}",
     ("`strategy.map`", "mirrored"): "strategy.devices=[[cpu,cpu],[cpu,cpu]]",
+    ("`strategy.map`", "device_map"): "strategy.map=auto",
 }
 """Row and column -> an argument that the model needs there."""
 NO_KEY: Final = "no such key in "
 HEAD: Final = f"""# What each strategy takes
 
 A run with a feature that its strategy does not support is refused before it starts. This table is what the refusals
-say: each cell is a run that `python scripts/features.py --write` planned, on two ranks or devices of a CPU. The
+say: each cell is a run that `python scripts/features.py --write` planned, on two or four ranks or devices of a CPU. The
 messages are below. `-` is a key that the strategy does not have. `multi_worker_mirrored` is as `mirrored`,
 `tensor_parallel` as `mesh: tensor`; on several axes of a [mesh](mesh.md), the refusals of each hold. The sizes of a
 mesh are numbers here: an axis of `auto` is [elastic](elastic.md).

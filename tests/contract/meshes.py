@@ -18,6 +18,8 @@ from tests.contract.stepping import Case, _Rank, oracle
 from tests.support import zoo
 from tests.support.pool import Place, Pool
 from trainkit.models.gpt import Gpt
+from trainkit.objectives.language_modelling import LanguageModelling
+from trainkit.strategies.base import PlanContext
 from trainkit.trainer.checkpoint.tensors import load
 
 LLAMA_PLAN: Final = {
@@ -41,6 +43,7 @@ class Mesh(NamedTuple):
     replicate: int
     shard: int
     tensor: int
+    pipe: int = 1
 
     @property
     def ranks(self) -> int:
@@ -48,7 +51,8 @@ class Mesh(NamedTuple):
         return prod(self)
 
     def __str__(self) -> str:
-        return " x ".join(map(str, self))
+        stages = f", {self.pipe} stages" if self.pipe > 1 else ""
+        return " x ".join(map(str, self[:3])) + stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,18 +101,29 @@ def case_of(family: str, mesh: Mesh, precision: str = "fp64") -> MeshCase:
     settings: dict[str, Any] = mesh._asdict()
     if family == "Llama" and mesh.tensor > 1:
         settings["plan"] = LLAMA_PLAN
+    if mesh.pipe > 1:
+        model, sentence = MeshCase(family=family).make_model().to("meta"), torch.zeros(zoo.LENGTH, dtype=torch.long)
+        strategy = replace(MeshCase(family=family), settings=settings).make_strategy()
+        facts = PlanContext(sample=(sentence, sentence), objective=LanguageModelling())
+        settings["map"] = strategy.resolve(lambda: model, facts).map  # type: ignore[attr-defined]
     optimizer = "adamw" if precision == "fp64" and family != "GPT-2" else "sgd"
     return MeshCase(family=family, settings=settings, optimizer=optimizer, precision=precision)
 
 
 def meshes(family: str, sizes: tuple[int, ...] = SIZES) -> Iterator[Mesh]:
-    """Yield every mesh of these numbers of ranks that a model can have: the fused layers of GPT-2 are not cut."""
+    """Yield every mesh of these numbers of ranks that a model can have: the fused layers of GPT-2 are not cut.
+
+    There are one, two or four stages, as many as all models have parts.
+    """
     powers = (1, 2, 4, 8)
     for size in sizes:
-        for tensor in powers if family != "GPT-2" else (1,):
-            yield from (
-                Mesh(size // tensor // shard, shard, tensor) for shard in powers if size % (tensor * shard) == 0
-            )
+        for pipe in powers[:3]:
+            for tensor in powers if family != "GPT-2" else (1,):
+                yield from (
+                    Mesh(size // tensor // shard // pipe, shard, tensor, pipe)
+                    for shard in powers
+                    if size % (tensor * shard * pipe) == 0
+                )
 
 
 FAMILIES: Final = ("Gpt", "Llama", "GPT-2")

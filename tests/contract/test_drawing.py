@@ -14,8 +14,8 @@ from tests.support.pool import Pool
 from trainkit.objectives.base import Loss, Model
 from trainkit.objectives.classification import Classification
 from trainkit.strategies.base import PlanContext
+from trainkit.strategies.mesh.pipe.strategy import Pipeline
 from trainkit.strategies.model_transforms import ModelTransforms
-from trainkit.strategies.pipeline.strategy import Pipeline
 
 PLACES: Final[dict[str, dict[str, Any]]] = {
     "mirrored": {"replicas": 2},

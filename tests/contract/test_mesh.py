@@ -29,11 +29,11 @@ GATE = [
     ("Gpt", Mesh(2, 2, 2)),
     ("Gpt", Mesh(1, 1, 2)),
     ("Gpt", Mesh(2, 1, 2)),
-    ("Gpt", Mesh(1, 2, 2)),
-    ("Llama", Mesh(2, 1, 1)),
+    ("Gpt", Mesh(1, 2, 2, 2)),
+    ("Llama", Mesh(2, 1, 1, 2)),
     ("Llama", Mesh(1, 2, 2)),
     ("GPT-2", Mesh(1, 2, 1)),
-    ("GPT-2", Mesh(2, 2, 1)),
+    ("GPT-2", Mesh(2, 2, 1, 2)),
 ]
 """Eight of the layouts that `benchmarks/meshes.py` tries: each axis, each pair of axes, each model."""
 ALL_AXES = {"replicate": 2, "shard": 2, "tensor": 2}
@@ -116,7 +116,12 @@ def test_in_another_precision_it_is_that_of_one_device_up_to_rounding(precision:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(Mesh(1, 2, 2), Mesh(2, 1, 1)), (Mesh(2, 2, 1), Mesh(1, 1, 2)), (Mesh(1, 1, 4), Mesh(2, 2, 1))],
+    [
+        (Mesh(1, 2, 2), Mesh(2, 1, 1)),
+        (Mesh(2, 2, 1), Mesh(1, 1, 2)),
+        (Mesh(1, 1, 4), Mesh(1, 2, 2, 2)),
+        (Mesh(1, 2, 1, 2), Mesh(2, 1, 2)),
+    ],
     ids=str,
 )
 def test_a_training_goes_to_another_mesh_in_the_middle_of_an_epoch(

@@ -22,7 +22,7 @@ from tests.support.pool import Place, Pool
 from trainkit.models.gpt import Gpt
 from trainkit.models.resnet import ResNet
 from trainkit.strategies.core.replica import Replica
-from trainkit.strategies.pipeline import stage_sums
+from trainkit.strategies.mesh.pipe import stage_sums
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 

@@ -40,8 +40,8 @@ from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.collectives import GroupCollective
 from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirrored
 from trainkit.strategies.groups import process_group
+from trainkit.strategies.mesh.pipe.groups import new_groups
 from trainkit.strategies.mesh.sharding import Axes
-from trainkit.strategies.pipeline.groups import new_groups
 from trainkit.strategies.reducers import shared_memory, vector
 from trainkit.strategies.reducers.options import ReductionOptions
 from trainkit.strategies.reducers.shared_memory import SharedMemoryReducer, SharedMemorySegment, shared_memory_obstacle
@@ -528,7 +528,7 @@ def test_a_ring_of_tensors_that_gloo_cannot_send_goes_through_the_host(pool: Poo
 def test_ranks_of_the_last_axis_are_neighbours_and_every_rank_has_coordinates_of_its_own() -> None:
     axes = Axes(replicate=2, shard=3, tensor=2)
     assert [axes.coordinates(rank)["tensor"] for rank in range(4)] == [0, 1, 0, 1]
-    assert axes.coordinates(5) == {"replicate": 0, "shard": 2, "tensor": 1}
+    assert axes.coordinates(5) == {"replicate": 0, "shard": 2, "pipe": 0, "tensor": 1}
     places = [tuple(axes.coordinates(rank).values()) for rank in range(axes.num_ranks)]
     assert places == sorted(set(places))
     assert len(places) == 12
@@ -540,7 +540,7 @@ def test_ranks_of_the_last_axis_are_neighbours_and_every_rank_has_coordinates_of
 def limits(place: Place) -> list[float]:
     """The seconds that each group of some of four ranks waits for them in an exchange."""
     mesh = Axes(replicate=2, tensor=2).mesh("cpu", timeout_s=7)
-    made = new_groups({"own": (0,), "tied": (0, 1)}, stages=2, replicas=2, rank=place.rank, timeout_s=8)
+    made = new_groups({"own": (0,), "tied": (0, 1)}, Axes(replicate=2, pipe=2), rank=place.rank, timeout_s=8)
     groups = [mesh.get_group("replicate"), mesh.get_group("tensor"), made.replica, made.alike[0, 1]]
     backends = [group._get_backend(torch.device("cpu")) for group in groups]
     return [backend.options._timeout.total_seconds() for backend in backends]

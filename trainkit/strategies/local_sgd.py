@@ -287,7 +287,7 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         )
 
 
-class LocalSgdExecutor(ShardedExecutor):
+class LocalSgdExecutor(ShardedExecutor[ShardedReplica]):
     """A rank of a replica that steps independently and is averaged with the others every few steps.
 
     Args:

@@ -292,8 +292,8 @@ def work_share(strategy: Strategy, cut: StepCut) -> WorkShare:
 class WaitsForStages(Protocol):
     """A strategy whose devices wait for results of each other within a step."""
 
-    def bubble(self, cut: StepCut) -> float:
-        """Return the share of a step that each device waits, if all stages take equally long; pure."""
+    def bubble(self, cut: StepCut) -> float | None:
+        """Return the share of a step that each device waits, if all stages take equally long; None: none does; pure."""
 
 
 def bubble_of(strategy: Strategy, cut: StepCut) -> float | None:

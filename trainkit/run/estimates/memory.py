@@ -152,7 +152,7 @@ def part_memories(
         counter: context manager around forward and backward of a shard.
         evaluates: whether evaluations count; otherwise the steps alone.
     """
-    if plan.components.strategy.facts.observed:
+    if plan.components.strategy.facts_in(plan.context).observed:
         return [_observed(plan, model, counter, evaluates=evaluates)]
     shards = -(-plan.batch.num_shards(0) // plan.num_replicas)  # of the replica with the most
     parts = plan.components.strategy.replica_parts(model, plan.context, num_shards=shards)

@@ -34,15 +34,22 @@ class Axes:
     Example:
         >>> axes = Axes(replicate=2, tensor=2)
         >>> axes.num_ranks, axes.coordinates(1), axes.coordinates(2)["replicate"]
-        (4, {'replicate': 0, 'shard': 0, 'tensor': 1}, 1)
+        (4, {'replicate': 0, 'shard': 0, 'pipe': 0, 'tensor': 1}, 1)
     """
 
     replicate: int = 1
     """Number of copies, each with its own shards."""
     shard: int = 1
     """Number of ranks that share one copy; each has its own shards."""
+    pipe: int = 1
+    """Number of ranks that share the blocks of one copy, each with its own stages."""
     tensor: int = 1
     """Number of parts of each layer."""
+
+    @property
+    def ranks_a_replica(self) -> int:
+        """The ranks that compute a shard of a step together, which are neighbours."""
+        return self.pipe * self.tensor
 
     @property
     def num_ranks(self) -> int:
@@ -149,7 +156,9 @@ class Sharding:
     """Whether shards are kept in the memory of the host."""
 
 
-def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Sharding) -> nn.Module:
+def fully_sharded(
+    model: nn.Module, units: Iterable[nn.Module], sharding: Sharding, *, is_stage: bool = False
+) -> nn.Module:
     """Shard the parameters of a model; collective.
 
     The values of the mesh's first rank are used, one module at a time: the others may have built the model without
@@ -160,6 +169,7 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
         model: the model, on the CPU or the device, in any dtype; without data on any rank but the mesh's first.
         units: modules that are gathered separately, inner ones first; the rest of the model is one more unit.
         sharding: the settings.
+        is_stage: whether it is a stage of a model, which has no inputs of its own.
     """
     precision = sharding.precision
     # batch normalisation is gathered in a dtype of its own
@@ -193,7 +203,8 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
         if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
             module.unshard()  # the first gather moves uneven shards to other memory, where no update would reach them
             module.reshard()
-    precision.accept_floats(model)
+    if not is_stage:
+        precision.accept_floats(model)
     return model
 
 

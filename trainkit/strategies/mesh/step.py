@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import zip_longest
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -336,6 +336,10 @@ class ShardedReplica(Replica):
             rows = self.data_ranks.gather(torch.tensor(found, dtype=torch.int64))
             self.set_exchange(used=torch.stack(rows).amax(0).bool().tolist(), sparse={})
 
+    def owns(self, name: str) -> bool:  # noqa: ARG002 - a rank may have some alone
+        """Return whether this rank writes a tensor that several hold whole."""
+        return self.is_rank0
+
     def set_stand_in(self, batch: Batch) -> None:
         """Store a batch for steps in which this rank has none."""
         self.stand_in = batch
@@ -380,12 +384,12 @@ def sharded_pieces(replica: ShardedReplica) -> ShardedState:
     """
     found: dict[str, tuple[TensorShard, ...]] = {}
     for name, part in replica.parts.items():
-        _add(found, f"param/{name}", part, replica.cuts[name], replica.is_rank0)
+        _add(found, f"param/{name}", part, replica.cuts[name], replica.owns(name))
     for key, tensor in replica.stepper.state(replica.masters).items():
-        _add(found, key, tensor, replica.cuts[name_in(key)], replica.is_rank0)
+        _add(found, key, tensor, replica.cuts[name_in(key)], replica.owns(name_in(key)))
     saved = replica.model.state_dict(keep_vars=True)
     for name, buffer in replica.model.named_buffers():
-        if replica.is_rank0 and name in saved:
+        if replica.owns(name) and name in saved:
             found[f"buffer/{name}"] = (TensorShard.whole(local_part(buffer)),)
     return found
 
@@ -397,7 +401,8 @@ def restore_pieces(replica: ShardedReplica, tensors: Mapping[str, Tensor]) -> No
         CheckpointError: a parameter or buffer is missing, unknown, or of another shape.
     """
     saved = replica.model.state_dict(keep_vars=True)
-    buffers = {f"buffer/{n}": local_part(b) for n, b in replica.model.named_buffers() if n in saved}
+    named = [(name, buffer) for name, buffer in replica.model.named_buffers() if not buffer.is_meta]
+    buffers = {f"buffer/{name}": local_part(buffer) for name, buffer in named if name in saved}
     shapes = {f"param/{name}": cut.shape for name, cut in replica.cuts.items()}
     refuse_mismatch({**shapes, **{key: tuple(buffer.shape) for key, buffer in buffers.items()}}, tensors)
     parts = {f"param/{name}": part for name, part in replica.parts.items()}
@@ -664,10 +669,12 @@ def withheld_where_sharded(name: str) -> dict[Access, str]:
 
 def drifted_part(replica: ShardedReplica) -> str | None:
     """Return the first parameter whose same part has different bits on two ranks; collective."""
-    names = list(replica.parts)
+    names, parts = list(replica.owners), replica.parts
     rows = [
-        [int(bits_hash(part)), hash64(*replica.cuts[name].offset) >> 1]  # a signed number holds 63 bits
-        for name, part in replica.parts.items()
+        [int(bits_hash(parts[name])), hash64(*replica.cuts[name].offset) >> 1]  # a signed number holds 63 bits
+        if name in parts
+        else [0, -1]
+        for name in names
     ]
     gathered = torch.stack(replica.all_ranks.gather(torch.tensor(rows).unsqueeze(0))).squeeze(1).tolist()
     for at, name in enumerate(names):
@@ -682,7 +689,10 @@ def drifted_part(replica: ShardedReplica) -> str | None:
     return None
 
 
-class ShardedExecutor(SynchronousExecutor[ShardedReplica]):
+SR = TypeVar("SR", bound=ShardedReplica)
+
+
+class ShardedExecutor(SynchronousExecutor[SR], Generic[SR]):
     """A rank with parts of the parameters, or unsharded ones if the replica has no slices."""
 
     def sharded_state_dict(self) -> ShardedState:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.cluster.tasks import Identity
 from trainkit.config.values import MOST_PROCESSES, closest
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.fields import Limit, at_least, at_most, maths, placement, speed
+from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_nothing
 from trainkit.objectives.base import Access, Collective
@@ -26,8 +25,12 @@ from trainkit.strategies.base import (
     ModelMemory,
     Numerics,
     PlanContext,
+    PlannedShard,
+    RankPass,
+    ReplicaPart,
     Scaled,
     SetupRequest,
+    StagePart,
     Strategy,
     choice_of,
 )
@@ -43,16 +46,17 @@ from trainkit.strategies.core.synchronous import (
     synchronous_gradient_copies,
 )
 from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroup, ProcessGroupOptions
+from trainkit.strategies.mesh.layout import Layout, OnMesh, TensorPlan, Wrap
+from trainkit.strategies.mesh.pipe.schedules import ScheduleName
+from trainkit.strategies.mesh.pipe.stage_assignment import StageAssignment, blocks_to_cut
+from trainkit.strategies.mesh.pipe.strategy import Pipeline
 from trainkit.strategies.mesh.sharding import (
     Axes,
     Sharding,
-    blocks_of_model,
     fully_sharded,
     gathers_anew,
-    modules_of_classes,
     reduces_when,
     sharded_units,
-    without_shared,
 )
 from trainkit.strategies.mesh.step import (
     LaneSummation,
@@ -66,10 +70,10 @@ from trainkit.strategies.mesh.step import (
     withheld_where_sharded,
 )
 from trainkit.strategies.mesh.tensor import DrawWatch, Exchange, cut_parameters, exchange_activations
-from trainkit.strategies.mesh.tensor_plan import MatchedPlan, described, match_plan
+from trainkit.strategies.mesh.tensor_plan import described
 from trainkit.strategies.reducers.options import Reducing, ReductionOptions
 from trainkit.strategies.reducers.vector import Compression, LocalReducer, Reducer
-from trainkit.strategies.tensors.layouts import Placement, SingleDevicePlacement, local_part, make_dense
+from trainkit.strategies.tensors.layouts import Placement, local_part, make_dense
 from trainkit.strategies.traffic import (
     CollectiveCall,
     StepCut,
@@ -81,116 +85,6 @@ from trainkit.strategies.traffic import (
     ranks_a_host,
     reduction,
 )
-
-Wrap = Literal["blocks"] | tuple[str, ...]
-TensorPlan = Mapping[str, str] | Literal["auto"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """The way in which a strategy cuts a model over its ranks."""
-
-    axes: Axes
-    plan: TensorPlan = "auto"
-    """Modules and their styles along `tensor`."""
-    wrap: Wrap = "blocks"
-    """Unit of the gathers along `shard`."""
-    reshard_after_forward: bool = True
-    """Whether units free their gathered parameters between forward and backward."""
-    sync: Literal["each", "last"] = "each"
-    """Whether gradients are summed after each shard of a step, or after the last one of a rank."""
-    offload: bool = False
-    """Whether sharded parameters are kept in the memory of the host."""
-    tensor_key: str = "tensor"
-    """The key of `strategy` that sets the ranks along `tensor`, for messages."""
-    gathers_alone: bool = False
-    """Whether a group of one rank gathers its parameters as well."""
-
-    @property
-    def gathers(self) -> bool:
-        """Whether parameters are sharded, and gathered to compute."""
-        return self.axes.shard > 1 or self.gathers_alone
-
-    def fitted(self, model: nn.Module) -> MatchedPlan:
-        """Return the modules that are cut along `tensor`."""
-        if self.axes.tensor == 1:
-            return MatchedPlan()
-        fit = match_plan(model, self.plan, self.axes.tensor)
-        key = f"strategy.{self.tensor_key}"
-        problems = [replace(one, key=key) if one.key == "strategy.tensor" else one for one in fit.problems]
-        return replace(fit, problems=problems)
-
-    def units(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules that are gathered separately, inner ones first."""
-        modules = blocks_of_model(model) if self.wrap == "blocks" else modules_of_classes(model, self.wrap)
-        chosen = without_shared(model, modules)
-        return [chosen[name] for name in sorted(chosen, key=lambda name: -name.count("."))]
-
-    def rank_elements(self, model: nn.Module) -> dict[str, int]:
-        """Return the elements of each parameter that a rank computes with, by canonical name."""
-        fit = self.fitted(model)
-        return {
-            name: param.numel() // (self.axes.tensor if name in fit.dims else 1)
-            for name, param in model.named_parameters()
-        }
-
-    def resident_elements(self, model: nn.Module) -> dict[str, int]:
-        """Return the elements of each parameter that the rank with the largest part holds, by canonical name."""
-        fit, resident = self.fitted(model), {}
-        for name, param in model.named_parameters():
-            dim, rows = fit.dims.get(name), param.shape[0] if param.dim() else 1
-            here = rows // self.axes.tensor if dim == 0 else rows
-            row = param.numel() // max(rows, 1) // (self.axes.tensor if dim else 1)
-            resident[name] = -(-here // self.axes.shard) * row
-        return resident
-
-    def transient_elements(self, model: nn.Module) -> int:
-        """Count the model's own tensors, two gathered units, the gradients of one, and their send buffers.
-
-        Without `reshard_after_forward` all parameters, with `sync=last` all gradients.
-        """
-        if not self.gathers:
-            return 0
-        sizes, names = self.rank_elements(model), {id(param): name for name, param in model.named_parameters()}
-        units = [sum(sizes[names[id(param)]] for param in unit.parameters()) for unit in self.units(model)]
-        whole, largest = sum(sizes.values()), max(units, default=0)
-        rest = max(whole - sum(units), 0)
-        params = rest + 2 * largest if self.reshard_after_forward else whole
-        return params + 2 * max(largest, rest) + (whole if self.sync == "last" else 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnMesh(SingleDevicePlacement):
-    """The device of a rank and its place on the mesh."""
-
-    axes: Axes
-    """The axes along which the ranks are arranged."""
-    rank: int
-    """This rank."""
-    mesh: DeviceMesh
-    """The axes of more than one rank."""
-
-    @property
-    def places(self) -> dict[str, int]:
-        """Axis -> this rank's place on it."""
-        return self.axes.coordinates(self.rank)
-
-    def group(self, axis: str) -> dist.ProcessGroup | None:
-        """Return the group of ranks that differ only on one axis; None if this is the only one."""
-        return None if getattr(self.axes, axis) == 1 else self.mesh.get_group(axis)
-
-
-def within(outer: ShardSlice, part: Tensor, *, is_first: bool) -> ShardSlice:
-    """Return the slice of the full tensor that a part of a part is.
-
-    Args:
-        outer: the slice of this rank's part of the layer.
-        part: a DTensor, sharded over ranks with other samples, or a plain tensor, which is the whole part.
-        is_first: whether this is the first of those ranks.
-    """
-    inner = ShardSlice.of(part, is_first=outer.is_written and (is_first or isinstance(part, DTensor)))
-    offset = tuple(start + more for start, more in zip(outer.offset, inner.offset, strict=True))
-    return ShardSlice(offset=offset, size=inner.size, shape=outer.shape, is_written=inner.is_written)
 
 
 @torch.no_grad()
@@ -397,7 +291,7 @@ class MeshStrategy(ProcessGroup, Strategy):
             return None
         return self.reduction.described(context, self.tasks(context))
 
-    def setup(self, request: SetupRequest) -> ShardedExecutor:
+    def setup(self, request: SetupRequest) -> ShardedExecutor[Any]:
         """Join the other ranks, and keep this rank's part of the model.
 
         Raises:
@@ -517,7 +411,7 @@ def _move(
         if draws:
             DrawWatch(held.model, exchange, placement.devices)
     for name, param in held.model.named_parameters():
-        cuts[name] = within(outer[name], param, is_first=places["shard"] == 0)
+        cuts[name] = place.within(outer[name], param)
     return held
 
 
@@ -567,6 +461,16 @@ class Mesh(MeshStrategy):
     """Ranks over which the parameters of a copy are sharded; auto: as many as the other axes leave."""
     tensor: Annotated[int, placement, AXIS, at_most(MOST_PROCESSES)] = 1
     """Ranks over which each layer of the plan is cut."""
+    pipe: Annotated[int, placement, AXIS, at_most(MOST_PROCESSES)] = 1
+    """Ranks over which the blocks of a copy are divided into stages."""
+    schedule: Annotated[ScheduleName, placement] = "1f1b"
+    """The order in which a rank of `pipe` computes microbatches; interleaved and zero_bubble may have several stages
+    per rank.
+    """
+    virtual_stages: Annotated[int | None, at_least(1), at_most(MOST_PROCESSES), placement] = None
+    """Stages of each rank, `pipe` apart in the model; null: 2 if the schedule is interleaved, else 1."""
+    map: Annotated[Mapping[str, int | str] | Literal["auto"], placement] = "auto"
+    """Module names, prefixes, ranges (`blocks.0-5`) and `rest`, each with a stage; `auto`: balanced by bytes."""
     plan: Annotated[TensorPlan, placement] = "auto"
     """Module names, suffixes of names or globs, each with a style (`colwise`, `rowwise` ...); `auto`: the model's own
     plan.
@@ -587,7 +491,7 @@ class Mesh(MeshStrategy):
     @property
     def holds_whole(self) -> bool:
         """Whether only `replicate` has several ranks."""
-        return self.shard == 1 and self.tensor == 1
+        return self.shard == 1 and self.ranks_a_replica == 1
 
     @property
     def reduction(self) -> ReductionOptions:
@@ -601,7 +505,171 @@ class Mesh(MeshStrategy):
     @property
     def ranks_a_replica(self) -> int:
         """The ranks that compute a shard of a step together."""
-        return self.tensor
+        return self.pipe * self.tensor
+
+    @property
+    def loss_rank(self) -> int:
+        """The first rank of the last stage."""
+        return (self.pipe - 1) * self.tensor
+
+    @property
+    def stages(self) -> Pipeline:
+        """The stages along `pipe`, as if they were whole."""
+        return Pipeline(
+            replicas="auto",
+            stages=self.pipe,
+            schedule=self.schedule,
+            virtual_stages=self.virtual_stages,
+            map=self.map,
+            devices=self.devices,
+            timeout_s=self.timeout_s,
+        )
+
+    def whole_stages(self, context: PlanContext) -> Pipeline | None:
+        """Return the stages along `pipe` if they are whole, in copies; None otherwise."""
+        axes = self.layout_in(context).axes
+        if axes.pipe == 1 or axes.shard * axes.tensor > 1:
+            return None
+        return replace(self.stages, replicas=axes.replicate)
+
+    def facts_in(self, context: PlanContext) -> Facts:
+        """Return the facts; those of a pipeline with several stages."""
+        if self.pipe == 1:
+            return super().facts_in(context)
+        is_whole = self.whole_stages(context) is not None
+        found = self.stages.facts_in(context)
+        return replace(found, place=self.facts.place, supports_meta_init=False, keeps_memory_format=is_whole)
+
+    def validate(self, context: PlanContext) -> list[Problem]:
+        """Return problems of the keys, and of stages."""
+        if self.pipe == 1:
+            return super().validate(context)
+        return self.stages.stage_problems(context) or self._pipe_problems(context) or super().validate(context)
+
+    def _pipe_problems(self, context: PlanContext) -> list[Problem]:
+        """Return problems of what stages do not take."""
+        axes, found = self.layout_in(context).axes, list[Problem]()
+        if context.optimizers or (context.objective is not None and context.objective.phases):
+            rule = "has several optimizers or phases, and stages have one optimizer. Use strategy.pipe=1."
+            found.append(Problem(key="optimizers" if context.optimizers else "objective", rule=rule))
+        default = {"sync": "each", "offload": False, "reduce": "backend", "compression": "none"}
+        for key, usual in default.items():
+            if (value := getattr(self, key)) != usual:
+                rule = "does not work with several stages. Leave it out, or use strategy.pipe=1."
+                found.append(Problem(key=f"strategy.{key}", value=value, rule=rule))
+        if self.schedule == "zero_bubble" and axes.shard > 1:
+            rule = "computes the gradients of weights after those of inputs, when shards have been freed. Use 1f1b or "
+            rule += "interleaved, or strategy.shard=1."
+            found.append(Problem(key="strategy.schedule", value=self.schedule, rule=rule))
+        return found
+
+    def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
+        """Return problems of the model; with several stages, of cutting it into them."""
+        found = super().validate_model(model, context)
+        if self.pipe == 1 or found:
+            return found
+        return self.stages.validate_model(model, context) or self._stage_problems(model, context)
+
+    def _stage_problems(self, model: nn.Module, context: PlanContext) -> list[Problem]:
+        """Return problems of stages that are cut: activations between them are whole, and parameters in blocks."""
+        layout, blocks = self.layout_in(context), blocks_to_cut(model)
+        names = {unit.name for unit in blocks}
+        for one in layout.fitted(model).chosen:
+            if one.name in names and {one.style.takes, one.style.gives} != {"whole"}:
+                rule = f"{one.style.name} cuts activations between {one.name} and other blocks, which may be on other "
+                rule += "stages. Use styles whose activations are whole between blocks."
+                return [Problem(key=f"strategy.plan.{one.pattern}", value=one.style.name, rule=rule)]
+        inside = {id(tensor) for unit in blocks for _, tensor in unit.tensors()}
+        for name, param in model.named_parameters() if layout.gathers else ():
+            if id(param) not in inside:
+                rule = f"{name} is in no block, and shard gathers the parameters of blocks. Put it into one."
+                return [Problem(key="model", rule=rule)]
+        cut = self.stages.assigned(model, context)
+        if layout.gathers and isinstance(cut, StageAssignment):
+            for name, param in model.named_parameters():
+                with_it = {
+                    stage
+                    for unit, stage in zip(cut.units, cut.stages, strict=True)
+                    if any(tensor is param for _, tensor in unit.tensors())
+                }
+                if len({stage % self.pipe for stage in with_it}) < len(with_it):
+                    rule = f"{name} is shared by two stages of one rank, each of which would shard it. Use another map."
+                    return [Problem(key="strategy.map", rule=rule)]
+        return []
+
+    def describe_partition(self, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:
+        """Return the stages of the first replica, with the device of the first rank of each."""
+        if self.pipe == 1:
+            return ()
+        devices = [task.device for task in self.tasks(replace(context, launch=None))]
+        parts = self.stages.describe_partition(model, context)
+        return tuple(replace(one, device=devices[one.stage % self.pipe * self.tensor]) for one in parts)
+
+    def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
+        """Return the memory of the rank with the largest use."""
+        if (stages := self.whole_stages(context)) is not None:
+            return stages.estimate_memory(model, context)
+        found = super().estimate_memory(model, context)
+        if self.pipe == 1 or not isinstance(cut := self.stages.assigned(model, context), StageAssignment):
+            return found
+        parts = self.stages.stage_names(model, cut)
+        held = [{name: size for name, size in found.resident.items() if name in names} for names in parts]
+        return replace(found, resident=max(held, key=lambda sizes: sum(sizes.values())), gradient_copies=1)
+
+    def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:
+        """Return the stages of each rank, and its number of microbatches in flight."""
+        if (stages := self.whole_stages(context)) is not None:
+            return stages.replica_parts(model, context, num_shards=num_shards)
+        return super().replica_parts(model, context, num_shards=num_shards)
+
+    def rank_passes(self, model: nn.Module, context: PlanContext, shard: PlannedShard) -> tuple[RankPass, ...]:
+        """Return the pass of each rank through its stages.
+
+        Raises:
+            TrainingError: the stages are sharded or cut.
+        """
+        if (stages := self.whole_stages(context)) is not None:
+            return stages.rank_passes(model, context, shard)
+        if self.pipe > 1:
+            raise TrainingError("stages are sharded or cut, and a plan knows those of whole stages only")
+        return super().rank_passes(model, context, shard)
+
+    def work_share(self, cut: StepCut) -> WorkShare:
+        """Return the share of a rank in the operations, if all layers are cut, with the ideal bubble."""
+        if self.pipe == 1:
+            return super().work_share(cut)
+        return replace(self.stages.work_share(cut), size=1 / self.tensor)
+
+    def bubble(self, cut: StepCut) -> float | None:
+        """Return the ideal bubble of the schedule; None without stages."""
+        return None if self.pipe == 1 else self.stages.bubble(cut)
+
+    def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
+        """Return the transfers of a step; None if stages are sharded or cut."""
+        if (stages := self.whole_stages(context)) is not None:
+            return stages.traffic(model, context, cut)
+        return super().traffic(model, context, cut) if self.pipe == 1 else None
+
+    def resolve(self, build: Callable[[], nn.Module], context: PlanContext) -> Mesh:
+        """Return the mesh with a stage for each block."""
+        return self if self.pipe == 1 else replace(self, map=self.stages.resolve(build, context).map)
+
+    def setup(self, request: SetupRequest) -> ShardedExecutor[Any]:
+        """Join the other ranks, and keep this rank's part of the model, or of its stages.
+
+        Raises:
+            ConfigError: the model does not fit the axes, or microbatches differ where samples are coupled.
+        """
+        if self.pipe == 1:
+            return super().setup(request)
+        ranks, layout = self.join(request.identity), self.layout(request.identity.num_ranks)
+        if problems := layout.axes.problems(request.identity.num_ranks):
+            raise ConfigError(problems)
+        if layout.gathers:
+            _refuse_uneven(request.model, request.training.plan)
+        is_cut = layout.axes.shard * layout.axes.tensor > 1
+        place = self._place(request.identity, layout.axes) if is_cut else None
+        return self.stages.setup_on(request, ranks, layout, place)
 
     @property
     def wanted_replicas(self) -> int | Literal["auto"]:
@@ -610,18 +678,18 @@ class Mesh(MeshStrategy):
 
     def replicas_problem(self, rule: str, value: object = None) -> Problem:
         """Return a problem of the number of ranks, which several keys set."""
-        sizes = f"replicate={self.replicate}, shard={self.shard}, tensor={self.tensor}"
+        sizes = f"replicate={self.replicate}, shard={self.shard}, pipe={self.pipe}, tensor={self.tensor}"
         return Problem(key="strategy", value=f"mesh ({sizes})", rule=rule if value is None else f"{value}: {rule}")
 
     def layout(self, num_ranks: int) -> Layout:
         """Return the layout; what `auto` leaves open is filled: `shard` first, then `replicate`."""
-        replicas = max(num_ranks // self.tensor, 1)
+        replicas = max(num_ranks // self.ranks_a_replica, 1)
         replicate: int = self.replicate if self.replicate != "auto" else 1
         if self.replicate == "auto" and self.shard != "auto":
             replicate = max(replicas // self.shard, 1)
         shard: int = self.shard if self.shard != "auto" else max(replicas // replicate, 1)
         return Layout(
-            axes=Axes(replicate=replicate, shard=shard, tensor=self.tensor),
+            axes=Axes(replicate=replicate, shard=shard, pipe=self.pipe, tensor=self.tensor),
             plan=self.plan,
             wrap=self.wrap,
             reshard_after_forward=self.reshard_after_forward,
@@ -631,13 +699,16 @@ class Mesh(MeshStrategy):
 
     def layout_problems(self, context: PlanContext) -> list[Problem]:
         """Return problems: axes that do not make up the ranks, and keys without effect on an axis of one rank."""
-        ranks = self.num_replicas(context) * self.tensor
+        ranks = self.num_replicas(context) * self.ranks_a_replica
         axes = self.layout(ranks).axes
         if problems := axes.problems(ranks):
             return problems
         idle = {"wrap": self.wrap != "blocks", "reshard_after_forward": not self.reshard_after_forward}
         idle |= {"sync": self.sync != "each", "offload": self.offload}
         problems = [_idle(key, getattr(self, key), "shard") for key, given in idle.items() if given and axes.shard == 1]
+        idle = {"schedule": self.schedule != "1f1b", "virtual_stages": self.virtual_stages is not None}
+        idle |= {"map": self.map != "auto"}
+        problems += [_idle(key, getattr(self, key), "pipe") for key, given in idle.items() if given and axes.pipe == 1]
         problems += [_idle("plan", plan_text(self.plan), "tensor")] if axes.tensor == 1 and self.plan != "auto" else []
         idle = {"reduce": self.reduce != "backend", "compression": self.compression != "none"}
         if axes.replicate == 1:
@@ -652,8 +723,24 @@ class Mesh(MeshStrategy):
     def notes(self, model: nn.Module, context: PlanContext) -> tuple[str, ...]:
         """Return the sizes of the axes, and how layers are cut."""
         axes = self.layout_in(context).axes
-        sizes = f"{axes.replicate} (replicate) x {axes.shard} (shard) x {axes.tensor} (tensor)"
+        pipe = f" x {axes.pipe} (pipe)" if axes.pipe > 1 else ""
+        sizes = f"{axes.replicate} (replicate) x {axes.shard} (shard){pipe} x {axes.tensor} (tensor)"
         return (f"mesh: {sizes} ranks.", *super().notes(model, context))
+
+
+def _refuse_uneven(model: nn.Module, plan: BatchPlan) -> None:
+    """Refuse microbatches of several sizes, which are filled up, for a model that couples their samples.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    steps = {plan.steps_per_epoch - 1, 0}
+    sizes = {plan.shard_size(step, shard) for step in steps for shard in range(plan.num_shards(step))}
+    coupled = (name for name, one in model.named_modules() if isinstance(one, _BatchNorm))
+    if len(sizes) > 1 and (name := next(coupled, None)) is not None:
+        rule = f"gives microbatches of {min(sizes)} and {max(sizes)} samples, which {name} couples, and ranks along "
+        rule += "shard fill up shorter ones. Use a size that divides every batch, and batch.drop_last=true."
+        raise ConfigError([Problem(key="batch.micro_size", value=plan.micro_size, rule=rule)])
 
 
 def wrap_problems(wrap: Wrap) -> list[Problem]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainkit.strategies.pipeline.forward import Span
-from trainkit.strategies.pipeline.stage_assignment import StageAssignment
+from trainkit.strategies.mesh.pipe.forward import Span
+from trainkit.strategies.mesh.pipe.stage_assignment import StageAssignment
 
 
 class Blocks(nn.Module):
@@ -30,6 +30,10 @@ class Blocks(nn.Module):
                 self.register_parameter(f"owned_{number}", tensor)
             else:
                 self.register_buffer(f"owned_{number}", tensor)
+
+    def forward(self, run: Callable[..., tuple[Tensor, ...]], *received: Tensor) -> tuple[Tensor, ...]:
+        """Compute a stage; parameters that are sharded are gathered around it."""
+        return run(received)
 
 
 class StageModule(nn.Module):
@@ -62,4 +66,8 @@ class StageModule(nn.Module):
         it.
         """
         arrived = received if self.span.first else ()
-        return self.span.run(self._all, self._forward, self.inputs, arrived, device=self._device)
+        made: tuple[Tensor, ...] = self.blocks(self._run, *arrived)
+        return made
+
+    def _run(self, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return self.span.run(self._all, self._forward, self.inputs, received, device=self._device)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.pipeline.forward import Program, TensorMeta
-from trainkit.strategies.pipeline.groups import holders_of
-from trainkit.strategies.pipeline.stage_assignment import StageAssignment
+from trainkit.strategies.mesh.pipe.forward import Program, TensorMeta
+from trainkit.strategies.mesh.pipe.groups import holders_of
+from trainkit.strategies.mesh.pipe.stage_assignment import StageAssignment
 from trainkit.strategies.traffic import Flows, Transfer, all_reduce, joined, precision_of
 
 _TRACED: Final = 2

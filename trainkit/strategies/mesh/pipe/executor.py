@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -13,21 +14,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from trainkit.errors import TrainingError
 from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Loss, Supervised, add_terms
 from trainkit.objectives.linear_cross_entropy import output_layer_of, scored_inside
 from trainkit.strategies.base import Batch, StateDict, StepContext
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.replica import ReplicaParts, replica_state, restore_replica
-from trainkit.strategies.core.step import ShardStep, added, weight_on
-from trainkit.strategies.core.synchronous import SynchronousExecutor
-from trainkit.strategies.pipeline.forward import is_fake
-from trainkit.strategies.pipeline.groups import drifted, holders_of, new_groups
-from trainkit.strategies.pipeline.microbatch import Chunk
-from trainkit.strategies.pipeline.replica import ChunkStage, PipelineReplica, StageLayout, Traced, shape_key
-from trainkit.strategies.pipeline.schedules import ScheduleName, ideal_bubble, padded_microbatches
-from trainkit.strategies.pipeline.stage_assignment import StageAssignment
-from trainkit.strategies.pipeline.stage_module import Blocks
+from trainkit.strategies.core.step import ShardStep, added, cloned_batch, weight_on
+from trainkit.strategies.mesh.pipe.forward import is_fake
+from trainkit.strategies.mesh.pipe.groups import drifted, new_groups
+from trainkit.strategies.mesh.pipe.held import HeldStages
+from trainkit.strategies.mesh.pipe.microbatch import Chunk
+from trainkit.strategies.mesh.pipe.replica import ChunkStage, PipelineReplica, StageLayout, Traced, shape_key
+from trainkit.strategies.mesh.pipe.schedules import ScheduleName, ideal_bubble, padded_microbatches
+from trainkit.strategies.mesh.step import ShardedExecutor, dummy_batch
 from trainkit.strategies.tensor_shards import ShardedState, TensorShard, gather_full, name_in, select
 from trainkit.strategies.tensors.layouts import in_layout
 
@@ -70,29 +71,26 @@ class StagedForward:
         return traced.program.filled(outputs)
 
 
-def assemble(
-    parts: ReplicaParts, cut: StageAssignment, *, stages: int, schedule: ScheduleName, timeout_s: float
-) -> PipelineReplica:
+def assemble(parts: ReplicaParts, held: HeldStages, *, schedule: ScheduleName, timeout_s: float) -> PipelineReplica:
     """Make the replica of one rank, and let a call of its model run all stages; collective."""
-    all_ranks, model = parts.all_ranks, parts.held.model
-    place = all_ranks.rank % stages
-    holders = holders_of(model, cut, stages)
-    blocks = {stage: Blocks(model, cut, stage) for stage in range(place, cut.num_stages, stages)}
+    model, cut, axes, rank = parts.held.model, held.cut, held.axes, held.rank
+    holders, blocks = held.holders, held.blocks
     buffers = StepBuffers(nn.ModuleList(blocks.values()), parts.precision.master_dtype)
     names = {id(buffer): name for name, buffer in model.named_buffers()}
     here = nn.ModuleList(blocks.values()).named_buffers()
-    replicas = all_ranks.num_ranks // stages
     layout = StageLayout(
         cut=cut,
-        num_stage_ranks=stages,
-        place=place,
+        axes=axes,
+        rank=rank,
         schedule=schedule,
-        groups=new_groups(holders, stages=stages, replicas=replicas, rank=all_ranks.rank, timeout_s=timeout_s),
+        groups=new_groups(holders, axes, rank=rank, timeout_s=timeout_s),
         holders=holders,
+        shards=held.shards,
+        traced=model if held.traced is None else held.traced,
         blocks=blocks,
         buffer_names=[names[id(buffer)] for _, buffer in here],
     )
-    replica = PipelineReplica(replace(parts, buffers=buffers), layout)
+    replica = PipelineReplica(replace(parts, buffers=buffers), layout, held.cuts)
     model.forward = StagedForward(replica)
     return replica
 
@@ -131,15 +129,27 @@ class PipelineWork(ShardStep):
             None if name in summed else _zeros_where_used(grad, used, master)
             for (name, master), grad, used in zip(replica.masters.items(), grads, replica.used, strict=True)
         ]
-        parts += replica.buffers.take() if replica.buffers.names else []
+        parts += self._buffers()
         holders = [replica.holders[name] for name in names]
         holders += [(replica.place,)] * (len(parts) - len(names))
         sums = replica.groups.sum(parts, holders)
         sums[: len(names)] = [summed.get(name, total) for name, total in zip(names, sums, strict=False)]
         return [*sums, *self._counted()]
 
+    def _buffers(self) -> list[Tensor]:
+        """Return the sums of updated buffers over the ranks of `shard`; collective."""
+        replica = self.replica
+        found = replica.buffers.take() if replica.buffers.names else []
+        for one in found if replica.shards is not None else ():
+            dist.all_reduce(one, group=replica.shards)
+        return found
+
     def _groups(self) -> list[list[Chunk]]:
-        """Return the microbatches by shape, in the order of the shards: a schedule supports one shape."""
+        """Return the microbatches by shape, in the order of the shards: a schedule supports one shape.
+
+        Where parameters are gathered to compute, all ranks have as many, of one shape: rows and microbatches that are
+        missing are filled up with real ones that count nothing.
+        """
         groups: dict[Any, list[Chunk]] = {}
         objective = self.training.objective
         assert isinstance(objective, Supervised)
@@ -147,7 +157,29 @@ class PipelineWork(ShardStep):
             inputs, targets = objective.split_batch(batch)
             chunk = Chunk(shard=shard, inputs=inputs, targets=targets, share=self._shard_fraction(shard))
             groups.setdefault(shape_key(inputs), []).append(chunk)
-        return list(groups.values())
+        return [self._filled([*chain(*groups.values())])] if self.replica.gathers else list(groups.values())
+
+    def _filled(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Return microbatches of equal shapes, as many as on every other rank; collective if one has none."""
+        plan, replica, step = self.training.plan, self.replica, self.ticket.step
+        count, ranks = plan.num_shards(step), replica.num_ranks
+        if replica.stand_in is None and min(count, plan.num_shards(plan.steps_per_epoch - 1)) < ranks:
+            own = self.batches[0] if self.batches else None
+            has_own = count >= ranks
+            replica.set_stand_in(cloned_batch(own) if has_own else dummy_batch(own, replica.device, replica.all_ranks))
+        objective = self.training.objective
+        assert isinstance(objective, Supervised)
+        if not chunks:
+            inputs, targets = objective.split_batch(cloned_batch(replica.stand_in))
+            chunks = [Chunk(shard=0, inputs=inputs, targets=targets, share=0.0, counts=False)]
+        size = plan.shard_size(step, 0)  # the largest
+        chunks = [one.with_rows(size) for one in chunks]
+        if len({shape_key(one.inputs) for one in chunks}) > 1:
+            raise TrainingError(
+                "microbatches of a step have inputs of several shapes, and the ranks along shard need one. Use samples "
+                "of one shape, or strategy.shard=1."
+            )
+        return [*chunks, *(_repeat(chunks[0]) for _ in range(-(-count // ranks) - len(chunks)))]
 
     def _measured(self, groups: Sequence[Sequence[Chunk]]) -> None:
         """Compute the groups, and record the fraction of the time in which this rank waited for others."""
@@ -200,6 +232,7 @@ class PipelineWork(ShardStep):
             return nullcontext()
 
         def keep(hidden: Tensor) -> Loss:
+            hidden = hidden if chunk.rows is None else hidden[: chunk.rows]
             self._scored[number] = found = objective.loss_from_hidden(hidden, offered, chunk.targets)
             return found
 
@@ -213,7 +246,8 @@ class PipelineWork(ShardStep):
         with replica.clock.running(), replica.precision.autocast(replica.device_types):
             loss = self._scored.pop(number, None)
             if loss is None:
-                loss = objective.score(self._program.filled(outputs), chunk.targets)
+                found = tuple(one[: chunk.rows] for one in outputs) if chunk.rows is not None else outputs
+                loss = objective.score(self._program.filled(found), chunk.targets)
             total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
             if not chunk.counts:
                 return total * 0.0
@@ -270,12 +304,14 @@ def _settle(replica: PipelineReplica, grads: Sequence[Tensor | None]) -> None:
     )
 
 
-class PipelineExecutor(SynchronousExecutor[PipelineReplica]):
+class PipelineExecutor(ShardedExecutor[PipelineReplica]):
     """A rank that sends the shards of its replica through its stages."""
 
     def sharded_state_dict(self) -> ShardedState:
         """Return this rank's tensors, on the first replica; a tensor of several stages, on the first stage."""
         replica = self._replica
+        if replica.cuts:
+            return super().sharded_state_dict()
         if replica.rank:
             return {}
         found = {key: tensor for key, tensor in replica_state(replica).items() if not tensor.is_meta}
@@ -287,17 +323,19 @@ class PipelineExecutor(SynchronousExecutor[PipelineReplica]):
 
     def load_state_dict(self, state: StateDict) -> None:
         """Restore this rank's tensors of a checkpoint of any strategy."""
-        params = self._replica.model.named_parameters()
-        foreign = {name for name, param in params if param.is_meta and param.requires_grad}
-        restore_replica(self._replica, select(state, lambda key: name_in(key) not in foreign))
-
-    def recover(self, step: int) -> bool:
-        """Return False: other ranks hold stages, and may have begun an update."""
-        del step
-        return False
+        replica, model = self._replica, self._replica.model
+        named = [*model.named_parameters(), *(model.named_buffers() if replica.cuts else ())]
+        foreign = {name for name, one in named if one.is_meta and (one.requires_grad or replica.cuts)}
+        own = select(state, lambda key: name_in(key) not in foreign)
+        if replica.cuts:
+            super().load_state_dict(own)
+        else:
+            restore_replica(replica, own)
 
     def check_replicas(self) -> str | None:
         """Return the first parameter whose bits are not the same on all ranks that hold it; collective."""
         replica = self._replica
+        if replica.cuts:
+            return super().check_replicas()
         params = {name: param for name, param in replica.model.named_parameters() if not param.is_meta}
         return drifted(params, replica.holders, replica.all_ranks, num_ranks=replica.num_stage_ranks)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,21 @@ class Chunk:
     """Fraction of the samples of the step."""
     counts: bool = True
     """False for a repetition, which has no effect on the result."""
+    rows: int | None = None
+    """Samples that count: later rows only fill a shape; None: all."""
+
+    def with_rows(self, count: int) -> Chunk:
+        """Return the microbatch with so many rows; the last one is repeated, and counts once."""
+        rows = self.tensors[0].shape[0]
+        if rows == count:
+            return self
+
+        def filled(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return torch.cat([leaf, leaf[-1:].expand(count - rows, *leaf.shape[1:])]) if rows < count else leaf[:count]
+
+        return replace(self, inputs=tree_map(filled, self.inputs), rows=min(rows, count))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import ConfigError, Problem
@@ -26,71 +25,34 @@ from trainkit.strategies.base import (
     StagePart,
     Strategy,
 )
-from trainkit.strategies.collectives import broadcast_values
+from trainkit.strategies.collectives import RankGroup
 from trainkit.strategies.core.refusals import counted_statistics_problems
-from trainkit.strategies.core.replica import PlacedModel
 from trainkit.strategies.core.step import sparse_problems
-from trainkit.strategies.core.synchronous import build_parts, move_and_cast, no_reducer
+from trainkit.strategies.core.synchronous import build_parts, no_reducer
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
 from trainkit.strategies.maps.layout import MemoryLimits, activations_of, model_bytes, part_of
 from trainkit.strategies.maps.syntax import names_of
-from trainkit.strategies.pipeline.forward import programs_of, trace
-from trainkit.strategies.pipeline.schedules import (
+from trainkit.strategies.mesh.pipe.forward import programs_of, trace
+from trainkit.strategies.mesh.pipe.schedules import (
     ScheduleName,
     ideal_bubble,
     most_in_flight,
     padded_microbatches,
     several_a_rank,
 )
-from trainkit.strategies.pipeline.stage_assignment import (
+from trainkit.strategies.mesh.pipe.stage_assignment import (
     StageAssignment,
     blocks_to_cut,
     cut_blocks,
     exceeded_limits,
     names_parts,
 )
-from trainkit.strategies.pipeline.validation import misfits, sending_problems, version_problems
-from trainkit.strategies.tensors.layouts import Placement, replace_tensors
+from trainkit.strategies.mesh.pipe.validation import misfits, sending_problems, version_problems
 from trainkit.strategies.traffic import StepCut, Transfer, WorkShare, precision_of, ranks_of
 
-
-@dataclass(frozen=True, kw_only=True)
-class StageParams(Placement):
-    """The tensors of some stages on one device; all others are moved to torch's meta device."""
-
-    device: torch.device
-    names: frozenset[str]
-    """Canonical names of the parameters and buffers that are kept."""
-
-    def device_of(self, name: str) -> torch.device:
-        """Return the device of a tensor."""
-        return self.device if name in self.names else torch.device("meta")
-
-    def receive(self, model: nn.Module) -> None:
-        """Take the values of rank 0 for the tensors that are kept, and release the others, one by one; collective."""
-        name_of = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-
-        def received(tensor: Tensor) -> Tensor:
-            values = torch.empty_like(tensor, device=self.device) if tensor.is_meta else tensor.to(self.device)
-            broadcast_values(values)
-            return values if name_of[id(tensor)] in self.names else torch.empty_like(values, device="meta")
-
-        replace_tensors(model, received)
-
-    def move(self, model: nn.Module) -> nn.Module:
-        """Move the kept tensors to the device."""
-        for param in model.parameters():
-            if not param.is_meta:
-                param.data = param.data.to(self.device)  # the same Parameter object: tied tensors stay tied
-        for module in model.modules():
-            for leaf, buffer in module._buffers.items():  # noqa: SLF001
-                if buffer is not None and not buffer.is_meta:
-                    module._buffers[leaf] = buffer.to(self.device)  # noqa: SLF001
-        return model
-
-
 if TYPE_CHECKING:
-    from trainkit.strategies.pipeline.executor import PipelineExecutor
+    from trainkit.strategies.mesh.layout import Layout, OnMesh
+    from trainkit.strategies.mesh.pipe.executor import PipelineExecutor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +116,10 @@ class Pipeline(ProcessGroupOptions, Strategy):
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems: schedules that do not fit the stages, and those of every process group."""
+        return self.stage_problems(context) or super().validate(context)
+
+    def stage_problems(self, context: PlanContext) -> list[Problem]:
+        """Return problems of the keys of stages."""
         found = [*version_problems(torch.__version__), *sending_problems(context.num_gpus)]
         if several_a_rank(self.schedule) is False and self.stages_a_rank > 1:
             rule = f"schedule={self.schedule} has one stage per rank. Use interleaved, or leave it out."
@@ -162,7 +128,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
             rule = "interleaves nothing. Use 2 or more, or schedule=1f1b."
             found.append(Problem(key="strategy.virtual_stages", value=self.virtual_stages, rule=rule))
         if context.numerics.reproducible:
-            rule = "does not work with strategy=pipeline, which sums in its own order. Leave it out."
+            rule = "does not work with a pipeline, which sums in its own order. Leave it out."
             found.append(Problem(key="numerics.reproducible", value=True, rule=rule))
         if isinstance(context.objective, Supervised) and isinstance(context.objective.input, list | tuple):
             rule = "names several fields, and a pipeline passes its model one. Name one, or use another strategy."
@@ -170,8 +136,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
         if self.map == {}:
             rule = "places nothing. Name modules and their stages, {embed:0,rest:1}, or use auto."
             found.append(Problem(key="strategy.map", value="{}", rule=rule))
-        found += self._limits.problems()
-        return found or super().validate(context)
+        return found + self._limits.problems()
 
     @property
     def _limits(self) -> MemoryLimits:
@@ -240,7 +205,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
         return parts or super().replica_parts(model, context, num_shards=num_shards)
 
     def _stage_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:
-        from trainkit.strategies.pipeline.groups import holders_of  # noqa: PLC0415 - torch.distributed
+        from trainkit.strategies.mesh.pipe.groups import holders_of  # noqa: PLC0415 - torch.distributed
 
         cut = self._cut(model, context.precision, context)
         if not isinstance(cut, StageAssignment):
@@ -273,7 +238,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
 
     def rank_passes(self, model: nn.Module, context: PlanContext, shard: PlannedShard) -> tuple[RankPass, ...]:
         """Return the pass of each rank through its stages; none if the map does not fit."""
-        from trainkit.strategies.pipeline.stage_pass import RecordedStages, StagePass  # noqa: PLC0415 - as above
+        from trainkit.strategies.mesh.pipe.stage_pass import RecordedStages, StagePass  # noqa: PLC0415 - as above
 
         cut, objective, precision = (
             self._cut(model, context.precision, context),
@@ -310,7 +275,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
 
     def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
         """Return the activations between stages and their gradients, and the sums of gradients over the replicas."""
-        from trainkit.strategies.pipeline.transfers import activation_transfers, gradient_transfers  # noqa: PLC0415
+        from trainkit.strategies.mesh.pipe.transfers import activation_transfers, gradient_transfers  # noqa: PLC0415
 
         assigned, programs = (
             self._cut(model, context.precision, context),
@@ -332,6 +297,17 @@ class Pipeline(ProcessGroupOptions, Strategy):
         if not isinstance(cut, StageAssignment):
             raise ConfigError(cut)
         return replace(self, map={unit.name: stage for unit, stage in zip(cut.units, cut.stages, strict=True)})
+
+    def assigned(self, model: nn.Module, context: PlanContext) -> StageAssignment | list[Problem]:
+        """Return the stage of each block, or the problems of the map."""
+        return self._cut(model, context.precision, context)
+
+    def stage_names(self, model: nn.Module, cut: StageAssignment) -> list[set[str]]:
+        """Return the names of the tensors of each rank."""
+        from trainkit.strategies.mesh.pipe.groups import holders_of  # noqa: PLC0415 - torch.distributed
+
+        holders = holders_of(model, cut, self.stages)
+        return [{name for name, places in holders.items() if place in places} for place in range(self.stages)]
 
     def _cut(self, model: nn.Module, value: str, context: PlanContext | None = None) -> StageAssignment | list[Problem]:
         return self._cut_by(self.map if isinstance(self.map, Mapping) else None, model, value, context)
@@ -356,44 +332,37 @@ class Pipeline(ProcessGroupOptions, Strategy):
         Raises:
             ConfigError: the map does not fit the model.
         """
-        from trainkit.strategies.pipeline.executor import PipelineExecutor, PipelineWork, assemble  # noqa: PLC0415 - heavy
+        from trainkit.strategies.mesh.layout import Layout  # noqa: PLC0415 - torch.distributed
+        from trainkit.strategies.mesh.sharding import Axes  # noqa: PLC0415 - torch.distributed
 
-        ranks = self.join(request.identity)
-        kept = self._stage_params(request)
-        parts = build_parts(
-            request, ranks=ranks, placement=kept, make_reducer=no_reducer, move=partial(_keep_stages, kept)
-        )
-        cut = self._cut(parts.held.model, request.precision.value)
-        assert isinstance(cut, StageAssignment)
-        replica = assemble(parts, cut, stages=self.stages, schedule=self.schedule, timeout_s=self.timeout_s)
-        return PipelineExecutor(replica, request.training, ranks=ranks, make_step=PipelineWork)
+        axes = Axes(replicate=request.identity.num_ranks // self.stages, pipe=self.stages)
+        return self.setup_on(request, self.join(request.identity), Layout(axes=axes), None)
 
-    def _stage_params(self, request: SetupRequest) -> StageParams:
-        """Return the parameters and buffers that this rank keeps.
+    def setup_on(
+        self, request: SetupRequest, ranks: RankGroup, layout: Layout, place: OnMesh | None
+    ) -> PipelineExecutor:
+        """Keep the stages of this rank; collective.
+
+        Args:
+            request: the model and the settings of the run.
+            ranks: the ranks, which have joined.
+            layout: the way in which a stage is cut.
+            place: the place of this rank, if stages are cut; None: they are whole.
 
         Raises:
             ConfigError: the map does not fit the model.
         """
-        from trainkit.strategies.pipeline.groups import holders_of  # noqa: PLC0415 - torch.distributed
+        from trainkit.strategies.mesh.pipe.executor import PipelineExecutor, PipelineWork, assemble  # noqa: PLC0415 - heavy
+        from trainkit.strategies.mesh.pipe.groups import holders_of  # noqa: PLC0415 - torch.distributed
+        from trainkit.strategies.mesh.pipe.held import HeldStages  # noqa: PLC0415 - torch.distributed
 
         model, task = request.model, request.identity.task
         cut = self._cut(model, request.precision.value)
         if not isinstance(cut, StageAssignment):
             raise ConfigError(cut)
-        place = task.rank % self.stages
-        names = frozenset(name for name, ranks in holders_of(model, cut, self.stages).items() if place in ranks)
-        return StageParams(device=torch.device(task.device), names=names)
-
-
-def _keep_stages(kept: StageParams, model: nn.Module, precision: Precision, placement: Placement) -> PlacedModel:
-    """Keep the tensors of a rank's stages, and copies of higher precision only of these."""
-    kept.receive(model)
-    held = move_and_cast(model, precision, placement)
-    params = _here(held.params)
-    return PlacedModel(
-        model=held.model, params=params, masters=params if held.masters is held.params else _here(held.masters)
-    )
-
-
-def _here(params: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    return {name: param for name, param in params.items() if not param.is_meta}
+        holders = holders_of(model, cut, self.stages)
+        held = HeldStages(cut=cut, axes=layout.axes, rank=task.rank, holders=holders, layout=layout, place=place)
+        kept = held.params(torch.device(task.device))
+        parts = build_parts(request, ranks=ranks, placement=kept, make_reducer=no_reducer, move=held.move)
+        replica = assemble(parts, held, schedule=self.schedule, timeout_s=self.timeout_s)
+        return PipelineExecutor(replica, request.training, ranks=ranks, make_step=PipelineWork)

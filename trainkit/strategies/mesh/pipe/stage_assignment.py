@@ -23,7 +23,7 @@ from trainkit.strategies.maps.syntax import (
     uncovered,
     whole_block,
 )
-from trainkit.strategies.pipeline.forward import CannotCut, Program
+from trainkit.strategies.mesh.pipe.forward import CannotCut, Program
 
 
 def in_forward_order(units: Sequence[Block], programs: Sequence[Program]) -> tuple[Block, ...]:

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_map
 
 from trainkit.objectives.base import Loss, Model, Supervised
 from trainkit.strategies.base import Batch, RankPass
-from trainkit.strategies.pipeline.forward import Program
-from trainkit.strategies.pipeline.stage_assignment import StageAssignment, blocks_to_cut
-from trainkit.strategies.pipeline.stage_module import Blocks, StageModule
+from trainkit.strategies.mesh.pipe.forward import Program
+from trainkit.strategies.mesh.pipe.stage_assignment import StageAssignment, blocks_to_cut
+from trainkit.strategies.mesh.pipe.stage_module import Blocks, StageModule
 
 
 @dataclass(frozen=True, kw_only=True)

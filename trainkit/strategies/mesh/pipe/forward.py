@@ -211,7 +211,7 @@ class Span:
         return tuple(leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor))
 
 
-class _Ended(BaseException):
+class _Ended(Exception):  # noqa: N818 - no error
     """The first block of the next stage is called."""
 
 
@@ -236,6 +236,8 @@ class _Calls:
             return inner(*args, **kwargs)
         call, program = self._next, self._span.program
         self._next += 1
+        if call > self._span.end:
+            raise _Ended  # code of the model has caught it
         if call >= len(program.blocks) or program.blocks[call] != name:
             raise TrainingError(_OTHER_CALLS.format(f"call {call + 1} is of {name}"))
         args, kwargs = self._exchanged(call, GIVEN, (args, kwargs), replaces=call >= self._span.first)

@@ -10,8 +10,8 @@ from itertools import pairwise
 
 from trainkit.cluster.host import mig_instances
 from trainkit.errors import Problem
-from trainkit.strategies.pipeline.forward import CannotCut, Program
-from trainkit.strategies.pipeline.stage_assignment import StageAssignment
+from trainkit.strategies.mesh.pipe.forward import CannotCut, Program
+from trainkit.strategies.mesh.pipe.stage_assignment import StageAssignment
 
 
 def version_problems(version: str) -> list[Problem]:

@@ -13,7 +13,8 @@ from torch.distributed import ProcessGroup
 
 from trainkit.objectives.base import Collective
 from trainkit.strategies.core.replica import bits_hash
-from trainkit.strategies.pipeline.stage_assignment import StageAssignment
+from trainkit.strategies.mesh.pipe.stage_assignment import StageAssignment
+from trainkit.strategies.mesh.sharding import Axes
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
 _NO_HASH = torch.zeros((), dtype=torch.int64)
@@ -41,8 +42,8 @@ class Groups:
     replica: ProcessGroup
     """The ranks of the replica, in the order of the stages."""
     alike: dict[tuple[int, ...], ProcessGroup]
-    """Pipeline positions -> the ranks there, in all replicas, which hold the same tensors. Only groups that contain
-    this rank and have more than one rank; in an order that is the same on all ranks.
+    """Pipeline positions -> the ranks there, in all copies, which hold the same (parts of) tensors. Only groups that
+    contain this rank and have more than one rank; in an order that is the same on all ranks.
     """
 
     def sum(self, tensors: Sequence[Tensor | None], holders: Sequence[tuple[int, ...]]) -> list[Tensor | None]:
@@ -73,22 +74,21 @@ class Groups:
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
-def new_groups(
-    holders: Mapping[str, tuple[int, ...]], *, stages: int, replicas: int, rank: int, timeout_s: float
-) -> Groups:
+def new_groups(holders: Mapping[str, tuple[int, ...]], axes: Axes, *, rank: int, timeout_s: float) -> Groups:
     """Create the groups, in whose exchanges a rank waits for `timeout_s`; collective over all ranks."""
     timeout = timedelta(seconds=timeout_s)
-    pipelines = [list(range(first * stages, (first + 1) * stages)) for first in range(replicas)]
-    made = [dist.new_group(ranks, timeout=timeout) for ranks in pipelines]
+    grid = torch.arange(axes.num_ranks).view(axes.replicate, axes.shard, axes.pipe, axes.tensor)
+    pipelines: list[list[int]] = grid.transpose(2, 3).reshape(-1, axes.pipe).tolist()
+    made = {tuple(ranks): dist.new_group(ranks, timeout=timeout) for ranks in pipelines}
     alike = {}
     # Sets of one position first, which are disjoint, then those of shared tensors, in the same order on all ranks.
     for places in sorted(set(holders.values()), key=lambda one: (len(one), one)):
-        ranks = [replica * stages + place for replica in range(replicas) for place in places]
-        if len(ranks) > 1:
+        same: list[list[int]] = grid[:, :, list(places)].permute(1, 3, 0, 2).flatten(0, 1).flatten(1).tolist()
+        for ranks in same if len(same[0]) > 1 else ():
             group = dist.new_group(ranks, timeout=timeout)
             if rank in ranks:
                 alike[places] = group
-    return Groups(replica=made[rank // stages], alike=alike)
+    return Groups(replica=next(group for ranks, group in made.items() if rank in ranks), alike=alike)
 
 
 def drifted(

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_flatten
 
 from trainkit.errors import TrainingError
-from trainkit.strategies.core.replica import Replica, ReplicaParts
-from trainkit.strategies.pipeline.forward import CannotCut, Program, trace
-from trainkit.strategies.pipeline.groups import Groups
-from trainkit.strategies.pipeline.microbatch import BusyTimer, Chunk
-from trainkit.strategies.pipeline.schedules import ScheduleName, make_schedule
-from trainkit.strategies.pipeline.split_backward import WeightPass, passes_of
-from trainkit.strategies.pipeline.stage_assignment import StageAssignment
-from trainkit.strategies.pipeline.stage_module import Blocks, StageModule
-from trainkit.strategies.pipeline.stage_sums import StageSums, stage_sums_of
-from trainkit.strategies.pipeline.validation import run_problems
+from trainkit.strategies.core.replica import ReplicaParts
+from trainkit.strategies.mesh.pipe.forward import CannotCut, Program, trace
+from trainkit.strategies.mesh.pipe.groups import Groups
+from trainkit.strategies.mesh.pipe.microbatch import BusyTimer, Chunk
+from trainkit.strategies.mesh.pipe.schedules import ScheduleName, make_schedule
+from trainkit.strategies.mesh.pipe.split_backward import WeightPass, passes_of
+from trainkit.strategies.mesh.pipe.stage_assignment import StageAssignment, blocks_to_cut
+from trainkit.strategies.mesh.pipe.stage_module import Blocks, StageModule
+from trainkit.strategies.mesh.pipe.stage_sums import StageSums, stage_sums_of
+from trainkit.strategies.mesh.pipe.validation import run_problems
+from trainkit.strategies.mesh.sharding import Axes, gathers_anew
+from trainkit.strategies.mesh.step import ShardedReplica, ShardSlice
 
 
 class ChunkStage(PipelineStage):
@@ -150,10 +154,10 @@ class StageLayout:
 
     cut: StageAssignment
     """The assignment of all stages."""
-    num_stage_ranks: int
-    """Ranks of the replica; stage i is on rank i modulo this."""
-    place: int
-    """Position of this rank among the ranks of the replica."""
+    axes: Axes
+    """The axes along which all ranks are arranged."""
+    rank: int
+    """This rank."""
     schedule: ScheduleName
     """The order in which a rank computes microbatches."""
     groups: Groups
@@ -164,6 +168,10 @@ class StageLayout:
     """Stage -> its modules, for the stages of this rank."""
     buffer_names: list[str]
     """Canonical names of this rank's buffers, in the order of the step's buffers."""
+    shards: dist.ProcessGroup | None
+    """The ranks of `shard`; None: this one alone."""
+    traced: nn.Module
+    """The model that forward passes without data compute: whole, and without exchanges."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,12 +186,26 @@ class _Homes:
     """Number of norms that each rank of the replica contributes."""
 
 
-class PipelineReplica(Replica):
-    """The stages of one rank."""
+class PipelineReplica(ShardedReplica):
+    """The stages of one rank.
 
-    def __init__(self, parts: ReplicaParts, layout: StageLayout) -> None:
-        super().__init__(replace(parts, join_norms=self.join_all_norms))
-        self.cut, self.num_stage_ranks, self.place = layout.cut, layout.num_stage_ranks, layout.place
+    Args:
+        parts: its stages.
+        layout: the stages of all ranks.
+        cuts: the slice of each parameter of these stages; empty if they are whole.
+    """
+
+    def __init__(self, parts: ReplicaParts, layout: StageLayout, cuts: Mapping[str, ShardSlice]) -> None:
+        reload = partial(gathers_anew, parts.held.model)
+        join = self.join_parts if cuts else self.join_all_norms
+        super().__init__(replace(parts, join_norms=join), cuts=cuts, reload=reload)
+        self.cut, self.num_stage_ranks = layout.cut, layout.axes.pipe
+        self.places = layout.axes.coordinates(layout.rank)
+        self.place = self.places["pipe"]
+        """Position of this rank among those with the stages of a replica; stage i is on i modulo their number."""
+        self.shards, self.traced = layout.shards, layout.traced
+        self.gathers = layout.shards is not None
+        """Whether parameters are gathered to compute, so that the ranks of `shard` need equal microbatches."""
         self.schedule, self.groups, self.holders = layout.schedule, layout.groups, layout.holders
         self.blocks, self.buffer_names = layout.blocks, layout.buffer_names
         self.clock = BusyTimer()
@@ -237,7 +259,8 @@ class PipelineReplica(Replica):
         here = (self.place,)
         named = zip(self.params.items(), used, strict=True)
         summed = {name: param for (name, param), flag in named if flag and self.holders[name] == here}
-        self._stage_sums = stage_sums_of(self.blocks, summed, self.masters, self.groups.alike.get(here))
+        group = None if self.gathers else self.groups.alike.get(here)
+        self._stage_sums = stage_sums_of(self.blocks, summed, self.masters, group)
 
     def finish_sums(self) -> dict[str, Tensor]:
         """Wait for the sums that have begun in backward passes of this step, and return them by name."""
@@ -254,6 +277,11 @@ class PipelineReplica(Replica):
         """Return whether this is the first rank of its replica that holds a tensor."""
         return self.holders[name][0] == self.place
 
+    def owns(self, name: str) -> bool:
+        """Return whether this rank writes a tensor that several hold whole."""
+        others = (self.places[axis] for axis in ("replicate", "shard", "tensor"))
+        return self.is_home(name) and not any(others)
+
     def trace(self, inputs: Any) -> Traced:
         """Trace the model with inputs of this shape; the result is the same on every rank.
 
@@ -262,10 +290,12 @@ class PipelineReplica(Replica):
         """
         key = (shape_key(inputs), self.model.training, torch.is_grad_enabled())
         if key not in self._traced:
+            for one, other in zip(self.traced.modules(), self.model.modules(), strict=True):
+                one.training = other.training
             try:
                 program = trace(
-                    self.model,
-                    self.cut.units,
+                    self.traced,
+                    blocks_to_cut(self.traced),
                     inputs,
                     device=self.device,
                     autocast=self.precision.autocast(self.device_types),
@@ -361,6 +391,20 @@ class PipelineReplica(Replica):
             )
         homes = self._homes
         return self.groups.gather_in_replica(norms.index_select(0, homes.own), homes.sizes)
+
+    def join_parts(self, norms: Tensor, held: Sequence[int], order: float) -> Tensor:
+        """Return the norms of all gradients of the model, from those of parts; collective over all ranks."""
+        names, numbers = list(self.params), {name: at for at, name in enumerate(self.owners)}
+        every = torch.tensor([numbers[names[at]] for at in held], device=self.device)
+        found = torch.zeros(len(numbers), dtype=norms.dtype, device=self.device)
+        if order == float("inf"):
+            found[every] = torch.where(torch.isfinite(norms), norms, order)
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+            return found
+        written = [float(self.cuts[names[at]].is_written) for at in held]
+        found[every] = norms**order * torch.tensor(written, dtype=norms.dtype, device=self.device)
+        dist.all_reduce(found)
+        return found ** (1 / order)
 
 
 def shape_key(inputs: Any) -> ShapeKey:
