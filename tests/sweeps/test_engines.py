@@ -160,8 +160,8 @@ def test_a_cluster_with_a_launcher_is_handed_a_single_run_too_and_its_job_trains
     assert (run.is_sweep, run.launcher) == (True, "submitit_slurm")
     assert "hands runs to the launcher submitit_slurm" in refused(trainkit.train, run)
     command = ComposedConfigLoader(Composer()).command(["cluster=slurm", "hydra.launcher.partition=gpu"], Path("job"))
-    assert command[3:] == ("cluster=slurm", "hydra.mode=RUN", "hydra.run.dir=job")
-    assert not trainkit.compose(command[3:5]).is_sweep
+    assert command[3:] == ("--no-project", "cluster=slurm", "hydra.mode=RUN", "hydra.run.dir=job")
+    assert not trainkit.compose(command[4:6]).is_sweep
 
 
 def slots_of(num_gpus: int = 0, num_cores: int = 8, environ: Mapping[str, str] | None = None, **settings: Any) -> Slots:

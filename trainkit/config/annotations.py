@@ -106,8 +106,8 @@ def schema_of(hint: Any) -> Schema:
     Example:
         >>> from typing import Annotated
         >>> from trainkit.fields import at_least
-        >>> schema_of(Annotated[int | None, at_least(1)])
-        {'type': ['integer', 'null'], 'minimum': 1}
+        >>> schema_of(Annotated[int | None, at_least(1)]) == {"type": ["integer", "null"], "minimum": 1}
+        True
     """
     try:
         return {**_cached_schema(hint)}

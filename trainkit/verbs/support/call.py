@@ -16,7 +16,7 @@ from trainkit.config.values import closest, nearest, path_rule
 from trainkit.errors import MISSING, ConfigError, Problem
 from trainkit.report.json_output import print_json
 from trainkit.verbs.support.one_file import arguments_of
-from trainkit.verbs.support.project import Project, find_project
+from trainkit.verbs.support.project import Project, find_project, importable
 from trainkit.verbs.support.table import VERBS, one_of
 
 if TYPE_CHECKING:
@@ -239,6 +239,7 @@ def parse(words: Sequence[str]) -> tuple[Call, dict[str, Any]]:
     if about.arguments is not None and "cfg" not in found and not problems:
         problems += call.arity_problems(about.arguments, overrides=about.overrides)
     if problems:
+        problems += call.package_problems()
         raise ConfigError([*problems, *(call.key_problems() if about.composes and has_all else ())])
     return call, {name: value for name, value in found.items() if name in _OF_TRAINKIT}
 
@@ -301,6 +302,17 @@ class Call:
         from trainkit.verbs.support.points import checked_points  # noqa: PLC0415
 
         return checked_points(self.overrides, self.config_dirs, self.packages)
+
+    def package_problems(self) -> list[Problem]:
+        """Return the problems of the packages that are allowed."""
+        from trainkit.config.targets.allowed import refuse_packages  # noqa: PLC0415 - for an error only
+
+        try:
+            with importable(self.project.code if self.project else ()):
+                refuse_packages(self.packages)
+        except ConfigError as error:
+            return list(error.problems)
+        return []
 
     def key_problems(self) -> list[Problem]:
         """Return the problems of the keys that are found without importing a class; absent values are no problem."""
