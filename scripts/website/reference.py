@@ -109,8 +109,8 @@ def _choice(group: str, file: Path, definitions: Mapping[str, Any]) -> Iterator[
 
 def _section(key: Mapping[str, Any]) -> str | None:
     """Return the class of the keys below a key; None where it holds one value."""
-    reference = str(key.get("$ref", ""))
-    return reference.removeprefix("#/$defs/") if "config.sections" in reference else None
+    name = str(key.get("$ref", "")).removeprefix("#/$defs/")
+    return name if name.endswith("Config") else None
 
 
 def _table(
