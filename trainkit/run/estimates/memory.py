@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from trainkit.errors import named_first_line
+from trainkit.errors import TrainingError, named_first_line
 from trainkit.files import num_bytes
 from trainkit.numerics.precision import Precision
 from trainkit.run.estimates.hardware import Hardware, hardware_of, hardware_under
@@ -235,8 +235,8 @@ def _workspace_bytes(plan: RunPlan) -> int:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, NoSampleError):
-        return f"{error}."
+    if isinstance(error, NoSampleError | TrainingError):
+        return f"{str(error).rstrip('.')}."
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return "the model or the objective reads the values of a tensor (.item(), float(), if, a mask)."
     return f"the model or the objective cannot run without data ({named_first_line(error)})."

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from trainkit.errors import Problem, TrainingError, named_first_line
 from trainkit.numerics.generators import GeneratorStates
@@ -205,7 +205,7 @@ class Span:
             return tuple(calls.values[one.number].contiguous() for one in self.sent)  # received as contiguous ones
         if not self.is_last:
             raise TrainingError(_OTHER_CALLS.format("it ends"))
-        leaves = tree_flatten(outputs)[0]
+        leaves = tree_leaves(outputs, is_leaf=lambda leaf: isinstance(leaf, Loss))  # a loss is a tree of its own
         if any(isinstance(leaf, Loss) for leaf in leaves):
             return (found_loss(outputs).loss_sum,)
         return tuple(leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor))
