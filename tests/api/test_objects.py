@@ -225,6 +225,12 @@ def test_numbers_paths_and_keys_with_dots_arrive_as_given() -> None:
     assert (found["resume"], found["callbacks"]["mine"]) == ("a b/c=1\\d", node)
 
 
+def test_a_mapping_gives_keys_of_the_choice_of_a_group() -> None:
+    objects = {**NOTHING, "model": {"hidden": [7]}, "optimizer": {"lr": 0.25}}
+    found = composed([], objects, {}, write_source=False)[0].values
+    assert (found["model"]["hidden"], found["optimizer"]["lr"]) == ([7], 0.25)
+
+
 OWN = ["recipe=null", "steps=1", "quiet=true", "callbacks=[]", "logger=[]", "model._target_=test_doors_kit.Net"]
 NET = """\
 from torch import nn

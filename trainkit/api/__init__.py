@@ -85,7 +85,7 @@ def train(
             name of a choice.
         objective: an `Objective`, a class or function that makes one, or the name of a choice.
         optimizer: a `torch.optim.Optimizer` with one group of parameters, whose class and settings are used; its class
-            in `functools.partial`; or the name of a choice.
+            in `functools.partial`; the name of a choice; or keys, `{"lr": 0.03}`. Model and objective take keys, too.
         write_source: write the source of given classes that this session defines into the run's folder, so that a
             strategy with several processes can import them.
         config_dirs: as in `compose`.

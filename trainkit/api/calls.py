@@ -419,7 +419,7 @@ def composed(
 
     Args:
         run: arguments, a composition, or a config made by hand.
-        objects: group -> name, class, function, instance or None.
+        objects: group -> name, class, function, instance, keys of its choice, or None.
         keys: keys and choices by name.
         write_source: whether the source of classes of this session is to be written into the run's folder.
         config_dirs: the user's config folders.
@@ -429,6 +429,9 @@ def composed(
         ConfigError: every problem found.
     """
     given = Given()
+    # a mapping holds keys of the group's choice; for data, datasets by split
+    settings = {group: value for group, value in objects.items() if group != "data" and isinstance(value, Mapping)}
+    objects, keys = {**objects, **dict.fromkeys(settings)}, {**keys, **settings}
     problems = [problem for group, value in objects.items() if value is not None for problem in given.add(group, value)]
     problems += _part_of_model(objects["model"], objects["optimizer"])
     if problems:

@@ -30,8 +30,8 @@ class _Part(NamedTuple):
 
 
 _PARTS: Final[Mapping[str, _Part]] = {
-    "model": _Part("model", ("Model", "model"), ("Module",), "model=mlp"),
-    "data": _Part("data", ("Data", "data"), ("Dataset", "IterableDataset"), "data=digits"),
+    "model": _Part("model", ("Model", "model"), ("Module", "Sequential"), "model=mlp"),
+    "data": _Part("data", ("Data", "data"), ("Dataset", "IterableDataset", "TensorDataset"), "data=digits"),
     "objective": _Part("loss", ("Loss", "loss"), ("Objective", "Supervised"), "objective=classification"),
 }
 Definitions = Mapping[str, ast.ClassDef | ast.FunctionDef]
