@@ -420,14 +420,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         now, between = len(self._calls), self._block is None
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        if func is torch.ops.aten.equal.default and id(tensors[0]) in self._names:
+            return False  # a recomputed block asks it of its buffers: each counts as updated
         if between:
-            self._refuse_generator(f"its own code gives {func}", (args, kwargs))
-        if between and func.namespace != "prim":  # as `tensor.device`, which fake tensors ask each other for
-            self.trail.append((str(func), _constants((args, kwargs))))
+            self._between(func, args, kwargs, tensors)
         sources: dict[int, _Seen] = {}
         for tensor in tensors:
-            if between:
-                self._between(tensor)
             if (seen := self._found(tensor)) is not None:
                 seen.last = max(seen.last, now)
                 seen.last_between = now if between else seen.last_between
@@ -452,16 +450,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._of_storage[_storage(tensor)] = list(seen.of_blocks)
         return result
 
-    def _between(self, tensor: Tensor) -> None:
-        """Note a tensor that the model's own code uses."""
-        name = self._names.get(id(tensor))
-        if name in self._in_blocks:
-            self._used[name] = self._calls[-1] if self._calls else "its inputs"
-        if name is None and is_fake(tensor) and id(tensor) not in self._free and self._found(tensor) is None:
-            raise CannotCut(
-                "its own code uses a tensor of an earlier pass, which an attribute or an object has kept",
-                remedy=f"Return it from the block that creates it, {_ELSEWHERE}",
-            )
+    def _between(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
+        """Note an operation of the model's own code."""
+        self._refuse_generator(f"its own code gives {func}", (args, kwargs))
+        if func.namespace != "prim":  # as `tensor.device`, which fake tensors ask each other for
+            self.trail.append((str(func), _constants((args, kwargs))))
+        for tensor in tensors:
+            name = self._names.get(id(tensor))
+            if name in self._in_blocks:
+                self._used[name] = self._calls[-1] if self._calls else "its inputs"
+            if name is None and is_fake(tensor) and id(tensor) not in self._free and self._found(tensor) is None:
+                raise CannotCut(
+                    "its own code uses a tensor of an earlier pass, which an attribute or an object has kept",
+                    remedy=f"Return it from the block that creates it, {_ELSEWHERE}",
+                )
 
     def program(self, outputs: Any) -> Program:
         """Return what was recorded."""
