@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Optional, TypeVar, Union
 import jsonschema
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from tests.config.conftest import Write
 from trainkit.cli import main
@@ -57,6 +58,9 @@ def test_a_value_fits() -> None:
         (3, Tensor), (0.1, Union[float, Tensor]), ({"bound": 3}, Staleness), (3, Annotated[int, at_least(1)]),  # noqa: UP007
     ]  # fmt: skip
     assert [(value, hint) for value, hint in fitting if misfit(value, hint) is not None] == []
+    handed_over = OmegaConf.create({"map": {"a": 1}, "list": [1, 2], "none": {}})  # as Hydra gives keys of a launcher
+    hints = {"map": dict[str, int], "list": list[int], "none": dict[str, Any]}
+    assert [name for name, hint in hints.items() if misfit(handed_over[name], hint) is not None] == []
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def misfit(value: Any, hint: Any) -> str | None:
     if (adapter := _adapter(hint)) is None:
         return None
     try:
-        adapter.validate_json(json.dumps([value], default=str), strict=True)
+        adapter.validate_json(json.dumps([value], default=_plain), strict=True)
         errors: list[Mapping[str, Any]] = [] if _keeps_its_type(value, hint) else [{"type": "literal_error"}]
     except ValidationError as error:
         errors = [{**one} for one in error.errors(include_url=False)]
@@ -79,6 +79,13 @@ def misfit(value: Any, hint: Any) -> str | None:
     quoted = "is text: it " if isinstance(value, str) and _reads_as_number(value) else ""
     near = closest(value, map(yaml_text, _choices_in(schema_of(hint)))) if isinstance(value, str) else None
     return f"{quoted}must be {expected(hint)}." + (f" Did you mean {near}?" if near else "")
+
+
+def _plain(value: Any) -> Any:
+    """Return the JSON form of a container of OmegaConf, in which Hydra hands over keys; of anything else, its text."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, Sequence) else str(value)
 
 
 def _is_unchecked(errors: Sequence[Mapping[str, Any]], kinds: set[str]) -> bool:
