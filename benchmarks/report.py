@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("trainkit", "torch", "lightning", "accelerate", "keras", "tensorflow-cpu")
+PACKAGES = ("trainkit-torch", "torch", "lightning", "accelerate", "keras", "tensorflow-cpu")
 
 
 def machine() -> str:
