@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.contract.stepping import Case, oracle, train
-from tests.contract.test_mesh import FrozenCase
+from tests.contract.test_mesh import FrozenCase, check
 from tests.contract.test_tensor_parallel import GptCase
-from tests.support import reference, zoo
+from tests.support import zoo
 from tests.support.pool import Pool
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.model_transforms import ModelTransforms
@@ -29,15 +29,6 @@ MESHES: dict[str, dict[str, int]] = {
     "pipe x replicate x shard": {"replicate": 2, "shard": 2, "pipe": 2},
     "pipe x shard x tensor": {"shard": 2, "pipe": 2, "tensor": 2},
 }
-
-
-def check(case: Case, pool: Pool) -> None:
-    expected, ranks = oracle(case), train(pool, case)
-    for rank in ranks:
-        assert reference.differences(rank.weights, expected) == []
-        assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
-        assert rank.norms == ranks[0].norms
-    assert min(ranks[0].norms) > (case.max_norm or 0.0)
 
 
 @pytest.mark.parametrize("name", MESHES)
