@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Final, TypeVar, cast
+from typing import Any, ClassVar, Final, Literal, TypeVar, cast
 
 from trainkit.extras import install_command
 from trainkit.redaction import is_secret, mask, redacted_argument, secrets_in, without_secrets
@@ -298,6 +298,12 @@ class HangupError(TrainkitError):
 
     exit_code = 129
     anchor = "stopped-by-a-signal"
+
+
+StopKind = Literal["stopped", "preempted", "hangup", "resized"]
+"""How a run was asked to stop from outside: by Ctrl-C, by a signal to end, by the end of its terminal, or to continue
+with another number of replicas. It is the status of the result.
+"""
 
 
 class StoppedError(TrainkitError):

@@ -9,6 +9,7 @@ import trainkit
 from tests.launchers.joining import variables
 from tests.support.pool import Place
 from trainkit.errors import TrainkitError
+from trainkit.trainer.events import Callback, Run
 
 
 def weights_of_both(place: Place, folder: str, port: int, *overrides: str) -> tuple[str | None, str | None]:
@@ -39,3 +40,10 @@ def failure_of_a_loop(place: Place, folder: str, port: int, *overrides: str) -> 
         except TrainkitError as error:
             return f"{type(error).__name__}: {error}"
     return "finished"
+
+
+class Ends(Callback):
+    """A callback that ends the run in the word of a signal."""
+
+    def step_end(self, run: Run, outcome: object) -> None:
+        run.request_stop("stopped")

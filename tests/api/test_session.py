@@ -231,6 +231,14 @@ def test_a_signal_ends_the_loop_and_gives_its_exit_code(tmp_path: Path) -> None:
     assert (one.result["steps"], one.result["status"], one.exit_code) == (1, "preempted", 143)
 
 
+def test_a_callback_that_ends_the_run_in_the_word_of_a_signal_lets_it_finish(tmp_path: Path) -> None:
+    ends = "callbacks={ends:{_target_:tests.api.own_loops.Ends}}"
+    with session(tmp_path / "run", ends, packages=["tests"]) as one:
+        by_steps(one)
+    assert one.result is not None
+    assert (one.result["status"], one.result["reason"], one.exit_code) == ("finished", "stopped", 0)
+
+
 def test_data_without_validation_is_named(tmp_path: Path) -> None:
     data = TensorDataset(torch.randn(32, 4), torch.zeros(32, dtype=torch.long))
     given = {"model": nn.Linear(4, 2), "data": data, "objective": "classification"}

@@ -4,7 +4,6 @@ A run that never ends, or ends too early, because its evaluator died or is slow 
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ from tests.support.present import present
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.schema import load_resolved
 from trainkit.data.sets.images import Digits
-from trainkit.errors import ConfigError, DataError
+from trainkit.errors import ConfigError, DataError, StopKind
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.process.error_report import write_error_report
@@ -70,7 +69,7 @@ def planned(folder: RunFolder, **checkpoint: Any) -> RunPlan:
     return make_plan(replace(cfg, checkpoint=replace(cfg.checkpoint, **checkpoint)))
 
 
-def evaluate(folder: RunFolder, requested: Callable[[], str | None] = lambda: None) -> None:
+def evaluate(folder: RunFolder, requested: Callable[[], StopKind | None] = lambda: None) -> None:
     evaluate_checkpoints(planned(folder), EVALUATOR, folder, requested=requested, on_phase=lambda phase, step: None)
 
 
@@ -199,7 +198,7 @@ class Clock:
 
 
 def awaited(
-    folder: RunFolder, clock: Clock, *, limit_s: float = 1000.0, requested: Callable[[], str | None] = lambda: None
+    folder: RunFolder, clock: Clock, *, limit_s: float = 1000.0, requested: Callable[[], StopKind | None] = lambda: None
 ) -> EvaluatorEnd:
     return await_evaluator(folder, 2, limit_s=limit_s, requested=requested, clock=clock, sleep=clock.sleep)
 
@@ -235,8 +234,8 @@ def test_an_evaluator_without_a_sign_of_life_is_not_waited_for_to_the_limit(fold
 
 
 def test_a_stop_ends_the_wait(folder: RunFolder) -> None:
-    answers = itertools.chain([None] * 5, itertools.repeat("stopped"))
-    end = awaited(folder, clock := Clock(), requested=lambda: next(answers))
+    clock = Clock()
+    end = awaited(folder, clock, requested=lambda: "stopped" if clock.now >= 5 else None)
     assert end == EvaluatorEnd(status="stopped", reason="the run was asked to end")
     assert clock.now == 5
     told = describe(folder, end)

@@ -20,12 +20,11 @@ import pytest
 import trainkit
 from tests.run.faking import alive, assert_no_process_is_left, launch, pids_of
 from tests.support.present import present
-from trainkit.errors import status_of_error
+from trainkit.errors import StopKind, status_of_error
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 from trainkit.run.signals import (
     EXIT_CODES,
-    Reason,
     StopFlag,
     signal_of,
     stop_error,
@@ -172,7 +171,7 @@ def interrupt(number: int) -> None:
     ("number", "reason", "code"),
     [(signal.SIGINT, "stopped", 130), (signal.SIGTERM, "preempted", 143), (signal.SIGHUP, "hangup", 129)],
 )
-def test_a_signal_becomes_a_reason_with_its_error_and_its_exit_code(number: int, reason: Reason, code: int) -> None:
+def test_a_signal_becomes_a_reason_with_its_error_and_its_exit_code(number: int, reason: StopKind, code: int) -> None:
     with StopFlag() as stop:
         before = stop.requested
         interrupt(number)

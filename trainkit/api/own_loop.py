@@ -20,7 +20,7 @@ from trainkit.config.composition import Composition
 from trainkit.config.targets.allowed import TARGET, allow_packages
 from trainkit.config.targets.build import build
 from trainkit.config.yaml_files import with_config_dirs
-from trainkit.errors import ConfigError, Problem, TrainingError
+from trainkit.errors import ConfigError, Problem, StopKind, TrainingError
 from trainkit.objectives.base import Objective
 from trainkit.run import runner
 from trainkit.run.begin import ResumePoint
@@ -57,7 +57,7 @@ class Session:
         self._stack = ExitStack()
         self._loop: OwnLoop | None = None
         self._was_open = False
-        self._stopped = ""
+        self._stopped: StopKind | None = None
         self.result: TrainingResult | None = None
         """The content of result.json, once the block has ended without an error; on a rank above 0, its status."""
 
@@ -111,7 +111,7 @@ class Session:
             return
         with self._stack:
             self._task.end_with(loop.finish())
-        self._stopped = loop.task.run.stop_reason or ""
+        self._stopped = loop.task.run.stop_kind
         result = {**(self._task.result or {}), "folder": str(loop.task.run.folder)}
         self.result = TrainingResult(result, given=self._given, packages=self._composition.packages)
 
@@ -215,7 +215,7 @@ class Session:
     @property
     def exit_code(self) -> int:
         """The exit code for a script: 0, or 129, 130, 143 for a run that was asked to stop."""
-        return 1 if self.result is None else EXIT_CODES.get(self._stopped, 0)
+        return 1 if self.result is None else EXIT_CODES[self._stopped or "finished"]
 
     @property
     def _opened(self) -> OwnLoop:

@@ -27,7 +27,7 @@ from trainkit.data.reading.collate import shape_text
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.reading.loader import EvalBatches
 from trainkit.data.splits import build_split, build_splits, folded, read_sample, size_of, splits_of
-from trainkit.errors import ConfigError, Problem, TrainingError, TrainkitError, named_first_line
+from trainkit.errors import ConfigError, Problem, StopKind, TrainingError, TrainkitError, named_first_line
 from trainkit.files import read_map
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.copies import copied
@@ -44,7 +44,7 @@ from trainkit.run.planning.plan import plan_context
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.heartbeat import beats_of
 from trainkit.run.process.worker_group import JOB
-from trainkit.run.signals import REASONS, Reason, StopFlag, stop_error
+from trainkit.run.signals import REASONS, StopFlag, stop_error
 from trainkit.run.task import reproducible_process
 from trainkit.strategies.base import (
     LocalModel,
@@ -432,7 +432,7 @@ class _JobTask:
     """The work of one rank of a job."""
 
     job: Job
-    requested: Callable[[], Reason | None]
+    requested: Callable[[], StopKind | None]
     """Function that returns why this process was asked to stop, or None."""
     on_phase: PhaseListener
     log: Callable[[str], None]

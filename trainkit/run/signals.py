@@ -18,11 +18,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
-from typing import Any, Final, Literal, NoReturn, Self
+from typing import Any, Final, NoReturn, Self
 
-from trainkit.errors import HangupError, StoppedError, TerminatedError, TrainkitError
-
-Reason = Literal["stopped", "preempted", "hangup", "resized"]
+from trainkit.errors import HangupError, StopKind, StoppedError, TerminatedError, TrainkitError
 
 EXIT_CODES: Final[Mapping[str, int]] = {
     "finished": 0,
@@ -34,12 +32,13 @@ EXIT_CODES: Final[Mapping[str, int]] = {
 """Status of a result -> exit code of the process; every other status counts as a failure, 1."""
 
 REASONS: Final[Mapping[str, str]] = {
+    "finished": "all steps done",
     "stopped": "Ctrl-C",
     "preempted": "asked to end by a signal",
     "hangup": "the terminal was closed (SIGHUP)",
     "resized": "continues with another number of replicas",
 }
-"""Cause of a stop -> the reason in the result."""
+"""Status of a result -> its reason."""
 
 
 RESIZE_SIGNAL: Final = signal.SIGWINCH
@@ -54,7 +53,7 @@ _EXIT_S: Final = 5.0
 """Seconds that exit handlers then have."""
 
 
-def stop_signals() -> dict[signal.Signals, Reason]:
+def stop_signals() -> dict[signal.Signals, StopKind]:
     """Return the signals that request a stop, with the reason of each."""
     return {
         signal.SIGINT: "stopped",
@@ -64,7 +63,7 @@ def stop_signals() -> dict[signal.Signals, Reason]:
     }
 
 
-def worker_signals() -> dict[signal.Signals, Reason]:
+def worker_signals() -> dict[signal.Signals, StopKind]:
     """Return the stop signals of a worker with a supervisor, which may also ask it to make room for a larger group."""
     return {**stop_signals(), RESIZE_SIGNAL: "resized"}
 
@@ -74,7 +73,7 @@ def blocked_at_start() -> list[signal.Signals]:
     return [*stop_signals(), STACKS_SIGNAL]
 
 
-def signal_of(reason: Reason) -> signal.Signals:
+def signal_of(reason: StopKind) -> signal.Signals:
     """Return the signal that forwards a stop request to another process."""
     if reason == "hangup" and hasattr(signal, "SIGHUP"):
         return signal.SIGHUP
@@ -92,7 +91,7 @@ def is_ignored(number: signal.Signals) -> bool:
     return number == hangup and signal.getsignal(number) is signal.SIG_IGN
 
 
-def ignore_request(reason: Reason) -> None:
+def ignore_request(reason: StopKind) -> None:
     """Do nothing: a request to stop is only read from the flag."""
     del reason
 
@@ -112,11 +111,11 @@ class StopFlag:
 
     def __init__(
         self,
-        on_request: Callable[[Reason], None] = ignore_request,
+        on_request: Callable[[StopKind], None] = ignore_request,
         *,
-        signals: Mapping[signal.Signals, Reason] | None = None,
+        signals: Mapping[signal.Signals, StopKind] | None = None,
     ) -> None:
-        self._requested: Reason | None = None
+        self._requested: StopKind | None = None
         self._on_request = on_request
         self._signals = stop_signals() if signals is None else signals
         self._interrupts = 0
@@ -124,11 +123,11 @@ class StopFlag:
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
-    def requested(self) -> Reason | None:
+    def requested(self) -> StopKind | None:
         """The reason to stop, or None: continue."""
         return self._requested
 
-    def request(self, reason: Reason) -> None:
+    def request(self, reason: StopKind) -> None:
         """Request a stop; later reasons do not replace the first, unless that was a resize."""
         if self._requested is None or (self._requested == "resized" and reason != "resized"):
             self._requested = reason
@@ -188,7 +187,7 @@ def raised_stops() -> Iterator[None]:
         yield
 
 
-def _raise_stop(reason: Reason) -> None:
+def _raise_stop(reason: StopKind) -> None:
     raise stop_error(reason, f"{REASONS[reason]}.")
 
 

@@ -19,7 +19,7 @@ from trainkit.cluster.host import memory_share
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.commands import printed_command
 from trainkit.config.schema import RunConfig
-from trainkit.errors import AbsentFileError, CheckpointError, StorageError, TrainingError
+from trainkit.errors import AbsentFileError, CheckpointError, StopKind, StorageError, TrainingError
 from trainkit.files import read_map, reporting
 from trainkit.run.agent.self_watch import BeatCounter
 from trainkit.run.begin import Result
@@ -246,7 +246,7 @@ def _close_and_record(
     result: dict[str, Any],
     folder: RunFolder,
     error: BaseException | None = None,
-    requested: Callable[[], str | None] = lambda: None,
+    requested: Callable[[], StopKind | None] = lambda: None,
 ) -> None:
     """Leave the process group, write the result, and call `run_end` of the callbacks, except after a second Ctrl-C.
 

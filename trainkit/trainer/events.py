@@ -35,7 +35,7 @@ from torch import nn
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import NumericsConfig
 from trainkit.config.targets.build import build, class_built_by
-from trainkit.errors import NonFiniteError, Problem, TrainingError, status_of_error
+from trainkit.errors import NonFiniteError, Problem, StopKind, TrainingError, status_of_error
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.schedules import LearningRate
 from trainkit.objectives.base import Collective, Objective
@@ -321,7 +321,9 @@ class Run:
     findings: Callable[[], Mapping[str, Any]] = dict
     """Returns the strategy's entries for result.json; `counts` in them: the frequency of each number."""
     stop_reason: str | None = None
-    """Reason why the run is about to end early."""
+    """Reason why the run is about to end early, in words."""
+    stop_kind: StopKind | None = None
+    """How it was asked to stop from outside; None: it was not, or something in the run asked first."""
     measure: Measure = field(default=_no_session, repr=False)
     """Evaluates a split, or a dataset instead of it; see `evaluate`."""
 
@@ -351,9 +353,13 @@ class Run:
         """Record the step and the time at which this start of the run begins."""
         self.begun_at, self.begun_moment = self.state.step, time.monotonic()
 
-    def request_stop(self, reason: str) -> None:
-        """End the run after this step; every rank must call it in the same step. The first reason counts."""
-        self.stop_reason = self.stop_reason or reason
+    def request_stop(self, reason: str, *, kind: StopKind | None = None) -> None:
+        """End the run after this step; every rank must call it in the same step. The first request counts.
+
+        `kind` is that of a request from outside; None: the run itself has a reason to end, and counts as finished.
+        """
+        if self.stop_reason is None:
+            self.stop_reason, self.stop_kind = reason, kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_args
 
 import torch
 
-from trainkit.errors import CALLBACK_NOTE, TrainkitError
+from trainkit.errors import CALLBACK_NOTE, StopKind, TrainkitError
 from trainkit.names import name_of
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import (
@@ -112,7 +112,7 @@ class TrainingLoop:
     last_step: int
     """Updates after which the loop ends."""
     next_sync_step: Callable[[int], int]
-    interrupted: Callable[[], str | None]
+    interrupted: Callable[[], StopKind | None]
     """Returns the reason to stop if this process is the only one; the ranks of a group agree by a trigger."""
     on_phase: PhaseListener
     expect_unchanged: Callable[[], None]
@@ -163,23 +163,22 @@ class TrainingLoop:
             self.timeline.act(state.step)
             self.has_acted = True
             self.on_acted()
-        reason = self.interrupted()
-        if reason is not None:
-            run.request_stop(reason)
+        if (kind := self.interrupted()) is not None:
+            run.request_stop(kind, kind=kind)
         asked = run.stop_reason is not None and self.next_sync_step(state.step) == state.step
         self.is_over = asked or state.step >= self.last_step
         return True
 
 
 _INTERVAL_S: Final = 0.5
-_REASONS: Final = ("stopped", "preempted", "hangup", "resized")
+_KINDS: Final[tuple[StopKind, ...]] = get_args(StopKind)
 
 
 class StopSaveDecision(NamedTuple):
     """The common decision of all ranks after a step."""
 
-    stop: str | None
-    """Reason of some rank to stop; None: continue."""
+    stop: StopKind | None
+    """How some rank was asked to stop; None: continue."""
     save: bool
     """Whether a save is due, as decided by rank 0."""
 
@@ -192,7 +191,10 @@ class StopSaveConsensus:
     """
 
     def __init__(
-        self, collective: Collective, requested: Callable[[], str | None], save_due: Callable[[], bool] = lambda: False
+        self,
+        collective: Collective,
+        requested: Callable[[], StopKind | None],
+        save_due: Callable[[], bool] = lambda: False,
     ) -> None:
         self._collective, self._requested, self._save_due = collective, requested, save_due
         self.interval = 1
@@ -202,13 +204,13 @@ class StopSaveConsensus:
     def ask(self) -> StopSaveDecision:
         """Return the decision after this step, the same on every rank. Collective."""
         reason = self._requested()
-        own = [float(reason == known) for known in _REASONS] + [0.0, 0.0]
+        own = [float(reason == known) for known in _KINDS] + [0.0, 0.0]
         if self._collective.rank == 0:
             per_step = (time.perf_counter() - self._exchanged_at) / self.interval
             own[-2:] = self._save_due(), max(1, min(int(_INTERVAL_S / max(per_step, 1e-9)), 2 * self.interval))
         *asked, save, interval = self._collective.sum(torch.tensor(own, dtype=torch.float64)).tolist()
         self.interval, self._exchanged_at = int(interval), time.perf_counter()
-        stop = next((known for known, count in zip(_REASONS, asked, strict=True) if count), None)
+        stop = next((known for known, count in zip(_KINDS, asked, strict=True) if count), None)
         return StopSaveDecision(stop=stop, save=bool(save))
 
 

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import ClassVar, Final, Self
 
 from trainkit.cluster.tasks import Identity, Task
-from trainkit.errors import TrainkitError
+from trainkit.errors import StopKind, TrainkitError
 from trainkit.files import Presence
 from trainkit.run.agent.failure import (
     Failure,
@@ -34,7 +34,7 @@ from trainkit.run.agent.policy import TaskRestarter
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.heartbeat import read_heartbeat
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
-from trainkit.run.signals import RESIZE_SIGNAL, Reason, StopFlag, signal_of
+from trainkit.run.signals import RESIZE_SIGNAL, StopFlag, signal_of
 from trainkit.trainer.ownership import print_notice
 
 _REPORTED_S: Final = 30.0
@@ -76,7 +76,7 @@ class Launch(ABC):
         folder: the run folder.
     """
 
-    signals: ClassVar[Mapping[signal.Signals, Reason] | None] = None
+    signals: ClassVar[Mapping[signal.Signals, StopKind] | None] = None
     """Signals of this process that stop the run; None: the usual ones."""
 
     def __init__(self, folder: RunFolder) -> None:
@@ -111,7 +111,7 @@ class Launch(ABC):
     def open_store(self) -> None:  # noqa: B027 - most launches have a store already
         """Open the store that the started workers wait for; nothing: another process hosts it."""
 
-    def stop_requested(self) -> Reason | None:
+    def stop_requested(self) -> StopKind | None:
         """Return the reason of a stop that was requested outside of this process."""
         return None
 
@@ -145,7 +145,7 @@ class Agent:
         self._memory = MemoryEvents()
         self._presence = Presence(self._folder.path)
         # Its put is safe in a signal handler.
-        self.events: queue.SimpleQueue[ProcessExit | Reason] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[ProcessExit | StopKind] = queue.SimpleQueue()
         self.stop = StopFlag(self.events.put, signals=launch.signals)
         self._begin(tasks)
 
@@ -267,7 +267,7 @@ class Agent:
                 found += [rank] * (heartbeat is None or heartbeat.phase != "save")
         return found
 
-    def _handle_event(self, group: WorkerGroup, attempt: int, event: ProcessExit | Reason) -> Failure | None:
+    def _handle_event(self, group: WorkerGroup, attempt: int, event: ProcessExit | StopKind) -> Failure | None:
         """Handle one event; return the failure that ends the attempt, if the event is one."""
         exited = self._failed_exit(group, attempt, event)
         if exited is None:
@@ -280,7 +280,7 @@ class Agent:
             self._restarter.on_death(one)
         return None
 
-    def _failed_exit(self, group: WorkerGroup, attempt: int, event: ProcessExit | Reason) -> ProcessExit | None:
+    def _failed_exit(self, group: WorkerGroup, attempt: int, event: ProcessExit | StopKind) -> ProcessExit | None:
         """Return an event that is the exit of a failed rank; handle any other event."""
         if not isinstance(event, ProcessExit):
             group.signal(signal_of(event))
@@ -344,7 +344,7 @@ class Agent:
             self._asked_to_resize = True
             group.signal(RESIZE_SIGNAL)
 
-    def _next_event(self, timeout_s: float) -> ProcessExit | Reason | None:
+    def _next_event(self, timeout_s: float) -> ProcessExit | StopKind | None:
         try:
             return self.events.get(timeout=timeout_s)
         except queue.Empty:

@@ -21,14 +21,14 @@ from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
 from trainkit.cluster.host import ThreadTimes
-from trainkit.errors import HangError, TrainkitError
+from trainkit.errors import HangError, StopKind, TrainkitError
 from trainkit.run.agent.failure import ProcessEvidence, facts_of, failure_of
 from trainkit.run.agent.monitor import Monitor, TimeLimits, threads_of
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.run_result import record_failure
 from trainkit.run.process.error_report import write_error_report
 from trainkit.run.process.heartbeat import Beats, HeartbeatReading, Pauses
-from trainkit.run.signals import Reason, stop_error
+from trainkit.run.signals import stop_error
 from trainkit.trainer.failpoints import Phase
 
 _GRACE_S: Final = 10.0
@@ -174,7 +174,7 @@ class SelfWatch(ThreadWatch):
         folder: RunFolder,
         *,
         read: Callable[[int], HeartbeatReading | None] | None = None,
-        requested: Callable[[], Reason | None] = lambda: None,
+        requested: Callable[[], StopKind | None] = lambda: None,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
         self._folder, self._requested, self._exit = folder, requested, exit_process

@@ -26,7 +26,7 @@ from secrets import token_hex
 from typing import Any
 
 from trainkit.cluster.tasks import Identity, Task
-from trainkit.errors import CrashLoopError, StoppedError, StorageError, TrainkitError
+from trainkit.errors import CrashLoopError, StopKind, StoppedError, StorageError, TrainkitError
 from trainkit.files import Presence, as_storage_error, refuse_unwritable
 from trainkit.run.agent.agent import Agent, AgentSettings, Launch
 from trainkit.run.agent.failure import Failure
@@ -35,7 +35,7 @@ from trainkit.run.folder.run_folder import Restart, RunFolder, record_restart
 from trainkit.run.folder.run_result import RunResult, record_failure
 from trainkit.run.process.fork_server import ENTRY, worker_group_factory
 from trainkit.run.process.worker_group import worker_environ
-from trainkit.run.signals import Reason, stop_error
+from trainkit.run.signals import stop_error
 from trainkit.strategies.rendezvous_store import HostedStore, Rendezvous
 from trainkit.trainer.manifest import list_complete
 
@@ -182,7 +182,7 @@ def _restart(failure: Failure, task: Task, fault: Fault, *, lost: str | None) ->
     )
 
 
-def _result(folder: RunFolder, requested: Reason | None) -> dict[str, Any]:
+def _result(folder: RunFolder, requested: StopKind | None) -> dict[str, Any]:
     """Return the result that rank 0 wrote; a stop request during a resize becomes its status."""
     result = folder.read_result() or _without_result(folder, requested)
     if result.get("status") == "resized" and requested:
@@ -191,7 +191,7 @@ def _result(folder: RunFolder, requested: Reason | None) -> dict[str, Any]:
     return result
 
 
-def _without_result(folder: RunFolder, requested: Reason | None) -> dict[str, Any]:
+def _without_result(folder: RunFolder, requested: StopKind | None) -> dict[str, Any]:
     """Return a minimal result for a run that was stopped before it could write one.
 
     Raises:
@@ -205,7 +205,7 @@ def _without_result(folder: RunFolder, requested: Reason | None) -> dict[str, An
     )
 
 
-def _raise_final(failure: Failure, requested: Reason | None, folder: RunFolder) -> None:
+def _raise_final(failure: Failure, requested: StopKind | None, folder: RunFolder) -> None:
     """Raise if a restart would fail the same way, or the run was asked to stop."""
     if failure.is_permanent:
         raise failure.error()

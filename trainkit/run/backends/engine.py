@@ -22,7 +22,15 @@ from trainkit.cluster.launch import LaunchEnvironment, socket_environ, workers
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.targets.allowed import package_environ
 from trainkit.config.yaml_files import config_dir_environ
-from trainkit.errors import AbsentFileError, CrashLoopError, StoppedError, TrainingError, TrainkitError, UnreadableError
+from trainkit.errors import (
+    AbsentFileError,
+    CrashLoopError,
+    StopKind,
+    StoppedError,
+    TrainingError,
+    TrainkitError,
+    UnreadableError,
+)
 from trainkit.files import Kind, open_regular, read_map, read_text, write_atomically, write_json_atomically
 from trainkit.run.agent.agent import Agent, AgentSettings, Launch
 from trainkit.run.agent.failure import Failure, ProcessEvidence, facts_of, failure_of
@@ -35,7 +43,7 @@ from trainkit.run.process.error_report import read_error_report, write_error_rep
 from trainkit.run.process.fork_server import ENTRY
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup, worker_environ
 from trainkit.run.process_backend import CARRIED, BackendConnection, BackendJob, ProcessBackend
-from trainkit.run.signals import Reason, StopFlag, stop_error
+from trainkit.run.signals import StopFlag, stop_error
 from trainkit.strategies.rendezvous_store import HostedStore
 from trainkit.trainer.ownership import free_name
 
@@ -215,7 +223,7 @@ class EngineLaunch(Launch):
         attempt: the number of the attempt of the backend, and the fencing token of the run folder.
     """
 
-    signals: ClassVar[Mapping[signal.Signals, Reason]] = {}
+    signals: ClassVar[Mapping[signal.Signals, StopKind]] = {}
     """None: the driver alone stops a run, by a file of the folder."""
 
     def __init__(self, folder: RunFolder, payload: Mapping[str, Any], info: WorkerInfo, attempt: Sequence[str]) -> None:
@@ -269,7 +277,7 @@ class EngineLaunch(Launch):
         """Return the ranks of this host: those that wait for one behind them are not blamed."""
         return range(self.info.num_ranks) if self.info.is_alone else running
 
-    def stop_requested(self) -> Reason | None:
+    def stop_requested(self) -> StopKind | None:
         """Return the reason of the driver's request to stop."""
         if not stop_file(self.folder).exists():
             return None

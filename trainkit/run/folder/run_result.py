@@ -87,7 +87,7 @@ class RunResult:
     """
 
     status: str
-    """`finished`, the cause of a stop (`trainkit.run.signals.Reason`), or `failed`."""
+    """`finished`, the cause of a stop (`trainkit.errors.StopKind`), or `failed`."""
     reason: str
     exit_code: int
     """Exit code of the command: 0 for a run that reached its end or `stop_at_step`."""
@@ -95,14 +95,16 @@ class RunResult:
     @classmethod
     def of_status(cls, status: str) -> RunResult:
         """Return the result of a run that was asked to stop, or did all its steps."""
-        return cls(status=status, reason=REASONS.get(status, "all steps done"), exit_code=EXIT_CODES[status])
+        return cls(status=status, reason=REASONS[status], exit_code=EXIT_CODES[status])
 
     @classmethod
     def of_run(cls, run: Run) -> RunResult:
         """Return the result of a run whose loop has ended without an error."""
-        asked, stop_at = run.stop_reason, run.cfg.stop_at_step
-        if asked is not None:
-            return cls.of_status(asked) if asked in REASONS else cls(status="finished", reason=asked, exit_code=0)
+        stop_at = run.cfg.stop_at_step
+        if run.stop_kind is not None:
+            return cls.of_status(run.stop_kind)
+        if run.stop_reason is not None:
+            return cls(status="finished", reason=run.stop_reason, exit_code=0)
         if run.state.step >= run.num_steps:
             return cls.of_status("finished")
         is_due = stop_at is not None and run.state.step >= stop_at

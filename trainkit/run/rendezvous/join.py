@@ -48,6 +48,7 @@ from trainkit.errors import (
     HangupError,
     LinkError,
     PeerError,
+    StopKind,
     StoppedError,
     TerminatedError,
     TrainkitError,
@@ -89,7 +90,7 @@ from trainkit.run.rendezvous.barrier import (
 )
 from trainkit.run.rendezvous.shutdown import SharedEnding, ending_together
 from trainkit.run.session.auxiliary import training_has_ended
-from trainkit.run.signals import Reason, StopFlag, ignore_request, stop_error
+from trainkit.run.signals import StopFlag, ignore_request, stop_error
 from trainkit.run.task import TaskRun
 from trainkit.strategies.base import PlanContext, Strategy
 from trainkit.trainer import failpoints
@@ -273,7 +274,7 @@ def _checked(store: StoreClient) -> dict[str, Any]:
     return info
 
 
-def _abort_task(reason: Reason) -> None:
+def _abort_task(reason: StopKind) -> None:
     """End this task at once: other tasks take over its work."""
     raise stop_error(reason, "asked to end; the others continue.")
 

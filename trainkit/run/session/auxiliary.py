@@ -34,7 +34,7 @@ from trainkit.cluster.tasks import Identity
 from trainkit.config.schema import MonitoredMetric
 from trainkit.data.reading.loader import EvalBatches
 from trainkit.data.splits import validation_splits
-from trainkit.errors import AbsentFileError, CheckpointError, ConfigError, UnreadableError
+from trainkit.errors import AbsentFileError, CheckpointError, ConfigError, StopKind, UnreadableError
 from trainkit.files import (
     expect_map,
     naming,
@@ -53,7 +53,6 @@ from trainkit.run.process.heartbeat import read_heartbeat
 from trainkit.run.session.checkpointer import retention_of
 from trainkit.run.session.restore import refuse_malformed, setup_request, unprefetched_loader
 from trainkit.run.session.session import TaskSession
-from trainkit.run.signals import REASONS
 from trainkit.strategies.base import Data, PhaseListener, TaskContext
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.tensor_shards import averaged_weights, model_weights
@@ -66,7 +65,7 @@ from trainkit.trainer.manifest import MANIFEST, Checkpoint, EvaluatedIndex, excl
 if TYPE_CHECKING:
     from trainkit.report.events import EventFile
 
-Requested = Callable[[], str | None]
+Requested = Callable[[], StopKind | None]
 """Function that returns why this process was asked to stop, or None."""
 
 _MAX_BYTES: Final = 64 << 20
@@ -358,7 +357,7 @@ def findings_of(session: TaskSession, folder: RunFolder, *, failed: bool, reques
     """
     if failed:
         end = EvaluatorEnd(status="stopped", reason="the training failed")
-    elif session.run.stop_reason in REASONS:
+    elif session.run.stop_kind is not None:
         end = EvaluatorEnd(status="stopped", reason="the run was asked to end")
     else:
         session.rest()

@@ -198,9 +198,12 @@ class OwnLoop:
             )
         found = self._fetched()
         if found is None:
-            reason, last = self.task.run.stop_reason, self.task.plan.last_step
-            if reason is not None and reason in REASONS:
-                raise stop_error(reason, f"session.{call}: the run was asked to stop ({REASONS[reason]}).")
+            run, last = self.task.run, self.task.plan.last_step
+            if run.stop_kind is not None:
+                raise stop_error(
+                    run.stop_kind, f"session.{call}: the run was asked to stop ({REASONS[run.stop_kind]})."
+                )
+            reason = run.stop_reason
             why = f"all {last} steps are done" if reason is None else f"the run ends ({reason})"
             raise TrainingError(f"session.{call}: {why}. End the loop, as `for ... in session.batches()` does.")
         return found

@@ -15,7 +15,7 @@ from torch import nn
 
 from trainkit.cluster.tasks import Identity
 from trainkit.data.reading.loader import Loader
-from trainkit.errors import CheckpointError, ConfigError, Problem
+from trainkit.errors import CheckpointError, ConfigError, Problem, StopKind
 from trainkit.files import Kind, expect_map, expect_maps
 from trainkit.numerics.batch import Positions, Ticket
 from trainkit.objectives.base import Collective
@@ -76,7 +76,7 @@ def _check(meta: Any, step: int) -> None:
 class TaskLinks:
     """The links of a session to its process."""
 
-    stop_requested: Callable[[], str | None]
+    stop_requested: Callable[[], StopKind | None]
     """Function that returns why this process was asked to stop, or None."""
     check_fence: Callable[[], None] = uncontested
     """Function that raises if another worker group owns the run folder now."""

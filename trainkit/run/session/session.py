@@ -39,7 +39,6 @@ from trainkit.run.session.restore import (
     setup_request,
     unprefetched_loader,
 )
-from trainkit.run.signals import REASONS
 from trainkit.strategies.base import Executor, ignore_phase
 from trainkit.strategies.tensor_shards import TensorShard
 from trainkit.trained.build import meta_model
@@ -379,7 +378,7 @@ class TaskSession:
         if answer.save:
             self.save()
         if answer.stop is not None:
-            self.run.request_stop(answer.stop)
+            self.run.request_stop(answer.stop, kind=answer.stop)
 
     def finish(self) -> dict[str, Any]:
         """End a training regularly: evaluate, save, and leave the process group together; return the content of
@@ -390,7 +389,7 @@ class TaskSession:
         for one in self.executor.sync():
             state.left_out.take(one)
         self.executor.refresh_model()
-        asked = self.run.stop_reason in REASONS
+        asked = self.run.stop_kind is not None
         self._data_state = self._loader.state()  # statistics of averages may read the training data again
         if not asked and self._scorer.averages is not None and self._scorer.averages.end_early():
             self._scorer.forget()
