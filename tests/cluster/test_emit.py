@@ -17,6 +17,7 @@ import yaml
 
 from tests.support.present import present
 from trainkit.cli import main
+from trainkit.cluster.local import detect
 from trainkit.cluster.manifests import ENGINES, ManifestJob
 from trainkit.cluster.spec import Spec
 from trainkit.cluster.tf_config import read_tf_config
@@ -317,23 +318,23 @@ def test_vertex_has_a_pool_for_each_role(emit: Callable[..., str]) -> None:
 def test_a_batch_script_gives_each_task_of_the_step_its_task(emit: Callable[..., str], cwd: Path) -> None:
     script = emit("slurm", "--hosts", "2", *SERVERS)
     assert "#SBATCH --ntasks-per-node=3\n" in script
-    for name, text in {
-        "scontrol": 'printf "n1\\nn2\\n"',
-        # the step of SLURM: every task runs what follows the options, with its number
-        "srun": 'while [ "${1#-}" != "$1" ]; do shift; done\n'
-        'for SLURM_PROCID in 0 1 2 3 4 5; do export SLURM_PROCID; "$@"; done',
-        "python": 'echo "$TF_CONFIG"',
-    }.items():
-        (cwd / name).write_text(f"#!/bin/bash\n{text}\n")
-        (cwd / name).chmod(0o755)
-    variables = {"PATH": f"{cwd}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}
+    (cwd / "srun").write_text('#!/bin/bash\necho "$TRAINKIT_TASKS" "$@"\n')
+    (cwd / "srun").chmod(0o755)
+    variables = {"PATH": f"{cwd}:/usr/bin:/bin"}
     done = subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True, check=True)
-    found = [{"TF_CONFIG": line} for line in done.stdout.splitlines()]
-    assert tasks_read(found) == TASKS
-    assert json.loads(found[0]["TF_CONFIG"])["cluster"] == {
-        "chief": ["n1:20140"], "worker": ["n2:20140", "n1:20141"], "ps": ["n2:20141", "n1:20142"],
-        "evaluator": ["n2:20142"],
+    tasks, flags = done.stdout.split()[:6], done.stdout.split()[6:9]
+    assert (tasks, flags) == (TASKS, ["--kill-on-bad-exit=1", "--ntasks=6", "--distribution=cyclic"])
+    step = {
+        "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_STEP_TASKS_PER_NODE": "3(x2)", "TRAINKIT_TASKS": " ".join(tasks), "MASTER_PORT": "3000",
     }  # fmt: skip
+    found = []
+    for rank in range(6):
+        place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank // 2), "SLURM_NODEID": str(rank % 2)}
+        launch = present(detect({**step, **place}))
+        assert (launch.rank, launch.local_rank, launch.num_local, launch.store) == (rank, rank // 2, 3, ("n1", 3000))
+        found.append((str(launch.task), launch.addresses[rank]))
+    assert found == [*zip(TASKS, ["n1:3000", "n2:3000", "n1:3001", "n2:3001", "n1:3002", "n2:3002"], strict=True)]
 
 
 def test_mpirun_starts_a_rank_a_process(emit: Callable[..., str]) -> None:

@@ -100,7 +100,7 @@ def test_the_batch_script_of_parameter_servers_trains_to_the_same_bits(cwd: Path
     with slurm() as environ:
         assert run("sbatch", "--test-only", "train.sbatch", cwd=cwd, **environ).partition("sbatch: Job")[0] == ""
         run("sbatch", "--wait", "--output=out", "train.sbatch", cwd=cwd, **environ)
-    assert "launch by TF_CONFIG: rank 0 (chief:0) of 2 on one host, rendezvous at " in (cwd / "out").read_text()
+    assert "launch by SLURM: rank 0 (chief:0) of 2 on one host, rendezvous at " in (cwd / "out").read_text()
     assert result_in(cwd)["weights_sha256"] == mirrored
 
 

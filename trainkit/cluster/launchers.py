@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from trainkit.cluster.address import Address, derived_port, is_loopback
 from trainkit.cluster.launch import LaunchEnvironment, workers
+from trainkit.cluster.members import launch_of
 from trainkit.cluster.variables import Variables
 
 T = TypeVar("T")
@@ -102,8 +104,9 @@ def pet(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     return _launch("PET_NNODES", place, (0, 1), store, num_hosts=size, takes_devices=takes_devices)
 
 
-_NAME: Final = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")
-_RANGE: Final = re.compile(r"(\d+)-(\d+)")
+_NAME: Final = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+(?=,|\Z)")
+_PARTS: Final = re.compile(r"\[[^\]]*\]|[^\[]+")
+_NUMBERS: Final = re.compile(r"(\d+)(?:-(\d+))?")
 _COUNT: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
@@ -117,17 +120,22 @@ def node_names(text: str) -> list[str]:
         >>> node_names("n[01-03,7],r[1-2]n[5,6],login")
         ['n01', 'n02', 'n03', 'n7', 'r1n5', 'r1n6', 'r2n5', 'r2n6', 'login']
     """
-    names: list[str] = []
-    place = 0
-    while place < len(text):
-        found = _NAME.match(text, place)
-        if found is None or text[found.end() : found.end() + 1] not in ("", ","):
-            raise ValueError(f"is not a list of nodes: {text}")
-        parts = re.split(r"(\[[^\]]*\])", found[0])
-        variants = [_variants(part) for part in parts]
-        names += map("".join, itertools.product(*variants))
-        place = found.end() + 1
-    return names
+    found = _NAME.findall(text)
+    if ",".join(found) != text:
+        raise ValueError(f"is not a list of nodes: {text}")
+    return ["".join(parts) for name in found for parts in itertools.product(*map(_variants, _PARTS.findall(name)))]
+
+
+def _variants(part: str) -> list[str]:
+    """Return the texts that a part of a name stands for: a list of numbers in brackets, or itself."""
+    if not part.startswith("["):
+        return [part]
+    found: list[str] = []
+    for item in part[1:-1].split(","):
+        if (ends := _NUMBERS.fullmatch(item)) is None:
+            raise ValueError(f"is not a list of nodes: {part}")
+        found += [f"{number:0{len(ends[1])}d}" for number in range(int(ends[1]), int(ends[2] or ends[1]) + 1)]
+    return found
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -149,23 +157,11 @@ def tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def _variants(part: str) -> list[str]:
-    if not part.startswith("["):
-        return [part]
-    found: list[str] = []
-    for item in part[1:-1].split(","):
-        ends = _RANGE.fullmatch(item)
-        if ends is None:
-            if not item.isdigit():
-                raise ValueError(f"is not a list of nodes: {part}")
-            found.append(item)
-            continue
-        found += [f"{number:0{len(ends[1])}d}" for number in range(int(ends[1]), int(ends[2]) + 1)]
-    return found
-
-
 _FIRST_SPECIAL: Final = 0xFFFFFFF0
 """Step ids from here on are not srun's: 0xfffffffb is a batch script, 0xfffffffa the shell of salloc (slurm.h)."""
+
+TASKS: Final = "TRAINKIT_TASKS"
+"""The environment variable with the ROLE:INDEX of each task of a step by rank, in the script of `emit slurm`."""
 
 _SHELLS: Final = ("bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh", "dash")
 
@@ -197,7 +193,7 @@ def slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     """Return the launch of a task of a step with several tasks.
 
     The rendezvous is at the first node of the step, where rank 0 is, at a port derived from the ids of job and step,
-    unless MASTER_ADDR and MASTER_PORT are set.
+    unless MASTER_ADDR and MASTER_PORT are set. In a script of `emit slurm` the tasks may have roles.
 
     Source: https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES".
     """
@@ -217,7 +213,16 @@ def slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
         read.report("SLURM_LOCALID", f"must be less than the {num_local} tasks of its node.")
     store = read.store("127.0.0.1" if alone else nodes[0], derived_port(job))
     attempt = read.number("SLURM_RESTART_COUNT", default=0)
+    named = environ.get(TASKS, "").split()
+    if named and len(named) != size:
+        read.report(TASKS, f"must name a task for each of the {size} of the step.")
     read.finish()
+    if named:  # in turn over the nodes; those of one node have ports of their own
+        members, (role, _, index) = dict[str, list[str]](), named[ranks[0]].partition(":")
+        for rank, task in enumerate(named):
+            address = f"{nodes[rank % len(nodes)]}:{store.port + rank // len(nodes)}"
+            members.setdefault(task.partition(":")[0], []).append(address)
+        return replace(launch_of(members, (role, int(index)), kind="SLURM"), attempt=attempt)
     addresses = _places(nodes, counts, size, environ.get("SLURM_DISTRIBUTION", "block"))
     return _launch(
         "SLURM", ranks, (local_rank, num_local), store,
