@@ -21,6 +21,7 @@ import pytest
 import trainkit
 from tests.measuring.slow import Sleepy, SlowSamples
 from tests.measuring.trainings import candidate, config, here
+from tests.support.present import present
 from tests.support.waiting import wait_for
 from trainkit.cli import main
 from trainkit.config.schema import RunConfig, load_resolved
@@ -28,7 +29,7 @@ from trainkit.errors import ConfigError, TerminatedError
 from trainkit.measuring import searches
 from trainkit.measuring.bench import Choice, Spread, Target, Turn, bench, measured_config, parts_of, scratch_folder
 from trainkit.measuring.searches import WorkerSearch, search_workers
-from trainkit.measuring.showing import data_lines, table_lines
+from trainkit.measuring.tables import table_lines
 from trainkit.prove.proving import bare
 from trainkit.run.planning.plan import refuse_open_workers
 from trainkit.run.runner import train
@@ -83,7 +84,7 @@ def test_a_measured_training_computes_the_same_bits(tmp_path: Path) -> None:
 
 def test_a_choice_that_fails_is_left_out_and_the_others_go_on() -> None:
     def start(cfg: RunConfig, folder: Path) -> Turn:
-        return Turn(figures={}, failure="exit 1: no room") if cfg.seed == 1 else here(cfg, folder)
+        return Turn(failure="exit 1: no room") if cfg.seed == 1 else here(cfg, folder)
 
     one, other = bench([candidate("a", "seed=1"), candidate("b")], rounds=2, steps=1, start=start)
     assert (one.is_measured, one.failure, other.is_measured, len(other.turns)) == (False, "exit 1: no room", True, 2)
@@ -109,10 +110,9 @@ def test_a_training_ends_once_its_evaluation_has_the_result() -> None:
     points = candidate("a", "eval.every_steps=5", "eval.every_epochs=null")
     (one,) = bench([points], rounds=1, target=Target.of("val/accuracy", 0.2, points.cfg), start=here)
     (two,) = bench([points], rounds=1, target=Target.of("val/loss", -1.0, points.cfg), start=here)
-    assert one.until_s is not None
-    assert 0 < one.until_s.median <= one.turns[0].figures["trained_s"]
+    assert 0 < present(one.spread("until_s")).median <= one.turns[0].figures["trained_s"]
     assert one.turns[0].figures["until"]["value"] >= 0.2
-    assert (two.until_s, two.turns[0].figures["trained_steps"]) == (None, 40)
+    assert (two.spread("until_s"), two.turns[0].figures["trained_steps"]) == (None, 40)
     assert two.turns[0].figures["metric"] > 0
 
 
@@ -178,10 +178,8 @@ def test_choices_that_a_dropped_key_makes_the_same_are_measured_once(
 def test_the_time_of_torch_compile_is_apart() -> None:
     compiled = ("compile.mode=default", "compile.backend=eager")
     one, other = bench([candidate("a"), candidate("b", *compiled)], rounds=1, steps=3, start=here)
-    assert one.compile_s == Spread.of([0.0])
-    assert other.compile_s is not None
-    assert other.first_step_s is not None
-    assert 0 < other.compile_s.median < other.first_step_s.median
+    assert one.spread("compile_s") == Spread.of([0.0])
+    assert 0 < present(other.spread("compile_s")).median < present(other.spread("first_step_s")).median
     assert "of it compiling" in "\n".join(table_lines([one, other]))
 
 
@@ -207,7 +205,7 @@ def search(
         del folder
         assert isinstance(cfg.loader.num_workers, int)
         if cfg.loader.num_workers not in step_ms:
-            return Turn(figures={}, failure="exit 2: cannot")
+            return Turn(failure="exit 2: cannot")
         whole, read = step_ms[cfg.loader.num_workers]
         parts = {**dict.fromkeys(PARTS, 0.0), "input": read / 1e3}
         rest = {"targets": 8.0, "peak_bytes": 1 << 20, "compile_s": 0.0}
@@ -246,7 +244,7 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_verdict_stands_below_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = list(data_lines(search({0: (40, 30), 1: (10, 0.1)}, monkeypatch)))
+    lines = list(search({0: (40, 30), 1: (10, 0.1)}, monkeypatch).lines())
     assert lines[1:3] == [
         "        0        200  200 .. 200   1.00   1 MiB         40   75 %",
         "        1        800  800 .. 800   4.00   1 MiB         10    1 %",

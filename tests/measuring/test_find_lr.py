@@ -7,28 +7,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jsonschema
 import pytest
 
 from tests.measuring.trainings import config, here, here_apart
+from tests.support.present import present
 from trainkit.cli import main
 from trainkit.config.schema import RunConfig
 from trainkit.errors import NonFiniteError, TrainingError
+from trainkit.files import json_value
 from trainkit.measuring import range_test as module
 from trainkit.measuring import searches
-from trainkit.measuring.bench import Ended, Turn
-from trainkit.measuring.range_test import Divergence, LrCurve, RangeResult, RatePoint, range_config, range_test
-from trainkit.measuring.searches import (
-    MicroSizeSearch,
-    overrides_for,
-    search_micro_size,
-    sizes_of,
-    with_size,
-)
-from trainkit.measuring.showing import rate_document, rate_lines, size_document, size_lines
+from trainkit.measuring.bench import Turn
+from trainkit.measuring.range_test import Divergence, FindLrDocument, LrCurve, SuggestedRate, range_config, range_test
+from trainkit.measuring.searches import FindMicroSizeDocument, Size, best_of, search_micro_size, sizes_of, with_size
+from trainkit.measuring.tables import header, machine
 from trainkit.report.plots import draw_range
 from trainkit.run.estimates.memory import HostMemory
 from trainkit.run.estimates.this_machine import available_bytes
@@ -38,10 +34,10 @@ from trainkit.verbs.looking.schema import schema_of
 
 
 def curve_of(loss: list[float], *, ratio: float = 1.2) -> LrCurve:
-    return LrCurve.of([RatePoint(lr=1e-4 * ratio**place, loss=value) for place, value in enumerate(loss)])
+    return LrCurve.of([(1e-4 * ratio**place, value) for place, value in enumerate(loss)], "range")
 
 
-def range_of(low: float, high: float, steps: int, *overrides: str) -> RangeResult:
+def range_of(low: float, high: float, steps: int, *overrides: str) -> LrCurve:
     cfg = config(*overrides)
     return range_test(
         range_config(cfg, low=low, high=high, steps=steps, peak=make_plan(cfg).rate.peak), start=here_apart
@@ -85,21 +81,21 @@ def test_a_loss_diverges_above_its_first_value_and_four_times_the_least() -> Non
 
 def test_the_rate_grows_by_a_ratio_and_the_losses_are_those_of_the_training(tmp_path: Path) -> None:
     found = range_of(1e-6, 1e-4, 12)
-    rates = [point.lr for point in found.curve.points]
+    rates = [point.lr for point in found.points]
     assert rates == pytest.approx([1e-6 * 100 ** (step / 11) for step in range(12)])
     assert found.ended == "range"
     cut = range_of(1e-6, 1e-4, 12, "batch.micro_size=16")
-    assert [point.loss for point in cut.curve.points] == pytest.approx([point.loss for point in found.curve.points])
+    assert [point.loss for point in cut.points] == pytest.approx([point.loss for point in found.points])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_test_ends_where_the_loss_diverges_or_is_no_longer_finite() -> None:
     diverged = range_of(1e-4, 100.0, 40, "optimizer=sgd")
     assert diverged.ended in ("diverged", "not_finite")
-    assert 10 <= len(diverged.curve.points) < 40
+    assert 10 <= len(diverged.points) < 40
     broken = range_of(1e30, 1e38, 12, "optimizer=sgd")
     assert broken.ended == "not_finite"
-    assert all(math.isfinite(point.loss) for point in broken.curve.points)
+    assert all(math.isfinite(point.loss) for point in broken.points)
 
 
 def test_a_loss_that_is_not_finite_at_the_first_step_is_an_error() -> None:
@@ -108,21 +104,24 @@ def test_a_loss_that_is_not_finite_at_the_first_step_is_an_error() -> None:
 
 
 def test_a_training_that_fails_for_another_reason_is_an_error(tmp_path: Path) -> None:
-    def start(cfg: RunConfig, folder: Path) -> Ended:
+    def start(cfg: RunConfig, folder: Path) -> Turn:
         del cfg
-        return Ended(folder=folder, failure="exit 1: OutOfMemoryError: no room", error="OutOfMemoryError")
+        return Turn(folder=folder, failure="exit 1: OutOfMemoryError: no room", error="OutOfMemoryError")
 
     with pytest.raises(TrainingError, match=r"^the range test failed: exit 1: OutOfMemoryError: no room$"):
         range_test(config(), start=start)
 
 
-def test_the_override_undoes_the_scaling_of_the_learning_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    falling = [2 - math.tanh((place - 30) / 6) for place in range(60)]
-    found = RangeResult(curve=curve_of(falling), ended="range")
-    content = rate_document(found, command="x", asked=(1e-4, 1.0, 60), global_size=64, scale=4.0, notes=[])
-    assert content["steepest"]["override"] == f"optimizer.lr={content['steepest']['lr'] / 4:.3g}"
-    jsonschema.Draft202012Validator(schema_of("find_lr")).validate(content)
-    assert any("after lr_scaling" in line for line in rate_lines(found, content))
+def test_the_override_undoes_the_scaling_of_the_learning_rate() -> None:
+    curve = curve_of([2 - math.tanh((place - 30) / 6) for place in range(60)])
+    rates = [present(SuggestedRate.of(rate, 4.0)) for rate in (curve.steepest, curve.tenth_of_minimum)]
+    assert rates[0].override == f"optimizer.lr={rates[0].lr / 4:.3g}"
+    content = FindLrDocument(
+        **header("x"), global_size=64, min_lr=1e-4, max_lr=1.0, steps=60, ended="range", steepest=rates[0],
+        tenth_of_minimum=rates[1], points=curve.points, notes=[],
+    )  # fmt: skip
+    jsonschema.Draft202012Validator(schema_of("find_lr")).validate(json_value(asdict(content)))
+    assert any("after lr_scaling" in line for line in content.lines())
 
 
 def test_the_curve_is_drawn_also_where_nothing_is_suggested(tmp_path: Path) -> None:
@@ -180,7 +179,7 @@ def test_bad_input_is_refused_before_anything_starts(
     assert list(cwd.iterdir()) == []
 
 
-OUT_OF_MEMORY = Turn(figures={}, failure="exit 1: OutOfMemoryError: cuda:0 is out of memory.", error="OutOfMemoryError")
+OUT_OF_MEMORY = Turn(failure="exit 1: OutOfMemoryError: cuda:0 is out of memory.", error="OutOfMemoryError")
 
 
 def measured(samples_per_s: float) -> Turn:
@@ -191,7 +190,7 @@ def measured(samples_per_s: float) -> Turn:
 
 def search(
     turns: Mapping[int, Turn], *overrides: str, memory: HostMemory | None = None, rounds: int = 1
-) -> tuple[MicroSizeSearch, list[int]]:
+) -> tuple[list[Size], list[int]]:
     """Search where each size ends its turns so; returns the sizes that were tried, too."""
     tried = list[int]()
 
@@ -221,36 +220,35 @@ def test_a_size_without_memory_is_followed_by_the_next_and_slower_ones_end_the_s
     speeds = {32: measured(100), 16: measured(98), 8: measured(90), 4: measured(50)}
     found, tried = search({64: OUT_OF_MEMORY, **speeds})
     assert tried == [64, 32, 16, 8, 4]
-    assert found.best is not None
-    assert (found.best.micro_size, [one.status for one in found.sizes[:2]]) == (16, ["out_of_memory", "measured"])
-    assert [one.reason for one in found.sizes[-2:]] == ["not tried: the larger sizes are slower already"] * 2
+    best = present(best_of(found))
+    assert (best.micro_size, [one.status for one in found[:2]]) == (16, ["out_of_memory", "measured"])
+    assert [one.reason for one in found[-2:]] == ["not tried: the larger sizes are slower already"] * 2
 
 
 def test_a_killed_training_counts_as_one_without_memory_and_another_failure_ends_the_search() -> None:
-    killed = Turn(figures={}, failure="signal 9", error="SIGKILL")
-    rank = Turn(figures={}, failure="exit 1: TrainingError: rank 1 was ended by SIGKILL", error="TrainingError")
-    gone = Turn(figures={}, failure="exit 3: DataError: gone", error="DataError")
+    killed = Turn(failure="signal 9", error="SIGKILL")
+    rank = Turn(failure="exit 1: TrainingError: rank 1 was ended by SIGKILL", error="TrainingError")
+    gone = Turn(failure="exit 3: DataError: gone", error="DataError")
     found, tried = search({64: killed, 32: rank, 16: gone})
-    assert (tried, found.best) == ([64, 32, 16], None)
-    assert [one.status for one in found.sizes[:4]] == ["out_of_memory", "out_of_memory", "failed", "untried"]
-    assert found.sizes[3].reason == "not tried: the size above has failed"
+    assert (tried, best_of(found)) == ([64, 32, 16], None)
+    assert [one.status for one in found[:4]] == ["out_of_memory", "out_of_memory", "failed", "untried"]
+    assert found[3].reason == "not tried: the size above has failed"
 
 
 def test_a_size_that_the_plan_finds_too_big_is_not_tried() -> None:
     found, tried = search({}, "batch.global_size=2", memory=HostMemory(memory_bytes=1 << 20))
-    assert (tried, {one.status for one in found.sizes}) == ([], {"too_big"})
-    assert found.sizes[0].reason.endswith("by the plan, this machine has 1 MiB free")
-    assert found.sizes[0].needs is not None
+    assert (tried, {one.status for one in found}) == ([], {"too_big"})
+    assert present(found[0].reason).endswith("by the plan, this machine has 1 MiB free")
+    assert found[0].predicted_bytes is not None
 
 
 def test_a_size_that_the_config_cannot_have_is_not_tried() -> None:
     turns = dict.fromkeys((64, 32, 16, 8, 4), measured(5))
     found, tried = search(turns, "model.batch_norm=true")
     assert tried == [64, 32, 16, 8, 4]
-    assert [one.status for one in found.sizes[-2:]] == ["refused", "refused"]  # the last batch has 29 samples
-    assert "so that a shard has one, which has no batch statistics" in found.sizes[-1].reason
-    assert found.best is not None
-    assert found.best.micro_size == 4
+    assert [one.status for one in found[-2:]] == ["refused", "refused"]  # the last batch has 29 samples
+    assert "so that a shard has one, which has no batch statistics" in present(found[-1].reason)
+    assert present(best_of(found)).micro_size == 4
 
 
 def test_further_rounds_take_the_measured_sizes_in_turns() -> None:
@@ -260,20 +258,20 @@ def test_further_rounds_take_the_measured_sizes_in_turns() -> None:
 
 
 def test_the_overrides_keep_the_global_batch() -> None:
-    found, _ = search({64: measured(100), 32: measured(90), 16: measured(50)})
-    cfg = config()
-    assert overrides_for(cfg, found) == ("batch.micro_size=64",)
-    other = replace(cfg, batch=replace(cfg.batch, global_size=None, micro_size=8, accumulation=8))
-    words = overrides_for(other, found)
+    other = replace(config().batch, global_size=None, micro_size=8, accumulation=8)
+    words = other.overrides(global_size=64, micro_size=64)
     assert words == ("batch.global_size=64", "batch.micro_size=64", "batch.accumulation=null")
-    assert make_plan(config(*words)).batch == make_plan(with_size(other, 64, 64)).batch
+    assert make_plan(config(*words)).batch == make_plan(with_size(replace(config(), batch=other), 64, 64)).batch
 
 
 def test_what_was_found_is_shown_and_has_its_schema() -> None:
-    found, _ = search({64: OUT_OF_MEMORY, 32: measured(100), 16: measured(60), 8: measured(50)})
-    content = size_document(found, command="x", rounds=1, overrides=["batch.micro_size=32"], notes=[])
-    jsonschema.Draft202012Validator(schema_of("find_micro_size")).validate(content)
-    lines = list(size_lines(found, ["batch.micro_size=32"]))
+    sizes, _ = search({64: OUT_OF_MEMORY, 32: measured(100), 16: measured(60), 8: measured(50)})
+    content = FindMicroSizeDocument(
+        **header("x"), machine=machine(), global_size=64, replicas=1, rounds=1, sizes=sizes, micro_size=32,
+        overrides=["batch.micro_size=32"], notes=[],
+    )  # fmt: skip
+    jsonschema.Draft202012Validator(schema_of("find_micro_size")).validate(json_value(asdict(content)))
+    lines = list(content.lines())
     assert lines[1] == "          32                 2        100  100 .. 100           100 %   1 MiB"
     assert "  4, 2, 1: not tried: the larger sizes are slower already" in lines
     assert lines[-1] == "  batch.micro_size=32"

@@ -10,7 +10,7 @@ from trainkit.config.check import checked
 from trainkit.config.grammar import replacing
 from trainkit.config.schema import RunConfig
 from trainkit.errors import TrainkitError
-from trainkit.measuring.bench import Candidate, Ended, Turn, finished_turn
+from trainkit.measuring.bench import Candidate, Turn, finished_turn
 from trainkit.run.runner import train
 
 
@@ -30,10 +30,10 @@ def here(cfg: RunConfig, folder: Path) -> Turn:
     return finished_turn(folder, started)
 
 
-def here_apart(cfg: RunConfig, folder: Path) -> Ended:
+def here_apart(cfg: RunConfig, folder: Path) -> Turn:
     """Train in this process what a measurement trains in one of its own."""
     try:
         train(cfg, run_dir=folder)
     except TrainkitError as error:
-        return Ended(folder=folder, failure=str(error), error=type(error).__name__)
-    return Ended(folder=folder)
+        return Turn(folder=folder, failure=str(error), error=type(error).__name__)
+    return Turn(folder=folder)

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,7 +30,7 @@ from trainkit.config.schema import MonitoredMetric, RunConfig
 from trainkit.config.targets.allowed import package_environ
 from trainkit.config.yaml_files import config_dir_environ
 from trainkit.errors import AbsentFileError, StorageError
-from trainkit.files import Kind, read_map
+from trainkit.files import read_map
 from trainkit.run.begin import write_resolved
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
@@ -41,11 +41,6 @@ from trainkit.trainer.metrics_accumulator import PARTS
 _MEASUREMENT: Final = "trainkit.callbacks.Measurement"
 ERROR_FILE: Final = "error.json"
 """File with the error that ended a turn, next to its run folder: `error`, its class, and `line`, its first line."""
-_KEYS: Final[Mapping[str, Kind]] = {
-    "steps": int, "samples": int, "seconds": float, "targets": float, "ranks": list, "peak_bytes": int,
-    "began_at": float, "first_step_s": float, "compile_s": float, "step_spread": float, "replicas": int, "device": str,
-    "trained_s": float, "trained_steps": int,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,27 +62,18 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """The measurement of one turn, or the reason why it failed."""
+    """A training that has run in processes of its own, its measurement, or the reason why it failed."""
 
-    figures: Mapping[str, Any]
+    folder: Path = Path()
+    """Its run folder; any file may be missing."""
+    figures: Mapping[str, Any] = field(default_factory=dict)
     """The content of `measured.json` (`trainkit.callbacks.measurement`); empty for a turn that failed."""
     start_s: float = 0.0
     """Seconds from the start of the process to the first step."""
     failure: str = ""
-    error: str = ""
-    """The class of the error that has ended it, or `SIGKILL`; empty if it ended in another way."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """A training that has run in processes of its own, and has ended."""
-
-    folder: Path
-    """The run folder; any of its files may be missing."""
-    failure: str = ""
     """Reason why it failed, in one line; empty if it did not."""
     error: str = ""
-    """The class of trainkit's error that has ended it, or `SIGKILL`; empty for anything else."""
+    """The class of trainkit's error that has ended it, or `SIGKILL`; empty if it ended in another way."""
 
 
 def measured_config(cfg: RunConfig, *, warmup_steps: int, num_steps: int) -> RunConfig:
@@ -133,13 +119,11 @@ def run_turn(cfg: RunConfig, folder: Path, *, threads: int | None = None) -> Tur
         threads: CPU threads of each process; None: those of torch.
     """
     started = time.time()
-    ended = train_apart(cfg, folder, threads=threads)
-    if ended.failure:
-        return Turn(figures={}, failure=ended.failure, error=ended.error)
-    return finished_turn(ended.folder, started)
+    turn = train_apart(cfg, folder, threads=threads)
+    return turn if turn.failure else finished_turn(turn.folder, started)
 
 
-def train_apart(cfg: RunConfig, folder: Path, *, threads: int | None = None) -> Ended:
+def train_apart(cfg: RunConfig, folder: Path, *, threads: int | None = None) -> Turn:
     """Train a config in a new process; return after this process and its children have ended.
 
     Args:
@@ -159,19 +143,13 @@ def train_apart(cfg: RunConfig, folder: Path, *, threads: int | None = None) -> 
         group.start(0, command, environ, log)
         code = ended.get().code
     if code == 0:
-        return Ended(folder=folder / "run")
-    error, line = _reported(folder / ERROR_FILE) or ("SIGKILL" if code == -signal.SIGKILL else "", last_line(log))
+        return Turn(folder=folder / "run")
+    error, line = "SIGKILL" if code == -signal.SIGKILL else "", last_line(log)
+    with suppress(AbsentFileError):
+        found = read_map(folder / ERROR_FILE, {"error": str, "line": str})
+        error, line = found["error"], f"{found['error']}: {found['line']}"
     ending = f"exit {code}" if code >= 0 else f"signal {-code}"
-    return Ended(folder=folder / "run", failure=": ".join(part for part in (ending, line) if part), error=error)
-
-
-def _reported(path: Path) -> tuple[str, str] | None:
-    """Return the class and the message line of the error that a turn has reported; None without an error."""
-    try:
-        found = read_map(path, {"error": str, "line": str})
-    except AbsentFileError:
-        return None
-    return found["error"], f"{found['error']}: {found['line']}"
+    return Turn(folder=folder / "run", failure=": ".join(part for part in (ending, line) if part), error=error)
 
 
 def finished_turn(run: Path, started: float) -> Turn:
@@ -182,10 +160,10 @@ def finished_turn(run: Path, started: float) -> Turn:
         started: time of its start, as `time.time`.
     """
     try:
-        found = read_map(run / FILE, _KEYS)
+        found = read_map(run / FILE, {"began_at": float})
     except AbsentFileError:
-        return Turn(figures={}, failure="the training ended before its first measured step")
-    return Turn(figures=found, start_s=max(found["began_at"] - started, 0.0))
+        return Turn(failure="the training ended before its first measured step")
+    return Turn(folder=run, figures=found, start_s=max(found["began_at"] - started, 0.0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,72 +212,58 @@ class Choice:
         """Whether a turn has measured a step."""
         return not self.failure and any(turn.figures.get("steps") for turn in self.turns)
 
-    def over(self, value: Callable[[Mapping[str, Any]], float | None]) -> Spread | None:
-        """Return the spread of a value over the figures of the turns; None if no turn has it."""
-        found = [one for turn in self.turns if turn.figures.get("steps") and (one := value(turn.figures)) is not None]
-        return Spread.of(found) if found else None
+    def spread(self, name: str) -> Spread | None:
+        """Return the spread of a figure of `SPREADS`, or of a part of a step, over the turns; None if one lacks it."""
+        turns = [turn for turn in self.turns if turn.figures.get("steps")]
+        found = [value(turn) if (value := SPREADS.get(name)) else parts_of(turn.figures)[name] for turn in turns]
+        values = [one for one in found if one is not None]
+        return Spread.of(values) if values and len(values) == len(found) else None
 
     @property
     def samples_per_s(self) -> Spread | None:
         """Samples per second over all replicas."""
-        return self.over(lambda one: one["samples"] / one["seconds"])
-
-    @property
-    def targets_per_s(self) -> Spread | None:
-        """Targets per second, if a sample has several (tokens), or a weight other than 1; else None."""
-        if all(one.figures.get("targets") == one.figures.get("samples") for one in self.turns):
-            return None
-        return self.over(lambda one: one["targets"] / one["seconds"])
+        return self.spread("samples_per_s")
 
     @property
     def step_s(self) -> Spread | None:
         """Seconds per step."""
-        return self.over(lambda one: one["seconds"] / one["steps"])
-
-    def part_s(self, part: str) -> Spread | None:
-        """Return the seconds per step of one part of a step, the mean over ranks; `rest` is the time that belongs to no
-        part.
-        """
-        return self.over(lambda one: parts_of(one)[part])
-
-    @property
-    def joules_per_sample(self) -> Spread | None:
-        """Energy of the devices per sample, in joules; None if no device reports it."""
-        return self.over(lambda one: None if one.get("joules") is None else one["joules"] / one["samples"])
+        return self.spread("step_s")
 
     @property
     def peak_bytes(self) -> int:
         """The most memory of a process, in bytes."""
-        return max((turn.figures["peak_bytes"] for turn in self.turns if turn.figures), default=0)
+        return max((turn.figures["peak_bytes"] for turn in self.turns), default=0)
 
-    @property
-    def start_s(self) -> Spread | None:
-        """Seconds from the start of the process to the beginning of the first step."""
-        found = [turn.start_s for turn in self.turns if turn.figures]
-        return Spread.of(found) if found else None
 
-    @property
-    def first_step_s(self) -> Spread | None:
-        """Seconds of the first step: it compiles, allocates and opens connections."""
-        return self.over(lambda one: one["first_step_s"])
+def _of_figures(name: str, per: str | None = None) -> Callable[[Turn], float | None]:
+    """Return what reads a figure of a turn, divided by another; None for a turn without it."""
 
-    @property
-    def step_spread(self) -> Spread | None:
-        """Standard deviation of the steps of rank 0 divided by their median."""
-        return self.over(lambda one: one["step_spread"])
+    def read(turn: Turn) -> float | None:
+        value: float | None = turn.figures.get(name)
+        return value if value is None or per is None else value / turn.figures[per]
 
-    @property
-    def compile_s(self) -> Spread | None:
-        """Seconds in which torch.compile worked."""
-        return self.over(lambda one: one["compile_s"])
+    return read
 
-    @property
-    def until_s(self) -> Spread | None:
-        """Seconds of training until the result of `--until`; None if a turn has not reached it."""
-        found = [turn.figures.get("until") for turn in self.turns]
-        if not found or None in found:
-            return None
-        return Spread.of([one["seconds"] for one in found if one is not None])
+
+def _targets(turn: Turn) -> float | None:
+    """Return the targets per second, if a sample has several (tokens), or a weight other than 1."""
+    one = turn.figures
+    return None if one["targets"] == one["samples"] else float(one["targets"] / one["seconds"])
+
+
+SPREADS: Final[Mapping[str, Callable[[Turn], float | None]]] = {
+    "samples_per_s": _of_figures("samples", "seconds"),
+    "targets_per_s": _targets,
+    "step_s": _of_figures("seconds", "steps"),
+    "start_s": lambda turn: turn.start_s,
+    "first_step_s": _of_figures("first_step_s"),
+    "compile_s": _of_figures("compile_s"),
+    "joules_per_sample": _of_figures("joules", "samples"),
+    "until_s": lambda turn: (turn.figures.get("until") or {}).get("seconds"),
+    "step_spread": _of_figures("step_spread"),
+}
+"""Figure of a choice -> what reads it from a turn."""
+STEP_PARTS: Final = (*PARTS, "rest")
 
 
 def parts_of(figures: Mapping[str, Any]) -> dict[str, float]:

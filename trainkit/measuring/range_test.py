@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,12 @@ from trainkit.config.sections import WarmupConfig
 from trainkit.errors import AbsentFileError, NonFiniteError, TrainingError
 from trainkit.fields import cosmetic
 from trainkit.files import Kind, read_map, write_json_atomically
-from trainkit.measuring.bench import Ended, alone, scratch_folder, train_apart
+from trainkit.measuring.bench import Turn, alone, scratch_folder, train_apart
+from trainkit.report.numbers import figure
+from trainkit.report.tables import row_lines
 from trainkit.trainer.events import Callback, Row, Run
 
+Ending = Literal["diverged", "not_finite", "range"]
 _WIDTH: Final = 0.02
 """Standard deviation of the smoothing, as a share of the points; at least one point."""
 FEWEST_POINTS: Final = 10
@@ -26,13 +29,15 @@ FEWEST_POINTS: Final = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RatePoint:
-    """One step of the test."""
+class RateStep:
+    """A step of the range test."""
 
     lr: float
-    """The learning rate of the step."""
+    """The learning rate of this step, after `lr_scaling`."""
     loss: float
-    """The loss of the step, before its update."""
+    """The loss of the whole step, before its update."""
+    smoothed: float
+    """The weighted mean of the losses around this step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,21 +45,21 @@ class LrCurve:
     """The loss over an exponentially growing learning rate, and the rates that it suggests.
 
     Example:
-        >>> falling = [RatePoint(lr=10.0 ** (k / 10 - 4), loss=2 - math.tanh((k - 20) / 5)) for k in range(40)]
-        >>> curve = LrCurve.of([*falling, *(RatePoint(lr=k * 1.0, loss=k * 9.0) for k in (1, 2))])
+        >>> falling = [(10.0 ** (k / 10 - 4), 2 - math.tanh((k - 20) / 5)) for k in range(40)]
+        >>> curve = LrCurve.of([*falling, (1.0, 9.0), (2.0, 18.0)], "diverged")
         >>> curve.steepest, curve.tenth_of_minimum
         (0.01, 0.0398)
 
     Source: Smith 2015, arXiv:1506.01186, section 3.3 (the range test).
     """
 
-    points: tuple[RatePoint, ...]
+    points: tuple[RateStep, ...]
     """The steps, in their order."""
-    smoothed: tuple[float, ...]
-    """The loss of each step as the weighted mean of its neighbours on both sides."""
-    steepest: float | None
+    ended: Ending
+    """Why the test ended."""
+    steepest: float | None = None
     """The rate at which the smoothed loss falls fastest over the rate's logarithm; None: the loss does not fall."""
-    minimum: float | None
+    minimum: float | None = None
     """The rate with the least smoothed loss; None: the loss does not fall."""
 
     @property
@@ -63,31 +68,24 @@ class LrCurve:
         return None if self.minimum is None else rounded(self.minimum / 10)
 
     @classmethod
-    def of(cls, points: Sequence[RatePoint]) -> LrCurve:
-        """Return the curve of the steps of a test, whose losses are finite.
+    def of(cls, steps: Sequence[tuple[float, float]], ended: Ending) -> LrCurve:
+        """Return the curve of the steps of a test: the rate and the finite loss of each.
 
         The loss counts as falling if its least smoothed value is below the first one by more than the noise: the
         standard deviation of the losses around the smoothed ones, up to the least.
         """
-        if not points:
-            return cls(points=(), smoothed=(), steepest=None, minimum=None)
-        losses = np.array([point.loss for point in points], dtype=np.float64)
-        smoothed = _smoothed(losses)
-        least = int(np.argmin(smoothed))
-        found = cls(points=tuple(points), smoothed=tuple(smoothed.tolist()), steepest=None, minimum=None)
+        rates, losses = ([step[part] for step in steps] for part in (0, 1))
+        smoothed = _smoothed(np.array(losses, dtype=np.float64)) if steps else np.zeros(0)
+        columns = zip(rates, losses, smoothed.tolist(), strict=True)
+        points = tuple(RateStep(lr=lr, loss=loss, smoothed=mean) for lr, loss, mean in columns)
+        least = int(np.argmin(smoothed)) if steps else 0
         if len(points) < FEWEST_POINTS or least < 2:
-            return found
+            return cls(points=points, ended=ended)
         noise = float(np.std(losses[: least + 1] - smoothed[: least + 1]))
         if smoothed[0] - smoothed[least] <= noise:
-            return found
-        logs = np.log([point.lr for point in points])
-        place = int(np.argmin(np.gradient(smoothed, logs)[:least]))
-        return cls(
-            points=found.points,
-            smoothed=found.smoothed,
-            steepest=rounded(points[place].lr),
-            minimum=rounded(points[least].lr),
-        )
+            return cls(points=points, ended=ended)
+        place = int(np.argmin(np.gradient(smoothed, np.log(rates))[:least]))
+        return cls(points=points, ended=ended, steepest=rounded(rates[place]), minimum=rounded(rates[least]))
 
 
 def _smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -141,7 +139,7 @@ FILE: Final = "range.json"
 """The file of a run folder with the steps of a range test."""
 _KEYS: Final[Mapping[str, Kind]] = {"points": list, "has_diverged": bool}
 
-StartTraining = Callable[[RunConfig, Path], Ended]
+StartTraining = Callable[[RunConfig, Path], Turn]
 """Function that trains a config in separate processes, in a folder that does not exist yet."""
 
 
@@ -184,15 +182,6 @@ class RangeTest(Callback):
             write_json_atomically(run.folder / FILE, {"points": found.points, "has_diverged": found.has_diverged})
 
 
-@dataclass(frozen=True, kw_only=True)
-class RangeResult:
-    """The result of a range test."""
-
-    curve: LrCurve
-    ended: str
-    """Why it ended: `diverged`, `not_finite`, or `range` (the loss did not diverge up to the largest rate)."""
-
-
 def range_config(cfg: RunConfig, *, low: float, high: float, steps: int, peak: float) -> RunConfig:
     """Return the config of a range test.
 
@@ -221,7 +210,7 @@ def range_config(cfg: RunConfig, *, low: float, high: float, steps: int, peak: f
     )
 
 
-def range_test(cfg: RunConfig, *, start: StartTraining = train_apart) -> RangeResult:
+def range_test(cfg: RunConfig, *, start: StartTraining = train_apart) -> LrCurve:
     """Run a range test in separate processes; its files are deleted.
 
     Args:
@@ -238,17 +227,88 @@ def range_test(cfg: RunConfig, *, start: StartTraining = train_apart) -> RangeRe
             found = read_map(ended.folder / FILE, _KEYS)
         except AbsentFileError:
             found = {"points": [], "has_diverged": False}
-    points = [RatePoint(lr=float(lr), loss=float(loss)) for lr, loss in found["points"]]
     not_finite = ended.error in _NOT_FINITE
-    if ended.failure and not (not_finite and points):
+    if ended.failure and not (not_finite and found["points"]):
         if not_finite:
             raise NonFiniteError(
                 f"the loss is not finite before the first update, at any learning rate: {ended.failure}"
             )
         raise TrainingError(f"the range test failed: {ended.failure}")
-    why = "not_finite" if not_finite else "diverged" if found["has_diverged"] else "range"
-    return RangeResult(curve=LrCurve.of(points), ended=why)
+    why: Ending = "not_finite" if not_finite else "diverged" if found["has_diverged"] else "range"
+    return LrCurve.of([(float(lr), float(loss)) for lr, loss in found["points"]], why)
 
 
 _NOT_FINITE: Final = frozenset({"NonFiniteError", "LossScaleError"})
 """Errors that end a training whose loss or gradients are not finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuggestedRate:
+    """A learning rate that the curve suggests."""
+
+    lr: float
+    """The learning rate of the training, after `lr_scaling`."""
+    override: str
+    """The override with which the training has this peak rate."""
+
+    @classmethod
+    def of(cls, rate: float | None, scale: float) -> SuggestedRate | None:
+        """Return the override of a rate by the factor of `lr_scaling`; None without a rate."""
+        return None if rate is None else cls(lr=rate, override=f"optimizer.lr={rounded(rate / scale):g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindLrDocument:
+    """The result of `trainkit find lr`."""
+
+    version: int
+    """The version of this document."""
+    command: str
+    """The command, without secrets."""
+    date: str
+    """When the test ended, with the time zone."""
+    global_size: int
+    """Samples per step, for which the rates hold."""
+    min_lr: float
+    """The learning rate of the first step."""
+    max_lr: float
+    """The learning rate that the last step would have had."""
+    steps: int
+    """Steps from `min_lr` to `max_lr`."""
+    ended: Ending
+    """Why the test ended: the loss diverged, the loss was not finite, or `max_lr` was reached."""
+    steepest: SuggestedRate | None
+    """The rate at which the smoothed loss falls fastest; null if it does not fall."""
+    tenth_of_minimum: SuggestedRate | None
+    """A tenth of the rate with the least smoothed loss; null if it does not fall."""
+    points: Sequence[RateStep]
+    """The steps, in their order."""
+    notes: list[str]
+    """Notes for the user."""
+
+    def lines(self) -> Iterator[str]:
+        """Yield some steps of the curve, evenly spaced, the reason for its end, and the overrides."""
+        last, count = len(self.points) - 1, min(len(self.points), _ROWS)
+        shown = [self.points[last * place // max(count - 1, 1)] for place in range(count)]
+        rows = [[figure(point.lr), figure(point.loss), figure(point.smoothed)] for point in shown]
+        yield from row_lines(["learning rate", "loss", "smoothed"], rows)
+        yield ""
+        end = _ENDS[self.ended].format(lr=figure(self.points[-1].lr))
+        yield f"  {end} (step {len(self.points)} of {self.steps}, {self.global_size:,} samples a step)."
+        if self.steepest is None:
+            yield "  the loss does not fall in this range by more than its noise: no rate is suggested."
+        names = {"steepest fall": self.steepest, "a tenth of the minimum's rate": self.tenth_of_minimum}
+        for name, rate in names.items():
+            if rate is not None:
+                is_scaled = rate.override != f"optimizer.lr={rate.lr:g}"
+                scaled = f"  ({rate.lr:g} after lr_scaling)" if is_scaled else ""
+                yield f"  {name:<{max(map(len, names))}}  {rate.override}{scaled}"
+
+
+_ROWS: Final = 12
+"""Steps of the curve that the terminal shows."""
+_ENDS: Final = {
+    "diverged": "the loss diverges at {lr}",
+    "not_finite": "the loss is no longer finite after {lr}",
+    "range": "the loss has not diverged up to {lr}: try a larger --max-lr",
+}

@@ -199,9 +199,9 @@ def workload(what: Scalable, measured: Measured, *, within: Link) -> Workload:
     first = measured.shares[1]
     step = first.step_s
     assert step is not None, "the caller has refused a measurement that failed"
-    waiting = first.part_s("input")
+    waiting = first.spread("input")
     seconds = {count: found.median for count, one in measured.shares.items() if (found := one.step_s) is not None}
-    spread = first.step_spread
+    spread = first.spread("step_spread")
     in_memory = all(one.by == "memory" for one in what.transfers(2) or ())
     return Workload(
         share_s=seconds,

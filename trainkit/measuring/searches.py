@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -11,8 +11,10 @@ from trainkit.cluster.host import num_cores
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError
 from trainkit.files import num_bytes
-from trainkit.measuring.bench import Choice, StartTurn, Turn, measured_config, run_turn, steps_of, turns
-from trainkit.report.numbers import share
+from trainkit.measuring.bench import Choice, Spread, StartTurn, Turn, measured_config, run_turn, steps_of, turns
+from trainkit.measuring.tables import PART_COLUMNS, DataVerdict, Machine, range_text, speed_columns, table
+from trainkit.report.numbers import figure, share
+from trainkit.report.tables import row_lines
 from trainkit.run.estimates.memory import HostMemory, device_memory, verdict_of
 from trainkit.run.planning.misfits import refuse_misfits
 from trainkit.run.planning.notes import model_notes
@@ -44,10 +46,22 @@ class WorkerSearch:
         first = self.choices[0]
         return first.is_measured and _input_share(first) > _FREE
 
-    def to_json(self) -> dict[str, object]:
-        """Return plain values."""
-        bound = "loader" if self.is_loader_bound else "model"
+    def verdict(self) -> DataVerdict:
+        """Return the result for the document."""
+        bound: Literal["loader", "model"] = "loader" if self.is_loader_bound else "model"
         return {"bound_by": bound, "num_workers": self.num_workers, "reason": self.reason}
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of `trainkit bench --data`: the numbers of workers that were measured, and the verdict."""
+        measured = [choice for choice in self.choices if choice.is_measured]
+        if measured:
+            columns = {**speed_columns(measured), **PART_COLUMNS}
+            names = ("samples/s", "from .. to", "ratio", "memory", "ms a step", "input")
+            yield from table(0, measured, {name: columns[name] for name in names}, title="workers")
+            yield ""
+        yield from (f"  {choice.label}: failed: {choice.failure}" for choice in self.choices if choice.failure)
+        verdict = "bound by its loader" if self.is_loader_bound else "bound by its model"
+        yield f"  {verdict if measured else 'not measured'}. loader.num_workers={self.reason}."
 
 
 def workers_of_plan(plan: RunPlan) -> tuple[int, str]:
@@ -115,7 +129,7 @@ def _step_s(choice: Choice) -> float:
 
 
 def _input_share(choice: Choice) -> float:
-    part = choice.part_s("input")
+    part = choice.spread("input")
     return 0.0 if part is None else part.median / _step_s(choice)
 
 
@@ -155,41 +169,32 @@ Status = Literal["untried", "measured", "out_of_memory", "too_big", "refused", "
 
 @dataclass(kw_only=True)
 class Size:
-    """One size of a shard."""
+    """A size of a shard."""
 
     micro_size: int
     """Samples of a shard, at most."""
     accumulation: int
     """Shards that a replica computes in a step, at most."""
-    choice: Choice
-    """The measurements of its turns."""
     status: Status = "untried"
     """measured; out_of_memory: its turn ran out of memory; too_big: not tried, because the plan predicts too much
     memory; refused: the config cannot have it; failed: its turn failed for another reason; untried: the search ended
     before it.
     """
-    reason: str = ""
-    """Reason why it was not measured; empty if it was."""
-    needs: int | None = None
-    """Bytes that the plan predicts for all processes of a host together; None: not predicted."""
+    reason: str | None = None
+    """The reason why the size was not measured; null if it was."""
+    samples_per_s: Spread | None = None
+    """Samples per second over all replicas."""
+    step_s: Spread | None = None
+    """Seconds of a step."""
+    peak_bytes: int | None = None
+    """The most memory of a process, in bytes."""
+    predicted_bytes: int | None = None
+    """The plan's prediction for all processes of the host together, in bytes; null: no prediction."""
 
     @property
     def speed(self) -> float:
         """Samples per second, the median of its turns; 0 if it was not measured."""
-        found = self.choice.samples_per_s
-        return found.median if self.status == "measured" and found is not None else 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroSizeSearch:
-    """The sizes of a search, from the largest, and the one to use."""
-
-    global_size: int
-    """Samples per step, the same for every size."""
-    num_replicas: int
-    sizes: tuple[Size, ...]
-    best: Size | None
-    """The smallest of the sizes that are as fast as the fastest; None: none was measured."""
+        return 0.0 if self.status != "measured" or self.samples_per_s is None else self.samples_per_s.median
 
 
 def sizes_of(plan: RunPlan) -> list[Size]:
@@ -207,10 +212,7 @@ def sizes_of(plan: RunPlan) -> list[Size]:
         found.add(-(-total // (shards * replicas)))
         shards *= 2
     counts = {size: math.ceil(total / size) for size in sorted(found, reverse=True)}
-    return [
-        Size(micro_size=size, accumulation=math.ceil(count / replicas), choice=Choice(label=str(size)))
-        for size, count in counts.items()
-    ]
+    return [Size(micro_size=size, accumulation=math.ceil(count / replicas)) for size, count in counts.items()]
 
 
 def with_size(cfg: RunConfig, global_size: int, micro_size: int) -> RunConfig:
@@ -233,7 +235,7 @@ def _refuse(size: Size, cfg: RunConfig, plan: RunPlan, memory: HostMemory | None
         return
     plan = plan.resolved(lambda: model)
     found = verdict_of(plan, device_memory(plan, model, evaluates=False), memory)  # turns evaluate nothing
-    size.needs = found.needs
+    size.predicted_bytes = found.needs
     if found.fits is False:
         size.status = "too_big"
         size.reason = f"needs {num_bytes(found.needs)} by the plan, {found.name} has {num_bytes(found.has)} free"
@@ -265,7 +267,7 @@ def search_micro_size(
     steps: int | None = None,
     log: Callable[[str], None] = lambda _: None,
     start: StartTurn = run_turn,
-) -> MicroSizeSearch:
+) -> list[Size]:
     """Measure a training with ever smaller shards, until they are slower; the samples of a step stay the same.
 
     The largest size comes first; if it runs out of memory, the next one follows. Two sizes in a row that are slower
@@ -282,11 +284,12 @@ def search_micro_size(
         start: runs a turn in a folder that does not exist yet.
     """
     sizes = sizes_of(plan)
+    choices = {size.micro_size: Choice(label=str(size.micro_size)) for size in sizes}
     with turns(start, log) as run:
 
         def measure(size: Size) -> None:
             nonlocal steps
-            about = f"batch.micro_size={size.micro_size}"
+            about, choice = f"batch.micro_size={size.micro_size}", choices[size.micro_size]
             if steps is None:
                 pace = run(f"warm-up: {about}", _config_of(size, cfg, plan, _PACE_STEPS))
                 if _has_failed(size, pace):
@@ -294,8 +297,9 @@ def search_micro_size(
                 steps = steps_of(pace)
             turn = run(about, _config_of(size, cfg, plan, steps))
             if not _has_failed(size, turn):
-                size.choice.add(turn)
-                size.status = "measured"
+                choice.add(turn)
+                size.status, size.peak_bytes = "measured", choice.peak_bytes
+                size.samples_per_s, size.step_s = choice.samples_per_s, choice.step_s
 
         for place, size in enumerate(sizes):
             _refuse(size, cfg, plan, memory)
@@ -309,9 +313,7 @@ def search_micro_size(
         for size in (one for _ in range(rounds - 1) for one in sizes):
             if size.status == "measured":
                 measure(size)
-    return MicroSizeSearch(
-        global_size=plan.batch.global_size, num_replicas=plan.num_replicas, sizes=tuple(sizes), best=_best(sizes)
-    )
+    return sizes
 
 
 def _only_slower(sizes: Sequence[Size]) -> bool:
@@ -321,13 +323,66 @@ def _only_slower(sizes: Sequence[Size]) -> bool:
     return len(speeds) > _SLOWER_IN_A_ROW and all(speed < (1 - TIE) * max(speeds) for speed in last)
 
 
-def _best(sizes: Sequence[Size]) -> Size | None:
+def best_of(sizes: Sequence[Size]) -> Size | None:
+    """Return the smallest of the sizes that are as fast as the fastest; None: none was measured."""
     fastest = max((size.speed for size in sizes), default=0.0)
     return next((size for size in reversed(sizes) if fastest and size.speed >= (1 - TIE) * fastest), None)
 
 
-def overrides_for(cfg: RunConfig, found: MicroSizeSearch) -> tuple[str, ...]:
-    """Return the overrides with which a config has the size that was found, and the same samples per step."""
-    if found.best is None:
-        return ()
-    return cfg.batch.overrides(global_size=found.global_size, micro_size=found.best.micro_size)
+@dataclass(frozen=True, kw_only=True)
+class FindMicroSizeDocument:
+    """The result of `trainkit find micro_size`."""
+
+    version: int
+    """The version of this document."""
+    command: str
+    """The command, without secrets."""
+    date: str
+    """When the measurement ended, with the time zone."""
+    machine: Machine
+    """The machine of the measurement."""
+    global_size: int
+    """Samples per step, the same for every size."""
+    replicas: int
+    """Replicas with shards of their own."""
+    rounds: int
+    """Turns of each size."""
+    sizes: list[Size]
+    """The sizes, from the largest."""
+    micro_size: int | None
+    """The size to use; null: none was measured."""
+    overrides: list[str]
+    """The overrides with which the training has this size."""
+    notes: list[str]
+    """Notes for the user."""
+
+    def lines(self) -> Iterator[str]:
+        """Yield the sizes that were measured, the others by their reasons, and the overrides."""
+        measured = [one for one in self.sizes if one.status == "measured"]
+        if measured:
+            fastest = max(one.speed for one in measured)
+            columns: dict[str, Callable[[Size], str]] = {
+                "micro size": lambda one: str(one.micro_size),
+                "shards a replica": lambda one: str(one.accumulation),
+                "samples/s": lambda one: figure(one.speed),
+                "from .. to": lambda one: range_text(one.samples_per_s),
+                "of the fastest": lambda one: share(one.speed / fastest),
+                "memory": lambda one: num_bytes(one.peak_bytes or 0),
+            }
+            if any(one.predicted_bytes is not None for one in measured):
+                columns["planned for the host"] = lambda one: num_bytes(one.predicted_bytes or 0)
+            yield from row_lines([*columns], [[cell(one) for cell in columns.values()] for one in measured])
+            yield ""
+        others = [one for one in self.sizes if one.status != "measured"]
+        words = [("out of memory: " if one.status == "out_of_memory" else "") + str(one.reason) for one in others]
+        for reason in dict.fromkeys(words):
+            sizes = (str(one.micro_size) for one, own in zip(others, words, strict=True) if own == reason)
+            yield f"  {', '.join(sizes)}: {reason}"
+        if self.micro_size is None:
+            yield "  No size could be measured."
+            return
+        yield (
+            f"  {self.micro_size}: the smallest size within {share(TIE)} of the fastest; "
+            f"{self.global_size:,} samples a step, as before."
+        )
+        yield f"  {' '.join(self.overrides)}"

@@ -133,7 +133,8 @@ def draw_rates(path: Path, *, title: str, rates: Mapping[str, Line]) -> None:
 
 
 def draw_bench(path: Path, *, title: str, choices: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the speed of the measured choices, and the parts of a step."""
+    """Draw the speed of the choices that were measured, and the parts of a step."""
+    choices = [one for one in choices if one["samples_per_s"] is not None]
     rows = [one["label"] if len(one["label"]) <= 44 else f"{one['label'][:43]}…" for one in choices]
     speeds = {"samples/s": [one["samples_per_s"]["median"] for one in choices]}
     parts = {name: [1e3 * one["parts_s"][name]["median"] for one in choices] for name in choices[0]["parts_s"]}

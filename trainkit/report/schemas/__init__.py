@@ -31,13 +31,13 @@ DOCUMENTS: Final[Mapping[str, Document]] = {
     "model": Document(about="trainkit ls --model --json", kind="trainkit.report.schemas.looking.ListedModel"),
     "top": Document(about="trainkit top DIR --json", kind="trainkit.report.schemas.looking.Ranking"),
     "diff": Document(about="trainkit diff RUN RUN --json", kind="trainkit.report.schemas.looking.Comparison"),
-    "bench": Document(about="trainkit bench --json, and bench.json", kind="trainkit.measuring.documents.BenchDocument"),
+    "bench": Document(about="trainkit bench --json, and bench.json", kind="trainkit.measuring.tables.BenchDocument"),
     "find_lr": Document(
-        about="trainkit find lr --json, and find_lr.json", kind="trainkit.measuring.documents.FindLrDocument"
+        about="trainkit find lr --json, and find_lr.json", kind="trainkit.measuring.range_test.FindLrDocument"
     ),
     "find_micro_size": Document(
         about="trainkit find micro_size --json, and find_micro_size.json",
-        kind="trainkit.measuring.documents.FindMicroSizeDocument",
+        kind="trainkit.measuring.searches.FindMicroSizeDocument",
     ),
     "scale": Document(
         about="trainkit scale --json, and scale.json", kind="trainkit.scaling.answers.ScaleDocument", version=2

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from trainkit.cluster.local import VARIABLE, launch_problems
 from trainkit.config.composition import Composition, Level
 from trainkit.config.grammar import COMMAND_LINE, refusal, replacing
-from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem
-from trainkit.measuring.bench import WARMUP_STEPS, Candidate, Choice, Target, bench
+from trainkit.measuring.bench import WARMUP_STEPS, Candidate, Target, bench
 from trainkit.measuring.searches import FEWEST_STEPS, search_workers, workers_of_plan
-from trainkit.measuring.showing import data_lines, document, table_lines
+from trainkit.measuring.tables import BenchDocument, bench_document, table_lines
 from trainkit.redaction import redacted_argument
 from trainkit.run.planning.notes import plan_all_points
 from trainkit.run.planning.plan import make_plan, with_workers
@@ -38,10 +37,9 @@ def run(call: Call) -> int:
     wrong += [] if points is None else dict.fromkeys(_choice_problems(call, points))
     if wrong or points is None:
         raise ConfigError(wrong)
-    if "data" in call.flags:
-        (candidate,) = _candidates(points, fewest=FEWEST_STEPS)
-        return measure(call, "bench", partial(_measured_data, call, points[0], candidate))
-    return measure(call, "bench", partial(_measured, call, points, _candidates(points)))
+    candidates = _candidates(points, fewest=FEWEST_STEPS if "data" in call.flags else WARMUP_STEPS + 1)
+    work = _measured_data if "data" in call.flags else _measured
+    return measure(call, "bench", partial(work, call, points, candidates))
 
 
 def _measured(call: Call, points: Sequence[Composition], candidates: Sequence[Candidate]) -> Results:
@@ -52,28 +50,30 @@ def _measured(call: Call, points: Sequence[Composition], candidates: Sequence[Ca
         target = Target.of(metric, float(text), points[0].cfg)
     rounds, steps = call.flags.get("rounds") or (3 if target is None else 1), call.flags.get("steps")
     found = bench(candidates, rounds=rounds, steps=steps, target=target, log=_print_line)
-    notes = list(dict.fromkeys([*(note for point in points for note in point.notes), *_energy_notes(found)]))
-    content = document(found, command=call.command, rounds=rounds, target=target, notes=notes)
+    notes = [note for point in points for note in point.notes]
+    if not any(one.spread("joules_per_sample") for one in found):
+        on_gpu = any(turn.figures.get("device") == "cuda" for one in found for turn in one.turns)
+        missing = "NVML reports none here: pip install nvidia-ml-py" if on_gpu else "no device here reports it"
+        notes.append(f"energy is not measured: {missing}.")
+    content = bench_document(found, command=call.command, rounds=rounds, notes=notes, target=target)
     is_failed = not all(one.is_measured for one in found)
     return _results(content, table_lines(found, target=target), is_failed=is_failed)
 
 
-def _measured_data(call: Call, point: Composition, candidate: Candidate) -> Results:
+def _measured_data(call: Call, points: Sequence[Composition], candidates: Sequence[Candidate]) -> Results:
     """Measure numbers of data loading processes, and find the one to use."""
-    cfg = candidate.cfg
-    plan = make_plan(cfg)
-    rounds, ranks = call.flags.get("rounds") or 1, len(plan.tasks)
-    found = search_workers(cfg, num_steps=plan.num_steps, num_ranks=ranks, rounds=rounds, log=_print_line)
-    content = document(found.choices, command=call.command, rounds=rounds, notes=point.notes)
-    is_failed = not found.choices[0].is_measured
-    return _results({**content, "data": found.to_json()}, data_lines(found), is_failed=is_failed)
+    plan, rounds = make_plan(candidates[0].cfg), call.flags.get("rounds") or 1
+    ranks = len(plan.tasks)
+    found = search_workers(plan.cfg, num_steps=plan.num_steps, num_ranks=ranks, rounds=rounds, log=_print_line)
+    notes, verdict = points[0].notes, found.verdict()
+    content = bench_document(found.choices, command=call.command, rounds=rounds, notes=notes, data=verdict)
+    return _results(content, found.lines(), is_failed=not found.choices[0].is_measured)
 
 
-def _results(content: Mapping[str, Any], lines: Iterable[str], *, is_failed: bool) -> Results:
-    measured = [one for one in content["choices"] if one["samples_per_s"] is not None]
-    shown = [{name: one[name] for name in ("label", "samples_per_s", "parts_s")} for one in measured]
-    picture = {"draw": "bench", "title": content["command"], "choices": shown} if shown else None
-    return Results(content=content, lines=lines, picture=picture, is_failed=is_failed)
+def _results(content: BenchDocument, lines: Iterable[str], *, is_failed: bool) -> Results:
+    picture = "bench" if any(one["samples_per_s"] for one in content.choices) else None
+    title, drawn = content.command, ("choices",)
+    return Results(content=content, lines=lines, picture=picture, title=title, drawn=drawn, is_failed=is_failed)
 
 
 def _points(call: Call, wrong: list[Problem]) -> list[Composition] | None:
@@ -146,30 +146,24 @@ def _choice_problems(call: Call, points: Sequence[Composition]) -> Iterator[Prob
             yield call.problem("until", rule)
 
 
-def _candidates(points: Sequence[Composition], *, fewest: int | None = None) -> list[Candidate]:
-    """Plan every choice before the first one starts. Each must have at least `fewest` steps.
+def _candidates(points: Sequence[Composition], *, fewest: int) -> list[Candidate]:
+    """Plan every choice before the first one starts, with a number instead of `loader.num_workers=auto`.
 
     Raises:
-        ConfigError: the problems of all plans.
+        ConfigError: the problems of all plans, or a training of fewer steps.
     """
-    lengths, fewest = plan_all_points(points), fewest or WARMUP_STEPS + 1
+    found, lengths = [], plan_all_points(points)
     if min(lengths) < fewest:
         rule = f"the training has {min(lengths)}, and bench needs {fewest} or more. Give steps=100, or more epochs."
         raise refusal("steps", rule)
-    return [
-        Candidate(label=label, cfg=_with_workers(point), num_steps=length)
-        for label, point, length in zip(_labels(points), points, lengths, strict=True)
-    ]
-
-
-def _with_workers(point: Composition) -> RunConfig:
-    """Return the config of a choice, with a number instead of `loader.num_workers=auto`."""
-    cfg = point.cfg
-    if cfg.loader.num_workers != "auto":
-        return cfg
-    plan, note = with_workers(make_plan(cfg), workers_of_plan)
-    _print_line(note)
-    return replace(cfg, loader=plan.cfg.loader)
+    for label, point, length in zip(_labels(points), points, lengths, strict=True):
+        cfg = point.cfg
+        if cfg.loader.num_workers == "auto":
+            plan, note = with_workers(make_plan(cfg), workers_of_plan)
+            _print_line(note)
+            cfg = replace(cfg, loader=plan.cfg.loader)
+        found.append(Candidate(label=label, cfg=cfg, num_steps=length))
+    return found
 
 
 def _labels(points: Sequence[Composition]) -> list[str]:
@@ -177,11 +171,3 @@ def _labels(points: Sequence[Composition]) -> list[str]:
     common = set.intersection(*(set(point.overrides) for point in points))
     labels = (" ".join(redacted_argument(line) for line in point.overrides if line not in common) for point in points)
     return [label or "the training" for label in labels]
-
-
-def _energy_notes(found: Sequence[Choice]) -> Iterator[str]:
-    """Yield the reason why energy is not measured."""
-    if not any(one.joules_per_sample for one in found):
-        on_gpu = any(turn.figures.get("device") == "cuda" for one in found for turn in one.turns)
-        missing = "NVML reports none here: pip install nvidia-ml-py" if on_gpu else "no device here reports it"
-        yield f"energy is not measured: {missing}."

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.errors import MISSING, ConfigError, Problem
-from trainkit.measuring.range_test import RangeResult, range_config, range_test
-from trainkit.measuring.searches import overrides_for, search_micro_size
-from trainkit.measuring.showing import rate_document, rate_lines, size_document, size_lines
+from trainkit.measuring.range_test import FindLrDocument, SuggestedRate, range_config, range_test
+from trainkit.measuring.searches import FindMicroSizeDocument, best_of, search_micro_size
+from trainkit.measuring.tables import header, machine
 from trainkit.run.estimates.memory import HostMemory
 from trainkit.run.estimates.this_machine import available_bytes
 from trainkit.run.planning.notes import coupling_of, plan_all_points
@@ -23,7 +23,6 @@ from trainkit.verbs.support.table import VERBS
 
 _OF_ONE: Final = {"min-lr": "lr", "max-lr": "lr", "rounds": "micro_size"}
 """Flag -> the only argument that takes it."""
-_DRAWN: Final = ("points", "steepest", "tenth_of_minimum")
 _print_line: Final = line_printer("find")
 
 
@@ -31,57 +30,70 @@ def run(call: Call) -> int:
     """Find and print; return 0 if a value can be suggested, else 1."""
     point = begin(call, "try every value", problems(call))
     (what,) = call.arguments
-    plan = _plan(point, _rate_problems if what == "lr" else lambda _: ())
-    find = _find_lr if what == "lr" else _find_micro_size
-    return measure(call, f"find_{what}", partial(find, call, point, plan), keeps=False)
-
-
-def _find_lr(call: Call, point: Composition, plan: RunPlan) -> Results:
-    low, high = _rates(call)
-    steps = call.flags.get("steps", 100)
-    _print_line(f"{steps} steps from {low:g} to {high:g}, until the loss diverges")
-    cfg = range_config(point.cfg, low=low, high=high, steps=steps, peak=plan.rate.peak)
-    found = range_test(cfg)
-    content = rate_document(
-        found,
-        command=call.command,
-        asked=(low, high, steps),
-        global_size=plan.batch.global_size,
-        scale=plan.rate.peak / plan.rate.base,
-        notes=[*point.notes, *_range_notes(plan, found)],
-    )
-    return Results(
-        content=content,
-        lines=rate_lines(found, content),
-        picture={"draw": "range", "title": call.command, **{name: content[name] for name in _DRAWN}},
-        is_failed=found.curve.steepest is None,
-    )
-
-
-def _find_micro_size(call: Call, point: Composition, plan: RunPlan) -> Results:
-    rounds, steps = call.flags.get("rounds", 1), call.flags.get("steps")
-    found = search_micro_size(point.cfg, plan, memory=_host_memory(plan), rounds=rounds, steps=steps, log=_print_line)
-    overrides = overrides_for(point.cfg, found)
-    notes = [*point.notes, *_size_notes(plan)]
-    content = size_document(found, command=call.command, rounds=rounds, overrides=overrides, notes=notes)
-    return Results(content=content, lines=size_lines(found, overrides), is_failed=found.best is None)
-
-
-def _plan(point: Composition, problems_of: Any) -> RunPlan:
-    """Return the plan of a training that can be measured.
-
-    Raises:
-        ConfigError: its problems, those of its plan, or a batch that the data cannot fill.
-    """
     plan_all_points([point])
     plan = make_plan(point.cfg)
-    wrong, size, count = [*problems_of(plan)], plan.batch.global_size, plan.batch.num_samples
+    size, count = plan.batch.global_size, plan.batch.num_samples
+    wrong = [*(_rate_problems(plan) if what == "lr" else ())]
     if count < size:
         rule = f"larger than the {count} training samples: no step has that many. Use {count} or less."
         wrong.append(Problem(key="batch.global_size", value=size, rule=rule))
     if wrong:
         raise point.with_origins(ConfigError(wrong))
-    return plan
+    find = _find_lr if what == "lr" else _find_micro_size
+    return measure(call, f"find_{what}", partial(find, call, point, plan), keeps=False)
+
+
+def _find_lr(call: Call, point: Composition, plan: RunPlan) -> Results:
+    (low, high), steps, rate = _rates(call), call.flags.get("steps", 100), plan.rate
+    _print_line(f"{steps} steps from {low:g} to {high:g}, until the loss diverges")
+    curve = range_test(range_config(point.cfg, low=low, high=high, steps=steps, peak=rate.peak))
+    warmup = f" and the warmup of {rate.warmup_steps} steps" if rate.warmup_steps else ""
+    notes = [*point.notes, f"the range replaces the schedule{warmup}."]
+    if curve.minimum is not None and curve.minimum >= 0.9 * curve.points[-1].lr:
+        notes.append("the loss is smallest at the end of the range: the test did not reach its increase.")
+    content = FindLrDocument(
+        **header(call.command),
+        global_size=plan.batch.global_size,
+        min_lr=low,
+        max_lr=high,
+        steps=steps,
+        ended=curve.ended,
+        steepest=SuggestedRate.of(curve.steepest, rate.peak / rate.base),
+        tenth_of_minimum=SuggestedRate.of(curve.tenth_of_minimum, rate.peak / rate.base),
+        points=curve.points,
+        notes=notes,
+    )
+    drawn = ("points", "steepest", "tenth_of_minimum")
+    return Results(
+        content=content, lines=content.lines(), picture="range", title=call.command, drawn=drawn,
+        is_failed=curve.steepest is None,
+    )  # fmt: skip
+
+
+def _find_micro_size(call: Call, point: Composition, plan: RunPlan) -> Results:
+    rounds, steps = call.flags.get("rounds", 1), call.flags.get("steps")
+    # Too large a size on the CPU may end other programs.
+    on_cpu = plan.backend is None and all(task.device == "cpu" for task in plan.tasks)
+    memory = HostMemory(memory_bytes=available_bytes()) if on_cpu else None
+    sizes = search_micro_size(point.cfg, plan, memory=memory, rounds=rounds, steps=steps, log=_print_line)
+    coupling, notes, best = coupling_of(plan, meta_model(plan.cfg)), list(point.notes), best_of(sizes)
+    if coupling.depends_on_cut:
+        notes.append(f"{coupling.text}: another batch.micro_size is a different training.")
+    elif coupling.not_probed:
+        notes.append(f"coupling: not probed, {coupling.not_probed}.")
+    batch, total = point.cfg.batch, plan.batch.global_size
+    content = FindMicroSizeDocument(
+        **header(call.command),
+        machine=machine(),
+        global_size=total,
+        replicas=plan.num_replicas,
+        rounds=rounds,
+        sizes=sizes,
+        micro_size=best.micro_size if best else None,
+        overrides=[*batch.overrides(global_size=total, micro_size=best.micro_size)] if best else [],
+        notes=notes,
+    )
+    return Results(content=content, lines=content.lines(), is_failed=best is None)
 
 
 def _rate_problems(plan: RunPlan) -> Iterator[Problem]:
@@ -98,30 +110,6 @@ def _rate_problems(plan: RunPlan) -> Iterator[Problem]:
             "under strategy=one_device, or strategy.mode=sync."
         )
         yield Problem(key="strategy.mode", value="async", rule=rule)
-
-
-def _range_notes(plan: RunPlan, found: RangeResult) -> Iterator[str]:
-    """Yield notes about a range test."""
-    left = "the range replaces the schedule"
-    yield f"{left} and the warmup of {plan.rate.warmup_steps} steps." if plan.rate.warmup_steps else f"{left}."
-    if found.curve.minimum is not None and found.curve.minimum >= 0.9 * found.curve.points[-1].lr:
-        yield "the loss is smallest at the end of the range: the test did not reach its increase."
-
-
-def _size_notes(plan: RunPlan) -> list[str]:
-    """Return a note that the size of a shard changes the training, not only its speed; empty if it does not."""
-    found = coupling_of(plan, meta_model(plan.cfg))
-    if found.depends_on_cut:
-        return [f"{found.text}: another batch.micro_size is a different training."]
-    return [f"coupling: not probed, {found.not_probed}."] if found.not_probed else []
-
-
-def _host_memory(plan: RunPlan) -> HostMemory | None:
-    """Return the memory limit for sizes on the CPU, since too large a size may end other programs; None on other
-    devices.
-    """
-    on_cpu = all(task.device == "cpu" for task in plan.tasks)
-    return HostMemory(memory_bytes=available_bytes()) if on_cpu and plan.backend is None else None
 
 
 def problems(call: Call) -> Iterator[Problem]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import Final
 
@@ -24,7 +23,6 @@ from trainkit.verbs.support.call import Call
 from trainkit.verbs.support.measured import Results, begin, line_printer, measure
 
 _MEASURING: Final = ("rounds", "steps", "out")
-_DRAWN: Final = ("predictions", "checks", "knee")
 _print_line: Final = line_printer("scale")
 
 
@@ -40,7 +38,7 @@ def run(call: Call) -> int:
 
     found = simulated_document(assumed(SIMULATED, {"given": _assumed(call)}), target, seed=seed)
     lines = scale_lines(found, f"prediction for {target:,} replicas, without a measurement")
-    return measure(call, "scale", lambda: Results(content=asdict(found), lines=lines), keeps=False)
+    return measure(call, "scale", lambda: Results(content=found, lines=lines), keeps=False)
 
 
 def _measured(call: Call, composition: Composition, what: Scalable, given: Mapping[str, float]) -> Results | None:
@@ -74,12 +72,8 @@ def _measured(call: Call, composition: Composition, what: Scalable, given: Mappi
         notes=[*composition.notes, *_notes(what, values, hardware, is_checked=bool(fit.checks))],
     )
     title = f"scale of {what.plan.cfg.name}: strategy={strategy}, batch.global_size={batch}"
-    content, num_servers = asdict(found), what.at(2).remedies.num_servers
-    return Results(
-        content=content,
-        lines=scale_lines(found, title, num_servers=num_servers),
-        picture={"draw": "scale", "title": title, **{name: content[name] for name in _DRAWN}},
-    )
+    lines = scale_lines(found, title, num_servers=what.at(2).remedies.num_servers)
+    return Results(content=found, lines=lines, picture="scale", title=title, drawn=("predictions", "checks", "knee"))
 
 
 def _notes(

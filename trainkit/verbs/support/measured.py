@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from trainkit.cluster.local import VARIABLE, launch_problems
 from trainkit.config.composition import Composition
@@ -96,16 +96,29 @@ def result_folder(verb: str, out: str | None) -> Iterator[Path]:
                 folder.rmdir()  # not if it contains any file
 
 
+class Document(Protocol):
+    """The content of the JSON of a measurement: a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Notes for the user."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Results:
     """The results of a measurement."""
 
-    content: Mapping[str, Any]
-    """The document, with its `notes`."""
+    content: Document
     lines: Iterable[str]
     """The text of the results."""
-    picture: Mapping[str, Any] | None = None
-    """The name of a picture under `draw`, then the arguments of its function; None: nothing is drawn."""
+    picture: str | None = None
+    """The picture, `bench` for `draw_bench`; None: nothing is drawn."""
+    title: str = ""
+    """Its title."""
+    drawn: tuple[str, ...] = ()
+    """The values of the document that it shows."""
     is_failed: bool = False
     """Whether a measurement failed, or found nothing."""
 
@@ -124,17 +137,16 @@ def measure(call: Call, name: str, work: Callable[[], Results | None], *, keeps:
         found = work()
         if found is None:
             return 1
-        notes = list(found.content["notes"])
-        content = {**found.content, "notes": notes}
+        content = asdict(found.content)
         if folder is not None:
             with reporting(folder):
                 write_json_atomically(folder / f"{name}.json", content)
                 if found.picture is not None:
                     from trainkit.report import plots  # noqa: PLC0415 - imports matplotlib
 
-                    kind, *arguments = found.picture.items()
-                    getattr(plots, f"draw_{kind[1]}")(folder / f"{name}.png", **dict(arguments))
-        rest = [*(f"  note: {note}" for note in notes), *([] if folder is None else [f"  folder  {folder}"])]
+                    values = {key: content[key] for key in found.drawn}
+                    getattr(plots, f"draw_{found.picture}")(folder / f"{name}.png", title=found.title, **values)
+        rest = [*(f"  note: {note}" for note in found.content.notes), *([f"  folder  {folder}"] if folder else [])]
         call.show(content, [*found.lines, *([""] if rest else []), *rest])
     return int(found.is_failed)
 
