@@ -108,10 +108,7 @@ def test_a_run_has_a_cost_where_it_has_a_price_and_a_plan_says_its_devices(runs:
 
 def test_a_sweep_has_a_page_with_its_swept_keys_and_the_command_of_each_job(runs: Path) -> None:
     content = content_of(comparison_page(compare_sweep(runs, collect(runs))))
-    assert (content["kind"], content["columns"]) == (
-        "sweep",
-        ["seed", "optimizer.lr"],
-    )  # not the steps, which are alike
+    assert (content["kind"], content["columns"]) == ("sweep", ["seed", "optimizer.lr"])  # not the steps: they are alike
     assert content["runs"][2]["settings"] == {"seed": "3", "optimizer.lr": "0.04"}
     assert "optimizer.lr=0.04" in content["runs"][2]["command"]
 
@@ -124,7 +121,7 @@ def test_the_end_of_a_sweep_writes_the_spread_over_seeds_into_the_pages_of_its_j
     (runs / "b/report.html").unlink()
     before = (runs / "c/report.html").read_bytes()
     assert page_at_end(runs, collect(runs)) == runs / "report.html"
-    assert shown(runs / "a/report.html")["best"]["spread"] == "0.6 ± 0.1414 over 2 seeds"
+    assert shown(runs / "a/report.html")["best"]["spread"] == "0.6 ± 0.14 over 2 seeds"
     assert not (runs / "b/report.html").exists()
     assert (runs / "c/report.html").read_bytes() == before
 

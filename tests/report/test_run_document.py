@@ -14,8 +14,7 @@ from tests.report.test_run_page import written as page_of
 from trainkit.config.schema import RunConfig
 from trainkit.numerics.batch import AT_EQUAL_CUT, CUT_UNKNOWN
 from trainkit.report.curves import LoggedRows
-from trainkit.report.web.run_document import RunFacts, Standing, run_document
-from trainkit.report.web.run_files import RunFiles
+from trainkit.report.web.run_document import RunFacts, RunFiles, Standing, run_document
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.heartbeat import Heartbeat
 

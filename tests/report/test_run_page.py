@@ -22,8 +22,8 @@ import trainkit
 from tests.support.settings import latest
 from trainkit.cli import main
 from trainkit.report.curves import Curve, LoggedRows, MetricsReader
-from trainkit.report.web.figures_document import figures_of
 from trainkit.report.web.page import to_json
+from trainkit.report.web.run_document import figures_of
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import read_status
 from trainkit.run.record import PageWriter, write_run_page

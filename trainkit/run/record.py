@@ -72,8 +72,7 @@ def write_run_page(
         OSError: it cannot be written.
     """
     from trainkit.report.curves import MetricsReader  # noqa: PLC0415 - for a page only
-    from trainkit.report.web.run_document import RunFacts, Standing, run_page  # noqa: PLC0415
-    from trainkit.report.web.run_files import RunFiles  # noqa: PLC0415
+    from trainkit.report.web.run_document import RunFacts, RunFiles, Standing, run_page  # noqa: PLC0415
 
     status, files = read_status(folder), RunFiles.read(folder.path)
     facts = RunFacts(

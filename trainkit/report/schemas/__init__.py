@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from types import UnionType
+from typing import Any, Final, get_args, get_origin, get_type_hints
+
+from typing_extensions import is_typeddict
+
+from trainkit.files import Kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,3 +78,19 @@ DOCUMENTS: Final[Mapping[str, Document]] = {
     ),
 }
 """Name of a document -> its description."""
+
+
+def kinds_of(document: type) -> dict[str, Kind]:
+    """Return key -> types of its value, of a TypedDict, for a reader that trusts no file.
+
+    Example:
+        >>> from trainkit.report.schemas.files import BegunBy
+        >>> kinds_of(BegunBy)
+        {'argv': (<class 'list'>,), 'notes': (<class 'list'>,)}
+    """
+
+    def kind(hint: Any) -> tuple[Any, ...]:
+        parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        return tuple(dict if is_typeddict(one) else get_origin(one) or one for one in parts)
+
+    return {name: kind(hint) for name, hint in get_type_hints(document).items()}

@@ -28,6 +28,8 @@ class Result(TypedDict):
     """Seconds from start to end."""
     skipped_steps: NotRequired[list[dict[str, Any]]]
     """The steps that were left out because a loss or gradient was not finite."""
+    skipped_steps_not_listed: NotRequired[int]
+    """Number of such steps beyond the first 1,000; absent without any."""
     metrics: NotRequired[dict[str, float | None]]
     """The last value of each metric; null for one that is not finite."""
     fingerprint: NotRequired[str]
@@ -46,6 +48,8 @@ class Result(TypedDict):
     """The command that continues the run."""
     model: NotRequired[str | None]
     """Folder of the exported model."""
+    model_seconds: NotRequired[float]
+    """Seconds in which it was written."""
     plan: NotRequired[dict[str, float | None] | None]
     """The plan: `memory` and `bytes_a_step` in bytes, `step_s` with its band `low_s` to `high_s` in seconds."""
     measured: NotRequired[dict[str, Any] | None]
@@ -58,6 +62,12 @@ class Result(TypedDict):
     """The reason why the run could not be compared with its plan."""
     restarts: NotRequired[list[dict[str, Any]]]
     """Restarts of the run: kind, cause, step, rank, task, checkpoint."""
+    restarts_not_listed: NotRequired[int]
+    """Number of restarts beyond the first 1,000; absent without any."""
+    rollbacks: NotRequired[list[dict[str, int]]]
+    """`step` and `checkpoint` of each step that was not finite and was trained again."""
+    proved: NotRequired[dict[str, Any] | None]
+    """The last proof of this training on this placement: date, command, same_training, same_numbers; null without."""
 
 
 class Status(TypedDict):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
 from trainkit.config.schema import MonitoredMetric
 from trainkit.fields import Tag
-from trainkit.redaction import mask
 from trainkit.report.curves import LoggedRows, Point, column, compact_curve, number
-from trainkit.report.web.commands import printable_command
-from trainkit.report.web.page import make_page, printable, to_json
+from trainkit.report.web.page import cleaned, make_page
 
 SCRIPTS: Final = ("dom.js", "charts.js", "paper.js", "coordinates.js", "comparison.js")
 _POINTS: Final = 500
@@ -72,12 +70,19 @@ class Comparison:
 
 def comparison_page(comparison: Comparison) -> str:
     """Return the page, with the best 1,000 runs by the metric, and the curves of the best 200."""
-    runs = comparison.runs
-    best = sorted(range(len(runs)), key=lambda place: _rank(runs[place], comparison.goal))
+    runs, goal = comparison.runs, comparison.goal
+    best = sorted(range(len(runs)), key=lambda place: _rank(runs[place], goal))
     kept, drawn = sorted(best[:_MOST_RUNS]), {*best[:_MOST_DRAWN]}
-    shown = [(at, runs[place]) for at, place in enumerate(kept) if place in drawn]
-    data = {**_document(comparison, kept), "curves": [_curves_of(name, shown) for name in _names(comparison)]}
-    return make_page(data["title"], to_json(data), scripts=SCRIPTS)
+    shown = [(at, runs[place].rows) for at, place in enumerate(kept) if place in drawn]
+    data = cleaned(_document(comparison, kept))
+    data["curves"] = [
+        {
+            "name": cleaned(name),
+            "runs": [{"run": at, **_curve(rows, name)} for at, rows in shown if name in rows.curves],
+        }
+        for name in _names(comparison)
+    ]
+    return make_page(data, scripts=SCRIPTS)
 
 
 def _rank(run: ComparedRun, goal: MonitoredMetric) -> tuple[bool, bool, float]:
@@ -97,26 +102,22 @@ def _notes(comparison: Comparison) -> Iterator[str]:
 def _document(comparison: Comparison, kept: Sequence[int]) -> dict[str, Any]:
     """Return the content of the page without its curves, of the runs at the indices `kept`."""
     ordered = sorted(comparison.differences, key=lambda one: _ORDER.index(one.tag))
-    columns = {one.key: printable(one.key, 200) for one in ordered}
+    tags = {one.key: one.tag for one in ordered}
     return {
         "version": 1,
         "kind": "sweep" if comparison.is_sweep else "comparison",
-        "title": printable(comparison.title),
+        "title": comparison.title,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "sentence": printable(sentence(comparison), 600),
-        "goal": {"metric": printable(comparison.goal.metric), "mode": comparison.goal.mode},
-        "columns": [*columns.values()],
+        "sentence": sentence(comparison),
+        "goal": asdict(comparison.goal),
+        "columns": [*tags],
         "differences": [
-            {
-                "key": printable(one.key),
-                "tag": one.tag,
-                "values": [printable(mask(one.values[place])) for place in kept],
-            }
+            {"key": one.key, "tag": one.tag, "values": [one.values[place] for place in kept]}
             for one in ([] if comparison.is_sweep else ordered)
         ],
-        "tags": {columns[one.key]: one.tag for one in ordered},
-        "runs": [_run(comparison.runs[place], comparison.goal, columns) for place in kept],
-        "notes": [printable(mask(text)) for text in _notes(comparison)],
+        "tags": tags,
+        "runs": [_run(comparison.runs[place], comparison.goal, tags) for place in kept],
+        "notes": [*_notes(comparison)],
     }
 
 
@@ -133,7 +134,7 @@ def sentence(comparison: Comparison) -> str:
         'a and b differ in 1 key that can change the result.'
     """
     runs = comparison.runs
-    names = f"{printable(runs[0].name, 80)} and {printable(runs[1].name, 80)}" if len(runs) == 2 else None
+    names = f"{runs[0].name} and {runs[1].name}" if len(runs) == 2 else None
     whole = names or f"{'The' if comparison.is_sweep else 'These'} {len(runs)} runs"
     matter = sum(one.tag == Tag.maths.value for one in comparison.differences)
     if not comparison.differences:
@@ -145,30 +146,13 @@ def sentence(comparison: Comparison) -> str:
 
 def _run(one: ComparedRun, goal: MonitoredMetric, columns: Mapping[str, str]) -> dict[str, Any]:
     return {
-        "name": printable(one.name, 200),
-        "folder": printable(one.folder),
-        "status": printable(one.status, 60),
+        **{name: getattr(one, name) for name in ("name", "folder", "status", "command", "steps")},
         "faded": one.is_faded,
-        "command": printable_command(one.command),
         "value": number(one.metrics.get(goal.metric)),
         "seconds": number(one.seconds),
         "usd_s": number(one.usd_s),
-        "steps": one.steps,
-        "settings": {
-            columns[key]: printable(mask(value), 200) for key, value in one.settings.items() if key in columns
-        },
+        "settings": {key: value for key, value in one.settings.items() if key in columns},
     }
-
-
-def _curves_of(name: str, runs: Sequence[tuple[int, ComparedRun]]) -> dict[str, Any]:
-    """Return the curves of a metric, each point with the samples and seconds of its step.
-
-    Args:
-        name: the metric.
-        runs: the runs, each with its place on the page.
-    """
-    curves = [{"run": place, **_curve(run.rows, name)} for place, run in runs if name in run.rows.curves]
-    return {"name": printable(name), "runs": curves}
 
 
 def _names(comparison: Comparison) -> list[str]:

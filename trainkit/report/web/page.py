@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Final
+
+from trainkit.config.commands import shell_word
+from trainkit.redaction import mask
 
 MARK: Final = b"<!doctype html><!-- trainkit report -->"
 """The first bytes of every page: a file that lacks them was not written by trainkit."""
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 """Policy that makes the browser load nothing, whatever the page contains."""
-_LONGEST_TITLE: Final = 200
+_LONGEST: Final = 2_000
+"""Largest number of characters of a text."""
+_PICTURE: Final = "data:image/png;base64,"
 
 
-def make_page(title: str, content: str, *, scripts: Sequence[str], refresh_s: int | None = None) -> str:
+def make_page(data: Mapping[str, Any], *, scripts: Sequence[str], refresh_s: int | None = None) -> str:
     """Return a page.
 
     Args:
-        title: the title of the window.
-        content: the data for the scripts, from `to_json`; any text in it is shown as text.
+        data: the data for the scripts, as `cleaned` returns it; `title` is that of the window.
         scripts: the names of the scripts, in the order of their execution; `uPlot.iife.min.js` comes before them.
         refresh_s: seconds after which a browser loads the page again; None: never.
     """
-    shown = html.escape(printable(title, _LONGEST_TITLE))
     code = "\n".join(_static(name) for name in ("uPlot.iife.min.js", *scripts))
     return (
         f'{MARK.decode()}\n<html lang="en"><head><meta charset="utf-8">'
@@ -33,9 +38,10 @@ def make_page(title: str, content: str, *, scripts: Sequence[str], refresh_s: in
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f"{'' if refresh_s is None else f'<meta http-equiv=refresh content={refresh_s}>'}"
-        f"<title>{shown}</title><style>{_static('uPlot.min.css')}\n{_static('page.css')}</style></head>\n"
+        f"<title>{html.escape(data['title'])}</title>"
+        f"<style>{_static('uPlot.min.css')}\n{_static('page.css')}</style></head>\n"
         f'<body><main id="page"><noscript>This page shows its figures by JavaScript.</noscript></main>\n'
-        f'<script type="application/json" id="data">{content}</script>\n'
+        f'<script type="application/json" id="data">{to_json(data)}</script>\n'
         f"<script>{code}</script></body></html>\n"
     )
 
@@ -57,19 +63,46 @@ def to_json(data: Any) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def printable(text: str, most: int = 400) -> str:
-    r"""Return text without control characters, shortened to `most` characters, with its original length.
+def cleaned(data: Any, most: int = _LONGEST) -> Any:
+    r"""Return data with all texts as a page shows them: without secrets and control characters, and shortened to `most`
+    characters, with the original length.
 
     Example:
-        >>> printable("a" * 9, 4), printable("a\x1b[31m")
-        ('aaaa... (9 characters)', 'a?[31m')
+        >>> cleaned({"a\x1b[31m": ["a" * 9, 1.5]}, 4)
+        {'a?[3... (6 characters)': ['aaaa... (9 characters)', 1.5]}
     """
+    if isinstance(data, Mapping):
+        return {cleaned(key, most): cleaned(value, most) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [cleaned(one, most) for one in data]
+    if not isinstance(data, str) or data.startswith(_PICTURE):
+        return data
+    text = mask(data)
     kept = text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
-    if kept.isprintable():
-        return kept
-    return "".join(one if one.isprintable() or one == "\n" or _is_bidi(one) else "?" for one in kept)
+    return kept if kept.isprintable() else "".join(map(_shown, kept))
 
 
-def _is_bidi(character: str) -> bool:
-    """Return whether a character changes the direction of text."""
-    return "\u200e" <= character <= "\u200f" or "\u202a" <= character <= "\u202e" or "\u2066" <= character <= "\u2069"
+def _shown(one: str) -> str:
+    """Return a character, or a question mark; one that changes the direction of text stays."""
+    is_bidi = "\u200e" <= one <= "\u200f" or "\u202a" <= one <= "\u202e" or "\u2066" <= one <= "\u2069"
+    return one if one.isprintable() or one == "\n" or is_bidi else "?"
+
+
+def repeating_command(environment: Mapping[str, Any]) -> str:
+    """Return the command that repeats a run, from its `environment.json`; empty if no file has it.
+
+    Of a run that later commands have continued, it is the command that began it.
+
+    Example:
+        >>> repeating_command({"argv": ["/usr/bin/trainkit", "recipe=digits", "callbacks=[]"]})
+        "trainkit recipe=digits 'callbacks=[]'"
+        >>> repeating_command({"argv": ["/usr/bin/trainkit", "resume", "run"]})
+        ''
+    """
+    found = (environment.get("begun") or environment).get("argv")
+    argv = [text for text in found if isinstance(text, str)] if isinstance(found, list) else []
+    is_ours = bool(argv) and Path(argv[0]).name in ("trainkit", "__main__.py")
+    if not argv or (is_ours and argv[1:2] == ["resume"]):
+        return ""
+    program = "trainkit" if is_ours else f"python {shlex.quote(argv[0])}"
+    return " ".join([program, *map(shell_word, argv[1:])])

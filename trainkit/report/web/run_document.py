@@ -1,26 +1,33 @@
-"""Content of the page of a run, as JSON: built only from the files of the run, so that it can be built again."""
+"""The page of a run, as JSON for its scripts: built only from the files of the run, so that it can be built again.
+
+Each file may be absent, damaged or malicious: content of another form is left out.
+"""
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Final
 
 from trainkit.config.commands import printed_command
 from trainkit.config.schema import MonitoredMetric, RunConfig
-from trainkit.redaction import mask
+from trainkit.errors import AbsentFileError, UnreadableError
+from trainkit.files import Kind, expect_map, parse_json, read_bytes, read_lines, read_map, read_tail
+from trainkit.numerics.batch import AT_EQUAL_CUT, CUT_UNKNOWN
 from trainkit.report.curves import Curve, LoggedRows, compact_curve, number
 from trainkit.report.numbers import count, duration, figure
-from trainkit.report.web.commands import printable_command, repeating_command
-from trainkit.report.web.figures_document import figures_of
-from trainkit.report.web.page import make_page, printable, to_json
-from trainkit.report.web.run_files import RunFiles
-from trainkit.report.web.trust import trust_strip
+from trainkit.report.schemas import kinds_of
+from trainkit.report.schemas.files import Environment, Result
+from trainkit.report.web.page import cleaned, make_page, repeating_command
 
 SCRIPTS: Final = ("dom.js", "charts.js", "paper.js", "figures.js", "run.js")
 _MOST_MARKS: Final = 300
@@ -28,6 +35,122 @@ _NAMES_STEP: Final = re.compile(r": (after |rank \d+, )?step \d")
 """Pattern of the reason of an end that already names the step."""
 _REFRESH_S: Final = 30
 """Seconds after which a browser loads the page of a running run again: half of the time between two pages."""
+_LIMIT: Final = 4 << 20
+"""Largest number of bytes of a JSON file that is shown."""
+_TAIL: Final = 8 << 20
+"""Bytes at the end of a file of rows that are read for its newest ones."""
+_MOST_LINES: Final = 2_000
+_MOST_FOLDERS: Final = 1_000
+_PICTURE_BYTES: Final = 1 << 20
+_PNG: Final = b"\x89PNG\r\n\x1a\n"
+_CHECKPOINT: Final = re.compile(r"step_(\d{1,12})")
+_SETTING: Final[Mapping[str, Kind]] = {"key": str, "value": object, "recipe": object, "set_by": str, "tag": str}
+_MOST_CLASSES: Final = 24
+"""Up to this many classes, the page shows the whole matrix."""
+_MOST_MISTAKES: Final = 12
+_MOST_COUNTED: Final = 2**53
+"""Samples in a cell: the largest count that a number of 64 bits holds exactly."""
+_MOST_LAYERS: Final = 64
+_MOST_SPLITS: Final = 3
+_LONGEST_VALUE: Final = 20_000
+"""Largest number of characters of a value of `result.json`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """The contents of a run folder, as far as they can be read."""
+
+    folder: Path
+    result: Mapping[str, Any]
+    """`result.json`; empty before the end."""
+    environment: Mapping[str, Any]
+    settings: list[dict[str, Any]] | None
+    """The keys that differ from the recipe (`settings.json`); None: an earlier version began the run."""
+    continued_at: list[int]
+    """The steps at which later commands continued the run (the same file)."""
+    checkpoints: list[int]
+    """The steps of the existing checkpoints."""
+    best_step: int | None
+    restarts: list[dict[str, Any]]
+    rollbacks: list[dict[str, Any]] | None
+    """`step` and `checkpoint` of each rollback (`result.json`, before the end `rollbacks.json`); None: not recorded."""
+    unreadable: list[str] = field(default_factory=list)
+    """Existing files that cannot be read, with the reason."""
+
+    @classmethod
+    def read(cls, folder: Path) -> RunFiles:
+        """Read a run folder."""
+        unreadable: list[str] = []
+
+        def map_of(name: str, kinds: Mapping[str, Kind]) -> dict[str, Any]:
+            try:
+                return read_map(folder / name, {}, optional=kinds, limit=_LIMIT)
+            except UnreadableError as error:
+                unreadable.extend([] if isinstance(error, AbsentFileError) else [f"{name}: {error}"])
+                return {}
+
+        result = map_of("result.json", kinds_of(Result))
+        recorded = map_of("settings.json", {"settings": list, "continued_at": list})
+        restarts, rollbacks, settings = result.get("restarts"), result.get("rollbacks"), recorded.get("settings")
+        if rollbacks is None:
+            rollbacks = map_of("rollbacks.json", {"rollbacks": list}).get("rollbacks")
+        if restarts is None:
+            with suppress(UnreadableError):
+                restarts = list(_maps_in(itertools.islice(read_lines(folder / "restarts.jsonl"), _MOST_LINES)))
+        saved: list[int | None] = []
+        with suppress(OSError):
+            places = itertools.islice((folder / "checkpoints").iterdir(), _MOST_FOLDERS)
+            saved += [_step_in(path.name) for path in places if (path / "manifest.json").is_file()]
+        return cls(
+            folder=folder,
+            result=result,
+            environment=map_of("environment.json", kinds_of(Environment)),
+            settings=None if settings is None else _sound(settings, _SETTING),
+            continued_at=[step for step in recorded.get("continued_at") or [] if type(step) is int and step >= 0],
+            checkpoints=sorted(step for step in saved if step is not None),
+            best_step=_step_in(map_of("checkpoints/index.json", {"best": (str, type(None))}).get("best")),
+            restarts=_sound(restarts or [], {}),
+            rollbacks=None if rollbacks is None else _sound(rollbacks, {"step": int, "checkpoint": int}),
+            unreadable=unreadable,
+        )
+
+
+def _sound(items: Iterable[Any], kinds: Mapping[str, Kind]) -> list[dict[str, Any]]:
+    """Return the items that are maps with keys of these kinds."""
+    found = []
+    for one in items:
+        with suppress(ValueError):
+            found.append(expect_map(one, kinds))
+    return found
+
+
+def _maps_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON maps among lines."""
+    for line in lines:
+        with suppress(ValueError):
+            yield expect_map(parse_json(line), {})
+
+
+def _newest(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON maps at the end of a file, the newest first."""
+    with suppress(UnreadableError):
+        content, is_whole = read_tail(path, _TAIL)
+        lines = content.split(b"\n")
+        yield from _maps_in(reversed(lines if is_whole else lines[1:]))
+
+
+def _step_in(name: Any) -> int | None:
+    match = _CHECKPOINT.fullmatch(name) if isinstance(name, str) else None
+    return int(match[1]) if match else None
+
+
+def _picture_at(path: Path) -> str | None:
+    """Return a PNG of at most 1 MiB as a data URL; None if it is not a PNG, or is larger."""
+    with suppress(UnreadableError):
+        content = read_bytes(path, limit=_PICTURE_BYTES)
+        if content.startswith(_PNG):
+            return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,126 +199,119 @@ class RunFacts:
     lasted: float | None = None
     """Seconds from the start of the last command to its end, with all restarts, to a second; None: unknown."""
 
+    @property
+    def goal(self) -> MonitoredMetric:
+        """The monitored metric."""
+        return MonitoredMetric(metric="val/loss", mode="min") if self.cfg is None else MonitoredMetric.of(self.cfg.eval)
+
 
 def run_page(facts: RunFacts) -> str:
     """Return the page of a run, which loads itself again while the run goes on; a curve has at most 2,000 points."""
-    curves = [{"name": printable(name), **compact_curve(curve.points(), curve.seen)} for name, curve in _ordered(facts)]
-    data = {**run_document(facts), "curves": curves}
-    refresh_s = _REFRESH_S if facts.standing.state in ("starting", "running") else None
-    return make_page(data["title"], to_json(data), scripts=SCRIPTS, refresh_s=refresh_s)
+
+    def place(item: tuple[str, Curve]) -> tuple[bool, bool]:  # the monitored metric and the losses first
+        return item[0] != facts.goal.metric, "loss" not in item[0]
+
+    data = cleaned(run_document(facts))
+    data["result"] = cleaned(list(flattened(facts.files.result)), _LONGEST_VALUE)
+    data["curves"] = [
+        {"name": cleaned(name), **compact_curve(curve.points(), curve.seen)}
+        for name, curve in sorted(facts.rows.curves.items(), key=place)
+    ]
+    return make_page(data, scripts=SCRIPTS, refresh_s=_REFRESH_S if _is_active(facts) else None)
 
 
-def _ordered(facts: RunFacts) -> list[tuple[str, Curve]]:
-    """Return the curves, the monitored metric and the losses first."""
-    goal = goal_of(facts)
-    return sorted(facts.rows.curves.items(), key=lambda item: (item[0] != goal.metric, "loss" not in item[0]))
-
-
-def goal_of(facts: RunFacts) -> MonitoredMetric:
-    """Return the monitored metric of a run."""
-    return MonitoredMetric(metric="val/loss", mode="min") if facts.cfg is None else MonitoredMetric.of(facts.cfg.eval)
+def _is_active(facts: RunFacts) -> bool:
+    return facts.standing.state in ("starting", "running")
 
 
 def run_document(facts: RunFacts) -> dict[str, Any]:
-    """Return the content of the page of a run without the curves."""
+    """Return the content of the page of a run without the curves and the values of `result.json`."""
     files, cfg = facts.files, facts.cfg
-    name = files.folder.name if cfg is None else f"{cfg.name} {files.folder.name}"
+    environment = {key: one for key, one in files.environment.items() if key not in ("argv", "notes", "begun")}
     return {
         "version": 1,
         "kind": "run",
-        "title": printable(name),
-        "folder": printable(str(files.folder)),
+        "title": files.folder.name if cfg is None else f"{cfg.name} {files.folder.name}",
+        "folder": str(files.folder),
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "state": printable(facts.standing.state, 40),
-        "verdict": printable(mask(_verdict(facts)), 600),
+        "state": facts.standing.state,
+        "verdict": _verdict(facts),
         "best": _best(facts),
-        "commands": list(_commands(facts)),
-        "trust": trust_strip(files, cfg, state=facts.standing.state),
+        "commands": list(_commands(files)),
+        "trust": [dict(zip(("name", "value", "detail", "good"), one, strict=True)) for one in _trust(facts)],
         "marks": list(_marks(facts)),
         "plan": list(_plan(files.result)),
         "time": _time(facts),
-        "ranks": [vars_of(one) for one in facts.ranks],
-        "worst": _worst(files),
+        "ranks": [asdict(one) for one in facts.ranks],
+        "worst": _worst(files.folder / "evaluations"),
         "figures": figures_of(files.folder),
-        "settings": _settings(files),
-        "recipe": None if cfg is None or cfg.recipe is None else printable(cfg.recipe),
-        "environment": list(_environment(files.environment)),
-        "result": list(flattened(files.result)),
-        "notes": [printable(mask(text)) for text in _notes(facts)],
+        "settings": None if files.settings is None else [_setting(one) for one in files.settings],
+        "recipe": None if cfg is None else cfg.recipe,
+        "environment": [[key, value.strip('"')] for key, value in flattened(environment)],
+        "notes": list(_notes(facts)),
     }
-
-
-def vars_of(rank: RankLine) -> dict[str, Any]:
-    """Return a rank as a row of a table."""
-    return {"rank": rank.rank, "step": rank.step, "phase": printable(rank.phase), "log": printable(rank.log)}
 
 
 def _verdict(facts: RunFacts) -> str:
     """Return one line: how the run ended, or its current state."""
     result, state = facts.files.result, facts.standing.state
-    if not result or state in ("starting", "running", "killed", "silent"):
+    if not result or _is_active(facts) or state in ("killed", "silent"):
         return f"This run {facts.standing.words}."
     steps, seconds = result.get("steps"), result.get("seconds")
     reason = str(result.get("reason") or "").strip().splitlines()
     ended, why = f"{state[:1].upper()}{state[1:]}", f": {reason[0]}" if reason else ""
     if _NAMES_STEP.match(why):  # the loss is read only every few steps: more steps were trained than the failed one
         return f"{ended}{why}"
-    trained = "" if not isinstance(steps, int) else f" after {count(steps)} steps"
+    trained = "" if steps is None else f" after {count(steps)} steps"
     lasted = "" if seconds is None else f" and {duration(seconds)} of training"
     return f"{ended}{trained}{lasted}{why}"
 
 
 def _best(facts: RunFacts) -> dict[str, Any] | None:
-    goal = goal_of(facts)
+    goal, spread, result = facts.goal, facts.spread, facts.files.result
     curve = facts.rows.curves.get(goal.metric)
     points = [(goal.sign * value, step, value) for step, value in curve.points() if value is not None] if curve else []
-    ended = number((facts.files.result.get("metrics") or {}).get(goal.metric))
+    ended = number((result.get("metrics") or {}).get(goal.metric))
     if not points and ended is None:
         return None
-    _, step, value = min(points) if points else (0.0, facts.files.result.get("steps"), ended)
-    spread = facts.spread
+    _, step, value = min(points) if points else (0.0, result.get("steps"), ended)
     return {
-        "metric": printable(goal.metric),
+        "metric": goal.metric,
         "mode": goal.mode,
         "value": value,
         "shown": figure(value) if value is not None else "",
         "step": step,
         "last": ended,
-        "spread": None
-        if spread is None
-        else f"{figure(spread.mean)} ± {figure(spread.deviation)} over {spread.num_seeds} seeds",
+        "spread": spread and f"{figure(spread.mean)} ± {spread.deviation:.2g} over {spread.num_seeds} seeds",
     }
 
 
-def _commands(facts: RunFacts) -> Iterator[dict[str, str]]:
+def _commands(files: RunFiles) -> Iterator[dict[str, str]]:
     """Yield the commands that repeat and continue the run."""
-    repeat = repeating_command(facts.files.environment)
-    if repeat:
-        yield {"what": "repeat", "command": repeat}
-    resume = facts.files.result.get("resume") or (
-        printed_command("resume", [facts.files.folder]) if facts.files.checkpoints else None
-    )
-    if isinstance(resume, str):
-        yield {"what": "continue", "command": printable_command(resume)}
+    resume = printed_command("resume", [files.folder]) if files.checkpoints else None
+    found = {"repeat": repeating_command(files.environment), "continue": files.result.get("resume") or resume}
+    yield from ({"what": what, "command": command} for what, command in found.items() if command)
 
 
 def _marks(facts: RunFacts) -> Iterator[dict[str, Any]]:
     """Yield the steps that are marked in the curves."""
-    files = facts.files
+    files, evaluations = facts.files, facts.rows.evaluations
+
+    def mark(kind: str, step: int, text: str = "") -> dict[str, Any]:
+        return {"kind": kind, "step": step, "text": text}
+
     for step in files.checkpoints[-_MOST_MARKS:]:
-        yield {"kind": "checkpoint", "step": step, "text": "best" if step == files.best_step else ""}
-    evaluations = facts.rows.evaluations
-    stride = max(1, math.ceil(len(evaluations) / _MOST_MARKS))
-    for step in evaluations[::stride]:
-        yield {"kind": "evaluation", "step": step, "text": ""}
+        yield mark("checkpoint", step, "best" if step == files.best_step else "")
+    for step in evaluations[:: max(1, math.ceil(len(evaluations) / _MOST_MARKS))]:
+        yield mark("evaluation", step)
     for step in files.continued_at[-_MOST_MARKS:]:
-        yield {"kind": "restart", "step": step, "text": "continued by another command"}
+        yield mark("restart", step, "continued by another command")
     for one in (files.rollbacks or [])[:_MOST_MARKS]:
-        yield {"kind": "rollback", "step": one["step"], "text": f"trained again from step {one['checkpoint']}"}
+        yield mark("rollback", one["step"], f"trained again from step {one['checkpoint']}")
     for one in files.restarts[:_MOST_MARKS]:
         at = one.get("checkpoint") if one.get("step") is None else one.get("step")
         if isinstance(at, int):
-            yield {"kind": "restart", "step": at, "text": printable(str(one.get("cause") or ""))}
+            yield mark("restart", at, str(one.get("cause") or ""))
 
 
 _PLANNED: Final = {"memory": "peak memory", "step_s": "time of a step", "bytes_a_step": "data sent in a step"}
@@ -204,96 +320,70 @@ _PLANNED: Final = {"memory": "peak memory", "step_s": "time of a step", "bytes_a
 def _plan(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield each planned figure with the measured one."""
     plan, measured = result.get("plan") or {}, result.get("measured") or {}
-    at_end, differs = (_map_in(measured, key) for key in ("at_end", "per_cent"))
+    at_end, differs = (_sound([measured.get(key)], {}) or [{}] for key in ("at_end", "per_cent"))
+    sources = {"planned": plan, "measured": measured, "at_end": at_end[0], "per_cent": differs[0]}
     for key, what in _PLANNED.items():
-        row = {"planned": plan.get(key), "measured": measured.get(key), "at_end": at_end.get(key)}
-        found = {name: number(value) for name, value in row.items()}
+        found = {name: number(source.get(key)) for name, source in sources.items()}
         if any(value is not None for value in found.values()):
-            yield {"figure": key, "what": what, **found, "per_cent": number(differs.get(key))}
-
-
-def _map_in(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = content.get(key)
-    return found if isinstance(found, dict) else {}
+            yield {"figure": key, "what": what, **found}
 
 
 def _time(facts: RunFacts) -> dict[str, Any]:
     """Return how the time was spent, in seconds, and the goodput: the share of the time spent training."""
-    result, rows = facts.files.result, facts.rows
-    trained = number(result.get("seconds")) if result else rows.seconds or None
+    files, result = facts.files, facts.files.result
+    trained = number(result.get("seconds")) if result else facts.rows.seconds or None
+    unknown: dict[str, Any] = {"parts": [], "goodput": None, "note": "The goodput is known at the end of a run."}
     if trained is None:
-        return {"parts": [], "goodput": None, "note": "The goodput is known at the end of a run."}
-    waited = min(rows.waited_s, trained)
+        return unknown
+    waited = min(facts.rows.waited_s, trained)
     parts = [{"name": "steps", "seconds": trained - waited}, {"name": "waiting for data", "seconds": waited}]
-    exported = number(result.get("model_seconds")) or 0.0
-    total = _whole_time(facts, trained, exported)
-    if isinstance(total, str):
-        return {"parts": parts, "goodput": None, "note": total}
-    started_again = "restarts, " if any(map(_is_of_all, facts.files.restarts)) else ""
-    parts += [
-        {"name": f"{started_again}start, evaluation and saving", "seconds": total - exported - trained},
-        {"name": "writing the model", "seconds": exported},
-    ]
-    return {"parts": parts, "goodput": trained / total if total else None, "note": ""}
-
-
-def _whole_time(facts: RunFacts, trained: float, exported: float) -> float | str:
-    """Return the seconds of all starts of the run together, or the reason why they are unknown."""
-    files, total = facts.files, number(facts.files.result.get("seconds_total"))
-    if not files.result:
-        return "The goodput is known at the end of a run."
-    if files.continued_at or files.environment.get("begun"):
-        return "The goodput of this run is not known: the time of the command that began it was not recorded."
-    if facts.cfg is not None and facts.cfg.resume not in (None, "auto"):
-        return "The goodput is not known: the run began at a checkpoint of another run."
-    if total is None or any(map(_is_of_all, files.restarts)):  # `seconds_total` is that of the last start of rank 0
+    exported, total = number(result.get("model_seconds")) or 0.0, number(result.get("seconds_total"))
+    # Only the restart of a single other task does not end the process of rank 0, whose start `seconds_total` is of.
+    has_restarted = any(one.get("kind") != "alone" for one in files.restarts)
+    if total is None or has_restarted:
         total = None if facts.lasted is None else facts.lasted - exported
-    if total is None or total < trained:
-        return "The goodput is not known: the time of all its starts was not recorded."
-    return total + exported
+    if not result:
+        return {**unknown, "parts": parts}
+    if files.continued_at or files.environment.get("begun"):
+        note = "The goodput of this run is not known: the time of the command that began it was not recorded."
+    elif facts.cfg is not None and facts.cfg.resume not in (None, "auto"):
+        note = "The goodput is not known: the run began at a checkpoint of another run."
+    elif total is None or total < trained:
+        note = "The goodput is not known: the time of all its starts was not recorded."
+    else:
+        rest = f"{'restarts, ' * has_restarted}start, evaluation and saving"
+        parts += [{"name": rest, "seconds": total - trained}, {"name": "writing the model", "seconds": exported}]
+        total += exported
+        return {"parts": parts, "goodput": trained / total if total else None, "note": ""}
+    return {"parts": parts, "goodput": None, "note": note}
 
 
-def _is_of_all(restart: Mapping[str, Any]) -> bool:
-    """Return whether a restart ended the process of rank 0; only the restart of a single other task does not."""
-    return restart.get("kind") != "alone"
+def _worst(folder: Path) -> dict[str, Any] | None:
+    """Return the first evaluation with a table of the worst samples."""
+    with suppress(OSError):
+        for place in sorted(itertools.islice(folder.iterdir(), _MOST_FOLDERS)):
+            with suppress(UnreadableError, ValueError):
+                kinds: dict[str, Kind] = {"split": str, "checkpoint": str, "tables": dict}
+                found = read_map(place / "evaluation.json", kinds, limit=_LIMIT)
+                table = expect_map(found["tables"].get(f"{found['split']}/worst"), {"columns": list, "rows": list})
+                rows = [row for row in table["rows"] if isinstance(row, list)][:32]
+                return {
+                    "what": f"split {found['split']}, checkpoint {found['checkpoint']}",
+                    "columns": list(map(str, table["columns"][:12])),
+                    "rows": [list(map(str, row[:12])) for row in rows],
+                    "picture": _picture_at(place / "worst.png"),
+                }
+    return None
 
 
-def _worst(files: RunFiles) -> dict[str, Any] | None:
-    found = files.evaluation
-    if found is None:
-        return None
-    table = found["worst"]
-    rows = [row for row in table.get("rows") or [] if isinstance(row, list)][:32]
-    return {
-        "what": printable(f"split {found['split']}, checkpoint {found['checkpoint']}"),
-        "columns": [printable(str(name), 60) for name in table["columns"][:12]],
-        "rows": [[printable(str(cell), 200) for cell in row[:12]] for row in rows],
-        "picture": files.picture,
-    }
-
-
-def _settings(files: RunFiles) -> list[dict[str, str]] | None:
-    if files.settings is None:
-        return None
-    return [
-        {
-            "key": printable(one["key"]),
-            "value": printable(mask(_text(one["value"]))),
-            "recipe": printable(mask(_text(one["recipe"]))),
-            "set_by": printable(one["set_by"]),
-            "tag": one["tag"] if one["tag"] in ("maths", "placement", "speed", "cosmetic") else "maths",
-        }
-        for one in files.settings
-    ]
-
-
-def _environment(content: Mapping[str, Any]) -> Iterator[list[str]]:
-    for key, value in flattened({key: content[key] for key in content if key not in ("argv", "notes", "begun")}):
-        yield [key, value.strip('"')]
+def _setting(one: Mapping[str, Any]) -> dict[str, str]:
+    tag = one["tag"] if one["tag"] in ("maths", "placement", "speed", "cosmetic") else "maths"
+    texts = {name: _text(one[name]) for name in ("value", "recipe")}
+    return {"key": one["key"], **texts, "set_by": one["set_by"], "tag": tag}
 
 
 def _notes(facts: RunFacts) -> Iterator[str]:
-    yield from (text for text in (facts.files.environment.get("notes") or [])[:30] if isinstance(text, str))
+    yield from _texts(facts.files.environment.get("notes"))[:30]
     yield from facts.files.unreadable
     if facts.cfg is None:
         yield "resolved.yaml cannot be read: the monitored metric is taken to be val/loss."
@@ -304,27 +394,170 @@ def _notes(facts: RunFacts) -> Iterator[str]:
         yield f"Of the metrics the first 200 are shown; left out are {named} and others."
 
 
-def flattened(content: Mapping[str, Any]) -> Iterator[list[str]]:
+def _texts(items: Any) -> list[str]:
+    return [text for text in items if isinstance(text, str)] if isinstance(items, list) else []
+
+
+def flattened(content: Any, key: str = "") -> Iterator[list[str]]:
     """Yield every value of a JSON map with its key, as JSON; a list of plain values is one value.
 
     Example:
         >>> list(flattened({"plan": {"memory": 8}, "best": None}))
         [['plan.memory', '8'], ['best', 'null']]
     """
-    for key, value in _leaves(content, ""):
-        yield [printable(key), printable(mask(_text(value)), 20_000)]
-
-
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
-        for place, inner in enumerate(value):
-            yield from _leaves(inner, f"{key}[{place}]")
+    if isinstance(content, Mapping) and (content or not key):
+        for name, inner in content.items():
+            yield from flattened(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(content, list) and any(isinstance(item, Mapping | list) for item in content):
+        for place, inner in enumerate(content):
+            yield from flattened(inner, f"{key}[{place}]")
     else:
-        yield key, value
+        yield [key, _text(content)]
 
 
 def _text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+# The trust strip: facts that support the figures of a run, and facts that do not
+
+_Item = tuple[str, str, str, bool | None]
+"""Name, value, detail, and whether it is good; None: neither good nor bad."""
+_CUTS: Final = {
+    AT_EQUAL_CUT: ("to rounding, at an equal batch.micro_size", ""),
+    CUT_UNKNOWN: ("to rounding, on as many replicas", " On another number it may be another training."),
+}
+"""Part of a note of the run -> agreement of its repetition, and a sentence to add to the note."""
+_AGREEMENTS: Final = {"equal": "equal to the bit", "rounding": "equal to rounding", "different": "different numbers"}
+
+
+def _trust(facts: RunFacts) -> Iterator[_Item]:
+    files, result = facts.files, facts.files.result
+    fingerprint = str(result.get("fingerprint") or files.environment.get("fingerprint") or "")
+    yield "fingerprint", fingerprint[:12] or "unknown", fingerprint, None
+    weights = str(result.get("weights_sha256") or "")
+    yield "weights (SHA-256)", weights[:12] or "not yet", weights or "hashed at the end of a run", None
+    yield "reproducible", *_reproducible(files.environment, facts.cfg)
+    proved, name = result.get("proved"), "last proof"  # of this training on this placement
+    if not result:
+        yield name, "not yet", "looked up at the end of a run", None
+    elif not proved:
+        yield name, "none", "trainkit prove, with the arguments of this run, compares it with one device", None
+    else:
+        same, numbers = proved.get("same_training"), str(proved.get("same_numbers"))
+        detail = f"{proved.get('date')}: same training: {same or 'not asked'}; {proved.get('command')}"
+        yield name, _AGREEMENTS.get(numbers, numbers), detail, numbers != "different" and same != "no"
+    kinds = Counter(str(one.get("kind")) for one in files.restarts)
+    restarts = len(files.restarts) + (number(result.get("restarts_not_listed")) or 0)
+    detail = ", ".join(f"{many} {kind}" for kind, many in kinds.items()) or "every task ran from its start to its end"
+    yield "restarts", count(int(restarts)), detail, None if restarts else True
+    if files.rollbacks:
+        last = files.rollbacks[-1]
+        detail = f"the last: step {last['step']}, trained again from the checkpoint of step {last['checkpoint']}"
+        yield "rollbacks", count(len(files.rollbacks)), detail, None
+    elif files.rollbacks is not None:
+        yield "rollbacks", "0", "no step was trained again because it was not finite", True
+    # How many samples the weights have not seen exactly once per epoch.
+    skipped, name = result.get("skipped_steps"), "samples repeated or skipped"
+    if skipped is None or _is_active(facts):
+        yield name, "not yet", "counted at the end of a run", None
+    elif not skipped:
+        again = "; a step that was trained again counts once" if files.restarts or files.rollbacks else ""
+        yield name, "0", f"no step was left out{again}", True
+    else:
+        more = number(result.get("skipped_steps_not_listed"))
+        lost = sum(one["num_samples"] for one in _sound(skipped, {"num_samples": int}))
+        steps = f"of {count(len(skipped) + int(more or 0))} steps that were not finite (skipped_steps)"
+        yield name, f"{'' if more is None else 'at least '}{count(lost)}", steps, False
+
+
+def _reproducible(environment: Mapping[str, Any], cfg: RunConfig | None) -> tuple[str, str, bool | None]:
+    """Return whether a repetition of the command gives the same bits, even on other replicas, or the reason if not."""
+    if cfg is None:
+        return "unknown", "resolved.yaml cannot be read", None
+    if (environment.get("git") or {}).get("dirty"):
+        return "no", "the code had changes that no commit holds", False
+    strategy, timing = cfg.strategy, ""  # why updates depend on the speed of processes or threads
+    alone = strategy.get("workers") == 1 or len(strategy.get("compute_devices") or "ab") == 1
+    if strategy.get("mode") == "async" and strategy.get("replay") is None and not alone:
+        timing = "strategy.mode=async applies gradients as they arrive"
+    elif strategy.get("spare_mode") == "replace" and strategy.get("spare_replicas"):
+        timing = "strategy.spare_mode=replace makes a step of the first shards that arrive"
+    if timing:
+        return "no", f"{timing}: another training every time", False
+    if cfg.numerics.reproducible:
+        return "to the bit", "numerics.reproducible=true: sums have one order on any number of replicas", True
+    # The notes of the command that began the run, and of the last one that continued it.
+    notes = [note for one in (environment.get("begun") or {}, environment) for note in _texts(one.get("notes"))]
+    for words, (value, more) in _CUTS.items():
+        if found := next((note for note in notes if words in note), None):
+            return value, f"{found}{more}", None
+    detail = "numerics.reproducible=false: another number of processes, threads or devices rounds differently"
+    return "to rounding", detail, None
+
+
+# What callbacks show: a confusion matrix, the samples with the highest loss, layers
+
+
+def figures_of(folder: Path) -> dict[str, Any]:
+    """Return the figures of a run folder: `confusion`, `samples` and `layers`, each empty if the run has none."""
+    samples: list[dict[str, Any]] = []
+    with suppress(OSError):
+        for path in sorted((folder / "plots").glob("worst_*.png"))[:_MOST_SPLITS]:
+            split = path.stem.removeprefix("worst_")
+            samples.append({"split": split, "file": f"plots/{path.name}", "picture": _picture_at(path)})
+    matrices: dict[str, dict[str, Any] | None] = {}  # the newest one of each split
+    for row in _newest(folder / "tables.jsonl"):
+        split, _, name = str(row.get("name")).rpartition("/")
+        if name == "confusion" and split not in matrices:
+            matrices[split] = _matrix(row)
+            if len(matrices) >= _MOST_SPLITS:
+                break
+    confusion = [{"split": split, **one} for split, one in matrices.items() if one is not None]
+    return {"confusion": confusion, "samples": samples, "layers": _layers(folder / "histograms.jsonl")}
+
+
+def _matrix(row: dict[str, Any]) -> dict[str, Any] | None:
+    columns, rows = row.get("columns"), row.get("rows")
+    if not isinstance(columns, list) or not isinstance(rows, list) or len(rows) != len(columns) - 1 or not rows:
+        return None
+    counts: list[list[float]] = []
+    for line in rows:
+        cells = [number(cell) for cell in line[1:]] if isinstance(line, list) else []
+        counts.append([cell for cell in cells if cell is not None and 0 <= cell <= _MOST_COUNTED])
+        if len(counts[-1]) != len(rows):
+            return None
+    classes, size = list(map(str, columns[1:])), len(rows)
+    wrong = [(counts[at][to], at, to) for at in range(size) for to in range(size) if at != to and counts[at][to] > 0]
+    wrong.sort(key=lambda one: (-one[0], one[1], one[2]))
+    totals = [sum(line) for line in counts]
+    hits, total = math.fsum(counts[at][at] for at in range(size)), math.fsum(totals)
+    return {
+        "step": number(row.get("step")),
+        "right": hits / total if total else None,
+        "samples": total,
+        "num_classes": size,
+        "classes": classes if size <= _MOST_CLASSES else [],
+        "counts": counts if size <= _MOST_CLASSES else [],
+        "mistakes": [
+            {"class": classes[at], "guess": classes[to], "count": many, "share": many / totals[at]}
+            for many, at, to in wrong[:_MOST_MISTAKES]
+        ],
+    }
+
+
+def _layers(path: Path) -> dict[str, Any] | None:
+    """Return the newest record of the layers."""
+    row, kinds = next(_newest(path), None), dict[str, list[dict[str, Any]]]()
+    if row is None:
+        return None
+    for kind in ("gradients", "activations", "weights"):
+        for name, one in itertools.islice(row[kind].items() if isinstance(row.get(kind), dict) else (), _MOST_LAYERS):
+            if isinstance(one, dict):
+                quantiles = one.get("quantiles")
+                values = [number(value) for value in quantiles] if isinstance(quantiles, list) else []
+                low, _, middle, _, high = values if len(values) == 5 else [None] * 5
+                names = {"largest": "largest", "rms": "rms", "zeros": "zero_share", "nonfinite": "nonfinite"}
+                more = {shown: number(one.get(key)) for shown, key in names.items()}
+                kinds.setdefault(kind, []).append({"name": name, "low": low, "median": middle, "high": high, **more})
+    return {"step": number(row.get("step")), "kinds": kinds}

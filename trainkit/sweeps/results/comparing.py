@@ -15,8 +15,8 @@ from trainkit.errors import UnreadableError, yaml_text
 from trainkit.fields import Tag
 from trainkit.files import Kind, read_map
 from trainkit.report.curves import MetricsReader, number
-from trainkit.report.web.commands import repeating_command
 from trainkit.report.web.comparison_document import ComparedRun, Comparison, DifferingKey, comparison_page
+from trainkit.report.web.page import repeating_command
 from trainkit.report.web.run_document import Spread
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.record import write_page, write_run_page

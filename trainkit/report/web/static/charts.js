@@ -95,13 +95,14 @@ function build(one) {
   const axis = {stroke: css("--soft"), grid: {stroke: css("--line"), width: 1}, ticks: {show: false}, font: "12px system-ui, sans-serif"};
   const y = one.series.flatMap((s) => s.y).filter(isNumber);
   const name = one.series[0].figure ?? one.series[0].name, label = (v) => (v === 0 ? "0" : figure(name, v));
+  const incrs = unitOf(name) === bytes ? Array.from({length: 50}, (_, at) => 2 ** at) : undefined;  // 64 MiB, not 61.04
   const wide = Math.max(...[Math.min(...y), Math.max(...y)].map((v) => label(v).length), 3);
   one.plot = new uPlot({
     width, height, legend: {show: false},
     scales: {x: {time: false}}, padding: [10, 12, 0, 0],
     cursor: {drag: {x: true, y: false}, points: {size: 7}, y: false},
     axes: [{...axis, size: 32, values: (_, ticks) => ticks.map((v) => (Number.isInteger(v) || one.unit !== "step" ? v.toLocaleString("en") : ""))},
-      {...axis, size: 22 + 7 * Math.min(wide, 11), values: (_, ticks) => ticks.map(label)}],
+      {...axis, incrs, size: 22 + 7 * Math.min(wide, 11), values: (_, ticks) => ticks.map(label)}],
     series: [{}, ...one.series.map((s, at) => ({stroke: color(at), width: 1.6, dash: DASHES[at % 3], spanGaps: one.series.length > 1,
       alpha: s.faded ? .35 : 1, points: {show: s.x.length < 60, size: 5, fill: color(at)}}))],
     hooks: {draw: [drawMarks(one.marks)], setCursor: [(plot) => {

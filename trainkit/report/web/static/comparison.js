@@ -51,7 +51,7 @@ function points(places) {
 // The columns: the swept keys first. A key may have the name of a figure (steps): columns are told apart by their place.
 const code = (words) => el("code", {}, text(words));
 const named = (row) => text(row.members.map((at) => runs[at].name).join(", "));
-const spread = (row) => (row.mean === null ? "" : `${short(row.mean)}${row.deviation === null ? "" : ` ± ${short(row.deviation)}`}`);
+const spread = (row) => (row.mean === null ? "" : `${short(row.mean)}${row.deviation === null ? "" : ` ± ${Number(row.deviation.toPrecision(2))}`}`);
 const jobColumn = {name: isSweep ? "job" : "run", value: (row) => row.run.name, of: named, head: true};
 const metricColumn = {name: goal.metric, value: (row) => row.mean, number: true,
   of: (row) => el("span", {title: exact(row.mean)}, spread(row), row.number > 1 ? el("span", {class: "soft"}, ` (${row.number} seeds)`) : "")};

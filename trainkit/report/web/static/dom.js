@@ -41,10 +41,10 @@ const bytes = (value) => {
 const UNIT_OF = [[/^(memory(_peak)?|bytes_a_step|gpu\/\d+\/memory)$/, bytes], [/^(data_wait|mfu|gpu\/\d+\/use)$/, (value) => `${short(100 * value)} %`],
   [/^step_s$/, (value) => (value < 1 ? `${short(1000 * value)} ms` : `${short(value)} s`)],
   [/^gpu\/\d+\/power$/, (value) => `${short(value)} W`], [/^gpu\/\d+\/temperature$/, (value) => `${short(value)} °C`]];
+const unitOf = (name) => UNIT_OF.find(([pattern]) => pattern.test(name))?.[1];
 function figure(name, value) {
   if (!isNumber(value)) return "not finite";
-  const known = UNIT_OF.find(([pattern]) => pattern.test(name));
-  return known ? known[1](value) : short(value);
+  return (unitOf(name) ?? short)(value);
 }
 const whole = (value) => (isNumber(value) ? value.toLocaleString("en") : "");
 const exact = (value) => (value === null || value === undefined ? "not finite" : String(value));

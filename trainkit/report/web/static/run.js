@@ -14,11 +14,11 @@ function header() {
         el("dt", {}, one.name), el("dd", {class: "value"}, text(one.value)), el("dd", {class: "detail"}, text(one.detail)))))));
 }
 
-// Curves of one quantity share a chart: train/loss and val/loss.
+// Curves of one quantity share a chart: train/loss and val/loss, memory and memory_peak.
 function groups() {
   const found = new Map();
   for (const curve of data.curves) {
-    const name = curve.name.slice(curve.name.lastIndexOf("/") + 1);
+    const name = curve.name.slice(curve.name.lastIndexOf("/") + 1).replace(/_peak$/, "");
     if (!found.has(name)) found.set(name, []);
     found.get(name).push({name: curve.name, x: steps(curve), y: curve.y, seen: curve.seen});
   }
