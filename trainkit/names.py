@@ -55,7 +55,7 @@ _HOMES: Final[Mapping[str, Mapping[str, str]]] = {
         "Fsdp": "strategies.mesh.strategy", "LocalSgd": "strategies.local_sgd", "Mesh": "strategies.mesh.strategy",
         "Mirrored": "strategies.data_parallel.strategy", "MultiWorkerMirrored": "strategies.data_parallel.strategy",
         "OneDevice": "strategies.one_device", "ParameterServer": "strategies.parameter_server",
-        "Pipeline": "strategies.mesh.pipe.strategy", "TensorParallel": "strategies.mesh.strategy",
+        "Pipeline": "strategies.mesh.strategy", "TensorParallel": "strategies.mesh.strategy",
         "Tpu": "strategies.tpu",
     },
     "tracking": {

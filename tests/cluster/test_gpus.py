@@ -26,7 +26,7 @@ from trainkit.run.rendezvous.join import has_own_gpu
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.core import synchronous
 from trainkit.strategies.data_parallel.strategy import Mirrored
-from trainkit.strategies.mesh.pipe.strategy import Pipeline
+from trainkit.strategies.mesh.strategy import Pipeline
 
 TWO = {"CUDA_VISIBLE_DEVICES": "MIG-4e5f,MIG-77aa"}
 

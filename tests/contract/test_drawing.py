@@ -14,7 +14,7 @@ from tests.support.pool import Pool
 from trainkit.objectives.base import Loss, Model
 from trainkit.objectives.classification import Classification
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.mesh.pipe.strategy import Pipeline
+from trainkit.strategies.mesh.strategy import Pipeline
 from trainkit.strategies.model_transforms import ModelTransforms
 
 PLACES: Final[dict[str, dict[str, Any]]] = {

@@ -21,7 +21,7 @@ from tests.support.decoders import Decoder
 from tests.support.pool import Pool
 from trainkit.errors import ConfigError
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.mesh.pipe.strategy import Pipeline
+from trainkit.strategies.mesh.strategy import Pipeline
 
 POINT = (torch.zeros(6), 0)
 ELSEWHERE = "or use strategy=mirrored."

@@ -17,7 +17,7 @@ from tests.support import zoo
 from tests.support.pool import Pool
 from trainkit.objectives.language_modelling import LanguageModelling
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.mesh.pipe.strategy import Pipeline
+from trainkit.strategies.mesh.strategy import Pipeline
 
 SENTENCE = (torch.zeros(5, dtype=torch.long), torch.zeros(5, dtype=torch.long))
 

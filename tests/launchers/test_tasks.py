@@ -21,8 +21,7 @@ from trainkit.run.folder.run_folder import FencingToken, RunFolder
 from trainkit.run.rendezvous.barrier import WaitReporter, store_of_launch
 from trainkit.strategies.base import Numerics, PlanContext, Strategy
 from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirrored
-from trainkit.strategies.mesh.pipe.strategy import Pipeline
-from trainkit.strategies.mesh.strategy import TensorParallel
+from trainkit.strategies.mesh.strategy import Pipeline, TensorParallel
 from trainkit.strategies.one_device import OneDevice
 
 

@@ -35,7 +35,7 @@ from trainkit.run.estimates.memory import DeviceMemory, device_memory, part_memo
 from trainkit.run.estimates.passes import Timeline, TracedPass
 from trainkit.run.estimates.this_machine import Machine, ThisMachine, calibration_file
 from trainkit.run.planning.plan import make_plan
-from trainkit.strategies.mesh.pipe.schedules import most_in_flight
+from trainkit.strategies.mesh.pipe.stages import most_in_flight
 from trainkit.trained.build import build_model, meta_model
 from trainkit.trainer.checkpoint.snapshot import Snapshot
 

@@ -30,7 +30,7 @@ from trainkit.strategies.maps.layout import (
     unit_bytes,
 )
 from trainkit.strategies.maps.syntax import assign, blocks_of
-from trainkit.strategies.mesh.pipe.strategy import Pipeline
+from trainkit.strategies.mesh.strategy import Pipeline
 
 FACTS = PlanContext(num_gpus=4)
 BLOCK_BYTES = 8 * (12 * 8 * 8 + 2 * 8)  # parameters and gradients of a block of width 8

@@ -18,9 +18,14 @@ from trainkit.models.gpt import Gpt
 from trainkit.objectives.own_loss import ModelComputesLoss
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.mesh.pipe.forward import CannotCut, Program, TensorMeta, trace
-from trainkit.strategies.mesh.pipe.schedules import ScheduleName, ideal_bubble, most_in_flight, padded_microbatches
-from trainkit.strategies.mesh.pipe.stage_assignment import blocks_to_cut
-from trainkit.strategies.mesh.pipe.strategy import Pipeline
+from trainkit.strategies.mesh.pipe.stages import (
+    ScheduleName,
+    blocks_to_cut,
+    ideal_bubble,
+    most_in_flight,
+    padded_microbatches,
+)
+from trainkit.strategies.mesh.strategy import Pipeline
 
 TOKENS = (torch.zeros(4, dtype=torch.long), torch.zeros(4, dtype=torch.long))
 

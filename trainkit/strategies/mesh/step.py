@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from trainkit.errors import Problem, TrainingError
-from trainkit.numerics.batch import LaneNode, LaneSums, Ticket, lane_order, sum_of_ranks
+from trainkit.numerics.batch import BatchPlan, LaneNode, LaneSums, Ticket, lane_order, sum_of_ranks
 from trainkit.numerics.generators import hash64
 from trainkit.objectives.base import Access, Collective
 from trainkit.strategies.base import Batch, StateDict, StepContext
@@ -344,6 +344,13 @@ class ShardedReplica(Replica):
         """Store a batch for steps in which this rank has none."""
         self.stand_in = batch
 
+    def provide_stand_in(self, plan: BatchPlan, step: int, batches: Sequence[Batch]) -> None:
+        """Store a batch for later steps, if some step will have fewer shards than ranks. Collective."""
+        if self.stand_in is None and plan.num_shards(plan.steps_per_epoch - 1) < self.num_ranks:
+            own = batches[0] if batches else None
+            has_own = plan.num_shards(step) >= self.num_ranks
+            self.stand_in = cloned_batch(own) if has_own else dummy_batch(own, self.device, self.all_ranks)
+
     def take_grads(self) -> list[Tensor | None]:
         """Return the parts of the gradients since the last call; None for a parameter without."""
         if not self.cuts or self.masters_apart:
@@ -566,7 +573,7 @@ class ShardedWork(ShardStep):
     def agree_on_grad_layout(self) -> FlatBuffer:
         """Find which buffers are updated, and agree on it; collective, once."""
         replica, buffers = self.replica, self.replica.buffers
-        self._provide_stand_in()
+        self.replica.provide_stand_in(self.training.plan, self.ticket.step, self.batches)
         if buffers.names:
             batch = self.batches[0] if self.batches else replica.stand_in
             with torch.no_grad(), buffers.watch() as changed:
@@ -581,20 +588,11 @@ class ShardedWork(ShardStep):
 
     def _again(self, *, repeats: bool) -> Batch:
         """Return the batch to repeat if other ranks have more shards, or None. Collective."""
-        self._provide_stand_in()
+        self.replica.provide_stand_in(self.training.plan, self.ticket.step, self.batches)
         if not repeats:
             return None
         own = self.batches[-1] if self.batches else self.replica.stand_in
         return cloned_batch(own)  # a model may write into its inputs
-
-    def _provide_stand_in(self) -> None:
-        """Store a batch for later steps, if some step will have fewer shards than ranks. Collective."""
-        plan, replica, step = self.training.plan, self.replica, self.ticket.step
-        num_shards, ranks = plan.num_shards(step), replica.num_ranks
-        if replica.stand_in is None and plan.num_shards(plan.steps_per_epoch - 1) < ranks:  # some step will need it
-            own, all_ranks = self.batches[0] if self.batches else None, replica.all_ranks
-            has_own = num_shards >= ranks
-            replica.set_stand_in(cloned_batch(own) if has_own else dummy_batch(own, replica.device, all_ranks))
 
     def _repeat(self, batch: Batch) -> None:
         """Take part in the collectives of a shard, with weight 0."""

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainkit.cluster.tasks import Identity
 from trainkit.config.values import MOST_PROCESSES, closest
 from trainkit.errors import ConfigError, Problem, TrainingError
-from trainkit.fields import Limit, at_least, at_most, maths, placement, speed
+from trainkit.fields import Limit, above, at_least, at_most, maths, placement, speed
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_nothing
@@ -47,9 +47,8 @@ from trainkit.strategies.core.synchronous import (
 )
 from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroup, ProcessGroupOptions
 from trainkit.strategies.mesh.layout import Layout, OnMesh, TensorPlan, Wrap
-from trainkit.strategies.mesh.pipe.schedules import ScheduleName
-from trainkit.strategies.mesh.pipe.stage_assignment import StageAssignment, blocks_to_cut
-from trainkit.strategies.mesh.pipe.strategy import Pipeline
+from trainkit.strategies.mesh.pipe.plan import stage_passes, stage_transfers
+from trainkit.strategies.mesh.pipe.stages import ScheduleName, Stages
 from trainkit.strategies.mesh.sharding import (
     Axes,
     Sharding,
@@ -83,6 +82,7 @@ from trainkit.strategies.traffic import (
     joined,
     observed_transfers,
     ranks_a_host,
+    ranks_of,
     reduction,
 )
 
@@ -130,9 +130,24 @@ class MeshStrategy(ProcessGroup, Strategy):
         return ReductionOptions(reduce="backend")
 
     @property
+    def pipe_stages(self) -> Stages | None:
+        """The stages along `pipe`; None: one."""
+        return None
+
+    @property
+    def keeps_params_whole(self) -> bool:
+        """Whether each rank holds whole parameters on any number of ranks."""
+        return False
+
+    @property
     def holds_whole(self) -> bool:
         """Whether each rank holds a whole replica on any number of ranks, as under `mirrored`."""
-        return False
+        return self.keeps_params_whole and self.pipe_stages is None
+
+    def whole_stages(self, context: PlanContext) -> Stages | None:
+        """Return the stages along `pipe` if they are whole, in copies; None otherwise."""
+        axes = self.layout_in(context).axes
+        return self.pipe_stages if axes.shard * axes.tensor == 1 else None
 
     @abstractmethod
     def layout(self, num_ranks: int) -> Layout:
@@ -150,6 +165,17 @@ class MeshStrategy(ProcessGroup, Strategy):
         """Return the facts: what an objective cannot have where ranks hold parts, and whether fewer ranks will do."""
         layout = self.layout_in(context)
         is_cut = layout.gathers or layout.axes.tensor > 1
+        if self.pipe_stages is not None:
+            reason = "a pipeline has outputs on its last stage only. Use a Supervised objective that keeps the default "
+            return Facts(
+                place=self.facts.place,
+                supports_meta_init=self.facts.supports_meta_init,
+                is_sharded=True,
+                forward_is_collective=True,
+                keeps_memory_format=not is_cut,
+                shards_per_replica=4 * self.pipe_stages.pipe,  # a bubble below a fifth: Huang et al. 2019, section 2.3
+                withheld=dict.fromkeys(Access, f"{reason}`loss`."),
+            )
         withheld = withheld_where_sharded(choice_of(type(self))) if is_cut else {}
         fewer = range(1, layout.axes.num_ranks)
         if is_cut and not layout.gathers:  # modules of cut layers compute outside of forward too
@@ -165,7 +191,9 @@ class MeshStrategy(ProcessGroup, Strategy):
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems of the process group, of settings that parts do not support, and of the keys."""
-        problems = [*super().validate(context), *([] if self.holds_whole else optimizer_problems(context))]
+        if self.pipe_stages is not None and (found := self.pipe_stages.problems(context)):
+            return found
+        problems = [*super().validate(context), *([] if self.keeps_params_whole else optimizer_problems(context))]
         return problems or [
             *self.layout_problems(context),
             *self._order_problems(context),
@@ -201,6 +229,8 @@ class MeshStrategy(ProcessGroup, Strategy):
         layout = self.layout_in(context)
         fit = layout.fitted(model)
         problems = [*fit.problems, *(unsharded_model_problems(model) if layout.gathers else [])]
+        if self.pipe_stages is not None and not problems:
+            problems = self.pipe_stages.model_problems(model, layout, context)
         if isinstance(layout.wrap, str):
             return problems
         known = sorted({type(module).__name__ for name, module in model.named_modules() if name})
@@ -223,8 +253,46 @@ class MeshStrategy(ProcessGroup, Strategy):
         cut = f"sharded over {layout.axes.tensor} ranks: {described(fit)}."
         return (f"{cut} Each rank has {whole:,} of {count:,} parameters whole.",)
 
+    def describe_partition(self, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:
+        """Return the stages of the first replica, with the device of the first rank of each."""
+        if self.pipe_stages is None:
+            return ()
+        devices = [task.device for task in self.tasks(replace(context, launch=None))]
+        return self.pipe_stages.described(model, context, devices[:: self.layout_in(context).axes.tensor])
+
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
-        """Return the memory of a rank, and the vector that copies exchange, unless backward sums in parts."""
+        """Return the memory of the rank with the largest use, and the vector that copies exchange, unless backward sums
+        in parts.
+        """
+        parts = self._stage_parts(model, context, num_shards=1)
+        return max((one.memory for one in parts), key=lambda memory: sum(memory.resident.values()))
+
+    def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:
+        """Return the stages of each rank, and its number of microbatches in flight; one part for all other ranks."""
+        if self.whole_stages(context) is None:
+            return super().replica_parts(model, context, num_shards=num_shards)
+        return self._stage_parts(model, context, num_shards=num_shards)
+
+    def rank_passes(self, model: nn.Module, context: PlanContext, shard: PlannedShard) -> tuple[RankPass, ...]:
+        """Return the pass of each rank through its stages.
+
+        Raises:
+            TrainingError: the stages are sharded or cut.
+        """
+        if self.pipe_stages is None:
+            return super().rank_passes(model, context, shard)
+        if self.whole_stages(context) is None:
+            raise TrainingError("stages are sharded or cut, and a plan knows those of whole stages only")
+        return stage_passes(self.pipe_stages, model, context, shard)
+
+    def _stage_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:
+        """Return the stages of each rank along `pipe`, or all in one part."""
+        memory, stages = self._memory(model, context), self.pipe_stages
+        parts = () if stages is None else stages.parts(model, context, memory, num_shards=num_shards)
+        return parts or (ReplicaPart(modules=(), memory=memory),)
+
+    def _memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
+        """Return the memory of a rank, as if it had all stages."""
         layout, numerics = self.layout_in(context), context.numerics
         copies: float = 0 if layout.gathers else synchronous_gradient_copies(numerics, layout.axes.replicate)
         if layout.gathers and numerics.reproducible:  # the pieces of all ranks that wait for the next lanes
@@ -232,20 +300,32 @@ class MeshStrategy(ProcessGroup, Strategy):
             copies = layout.axes.shard * (rounds - 1).bit_length()
         if layout.axes.replicate > 1 and not numerics.reproducible:
             copies += self.reduction.exchange_copies(self.reduction.reduce, layout.axes.replicate)
+        if self.pipe_stages is not None:
+            copies = int(layout.axes.replicate * layout.axes.shard > 1)
         return ModelMemory(
             resident=layout.resident_elements(model),
             transient=layout.transient_elements(model),
             gradient_copies=copies,
         )
 
-    def work_share(self, cut: StepCut) -> WorkShare:  # noqa: ARG002 - the same of any number of shards
-        """Return the share of a rank in the operations, if all layers are cut."""
-        return WorkShare(size=1 / self.ranks_a_replica)
+    def work_share(self, cut: StepCut) -> WorkShare:
+        """Return the share of a rank in the operations, if all layers are cut, with the ideal bubble."""
+        if self.pipe_stages is None:
+            return WorkShare(size=1 / self.ranks_a_replica)
+        return WorkShare(operations=self.pipe_stages.operations(cut), size=self.pipe_stages.pipe / self.ranks_a_replica)
+
+    def bubble(self, cut: StepCut) -> float | None:
+        """Return the ideal bubble of the schedule; None without stages."""
+        return None if self.pipe_stages is None else self.pipe_stages.bubble(cut)
 
     def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
         """Return the transfers that were observed on the first rank, for all; None if its step cannot run without
-        data.
+        data, or stages are sharded or cut.
         """
+        if self.pipe_stages is not None:
+            ranks = ranks_of(self, context)
+            stages = self.whole_stages(context)
+            return None if stages is None else stage_transfers(stages, model, ranks, context, cut)
         layout = self.layout_in(context)
         axes = layout.axes
         calls = None if cut.dry_run is None or layout.fitted(model).problems else cut.dry_run.collectives()
@@ -287,7 +367,7 @@ class MeshStrategy(ProcessGroup, Strategy):
     def sum_of_gradients(self, context: PlanContext) -> str | None:
         """Return the reducer of the copies and the compression, for the summary; lanes leave no choice."""
         copies = self.layout_in(context).axes.replicate
-        if copies == 1 or context.numerics.reproducible:
+        if copies == 1 or context.numerics.reproducible or self.pipe_stages is not None:
             return None
         return self.reduction.described(context, self.tasks(context))
 
@@ -298,6 +378,15 @@ class MeshStrategy(ProcessGroup, Strategy):
             ConfigError: the plan does not fit the model, or the axes do not multiply to the number of ranks.
         """
         ranks = self.join(request.identity)
+        if self.pipe_stages is not None:
+            # slow to import, and needed only with stages
+            from trainkit.strategies.mesh.pipe.executor import stage_executor  # noqa: PLC0415
+
+            layout = self.layout(request.identity.num_ranks)
+            place = self._place(request.identity, layout.axes)
+            if layout.gathers:
+                _refuse_uneven(request.model, request.training.plan)
+            return stage_executor(request, ranks, self.pipe_stages, layout, place, timeout_s=self.timeout_s)
         graphs = None
         if ranks.is_joined:
             replica, _, step = self.build(request, ranks)
@@ -439,7 +528,25 @@ Size = Annotated[int | Literal["auto"], placement, AXIS, at_most(MOST_PROCESSES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mesh(MeshStrategy):
+class StagedMesh(MeshStrategy):
+    """The keys of stages."""
+
+    schedule: Annotated[ScheduleName, placement] = "1f1b"
+    """The order in which a rank computes microbatches; interleaved and zero_bubble may have several stages per rank."""
+    virtual_stages: Annotated[int | None, at_least(1), at_most(MOST_PROCESSES), placement] = None
+    """Stages of each rank, as far apart in the model as there are ranks; null: 2 if the schedule is interleaved, else
+    1.
+    """
+    map: Annotated[Mapping[str, int | str] | Literal["auto"], placement] = "auto"
+    """Module names, prefixes, ranges (`blocks.0-5`) and `rest`, each with a stage; `auto`: balanced by bytes."""
+
+    def resolve(self, build: Callable[[], nn.Module], context: PlanContext) -> Self:
+        """Return the strategy with a stage for each block."""
+        return self if self.pipe_stages is None else replace(self, map=self.pipe_stages.settled(build(), context))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh(StagedMesh):
     """Train on one mesh of ranks: `replicate` copies, each sharded over `shard` groups of `tensor` ranks.
 
     The ranks along `replicate` and `shard` compute other shards of a step; those along `tensor` compute one shard
@@ -463,14 +570,6 @@ class Mesh(MeshStrategy):
     """Ranks over which each layer of the plan is cut."""
     pipe: Annotated[int, placement, AXIS, at_most(MOST_PROCESSES)] = 1
     """Ranks over which the blocks of a copy are divided into stages."""
-    schedule: Annotated[ScheduleName, placement] = "1f1b"
-    """The order in which a rank of `pipe` computes microbatches; interleaved and zero_bubble may have several stages
-    per rank.
-    """
-    virtual_stages: Annotated[int | None, at_least(1), at_most(MOST_PROCESSES), placement] = None
-    """Stages of each rank, `pipe` apart in the model; null: 2 if the schedule is interleaved, else 1."""
-    map: Annotated[Mapping[str, int | str] | Literal["auto"], placement] = "auto"
-    """Module names, prefixes, ranges (`blocks.0-5`) and `rest`, each with a stage; `auto`: balanced by bytes."""
     plan: Annotated[TensorPlan, placement] = "auto"
     """Module names, suffixes of names or globs, each with a style (`colwise`, `rowwise` ...); `auto`: the model's own
     plan.
@@ -489,9 +588,9 @@ class Mesh(MeshStrategy):
     """Send gradients along `replicate` as bfloat16 or float16: fewer bytes, and a different result."""
 
     @property
-    def holds_whole(self) -> bool:
-        """Whether only `replicate` has several ranks."""
-        return self.shard == 1 and self.ranks_a_replica == 1
+    def keeps_params_whole(self) -> bool:
+        """Whether no axis cuts parameters."""
+        return self.shard == 1 and self.tensor == 1
 
     @property
     def reduction(self) -> ReductionOptions:
@@ -513,38 +612,11 @@ class Mesh(MeshStrategy):
         return (self.pipe - 1) * self.tensor
 
     @property
-    def stages(self) -> Pipeline:
-        """The stages along `pipe`, as if they were whole."""
-        return Pipeline(
-            replicas="auto",
-            stages=self.pipe,
-            schedule=self.schedule,
-            virtual_stages=self.virtual_stages,
-            map=self.map,
-            devices=self.devices,
-            timeout_s=self.timeout_s,
-        )
-
-    def whole_stages(self, context: PlanContext) -> Pipeline | None:
-        """Return the stages along `pipe` if they are whole, in copies; None otherwise."""
-        axes = self.layout_in(context).axes
-        if axes.pipe == 1 or axes.shard * axes.tensor > 1:
+    def pipe_stages(self) -> Stages | None:
+        """The stages along `pipe`."""
+        if self.pipe == 1:
             return None
-        return replace(self.stages, replicas=axes.replicate)
-
-    def facts_in(self, context: PlanContext) -> Facts:
-        """Return the facts; those of a pipeline with several stages."""
-        if self.pipe == 1:
-            return super().facts_in(context)
-        is_whole = self.whole_stages(context) is not None
-        found = self.stages.facts_in(context)
-        return replace(found, place=self.facts.place, supports_meta_init=False, keeps_memory_format=is_whole)
-
-    def validate(self, context: PlanContext) -> list[Problem]:
-        """Return problems of the keys, and of stages."""
-        if self.pipe == 1:
-            return super().validate(context)
-        return self.stages.stage_problems(context) or self._pipe_problems(context) or super().validate(context)
+        return Stages(pipe=self.pipe, schedule=self.schedule, virtual_stages=self.virtual_stages, map=self.map)
 
     def _pipe_problems(self, context: PlanContext) -> list[Problem]:
         """Return problems of what stages do not take."""
@@ -562,114 +634,6 @@ class Mesh(MeshStrategy):
             rule += "interleaved, or strategy.shard=1."
             found.append(Problem(key="strategy.schedule", value=self.schedule, rule=rule))
         return found
-
-    def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
-        """Return problems of the model; with several stages, of cutting it into them."""
-        found = super().validate_model(model, context)
-        if self.pipe == 1 or found:
-            return found
-        return self.stages.validate_model(model, context) or self._stage_problems(model, context)
-
-    def _stage_problems(self, model: nn.Module, context: PlanContext) -> list[Problem]:
-        """Return problems of stages that are cut: activations between them are whole, and parameters in blocks."""
-        layout, blocks = self.layout_in(context), blocks_to_cut(model)
-        names = {unit.name for unit in blocks}
-        for one in layout.fitted(model).chosen:
-            if one.name in names and {one.style.takes, one.style.gives} != {"whole"}:
-                rule = f"{one.style.name} cuts activations between {one.name} and other blocks, which may be on other "
-                rule += "stages. Use styles whose activations are whole between blocks."
-                return [Problem(key=f"strategy.plan.{one.pattern}", value=one.style.name, rule=rule)]
-        inside = {id(tensor) for unit in blocks for _, tensor in unit.tensors()}
-        for name, param in model.named_parameters() if layout.gathers else ():
-            if id(param) not in inside:
-                rule = f"{name} is in no block, and shard gathers the parameters of blocks. Put it into one."
-                return [Problem(key="model", rule=rule)]
-        cut = self.stages.assigned(model, context)
-        if layout.gathers and isinstance(cut, StageAssignment):
-            for name, param in model.named_parameters():
-                with_it = {
-                    stage
-                    for unit, stage in zip(cut.units, cut.stages, strict=True)
-                    if any(tensor is param for _, tensor in unit.tensors())
-                }
-                if len({stage % self.pipe for stage in with_it}) < len(with_it):
-                    rule = f"{name} is shared by two stages of one rank, each of which would shard it. Use another map."
-                    return [Problem(key="strategy.map", rule=rule)]
-        return []
-
-    def describe_partition(self, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:
-        """Return the stages of the first replica, with the device of the first rank of each."""
-        if self.pipe == 1:
-            return ()
-        devices = [task.device for task in self.tasks(replace(context, launch=None))]
-        parts = self.stages.describe_partition(model, context)
-        return tuple(replace(one, device=devices[one.stage % self.pipe * self.tensor]) for one in parts)
-
-    def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
-        """Return the memory of the rank with the largest use."""
-        if (stages := self.whole_stages(context)) is not None:
-            return stages.estimate_memory(model, context)
-        found = super().estimate_memory(model, context)
-        if self.pipe == 1 or not isinstance(cut := self.stages.assigned(model, context), StageAssignment):
-            return found
-        parts = self.stages.stage_names(model, cut)
-        held = [{name: size for name, size in found.resident.items() if name in names} for names in parts]
-        return replace(found, resident=max(held, key=lambda sizes: sum(sizes.values())), gradient_copies=1)
-
-    def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:
-        """Return the stages of each rank, and its number of microbatches in flight."""
-        if (stages := self.whole_stages(context)) is not None:
-            return stages.replica_parts(model, context, num_shards=num_shards)
-        return super().replica_parts(model, context, num_shards=num_shards)
-
-    def rank_passes(self, model: nn.Module, context: PlanContext, shard: PlannedShard) -> tuple[RankPass, ...]:
-        """Return the pass of each rank through its stages.
-
-        Raises:
-            TrainingError: the stages are sharded or cut.
-        """
-        if (stages := self.whole_stages(context)) is not None:
-            return stages.rank_passes(model, context, shard)
-        if self.pipe > 1:
-            raise TrainingError("stages are sharded or cut, and a plan knows those of whole stages only")
-        return super().rank_passes(model, context, shard)
-
-    def work_share(self, cut: StepCut) -> WorkShare:
-        """Return the share of a rank in the operations, if all layers are cut, with the ideal bubble."""
-        if self.pipe == 1:
-            return super().work_share(cut)
-        return replace(self.stages.work_share(cut), size=1 / self.tensor)
-
-    def bubble(self, cut: StepCut) -> float | None:
-        """Return the ideal bubble of the schedule; None without stages."""
-        return None if self.pipe == 1 else self.stages.bubble(cut)
-
-    def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
-        """Return the transfers of a step; None if stages are sharded or cut."""
-        if (stages := self.whole_stages(context)) is not None:
-            return stages.traffic(model, context, cut)
-        return super().traffic(model, context, cut) if self.pipe == 1 else None
-
-    def resolve(self, build: Callable[[], nn.Module], context: PlanContext) -> Mesh:
-        """Return the mesh with a stage for each block."""
-        return self if self.pipe == 1 else replace(self, map=self.stages.resolve(build, context).map)
-
-    def setup(self, request: SetupRequest) -> ShardedExecutor[Any]:
-        """Join the other ranks, and keep this rank's part of the model, or of its stages.
-
-        Raises:
-            ConfigError: the model does not fit the axes, or microbatches differ where samples are coupled.
-        """
-        if self.pipe == 1:
-            return super().setup(request)
-        ranks, layout = self.join(request.identity), self.layout(request.identity.num_ranks)
-        if problems := layout.axes.problems(request.identity.num_ranks):
-            raise ConfigError(problems)
-        if layout.gathers:
-            _refuse_uneven(request.model, request.training.plan)
-        is_cut = layout.axes.shard * layout.axes.tensor > 1
-        place = self._place(request.identity, layout.axes) if is_cut else None
-        return self.stages.setup_on(request, ranks, layout, place)
 
     @property
     def wanted_replicas(self) -> int | Literal["auto"]:
@@ -701,7 +665,7 @@ class Mesh(MeshStrategy):
         """Return problems: axes that do not make up the ranks, and keys without effect on an axis of one rank."""
         ranks = self.num_replicas(context) * self.ranks_a_replica
         axes = self.layout(ranks).axes
-        if problems := axes.problems(ranks):
+        if problems := axes.problems(ranks) or (self._pipe_problems(context) if axes.pipe > 1 else []):
             return problems
         idle = {"wrap": self.wrap != "blocks", "reshard_after_forward": not self.reshard_after_forward}
         idle |= {"sync": self.sync != "each", "offload": self.offload}
@@ -833,6 +797,71 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, MeshStrategy):
     def scaled(self, replicas: int, context: PlanContext) -> Scaled:  # noqa: ARG002 - the same on any device
         """Return the key for `replicas` ranks."""
         return Scaled(keys={"replicas": replicas})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline(ProcessGroupOptions, StagedMesh):
+    """Train each stage of a replica on its own rank, with the shards of a step as microbatches.
+
+    Example:
+        >>> strategy, context = Pipeline(stages=4, replicas=2), PlanContext()
+        >>> strategy.num_replicas(context), len(strategy.tasks(context))
+        (2, 8)
+    """
+
+    facts: ClassVar[Facts] = Facts(place=4, supports_meta_init=True, is_sharded=True, forward_is_collective=True)
+
+    replicas: Annotated[int | Literal["auto"], placement, at_most(MOST_PROCESSES)] = 1
+    """Copies of the whole pipeline, over all hosts; auto: those that the GPUs of this host or a launch make up."""
+    stages: Annotated[int, at_least(2), at_most(MOST_PROCESSES), placement] = 2
+    """Number of ranks of a replica."""
+
+    max_memory: Annotated[Annotated[float, above(0)] | Mapping[str, float] | None, placement] = None
+    """GiB of parameters, gradients, buffers and a shard's activations that a rank takes: for all, or `{0:20,1:40}`."""
+
+    @property
+    def pipe_stages(self) -> Stages:
+        """The stages of each replica."""
+        return Stages(
+            pipe=self.stages,
+            schedule=self.schedule,
+            virtual_stages=self.virtual_stages,
+            map=self.map,
+            max_memory=self.max_memory,
+        )
+
+    @property
+    def ranks_a_replica(self) -> int:
+        """The ranks of the stages."""
+        return self.stages
+
+    @property
+    def loss_rank(self) -> int:
+        """The last rank: it has the last stage, and so the loss."""
+        return self.stages - 1
+
+    @property
+    def keeps_params_whole(self) -> bool:
+        """True: a stage is whole."""
+        return True
+
+    def layout(self, num_ranks: int) -> Layout:
+        """Return the layout: copies of a model in stages."""
+        return Layout(axes=Axes(replicate=max(num_ranks // self.stages, 1), pipe=self.stages))
+
+    def layout_problems(self, context: PlanContext) -> list[Problem]:  # noqa: ARG002 - in any
+        """Return none: any replicas have stages."""
+        return []
+
+    @classmethod
+    def spread_over(cls, count: int) -> dict[str, int]:
+        """Return one replica, with a stage on each device."""
+        return {"replicas": 1, **cls.sharded_over(count)}
+
+    @classmethod
+    def sharded_over(cls, count: int) -> dict[str, int]:
+        """Return the number of stages, each on a device."""
+        return {"stages": count}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,22 +14,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from trainkit.errors import TrainingError
+from trainkit.errors import ConfigError, TrainingError
 from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Loss, Supervised, add_terms
 from trainkit.objectives.linear_cross_entropy import output_layer_of, scored_inside
-from trainkit.strategies.base import Batch, StateDict, StepContext
+from trainkit.strategies.base import Batch, SetupRequest, StateDict, StepContext
+from trainkit.strategies.collectives import RankGroup
 from trainkit.strategies.core.buffers import StepBuffers
-from trainkit.strategies.core.replica import ReplicaParts, replica_state, restore_replica
 from trainkit.strategies.core.step import ShardStep, added, cloned_batch, weight_on
+from trainkit.strategies.core.synchronous import build_parts, no_reducer
+from trainkit.strategies.mesh.layout import Layout, OnMesh
 from trainkit.strategies.mesh.pipe.forward import is_fake
-from trainkit.strategies.mesh.pipe.groups import drifted, new_groups
-from trainkit.strategies.mesh.pipe.held import HeldStages
-from trainkit.strategies.mesh.pipe.microbatch import Chunk
-from trainkit.strategies.mesh.pipe.replica import ChunkStage, PipelineReplica, StageLayout, Traced, shape_key
-from trainkit.strategies.mesh.pipe.schedules import ScheduleName, ideal_bubble, padded_microbatches
-from trainkit.strategies.mesh.step import ShardedExecutor, dummy_batch
-from trainkit.strategies.tensor_shards import ShardedState, TensorShard, gather_full, name_in, select
+from trainkit.strategies.mesh.pipe.held import HeldStages, groups_alike, sum_alike, without_data
+from trainkit.strategies.mesh.pipe.replica import Chunk, PipelineReplica, shape_key
+from trainkit.strategies.mesh.pipe.stages import StageAssignment, Stages, ideal_bubble, padded_microbatches
+from trainkit.strategies.mesh.step import ShardedExecutor
+from trainkit.strategies.tensor_shards import name_in, select
 from trainkit.strategies.tensors.layouts import in_layout
 
 
@@ -52,7 +52,7 @@ class StagedForward:
         replica = self._replica
         if replica.runs_stage or any(map(is_fake, tree_flatten(inputs)[0])):
             return self._whole(inputs)
-        group, ranks, last = replica.groups.replica, replica.num_stage_ranks, replica.cut.num_stages - 1
+        group, ranks, last = replica.pipeline, replica.held.axes.pipe, replica.held.cut.num_stages - 1
         outputs: tuple[Tensor, ...] = ()
         with torch.no_grad(), replica.keys.at(replica.keys.beginning):
             traced = replica.trace(inputs)
@@ -64,35 +64,43 @@ class StagedForward:
                 outputs = segment(*received)
                 for tensor in outputs if stage < last else ():
                     dist.send(tensor, group=group, group_dst=(stage + 1) % ranks)
-            if replica.place != last % ranks:
+            if replica.held.position != last % ranks:
                 outputs = tuple(one.empty(replica.device) for one in traced.program.finals)
             for tensor in outputs:
                 dist.broadcast(tensor, group=group, group_src=last % ranks)
         return traced.program.filled(outputs)
 
 
-def assemble(parts: ReplicaParts, held: HeldStages, *, schedule: ScheduleName, timeout_s: float) -> PipelineReplica:
-    """Make the replica of one rank, and let a call of its model run all stages; collective."""
-    model, cut, axes, rank = parts.held.model, held.cut, held.axes, held.rank
-    holders, blocks = held.holders, held.blocks
-    buffers = StepBuffers(nn.ModuleList(blocks.values()), parts.precision.master_dtype)
-    names = {id(buffer): name for name, buffer in model.named_buffers()}
-    here = nn.ModuleList(blocks.values()).named_buffers()
-    layout = StageLayout(
-        cut=cut,
-        axes=axes,
-        rank=rank,
-        schedule=schedule,
-        groups=new_groups(holders, axes, rank=rank, timeout_s=timeout_s),
-        holders=holders,
-        shards=held.shards,
-        traced=model if held.traced is None else held.traced,
-        blocks=blocks,
-        buffer_names=[names[id(buffer)] for _, buffer in here],
-    )
-    replica = PipelineReplica(replace(parts, buffers=buffers), layout, held.cuts)
+def stage_executor(
+    request: SetupRequest, ranks: RankGroup, stages: Stages, layout: Layout, place: OnMesh, *, timeout_s: float
+) -> PipelineExecutor:
+    """Keep the stages of this rank, and let a call of its model run all stages; collective.
+
+    Args:
+        request: the model and the settings of the run.
+        ranks: the ranks, which have joined.
+        stages: the settings of the stages.
+        layout: the way in which a stage is cut.
+        place: the place of this rank.
+        timeout_s: seconds that a rank waits for others.
+
+    Raises:
+        ConfigError: the map does not fit the model.
+    """
+    model, precision, axes = request.model, request.precision, layout.axes
+    cut = stages.assigned(model, precision)
+    if not isinstance(cut, StageAssignment):
+        raise ConfigError(cut)
+    held = HeldStages(**vars(place), layout=layout, cut=cut, holders=cut.holders(model, stages.pipe))
+    is_cut = axes.shard * axes.tensor > 1
+    traced = precision.adapt(without_data(model)) if is_cut else model
+    parts = build_parts(request, ranks=ranks, placement=held, make_reducer=no_reducer, move=held.keep)
+    buffers = StepBuffers(nn.ModuleList(held.blocks.values()), parts.precision.master_dtype)
+    alike = groups_alike([*held.holders.values()], axes, rank=place.rank, timeout_s=timeout_s)
+    schedule = stages.schedule
+    replica = PipelineReplica(replace(parts, buffers=buffers), held, alike=alike, schedule=schedule, traced=traced)
     model.forward = StagedForward(replica)
-    return replica
+    return PipelineExecutor(replica, request.training, ranks=ranks, make_step=PipelineWork)
 
 
 class PipelineWork(ShardStep):
@@ -124,25 +132,21 @@ class PipelineWork(ShardStep):
         grads, summed = replica.take_grads(), replica.finish_sums()
         if not replica.settled:
             _settle(replica, grads)
-        names = list(replica.params)
+        names, held = list(replica.params), replica.held
         parts = [
             None if name in summed else _zeros_where_used(grad, used, master)
             for (name, master), grad, used in zip(replica.masters.items(), grads, replica.used, strict=True)
         ]
-        parts += self._buffers()
-        holders = [replica.holders[name] for name in names]
-        holders += [(replica.place,)] * (len(parts) - len(names))
-        sums = replica.groups.sum(parts, holders)
-        sums[: len(names)] = [summed.get(name, total) for name, total in zip(names, sums, strict=False)]
-        return [*sums, *self._counted()]
-
-    def _buffers(self) -> list[Tensor]:
-        """Return the sums of updated buffers over the ranks of `shard`; collective."""
-        replica = self.replica
-        found = replica.buffers.take() if replica.buffers.names else []
-        for one in found if replica.shards is not None else ():
+        buffers = replica.buffers.take() if replica.buffers.names else []
+        for one in buffers if replica.shards is not None else ():
             dist.all_reduce(one, group=replica.shards)
-        return found
+        holders = [held.holders[name] for name in names] + [(held.position,)] * len(buffers)
+        sums = sum_alike([*parts, *buffers], holders, replica.alike)
+        sums[: len(names)] = [summed.get(name, total) for name, total in zip(names, sums, strict=False)]
+        if not self.divisor.counted:
+            return sums
+        here = weight_on(self.weight, replica.precision.master_dtype, replica.device)
+        return [*sums, replica.data_ranks.sum(here)]  # the last stage has it
 
     def _groups(self) -> list[list[Chunk]]:
         """Return the microbatches by shape, in the order of the shards: a schedule supports one shape.
@@ -157,16 +161,14 @@ class PipelineWork(ShardStep):
             inputs, targets = objective.split_batch(batch)
             chunk = Chunk(shard=shard, inputs=inputs, targets=targets, share=self._shard_fraction(shard))
             groups.setdefault(shape_key(inputs), []).append(chunk)
-        return [self._filled([*chain(*groups.values())])] if self.replica.gathers else list(groups.values())
+        gathers = self.replica.shards is not None
+        return [self._filled([*chain(*groups.values())])] if gathers else list(groups.values())
 
     def _filled(self, chunks: list[Chunk]) -> list[Chunk]:
         """Return microbatches of equal shapes, as many as on every other rank; collective if one has none."""
         plan, replica, step = self.training.plan, self.replica, self.ticket.step
         count, ranks = plan.num_shards(step), replica.num_ranks
-        if replica.stand_in is None and min(count, plan.num_shards(plan.steps_per_epoch - 1)) < ranks:
-            own = self.batches[0] if self.batches else None
-            has_own = count >= ranks
-            replica.set_stand_in(cloned_batch(own) if has_own else dummy_batch(own, replica.device, replica.all_ranks))
+        replica.provide_stand_in(plan, step, self.batches)
         objective = self.training.objective
         assert isinstance(objective, Supervised)
         if not chunks:
@@ -179,25 +181,25 @@ class PipelineWork(ShardStep):
                 "microbatches of a step have inputs of several shapes, and the ranks along shard need one. Use samples "
                 "of one shape, or strategy.shard=1."
             )
-        return [*chunks, *(_repeat(chunks[0]) for _ in range(-(-count // ranks) - len(chunks)))]
+        return [*chunks, *(chunks[0].repeated() for _ in range(-(-count // ranks) - len(chunks)))]
 
     def _measured(self, groups: Sequence[Sequence[Chunk]]) -> None:
         """Compute the groups, and record the fraction of the time in which this rank waited for others."""
         replica = self.replica
-        replica.clock.reset()
+        replica.busy_s = 0.0
         start = time.perf_counter()
         ideal_s = total = 0.0
         for number, chunks in enumerate(groups, start=1):
             replica.begin_group(is_last=number == len(groups))
             count = self._through_the_stages(chunks)
             bubble = ideal_bubble(
-                replica.schedule, count, num_ranks=replica.num_stage_ranks, stages_a_rank=len(replica.blocks)
+                replica.schedule, count, num_ranks=replica.held.axes.pipe, stages_a_rank=len(replica.held.blocks)
             )
             total += count / (1 - bubble)
             ideal_s += count / (1 - bubble) * bubble
         if groups and replica.device.type == "cpu":  # elsewhere the host runs ahead of the device
             elapsed = time.perf_counter() - start
-            replica.step_metrics["pipeline/bubble"] = max(1.0 - replica.clock.busy_s / elapsed, 0.0)
+            replica.step_metrics["pipeline/bubble"] = max(1.0 - replica.busy_s / elapsed, 0.0)
         if groups:
             replica.step_metrics["pipeline/bubble_ideal"] = ideal_s / total
 
@@ -205,14 +207,18 @@ class PipelineWork(ShardStep):
         """Run forward and backward of microbatches of one shape; return their number, with repetitions."""
         replica = self.replica
         traced = replica.trace(chunks[0].inputs)
-        count = padded_microbatches(replica.schedule, len(chunks), replica.num_stage_ranks)
+        count = padded_microbatches(replica.schedule, len(chunks), replica.held.axes.pipe)
         schedule, stages = replica.schedule_of(traced, count)
-        self._now = [*chunks, *(_repeat(chunks[0]) for _ in range(count - len(chunks)))]
+        self._now = [*chunks, *(chunks[0].repeated() for _ in range(count - len(chunks)))]
         self._program = traced.program
         for stage in stages:
             stage.take(self._now)
         schedule.step(target=torch.arange(count), return_outputs=False)
-        _forget(stages, traced)
+        for stage in stages:  # release the batches of the step
+            stage.take(())
+            stage.clear_runtime_states()
+        for segment in traced.segments.values():
+            segment.set_inputs(None)
         return count
 
     def scoring(self, number: int) -> AbstractContextManager[None]:
@@ -227,7 +233,7 @@ class PipelineWork(ShardStep):
         if offered is None or replica.schedule == "zero_bubble":
             return nullcontext()
         last = self._program.last_block
-        blocks = (module for unit in replica.cut.units if unit.name == last for module in unit.entries)
+        blocks = (module for unit in replica.held.cut.units if unit.name == last for module in unit.entries)
         if all(one is not offered.layer for block in blocks for one in block.modules()):
             return nullcontext()
 
@@ -243,7 +249,7 @@ class PipelineWork(ShardStep):
         chunk, replica, objective = self._now[number], self.replica, self.training.objective
         assert isinstance(objective, Supervised)
         replica.keys.enter(step=self.ticket.step, shard=chunk.shard, objective=objective, calls=1)
-        with replica.clock.running(), replica.precision.autocast(replica.device_types):
+        with replica.computing(), replica.precision.autocast(replica.device_types):
             loss = self._scored.pop(number, None)
             if loss is None:
                 found = tuple(one[: chunk.rows] for one in outputs) if chunk.rows is not None else outputs
@@ -258,27 +264,6 @@ class PipelineWork(ShardStep):
             # Backward begins with this factor: the same bits as dividing the loss, without that kernel.
             return total * (replica.loss_scale.scale / self.divisor.value)
 
-    def _counted(self) -> list[Tensor]:
-        """Return the counted weight, which the last stage has; collective if it is counted."""
-        if not self.divisor.counted:
-            return []
-        replica = self.replica
-        here = weight_on(self.weight, replica.precision.master_dtype, replica.device)
-        return [replica.data_ranks.sum(here)]
-
-
-def _repeat(chunk: Chunk) -> Chunk:
-    return Chunk(shard=chunk.shard, inputs=chunk.inputs, targets=chunk.targets, share=0.0, counts=False)
-
-
-def _forget(stages: Sequence[ChunkStage], traced: Traced) -> None:
-    """Release the batches of the step."""
-    for stage in stages:
-        stage.take(())
-        stage.clear_runtime_states()
-    for segment in traced.segments.values():
-        segment.set_inputs(None)
-
 
 def _zeros_where_used(grad: Tensor | None, used: bool, master: Tensor) -> Tensor | None:
     if grad is not None and grad.is_sparse:
@@ -290,11 +275,13 @@ def _zeros_where_used(grad: Tensor | None, used: bool, master: Tensor) -> Tensor
 
 def _settle(replica: PipelineReplica, grads: Sequence[Tensor | None]) -> None:
     """Agree with the other ranks on the parameters with gradients and the updated buffers; collective."""
-    places = {name: at for at, name in enumerate(replica.holders)}
+    places = {name: at for at, name in enumerate(replica.held.holders)}
     flags = torch.zeros(len(places), dtype=torch.int64)
     for name, grad in zip(replica.params, grads, strict=True):
         flags[places[name]] = int(grad is not None)
-    buffers = replica.buffer_names
+    names = {id(buffer): name for name, buffer in replica.model.named_buffers()}
+    here = nn.ModuleList(replica.held.blocks.values()).named_buffers()
+    buffers = [names[id(buffer)] for _, buffer in here]
     for name, changed in zip(buffers, replica.changed, strict=False):
         flags[places[name]] = int(changed)
     found = torch.stack(replica.all_ranks.gather(flags)).amax(0).tolist()
@@ -307,35 +294,8 @@ def _settle(replica: PipelineReplica, grads: Sequence[Tensor | None]) -> None:
 class PipelineExecutor(ShardedExecutor[PipelineReplica]):
     """A rank that sends the shards of its replica through its stages."""
 
-    def sharded_state_dict(self) -> ShardedState:
-        """Return this rank's tensors, on the first replica; a tensor of several stages, on the first stage."""
-        replica = self._replica
-        if replica.cuts:
-            return super().sharded_state_dict()
-        if replica.rank:
-            return {}
-        found = {key: tensor for key, tensor in replica_state(replica).items() if not tensor.is_meta}
-        return {key: (TensorShard.whole(tensor),) for key, tensor in found.items() if replica.is_home(name_in(key))}
-
-    def state_dict(self) -> StateDict:
-        """Return parameters in the masters' dtype, buffers, and optimizer slots of all stages; collective."""
-        return gather_full(self.sharded_state_dict(), self._replica.all_ranks)
-
     def load_state_dict(self, state: StateDict) -> None:
         """Restore this rank's tensors of a checkpoint of any strategy."""
-        replica, model = self._replica, self._replica.model
-        named = [*model.named_parameters(), *(model.named_buffers() if replica.cuts else ())]
-        foreign = {name for name, one in named if one.is_meta and (one.requires_grad or replica.cuts)}
-        own = select(state, lambda key: name_in(key) not in foreign)
-        if replica.cuts:
-            super().load_state_dict(own)
-        else:
-            restore_replica(replica, own)
-
-    def check_replicas(self) -> str | None:
-        """Return the first parameter whose bits are not the same on all ranks that hold it; collective."""
-        replica = self._replica
-        if replica.cuts:
-            return super().check_replicas()
-        params = {name: param for name, param in replica.model.named_parameters() if not param.is_meta}
-        return drifted(params, replica.holders, replica.all_ranks, num_ranks=replica.num_stage_ranks)
+        model = self._replica.model
+        foreign = {name for name, one in (*model.named_parameters(), *model.named_buffers()) if one.is_meta}
+        super().load_state_dict(select(state, lambda key: name_in(key) not in foreign))

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -142,6 +142,10 @@ class Program:
         stages = [stage_of[name] for name in self.blocks]
         return [sum(one < stage for one in stages) for stage in range(num_stages + 1)]
 
+    def spans(self, stage_of: Mapping[str, int], num_stages: int) -> list[Span]:
+        """Return each stage."""
+        return [self.span(first, end) for first, end in pairwise(self.starts(stage_of, num_stages))]
+
     def span(self, first: int, end: int) -> Span:
         """Return the stage that begins with a call and ends before another."""
         received, sent = self._crossing(first), self._crossing(end)
@@ -209,6 +213,71 @@ class Span:
         if any(isinstance(leaf, Loss) for leaf in leaves):
             return (found_loss(outputs).loss_sum,)
         return tuple(leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor))
+
+
+class Blocks(nn.Module):
+    """The blocks of a stage, and the tensors that the model owns itself.
+
+    The modules are those of the model; nothing is copied, and the model's own names are unchanged.
+    """
+
+    def __init__(self, model: nn.Module, units: Iterable[Block], members: Iterable[Block]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(unit.entries[0] for unit in members)
+        inside = {id(tensor) for unit in units for _, tensor in unit.tensors()}
+        for number, tensor in enumerate(chain(model.parameters(), model.buffers())):
+            if id(tensor) in inside:
+                continue
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(f"owned_{number}", tensor)
+            else:
+                self.register_buffer(f"owned_{number}", tensor)
+
+    def forward(self, run: Callable[..., tuple[Tensor, ...]], *received: Tensor) -> tuple[Tensor, ...]:
+        """Compute a stage; parameters that are sharded are gathered around it."""
+        return run(received)
+
+
+class StageModule(nn.Module):
+    """Computes a stage for inputs of one shape.
+
+    Args:
+        blocks: the blocks of the stage.
+        span: its calls.
+        units: all blocks of the model.
+        forward: the model's own forward pass.
+        device: the device of this stage.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        span: Span,
+        units: Iterable[Block],
+        forward: Callable[[Any], Any],
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.blocks, self.span = blocks, span
+        self._all = {unit.name: unit.entries[0] for unit in units}
+        self._forward, self._device = forward, device
+        self.inputs: Any = None
+        """Inputs of the whole model for the next microbatch; the code of every stage may read them."""
+
+    def set_inputs(self, inputs: Any) -> None:
+        """Store the inputs of the whole model for the next microbatch."""
+        self.inputs = inputs
+
+    def forward(self, *received: Tensor) -> tuple[Tensor, ...]:
+        """Compute the values for the next stage from those of the previous one; the loss if the last block computes
+        it.
+        """
+        arrived = received if self.span.first else ()
+        made: tuple[Tensor, ...] = self.blocks(self._run, *arrived)
+        return made
+
+    def _run(self, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return self.span.run(self._all, self._forward, self.inputs, received, device=self._device)
 
 
 class _Ended(Exception):  # noqa: N818 - no error

@@ -3,49 +3,51 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from trainkit.numerics.precision import Precision, buffer_dtype
 from trainkit.strategies.collectives import broadcast_values
 from trainkit.strategies.core.replica import PlacedModel
 from trainkit.strategies.core.synchronous import move_and_cast
 from trainkit.strategies.mesh.layout import Layout, OnMesh
-from trainkit.strategies.mesh.pipe.stage_assignment import StageAssignment
-from trainkit.strategies.mesh.pipe.stage_module import Blocks
+from trainkit.strategies.mesh.pipe.forward import Blocks
+from trainkit.strategies.mesh.pipe.stages import StageAssignment
 from trainkit.strategies.mesh.sharding import Axes, Sharding, fully_sharded
 from trainkit.strategies.mesh.step import ShardSlice
 from trainkit.strategies.mesh.tensor import DrawWatch, Exchange, cut_parameters, exchange_activations
-from trainkit.strategies.tensors.layouts import Placement, local_part, make_dense, replace_tensors
+from trainkit.strategies.tensors.layouts import FlatBuffer, Placement, local_part, make_dense, replace_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageParams(Placement):
-    """The tensors of some stages on one device; all others are moved to torch's meta device."""
+class HeldStages(OnMesh):
+    """The place of a rank, and the tensors that it keeps there; all others are moved to torch's meta device."""
 
-    device: torch.device
-    names: frozenset[str]
-    """Canonical names of the parameters and buffers that are kept."""
+    layout: Layout
+    cut: StageAssignment
+    """The assignment of all stages."""
+    holders: dict[str, tuple[int, ...]]
+    """Parameter or buffer, by canonical name -> the positions along `pipe` that hold it."""
+    blocks: dict[int, Blocks] = field(default_factory=dict)
+    """Stage -> its modules, for the stages of this rank."""
+    cuts: dict[str, ShardSlice] = field(default_factory=dict)
+    """The slice of each parameter of these stages."""
+
+    @property
+    def position(self) -> int:
+        """The place of this rank along `pipe`; stage i is at i modulo the ranks there."""
+        return self.places["pipe"]
 
     def device_of(self, name: str) -> torch.device:
         """Return the device of a tensor."""
-        return self.device if name in self.names else torch.device("meta")
-
-    def receive(self, model: nn.Module) -> None:
-        """Take the values of rank 0 for the tensors that are kept, and release the others, one by one; collective."""
-        name_of = {id(tensor): name for name, tensor in _named(model)}
-
-        def received(tensor: Tensor) -> Tensor:
-            values = torch.empty_like(tensor, device=self.device) if tensor.is_meta else tensor.to(self.device)
-            broadcast_values(values)
-            return values if name_of[id(tensor)] in self.names else torch.empty_like(values, device="meta")
-
-        replace_tensors(model, received)
+        return self.device if self.position in self.holders[name] else torch.device("meta")
 
     def move(self, model: nn.Module) -> nn.Module:
         """Move the kept tensors to the device."""
@@ -58,90 +60,51 @@ class StageParams(Placement):
                     module._buffers[leaf] = buffer.to(self.device)  # noqa: SLF001
         return model
 
+    def keep(self, model: nn.Module, precision: Precision, _placement: Placement) -> PlacedModel:
+        """Keep the tensors of the stages, with the values of rank 0: cut along `tensor`, then sharded along `shard`;
+        copies of higher precision only of these. Collective.
+        """
+        name_of = {id(tensor): name for name, tensor in _named(model)}
 
-@dataclass(kw_only=True)
-class HeldStages:
-    """Keeps the stages of one rank."""
+        def received(tensor: Tensor) -> Tensor:
+            values = torch.empty_like(tensor, device=self.device) if tensor.is_meta else tensor.to(self.device)
+            broadcast_values(values)
+            return values.to(self.device_of(name_of[id(tensor)]))
 
-    cut: StageAssignment
-    """The assignment of all stages."""
-    axes: Axes
-    rank: int
-    """This rank."""
-    holders: dict[str, tuple[int, ...]]
-    """Parameter or buffer, by canonical name -> the positions along `pipe` that hold it."""
-    layout: Layout
-    place: OnMesh | None
-    """The place of this rank on a mesh; None: neither `shard` nor `tensor` has several ranks."""
-    blocks: dict[int, Blocks] = field(default_factory=dict)
-    """Stage -> its modules."""
-    cuts: dict[str, ShardSlice] = field(default_factory=dict)
-    """The slice of each parameter of these stages; empty if they are whole."""
-    traced: nn.Module | None = None
-    """The model for passes without data, whole and on the meta device; None: the model itself."""
-
-    @property
-    def shards(self) -> dist.ProcessGroup | None:
-        """The ranks of `shard`; None: this one alone."""
-        return None if self.place is None else self.place.group("shard")
-
-    @property
-    def position(self) -> int:
-        """The place of this rank along `pipe`."""
-        return self.axes.coordinates(self.rank)["pipe"]
-
-    def params(self, device: torch.device) -> StageParams:
-        """Return the tensors that this rank keeps, on its device."""
-        names = frozenset(name for name, places in self.holders.items() if self.position in places)
-        return StageParams(device=device, names=names)
-
-    def move(self, model: nn.Module, precision: Precision, placement: Placement) -> PlacedModel:
-        """Keep the tensors of the stages, and copies of higher precision only of these; collective."""
-        assert isinstance(placement, StageParams)
-        if self.place is not None:
-            self.traced = precision.adapt(_without_data(model))
-        placement.receive(model)
-        self.blocks = {
-            stage: Blocks(model, self.cut, stage) for stage in range(self.position, self.cut.num_stages, self.axes.pipe)
-        }
-        held = None if self.place is None else self._cut(model, precision, placement, self.place)
-        if held is None:
-            held = move_and_cast(model, precision, placement)
-        params = _here(held.params)
-        masters = params if held.masters is held.params else _here(held.masters)
-        return PlacedModel(model=held.model, params=params, masters=masters)
-
-    def _cut(self, model: nn.Module, precision: Precision, placement: StageParams, place: OnMesh) -> PlacedModel:
-        """Cut layers along `tensor`, then shard what is left along `shard`; collective."""
-        fit, places, layout = self.layout.fitted(model), place.places, self.layout
-        is_first = places["replicate"] == 0
-        outer = cut_parameters(model, fit, place=places["tensor"], degree=layout.axes.tensor, is_first=is_first)
-        held = self._sharded(model, precision, placement, place) if layout.gathers else None
-        if held is None:
-            held = move_and_cast(model, precision, placement)
+        replace_tensors(model, received)  # and release the others, one by one
+        cut, axes, places = self.cut, self.axes, self.places
+        for stage in range(self.position, cut.num_stages, axes.pipe):
+            self.blocks[stage] = Blocks(model, cut.units, cut.members(stage))
+        fit, is_first = self.layout.fitted(model), places["replicate"] == 0
+        outer = cut_parameters(model, fit, place=places["tensor"], degree=axes.tensor, is_first=is_first)
+        held = self._sharded(model, precision) if self.layout.gathers else move_and_cast(model, precision, self)
         if fit.chosen:
-            exchange = Exchange(place.mesh["tensor"])
+            exchange = Exchange(self.mesh["tensor"])
             exchange_activations(model, fit, exchange)
-            DrawWatch(model, exchange, [placement.device])
+            DrawWatch(model, exchange, [self.device])
         for name, param in model.named_parameters():
-            if name in placement.names:
-                found = place.within(outer[name], param)
+            if self.position in self.holders[name]:
+                found = self.within(outer[name], param)
                 is_home = self.holders[name][0] == self.position
                 self.cuts[name] = replace(found, is_written=found.is_written and is_home)
-        return held
+        params = {name: param for name, param in held.params.items() if name in self.cuts}
+        masters = {name: held.masters[name] for name in params}
+        return PlacedModel(model=model, params=params, masters=params if held.masters is held.params else masters)
 
-    def _sharded(self, model: nn.Module, precision: Precision, placement: StageParams, place: OnMesh) -> PlacedModel:
+    def _sharded(self, model: nn.Module, precision: Precision) -> PlacedModel:
         make_dense(model)
         layout = self.layout
         sharding = Sharding(
-            mesh=place.mesh["shard"],
-            device=placement.device,
+            mesh=self.mesh["shard"],
+            device=self.device,
             precision=precision,
             reshard_after_forward=layout.reshard_after_forward,
         )
         before = {id(param): list[tuple[nn.Module, str]]() for param in model.parameters()}
-        for owner, leaf, param in _owned(model):
-            before[id(param)].append((owner, leaf))
+        for owner in model.modules():
+            for leaf, param in owner._parameters.items():  # noqa: SLF001
+                if param is not None:
+                    before[id(param)].append((owner, leaf))
         inside = {id(one) for root in self.blocks.values() for one in root.modules()}
         for root in self.blocks.values():
             fully_sharded(root, layout.units_in(model, root), sharding, is_stage=True)
@@ -157,7 +120,7 @@ class HeldStages:
         parts = {
             name: nn.Parameter(local_part(param.detach()))
             for name, param in model.named_parameters()
-            if param.requires_grad and name in placement.names
+            if param.requires_grad and self.position in self.holders[name]
         }
         return PlacedModel(model=model, params=parts, masters=parts)
 
@@ -166,14 +129,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return chain(model.named_parameters(), model.named_buffers())
 
 
-def _owned(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    for owner in model.modules():
-        for leaf, param in owner._parameters.items():  # noqa: SLF001
-            if param is not None:
-                yield owner, leaf, param
-
-
-def _without_data(model: nn.Module) -> nn.Module:
+def without_data(model: nn.Module) -> nn.Module:
     """Return a copy of a model on the meta device."""
     empty: Callable[[Tensor], Tensor] = lambda one: torch.empty_like(one, device="meta")  # noqa: E731
     known: dict[int, Tensor] = {}
@@ -183,5 +139,40 @@ def _without_data(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, known)
 
 
-def _here(params: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    return {name: param for name, param in params.items() if not param.is_meta}
+Alike = dict[tuple[int, ...], ProcessGroup]
+"""Positions along `pipe` -> the ranks there, in all copies, which hold the same (parts of) tensors. Only groups that
+contain this rank and have more than one rank; in an order that is the same on all ranks.
+"""
+
+
+def groups_alike(held: Sequence[tuple[int, ...]], axes: Axes, *, rank: int, timeout_s: float) -> Alike:
+    """Create the groups of these positions, in whose exchanges a rank waits for `timeout_s`; collective over all
+    ranks.
+    """
+    grid = torch.arange(axes.num_ranks).view(axes.replicate, axes.shard, axes.pipe, axes.tensor)
+    alike: Alike = {}
+    # Sets of one position first, which are disjoint, then those of shared tensors, in the same order on all ranks.
+    for places in sorted(set(held), key=lambda one: (len(one), one)):
+        same: list[list[int]] = grid[:, :, list(places)].permute(1, 3, 0, 2).flatten(0, 1).flatten(1).tolist()
+        for ranks in same if len(same[0]) > 1 else ():
+            group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
+            if rank in ranks:
+                alike[places] = group
+    return alike
+
+
+def sum_alike(
+    tensors: Sequence[Tensor | None], holders: Sequence[tuple[int, ...]], alike: Alike
+) -> list[Tensor | None]:
+    """Return each tensor's sum over the positions that hold it; None if it is None on all ranks; collective."""
+    sums = list(tensors)
+    for places, group in alike.items():
+        found = {at: one for at, one in enumerate(tensors) if one is not None and holders[at] == places}
+        if found:
+            parts = list(found.values())
+            packing = FlatBuffer.like(parts, parts[0].dtype, parts[0].device)
+            flat = packing.pack(parts)
+            dist.all_reduce(flat, group=group)
+            for at, total in zip(found, packing.views(flat), strict=True):
+                sums[at] = total
+    return sums

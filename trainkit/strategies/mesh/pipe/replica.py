@@ -1,7 +1,8 @@
-"""The stages of a rank of a pipeline, their schedules, and the groups of ranks with the same tensors."""
+"""The stages of a rank of a pipeline, as torch's schedules run them, and the sums of their gradients over copies."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,22 +12,211 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from trainkit.errors import TrainingError
 from trainkit.strategies.core.replica import ReplicaParts
-from trainkit.strategies.mesh.pipe.forward import CannotCut, Program, trace
-from trainkit.strategies.mesh.pipe.groups import Groups
-from trainkit.strategies.mesh.pipe.microbatch import BusyTimer, Chunk
-from trainkit.strategies.mesh.pipe.schedules import ScheduleName, make_schedule
-from trainkit.strategies.mesh.pipe.split_backward import WeightPass, passes_of
-from trainkit.strategies.mesh.pipe.stage_assignment import StageAssignment, blocks_to_cut
-from trainkit.strategies.mesh.pipe.stage_module import Blocks, StageModule
-from trainkit.strategies.mesh.pipe.stage_sums import StageSums, stage_sums_of
-from trainkit.strategies.mesh.pipe.validation import run_problems
-from trainkit.strategies.mesh.sharding import Axes, gathers_anew
-from trainkit.strategies.mesh.step import ShardedReplica, ShardSlice
+from trainkit.strategies.mesh.pipe.forward import CannotCut, Program, StageModule, trace
+from trainkit.strategies.mesh.pipe.held import Alike, HeldStages
+from trainkit.strategies.mesh.pipe.stages import ScheduleName, blocks_to_cut, make_schedule, run_problems
+from trainkit.strategies.mesh.sharding import gathers_anew
+from trainkit.strategies.mesh.step import ShardedReplica
+from trainkit.strategies.reducers.vector import BackendReducer
+from trainkit.strategies.tensors.layouts import FlatBuffer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A microbatch: a shard of the step, or a repetition of one that only fills the schedule."""
+
+    shard: int
+    inputs: Any
+    """The inputs of the model."""
+    targets: Any
+    share: float
+    """Fraction of the samples of the step."""
+    counts: bool = True
+    """False for a repetition, which has no effect on the result."""
+    rows: int | None = None
+    """Samples that count: later rows only fill a shape; None: all."""
+
+    def with_rows(self, count: int) -> Chunk:
+        """Return the microbatch with so many rows; the last one is repeated, and counts once."""
+        rows = self.tensors[0].shape[0]
+        if rows == count:
+            return self
+
+        def filled(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return torch.cat([leaf, leaf[-1:].expand(count - rows, *leaf.shape[1:])]) if rows < count else leaf[:count]
+
+        return replace(self, inputs=tree_map(filled, self.inputs), rows=min(rows, count))
+
+    def repeated(self) -> Chunk:
+        """Return a repetition."""
+        return replace(self, share=0.0, counts=False)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors among the inputs of the model."""
+        return tuple(leaf for leaf in tree_flatten(self.inputs)[0] if isinstance(leaf, Tensor))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightPass:
+    """Where a pass for weights starts, and which of them it reaches."""
+
+    edges: tuple[GradientEdge, ...]
+    grads: tuple[Tensor | None, ...]
+    """The gradient of each edge; None starts from a loss."""
+    params: tuple[nn.Parameter, ...]
+
+    @classmethod
+    def of_outputs(
+        cls, outputs: Sequence[Tensor], grads: Sequence[Tensor] | None, params: Sequence[nn.Parameter]
+    ) -> WeightPass:
+        """Return the pass from the outputs of a stage, which also computes gradients between its layers again.
+
+        Args:
+            outputs: the outputs, or the loss.
+            grads: the gradients of the outputs; None for a loss.
+            params: the parameters of the stage with gradients.
+        """
+        pairs = zip(outputs, [None] * len(outputs) if grads is None else grads, strict=True)
+        found = [(get_gradient_edge(output), grad) for output, grad in pairs if output.requires_grad]
+        edges, starts = zip(*found, strict=True) if found else ((), ())
+        return cls(edges=edges, grads=starts, params=tuple(params))
+
+    def run(self) -> None:
+        """Add the gradients to those of the parameters; the hooks of the parameters are called."""
+        if self.edges and self.params:
+            torch.autograd.backward(self.edges, self.grads, inputs=self.params)
+
+
+def passes_of(groups: Sequence[Mapping[str, Any]], whole: WeightPass) -> Sequence[WeightPass]:
+    """Return the passes that give each parameter its gradient once: those of torch, or only the whole one.
+
+    Torch starts at each layer with the gradient of its output. This fails for a weight that is used twice, because the
+    pass through the layers in between frees them, or adds its gradient twice; and a weight that no input of the stage
+    reaches has no layer to start at.
+
+    Args:
+        groups: what `torch.distributed.pipelining` found in the pass for inputs: the layers and their weights.
+        whole: the pass from the outputs.
+    """
+    found = list(_passes_of_layers(groups))
+    reached = [id(param) for one in found for param in one.params]
+    once = len(reached) == len(set(reached)) and len(reached) == len(whole.params)
+    return found if once and all(len(group["intermediates"]) == 1 for group in groups) else [whole]
+
+
+def _passes_of_layers(groups: Sequence[Mapping[str, Any]]) -> Iterator[WeightPass]:
+    for group in groups:
+        starts = [
+            (GradientEdge(layer, place), grad)
+            for layer, grads in zip(group["intermediates"], group.get("grads") or [], strict=False)
+            for place, grad in enumerate(grads or ())
+            if grad is not None
+        ]
+        edges, grads = zip(*starts, strict=True) if starts else ((), ())
+        yield WeightPass(edges=edges, grads=grads, params=tuple(node.variable for node in group["params"]))
+
+
+BUCKET_BYTES: int = 25 * 2**20
+"""A bucket with this many bytes of gradients is full."""
+
+
+class StageSums(BackendReducer):
+    """Sums the gradients of one stage over the replicas, in buckets, while this rank and others still compute.
+
+    A bucket is exchanged as soon as the last backward pass of a step has produced its gradients, the others when that
+    pass ends. Ranks match exchanges only by their order, and replicas may have different numbers of microbatches, so
+    the order is fixed: the buckets of the last stage first. A rank without a microbatch sends zeros.
+
+    Args:
+        params: parameters of only this stage, by canonical name; each gets a gradient.
+        masters: the parameters that the optimizer updates, whose dtype and strides the sums have.
+        group: the ranks with this stage, one of each replica.
+        next_stage: the sums of the stage of this rank whose buckets follow; None: no stage follows.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter],
+        masters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        *,
+        next_stage: StageSums | None = None,
+    ) -> None:
+        super().__init__(bucket_bytes=BUCKET_BYTES, group=group)
+        self.names, self.params = tuple(params), list(params.values())
+        like = [masters[name] for name in self.names]
+        self._stage_packing = FlatBuffer.like(like, like[0].dtype, like[0].device)
+        self._next, self._has_turn = next_stage, False
+
+    def begin_step(self, *, is_first: bool) -> None:
+        """Begin a new sum.
+
+        Args:
+            is_first: whether no stage of this rank is exchanged before this one.
+        """
+        self.begin(self._stage_packing, num_shards=0)
+        self._has_turn = is_first
+
+    def take_turn(self) -> None:
+        """Exchange full buckets from now on, because those of all previous stages have been started."""
+        self._has_turn = True
+        self.advance()
+
+    def end_backward(self) -> None:
+        """Collect gradients that filled no bucket, and after the last pass exchange the remaining ones."""
+        self.collect(leaves_new=False)
+        if self._is_last:
+            self.fill_rest()
+            self.full.update(range(len(self.buckets)))
+            self.advance()
+
+    def advance(self) -> None:
+        """Exchange full buckets whose predecessors, of previous stages too, have been started."""
+        if self._has_turn:
+            super().advance()
+        if len(self.waits) == len(self.buckets) and self._next is not None:
+            self._next.take_turn()
+
+
+def stage_sums_of(
+    blocks: Mapping[int, nn.Module],
+    params: Mapping[str, nn.Parameter],
+    masters: Mapping[str, nn.Parameter],
+    group: dist.ProcessGroup | None,
+) -> dict[int, StageSums]:
+    """Return the sums of each stage of a rank, the last stage first, without parameters shared by two of its stages.
+
+    Args:
+        blocks: stage -> its modules.
+        params: parameters with gradients that no other rank of the replica holds.
+        masters: the parameters that the optimizer updates.
+        group: the ranks of the same stages; None with one replica.
+    """
+    if group is None:
+        return {}
+    stages: dict[int, list[int]] = {}
+    for stage, module in blocks.items():
+        for param in module.parameters():
+            stages.setdefault(id(param), []).append(stage)
+    own = {
+        stage: {name: param for name, param in params.items() if stages.get(id(param)) == [stage]} for stage in blocks
+    }
+    sums: dict[int, StageSums] = {}
+    following: StageSums | None = None
+    for stage in sorted(own):
+        if own[stage]:
+            following = StageSums(own[stage], masters, group, next_stage=following)
+            sums = {stage: following, **sums}
+    return sums
 
 
 class ChunkStage(PipelineStage):
@@ -45,11 +235,11 @@ class ChunkStage(PipelineStage):
         super().__init__(
             traced.segments[stage],
             stage,
-            around.cut.num_stages,
+            around.held.cut.num_stages,
             around.device,
             input_args=tuple(one.meta.empty(meta) for one in span.received) if stage else traced.inputs,
             output_args=tuple(one.empty(meta) for one in span.made),
-            group=around.groups.replica,
+            group=around.pipeline,
         )
         self._segment, self._around = traced.segments[stage], around
         self._microbatches: Sequence[Chunk] = ()
@@ -67,7 +257,7 @@ class ChunkStage(PipelineStage):
     ) -> Any:
         """Run the forward pass of one microbatch."""
         chunk = self._microbatches[fwd_chunk_id]
-        with self._around.clock.running(), _unwrapped():
+        with self._around.computing(), _unwrapped():
             self._around.before_forward(chunk)
             self._segment.set_inputs(chunk.inputs)
             autocast = self._around.precision.autocast(self._around.device_types)
@@ -85,7 +275,7 @@ class ChunkStage(PipelineStage):
     ) -> None:
         """Run the backward pass of one microbatch, or only the part for its inputs."""
         around = self._around
-        with around.clock.running(), _unwrapped(), around.backward(self.stage_index, is_last=last_backward):
+        with around.computing(), _unwrapped(), around.backward(self.stage_index, is_last=last_backward):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward=full_backward, last_backward=last_backward)
             # Tensors are sent in their memory layout, and received as contiguous ones.
             found = self.bwd_cache.get(bwd_chunk_id, ())
@@ -112,7 +302,7 @@ class ChunkStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the rest of a split backward pass."""
         around = self._around
-        with around.clock.running(), _unwrapped(), around.backward(self.stage_index, is_last=last_backward):
+        with around.computing(), _unwrapped(), around.backward(self.stage_index, is_last=last_backward):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
 
 
@@ -148,79 +338,43 @@ class Traced:
     """Stage -> its module, for the stages of this rank."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageLayout:
-    """The ranks of the stages, and the stages of this rank."""
-
-    cut: StageAssignment
-    """The assignment of all stages."""
-    axes: Axes
-    """The axes along which all ranks are arranged."""
-    rank: int
-    """This rank."""
-    schedule: ScheduleName
-    """The order in which a rank computes microbatches."""
-    groups: Groups
-    """The process groups that sum gradients."""
-    holders: dict[str, tuple[int, ...]]
-    """Parameter or buffer -> the positions in the pipeline that hold it."""
-    blocks: dict[int, Blocks]
-    """Stage -> its modules, for the stages of this rank."""
-    buffer_names: list[str]
-    """Canonical names of this rank's buffers, in the order of the step's buffers."""
-    shards: dist.ProcessGroup | None
-    """The ranks of `shard`; None: this one alone."""
-    traced: nn.Module
-    """The model that forward passes without data compute: whole, and without exchanges."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Homes:
-    """Cache: the parameters whose gradient norms each rank of a replica contributes."""
-
-    key: tuple[int, ...]
-    """Key of the cache: indices of this rank's parameters that have gradients."""
-    own: Tensor
-    """int64: indices of the parameters whose norms this rank contributes."""
-    sizes: list[int]
-    """Number of norms that each rank of the replica contributes."""
-
-
 class PipelineReplica(ShardedReplica):
     """The stages of one rank.
 
     Args:
         parts: its stages.
-        layout: the stages of all ranks.
-        cuts: the slice of each parameter of these stages; empty if they are whole.
+        held: the stages of all ranks, and those of this one.
+        alike: the ranks that sum gradients.
+        schedule: the order in which a rank computes microbatches.
+        traced: the model that forward passes without data compute: whole, and without exchanges.
     """
 
-    def __init__(self, parts: ReplicaParts, layout: StageLayout, cuts: Mapping[str, ShardSlice]) -> None:
+    def __init__(
+        self, parts: ReplicaParts, held: HeldStages, *, alike: Alike, schedule: ScheduleName, traced: nn.Module
+    ) -> None:
         reload = partial(gathers_anew, parts.held.model)
-        join = self.join_parts if cuts else self.join_all_norms
-        super().__init__(replace(parts, join_norms=join), cuts=cuts, reload=reload)
-        self.cut, self.num_stage_ranks = layout.cut, layout.axes.pipe
-        self.places = layout.axes.coordinates(layout.rank)
-        self.place = self.places["pipe"]
-        """Position of this rank among those with the stages of a replica; stage i is on i modulo their number."""
-        self.shards, self.traced = layout.shards, layout.traced
-        self.gathers = layout.shards is not None
-        """Whether parameters are gathered to compute, so that the ranks of `shard` need equal microbatches."""
-        self.schedule, self.groups, self.holders = layout.schedule, layout.groups, layout.holders
-        self.blocks, self.buffer_names = layout.blocks, layout.buffer_names
-        self.clock = BusyTimer()
+        super().__init__(replace(parts, join_norms=self._join_norms), cuts=held.cuts, reload=reload)
+        self.held, self.alike, self.schedule = held, alike, schedule
+        self.pipeline: dist.ProcessGroup = held.mesh.get_group("pipe")
+        """The ranks of the replica, in the order of the stages."""
+        self.shards = held.group("shard")
+        """The ranks that gather parameters to compute, and so need equal microbatches; None: this one alone."""
+        self.busy_s = 0.0
+        """Computing time of this rank; meaningless on devices that compute asynchronously."""
         self.runs_stage = False
         """Whether a call of the model is the pass of one stage."""
         self.settled = False
         """Whether the updated buffers and used parameters are known."""
         self.changed: list[float] = []
         """A flag per buffer of this rank: whether a forward pass of the first step has updated it."""
+        self._model_without_data = traced
         self._versions: list[tuple[int, int]] = []
         self._traced: dict[ShapeKey, Traced] = {}
         self._schedules: dict[tuple[Any, ...], tuple[Any, list[ChunkStage]]] = {}
         self._score: Score | None = None
-        self._homes: _Homes | None = None
         self._scoring: Scoring | None = None
+        self._norms: tuple[tuple[Any, ...], Tensor, Tensor] | None = None
+        """Indices of this rank's gradients -> their indices among all of the model, and whether they count here."""
         self._step = 0
         self._stage_sums: dict[int, StageSums] = {}
         """Stage -> the sums over replicas that start in its backward pass; empty until the used parameters are
@@ -240,13 +394,20 @@ class PipelineReplica(ShardedReplica):
         for number, sums in enumerate(self._stage_sums.values()):
             sums.begin_step(is_first=number == 0)
 
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Measure the time of the block."""
+        start = time.perf_counter()
+        yield
+        self.busy_s += time.perf_counter() - start
+
     def begin_group(self, *, is_last: bool) -> None:
         """Begin the microbatches of one shape, possibly the last ones of the step."""
         self._is_last_group = is_last
 
     def scoring(self, number: int, stage: int) -> AbstractContextManager[None]:
         """Return the context of the forward pass of a microbatch: on the last stage its loss may be computed inside."""
-        if stage < self.cut.num_stages - 1 or self._scoring is None:
+        if stage < self.held.cut.num_stages - 1 or self._scoring is None:
             return nullcontext()
         return self._scoring(number)
 
@@ -256,11 +417,11 @@ class PipelineReplica(ShardedReplica):
         if self.buffers.names:
             self.buffers.settle(buffers)
         self.settled = True
-        here = (self.place,)
+        here, holders = (self.held.position,), self.held.holders
         named = zip(self.params.items(), used, strict=True)
-        summed = {name: param for (name, param), flag in named if flag and self.holders[name] == here}
-        group = None if self.gathers else self.groups.alike.get(here)
-        self._stage_sums = stage_sums_of(self.blocks, summed, self.masters, group)
+        summed = {name: param for (name, param), flag in named if flag and holders[name] == here}
+        group = None if self.shards is not None else self.alike.get(here)
+        self._stage_sums = stage_sums_of(self.held.blocks, summed, self.masters, group)
 
     def finish_sums(self) -> dict[str, Tensor]:
         """Wait for the sums that have begun in backward passes of this step, and return them by name."""
@@ -268,19 +429,11 @@ class PipelineReplica(ShardedReplica):
         totals = {name: total for sums in found for name, total in zip(sums.names, sums.finish(), strict=True)}
         return {name: total for name, total in totals.items() if total is not None}
 
-    @property
-    def stages_here(self) -> list[int]:
-        """The numbers of this rank's stages."""
-        return sorted(self.blocks)
-
-    def is_home(self, name: str) -> bool:
-        """Return whether this is the first rank of its replica that holds a tensor."""
-        return self.holders[name][0] == self.place
-
     def owns(self, name: str) -> bool:
         """Return whether this rank writes a tensor that several hold whole."""
-        others = (self.places[axis] for axis in ("replicate", "shard", "tensor"))
-        return self.is_home(name) and not any(others)
+        held = self.held
+        others = (held.places[axis] for axis in ("replicate", "shard", "tensor"))
+        return held.holders[name][0] == held.position and not any(others)
 
     def trace(self, inputs: Any) -> Traced:
         """Trace the model with inputs of this shape; the result is the same on every rank.
@@ -288,14 +441,15 @@ class PipelineReplica(ShardedReplica):
         Raises:
             TrainingError: the model cannot be cut into these stages.
         """
-        key = (shape_key(inputs), self.model.training, torch.is_grad_enabled())
+        key, cut = (shape_key(inputs), self.model.training, torch.is_grad_enabled()), self.held.cut
         if key not in self._traced:
-            for one, other in zip(self.traced.modules(), self.model.modules(), strict=True):
+            whole = self._model_without_data
+            for one, other in zip(whole.modules(), self.model.modules(), strict=True):
                 one.training = other.training
             try:
                 program = trace(
-                    self.traced,
-                    blocks_to_cut(self.traced),
+                    whole,
+                    blocks_to_cut(whole),
                     inputs,
                     device=self.device,
                     autocast=self.precision.autocast(self.device_types),
@@ -303,18 +457,12 @@ class PipelineReplica(ShardedReplica):
                 )
             except CannotCut as error:
                 raise TrainingError(f"the model cannot be cut into stages: {error}. {error.remedy}") from error
-            if problems := run_problems(self.cut, program):
+            if problems := run_problems(cut, program):
                 raise TrainingError("; ".join(map(str, problems)))
-            starts = program.starts(self.cut.stage_of, self.cut.num_stages)
+            spans = program.spans(cut.stage_of, cut.num_stages)
             segments = {
-                stage: StageModule(
-                    self.blocks[stage],
-                    program.span(starts[stage], starts[stage + 1]),
-                    self.cut,
-                    self.forward_stage,
-                    self.device,
-                )
-                for stage in self.stages_here
+                stage: StageModule(blocks, spans[stage], cut.units, self.forward_stage, self.device)
+                for stage, blocks in self.held.blocks.items()
             }
             tensors = (leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor))
             given = tuple(torch.empty_like(one, device="meta", requires_grad=False) for one in tensors)
@@ -333,7 +481,7 @@ class PipelineReplica(ShardedReplica):
         """Return the schedule for `count` microbatches of one shape, and the stages on this rank; cached."""
         key = id(traced), count
         if key not in self._schedules:
-            stages = [ChunkStage(traced, stage, self) for stage in self.stages_here]
+            stages = [ChunkStage(traced, stage, self) for stage in self.held.blocks]
             self._schedules[key] = make_schedule(self.schedule, stages, count, self._scored), stages
         return self._schedules[key]
 
@@ -356,7 +504,7 @@ class PipelineReplica(ShardedReplica):
             new = self.buffers.changed_since(self._versions)
             self.changed = [max(pair) for pair in zip(self.changed or new, new, strict=True)]
         if chunk.counts:
-            self.buffers.end_forward(chunk.share, within=set(self.blocks[stage].modules()))
+            self.buffers.end_forward(chunk.share, within=set(self.held.blocks[stage].modules()))
         self.buffers.reset()
 
     @contextmanager
@@ -376,35 +524,27 @@ class PipelineReplica(ShardedReplica):
         if self.masters_apart:
             self.accumulate_in_masters()
 
-    def join_all_norms(self, norms: Tensor, held: Sequence[int], order: float) -> Tensor:
-        """Return the norms of all gradients of the model, each once; collective; synchronises with the device only
-        once.
+    def _join_norms(self, norms: Tensor, held: Sequence[int], order: float) -> Tensor:
+        """Return the norms of all gradients of the model, from those that this rank holds, or parts of them; collective
+        over all ranks.
         """
-        del order
-        key = tuple(held)
-        if self._homes is None or self._homes.key != key:
-            names = list(self.params)
-            own = [at for at, place in enumerate(held) if self.is_home(names[place])]
-            sizes = self.all_ranks.gather(torch.tensor([len(own)]))[: self.num_stage_ranks]
-            self._homes = _Homes(
-                key=key, own=torch.tensor(own, device=norms.device), sizes=[int(size) for size in sizes]
-            )
-        homes = self._homes
-        return self.groups.gather_in_replica(norms.index_select(0, homes.own), homes.sizes)
-
-    def join_parts(self, norms: Tensor, held: Sequence[int], order: float) -> Tensor:
-        """Return the norms of all gradients of the model, from those of parts; collective over all ranks."""
-        names, numbers = list(self.params), {name: at for at, name in enumerate(self.owners)}
-        every = torch.tensor([numbers[names[at]] for at in held], device=self.device)
-        found = torch.zeros(len(numbers), dtype=norms.dtype, device=self.device)
+        key, axes = (*held, norms.dtype), self.held.axes
+        if self._norms is None or self._norms[0] != key:
+            trained = [name for name, param in self.owners.items() if param.requires_grad]
+            numbers, names = {name: at for at, name in enumerate(trained)}, list(self.params)
+            chosen = torch.tensor([numbers[names[at]] for at in held], dtype=torch.int64, device=norms.device)
+            counts = torch.tensor([self.cuts[names[at]].is_written for at in held], device=norms.device)
+            self._norms = key, chosen, counts
+        _, chosen, counts = self._norms
+        found = norms.new_zeros(sum(param.requires_grad for param in self.owners.values()))
         if order == float("inf"):
-            found[every] = torch.where(torch.isfinite(norms), norms, order)
+            found[chosen] = torch.where(torch.isfinite(norms), norms, order)
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
             return found
-        written = [float(self.cuts[names[at]].is_written) for at in held]
-        found[every] = norms**order * torch.tensor(written, dtype=norms.dtype, device=self.device)
+        power = order if axes.shard * axes.tensor > 1 else 1.0  # each whole norm counts on one rank
+        found[chosen] = torch.where(counts, norms**power, 0.0)
         dist.all_reduce(found)
-        return found ** (1 / order)
+        return found ** (1 / power)
 
 
 def shape_key(inputs: Any) -> ShapeKey:

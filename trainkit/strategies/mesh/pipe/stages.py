@@ -1,0 +1,551 @@
+"""The stages of a model along `pipe`: the schedule of their microbatches, and the blocks of each, by the user's map or
+balanced by bytes; what is refused before a run starts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.cluster.host import mig_instances
+from trainkit.errors import ConfigError, Problem
+from trainkit.numerics.precision import Precision
+from trainkit.objectives.base import Supervised
+from trainkit.strategies.base import ModelMemory, PlanContext, ReplicaPart, StagePart
+from trainkit.strategies.core.refusals import counted_statistics_problems
+from trainkit.strategies.core.step import sparse_problems
+from trainkit.strategies.maps.layout import (
+    MemoryLimits,
+    activations_of,
+    balanced,
+    model_bytes,
+    part_of,
+    with_activations,
+)
+from trainkit.strategies.maps.syntax import (
+    Block,
+    Place,
+    assign,
+    blocks_of,
+    collapsed,
+    distinct_tensors,
+    names_of,
+    uncovered,
+    whole_block,
+)
+from trainkit.strategies.mesh.layout import Layout
+from trainkit.strategies.mesh.pipe.forward import CannotCut, Program, programs_of
+from trainkit.strategies.traffic import StepCut, precision_of
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+
+
+_SEVERAL = ("interleaved", "zero_bubble")
+"""The schedules under which a rank may have several stages."""
+
+
+def padded_microbatches(schedule: ScheduleName, count: int, num_ranks: int) -> int:
+    """Return the number of microbatches for a schedule: `count` or a few more, which are repetitions without effect.
+
+    Interleaved and zero-bubble schedules process their microbatches in equal rounds of at least one per rank.
+
+    Example:
+        >>> [padded_microbatches("interleaved", count, 2) for count in (1, 2, 3, 5)]
+        [1, 2, 3, 6]
+    """
+    if schedule not in _SEVERAL:
+        return count
+    while count % max(1, count // num_ranks):
+        count += 1
+    return count
+
+
+def ideal_bubble(schedule: ScheduleName, count: int, *, num_ranks: int, stages_a_rank: int) -> float:
+    """Return the fraction of a step that each rank waits, for equal stages and no communication time.
+
+    With p ranks, m microbatches and v stages per rank: (p - 1) / (v m + p - 1). A zero-bubble schedule computes weight
+    gradients, a third of the work, during the gaps: (p - 1) / (3 v m + p - 1).
+
+    Example:
+        >>> ideal_bubble("1f1b", 9, num_ranks=4, stages_a_rank=1)
+        0.25
+
+    Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Qi et al. 2023, arXiv:2401.10241, section 3.
+    """
+    work = stages_a_rank * count * (3 if schedule == "zero_bubble" else 1)
+    return (num_ranks - 1) / (work + num_ranks - 1)
+
+
+def most_in_flight(schedule: ScheduleName, count: int, *, place: int, num_ranks: int, stages_a_rank: int) -> int:
+    """Return the largest number of microbatches in flight on a rank, counted over all of its stages together.
+
+    GPipe keeps all. 1F1B begins with as many forward passes as there are ranks from this one on; an interleaved
+    schedule with 2 (p - 1 - place) + (v - 1) p more than one, each of one of its v stages.
+
+    Example:
+        >>> [most_in_flight("1f1b", 8, place=place, num_ranks=4, stages_a_rank=1) for place in range(4)]
+        [4, 3, 2, 1]
+
+    Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; torch.distributed.pipelining.schedules.
+    """
+    if schedule == "gpipe" or (schedule == "1f1b" and count < num_ranks):
+        return count
+    if schedule not in _SEVERAL:
+        return min(count, num_ranks - place)
+    padded = padded_microbatches(schedule, count, num_ranks)
+    chunks = min(padded * stages_a_rank, 2 * (num_ranks - 1 - place) + (stages_a_rank - 1) * num_ranks + 1)
+    return -(-chunks // stages_a_rank)
+
+
+def make_schedule(
+    schedule: ScheduleName, stages: Sequence[PipelineStage], count: int, loss: Callable[[Any, Any], Any]
+) -> Any:
+    """Create torch's schedule for a number of microbatches; it does not scale gradients.
+
+    1F1B with fewer microbatches than stages is GPipe: all forward passes come before the first backward pass.
+    """
+    from torch.distributed import pipelining  # noqa: PLC0415 - slow to import, and needed only by ranks with stages
+
+    if schedule == "interleaved":
+        return pipelining.ScheduleInterleaved1F1B(list(stages), count, loss_fn=loss, scale_grads=False)
+    if schedule == "zero_bubble":
+        return pipelining.ScheduleInterleavedZeroBubble(list(stages), count, loss_fn=loss, scale_grads=False)
+    (stage,) = stages
+    if schedule == "1f1b" and count >= stage.num_stages:
+        return pipelining.Schedule1F1B(stage, count, loss_fn=loss, scale_grads=False)
+    return pipelining.ScheduleGPipe(stage, count, loss_fn=loss, scale_grads=False)
+
+
+def in_forward_order(units: Sequence[Block], programs: Sequence[Program]) -> tuple[Block, ...]:
+    """Return blocks in the order in which a model calls them first.
+
+    A block that is not called follows the previous block.
+
+    Args:
+        units: the blocks, in the order in which the model names them.
+        programs: the recorded passes of the model; the first one gives the order. Empty: the order is unchanged.
+    """
+    if not programs:
+        return tuple(units)
+    first: dict[str, int] = {}
+    for name in programs[0].blocks:
+        first.setdefault(name, len(first))
+    keys, last = [], -1
+    for unit in units:
+        last = first.get(unit.name, last)
+        keys.append(last)
+    return tuple(unit for _, unit in sorted(zip(keys, units, strict=True), key=lambda pair: pair[0]))
+
+
+def leaders_among(units: Sequence[Block], programs: Sequence[Program]) -> list[int]:
+    """Return for each block the position of the first block whose stage it must share; its own position if it is free.
+
+    Blocks must share a stage between two calls of a block, and where no tensor can be sent that later code uses.
+    """
+    position = {unit.name: at for at, unit in enumerate(units)}
+    leaders = list(range(len(units)))
+    for program in programs:
+        places = [position[name] for name in program.blocks]
+        for call, (place, found) in enumerate(zip(places, program.crossings, strict=True)):
+            furthest = max(places[:call], default=-1)
+            if call and (place < furthest or (place > furthest and isinstance(found, CannotCut))):
+                for at in range(min(place, furthest), max(place, furthest) + 1):
+                    leaders[at] = min(leaders[at], place, furthest)
+    for at in range(len(leaders) - 2, -1, -1):  # overlapping ranges are merged
+        later = min(leaders[at + 1 :])
+        leaders[at] = min(leaders[at], later) if later <= at else leaders[at]
+    return leaders
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageAssignment:
+    """The blocks of a model with the stage of each."""
+
+    units: tuple[Block, ...]
+    stages: tuple[int, ...]
+    """The stage of each block."""
+    num_stages: int
+
+    @property
+    def stage_of(self) -> dict[str, int]:
+        """Block -> stage."""
+        return {unit.name: stage for unit, stage in zip(self.units, self.stages, strict=True)}
+
+    def members(self, stage: int) -> list[Block]:
+        """Return the blocks of a stage, in the order in which the model names them."""
+        return [unit for unit, one in zip(self.units, self.stages, strict=True) if one == stage]
+
+    def holders(self, model: nn.Module, num_ranks: int) -> dict[str, tuple[int, ...]]:
+        """Return parameter or buffer, by canonical name -> the positions along `pipe` whose stages hold it.
+
+        Most tensors are on one position. A tied one is on each stage that has one of its names; tensors that the model
+        owns itself are on all.
+        """
+        stages: dict[int, set[int]] = {}
+        for unit, stage in zip(self.units, self.stages, strict=True):
+            for _, tensor in unit.tensors():
+                stages.setdefault(id(tensor), set()).add(stage % num_ranks)
+        everywhere = set(range(num_ranks))
+        named = [*model.named_parameters(), *model.named_buffers()]
+        return {name: tuple(sorted(stages.get(id(tensor), everywhere))) for name, tensor in named}
+
+    def words(self) -> str:
+        """Return the assignment as a map, for messages: `embed:0,blocks.0-5:0,rest:1`."""
+        runs = groupby(zip(self.units, self.stages, strict=True), key=lambda pair: pair[1])
+        named = [(stage, collapsed([unit.name for unit, _ in members])) for stage, members in runs]
+        return "{" + ",".join(f"{word}:{stage}" for stage, words in named for word in words) + "}"
+
+
+def blocks_to_cut(model: nn.Module) -> tuple[Block, ...]:
+    """Return the blocks between which a pipeline may cut, each consisting of one callable module.
+
+    A block that consists of the rest around a list of others (a `transformer` around its `h`) is split into its parts,
+    which may be on different stages. A tensor that the model owns itself belongs to the code that uses it.
+
+    Example:
+        >>> [unit.name for unit in blocks_to_cut(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))]
+        ['0', '1']
+    """
+    order = {name: at for at, (name, _) in enumerate(model.named_modules())}
+    return tuple(sorted(_single(model), key=lambda unit: order[unit.name]))
+
+
+def _single(model: nn.Module) -> Iterator[Block]:
+    names = {id(module): name for name, module in model.named_modules()}
+    units = blocks_of(model)
+    called = {id(entry) for unit in units for entry in unit.entries}
+    for unit in units:
+        for entry in unit.entries:
+            inner = {id(module) for module in entry.modules()} - {id(entry)}
+            if not inner & called:
+                yield whole_block(names[id(entry)], entry)
+
+
+def cut_blocks(
+    model: nn.Module,
+    given: Mapping[str, Place] | None,
+    *,
+    num_stages: int,
+    precision: Precision,
+    context: PlanContext | None = None,
+    programs: Sequence[Program] = (),
+) -> StageAssignment | list[Problem]:
+    """Assign the blocks of a model, which may be on the meta device, to stages.
+
+    Args:
+        model: the model.
+        given: the user's map; None: balanced by bytes.
+        num_stages: number of stages.
+        precision: the precision of the run, which determines the bytes of a tensor.
+        context: used for the activations of a shard, which the balance counts; None: not counted.
+        programs: the recorded forward passes of the model; empty if unknown: blocks are then assumed to run in the
+            order of the model.
+
+    Returns:
+        The assignment, with the blocks in the order in which they run, or every problem of the map.
+    """
+    units = in_forward_order(blocks_to_cut(model), programs)
+    if given is None:
+        kept = activations_of(model, units, context, precision)
+        return _balanced(units, num_stages, model_bytes(precision), kept, leaders_among(units, programs))
+    assigned, right = assign(model, units, given), range(num_stages)
+    problems = assigned.problems or [
+        Problem(key=f"strategy.map.{word}", value=place, rule=f"no such stage: there are 0 to {num_stages - 1}.")
+        for word, place in given.items()
+        if isinstance(place, str) or place not in right
+    ]
+    if not problems and (missing := [str(stage) for stage in right if stage not in given.values()]):
+        many = "s" if len(missing) > 1 else ""
+        rule = f"puts no block on stage{many} {', '.join(missing)} of {num_stages}. Every stage needs a block."
+        problems = [Problem(key="strategy.map", rule=rule)]
+    if not assigned.problems:
+        problems += uncovered(units, assigned, noun="stage")
+    if problems:
+        return problems
+    # A key of a whole block, as `transformer` in {transformer:0,transformer.h.1:1}, names its first parts and its last
+    # norm at once, because a device map cuts between blocks only. A pipeline runs forwards: the norm moves to the stage
+    # of the previous layer. So do blocks without tensors that no key names.
+    whole, stages, furthest = {unit.name for unit in blocks_of(model)}, list[int](), 0
+    for unit, place, key in zip(units, assigned.places, assigned.keys, strict=True):
+        stage = (stages[-1] if stages else 0) if place is None else int(place)
+        stages.append(max(stage, furthest) if key in whole and unit.name not in whole else stage)
+        furthest = max(furthest, stages[-1])
+    cut = StageAssignment(units=units, stages=tuple(stages), num_stages=num_stages)
+    return [
+        Problem(
+            key="strategy.map",
+            rule=f"stage {stage} ({', '.join(collapsed([unit.name for unit in cut.members(stage)]))}) has no "
+            "parameter to train. Put a block with parameters there.",
+        )
+        for stage in right
+        if not any(_is_trained(unit) for unit in cut.members(stage))
+    ] or cut
+
+
+def _balanced(
+    units: Sequence[Block],
+    num_stages: int,
+    bytes_of: Callable[[Tensor], int],
+    kept: Sequence[int] | None,
+    leaders: Sequence[int],
+) -> StageAssignment | list[Problem]:
+    # every stage must contain trained parameters, so untrained blocks count as zero
+    counted = [sum(map(bytes_of, distinct_tensors([unit]))) if _is_trained(unit) else 0 for unit in units]
+    last = None
+    for at, more in enumerate(kept or ()):  # the activations of untrained blocks count in the trained one before
+        last = at if counted[at] else last
+        if last is not None:
+            counted[last] += more
+    anywhere = [math.inf] * num_stages
+    found = balanced(counted, anywhere, leaders=leaders, fill=True)
+    if found is None:  # then the recorded passes determine which blocks must share a stage
+        found = balanced(counted, anywhere, leaders=range(len(units)), fill=True)
+    if found is None:
+        most = sum(size > 0 for size in counted)
+        rule = f"the model has {most} blocks with parameters to train. Use {most} stages or fewer in all."
+        return [Problem(key="strategy.stages", value=num_stages, rule=rule)]
+    return StageAssignment(units=tuple(units), stages=tuple(found), num_stages=num_stages)
+
+
+def _is_trained(unit: Block) -> bool:
+    return any(tensor.requires_grad for _, tensor in unit.tensors())
+
+
+def misfits(
+    cut: StageAssignment, programs: Sequence[Program], *, better: StageAssignment | None = None
+) -> list[Problem]:
+    """Return problems of a stage assignment; `better` is named as the remedy. Without programs, those of the order of
+    blocks only.
+    """
+    if not programs:
+        return _order_problems(cut, [unit.name for unit in cut.units], better)
+    found = [problem for program in programs for problem in run_problems(cut, program, better=better)]
+    return list(dict.fromkeys(found))
+
+
+def _order_problems(cut: StageAssignment, ran: Sequence[str], better: StageAssignment | None) -> list[Problem]:
+    """Return a problem if the stages are not in the order of the blocks."""
+    stages = [cut.stage_of[name] for name in ran]
+    at = next((place for place, (one, other) in enumerate(pairwise(stages)) if one > other), None)
+    if at is None:
+        return []
+    text = f"goes back from stage {stages[at]} ({ran[at]}) to stage {stages[at + 1]} ({ran[at + 1]})"
+    twice = next((name for name in ran if ran.count(name) > 1), None)
+    use = "" if better is None else f" Use {better.words()}."
+    if twice is not None:
+        rule = f"{text}, and the model runs {twice} more than once. Put all blocks between its calls on its stage.{use}"
+        return [Problem(key="strategy.map", rule=rule)]
+    changes = sum(one != other for one, other in pairwise(stages))
+    rule = (
+        f"{text}; activations change their stage {changes} time{'' if changes == 1 else 's'}, and "
+        f"{cut.num_stages - 1} would suffice. "
+        f"A pipeline runs forwards{'.' if better is None else f': use {better.words()}.'}"
+    )
+    return [Problem(key="strategy.map", rule=rule)]
+
+
+def run_problems(cut: StageAssignment, program: Program, *, better: StageAssignment | None = None) -> list[Problem]:
+    """Return problems of one recorded pass: the order of its blocks, and tensors that are used on other stages."""
+    if found := _order_problems(cut, program.blocks, better):
+        return found
+    for call in program.starts(cut.stage_of, cut.num_stages)[1:-1]:
+        if call < len(program.blocks) and isinstance(error := program.crossings[call], CannotCut):
+            return [Problem(key="model", rule=f"cannot be cut before {program.blocks[call]}: {error}. {error.remedy}")]
+    for name, block in program.used.items():
+        rule = f"its own code uses {name} after {block}, and every stage runs that code. Move it into a block, "
+        return [Problem(key="model", rule=f"cannot be cut into stages: {rule}or use strategy=fsdp.")]
+    return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """The settings of the axis `pipe`, whose ranks hold the stages of a model."""
+
+    pipe: int
+    """Number of ranks with the stages of a replica."""
+    schedule: ScheduleName = "1f1b"
+    virtual_stages: int | None = None
+    """Stages of each rank; None: 2 if the schedule is interleaved, else 1."""
+    map: Mapping[str, int | str] | Literal["auto"] = "auto"
+    max_memory: float | Mapping[str, float] | None = None
+    """GiB that a rank takes."""
+
+    @property
+    def a_rank(self) -> int:
+        """Number of stages of each rank."""
+        if self.virtual_stages is not None:
+            return self.virtual_stages
+        return 2 if self.schedule == "interleaved" else 1
+
+    @property
+    def _limits(self) -> MemoryLimits:
+        return MemoryLimits(given=self.max_memory, names=[str(rank) for rank in range(self.pipe)], noun="rank")
+
+    def problems(self, context: PlanContext) -> list[Problem]:
+        """Return the problems of the keys in a context."""
+        found, several = list[Problem](), self.schedule in _SEVERAL
+        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):  # its schedules need a microbatch per stage
+            rule = f"needs torch 2.11 or newer, and this is {torch.__version__}."
+            found.append(Problem(key="strategy", value="pipeline", rule=rule))
+        if context.num_gpus and mig_instances(os.environ):
+            rule = "sends tensors between GPUs, which MIG instances cannot: NCCL does not support them, and gloo sends "
+            rule += "memory of the host alone. Use whole GPUs, or another strategy."
+            found.append(Problem(key="strategy", value="pipeline", rule=rule))
+        if not several and self.a_rank > 1:
+            rule = f"schedule={self.schedule} has one stage per rank. Use interleaved, or leave it out."
+            found.append(Problem(key="strategy.virtual_stages", value=self.virtual_stages, rule=rule))
+        if self.schedule == "interleaved" and self.a_rank == 1:
+            rule = "interleaves nothing. Use 2 or more, or schedule=1f1b."
+            found.append(Problem(key="strategy.virtual_stages", value=self.virtual_stages, rule=rule))
+        if context.numerics.reproducible:
+            rule = "does not work with a pipeline, which sums in its own order. Leave it out."
+            found.append(Problem(key="numerics.reproducible", value=True, rule=rule))
+        if isinstance(context.objective, Supervised) and isinstance(context.objective.input, list | tuple):
+            rule = "names several fields, and a pipeline passes its model one. Name one, or use another strategy."
+            found.append(Problem(key="objective.input", value=context.objective.input, rule=rule))
+        if self.map == {}:
+            rule = "places nothing. Name modules and their stages, {embed:0,rest:1}, or use auto."
+            found.append(Problem(key="strategy.map", value="{}", rule=rule))
+        return found + self._limits.problems()
+
+    def assigned(
+        self, model: nn.Module, precision: Precision, context: PlanContext | None = None
+    ) -> StageAssignment | list[Problem]:
+        """Return the stage of each block, or the problems of the map; without a context, only the map counts."""
+        programs = () if context is None else programs_of(model, blocks_to_cut(model), context)
+        return cut_blocks(
+            model,
+            self.map if isinstance(self.map, Mapping) else None,
+            num_stages=self.pipe * self.a_rank,
+            precision=precision,
+            context=context,
+            programs=() if isinstance(programs, list) else programs,
+        )
+
+    def model_problems(self, model: nn.Module, layout: Layout, context: PlanContext) -> list[Problem]:
+        """Return the problems of the map for a model, and of the model for stages in a layout."""
+        precision = precision_of(context)
+        cut = self.assigned(model, precision, context)
+        if not isinstance(cut, StageAssignment):
+            return cut
+        if self.max_memory is not None and (found := self._exceeded(model, cut, precision, context)):
+            return found
+        found = sparse_problems(model, "which are not summed")
+        found += counted_statistics_problems(
+            model, context, because="a rank of a pipeline has those of its stages only"
+        )
+        programs = programs_of(model, cut.units, context)
+        if isinstance(programs, list):
+            return found or programs
+        if not found and (found := misfits(cut, programs)):
+            better = replace(self, map="auto").assigned(model, precision, context)
+            if isinstance(better, StageAssignment) and not misfits(better, programs):
+                found = misfits(cut, programs, better=better)
+        return found or self._cut_problems(model, cut, layout)
+
+    def _exceeded(
+        self, model: nn.Module, cut: StageAssignment, precision: Precision, context: PlanContext
+    ) -> list[Problem]:
+        """Return a problem for each rank whose stages exceed its limit."""
+        limits, kept = self._limits, activations_of(model, cut.units, context, precision)
+        own = [sum(map(model_bytes(precision), distinct_tensors([unit]))) for unit in cut.units]
+        sizes, counted = with_activations(own, kept)
+        held = dict.fromkeys(limits.names, 0)
+        for size, stage in zip(sizes, cut.stages, strict=True):
+            held[limits.names[stage % self.pipe]] += size
+        rule = f"rank {{name}} takes {{limit}}, and its stages hold {{held}} of {counted}. "
+        return limits.exceeded(held, rule + "Use more stages, or activation_checkpointing=full.")
+
+    def _cut_problems(self, model: nn.Module, cut: StageAssignment, layout: Layout) -> list[Problem]:
+        """Return problems of stages that are cut: activations between them are whole, and parameters in blocks."""
+        names = {unit.name for unit in cut.units}
+        for one in layout.fitted(model).chosen:
+            if one.name in names and {one.style.takes, one.style.gives} != {"whole"}:
+                rule = f"{one.style.name} cuts activations between {one.name} and other blocks, which may be on other "
+                rule += "stages. Use styles whose activations are whole between blocks."
+                return [Problem(key=f"strategy.plan.{one.pattern}", value=one.style.name, rule=rule)]
+        for name, param in model.named_parameters() if layout.gathers else ():
+            own = [any(tensor is param for _, tensor in unit.tensors()) for unit in cut.units]
+            stages = {stage for stage, holds in zip(cut.stages, own, strict=True) if holds}
+            if not stages:
+                rule = f"{name} is in no block, and shard gathers the parameters of blocks. Put it into one."
+                return [Problem(key="model", rule=rule)]
+            if len({stage % self.pipe for stage in stages}) < len(stages):
+                rule = f"{name} is shared by two stages of one rank, each of which would shard it. Use another map."
+                return [Problem(key="strategy.map", rule=rule)]
+        return []
+
+    def described(self, model: nn.Module, context: PlanContext, devices: Sequence[str]) -> tuple[StagePart, ...]:
+        """Return the stages of a replica, with the device of each rank; none if the map does not fit."""
+        cut = self.assigned(model, precision_of(context), context)
+        if not isinstance(cut, StageAssignment):
+            return ()
+        bytes_of = model_bytes(precision_of(context))
+        return tuple(
+            part_of(stage, cut.members(stage), bytes_of, devices[stage % self.pipe]) for stage in range(cut.num_stages)
+        )
+
+    def parts(
+        self, model: nn.Module, context: PlanContext, memory: ModelMemory, *, num_shards: int
+    ) -> tuple[ReplicaPart, ...]:
+        """Return the stages of each rank, and its number of microbatches in flight; none if the map does not fit.
+
+        Args:
+            model: the model.
+            context: the context of the plan.
+            memory: of a rank that would hold all stages.
+            num_shards: number of shards of a step.
+        """
+        cut = self.assigned(model, precision_of(context), context)
+        if not isinstance(cut, StageAssignment):
+            return ()
+        holders, found = cut.holders(model, self.pipe), list[ReplicaPart]()
+        for place in range(self.pipe):
+            units = [unit for unit, stage in zip(cut.units, cut.stages, strict=True) if stage % self.pipe == place]
+            resident = {name: size for name, size in memory.resident.items() if place in holders[name]}
+            in_flight = most_in_flight(
+                self.schedule, num_shards, place=place, num_ranks=self.pipe, stages_a_rank=self.a_rank
+            )
+            found.append(
+                ReplicaPart(
+                    modules=names_of(model, [entry for unit in units for entry in unit.entries]),
+                    memory=replace(memory, resident=resident),
+                    received=padded_microbatches(self.schedule, num_shards, self.pipe),
+                    in_flight=in_flight,
+                )
+            )
+        return tuple(found)
+
+    def bubble(self, cut: StepCut) -> float:
+        """Return the ideal bubble of the schedule."""
+        count = padded_microbatches(self.schedule, cut.shards_a_replica, self.pipe)
+        return ideal_bubble(self.schedule, count, num_ranks=self.pipe, stages_a_rank=self.a_rank)
+
+    def operations(self, cut: StepCut) -> float:
+        """Return the share of a rank in the operations of a replica, for equal stages, with the ideal bubble."""
+        count = padded_microbatches(self.schedule, cut.shards_a_replica, self.pipe)
+        return count / cut.shards_a_replica / self.pipe / (1 - self.bubble(cut))
+
+    def settled(self, model: nn.Module, context: PlanContext) -> Mapping[str, int | str]:
+        """Return the map with a stage for each block: activations and the order of blocks are known only here.
+
+        Raises:
+            ConfigError: the map does not fit the model.
+        """
+        split = {unit.name for unit in blocks_of(model) if len(unit.entries) > 1}
+        if isinstance(self.map, Mapping) and not split & self.map.keys():
+            return self.map
+        cut = self.assigned(model, precision_of(context), context)
+        if not isinstance(cut, StageAssignment):
+            raise ConfigError(cut)
+        return {unit.name: stage for unit, stage in zip(cut.units, cut.stages, strict=True)}
