@@ -206,12 +206,12 @@ def tcp_bytes() -> int | None:
     """
     if not sys.platform.startswith("linux"):
         return None
-    total = 0
+    connections = {}  # by the name of the socket: a descriptor that was duplicated is the same connection
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError, ValueError):
-            if str(entry.readlink()).startswith("socket:"):
-                total += _of_connection(int(entry.name))
-    return total
+            if (name := str(entry.readlink())).startswith("socket:"):
+                connections[name] = _of_connection(int(entry.name))
+    return sum(connections.values())
 
 
 def _of_connection(descriptor: int) -> int:
