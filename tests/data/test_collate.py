@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -236,7 +235,7 @@ class Device(CopyStream):
 
         return moved, Ended()
 
-    def join(self, moved: Sequence[Tensor], event: Any) -> None:
+    def join(self, moved: Tensor, event: Any) -> None:
         del moved
         self.log.append("kernels wait")
         self.last = event

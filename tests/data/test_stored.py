@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -17,10 +17,10 @@ from trainkit.config.sections import CvConfig, LoaderConfig
 from trainkit.data.hooks import DataHooks, Reading, UserCollate
 from trainkit.data.reading.collate import collate
 from trainkit.data.reading.loader import EvalBatches, Loader
-from trainkit.data.sets.images import ImageFiles, ImageFolder
+from trainkit.data.sets.images import ImageFiles, ImageFolder, _HeldOut
 from trainkit.data.sets.text import PythonSource, TextLines, TokenMemmap
 from trainkit.data.splits import Subset, declared_data
-from trainkit.data.stored import ImagesInMemory, Normalisation, Samples, Stored, stored_of, travelling_bytes
+from trainkit.data.stored import Normalisation, Samples, Stored, stored_of, travelling_bytes
 from trainkit.errors import DataError
 from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket
 
@@ -29,12 +29,15 @@ MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pictures(ImagesInMemory):
+class Pictures(_HeldOut):
     """Six small images, one in each class."""
 
+    _shape: ClassVar[tuple[int, int, int]] = (3, 4, 4)
+    _standard: ClassVar[Normalisation] = Normalisation(MEAN, DEVIATION)
+    split: Literal["train", "val", "test"] = "test"
+
     def __post_init__(self) -> None:
-        pixels = torch.arange(6 * 3 * 4 * 4).to(torch.uint8).view(6, 3, 4, 4)
-        self._keep_images(pixels, torch.arange(6, dtype=torch.uint8), Normalisation(MEAN, DEVIATION))
+        self._keep_split(np.arange(6 * 3 * 4 * 4).astype(np.uint8).reshape(6, 48), np.arange(6, dtype=np.uint8))
 
 
 @pytest.fixture(scope="module")

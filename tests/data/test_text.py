@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainkit.data.sets.text import TextFile, TextLines, TokenMemmap, Windows
+from trainkit.data.sets.text import TextFile, TextLines, TokenMemmap
 from trainkit.errors import ConfigError, DataError
 
 
@@ -49,26 +49,6 @@ def test_windows_of_stride_one_start_at_every_character(text: Path) -> None:
 def test_validation_predicts_every_character_of_its_part_once(text: Path) -> None:
     data = TextFile(path=text, split="val", context=3)
     assert [data[index][1].tolist() for index in range(len(data))] == [[6, 7, 8], [9, -100, -100]]
-
-
-@pytest.mark.parametrize(("length", "context", "expected"), [(7, 3, 2), (8, 3, 3), (2, 3, 1), (1, 3, 0)])
-def test_a_cover_has_as_many_windows_as_its_targets_need(length: int, context: int, expected: int) -> None:
-    windows = Windows(tokens=np.arange(length, dtype=np.uint8), context=context, stride=context, padded=True)
-
-    assert len(windows) == expected
-    assert sum(int((windows[index][1] >= 0).sum()) for index in range(expected)) == length - 1
-
-
-@pytest.mark.parametrize("padded", [True, False])
-def test_gathering_gives_what_reading_one_by_one_gives(padded: bool) -> None:
-    windows = Windows(tokens=np.arange(20, dtype=np.uint16), context=3, stride=3, padded=padded)
-    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
-
-    inputs, targets = windows.gather(order)
-
-    for row, index in enumerate(order.tolist()):
-        assert torch.equal(inputs[row], windows[index][0])
-        assert torch.equal(targets[row], windows[index][1])
 
 
 def test_nothing_is_fetched_unless_asked_and_an_address_that_does_not_answer_is_named(

@@ -76,19 +76,12 @@ def _holds(batch: Any, count: int) -> bool:
     """
     if isinstance(batch, tuple) and batch and isinstance(last := batch[-1], Tensor) and last.shape == (count,):
         return True  # inputs and a vector of targets, without a walk over the structure
-    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
-    lengths = {len(leaf) for leaf in leaves if leaf.dim() == 1} | set(_lengths_of_lists(batch))
-    if count in lengths or not (leaves or lengths):
-        return True
-    return not lengths and any(count in leaf.shape[:2] for leaf in leaves)
-
-
-def _lengths_of_lists(batch: Any) -> list[int]:
-    if isinstance(batch, Mapping):
-        return [length for part in batch.values() for length in _lengths_of_lists(part)]
-    if isinstance(batch, tuple):
-        return [length for part in batch for length in _lengths_of_lists(part)]
-    return [len(batch)] if isinstance(batch, list) else []
+    leaves = tree_leaves(batch, is_leaf=lambda part: isinstance(part, list))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    lengths = {len(leaf) for leaf in leaves if isinstance(leaf, list)} | {len(one) for one in tensors if one.dim() == 1}
+    if lengths:
+        return count in lengths
+    return not tensors or any(count in tensor.shape[:2] for tensor in tensors)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,16 +5,16 @@ Each fold of the training split is held out once, to validate the training on th
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from itertools import islice
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from functools import cached_property
+from types import FunctionType, ModuleType
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -492,59 +492,38 @@ def remarks(datasets: Iterable[Any], hooks: DataHooks | None = None) -> list[str
     given = [getattr(dataset, "notes", ()) for dataset in datasets]
     notes = [note for one in given if isinstance(one, tuple | list) for note in one if isinstance(note, str)]
     functions = [] if hooks is None else [one.function for one in (hooks.collate, hooks.transform) if one is not None]
-    held = dict.fromkeys(name for root in (*datasets, *functions) for name in own_generators(root))
+    held = dict.fromkeys(one for root in (*datasets, *functions) for one in own_generators(root))
     rule = (
-        "is a generator that no key seeds: where samples draw from it, every worker process and rank draws the same "
-        "numbers from its own copy, and a resumed run draws others. Draw from torch, random or np.random directly"
+        "that no key seeds: where samples draw from it, every worker process and rank draws the same numbers from its "
+        "own copy, and a resumed run draws others. Draw from torch, random or np.random directly"
     )
-    return [*dict.fromkeys(notes), *(f"{name} {rule}" for name in held)]
+    return [*dict.fromkeys(notes), *(f"{one} {rule}" for one in held)]
 
 
 def own_generators(root: Any) -> Iterator[str]:
-    """Yield the names of generators that an object, or a global variable of its methods, holds, at any depth.
+    """Yield the generators that an object, or the code of its class, refers to, at any depth.
 
     Example:
         >>> from torch.utils.data import RandomSampler
         >>> list(own_generators(RandomSampler([1, 2], generator=torch.Generator())))
-        ['RandomSampler.generator']
+        ['RandomSampler holds a torch._C.Generator']
     """
     seen = {id(torch.default_generator), id(np.random.mtrand._rand), id(random._inst)}  # noqa: SLF001 - those that are keyed
-    queue = deque([(getattr(root, "__name__", type(root).__name__), root)])
+    queue = deque([root])
     while queue and len(seen) < _MOST_OBJECTS:
-        name, value = queue.popleft()
-        if id(value) in seen or value is None or isinstance(value, _LEAVES):
+        value = queue.popleft()
+        if id(value) in seen or isinstance(value, _LEAVES):
             continue
         seen.add(id(value))
         if isinstance(value, _GENERATORS):
-            yield name
-        elif isinstance(value, dict):
-            queue.extend((f"{name}[{key!r}]", item) for key, item in islice(value.items(), _MOST_ITEMS))
-        elif isinstance(value, list | tuple | set | frozenset):
-            queue.extend((f"{name}[{place}]", item) for place, item in enumerate(islice(value, _MOST_ITEMS)))
-        elif isinstance(value, partial):
-            queue.extend([(name, value.func), (name, value.args), (name, value.keywords)])
-        elif isinstance(value, MethodType):
-            queue.append((name, value.__self__))
+            name, kind = getattr(root, "__name__", type(root).__name__), type(value)
+            yield f"{name} holds a {kind.__module__}.{kind.__qualname__}"
         elif isinstance(value, FunctionType):
-            queue.extend(_of_function(name, value))
+            named = (value.__globals__.get(variable) for variable in value.__code__.co_names)
+            queue.extend(one for one in named if isinstance(one, _GENERATORS))
+            queue.extend([value.__defaults__, value.__kwdefaults__, value.__closure__])
         else:
-            queue.extend((f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items())
-            for kind in type(value).__mro__:
-                slots = [slot for slot in vars(kind) if isinstance(vars(kind)[slot], MemberDescriptorType)]
-                queue.extend((f"{name}.{slot}", getattr(value, slot, None)) for slot in slots)
-                methods = [one for one in vars(kind).values() if isinstance(one, FunctionType)]
-                for method in methods:
-                    if method.__name__ != "__init__":  # what it draws is the same in every process
-                        queue.extend(_of_function(method.__qualname__, method))
-
-
-def _of_function(name: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the defaults of a function, the variables that it closes over, and the generators among its globals."""
-    yield from ((name, value) for value in (function.__defaults__, function.__kwdefaults__))
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    for variable, cell in cells:
-        with suppress(ValueError):  # a variable that is not set yet
-            yield f"{name}.{variable}", cell.cell_contents
-    for variable in function.__code__.co_names:
-        if isinstance(value := function.__globals__.get(variable), _GENERATORS):
-            yield f"{function.__module__}.{variable}", value
+            queue.extend(gc.get_referents(value)[:_MOST_ITEMS])
+            methods = (one for kind in type(value).__mro__ for one in vars(kind).values())
+            # what a constructor draws is the same in every process
+            queue.extend(one for one in methods if isinstance(one, FunctionType) and one.__name__ != "__init__")

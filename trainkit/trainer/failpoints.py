@@ -44,19 +44,9 @@ class Failpoint:
     step: int | None = None
     phase: str | None = None
     marker: str | None = None
+    """It only fails as long as this file exists."""
     process: Mapping[str, int]
     """The values that `TRAINKIT_RANK`, `_INDEX`, `_ATTEMPT` and `_LIFE` must have, those that are given."""
-
-    def concerns(self, environ: Mapping[str, str]) -> bool:
-        """Return whether this failpoint applies to the process of an environment."""
-        here = {"INDEX": environ.get("TRAINKIT_RANK", "0")}
-        here |= {name: environ[f"TRAINKIT_{name}"] for name in self.process if f"TRAINKIT_{name}" in environ}
-        return all(here.get(name, "0") == str(number) for name, number in self.process.items())
-
-    def matches(self, phase: str, step: int) -> bool:
-        """Return whether this failpoint applies to a phase and step."""
-        now = self.phase in (None, phase) and self.step in (None, step)
-        return now and (self.marker is None or os.path.exists(self.marker))  # noqa: PTH110 - no path is wanted
 
     def fail(self, phase: str, step: int) -> None:
         """Execute the action."""
@@ -86,27 +76,26 @@ def parse(text: str) -> tuple[Failpoint, ...]:
         >>> parse("step=3,phase=save,action=kill")
         (Failpoint(action='kill', step=3, phase='save', marker=None, process={'RANK': 0}),)
     """
-    return tuple(_parse_one(part) for part in text.split(";") if part.strip())
-
-
-def _parse_one(text: str) -> Failpoint:
-    pairs = dict(pair.strip().partition("=")[::2] for pair in text.split(","))
-    names = ("rank", "index", "step", "attempt", "life")
-    numbers = {name: int(pairs.pop(name)) for name in names if pairs.get(name, "").isdigit()}
-    phase, action, marker = pairs.pop("phase", None), pairs.pop("action", ""), pairs.pop("while", None)
-    if pairs or action not in ACTIONS or phase not in (None, *PHASES):
-        rule = (
-            "write rank=N,index=N,step=N,attempt=N,life=N,phase=PHASE,while=FILE,action=ACTION with one of the phases "
-            f"{', '.join(PHASES)} and one of the actions {', '.join(ACTIONS)}."
-        )
-        raise ConfigError([Problem(key=VARIABLE, value=text, rule=rule, origin="environment")])
-    step = numbers.pop("step", None)
-    if "index" in numbers:  # on any rank
-        numbers.pop("rank", None)
-    else:
-        numbers.setdefault("rank", 0)
-    process = {name.upper(): number for name, number in numbers.items()}
-    return Failpoint(action=action, step=step, phase=phase, marker=marker, process=process)
+    found = []
+    for part in filter(str.strip, text.split(";")):
+        pairs = dict(pair.strip().partition("=")[::2] for pair in part.split(","))
+        names = ("rank", "index", "step", "attempt", "life")
+        numbers = {name: int(pairs.pop(name)) for name in names if pairs.get(name, "").isdigit()}
+        phase, action, marker = pairs.pop("phase", None), pairs.pop("action", ""), pairs.pop("while", None)
+        if pairs or action not in ACTIONS or phase not in (None, *PHASES):
+            rule = (
+                "write rank=N,index=N,step=N,attempt=N,life=N,phase=PHASE,while=FILE,action=ACTION with one of the "
+                f"phases {', '.join(PHASES)} and one of the actions {', '.join(ACTIONS)}."
+            )
+            raise ConfigError([Problem(key=VARIABLE, value=part, rule=rule, origin="environment")])
+        step = numbers.pop("step", None)
+        if "index" in numbers:  # on any rank
+            numbers.pop("rank", None)
+        else:
+            numbers.setdefault("rank", 0)
+        process = {name.upper(): number for name, number in numbers.items()}
+        found.append(Failpoint(action=action, step=step, phase=phase, marker=marker, process=process))
+    return tuple(found)
 
 
 ARMED: tuple[Failpoint, ...] = ()
@@ -116,7 +105,10 @@ ARMED: tuple[Failpoint, ...] = ()
 def reload(environ: Mapping[str, str]) -> None:
     """Read the failpoints: at the import, and again where the environment has changed since, as in a test."""
     global ARMED  # noqa: PLW0603 - one switch per process, read on the hot path
-    ARMED = tuple(point for point in parse(environ.get(VARIABLE, "")) if point.concerns(environ))
+    here = {name: environ.get(f"TRAINKIT_{name}", "0") for name in ("RANK", "ATTEMPT", "LIFE")}
+    here["INDEX"] = environ.get("TRAINKIT_INDEX", here["RANK"])
+    points = parse(environ.get(VARIABLE, ""))
+    ARMED = tuple(point for point in points if all(here[name] == str(at) for name, at in point.process.items()))
 
 
 reload(os.environ)
@@ -125,5 +117,6 @@ reload(os.environ)
 def hit(phase: Phase, step: int) -> None:
     """Report that a phase begins."""
     for point in ARMED:
-        if point.matches(phase, step):
+        now = point.phase in (None, phase) and point.step in (None, step)
+        if now and (point.marker is None or os.path.exists(point.marker)):  # noqa: PTH110 - no path is wanted
             point.fail(phase, step)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Final, Protocol, overload
 
 import numpy as np
@@ -23,10 +24,6 @@ class CollateFunction(Protocol):
 
     def __call__(self, samples: Sequence[Any], indices: Sequence[int], /) -> Any:
         """Return the batch; `indices` are the indices of the samples in the dataset, for messages."""
-
-
-MoveBatch = Callable[[Any], Any]
-"""Function that returns a batch of any structure on the device of a loader."""
 
 
 REMEDY: Final = "Samples of several sizes need a collate: data.collate=PACKAGE.FUNCTION (docs/data.md)."
@@ -186,28 +183,27 @@ def shards_of(batch: Any, sizes: Sequence[int]) -> list[Any]:
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
     """Yield the tensors that `to_device` moves; objects with a method `to` move their own content."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif not moves_itself(batch):
-        for part in parts_of(batch) or ():
-            yield from tensors_in(part)
+    return (leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor))
 
 
-def immovable_in(batch: Any) -> Iterator[Any]:
-    """Yield the objects in a batch whose tensors `to_device` does not move: it does not know their class.
+def immovable_in(batch: Any) -> list[Any]:
+    """Return the objects in a batch whose tensors `to_device` does not move: it does not know their class.
 
     Example:
         >>> from types import SimpleNamespace
         >>> [type(one).__name__ for one in immovable_in([SimpleNamespace(x=torch.ones(2)), "text"])]
         ['SimpleNamespace']
     """
-    if isinstance(batch, Tensor) or moves_itself(batch):
-        return
-    parts = parts_of(batch)
-    if parts is None and any(isinstance(value, Tensor) for value in getattr(batch, "__dict__", {}).values()):
+    return [leaf for leaf in _leaves(batch) if not moves_itself(leaf) and _attributes(leaf)]
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    """Yield what the containers of a batch hold; one that moves itself is a leaf."""
+    parts = None if moves_itself(batch) else parts_of(batch)
+    if parts is None:
         yield batch
     for part in parts or ():
-        yield from immovable_in(part)
+        yield from _leaves(part)
 
 
 def to_device(batch: Any, device: torch.device, move: Callable[[Tensor], Tensor] | None = None) -> Any:
@@ -220,12 +216,17 @@ def to_device(batch: Any, device: torch.device, move: Callable[[Tensor], Tensor]
         device: the target device.
         move: moves each tensor of `tensors_in`; None: torch does.
     """
+    # torch returns from an asynchronous copy to the host before its numbers have arrived
+    move = move or (lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"))
+    return _mapped(batch, move, lambda other: other.to(device) if moves_itself(other) else other)
+
+
+def _mapped(batch: Any, change: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    """Return a batch in new containers, with its tensors changed by a function, and other leaves by another."""
     if isinstance(batch, Tensor):
-        # torch returns from an asynchronous copy to the host before its numbers have arrived
-        return batch.to(device, non_blocking=device.type != "cpu") if move is None else move(batch)
-    if moves_itself(batch):
-        return batch.to(device)
-    return with_parts(batch, lambda part: to_device(part, device, move))
+        return change(batch)
+    parts = batch if moves_itself(batch) else with_parts(batch, lambda part: _mapped(part, change, other))
+    return other(batch) if parts is batch else parts
 
 
 def moves_itself(batch: Any) -> bool:
@@ -283,12 +284,11 @@ class CopyStream:
             event.record(self._stream)
         return moved, event
 
-    def join(self, moved: Sequence[Tensor], event: torch.cuda.Event) -> None:
-        """Let the stream of the kernels wait for an event; the memory of the tensors is kept until it has used them."""
+    def join(self, moved: Tensor, event: torch.cuda.Event) -> None:
+        """Let the stream of the kernels wait for an event; the memory of the tensor is kept until it has used it."""
         current = torch.cuda.current_stream(self._device)
         current.wait_event(event)
-        for tensor in moved:
-            tensor.record_stream(current)
+        moved.record_stream(current)
 
 
 def mover_to(device: torch.device, *, pins: bool) -> Callable[[Any], Any]:
@@ -302,14 +302,6 @@ def mover_to(device: torch.device, *, pins: bool) -> Callable[[Any], Any]:
     if device.type == "cuda" and pins:
         return PinnedRing(CopyStream(device), device).move
     return partial(to_device, device=device)
-
-
-@dataclass(kw_only=True)
-class _Slot:
-    """A page-locked buffer, and the end of the last copy from it."""
-
-    buffer: Tensor
-    copied: torch.cuda.Event | None = None
 
 
 class PinnedRing:
@@ -327,8 +319,8 @@ class PinnedRing:
 
     def __init__(self, copies: CopyStream, device: torch.device, *, depth: int = _DEPTH) -> None:
         self._copies, self._device = copies, device
-        self._slots = [_Slot(buffer=copies.buffer(0)) for _ in range(depth)]
-        self._turn = 0
+        self._ring: deque[tuple[Tensor, torch.cuda.Event | None]] = deque([(copies.buffer(0), None)] * depth)
+        """Page-locked buffers, the next one first, each with the end of the last copy from it."""
 
     def move(self, batch: Any) -> Any:
         """Return the batch, of any structure, on the device."""
@@ -341,7 +333,7 @@ class PinnedRing:
             if not _is_plain(tensor):
                 return tensor.to(self._device, non_blocking=True)
             found, event = self._copies.copy(tensor)  # it is page-locked
-            self._copies.join([found], event)
+            self._copies.join(found, event)
             return found
 
         return to_device(batch, self._device, move)
@@ -354,16 +346,16 @@ class PinnedRing:
         for tensor in tensors:
             starts.append(end)
             end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        slot = self._slots[self._turn]
-        self._turn = (self._turn + 1) % len(self._slots)
-        if slot.copied is not None:
-            slot.copied.synchronize()
-        if slot.buffer.numel() < end:
-            slot.buffer = self._copies.buffer(end)
+        buffer, copied = self._ring.popleft()
+        if copied is not None:
+            copied.synchronize()
+        if buffer.numel() < end:
+            buffer = self._copies.buffer(end)
         for tensor, start in zip(tensors, starts, strict=True):
-            _view(slot.buffer, start, tensor).copy_(tensor)
-        moved, slot.copied = self._copies.copy(slot.buffer[:end])
-        self._copies.join([moved], slot.copied)
+            _view(buffer, start, tensor).copy_(tensor)
+        moved, copied = self._copies.copy(buffer[:end])
+        self._ring.append((buffer, copied))
+        self._copies.join(moved, copied)
         return [_view(moved, start, tensor) for tensor, start in zip(tensors, starts, strict=True)]
 
 
@@ -418,9 +410,8 @@ class BatchesAsRead(Sequence[Any]):
     @overload
     def __getitem__(self, index: slice) -> list[Any]: ...
     def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self._take(place) for place in range(len(self._batches))[index]]
-        return self._take(range(len(self._batches))[index])
+        places = range(len(self._batches))[index]
+        return self._take(places) if isinstance(places, int) else [self._take(place) for place in places]
 
     def _take(self, place: int) -> Any:
         if place not in self._seen:
@@ -449,13 +440,11 @@ class BatchesAsRead(Sequence[Any]):
 
 
 def _all_tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif (parts := parts_of(batch)) is not None:
-        for part in parts:
-            yield from _all_tensors(part)
-    else:
-        yield from _attributes(batch)
+    for leaf in _leaves(batch):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        else:  # a mapping of transformers is a leaf that has parts
+            yield from chain(_attributes(leaf), *map(_all_tensors, parts_of(leaf) or ()))
 
 
 def _attributes(value: object) -> list[Tensor]:
@@ -463,17 +452,6 @@ def _attributes(value: object) -> list[Tensor]:
     return [part for part in getattr(value, "__dict__", {}).values() if isinstance(part, Tensor)]
 
 
-def _mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a batch in new containers, with its tensors changed by a function."""
-    if isinstance(batch, Tensor):
-        return change(batch)
-    return batch if moves_itself(batch) else with_parts(batch, lambda part: _mapped(part, change))
-
-
 def _copied(batch: Any) -> Any:
     """Return a copy in memory of its own."""
-    if isinstance(batch, Tensor):
-        return batch.detach().clone()
-    if moves_itself(batch) or (parts_of(batch) is None and _attributes(batch)):
-        return copy.deepcopy(batch)
-    return with_parts(batch, _copied)
+    return _mapped(batch, lambda tensor: tensor.detach().clone(), copy.deepcopy)

@@ -10,7 +10,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, chain, islice
 from math import gcd
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from trainkit.data.hooks import Reading
@@ -32,6 +32,7 @@ from trainkit.data.reading.collate import (
     collate,
     mover_to,
     narrow,
+    parts_of,
     refuse_other_rows,
     shards_of,
     tensors_in,
@@ -46,13 +47,11 @@ from trainkit.numerics.batch import BatchPlan, Positions, Request, Ticket
 from trainkit.numerics.copies import sent_to
 from trainkit.numerics.generators import Untouched, seed_host
 from trainkit.numerics.randomness import sample_key, shard_key
-from trainkit.objectives.fields import tuple_like
 
 _T = TypeVar("_T")
-_PR_SET_PDEATHSIG: Final = 1
 
 
-class Reader:
+class Reader(Dataset[Any]):
     """Reads samples; the random numbers in a sample depend on (seed, epoch, sample) alone.
 
     Seeding torch, `random` and NumPy for every sample costs 6 microseconds, more than many a `__getitem__`. So a batch
@@ -72,7 +71,6 @@ class Reader:
 
     def __init__(self, dataset: Any, *, seed: int, collate: CollateFunction | None = None) -> None:
         self._dataset, self._seed, self._collate = dataset, seed, collate
-        self._collate_draws = False
         self._many = getattr(dataset, "__getitems__", None)
         self.draws = False
         """Whether a sample has drawn random numbers."""
@@ -101,18 +99,16 @@ class Reader:
         ranges = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
         return [self._collated(self._collate, epoch, places[part], keys[part]) for part in ranges]
 
+    def __getitem__(self, request: Request) -> Any:
+        """Return the batch of a request, or the error that names a sample."""
+        try:
+            return self.read(*request)
+        except DataError as error:
+            return error
+
     def _collated(self, function: CollateFunction, epoch: int, indices: Sequence[int], keys: Sequence[int]) -> Any:
         """Collate one shard; random numbers depend on (seed, epoch, first sample of the shard)."""
-        if not (self.draws or self._collate_draws):
-            batch, drew = watched(lambda: function(self._unkeyed(indices), indices))
-            if not drew:
-                return batch
         samples = self._samples(epoch, indices, keys)
-        if not self._collate_draws:  # find out which of the two drew numbers
-            batch, self._collate_draws = watched(lambda: function(samples, indices))
-            if not self._collate_draws:
-                return batch
-            samples = self._samples(epoch, indices, keys)  # read again: a collate may change its samples
         seed_host(shard_key(self._seed, epoch, keys[0]))
         return function(samples, indices)
 
@@ -156,34 +152,22 @@ class Reader:
 
 
 def watched(read: Callable[[], _T]) -> tuple[_T, bool]:
-    """Return the result of `read`, and whether it drew from one of the three default generators.
-
-    Two generators of its own are kept in the states of `random` and NumPy: if their next numbers are equal, no code has
-    drawn. That costs 1 microsecond per batch, seeding them 5.5; torch's generator is cheap to seed and expensive to
-    draw from.
-    """
-    python, numpy, first = _references()
-    torch.default_generator.manual_seed(0)
-    if random.random() != python.random():  # noqa: S311 - not for secrets
-        random.seed(0)
-        python.seed(0)
-    if np.random.random_sample() != numpy.random_sample():  # noqa: NPY002
-        np.random.seed(0)  # noqa: NPY002
-        numpy.seed(0)
+    """Return the result of `read`, and whether it drew from one of the three default generators, which it seeds."""
+    seed_host(0)
     found = read()
-    same = random.random() == python.random() and np.random.random_sample() == numpy.random_sample()  # noqa: NPY002, S311
-    return found, not same or _next_of_torch(torch.default_generator) != first
+    return found, _drawn() != _first_drawn()
 
 
-def _next_of_torch(generator: torch.Generator) -> int:
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+def _drawn() -> tuple[float, float, int]:
+    """Return the next number of each generator."""
+    of_torch = int(torch.empty((), dtype=torch.int64).random_().item())
+    return random.random(), np.random.random_sample(), of_torch  # noqa: NPY002, S311 - those that a user's code may use
 
 
 @cache
-def _references() -> tuple[random.Random, np.random.RandomState, int]:
-    """Return the generators of this process to compare with, and the first number of torch's after a seed of 0."""
-    first = _next_of_torch(torch.Generator().manual_seed(0))
-    return random.Random(), np.random.RandomState(), first  # noqa: S311
+def _first_drawn() -> tuple[float, float, int]:
+    seed_host(0)
+    return _drawn()
 
 
 def read_by_workers(reader: Reader, reading: Reading, requests: Iterable[Request]) -> Generator[Any]:
@@ -196,7 +180,7 @@ def read_by_workers(reader: Reader, reading: Reading, requests: Iterable[Request
     settings = reading.settings
     ahead: Any = iter(
         DataLoader(
-            _Remote(reader),
+            reader,
             batch_size=None,
             sampler=requests,
             num_workers=settings.num_processes,
@@ -211,8 +195,8 @@ def read_by_workers(reader: Reader, reading: Reading, requests: Iterable[Request
     workers = getattr(ahead, "_workers", ())
     try:
         for batch in ahead:
-            if isinstance(batch, _Failure):
-                raise batch.error
+            if isinstance(batch, Exception):
+                raise batch
             yield batch
     except RuntimeError as error:
         ended = [f"pid {one.pid} {_ending(one.exitcode)}" for one in workers if one.exitcode is not None]
@@ -229,26 +213,6 @@ def read_by_workers(reader: Reader, reading: Reading, requests: Iterable[Request
             worker.join()
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """An error on its way to the parent process."""
-
-    error: Exception
-
-
-class _Remote(Dataset[Any]):
-    """The dataset and its reader in a worker process."""
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-
-    def __getitem__(self, request: Request) -> Any:
-        try:
-            return self._reader.read(*request)
-        except DataError as error:
-            return _Failure(error)
-
-
 def _send_failure(queue: Queue[Any], error: Exception, item: Any) -> None:
     """Send an error in the place of a batch that cannot be sent.
 
@@ -263,7 +227,7 @@ def _send_failure(queue: Queue[Any], error: Exception, item: Any) -> None:
             "Change what the batch holds (a tensor that requires gradients: detach() it), or use loader.num_workers=0."
         )
         error = DataError(f"a worker process cannot send its batch: {type(error).__name__}: {error}. {advice}")
-    queue.put((item[0], _Failure(error)))
+    queue.put((item[0], error))
 
 
 def _ending(code: int) -> str:
@@ -283,7 +247,7 @@ def _enter_worker(_worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 _CHUNK: Final = 1024
@@ -334,8 +298,12 @@ class Source:
         # A tensor has a method `gather` that does something else.
         reads_many = not self._has_shards and settings.cache is not False and not isinstance(read, Tensor)
         gather = getattr(read, "gather", None) if reads_many else None
-        arrays = whole_arrays(read) if reads_many and gather is None else None
-        if arrays is None and gather is None and settings.cache is True and not self._has_shards:
+        arrays: Arrays | None = None
+        if reads_many and gather is None and callable(offer := getattr(read, "tensors", None)):
+            with Untouched(seed=0):
+                arrays = offer()
+            refuse_other_rows(arrays, len(read), f"{type(read).__name__}.tensors()")
+        elif reads_many and gather is None and settings.cache is True:
             arrays = collated(read, name=type(dataset).__name__)
         home, moves = torch.device("cpu"), True
         if arrays is not None:
@@ -390,16 +358,13 @@ def _in_bursts(reader: Reader, requests: Iterator[Request]) -> Generator[Any]:
         started, batches, most = perf_counter(), list[Any](), 1
         with Untouched(seed=0):
             for request in chain([first], requests):
-                try:
-                    batches.append(reader.read(*request))
-                except DataError as error:
-                    batches.append(error)
-                    break
+                batches.append(reader[request])
                 if len(batches) == 1:
                     leaves = [leaf for leaf in tree_leaves(batches[0]) if isinstance(leaf, Tensor)]
                     num_bytes = sum(leaf.numel() * leaf.itemsize for leaf in leaves)  # `nbytes` fails for sparse ones
                     most = min(_BURST, _BURST_BYTES // (num_bytes + 1))
-                if len(batches) >= most or perf_counter() - started > _BURST_S:
+                failed = isinstance(batches[-1], DataError)
+                if failed or len(batches) >= most or perf_counter() - started > _BURST_S:
                     break
         for batch in batches:
             if isinstance(batch, DataError):
@@ -473,21 +438,6 @@ def _placed(
     return arrays, torch.device("cpu"), widened
 
 
-def whole_arrays(dataset: Any) -> Arrays | None:
-    """Return the result of an in-memory dataset's `tensors()`; None for any other dataset.
-
-    Raises:
-        DataError: it returns arrays, or tensors of other lengths.
-    """
-    offer = getattr(dataset, "tensors", None)
-    if not callable(offer):
-        return None
-    with Untouched(seed=0):
-        arrays: Arrays = offer()
-    refuse_other_rows(arrays, len(dataset), f"{type(dataset).__name__}.tensors()")
-    return arrays
-
-
 def collated(dataset: Any, *, name: str | None = None) -> Arrays:
     """Read a map-style dataset into memory, once.
 
@@ -510,14 +460,12 @@ def collated(dataset: Any, *, name: str | None = None) -> Arrays:
         )
         raise ConfigError([Problem(key="loader.cache", value=True, rule=rule)])
     first = chunks[0]
-    parts = first.values() if isinstance(first, dict) else first
-    if not isinstance(first, dict | tuple) or not all(isinstance(part, Tensor) for part in parts):
+    if not isinstance(first, dict | tuple) or not all(isinstance(part, Tensor) for part in parts_of(first) or ()):
         raise DataError(
             f"a sample of {name} is not a tuple or dict of tensors and numbers: loader.cache=true cannot keep it."
         )
-    if isinstance(first, dict):
-        return {key: torch.cat([chunk[key] for chunk in chunks]) for key in first}
-    return tuple_like(first, map(torch.cat, zip(*chunks, strict=True)))
+    arrays: Arrays = tree_map(lambda *parts: torch.cat(parts), *chunks)
+    return arrays
 
 
 def _fits(device: torch.device, num_bytes: int) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainkit.data.declaration import Declared, image, label
 from trainkit.data.reading.files import alike, existing, fetch, listed
-from trainkit.data.stored import ImagesInMemory, InMemory, Normalisation, Samples, Stored
+from trainkit.data.stored import InMemory, Normalisation, Samples, Stored
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.fields import Limit, Reads, a_folder, above, at_least, below, maths, placement
 from trainkit.files import cache_folder
@@ -65,8 +65,11 @@ class Digits(InMemory):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _HeldOut(ImagesInMemory):
-    """Images in ten classes with 10,000 test images; the last training images are held out to validate."""
+class _HeldOut(InMemory):
+    """Images in ten classes, kept in bytes, with 10,000 test images; the last training images validate.
+
+    A sample is an image, (channels, height, width) float32, and its class, () int64.
+    """
 
     _count: ClassVar[int]
     """Number of images to train and validate on."""
@@ -102,8 +105,30 @@ class _HeldOut(ImagesInMemory):
         border = len(classes) - self.val_size
         part = {"train": slice(0, border), "val": slice(border, None), "test": slice(None)}[self.split]
         images = torch.from_numpy(pixels[part].copy()).view(-1, *self._shape)
+        self._keep(images, torch.from_numpy(classes[part].copy()))
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        """Return a sample: an image, float32, and its class, () int64."""
+        images, classes = self._widened(tuple(array[index].unsqueeze(0) for array in self._arrays))
+        return images[0], classes[0]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all images, float32, and their classes, int64."""
+        return self._widened(self._arrays)
+
+    @property
+    def labels(self) -> Tensor:
+        """The class of every image, (samples,) int64."""
+        return self._arrays[1].to(torch.int64)
+
+    def as_stored(self) -> Stored:
+        """Return images and classes in bytes."""
+        samples = Samples(len(self), super().__getitem__, tensors=lambda: self._arrays)
+        return Stored(samples=samples, widened=self._widened)
+
+    def _widened(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         scaling = self._standard if self.scaling == "standard" else Normalisation()
-        self._keep_images(images, torch.from_numpy(classes[part].copy()), scaling)
+        return scaling(batch[0]), batch[1].to(torch.int64)
 
 
 _TRAIN: Final = tuple(f"data_batch_{number}.bin" for number in range(1, 6))

@@ -27,88 +27,13 @@ SHAKESPEARE_URL: Final = "https://raw.githubusercontent.com/karpathy/char-rnn/ma
 SHAKESPEARE_SHA256: Final = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Windows:
-    """Windows of `context` tokens, `stride` apart; the target of each token is the next one.
-
-    If the last is padded, `stride` is `context`: they are adjacent, and every token but the very first is predicted
-    exactly once. Otherwise, only whole windows count.
-
-    Example:
-        >>> windows = Windows(tokens=np.arange(6, dtype=np.uint8), context=2, stride=1)
-        >>> len(windows), windows[3]
-        (4, (tensor([3, 4]), tensor([4, 5])))
-        >>> Windows(tokens=np.arange(6, dtype=np.uint8), context=3, stride=3, padded=True)[1]
-        (tensor([3, 4, 0]), tensor([   4,    5, -100]))
-    """
-
-    tokens: NDArray[Any]
-    """The sequence, of any unsigned integer type; may be a memory map."""
-    context: int
-    """Tokens of a window."""
-    stride: int
-    """Tokens from the start of a window to the start of the next."""
-    padded: bool = False
-    """Whether the last window may extend past the end."""
-
-    def __len__(self) -> int:
-        """Return the number of windows."""
-        reach = len(self.tokens) - 1 + (self.stride - 1 if self.padded else -self.context)
-        return max(0, reach // self.stride + (0 if self.padded else 1))
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of a window, each (context,) int64."""
-        return self.sample_of(self.read(index))
-
-    def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of many windows, each (windows, context) int64, by one indexed read."""
-        return self.widened(self.read_many(indices))
-
-    def read(self, index: int) -> tuple[Any, ...]:
-        """Return a window as it is stored: (context + 1,) tokens, and with padding the number of targets, int32."""
-        start = index * self.stride
-        piece = self.tokens[start : start + self.context + 1].astype(self._dtype)
-        if not self.padded:
-            return (torch.from_numpy(piece),)
-        targets = np.int32(len(piece) - 1)
-        return torch.from_numpy(np.pad(piece, (0, self.context + 1 - len(piece)))), targets
-
-    def read_many(self, indices: Tensor) -> tuple[Tensor, ...]:
-        """Return many windows as they are stored, by one indexed read: as `read`, with an additional first dim."""
-        starts = indices.numpy() * self.stride
-        places, last = starts[:, None] + np.arange(self.context + 1), len(self.tokens) - 1
-        read = self.tokens[np.minimum(places, last) if self.padded else places]
-        tokens = torch.from_numpy(read.astype(self._dtype, copy=False))
-        if not self.padded:
-            return (tokens,)
-        return tokens, torch.from_numpy(np.minimum(last - starts, self.context).astype(np.int32))
-
-    def sample_of(self, stored: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of a window as it is stored, each (context,) int64."""
-        inputs, targets = self.widened(tuple(torch.as_tensor(part).unsqueeze(0) for part in stored))
-        return inputs[0], targets[0]
-
-    def widened(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of windows as they are stored, each (windows, context) int64, on their device."""
-        inputs, targets = (
-            part.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
-            for part in (batch[0][:, :-1], batch[0][:, 1:])
-        )
-        if len(batch) == 1:
-            return inputs, targets
-        # The input of a position without target is padding too.
-        past = torch.arange(self.context, device=inputs.device) >= batch[1].unsqueeze(1)
-        return inputs.masked_fill_(past, 0), targets.masked_fill_(past, IGNORED)
-
-    @property
-    def _dtype(self) -> np.dtype[Any]:
-        """The type of a token in the byte order of this machine, which torch requires."""
-        return self.tokens.dtype.newbyteorder("=")
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Windowed:
-    """The common part of these datasets: windows over one split of a sequence of tokens."""
+    """The common part of these datasets: windows of `context` tokens over one split of a sequence of tokens.
+
+    The target of each token is the next one. Windows to train on are whole ones, `stride` apart. Those to validate on
+    are adjacent and the last one is padded, so that every token but the very first is predicted exactly once.
+    """
 
     splits: ClassVar[tuple[str, ...]] = ("train", "val")
     _stored: ClassVar[str] = "uint16"
@@ -120,7 +45,8 @@ class _Windowed:
     """Number of tokens of a sample."""
     stride: Annotated[int | None, at_least(1)] = None
     """Tokens from one training sample to the next; null: `context`, so that each token is used once per epoch."""
-    _windows: Windows = field(init=False, repr=False, compare=False)
+    _tokens: NDArray[Any] = field(init=False, repr=False, compare=False)
+    """The sequence, of any unsigned integer type; may be a memory map."""
 
     @classmethod
     def declare(cls, keys: Mapping[str, Any], _split: str) -> Declared:
@@ -137,25 +63,67 @@ class _Windowed:
                 f"{where} has {len(tokens)} tokens, fewer than a sample needs "
                 f"(data.context={self.context} and one more)."
             )
-        is_val = self.split == "val"
-        stride = self.context if is_val or self.stride is None else self.stride
-        windows = Windows(tokens=tokens, context=self.context, stride=stride, padded=is_val)
-        vars(self)["_windows"] = windows
+        vars(self)["_tokens"] = tokens
+
+    @property
+    def _padded(self) -> bool:
+        """Whether the last window may extend past the end."""
+        return self.split == "val"
+
+    @property
+    def _distance(self) -> int:
+        """Tokens from the start of a window to the start of the next."""
+        return self.context if self._padded or self.stride is None else self.stride
 
     def __len__(self) -> int:
         """Return the number of windows in this split."""
-        return len(self._windows)
+        reach = len(self._tokens) - 1 + (self.context - 1 if self._padded else self._distance - self.context)
+        return max(0, reach // self._distance)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a window, each (context,) int64."""
-        return self._windows.sample_of(self._read(index))
+        inputs, targets = self._widened(tuple(torch.as_tensor(part).unsqueeze(0) for part in self._read(index)))
+        return inputs[0], targets[0]
 
     def as_stored(self) -> Stored:
         """Return the windows in bytes, uint16 or uint32."""
-        return Stored(samples=Samples(len(self), self._read), widened=self._windows.widened)
+        return Stored(samples=Samples(len(self), self._read), widened=self._widened)
 
     def _read(self, index: int) -> tuple[Any, ...]:
-        return self._windows.read(index)
+        """Return a window as it is stored: (context + 1,) tokens, and with padding the number of targets, int32."""
+        start = index * self._distance
+        piece = self._tokens[start : start + self.context + 1].astype(self._dtype)
+        if not self._padded:
+            return (torch.from_numpy(piece),)
+        targets = np.int32(len(piece) - 1)
+        return torch.from_numpy(np.pad(piece, (0, self.context + 1 - len(piece)))), targets
+
+    def _read_many(self, indices: Tensor) -> tuple[Tensor, ...]:
+        """Return many windows as they are stored, by one indexed read: as `_read`, with an additional first dim."""
+        starts = indices.numpy() * self._distance
+        places, last = starts[:, None] + np.arange(self.context + 1), len(self._tokens) - 1
+        read = self._tokens[np.minimum(places, last) if self._padded else places]
+        tokens = torch.from_numpy(read.astype(self._dtype, copy=False))
+        if not self._padded:
+            return (tokens,)
+        return tokens, torch.from_numpy(np.minimum(last - starts, self.context).astype(np.int32))
+
+    def _widened(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of windows as they are stored, each (windows, context) int64, on their device."""
+        inputs, targets = (
+            part.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
+            for part in (batch[0][:, :-1], batch[0][:, 1:])
+        )
+        if len(batch) == 1:
+            return inputs, targets
+        # The input of a position without target is padding too.
+        past = torch.arange(self.context, device=inputs.device) >= batch[1].unsqueeze(1)
+        return inputs.masked_fill_(past, 0), targets.masked_fill_(past, IGNORED)
+
+    @property
+    def _dtype(self) -> np.dtype[Any]:
+        """The type of a token in the byte order of this machine, which torch requires."""
+        return self._tokens.dtype.newbyteorder("=")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,13 +139,11 @@ class _Tokens(_Windowed):
 
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of many windows, each (windows, context) int64."""
-        return self._windows.gather(indices)
+        return self._widened(self._read_many(indices))
 
     def as_stored(self) -> Stored:
         """Return the windows in bytes, uint16 or uint32."""
-        windows = self._windows
-        samples = Samples(len(self), windows.read, gather=windows.read_many)
-        return Stored(samples=samples, widened=windows.widened)
+        return Stored(samples=Samples(len(self), self._read, gather=self._read_many), widened=self._widened)
 
 
 @dataclass(frozen=True, kw_only=True)
