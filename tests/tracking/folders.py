@@ -57,7 +57,7 @@ class Recording:
 
     @property
     def points(self) -> list[tuple[int, dict[str, float]]]:
-        return [(row.step, dict(row.values)) for row in self.rows]
+        return [(step, dict(values)) for step, values in self.rows]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,12 +28,13 @@ from trainkit.tracking.tracker import Wandb
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Recording:
     found = Recording()
-    monkeypatch.setattr(sending, "service_of", lambda _name: found)
+    monkeypatch.setattr(sending, "SERVICES", {"wandb": lambda: found})
+    monkeypatch.setattr(sending, "_SETTLE_S", 0.0)
     return found
 
 
 def sender_of(folder: Path) -> Sender:
-    return Sender(folder=folder, state=begun_state(folder, TrackingState(tracker="wandb", project="digits")))
+    return Sender(folder, begun_state(folder, TrackingState(tracker="wandb", project="digits")))
 
 
 def state_in(folder: Path) -> TrackingState:
@@ -189,7 +190,7 @@ def test_a_tracker_that_hangs_gets_one_warning_and_a_limited_end(
 ) -> None:
     service = Hanging()
     monkeypatch.setattr(importlib.metadata, "version", lambda _name: "1")
-    monkeypatch.setattr(sending, "service_of", lambda _name: service)
+    monkeypatch.setattr(sending, "SERVICES", {"wandb": lambda: service})
     monkeypatch.setattr(sending, "_RETRY_S", (0.01,))
     run = run_double(run_folder(tmp_path / "run"))
     tracker = Wandb(warn_s=0.01, wait_s=0.2)

@@ -14,31 +14,23 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from trainkit.errors import AbsentFileError, UnreadableError
-from trainkit.files import (
-    Kind,
-    naming,
-    parse_json,
-    parse_yaml,
-    read_map,
-    read_text,
-    refuse_link,
-    size_of,
-    write_atomically,
-)
+from trainkit.files import naming, parse_json, parse_yaml, read_map, read_text, refuse_link, size_of, write_atomically
 from trainkit.redaction import mask
 from trainkit.report.curves import RowFile, number
-from trainkit.tracking.service import SERVICES, LoggedRow, Service, TrackedRun, service_of
+from trainkit.report.schemas import kinds_of
+from trainkit.tracking.service import SERVICES, LoggedRow, Service, TrackedRun
 
 FOLDER: Final = "tracking"
 _POLL_S: Final = 1.0
 _SETTLE_S: Final = 2.0
+"""Seconds after which rows are recorded as sent: a process of the tracker's package may hold them for a moment."""
 _RETRY_S: Final = (_POLL_S, 5.0, 15.0, 60.0)
 """Seconds between attempts after none, one, two, and more failures in a row."""
 _ROWS: Final = ("metrics.jsonl", "evaluations.jsonl")
@@ -47,10 +39,6 @@ _BATCH: Final = 500
 _MOST_PARAMETERS, _MOST_FILES, _MOST_METRICS = 2000, 1000, 10_000
 _LONGEST_NAME: Final = 200
 _ID: Final = re.compile(r"[0-9a-f]{32}")
-_KINDS: Final[Mapping[str, Kind]] = {
-    "tracker": str, "id": str, "project": str, "mode": str, "artifacts": list, "sent": dict, "placement": dict,
-    "status": (str, type(None)), "not_sent": (str, type(None)), "send": (str, type(None)),
-}  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -97,17 +85,18 @@ def read_state(folder: Path, tracker: str) -> TrackingState | None:
     Raises:
         UnreadableError: the file was not written by trainkit.
     """
-    path = path_of(folder, tracker)
+    path, kinds = path_of(folder, tracker), kinds_of(TrackingState)
     try:
-        found = read_map(path, _KINDS)
+        found = read_map(path, kinds)
     except AbsentFileError:
         return None
-    sound = _ID.fullmatch(found["id"]) and found["tracker"] == tracker and tracker in SERVICES
-    sound = sound and all(isinstance(one, str) for one in found["artifacts"])
-    sound = sound and all(isinstance(one, str | int | float) for one in found["placement"].values())
-    if not sound or not all(type(step) is int for step in found["sent"].values()):
+    state = TrackingState(**{name: found[name] for name in kinds})
+    sound = [_ID.fullmatch(state.id), state.tracker == tracker, tracker in SERVICES]
+    sound += [isinstance(one, str) for one in state.artifacts]
+    sound += [isinstance(one, str | int | float) for one in state.placement.values()]
+    if not all(sound) or not all(type(step) is int for step in state.sent.values()):
         raise UnreadableError(path, "it is not the state of a tracker")
-    return TrackingState(**{name: found[name] for name in _KINDS})
+    return state
 
 
 def write_state(folder: Path, state: TrackingState) -> None:
@@ -131,10 +120,9 @@ def begun_state(folder: Path, wanted: TrackingState) -> TrackingState:
         UnreadableError: the state of an earlier start cannot be read.
         StorageError: the file cannot be written.
     """
-    earlier = read_state(folder, wanted.tracker)
-    state = wanted
-    if earlier is not None:
-        state = replace(wanted, id=earlier.id, sent=earlier.sent, placement=earlier.placement)
+    known, state = read_state(folder, wanted.tracker), wanted
+    if known is not None:
+        state = replace(wanted, id=known.id, sent=known.sent, placement=known.placement)
     write_state(folder, state)
     return state
 
@@ -180,23 +168,6 @@ def _flat(values: Mapping[str, Any], above: str) -> Iterator[tuple[str, str | fl
             yield key, mask(json.dumps(value, default=str))
 
 
-def _numbers(line: bytes) -> LoggedRow | None:
-    """Return the finite numbers of a row by its step; None if the line is no row."""
-    try:
-        found = parse_json(line)
-    except ValueError:
-        return None
-    step = number(found.get("step")) if isinstance(found, dict) else None
-    if step is None or not 0 <= step < 2**53:
-        return None
-    values = {
-        mask(name)[:_LONGEST_NAME]: value
-        for name, one in found.items()
-        if name != "step" and (value := number(one)) is not None
-    }
-    return LoggedRow(step=int(step), values=values)
-
-
 def files_of(folder: Path, patterns: Sequence[str]) -> Iterator[tuple[Path, str]]:
     """Yield the regular files of a run folder that match a pattern, with their relative names; no link is followed.
 
@@ -217,23 +188,23 @@ def files_of(folder: Path, patterns: Sequence[str]) -> Iterator[tuple[Path, str]
                     yield path, name
 
 
-@dataclass(kw_only=True)
 class Sender:
-    """Sends the new data of a run folder to one tracker."""
+    """Sends the new data of a run folder to one tracker: at once, or from `start` to `end` in a daemon thread, which
+    alone waits for the service.
+    """
 
-    folder: Path
-    state: TrackingState
-    rest: Callable[[], object] = lambda: None
-    """Called between two batches of rows."""
-    settle: Callable[[], object] = lambda: None
-    """Called before sent rows are recorded: a process of the tracker's package may hold them for a moment."""
-    asked_at: float | None = None
-    """When the service was asked something that it has not answered, on `time.monotonic`."""
-    is_abandoned: bool = False
-    """Whether nobody waits for the service any more: what it still does is not recorded."""
-    _service: Service | None = None
-    """The open service; None before, and after an error."""
-    _files: Sequence[RowFile] = ()
+    def __init__(self, folder: Path, state: TrackingState) -> None:
+        self.state = state
+        self.reason = ""
+        """Why the last attempt failed; empty if it did not."""
+        self._folder = folder
+        self._asked_at: float | None = None
+        """When the service was asked something that it has not answered, on `time.monotonic`."""
+        self._service: Service | None = None
+        """The open service; None before, and after an error."""
+        self._files: Sequence[RowFile] = ()
+        self._ended, self._is_done, self._is_abandoned = threading.Event(), False, False
+        self._thread = threading.Thread(target=self._send, name="tracker", daemon=True)
 
     def send_new(self) -> None:
         """Send the new rows.
@@ -242,10 +213,10 @@ class Sender:
             Exception: any error of the service; what was sent before is recorded.
         """
         if self._service is None:
-            self.asked_at = time.monotonic()
-            service, run = service_of(self.state.tracker), tracked_run(self.folder, self.state)
+            self._asked_at = time.monotonic()
+            service, run = SERVICES[self.state.tracker](), tracked_run(self._folder, self.state)
             service.open(run)
-            self._service, self._files = service, [RowFile(self.folder / name) for name in _ROWS]
+            self._service, self._files = service, [RowFile(self._folder / name) for name in _ROWS]
             self.state.placement = {name: value for name, value in run.parameters.items() if _is_placement(name)}
             self._record()
         before = dict(self.state.sent)
@@ -255,23 +226,31 @@ class Sender:
             while chunk := list(islice(lines, _BATCH)):
                 rows = [row for line in chunk if (row := self._new_in(line)) is not None]
                 if rows:
-                    self.asked_at = time.monotonic()
+                    self._asked_at = time.monotonic()
                     self._service.log(rows)
-                    for row in rows:
-                        self.state.sent.update(dict.fromkeys(row.values, row.step))
-                self.rest()
-        self.asked_at = None
+                    for step, values in rows:
+                        self.state.sent.update(dict.fromkeys(values, step))
+                time.sleep(0.01)  # a resumed run may have a million rows, and Python runs one thread
+        self._asked_at = None
         if self.state.sent != before:
-            self.settle()
+            self._ended.wait(_SETTLE_S)  # the end of a service writes all
             self._record()
 
     def _new_in(self, line: bytes) -> LoggedRow | None:
-        row, sent = _numbers(line), self.state.sent
-        if row is None:
+        """Return the finite numbers of a row that were not sent yet; None if there are none, or the line is no row."""
+        try:
+            found = parse_json(line)
+        except ValueError:
             return None
-        room = len(sent) < _MOST_METRICS
-        new = {name: one for name, one in row.values.items() if (row.step > sent[name] if name in sent else room)}
-        return replace(row, values=new) if new else None
+        step, sent = number(found.get("step")) if isinstance(found, dict) else None, self.state.sent
+        if step is None or not 0 <= step < 2**53:
+            return None
+        room, new = len(sent) < _MOST_METRICS, dict[str, float]()
+        for key, one in found.items():
+            name, value = mask(key)[:_LONGEST_NAME], number(one)
+            if key != "step" and value is not None and (step > sent[name] if name in sent else room):
+                new[name] = value
+        return (int(step), new) if new else None
 
     def finish(self) -> None:
         """Send the rest and the files, and end the tracked run.
@@ -279,90 +258,73 @@ class Sender:
         Raises:
             Exception: any error of the service.
         """
+        self._ended.set()
         self.send_new()
-        service, self.asked_at = self._service, time.monotonic()
+        service, self._asked_at = self._service, time.monotonic()
         assert service is not None
-        for path, name in files_of(self.folder, self.state.artifacts):
+        for path, name in files_of(self._folder, self.state.artifacts):
             service.add_file(path, name)
         try:
-            status = str(read_map(self.folder / "result.json", {"status": str})["status"])
+            status = str(read_map(self._folder / "result.json", {"status": str})["status"])
         except UnreadableError:
             status = "killed"
         service.close(has_finished=status == "finished", status=status)
         self._service = None
         self.state = replace(self.state, status=status, not_sent=None, send=None)
         self._record()
+        self._is_done = True
 
     def trouble(self, reason: str) -> None:
         """Record why something was not sent; the service is opened again for the next attempt."""
         self.state.not_sent = f"everything after step {self.state.last_step}, the files and the end: {reason}"
-        self.state.send = shlex.join(["trainkit", "report", str(self.folder), "--send"])
+        self.state.send = shlex.join(["trainkit", "report", str(self._folder), "--send"])
         with contextlib.suppress(Exception):  # a full disk must not end the attempts
             self._record()
-        self._service = self.asked_at = None
+        self.reason, self._service, self._asked_at = reason, None, None
 
     def _record(self) -> None:
-        if self.is_abandoned:
+        if self._is_abandoned:  # nobody waits for the service any more
             return
-        last = self.state.last_step
-        if self._service is not None and self._service.holds_last:
-            last -= 1
-        write_state(
-            self.folder, replace(self.state, sent={name: min(at, last) for name, at in self.state.sent.items()})
-        )
+        holds_last = self._service is not None and self._service.holds_last
+        last = self.state.last_step - holds_last
+        sent = {name: min(at, last) for name, at in self.state.sent.items()}
+        write_state(self._folder, replace(self.state, sent=sent))
 
-
-def reason_of(error: BaseException) -> str:
-    """Return an error of a service in one line, without secrets."""
-    return mask(f"{type(error).__name__}: {error}".strip().splitlines()[0][:300].rstrip("."))
-
-
-class Sending:
-    """A daemon thread that sends a run until `end`; it alone waits for the service."""
-
-    def __init__(self, sender: Sender) -> None:
-        self.reason = ""
-        """Why the last attempt failed; empty if it did not."""
-        self._sender, self._ended, self._is_done = sender, threading.Event(), False
-        sender.settle = lambda: self._ended.wait(_SETTLE_S)  # the end of a service writes all
-        sender.rest = lambda: time.sleep(0.01)  # a resumed run may have a million rows, and Python runs one thread
-        self._thread = threading.Thread(target=self._send, name="tracker", daemon=True)
+    def start(self) -> None:
+        """Send in a thread from now on."""
         self._thread.start()
 
     def _send(self) -> None:
         failures = 0
-        while True:
+        while not self._is_done:
             has_ended = self._ended.wait(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
             try:
-                if has_ended:
-                    self._sender.finish()
-                    self._is_done = True
-                else:
-                    self._sender.send_new()
+                self.finish() if has_ended else self.send_new()
             except Exception as error:  # noqa: BLE001 - a service may raise anything
-                failures, self.reason = failures + 1, reason_of(error)
-                self._sender.trouble(self.reason)
+                failures += 1
+                self.trouble(reason_of(error))
+                if has_ended:
+                    return
             else:
                 failures, self.reason = 0, ""
-            if has_ended:
-                return
 
     def silent_s(self) -> float:
         """Return for how long the service has not answered."""
-        asked_at = self._sender.asked_at
-        return 0.0 if asked_at is None else time.monotonic() - asked_at
+        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     def end(self, wait_s: float) -> str:
         """Send the rest within a limit of time; return why it was not sent, or an empty text."""
         self._ended.set()
         self._thread.join(wait_s)
-        if self._is_done:
-            return ""
-        if self._thread.is_alive():
-            self.reason = self.reason or f"no answer within {wait_s:g} s"
-            self._sender.trouble(self.reason)
-            self._sender.is_abandoned = True
-        return self.reason
+        if self._thread.is_alive() and not self._is_done:
+            self.trouble(self.reason or f"no answer within {wait_s:g} s")
+            self._is_abandoned = True
+        return "" if self._is_done else self.reason
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error of a service in one line, without secrets."""
+    return mask(f"{type(error).__name__}: {error}".strip().splitlines()[0][:300].rstrip("."))
 
 
 def send_later(folder: Path) -> int:
@@ -376,7 +338,7 @@ def send_later(folder: Path) -> int:
         raise UnreadableError(folder / FOLDER, "the run had no tracker")
     failed = 0
     for state in filter(None, states):
-        sender = Sender(folder=folder, state=state)
+        sender = Sender(folder, state)
         try:
             sender.finish()
         except Exception as error:  # noqa: BLE001 - the same

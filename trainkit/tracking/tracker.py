@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from trainkit.errors import MissingExtraError
 from trainkit.fields import above, cosmetic
-from trainkit.tracking.sending import Sender, Sending, TrackingState, begun_state
+from trainkit.tracking.sending import Sender, TrackingState, begun_state
 from trainkit.trainer.events import Callback, Row, Run
 
 _log = logging.getLogger(__name__)
@@ -38,14 +38,12 @@ class Tracker(Callback):
     """Seconds without an answer after which a warning is printed."""
     wait_s: Annotated[float, cosmetic, above(0)] = 30.0
     """Largest number of seconds that the end of the run waits for the tracker."""
-    _sending: Sending | None = field(default=None, init=False, repr=False)
+    _sending: Sender | None = field(default=None, init=False, repr=False)
     _has_warned: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         try:
-            importlib.metadata.version(
-                self.tracker
-            )  # a folder with the tracker's name in the current folder is not a package
+            importlib.metadata.version(self.tracker)  # a folder of this name in the current folder is not a package
         except importlib.metadata.PackageNotFoundError:
             key = f"logger.{self.tracker}"
             raise MissingExtraError(key=key, package=self.tracker, extra=self.tracker) from None
@@ -58,9 +56,10 @@ class Tracker(Callback):
     def run_start(self, run: Run) -> None:
         """Start to send."""
         if run.is_owner:
-            project, mode = self.project or run.cfg.name or "trainkit", self.connection
-            wanted = TrackingState(tracker=self.tracker, project=project, mode=mode, artifacts=list(self.artifacts))
-            self._sending = Sending(Sender(folder=run.folder, state=begun_state(run.folder, wanted)))
+            project, artifacts = self.project or run.cfg.name or "trainkit", list(self.artifacts)
+            wanted = TrackingState(tracker=self.tracker, project=project, mode=self.connection, artifacts=artifacts)
+            self._sending = Sender(run.folder, begun_state(run.folder, wanted))
+            self._sending.start()
 
     def log(self, run: Run, row: Row) -> None:
         """Warn once if the tracker does not answer; the row is in `metrics.jsonl`."""

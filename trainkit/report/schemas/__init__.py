@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any, Final, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from typing_extensions import is_typeddict
 
@@ -81,7 +81,7 @@ DOCUMENTS: Final[Mapping[str, Document]] = {
 
 
 def kinds_of(document: type) -> dict[str, Kind]:
-    """Return key -> types of its value, of a TypedDict, for a reader that trusts no file.
+    """Return key -> types of its value, of a dataclass or TypedDict, for a reader that trusts no file.
 
     Example:
         >>> from trainkit.report.schemas.files import BegunBy
@@ -89,8 +89,11 @@ def kinds_of(document: type) -> dict[str, Kind]:
         {'argv': (<class 'list'>,), 'notes': (<class 'list'>,)}
     """
 
-    def kind(hint: Any) -> tuple[Any, ...]:
-        parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        return tuple(dict if is_typeddict(one) else get_origin(one) or one for one in parts)
+    def kind(hint: Any) -> Any:
+        if get_origin(hint) is Literal:
+            return type(get_args(hint)[0])
+        return dict if is_typeddict(hint) else get_origin(hint) or hint
 
-    return {name: kind(hint) for name, hint in get_type_hints(document).items()}
+    hints = get_type_hints(document).items()
+    parts = {name: get_args(hint) if isinstance(hint, UnionType) else (hint,) for name, hint in hints}
+    return {name: tuple(map(kind, hints)) for name, hints in parts.items()}

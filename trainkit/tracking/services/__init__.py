@@ -1,1 +1,0 @@
-"""The service of each tracker; no module here imports torch."""
