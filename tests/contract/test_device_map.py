@@ -21,7 +21,6 @@ from tests.contract.stepping import Case, oracle, train
 from tests.support import reference
 from tests.support.pool import Pool
 from tests.support.second_device import SecondDevice, fetch, send
-from trainkit.errors import ConfigError
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.device_map import DeviceMap
 from trainkit.strategies.maps import layout as placing
@@ -48,21 +47,6 @@ def test_six_steps_are_those_of_the_reference(base: Case, optimizer: str, micro_
 
 
 @pytest.mark.parametrize(
-    ("case", "word"),
-    [
-        (Case(task="gpt", global_size=8, micro_size=3, num_steps=6), "embed"),
-        (Case(task="gpt", global_size=8, micro_size=3, optimizer="adamw", model={"bias": False}), "blocks"),
-        (Case(task="resnet", global_size=8, micro_size=4, num_steps=4, rate_scale=0.1), "stem"),
-    ],
-    ids=["gpt", "gpt with adamw", "resnet"],
-)
-def test_the_repos_own_models_train_as_the_reference(case: Case, word: str, pool: Pool) -> None:
-    given = replace(case, strategy="device_map", settings={"map": {word: "cpu", "rest": "/cpu:0"}}, max_norm=0.1)
-    (rank,) = train(pool, given)
-    assert reference.differences(rank.weights, oracle(given)) == []
-
-
-@pytest.mark.parametrize(
     "base",
     [
         replace(CLASSES, precision="bf16", optimizer="adamw", micro_size=5),
@@ -86,12 +70,6 @@ def test_a_run_evaluates_and_saves_what_one_device_does(tmp_path: Path) -> None:
     assert two["weights_sha256"] == one["weights_sha256"]
     assert two["metrics"] == one["metrics"]
     assert two["fingerprint"] == one["fingerprint"]
-
-
-def test_a_map_that_does_not_fit_the_model_is_refused_where_it_is_placed(pool: Pool) -> None:
-    case = replace(CLASSES, strategy="device_map", settings={"map": {"0": "cpu"}})
-    with pytest.raises(ConfigError, match=r"strategy\.map: no device for 2\.weight, 2\.bias\. Add 2: DEVICE"):
-        train(pool, case)
 
 
 @pytest.fixture

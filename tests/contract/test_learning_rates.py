@@ -29,10 +29,6 @@ def schedule(name: str, settings: dict[str, Any]) -> Any:
     return getattr(importlib.import_module(module), target)(**node)
 
 
-def test_every_schedule_is_tried_here() -> None:
-    assert sorted(path.stem for path in (CONF / "schedule").glob("*.yaml")) == sorted(CURVES)
-
-
 @pytest.mark.parametrize("name", sorted(CURVES))
 def test_a_schedule_follows_its_curve(name: str) -> None:
     settings, expected = CURVES[name]

@@ -20,7 +20,6 @@ from tests.contract.stepping import Case, Trained, _Rank, oracle, train
 from tests.support import reference, zoo
 from tests.support.pool import Place, Pool
 from trainkit.models.gpt import Gpt
-from trainkit.models.resnet import ResNet
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.mesh.pipe import replica as staged
 
@@ -198,12 +197,6 @@ def test_a_gpt_with_tied_ends_trains_as_the_reference(settings: dict[str, Any], 
     same(replace(TOKENS, named="gpt", settings=settings, max_norm=0.1, resume_at=4), pool)
 
 
-@pytest.mark.long
-def test_eight_stages_on_four_ranks_train_as_the_reference(pool: Pool) -> None:
-    settings = {"schedule": "interleaved", "stages": 4}
-    same(replace(TOKENS, named="gpt", model={"num_layers": 6}, settings=settings, max_norm=0.1), pool)
-
-
 BASES = {
     "dropout": replace(MANY, model={"dropout": 0.4}, precision="fp32"),
     "masters": replace(MANY, precision="bf16", optimizer="adamw"),
@@ -269,34 +262,6 @@ def test_an_overflow_on_one_stage_is_tried_again_by_all(pool: Pool) -> None:
     for rank in train(pool, replace(base, settings={"schedule": "zero_bubble"})):
         assert rank.scale == expected.scale
         assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, rank.state[key])] == []
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pictures(Pipelined):
-    """A residual network on small pictures."""
-
-    def make_model(self) -> nn.Module:
-        """Its weights as a seed draws them, in float64."""
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(1)
-            return ResNet(depth=18, num_classes=zoo.CLASSES, in_channels=1)
-
-    def make_data(self) -> Any:
-        """Pictures of 8 x 8."""
-        return Squares()
-
-
-class Squares(zoo.Points):
-    """Points as pictures."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inputs = zoo.wave(37, 1, 8, 8, phase=0.0)
-
-
-@pytest.mark.long
-def test_a_residual_network_trains_as_the_reference(pool: Pool) -> None:
-    same(Pictures(global_size=5, micro_size=3, num_steps=2, rate_scale=0.1, settings={"schedule": "interleaved"}), pool)
 
 
 def drifts(place: Place, case: Case) -> str | None:

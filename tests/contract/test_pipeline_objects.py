@@ -124,12 +124,6 @@ def test_what_a_pass_leaves_in_python_objects_is_refused_in_these_words(named: s
     assert [str(problem) for problem in found] == [f"model: cannot be cut into stages: {said}"]
 
 
-def test_every_model_that_is_refused_has_its_words() -> None:
-    case: Any = test_what_a_pass_leaves_in_python_objects_is_refused_in_these_words
-    (mark,) = case.pytestmark
-    assert {named for named, _ in mark.args[1]} == set(refused_models.REFUSED)
-
-
 def test_looking_at_a_model_leaves_its_attributes_and_all_generators_as_they_were() -> None:
     model: Any = object_models.BlockThatCounts()
     state = torch.get_rng_state()

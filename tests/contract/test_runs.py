@@ -4,7 +4,6 @@ A run whose config, data order, evaluation or log differs from the loop by hand 
 here alone.
 """
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from tests.contract.running import run, weights
-from tests.contract.stepping import Case
 from tests.support import reference, zoo
 from trainkit.errors import ConfigError
 from trainkit.trainer.checkpoint.tensors import load
@@ -189,8 +187,3 @@ def test_a_mirrored_run_reads_every_sample_once_and_ends_in_the_same_bits(tmp_pa
         results[name] = run(tmp_path / f"run_{name}", *fixed, f"data.folder={tmp_path / name}", *strategy)
     assert results["two"]["weights_sha256"] == results["one"]["weights_sha256"]
     assert results["two"]["metrics"] == results["one"]["metrics"]
-
-
-def test_the_zoo_holds_what_the_oracle_is_given() -> None:
-    assert Case().rate(0) == 0.1
-    assert math.isclose(float(zoo.wave(3, phase=0.0)[0]), math.sin(1.7), rel_tol=1e-6)

@@ -20,7 +20,6 @@ from tests.support.pool import Pool
 from trainkit.errors import HangError, TrainingError
 from trainkit.models.gpt import Gpt
 from trainkit.numerics.precision import Value
-from trainkit.objectives.base import Objective
 from trainkit.strategies.base import Facts, Numerics, PlanContext
 from trainkit.strategies.core.graphs.shards import step_problems
 from trainkit.strategies.model_transforms import ModelTransforms, shaping_problems
@@ -171,10 +170,6 @@ def test_a_hang_while_tracing_stays_a_hang(monkeypatch: pytest.MonkeyPatch, pool
         train(pool, POINTS)
 
 
-DRAWING = (
-    "the model draws random numbers (embed.dropout: Dropout), which have no key inside of a graph. "
-    "Use compile.mode=default."
-)
 ADAM = PlanContext(optimizer=torch.optim.Adam)
 CAN = Facts(compiles="model", compiles_step=True)
 
@@ -187,60 +182,24 @@ def net() -> nn.Module:
     return zoo.Net()
 
 
-def sparse() -> nn.Module:
-    return nn.Sequential(nn.Embedding(4, 2, sparse=True))
+def dropping() -> nn.Module:
+    return Gpt(vocab_size=4, context=2, num_layers=1, num_heads=1, width=2, dropout=0.1)
 
 
-def objective() -> Objective:
-    return Penalty()
-
-
-@pytest.mark.parametrize(
-    ("make", "facts", "context", "rule"),
-    [
-        (
-            net,
-            Facts(compiles="nothing"),
-            ADAM,
-            "mine does not run steps as graphs. Leave it out, or use strategy=mirrored.",
-        ),
-        (
-            net,
-            Facts(compiles="blocks"),
-            ADAM,
-            "mine does not run steps as graphs. Use compile.mode=default, or use strategy=mirrored.",
-        ),
-        (
-            net,
-            CAN,
-            PlanContext(numerics=Numerics(reproducible=True)),
-            (
-                "does not work with numerics.reproducible=true, whose order of summation is fixed. "
-                "Use compile.mode=default."
-            ),
-        ),
-        (
-            net,
-            CAN,
-            PlanContext(optimizers={"one": torch.optim.SGD}),
-            "supports one update per step, and with optimizers there may be several. Use compile.mode=default.",
-        ),
-        (
-            net,
-            CAN,
-            PlanContext(objective=objective()),
-            ("has no graph of Penalty, which differentiates the model by its inputs. Use compile.mode=default."),
-        ),
-        (lambda: Gpt(vocab_size=4, context=2, num_layers=1, num_heads=1, width=2, dropout=0.1), CAN, ADAM, DRAWING),
-        (sparse, CAN, ADAM, "has no graph of sparse gradients. Use sparse=False, or compile.mode=default."),
-    ],
-    ids=["nothing", "blocks", "lanes", "optimizers", "derivatives", "dropout", "sparse"],
-)
+@pytest.mark.parametrize(("make", "facts", "context", "words"), [
+    (net, Facts(compiles="nothing"), ADAM, "mine does not run steps as graphs. Leave it out, or"),
+    (net, Facts(compiles="blocks"), ADAM, "mine does not run steps as graphs. Use compile.mode=default, or"),
+    (net, CAN, PlanContext(numerics=Numerics(reproducible=True)), "does not work with numerics.reproducible=true"),
+    (net, CAN, PlanContext(optimizers={"one": torch.optim.SGD}), "supports one update per step"),
+    (net, CAN, PlanContext(objective=Penalty()), "has no graph of Penalty, which differentiates the model by its"),
+    (dropping, CAN, ADAM, "the model draws random numbers (embed.dropout: Dropout)"),
+    (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), CAN, ADAM, "has no graph of sparse gradients"),
+], ids=["nothing", "blocks", "lanes", "optimizers", "derivatives", "dropout", "sparse"])  # fmt: skip
 def test_what_no_graph_can_hold_is_refused_before_anything_starts(
-    make: Any, facts: Facts, context: PlanContext, rule: str
+    make: Any, facts: Facts, context: PlanContext, words: str
 ) -> None:
-    found = step_problems(make(), GRAPHS, context, facts=facts, strategy="mine")
-    assert [str(problem) for problem in found] == [f"compile.mode=step: {rule}"]
+    (problem,) = step_problems(make(), GRAPHS, context, facts=facts, strategy="mine")
+    assert str(problem).startswith(f"compile.mode=step: {words}")
     assert step_problems(make(), ModelTransforms(), context, facts=facts, strategy="mine") == []
 
 

@@ -256,26 +256,3 @@ def test_on_a_gpu_no_step_waits(strategy: str, precision: str, tmp_path: Path) -
 def test_on_a_gpu_no_compiled_step_waits(strategy: str, mode: str, precision: str, tmp_path: Path) -> None:
     run = (f"strategy={strategy}", *ON_ONE_GPU[strategy], f"precision={precision}", f"compile.mode={mode}")
     assert max(waits_of_steps(tmp_path / "run", *run, checked="error")[FIRST:]) == 0
-
-
-@pytest.mark.parametrize("strategy", ON_ONE_GPU)
-def test_what_looks_for_waits_on_a_gpu_sees_each_step(
-    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    modes = list[str]()
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    waits = waits_of_steps(tmp_path / "run", f"strategy={strategy}", *ON_ONE_GPU[strategy], checked="error")
-    assert waits == [0] * 8
-    assert modes == ["default"] * 2 * FIRST + ["error", "default"] * 5
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("fresh_graphs")
-@pytest.mark.parametrize(("strategy", "mode"), COMPILED)
-def test_what_looks_for_waits_on_a_gpu_sees_each_compiled_step(
-    strategy: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
-    compiled = (f"compile.mode={mode}", "compile.backend=aot_eager")
-    run = (f"strategy={strategy}", *ON_ONE_GPU[strategy], *compiled)
-    assert len(waits_of_steps(tmp_path / "run", *run, checked="error")) == 8

@@ -95,20 +95,6 @@ def test_the_graph_holds_the_loss_from_all_scores_unless_chunks_are_asked_for(
     assert [graph.is_whole for graph in made] == [asked == "auto"]
 
 
-@pytest.mark.long
-def test_two_replicas_train_as_the_reference(pool: Pool) -> None:
-    case = replace(POINTS, micro_size=3, optimizer="adamw", strategy="mirrored", settings={"replicas": 2})
-    for rank in train(pool, case):
-        assert reference.differences(rank.weights, oracle(case)) == []
-
-
-@pytest.mark.slow
-def test_the_gradients_of_several_shards_are_not_lost(passes: str, made: list[ShardGraphs], pool: Pool) -> None:
-    (whole,), (cut,) = (train(pool, replace(POINTS, micro_size=size)) for size in (8, 2))
-    assert [graph.is_joint for graph in made] == [passes == "joint"] * 2
-    assert all(torch.allclose(one, cut.weights[name], rtol=1e-12) for name, one in whole.weights.items())
-
-
 TOLERANCES: dict[Value, float] = {"fp32": 1e-5, "bf16": 0.05, "bf16_mixed": 0.05, "fp16_mixed": 0.01}
 """A few hundred roundings of the narrowest format that takes part."""
 

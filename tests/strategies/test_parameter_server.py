@@ -46,7 +46,6 @@ from trainkit.strategies.updates.scheduler import (
     WorkItem,
     WorkScheduler,
     read_record,
-    staleness_summary,
 )
 
 ANY, REPRODUCIBLE = PlanContext(), PlanContext(numerics=Numerics(reproducible=True))
@@ -137,10 +136,6 @@ def test_a_note_of_the_parameter_server_names_a_different_training() -> None:
         assert same.notes(nn.Identity(), PlanContext()) == ()
     (note,) = ParameterServer(mode="async", transfer="bf16").notes(nn.Identity(), PlanContext())
     assert all(words in note for words in ("applied as they arrive", "bfloat16", "a different training"))
-
-
-def test_the_staleness_of_a_run_is_reported_by_mean_and_95th_percentile() -> None:
-    assert staleness_summary({0: 5, 3: 90, 9: 5}) == {"mean": 3.15, "p95": 3, "counts": {"0": 5, "3": 90, "9": 5}}
 
 
 def test_rows_that_are_looked_up_when_they_are_needed_cannot_be_replayed() -> None:
@@ -505,20 +500,6 @@ def test_nothing_is_lost_or_used_twice_over_a_resume(kind: str, stop: int) -> No
     second.run(20 - stop)
     every = {(step, shard) for step in range(20) for shard in range(PLAN.num_shards(step))}
     assert used([*made, *second.made]) == Counter(dict.fromkeys(every, 1))
-
-
-def test_equal_workers_are_as_stale_as_there_are_others() -> None:
-    scheduler = asynchronous(4)
-    items = {f"w{index}": (taken(scheduler, f"w{index}"), 0) for index in range(4)}
-    found = []
-    for _ in range(40):
-        for name, (item, read) in list(items.items()):
-            merge = applied(scheduler, item, read)
-            assert merge is not None
-            found.append(merge.staleness)
-            items[name] = taken(scheduler, name), scheduler.version
-    assert found[:4] == [0, 1, 2, 3]
-    assert set(found[4:]) == {3}
 
 
 def test_a_record_is_read_as_it_was_written_and_cut_where_a_checkpoint_is_continued(tmp_path: Path) -> None:

@@ -255,18 +255,6 @@ class GradientListener(Protocol):
         """
 
 
-class NoGradientListener:
-    """A listener without interest in gradients."""
-
-    def wants(self, step: int) -> bool:
-        """Return False."""
-        del step
-        return False
-
-    def take(self, step: int, tensors: UpdateTensors) -> None:
-        """Do nothing."""
-
-
 PhaseListener = Callable[[str, int], None]
 """Callback that receives (phase, step) when a task begins a phase: forward, backward, reduce, update, data, idle."""
 
@@ -294,8 +282,8 @@ class StepContext:
     """The phase of this context; None if a step has no phases."""
     draw_key: int = 0
     """Number that keys the random numbers of this pass, in addition to step and shard; 0 if a step has one pass."""
-    on_gradients: GradientListener = field(default_factory=NoGradientListener)
-    """Listener that receives gradients before they are used (`Facts.shows_gradients`)."""
+    on_gradients: GradientListener | None = None
+    """Listener that receives gradients before they are used (`Facts.shows_gradients`); None: nobody does."""
 
     def loss(self, model: Model, batch: Batch, step: int, shard: int) -> Loss:  # noqa: ARG002 - for other contexts
         """Run the model on a shard of a step, and return the loss of this phase."""
@@ -547,7 +535,6 @@ __all__ = [
     "LoopCall",
     "LossWeighting",
     "NamedOptimizer",
-    "NoGradientListener",
     "Numerics",
     "Phase",
     "PhaseListener",

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.adapters.average import AVERAGE, UPDATES, count_update, detach
-from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.data.reading.collate import to_device
 from trainkit.errors import Problem
@@ -39,15 +38,20 @@ from trainkit.strategies.base import (
     StepContext,
     StepCounter,
     StepOutcome,
-    Strategy,
     ignore_phase,
 )
 from trainkit.strategies.core.copies import ComputingCopies, Sums, ThreadWork, computing_copy, sum_of, total_of
 from trainkit.strategies.core.optimizer import OptimizerStepper
-from trainkit.strategies.core.refusals import async_problems, launch_problems, phase_problems
+from trainkit.strategies.core.refusals import async_problems, phase_problems
 from trainkit.strategies.core.replica import Replica, replica_state, restore_replica
 from trainkit.strategies.core.step import ShardStep, apply_update
-from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts, make_stepper, set_rates
+from trainkit.strategies.core.synchronous import (
+    OneProcess,
+    SynchronousExecutor,
+    build_parts,
+    make_stepper,
+    set_rates,
+)
 from trainkit.strategies.groups.process_group import device_list_problems, device_problems, parse_device
 from trainkit.strategies.model_transforms.compiling import uncompiled
 from trainkit.strategies.tensor_shards import select
@@ -59,7 +63,7 @@ _CPU_THREADS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class CentralStorage(Strategy):
+class CentralStorage(OneProcess):
     """Keep parameters and optimizer in one place, and compute on several devices, in one process.
 
     One thread per compute device works on a copy of the model. In `sync` the copies are refreshed after every update,
@@ -77,6 +81,7 @@ class CentralStorage(Strategy):
     arXiv:1605.08695, section 4.4.
     """
 
+    called: ClassVar[str] = "central storage"
     facts: ClassVar[Facts] = Facts(compiles="model", several_optimizers=True)
 
     parameter_device: Annotated[int | str, placement] = "auto"
@@ -131,10 +136,6 @@ class CentralStorage(Strategy):
         """Return the number of devices, or of CPU cores, that have their own thread."""
         return max(1, len(self._computing(num_gpus)))
 
-    def launch_problems(self, launch: LaunchEnvironment | None) -> list[Problem]:
-        """Return the problem of more than one process."""
-        return launch_problems(launch, named="central_storage", called="central storage")
-
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:
         """Return one task, on the parameter device; it computes on the devices of the copies."""
         computing = tuple(dict.fromkeys(self._computing(context.num_gpus)))
@@ -142,19 +143,13 @@ class CentralStorage(Strategy):
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return a whole replica, the gradients of the other copies and their sum."""
-        copies = self._gradient_copies(context)
+        lanes, count = context.numerics.lanes, self.num_replicas(context)
+        copies = 0 if count == 1 else count
+        if self.mode == "async":  # copies of parameters, too
+            copies = 2 * len(self._computing(context.num_gpus))
+        elif context.numerics.reproducible:  # those of each lane and of the tree
+            copies = lanes + lanes.bit_length()
         return ModelMemory.whole(model, gradient_copies=copies)
-
-    def _gradient_copies(self, context: PlanContext) -> int:
-        """Return the copies of all gradients: with lanes, those of each lane and of the tree; in `async` also copies of
-        parameters.
-        """
-        if self.mode == "async":
-            return 2 * len(self._computing(context.num_gpus))
-        if context.numerics.reproducible:
-            return context.numerics.lanes + context.numerics.lanes.bit_length()
-        count = self.num_replicas(context)
-        return 0 if count == 1 else count
 
     def setup(self, request: SetupRequest) -> CentralExecutor | AsyncCentralExecutor:
         """Put the variables on the parameter device, and a copy on each compute device."""

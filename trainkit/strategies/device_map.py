@@ -9,14 +9,13 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import nn
 
-from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.fields import above, placement
-from trainkit.strategies.base import Facts, ModelMemory, PlanContext, ReplicaPart, SetupRequest, StagePart, Strategy
-from trainkit.strategies.core.refusals import launch_problems
+from trainkit.strategies.base import Facts, ModelMemory, PlanContext, ReplicaPart, SetupRequest, StagePart
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import (
+    OneProcess,
     SynchronousExecutor,
     build_parts,
     synchronous_gradient_copies,
@@ -27,7 +26,7 @@ from trainkit.strategies.traffic import precision_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceMap(Strategy):
+class DeviceMap(OneProcess):
     """Train one replica on several devices, in one process.
 
     Example:
@@ -35,6 +34,7 @@ class DeviceMap(Strategy):
         (Task(role='worker', index=0, rank=0, device='cuda:0'),)
     """
 
+    called: ClassVar[str] = "a device map"
     facts: ClassVar[Facts] = Facts(several_optimizers=True, shows_gradients=True, runs_hooks=True)
 
     map: Annotated[Mapping[str, int | str] | Literal["auto"], placement] = "auto"
@@ -82,7 +82,7 @@ class DeviceMap(Strategy):
         """Return the memory of the device with the largest use, and the partial sums of a reproducible run."""
         parts = self._parts(model, context)
         if not parts:
-            return ModelMemory.whole(model, gradient_copies=synchronous_gradient_copies(context.numerics, 1))
+            return super().estimate_memory(model, context)
         return max((part.memory for part in parts), key=lambda memory: sum(memory.resident.values()))
 
     def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:
@@ -97,19 +97,11 @@ class DeviceMap(Strategy):
         """Return the number of GPUs in the map; on the CPU the parts run one after another."""
         return max(1, sum(device != "cpu" for device in self._used(num_gpus)))
 
-    def launch_problems(self, launch: LaunchEnvironment | None) -> list[Problem]:
-        """Return the problem of more than one process."""
-        return launch_problems(launch, named="device_map", called="a device map")
-
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:
         """Return one task; its device is the first GPU of the map, else the CPU."""
         found = self._used(context.num_gpus)
         first = min(found, key=lambda device: device == "cpu")
         return (Task(role="worker", index=0, rank=0, device=first, computes_on=tuple(found)),)
-
-    def num_replicas(self, context: PlanContext) -> int:  # noqa: ARG002 - the same on any host
-        """Return one."""
-        return 1
 
     def setup(self, request: SetupRequest) -> SynchronousExecutor[Replica]:
         """Move each block to its device.

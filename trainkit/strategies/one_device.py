@@ -5,27 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-from torch import nn
-
-from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.fields import placement
-from trainkit.strategies.base import WHOLE_REPLICAS, Facts, ModelMemory, PlanContext, SetupRequest, Strategy
+from trainkit.strategies.base import WHOLE_REPLICAS, Facts, PlanContext, SetupRequest
 from trainkit.strategies.core.graphs.shards import makers_of
-from trainkit.strategies.core.refusals import launch_problems
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep
-from trainkit.strategies.core.synchronous import (
-    SynchronousExecutor,
-    build_parts,
-    synchronous_gradient_copies,
-)
+from trainkit.strategies.core.synchronous import OneProcess, SynchronousExecutor, build_parts
 from trainkit.strategies.groups.process_group import device_problems, parse_device
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneDevice(Strategy):
+class OneDevice(OneProcess):
     """Train on one device.
 
     Example:
@@ -60,23 +52,11 @@ class OneDevice(Strategy):
         rule = "is the reference of every proof, and comparing it with itself shows nothing. Use another strategy."
         return [Problem(key="strategy", value="one_device", rule=rule)]
 
-    def launch_problems(self, launch: LaunchEnvironment | None) -> list[Problem]:
-        """Return the problem of more than one process."""
-        return launch_problems(launch, named="one_device")
-
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:
         """Return one task on the device."""
         fallback = "cuda:0" if context.num_gpus else "cpu"
         device = fallback if self.device == "auto" else parse_device(self.device)
         return (Task(role="worker", index=0, rank=0, device=device or fallback),)
-
-    def num_replicas(self, context: PlanContext) -> int:  # noqa: ARG002 - the same on any host
-        """Return one."""
-        return 1
-
-    def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
-        """Return a whole replica, and the partial sums of a reproducible run."""
-        return ModelMemory.whole(model, gradient_copies=synchronous_gradient_copies(context.numerics, 1))
 
     def setup(self, request: SetupRequest) -> SynchronousExecutor[Replica]:
         """Move the model to the device."""

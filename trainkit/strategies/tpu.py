@@ -12,27 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem, first_line
 from trainkit.fields import placement
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.generators import key32
 from trainkit.objectives.base import Loss
-from trainkit.strategies.base import (
-    Batch,
-    Facts,
-    ModelMemory,
-    PlanContext,
-    SetupRequest,
-    StepContext,
-    StepOutcome,
-    Strategy,
-)
-from trainkit.strategies.core.refusals import launch_problems
+from trainkit.strategies.base import Batch, Facts, PlanContext, SetupRequest, StepContext, StepOutcome
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep
-from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts, synchronous_gradient_copies
+from trainkit.strategies.core.synchronous import OneProcess, SynchronousExecutor, build_parts
 from trainkit.strategies.tensors.layouts import SingleDevicePlacement
 
 _VERSION: Final = "2.9.0"
@@ -40,7 +29,7 @@ _VERSION: Final = "2.9.0"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tpu(Strategy):
+class Tpu(OneProcess):
     """Train one replica on XLA devices.
 
     A step is traced and compiled by XLA, once for every shape of a shard: a short last batch costs one compilation.
@@ -70,21 +59,9 @@ class Tpu(Strategy):
         """Return a note about random numbers."""
         return ("XLA has its own random generator: dropout equals that of other devices only in distribution.",)
 
-    def launch_problems(self, launch: LaunchEnvironment | None) -> list[Problem]:
-        """Return the problem of more than one process."""
-        return launch_problems(launch, named="tpu")
-
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:  # noqa: ARG002
         """Return one task for all devices."""
         return (Task(role="worker", index=0, rank=0, device="xla:0"),)
-
-    def num_replicas(self, context: PlanContext) -> int:  # noqa: ARG002 - the same on any host
-        """Return one."""
-        return 1
-
-    def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
-        """Return a whole replica."""
-        return ModelMemory.whole(model, gradient_copies=synchronous_gradient_copies(context.numerics, 1))
 
     def setup(self, request: SetupRequest) -> TpuExecutor:
         """Move the model to the XLA device; with SPMD, to all of them as one."""
@@ -99,9 +76,11 @@ class Tpu(Strategy):
 class TpuExecutor(SynchronousExecutor[Replica]):
     """A replica whose steps XLA traces and compiles."""
 
-    def _update(self, work: ShardStep, sums: Sequence[Tensor | None]) -> StepOutcome:
+    def _update(
+        self, work: ShardStep, sums: Sequence[Tensor | None], training: StepContext | None = None
+    ) -> StepOutcome:
         """Trace the update and hand the step to the device."""
-        outcome = super()._update(work, sums)
+        outcome = super()._update(work, sums, training)
         _xla().sync()
         return outcome
 

@@ -45,7 +45,7 @@ from trainkit.run.estimates.passes import evaluated_samples, example_batch, own_
 from trainkit.run.planning.build import make_optimizer, model_transforms_of, named_optimizers
 from trainkit.run.planning.convolutions import workspace_of
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.base import Executor, NoGradientListener, SetupRequest, StepContext, UpdateParams
+from trainkit.strategies.base import Executor, SetupRequest, StepContext, UpdateParams
 from trainkit.strategies.model_transforms import apply_transforms
 from trainkit.strategies.traffic import CollectiveCall
 
@@ -312,7 +312,7 @@ def observe(
             weighing=plan.components.weighing,
             rule=lambda version: UpdateParams(rate.factor(version), max_norm),
             phases=plan.phases,
-            on_gradients=NoGradientListener(),
+            on_gradients=None,
         )
         examples = [example_batch(plan, plan.batch.shard_size(0, shard)) for shard in chosen]
         evaluated = example_batch(plan, size) if evaluates and (size := evaluated_samples(plan)) else None

@@ -25,7 +25,6 @@ from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import (
     Executor,
     GradientListener,
-    NoGradientListener,
     PhaseListener,
     SetupRequest,
     StepContext,
@@ -130,7 +129,7 @@ def make_step_context(plan: RunPlan, on_gradients: GradientListener | None = Non
         weighing=plan.components.weighing,
         rule=lambda version: UpdateParams(rate.factor(version), max_norm),
         phases=plan.phases,
-        on_gradients=on_gradients or NoGradientListener(),
+        on_gradients=on_gradients,
     )
 
 

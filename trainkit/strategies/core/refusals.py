@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.errors import Problem
 from trainkit.strategies.base import PlanContext
 
@@ -163,15 +162,6 @@ def hook_problems(model: nn.Module) -> list[Problem]:
     rule = "has a hook on its gradient, which only eager steps of one_device, mirrored, multi_worker_mirrored, "
     rule += "device_map and local_sgd call. Use such steps (compile.mode=off), or change the gradient in `forward`."
     return [Problem(key="model", rule=f"{name} {rule}") for name in hooked][:1]
-
-
-def launch_problems(launch: LaunchEnvironment | None, *, named: str, called: str = "it") -> list[Problem]:
-    """Return the problem of processes that an external launcher started and that have no work."""
-    if launch is None or launch.num_ranks == 1:
-        return []
-    started = f"{launch.kind} started {launch.num_ranks} processes"
-    rule = f"{started}, and {called} has work for one. Use strategy=multi_worker_mirrored."
-    return [Problem(key="strategy", value=named, rule=rule)]
 
 
 def optimizer_problems(

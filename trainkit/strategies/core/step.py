@@ -595,7 +595,7 @@ def apply_update(
 def observer(replica: Replica, training: StepContext, step: int) -> Observe:
     """Return a function that passes the gradients of a step to the listener of the training, if it wants them."""
     listener = training.on_gradients
-    if not listener.wants(step):
+    if listener is None or not listener.wants(step):
         return ignore_gradients
 
     def observe(grads: Sequence[Tensor | None]) -> None:

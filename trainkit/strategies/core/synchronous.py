@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from trainkit.cluster.host import keep_freed_memory, use_device
+from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.errors import Problem
 from trainkit.numerics.batch import Ticket, shards_of_rank
 from trainkit.numerics.generators import mix64, name_id
 from trainkit.numerics.precision import Precision
@@ -21,15 +23,19 @@ from trainkit.strategies.base import (
     Batch,
     Executor,
     LeftOut,
+    ModelMemory,
     Numerics,
     Phase,
+    PlanContext,
     SetupRequest,
     StateDict,
     Status,
     StepContext,
     StepCounter,
     StepOutcome,
+    Strategy,
     UpdateParams,
+    choice_of,
 )
 from trainkit.strategies.collectives import RankGroup, broadcast_values
 from trainkit.strategies.core.buffers import StepBuffers
@@ -75,121 +81,26 @@ class _Part(Generic[R]):
                 param.requires_grad_(True)
 
 
-@dataclass(kw_only=True)
-class _Progress:
-    """The completed passes of a step: after an overflow, a pass is repeated without the earlier ones."""
+def _parts_of(whole: R, stepper: NamedSteppers, training: StepContext) -> list[_Part[R]]:
+    """Return a part for each phase; without phases one, in which all optimizers step. Each has its own rate."""
 
-    step: int
-    works: list[tuple[str, ShardStep, Tensor | None]] = field(default_factory=list)
-    """Phase, the pass, the norm of its gradient."""
+    def at_own_rate(version: int) -> UpdateParams:
+        return replace(training.rule(version), lr_factor=1.0)
 
-
-class PhasedStep(Generic[R]):
-    """Runs the steps of a replica whose objective has phases, or which has several optimizers.
-
-    Each pass of a phase is like a whole step: forward and backward over the shards, one reduction, one update. All
-    passes of a step have the same batch. Without phases there is one pass, and all optimizers step.
-
-    Args:
-        whole: the replica, with all parameters and optimizers.
-        stepper: steps the optimizers.
-        training: plan, objective, phases and update rule.
-        make_step: function that makes one pass.
-    """
-
-    def __init__(
-        self,
-        whole: R,
-        stepper: NamedSteppers,
-        training: StepContext,
-        make_step: Callable[[R, Ticket, Sequence[Batch], StepContext], ShardStep],
-    ) -> None:
-        self._whole, self._training, self._make_step = whole, training, make_step
-        self._parts = [_part(whole, stepper, training, phase) for phase in training.phases]
-        self._parts = self._parts or [_only_part(whole, stepper, training)]
-        self._progress = _Progress(step=-1)
-
-    def take(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
-        """Run every pass of a step, or the rest of one that overflowed."""
-        step, whole = ticket.step, self._whole
-        if self._progress.step != step:
-            self._progress = _Progress(step=step)
-        done = self._progress.works
-        passes = [(part, one) for part in self._parts for one in part.contexts[: part.phase.num_passes(step)]]
-        for part, context in passes[len(done) :]:
-            work, status, norm = self._pass(part, context, ticket, batches)
-            if status is Status.retry:
-                return StepOutcome(step, status, work.loss_sum, work.weight)
-            done.append((part.phase.name, work, norm))
-            if status is Status.skipped:
-                self.forget()
-                part.replica.buffers.recover()
-                whole.end_update(step)
-                left_out = (LeftOut.whole(self._training.plan, step),)
-                return StepOutcome(step, status, work.loss_sum, work.weight, None, left_out)
-        self.forget()
-        whole.end_update(step)
-        return _outcome(step, done, has_phases=bool(self._training.phases))
-
-    def _pass(
-        self, part: _Part[R], context: StepContext, ticket: Ticket, batches: Sequence[Batch]
-    ) -> tuple[ShardStep, Status, Tensor | None]:
-        whole, replica = self._whole, part.replica
-        replica.set_loss_scale(whole.loss_scale)
-        part.stepper.begin_step(ticket.step)
-        with part.alone():
-            work = self._make_step(replica, ticket, batches, context)
-            sums = work.run()
-        replica.on_phase("update", ticket.step)
-        whole.begin_update(ticket.step)
-        status, norm = apply_update(
-            replica,
-            sums,
-            work.divisor,
-            context.rule(ticket.step),
-            loss_sum=work.loss_sum,
-            observe=observer(replica, context, ticket.step),
+    if not training.phases:
+        context = replace(training, rule=at_own_rate)
+        return [_Part(phase=Phase(name=""), replica=whole, stepper=stepper, others=(), contexts=(context,))]
+    trained, parts = dict(whole.model.named_parameters()), []
+    for phase in training.phases:
+        own, key = stepper.only(phase.name), name_id(phase.name)
+        contexts = tuple(
+            replace(training, phase=phase.name, draw_key=mix64(key ^ number), rule=at_own_rate)
+            for number in range(phase.repeats)
         )
-        whole.set_loss_scale(replica.loss_scale)
-        return work, status, norm
-
-    def forget(self) -> None:
-        """Begin the next step with its first pass."""
-        self._progress = _Progress(step=-1)
-
-    def reset_buffers(self) -> None:
-        """Restore the buffers that the forward passes of an interrupted step have changed."""
-        for part in self._parts:
-            part.replica.buffers.recover()
-
-    def close(self) -> None:
-        """Close the reducers of the phases; not collective."""
-        for part in self._parts:
-            if part.replica is not self._whole:
-                part.replica.reducer.close()
-
-
-def _part(whole: R, stepper: NamedSteppers, training: StepContext, phase: Phase) -> _Part[R]:
-    own = stepper.only(phase.name)
-    replica = whole.restricted(own.names, own)
-    trained = dict(whole.model.named_parameters())
-    key = name_id(phase.name)
-    contexts = tuple(
-        replace(training, phase=phase.name, draw_key=mix64(key ^ number), rule=_at_own_rate(training))
-        for number in range(phase.repeats)
-    )
-    others = tuple(trained[name] for name in whole.params if name not in own.names)
-    return _Part(phase=phase, replica=replica, stepper=own, others=others, contexts=contexts)
-
-
-def _only_part(whole: R, stepper: NamedSteppers, training: StepContext) -> _Part[R]:
-    context = replace(training, rule=_at_own_rate(training))
-    return _Part(phase=Phase(name=""), replica=whole, stepper=stepper, others=(), contexts=(context,))
-
-
-def _at_own_rate(training: StepContext) -> Callable[[int], UpdateParams]:
-    """Return the rule of an update whose optimizers have their own learning rates."""
-    return lambda version: replace(training.rule(version), lr_factor=1.0)
+        others = tuple(trained[name] for name in whole.params if name not in own.names)
+        replica = whole.restricted(own.names, own)
+        parts.append(_Part(phase=phase, replica=replica, stepper=own, others=others, contexts=contexts))
+    return parts
 
 
 def set_rates(stepper: OptimizerStepper, step: int, rule: UpdateParams) -> UpdateParams:
@@ -200,34 +111,28 @@ def set_rates(stepper: OptimizerStepper, step: int, rule: UpdateParams) -> Updat
     return replace(rule, lr_factor=1.0)
 
 
-def _outcome(step: int, done: Sequence[tuple[str, ShardStep, Tensor | None]], *, has_phases: bool) -> StepOutcome:
+def _outcome(done: Sequence[tuple[str, StepOutcome]], *, has_phases: bool) -> StepOutcome:
     """Return the outcome of a step: the sums over its passes, and those of each phase."""
-    losses = [work.loss_sum for _, work, _ in done if work.loss_sum is not None]
-    norms = [norm for _, _, norm in done if norm is not None]
+    (_, first), *_ = done
+    norms = [one.grad_norm for _, one in done if one.grad_norm is not None]
+    if len(norms) > 1:
+        norms = [torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))]
+    losses = [one.loss_sum for _, one in done if one.loss_sum is not None]
     phases: dict[str, tuple[Tensor | None, Tensor | float]] = {}
-    for name, work, _ in done:
-        before, weight = phases.get(name, (None, 0.0))
-        phases[name] = _sum(before, work.loss_sum), weight + work.weight
     terms: dict[str, Tensor] = {}
-    for _, work, _ in done:
-        terms.update({name: terms[name] + term if name in terms else term for name, term in work.terms.items()})
-    return StepOutcome(
-        step,
-        Status.applied,
-        sum(losses[1:], losses[0]) if losses else None,
-        sum((work.weight for _, work, _ in done[1:]), done[0][1].weight),
-        torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))
-        if len(norms) > 1
-        else norms[0]
-        if norms
-        else None,
+    for name, one in done:
+        loss, weight = phases.get(name, (None, 0.0))
+        total = one.loss_sum if loss is None else loss if one.loss_sum is None else loss + one.loss_sum
+        phases[name] = total, weight + one.weight
+        terms.update({name: terms[name] + term if name in terms else term for name, term in one.terms.items()})
+    return replace(
+        first,
+        loss_sum=sum(losses[1:], losses[0]) if losses else None,
+        weight=sum((one.weight for _, one in done[1:]), first.weight),
+        grad_norm=norms[0] if norms else None,
         terms=terms,
         phases=phases if has_phases else {},
     )
-
-
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return other if one is None else one if other is None else one + other
 
 
 MakeReducer = Callable[[Collective, Numerics], Reducer]
@@ -258,6 +163,29 @@ def synchronous_gradient_copies(numerics: Numerics, num_replicas: int) -> int:
         return 0 if num_replicas == 1 else 1
     depth = numerics.lanes.bit_length()
     return depth if num_replicas == 1 else max(depth - num_replicas.bit_length() + 1, 1) + 3
+
+
+class OneProcess(Strategy):
+    """The common code of strategies of one process, with one replica unless they say otherwise."""
+
+    called: ClassVar[str] = "it"
+    """The strategy in a message."""
+
+    def launch_problems(self, launch: LaunchEnvironment | None) -> list[Problem]:
+        """Return the problem of processes that an external launcher started and that have no work."""
+        if launch is None or launch.num_ranks == 1:
+            return []
+        rule = f"{launch.kind} started {launch.num_ranks} processes, and {self.called} has work for one. "
+        rule += "Use strategy=multi_worker_mirrored."
+        return [Problem(key="strategy", value=choice_of(type(self)), rule=rule)]
+
+    def num_replicas(self, context: PlanContext) -> int:  # noqa: ARG002 - the same on any host
+        """Return one."""
+        return 1
+
+    def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
+        """Return a whole replica, and the partial sums of a reproducible run."""
+        return ModelMemory.whole(model, gradient_copies=synchronous_gradient_copies(context.numerics, 1))
 
 
 def move_and_cast(model: nn.Module, precision: Precision, placement: Placement) -> PlacedModel:
@@ -349,7 +277,9 @@ class SynchronousExecutor(Executor, Generic[R]):
         self._ranks = ranks or RankGroup()
         self._computed: tuple[ShardStep, Sequence[Tensor | None]]
         stepper = replica.stepper
-        self._phased = PhasedStep(replica, stepper, training, make_step) if isinstance(stepper, NamedSteppers) else None
+        self._parts = _parts_of(replica, stepper, training) if isinstance(stepper, NamedSteppers) else []
+        self._done: tuple[int, list[tuple[str, StepOutcome]]] = -1, []
+        """Step, and the outcomes of its passes that have ended: after an overflow, only a pass is repeated."""
 
     @property
     def local(self) -> R:
@@ -368,17 +298,43 @@ class SynchronousExecutor(Executor, Generic[R]):
             yield Ticket(step, self.assign(step))
 
     def step(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
-        """Run forward and backward over this rank's shards, one reduction, one update; with phases, for each phase."""
-        if self._phased is not None:
-            return self._phased.take(ticket, batches)
-        work = self._make_step(self._replica, ticket, batches, self._training)
-        return self._update(work, work.run())
+        """Run forward and backward over this rank's shards, one reduction, one update.
 
-    def _update(self, work: ShardStep, sums: Sequence[Tensor | None]) -> StepOutcome:
-        """Update the parameters by the sums of a step."""
-        replica, training, step = self._replica, self._training, work.ticket.step
+        Each pass of a phase is like a whole step, with the same batch.
+        """
+        if not self._parts:
+            work = self._make_step(self._replica, ticket, batches, self._training)
+            return self._update(work, work.run())
+        step, whole = ticket.step, self._replica
+        if self._done[0] != step:
+            self._done = step, []
+        done = self._done[1]
+        passes = [(part, one) for part in self._parts for one in part.contexts[: part.phase.num_passes(step)]]
+        for part, context in passes[len(done) :]:
+            part.replica.set_loss_scale(whole.loss_scale)
+            part.stepper.begin_step(step)
+            with part.alone():
+                work = self._make_step(part.replica, ticket, batches, context)
+                sums = work.run()
+            outcome = self._update(work, sums, context)
+            whole.set_loss_scale(part.replica.loss_scale)
+            if outcome.status is Status.retry:
+                return outcome
+            done.append((part.phase.name, outcome))
+            if outcome.status is Status.skipped:
+                part.replica.buffers.recover()
+                break
+        self._done = -1, []
+        whole.end_update(step)
+        return outcome if outcome.status is Status.skipped else _outcome(done, has_phases=bool(self._training.phases))
+
+    def _update(
+        self, work: ShardStep, sums: Sequence[Tensor | None], training: StepContext | None = None
+    ) -> StepOutcome:
+        """Update the parameters by the sums of a step, or of a pass in its own context."""
+        replica, training, step = work.replica, training or self._training, work.ticket.step
         replica.on_phase("update", step)
-        replica.begin_update(step)
+        self._replica.begin_update(step)
         status, norm = apply_update(
             replica,
             sums,
@@ -387,7 +343,8 @@ class SynchronousExecutor(Executor, Generic[R]):
             loss_sum=work.loss_sum,
             observe=observer(replica, training, step),
         )
-        replica.end_update(step)
+        if not self._parts:
+            replica.end_update(step)
         left_out = (LeftOut.whole(training.plan, step),) if status is Status.skipped else ()
         return StepOutcome(step, status, work.loss_sum, work.weight, norm, left_out, terms=work.terms)
 
@@ -431,8 +388,8 @@ class SynchronousExecutor(Executor, Generic[R]):
         """Restore the buffers of an interrupted step, if no update has begun."""
         if not self._replica.recover(step):
             return False
-        if self._phased is not None:
-            self._phased.reset_buffers()
+        for part in self._parts:
+            part.replica.buffers.recover()
         return True
 
     def swap_averages(self) -> bool:
@@ -441,7 +398,7 @@ class SynchronousExecutor(Executor, Generic[R]):
 
     def close(self, *, failed: bool = False) -> None:
         """Close the reducers, then leave the process group."""
-        if self._phased is not None:
-            self._phased.close()
+        for part in self._parts:
+            part.replica.reducer.close()
         self._replica.reducer.close()
         self._ranks.close(failed=failed)

@@ -178,42 +178,6 @@ class Span:
         """What the stage sends; of the last one, the tensors among the outputs."""
         return self.program.finals if self.is_last else tuple(one.meta for one in self.sent)
 
-    def run(
-        self,
-        blocks: Mapping[str, nn.Module],
-        forward: Callable[[Any], Any],
-        inputs: Any,
-        received: Sequence[Tensor],
-        *,
-        device: torch.device,
-    ) -> tuple[Tensor, ...]:
-        """Compute what the stage sends from what it receives; the loss if the last block computes it.
-
-        Args:
-            blocks: all blocks of the model, by name.
-            forward: the model.
-            inputs: of the whole model: the code of every stage may read them.
-            received: of the previous stage.
-            device: of this stage.
-        """
-        if self.program.writes_inputs:
-            inputs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
-        calls = _Calls(self, received, device)
-        try:
-            with intercepted(blocks, calls.run):
-                outputs = forward(inputs)
-        except _Ended:
-            assert not self.is_last
-            for one in self.sent:
-                one.meta.check(calls.values[one.number])
-            return tuple(calls.values[one.number].contiguous() for one in self.sent)  # received as contiguous ones
-        if not self.is_last:
-            raise TrainingError(_OTHER_CALLS.format("it ends"))
-        leaves = tree_leaves(outputs, is_leaf=lambda leaf: isinstance(leaf, Loss))  # a loss is a tree of its own
-        if any(isinstance(leaf, Loss) for leaf in leaves):
-            return (found_loss(outputs).loss_sum,)
-        return tuple(leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor))
-
 
 class Blocks(nn.Module):
     """The blocks of a stage, and the tensors that the model owns itself.
@@ -277,7 +241,24 @@ class StageModule(nn.Module):
         return made
 
     def _run(self, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return self.span.run(self._all, self._forward, self.inputs, received, device=self._device)
+        span, inputs = self.span, self.inputs
+        if span.program.writes_inputs:
+            inputs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+        calls = _Calls(span, received, self._device)
+        try:
+            with intercepted(self._all, calls.run):
+                outputs = self._forward(inputs)
+        except _Ended:
+            assert not span.is_last
+            for one in span.sent:
+                one.meta.check(calls.values[one.number])
+            return tuple(calls.values[one.number].contiguous() for one in span.sent)  # received as contiguous ones
+        if not span.is_last:
+            raise TrainingError(_OTHER_CALLS.format("it ends"))
+        leaves = tree_leaves(outputs, is_leaf=lambda leaf: isinstance(leaf, Loss))  # a loss is a tree of its own
+        if any(isinstance(leaf, Loss) for leaf in leaves):
+            return (found_loss(outputs).loss_sum,)
+        return tuple(leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor))
 
 
 class _Ended(Exception):  # noqa: N818 - no error
