@@ -36,7 +36,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 import trainkit
 from tests.callbacks.run_double import row, run_double
 from tests.contract.running import run
-from trainkit.callbacks.alert import COMMAND, WEBHOOK, Alert, Command, Webhook, channels_from
+from trainkit.callbacks.alert import COMMAND, WEBHOOK, Alert, call_command, channels_from, post
 from trainkit.callbacks.every_run import FinalSummary, MetricsFile, StartupSummary, keep_until
 from trainkit.callbacks.figures import Confusion, Plots
 from trainkit.callbacks.generated import Sample
@@ -388,7 +388,7 @@ def test_a_command_that_fails_or_hangs_is_named_and_ended_with_what_it_started()
         (("/no/such",), 60.0, "cannot be started: No such file or directory"),
         (("/bin/sh", "-c", "sleep 600 & sleep 600"), 0.2, "did not end within 0.2 s"),
     ):
-        assert Command(words=words).send({}, timeout_s=limit) == f"{COMMAND} {trouble}"
+        assert call_command(words, {}, limit) == f"{COMMAND} {trouble}"
 
 
 @pytest.fixture
@@ -421,9 +421,9 @@ def test_a_webhook_gets_the_message_as_json_once_and_its_errors_omit_the_url(ser
         ("/moved", f"{WEBHOOK} was answered with HTTP 302"),
         ("/broken", f"{WEBHOOK} was answered with HTTP 500"),
     ):
-        assert Webhook(url=url + path).send({"text": HOSTILE}, timeout_s=60) == answer
+        assert post(url + path, {"text": HOSTILE}, 60) == answer
     assert posted == [{"text": HOSTILE, "content": HOSTILE}] * 3
-    trouble = Webhook(url="http://127.0.0.1:9/key-123456").send({"text": ""}, timeout_s=60)
+    trouble = post("http://127.0.0.1:9/key-123456", {"text": ""}, 60)
     assert trouble.startswith(f"{WEBHOOK} was not reached")
     assert "123456" not in trouble
 

@@ -167,6 +167,11 @@ def test_the_gradient_is_the_one_of_the_update_whatever_the_shards_and_the_loss_
             assert cut[kind][name]["rms"] == pytest.approx(one["rms"], rel=0.02)  # 2^-10, the step of fp16, a few times
 
 
+def test_activations_alone_are_recorded(tmp_path: Path) -> None:
+    hashes_of(tmp_path / "run", *EACH, "callbacks.histograms.kinds=[activations]")
+    assert [[*one] for one in records(tmp_path / "run")] == [["step", "activations"]] * 3
+
+
 def test_a_resumed_run_drops_the_records_of_steps_that_it_trains_again(tmp_path: Path) -> None:
     (tmp_path / "histograms.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 4)))
     Histograms().run_start(run_double(tmp_path, step=2))
@@ -176,7 +181,8 @@ def test_a_resumed_run_drops_the_records_of_steps_that_it_trains_again(tmp_path:
 def test_values_are_counted_in_the_bucket_that_holds_them_and_what_is_not_finite_apart() -> None:
     values = torch.tensor([0.0, 1.0, -1.0, -3.0, 4.0, float("nan"), float("inf")])
     found = Distribution.of(*measure(values))
-    assert (found.num_finite, found.num_nonfinite, found.zero_share) == (5, 2, 0.2)
+    shown = found.to_json()
+    assert (found.num_finite, shown["nonfinite"], shown["zero_share"]) == (5, 2, 0.2)
     assert (found.total, found.squares, found.low, found.high) == (1.0, 27.0, -3.0, 4.0)
     assert found.quantiles((0.2, 1.0)) == [0.0, pytest.approx(4.0, rel=0.1)]
     limits, counts = found.buckets()
@@ -239,7 +245,7 @@ def test_what_backward_computes_again_counts_once(tmp_path: Path) -> None:
     for phase in ("data", "forward", "backward"):
         callback.phase_listener()(phase, 0)
         model(torch.ones(5, 2))
-    (found,) = callback._recorder.activations.found.values()
+    (found,) = callback._recorder._found["activations"].values()
     assert int(found[0][:NUM_COUNTS].sum()) == 15
 
 

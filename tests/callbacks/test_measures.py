@@ -31,15 +31,7 @@ from trainkit.callbacks import profiler as profiling
 from trainkit.callbacks.every_run import CompileTime
 from trainkit.callbacks.gpu import Gpu
 from trainkit.callbacks.profiler import Profiler
-from trainkit.callbacks.progress import (
-    LiveHtml,
-    Pace,
-    PlainLine,
-    Progress,
-    Reading,
-    TerminalLine,
-    plain_text,
-)
+from trainkit.callbacks.progress import Pace, Progress, Reading, RepeatedLine, TerminalLine, as_html, plain_text
 from trainkit.cli import main
 from trainkit.strategies.base import Status, StepOutcome
 from trainkit.trainer import metrics_accumulator
@@ -261,10 +253,8 @@ def test_a_count_in_python_that_compiles_each_step_again_is_said_once_with_its_r
 READING = Reading(
     step=1240,
     num_steps=5800,
-    loss=0.1234567,
+    row={"train/loss": 0.1234567, "samples_per_s": 412_345.0, "data_wait": 0.031},
     metric=("val/accuracy", 0.9722),
-    samples_per_s=412_345.0,
-    data_wait=0.031,
     remaining_s=12.3,
 )
 
@@ -296,13 +286,14 @@ def test_a_plain_line_shows_all_known_values_and_leaves_out_the_others() -> None
         "step 1,240/5,800   21 %  loss 0.1235  val/accuracy 0.9722  412 k samples/s  data wait 3 %  0:12 left"
     )
     assert plain_text(Reading(step=1, num_steps=10)) == "step 1/10   10 %"
-    speed = replace(READING, targets_per_s=512_000.0, mfu=0.41, memory=(3.0 * 2**30, 4.0 * 2**30), launches=312.0)
-    assert plain_text(speed).endswith("512 k targets/s  MFU 41 %  3 GiB, peak 4 GiB  312 launches a step  0:12 left")
+    more = {"targets_per_s": 512_000.0, "mfu": 0.41, "memory": 3.0 * 2**30, "memory_peak": 2.0**32, "launches": 312.0}
+    speed = plain_text(replace(READING, row={**READING.row, **more}))
+    assert speed.endswith("512 k targets/s  MFU 41 %  3 GiB, peak 4 GiB  312 launches a step  0:12 left")
 
 
 def test_plain_lines_come_every_few_seconds_and_the_last_always() -> None:
     now, lines = [0.0], list[str]()
-    line = PlainLine(every_s=5.0, write=lines.append, clock=lambda: now[0])
+    line = RepeatedLine(lambda one: lines.append(plain_text(one)), every_s=5.0, clock=lambda: now[0])
     for step in range(1, 10):
         now[0] = step * 2.0
         line.update(Reading(step=step, num_steps=9))
@@ -316,7 +307,7 @@ def drawn() -> str:
     """What a terminal with colours is sent."""
     file = io.StringIO()
     console = Console(file=file, width=110, force_terminal=True, color_system="truecolor")
-    line = TerminalLine(console=console, step_now=lambda: 1250)
+    line = TerminalLine(console, step_now=lambda: 1250)
     line.update(READING)
     line.close()
     return file.getvalue()
@@ -332,8 +323,7 @@ def test_the_bar_shows_the_step_of_this_moment_and_no_colours_with_no_color(monk
 
 
 def test_a_notebook_gets_a_bar_whose_texts_are_no_html() -> None:
-    reading = Reading(step=10, num_steps=20, loss=0.5, metric=("val/<b>acc", 0.9), remaining_s=75.0)
-    html = LiveHtml(reading)._repr_html_()
+    html = as_html(Reading(step=10, num_steps=20, metric=("val/<b>acc", 0.9), remaining_s=75.0))["text/html"]
     assert "<progress max='1' value='0.5000' aria-label='step 10 of 20'></progress>" in html
     assert "val/&lt;b&gt;acc 0.9000" in html
     assert "1:15 left" in html

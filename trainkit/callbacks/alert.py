@@ -19,8 +19,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, ClassVar, Final, Literal
 from urllib.parse import urlsplit
 
@@ -37,35 +38,34 @@ WEBHOOK: Final = "TRAINKIT_ALERT_WEBHOOK"
 """The variable with the URL that the message is posted to; a secret."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """A command, started without a shell; nothing of a message is an argument of it."""
+Message = Mapping[str, Any]
+Channel = Callable[[Message, float], str]
+"""Sends a message within a number of seconds; returns why it was not sent, or an empty text."""
 
-    words: tuple[str, ...]
-    """The program and its arguments."""
 
-    def send(self, message: Mapping[str, Any], *, timeout_s: float) -> str:
-        """Start the command, wait for it, and end it with all that it has started after `timeout_s`; return why the
-        message was not sent, or an empty text.
-        """
-        try:
-            process = subprocess.Popen(  # noqa: S603 - the user's own command, as arguments
-                self.words,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        except OSError as error:
-            return f"{COMMAND} cannot be started: {error.strerror}"
-        try:
-            process.communicate(json.dumps(message).encode(), timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            return f"{COMMAND} did not end within {timeout_s:g} s"
-        return f"{COMMAND} ended with exit code {process.returncode}" if process.returncode else ""
+def call_command(words: Sequence[str], message: Message, timeout_s: float) -> str:
+    """Start a command without a shell, wait for it, and end it with all that it has started after `timeout_s`.
+
+    Nothing of the message is an argument.
+    """
+    try:
+        process = subprocess.Popen(  # noqa: S603 - the user's own command, as arguments
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return f"{COMMAND} cannot be started: {error.strerror}"
+    try:
+        process.communicate(json.dumps(message).encode(), timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return f"{COMMAND} did not end within {timeout_s:g} s"
+    return f"{COMMAND} ended with exit code {process.returncode}" if process.returncode else ""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -75,31 +75,22 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         """Refuse the redirect."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Webhook:
-    """A URL that takes JSON by POST; Slack and Mattermost read `text`, Discord reads `content`."""
+def post(url: str, message: Message, timeout_s: float) -> str:
+    """Post a message as JSON: Slack and Mattermost read `text`, Discord reads `content`.
 
-    url: str
-    """An http or https URL."""
-
-    def send(self, message: Mapping[str, Any], *, timeout_s: float) -> str:
-        """Post a message; the returned text never contains the URL, which is a secret."""
-        body = {**message, "content": message["text"]}
-        request = urllib.request.Request(  # noqa: S310 - http and https alone, checked before
-            self.url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}, method="POST"
-        )
-        try:
-            urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout_s).close()
-        except urllib.error.HTTPError as error:
-            error.close()
-            return f"{WEBHOOK} was answered with HTTP {error.code}"
-        except (OSError, ValueError) as error:
-            return f"{WEBHOOK} was not reached: {mask(first_line(error))}"
-        return ""
-
-
-Channel = Command | Webhook
-"""A way to send a message."""
+    The returned text never contains the URL, which is a secret.
+    """
+    body = json.dumps({**message, "content": message["text"]}).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, data=body, headers=headers, method="POST")  # noqa: S310 - http, checked before
+    try:
+        urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout_s).close()
+    except urllib.error.HTTPError as error:
+        error.close()
+        return f"{WEBHOOK} was answered with HTTP {error.code}"
+    except (OSError, ValueError) as error:
+        return f"{WEBHOOK} was not reached: {mask(first_line(error))}"
+    return ""
 
 
 def channels_from(environ: Mapping[str, str]) -> tuple[Channel, ...]:
@@ -108,18 +99,17 @@ def channels_from(environ: Mapping[str, str]) -> tuple[Channel, ...]:
     Raises:
         ConfigError: there is neither, or one cannot be used.
     """
-    found: list[Channel] = []
-    problems = []
+    found, problems = list[Channel](), list[Problem]()
     if text := environ.get(COMMAND):
         try:
-            found.append(Command(words=tuple(shlex.split(text))))
+            found.append(partial(call_command, shlex.split(text)))
         except ValueError as error:
             problems.append(Problem(key=COMMAND, rule=f"is not a command with arguments: {error}."))
     if url := environ.get(WEBHOOK):
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.netloc and url.isprintable() and " " not in url:
             remember(url)
-            found.append(Webhook(url=url))
+            found.append(partial(post, url))
         else:
             problems.append(Problem(key=WEBHOOK, rule="must be a URL that begins with https:// or http://."))
     if not found and not problems:
@@ -135,14 +125,6 @@ def channels_from(environ: Mapping[str, str]) -> tuple[Channel, ...]:
 
 _log = logging.getLogger(__name__)
 Event = Literal["failed", "stopped", "finished", "nonfinite"]
-
-
-@dataclass
-class _Told:
-    threads: list[threading.Thread] = field(default_factory=list)
-    nonfinite: bool = False
-    skipped: int | None = None
-    better: bool = False
 
 
 @dataclass(kw_only=True, eq=False)
@@ -166,19 +148,21 @@ class Alert(Callback):
     timeout_s: Annotated[float, cosmetic, above(0)] = 10.0
     """Timeout of a call, and of the wait for it at the end of the run."""
     _channels: tuple[Channel, ...] = field(default=(), init=False, repr=False)
-    _told: _Told = field(default_factory=_Told, init=False, repr=False)
+    _threads: list[threading.Thread] = field(default_factory=list, init=False, repr=False)
+    _skipped: int | None = field(default=None, init=False, repr=False)
+    _has_told_nonfinite: bool = field(default=False, init=False, repr=False)
+    _has_told_better: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._channels = channels_from(os.environ)
 
     def log(self, run: Run, row: Row) -> None:
         """Report once that a loss is not finite, or that steps were skipped."""
-        told, skipped = self._told, run.state.skipped
-        before, told.skipped = told.skipped, skipped
-        broken = math.isnan(row.get("train/loss", 0.0)) or math.isinf(row.get("train/loss", 0.0))
-        if not (broken or (before is not None and skipped > before)) or told.nonfinite:
+        skipped, broken = run.state.skipped, not math.isfinite(row.get("train/loss", 0.0))
+        before, self._skipped = self._skipped, skipped
+        if not (broken or (before is not None and skipped > before)) or self._has_told_nonfinite:
             return
-        told.nonfinite = True
+        self._has_told_nonfinite = True
         if "nonfinite" in self.events and run.is_owner:
             what = "the training loss is not finite" if broken else f"{skipped} steps were left out, not finite"
             self._tell(run, "nonfinite", what)
@@ -187,19 +171,16 @@ class Alert(Callback):
         """Report once that the metric is better than the threshold."""
         watched = MonitoredMetric.of(run.cfg.eval)
         value = metrics.get(watched.metric)
-        if self.better_than is None or value is None or self._told.better:
+        if self.better_than is None or value is None or self._has_told_better:
             return
-        if watched.sign * value < watched.sign * self.better_than:
-            self._told.better = True
-            if run.is_owner:
-                self._tell(
-                    run, "better", f"{watched.metric} is {figure(value)}, better than {figure(self.better_than)}"
-                )
+        self._has_told_better = watched.sign * value < watched.sign * self.better_than
+        if self._has_told_better and run.is_owner:
+            self._tell(run, "better", f"{watched.metric} is {figure(value)}, better than {figure(self.better_than)}")
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Wait for calls in progress, within their limit of time."""
         until = time.monotonic() + self.timeout_s
-        for thread in self._told.threads:
+        for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
 
     def ended(self, ending: Ending) -> None:
@@ -212,21 +193,21 @@ class Alert(Callback):
 
     def state(self) -> dict[str, Any]:
         """Return whether the threshold was reported."""
-        return {"better": self._told.better}
+        return {"better": self._has_told_better}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore whether the threshold was reported."""
-        self._told.better = saved["better"]
+        self._has_told_better = saved["better"]
 
     def _tell(self, run: Run, event: str, text: str) -> None:
         message = _message(run.cfg.name, str(run.folder), event, text, run.state.step)
         thread = threading.Thread(target=self._send, args=(message,), name="alert", daemon=True)
         thread.start()
-        self._told.threads.append(thread)
+        self._threads.append(thread)
 
     def _send(self, message: Mapping[str, Any]) -> None:
         for channel in self._channels:
-            if trouble := channel.send(message, timeout_s=self.timeout_s):
+            if trouble := channel(message, self.timeout_s):
                 _log.warning("the alert about %s was not sent: %s", message["event"], trouble)
 
 

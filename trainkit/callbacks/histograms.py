@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Annotated, Any, Final, Literal, Self
 
 import torch
@@ -91,12 +92,7 @@ class Distribution:
 
     @classmethod
     def of(cls, sums: Tensor, extrema: Tensor) -> Self:
-        """Return the distribution that `measure` has counted, possibly added up over parts.
-
-        Example:
-            >>> Distribution.of(*measure(torch.tensor([0.0, 0.0, 3.0, 4.0]))).rms
-            2.5
-        """
+        """Return the distribution that `measure` has counted, possibly added up over parts."""
         *counts, total, squares = sums.tolist()
         low, high = extrema.tolist()
         return cls(counts=tuple(map(int, counts)), total=total, squares=squares, low=low, high=high)
@@ -105,26 +101,6 @@ class Distribution:
     def num_finite(self) -> int:
         """Number of finite values."""
         return sum(self.counts[:_NONFINITE])
-
-    @property
-    def num_nonfinite(self) -> int:
-        """Number of values that are NaN or infinite."""
-        return self.counts[_NONFINITE]
-
-    @property
-    def zero_share(self) -> float:
-        """Share of zeros among the finite values."""
-        return self.counts[_ZERO] / self.num_finite if self.num_finite else math.nan
-
-    @property
-    def rms(self) -> float:
-        """Root of the mean square of the finite values."""
-        return math.sqrt(self.squares / self.num_finite) if self.num_finite else math.nan
-
-    @property
-    def largest(self) -> float:
-        """The largest magnitude."""
-        return max(abs(self.low), abs(self.high)) if self.num_finite else math.nan
 
     def quantiles(self, shares: Sequence[float] = QUANTILES) -> list[float]:
         """Return quantiles of the magnitudes, to a quarter of an octave (9 % up or down); a zero is 0.
@@ -154,12 +130,21 @@ class Distribution:
         return limits, [self.counts[place] for place in places]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures of a line of `histograms.jsonl`; null where no value is finite."""
-        values = {"rms": self.rms, "largest": self.largest, "zero_share": self.zero_share}
+        """Return the figures of a line of `histograms.jsonl`; null where no value is finite.
+
+        Example:
+            >>> Distribution.of(*measure(torch.tensor([0.0, 0.0, 3.0, 4.0]))).to_json()["rms"]
+            2.5
+        """
+        count, nonfinite = self.num_finite, self.counts[_NONFINITE]
+        if not count:
+            return {**dict.fromkeys(("rms", "largest", "zero_share", "quantiles")), "nonfinite": nonfinite}
         return {
-            **{name: value if math.isfinite(value) else None for name, value in values.items()},
-            "nonfinite": self.num_nonfinite,
-            "quantiles": self.quantiles() if self.num_finite else None,
+            "rms": math.sqrt(self.squares / count),
+            "largest": max(abs(self.low), abs(self.high)),
+            "zero_share": self.counts[_ZERO] / count,
+            "nonfinite": nonfinite,
+            "quantiles": self.quantiles(),
         }
 
 
@@ -188,120 +173,101 @@ def observed_layers(model: nn.Module) -> dict[str, nn.Module]:
     The output layer that a language model offers is not among them: a step computes its loss without its scores.
     """
     without = offered_by(model)
-    return {
-        name: module
-        for name, module in model.named_modules(remove_duplicate=True)
-        if name and module is not without and not any(module.children())
-    }
+    found = {name: one for name, one in model.named_modules() if name and one is not without}
+    return {name: module for name, module in found.items() if not any(module.children())}
 
 
-class Activations:
-    """The distributions of the outputs of layers, added up over the forward passes of a step.
+class _Recorder:
+    """Records the steps that are due; keeps counts on the devices until the step is complete.
 
-    The layers have hooks from `begin` to `end` alone: other steps run as if nothing looked on.
+    The layers have hooks in such a step alone: other steps run as if nothing looked on.
     """
 
-    def __init__(self) -> None:
-        self.found: dict[str, tuple[Tensor, Tensor]] = {}
-        """Layer -> sums and extrema of `distribution.measure`, added up."""
-        self.is_forward = False
+    def __init__(self, settings: Histograms) -> None:
+        self._settings = settings
+        self.is_active = False
+        """Whether this rank counts: rank 0, and every rank where ranks hold parts."""
+        self.modules: Mapping[str, nn.Module] = {}
+        """The layers whose outputs are counted here."""
+        self.step: int | None = None
+        """The step that is being recorded, counted from 0."""
+        self.left_out: dict[str, str] = {}
+        """Kind -> a message about layers that are not shown."""
+        self._found: dict[str, _Measured] = {}
+        self._counted: Mapping[str, bool] | None = None
+        self._ranks: Collective | None = None
+        self._taken = False
+        """Whether the step has made an update."""
+        self._is_forward = False
         """Whether outputs count: outputs of forward passes do, outputs that backward recomputes do not."""
         self._handles: list[RemovableHandle] = []
-
-    def begin(self, layers: Iterable[tuple[str, nn.Module]]) -> None:
-        """Register hooks on the layers."""
-        self.end()
-        self.found = {}
-        self._handles = [module.register_forward_hook(self._hook(name)) for name, module in layers]
-
-    def end(self) -> None:
-        """Remove the hooks."""
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.remove()
-        self.is_forward = False
-
-    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if not self.is_forward or not isinstance(output, Tensor) or not output.is_floating_point():
-                return
-            sums, extrema = measure(output)
-            if name in self.found:
-                before, ends = self.found[name]
-                sums = sums + before
-                low, high = torch.minimum(extrema[0], ends[0]), torch.maximum(extrema[1], ends[1])
-                extrema = torch.stack([low, high])
-            self.found[name] = sums, extrema
-
-        return look
-
-
-@dataclass(kw_only=True)
-class _Recorder:
-    """Records the steps that are due; keeps counts on the devices until the step is complete."""
-
-    settings: Histograms
-    is_active: bool = False
-    """Whether this rank counts: rank 0, and every rank where ranks hold parts."""
-    modules: Mapping[str, nn.Module] = field(default_factory=dict)
-    """The layers whose outputs are counted here."""
-    activations: Activations = field(default_factory=Activations)
-    found: dict[str, _Measured] = field(default_factory=dict)
-    counted: Mapping[str, bool] | None = None
-    ranks: Collective | None = None
-    step: int | None = None
-    """The step that is being recorded, counted from 0."""
-    left_out: dict[str, str] = field(default_factory=dict)
-    """Kind -> a message about layers that are not shown."""
 
     def wants(self, step: int) -> bool:
         """Return whether a step is recorded: the first of a training, and every step whose number is a multiple of
         `every_steps`.
         """
-        return self.is_active and (step == 0 or (step + 1) % self.settings.every_steps == 0)
+        return self.is_active and (step == 0 or (step + 1) % self._settings.every_steps == 0)
 
     def on_phase(self, phase: str, step: int) -> None:
         """Start recording when a due step begins; outputs count only in forward passes."""
         if phase == "data":
-            self.step, self.found = (step, {}) if self.wants(step) else (None, {})
-            if self.step is not None and self.modules:
-                self.activations.begin(self.modules.items())
+            self.end()
+            self.step = step if self.wants(step) else None
+            if self.step is not None:
+                hooks = ((module, partial(self._look, name)) for name, module in self.modules.items())
+                self._handles = [module.register_forward_hook(hook) for module, hook in hooks]
         elif self.step is not None:
-            self.activations.is_forward = phase == "forward"
+            self._is_forward = phase == "forward"
+
+    def _look(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        """Count the output of a layer; a forward hook."""
+        if not self._is_forward or not isinstance(output, Tensor) or not output.is_floating_point():
+            return
+        (sums, extrema), known = measure(output), self._found.setdefault("activations", {})
+        if name in known:
+            before, ends = known[name]
+            low, high = torch.minimum(extrema[0], ends[0]), torch.maximum(extrema[1], ends[1])
+            sums, extrema = sums + before, torch.stack([low, high])
+        known[name] = sums, extrema
 
     def take(self, step: int, tensors: UpdateTensors) -> None:
         """Count gradients and weights of an update before it is applied."""
         del step
-        self.counted, self.ranks = tensors.counted, tensors.ranks
+        self._taken, self._counted, self._ranks = True, tensors.counted, tensors.ranks
         for kind, named in (("gradients", tensors.grads), ("weights", tensors.weights)):
-            if kind in self.settings.kinds:
+            if kind in self._settings.kinds:
                 measured = {name: measure(named[name]) for name in self.chosen(kind, named)}
-                self.found.setdefault(kind, {}).update(measured)
+                self._found.setdefault(kind, {}).update(measured)
 
     def chosen(self, kind: str, names: Iterable[str]) -> list[str]:
         """Return the layers that match a pattern, thinned evenly if there are too many to show."""
-        fitting = [name for name in names if any(fnmatchcase(name, pattern) for pattern in self.settings.layers)]
-        kept = evenly(fitting, self.settings.most_layers)
+        fitting = [name for name in names if any(fnmatchcase(name, pattern) for pattern in self._settings.layers)]
+        kept = evenly(fitting, self._settings.most_layers)
         if len(kept) < len(fitting):
             self.left_out[kind] = f"{len(kept)} of {len(fitting)}"
         return kept
 
     def complete(self) -> dict[str, dict[str, Distribution]]:
         """Return the distributions of the step, by kind and layer; collective where ranks hold parts."""
-        self.activations.end()
-        found, counted, ranks = self.found, self.counted, self.ranks
-        if not found:  # the step was skipped
+        found, counted, ranks, taken = self._found, self._counted, self._ranks, self._taken
+        self.end()
+        if not taken:  # the step was skipped
             return {}
         if counted is not None and ranks is not None:
-            found = {kind: summed(measured, counted, ranks) for kind, measured in found.items()}
-        if self.activations.found:
-            found["activations"] = self.activations.found
-        self.found, self.step = {}, None
+            parts = {kind: measured for kind, measured in found.items() if kind != "activations"}
+            found |= {kind: summed(measured, counted, ranks) for kind, measured in parts.items()}
         return {
             kind: {name: Distribution.of(*pair) for name, pair in found[kind].items()}
             for kind in KINDS
             if kind in found
         }
+
+    def end(self) -> None:
+        """Forget the step, and remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self.step, self._found, self._handles = None, {}, []
+        self._is_forward = self._taken = False
 
 
 @dataclass(kw_only=True, eq=False)
@@ -333,7 +299,7 @@ class Histograms(Callback):
     _has_said: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._recorder = _Recorder(settings=self)
+        self._recorder = _Recorder(self)
 
     def validate(self, planned: Planned) -> list[Problem]:
         """Return problems: gradients that no listener receives, or nothing to show."""
@@ -395,7 +361,7 @@ class Histograms(Callback):
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Remove the hooks."""
-        self._recorder.activations.end()
+        self._recorder.end()
         self._events.close()
 
     def _write(self, run: Run, found: Mapping[str, Mapping[str, Distribution]]) -> None:

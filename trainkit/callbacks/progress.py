@@ -7,7 +7,6 @@ import html
 import math
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,30 +26,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """The values of the live line at one moment; None if unknown."""
+    """The values of the live line at one moment."""
 
     step: int
     num_steps: int
-    loss: float | None = None
-    """Mean training loss of the latest logged row."""
+    row: Row = field(default_factory=dict)
+    """The latest logged row."""
     metric: tuple[str, float] | None = None
-    """Name and value of the latest evaluation."""
+    """Name and value of the latest evaluation; None: there was none."""
     metric_step: int | None = None
     """The step of that evaluation; None: this step."""
-    samples_per_s: float | None = None
-    data_wait: float | None = None
-    """Fraction of the time spent waiting for data, 0 to 1."""
-    targets_per_s: float | None = None
-    """Throughput in targets of a training whose samples have several targets, such as tokens of a language model."""
-    mfu: float | None = None
-    """Share of the devices' peak that the operations of the model use."""
-    memory: tuple[float, float] | None = None
-    """Bytes held by rank 0, now and at the peak."""
-    launches: float | None = None
-    """Operations that the host starts in a step, of a run that compiles nothing."""
     skipped: int = 0
     """Steps skipped because they were not finite."""
-    remaining_s: float = float("inf")
+    remaining_s: float = math.inf
 
     @property
     def done(self) -> float:
@@ -72,7 +60,8 @@ def plain_text(reading: Reading) -> str:
     """Return a reading as one line of a log.
 
     Example:
-        >>> plain_text(Reading(step=1240, num_steps=5800, loss=0.5, samples_per_s=412_000, data_wait=0.03))
+        >>> row = {"train/loss": 0.5, "samples_per_s": 412_000, "data_wait": 0.03}
+        >>> plain_text(Reading(step=1240, num_steps=5800, row=row))
         'step 1,240/5,800   21 %  loss 0.5000  412 k samples/s  data wait 3 %'
     """
     position, *parts = (part.long for part in _parts(reading, reading.step, names_step=True))
@@ -94,7 +83,8 @@ def terminal_parts(reading: Reading, *, step: int, width: int) -> list[tuple[str
     important.
 
     Example:
-        >>> reading = Reading(step=10, num_steps=20, loss=0.5, samples_per_s=412_000, data_wait=0.03)
+        >>> row = {"train/loss": 0.5, "samples_per_s": 412_000, "data_wait": 0.03}
+        >>> reading = Reading(step=10, num_steps=20, row=row)
         >>> [text for text, _ in terminal_parts(reading, step=12, width=60)]
         ['12/20', 'loss 0.5000', '412 k samples/s', 'data wait 3 %']
         >>> [text for text, _ in terminal_parts(reading, step=12, width=40)]
@@ -113,34 +103,37 @@ def terminal_parts(reading: Reading, *, step: int, width: int) -> list[tuple[str
 
 
 def _parts(reading: Reading, step: int, *, names_step: bool = False) -> Iterator[_Part]:
-    position, metric = f"{count(step)}/{count(reading.num_steps)}", reading.metric
-    yield _Part(position, position, "bold", 0)
-    if reading.loss is not None:
-        yield _Part(loss := f"loss {fixed(reading.loss)}", loss, "cyan", 1)
+    def same(text: str, style: str, rank: int) -> _Part:
+        return _Part(text, text, style, rank)
+
+    row, metric = reading.row, reading.metric
+    yield same(f"{count(step)}/{count(reading.num_steps)}", "bold", 0)
+    if "train/loss" in row:
+        yield same(f"loss {fixed(row['train/loss'])}", "cyan", 1)
     if metric is not None:
         named = names_step and reading.metric_step not in (None, reading.step)
         of = f" of step {count(reading.metric_step or 0)}" if named else ""
         value = fixed(metric[1])
         yield _Part(f"{metric[0]} {value}{of}", f"{metric[0].rpartition('/')[2]} {value}", "green", 2)
-    if reading.samples_per_s is not None:
-        rate = compact(reading.samples_per_s)
+    if "samples_per_s" in row:
+        rate = compact(row["samples_per_s"])
         yield _Part(f"{rate} samples/s", f"{rate}/s", "", 4)
-    if reading.data_wait is not None:
-        wait, style = share(reading.data_wait), "yellow" if reading.data_wait > 0.2 else "dim"
+    if "data_wait" in row:
+        wait, style = share(row["data_wait"]), "yellow" if row["data_wait"] > 0.2 else "dim"
         yield _Part(f"data wait {wait}", f"wait {wait}", style, 5)
-    if reading.targets_per_s is not None:
-        yield _Part(rate := f"{compact(reading.targets_per_s)} targets/s", rate, "dim", 4)
-    if reading.mfu is not None:
-        yield _Part(mfu := f"MFU {share(reading.mfu)}", mfu, "dim", 5)
-    if reading.memory is not None:
-        now, peak = (num_bytes(round(one)) for one in reading.memory)
+    if "targets_per_s" in row:  # of samples with several targets, such as tokens of a language model
+        yield same(f"{compact(row['targets_per_s'])} targets/s", "dim", 4)
+    if "mfu" in row:
+        yield same(f"MFU {share(row['mfu'])}", "dim", 5)
+    if "memory_peak" in row:
+        now, peak = (num_bytes(round(row[name])) for name in ("memory", "memory_peak"))
         yield _Part(f"{now}, peak {peak}", now, "dim", 6)
-    if reading.launches is not None:
-        launches = f"{count(round(reading.launches))} launches"
+    if "launches" in row:
+        launches = f"{count(round(row['launches']))} launches"
         yield _Part(f"{launches} a step", launches, "dim", 7)
     if reading.skipped:
-        yield _Part(skipped := f"{count(reading.skipped)} skipped", skipped, "yellow", 1)
-    if reading.remaining_s < float("inf"):
+        yield same(f"{count(reading.skipped)} skipped", "yellow", 1)
+    if reading.remaining_s < math.inf:
         left = clock(reading.remaining_s)
         yield _Part(f"{left} left", left, "magenta", 3)
 
@@ -159,30 +152,19 @@ Display = Callable[..., Any]
 """Shows an object below the cell, and returns a handle to replace it: `IPython.display.display`."""
 
 
-class LiveHtml:
-    """A reading as HTML, and as text for a front end that shows no HTML."""
+class RepeatedLine:
+    """A line that is shown again every few seconds.
 
-    def __init__(self, reading: Reading) -> None:
-        self._reading = reading
-        self._texts = [text for text, _ in terminal_parts(reading, step=reading.step, width=_WIDTH)]
+    Args:
+        show: shows a reading.
+        every_s: seconds between two of them.
+    """
 
-    def __repr__(self) -> str:
-        return "  ".join(self._texts)
-
-    def _repr_html_(self) -> str:
-        """Return the bar and the texts beside it, for a notebook."""
-        label = f"step {self._reading.step} of {self._reading.num_steps}"
-        bar = f"<progress max='1' value='{self._reading.done:.4f}' aria-label='{label}'></progress>"
-        cells = "".join(f"<span style='margin-left:1em'>{html.escape(text)}</span>" for text in self._texts)
-        return f"<div style='font-variant-numeric:tabular-nums'>{bar}{cells}</div>"
-
-
-class _Repeated(ABC):
-    """A line that is shown again every few seconds."""
-
-    def __init__(self, *, every_s: float, clock: Callable[[], float]) -> None:
-        self._every_s, self._clock = every_s, clock
-        self._due = -float("inf")
+    def __init__(
+        self, show: Callable[[Reading], object], *, every_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._show, self._every_s, self._clock = show, every_s, clock
+        self._due = -math.inf
         self._unshown: Reading | None = None
 
     def update(self, reading: Reading) -> None:
@@ -199,23 +181,28 @@ class _Repeated(ABC):
         if reading is not None:
             self._show(reading)
 
-    @abstractmethod
-    def _show(self, reading: Reading) -> None: ...
 
+def below_a_cell(display: Display) -> Callable[[Reading], None]:
+    """Return a function that shows a reading below the cell of a notebook, in the place of the one before."""
+    handles: list[Any] = []
 
-class NotebookLine(_Repeated):
-    """A bar below the cell, replaced twice a second at most."""
-
-    def __init__(self, *, display: Display, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(every_s=_EVERY_S, clock=clock)
-        self._display = display
-        self._handle: Any = None
-
-    def _show(self, reading: Reading) -> None:
-        if self._handle is None:
-            self._handle = self._display(LiveHtml(reading), display_id=True)
+    def show(reading: Reading) -> None:
+        if handles:
+            handles[0].update(as_html(reading), raw=True)
         else:
-            self._handle.update(LiveHtml(reading))
+            handles.append(display(as_html(reading), raw=True, display_id=True))
+
+    return show
+
+
+def as_html(reading: Reading) -> dict[str, str]:
+    """Return a bar and the texts beside it as HTML, and as text for a front end that shows no HTML."""
+    texts = [text for text, _ in terminal_parts(reading, step=reading.step, width=_WIDTH)]
+    label = f"step {reading.step} of {reading.num_steps}"
+    bar = f"<progress max='1' value='{reading.done:.4f}' aria-label='{label}'></progress>"
+    cells = "".join(f"<span style='margin-left:1em'>{html.escape(text)}</span>" for text in texts)
+    found = f"<div style='font-variant-numeric:tabular-nums'>{bar}{cells}</div>"
+    return {"text/plain": "  ".join(texts), "text/html": found}
 
 
 def display_of_notebook() -> Display | None:
@@ -273,34 +260,13 @@ class Pace:
         return max((self._last_step - step) * (moment - begun) / (step - first) - (now - moment), 0.0)
 
 
-class PlainLine(_Repeated):
-    """One line every few seconds, for pipes and log files."""
-
-    def __init__(
-        self,
-        *,
-        every_s: float,
-        write: Callable[[str], object] = lambda line: print(line, flush=True),  # noqa: T201 - meant for the terminal
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(every_s=every_s, clock=clock)
-        self._write = write
-
-    def _show(self, reading: Reading) -> None:
-        self._write(plain_text(reading))
-
-
 class TerminalLine:
     """A bar redrawn in place four times a second by a thread of rich; other output appears above it."""
 
-    def __init__(
-        self, *, console: Console, step_now: Callable[[], int] | None = None, log: LiveLine | None = None
-    ) -> None:
+    def __init__(self, console: Console, *, step_now: Callable[[], int], log: LiveLine | None = None) -> None:
         from rich.live import Live  # noqa: PLC0415 - only on a terminal, and after the first step
 
-        self._console = console
-        self._log = log
-        self._step_now = step_now
+        self._console, self._log, self._step_now = console, log, step_now
         self._reading: Reading | None = None
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
         self._live.start()
@@ -332,7 +298,7 @@ class TerminalLine:
         reading = self._reading
         if reading is None:
             return Text("")
-        step = reading.step if self._step_now is None else max(reading.step, self._step_now())
+        step = max(reading.step, self._step_now())
         parts = terminal_parts(reading, step=step, width=self._console.width - _BAR_WIDTH - 2)
         text = Text(no_wrap=True, overflow="ellipsis")
         for part, style in parts:
@@ -356,17 +322,14 @@ def live_line(*, every_s: float, step_now: Callable[[], int]) -> LiveLine:
             during a slow step.
     """
     if (display := display_of_notebook()) is not None:
-        return NotebookLine(display=display)
+        return RepeatedLine(below_a_cell(display), every_s=_EVERY_S)
     if not is_terminal():
-        return PlainLine(every_s=every_s)
+        return RepeatedLine(lambda reading: print(plain_text(reading), flush=True), every_s=every_s)  # noqa: T201
     from rich.console import Console  # noqa: PLC0415 - as above
 
     log = open_log()
-    return TerminalLine(
-        console=Console(file=unrecorded(sys.stdout), highlight=False),
-        step_now=step_now,
-        log=None if log is None else PlainLine(every_s=every_s, write=lambda line: log.write([line])),
-    )
+    lines = None if log is None else RepeatedLine(lambda one: log.write([plain_text(one)]), every_s=every_s)
+    return TerminalLine(Console(file=unrecorded(sys.stdout), highlight=False), step_now=step_now, log=lines)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -378,7 +341,6 @@ class Progress(Callback):
     """
 
     observes: ClassVar[bool] = True
-
     prints: ClassVar[bool] = True
 
     every_s: Annotated[float, cosmetic, above(0)] = 5.0
@@ -427,15 +389,9 @@ class Progress(Callback):
             Reading(
                 step=run.state.step,
                 num_steps=run.num_steps,
-                loss=self._row.get("train/loss"),
+                row=self._row,
                 metric=self._metric,
                 metric_step=self._metric_step,
-                samples_per_s=self._row.get("samples_per_s"),
-                data_wait=self._row.get("data_wait"),
-                targets_per_s=self._row.get("targets_per_s"),
-                mfu=self._row.get("mfu"),
-                memory=(self._row["memory"], self._row["memory_peak"]) if "memory_peak" in self._row else None,
-                launches=self._row.get("launches"),
                 skipped=run.state.skipped,
                 remaining_s=math.inf if self._pace is None else self._pace.remaining_s(now=time.monotonic()),
             )
