@@ -136,7 +136,9 @@ def test_the_end_of_a_compiled_run_says_how_long_compiling_took(cwd: Path, capsy
     summary.run_start(run)
     torch.compile(lambda tensor: tensor + 1, backend="eager")(torch.ones(2))
     summary.run_end(run, {"status": "finished"})
-    assert re.search(r"\n  compiling  took \d.*\n  folder     outputs/digits/1\n$", capsys.readouterr().out)
+    assert re.search(
+        r"\n  compiling  took \d.*\n  folder     outputs/digits/1\n  page       outputs/", capsys.readouterr().out
+    )
 
 
 def writing_run(folder: Path, vocab_size: int = 256) -> Run:

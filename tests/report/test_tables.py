@@ -7,13 +7,14 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from trainkit.report import tables
 from trainkit.report.numbers import clock, compact, duration, figure, fixed
-from trainkit.report.tables import closing_lines, is_terminal, summary_lines
+from trainkit.report.tables import is_terminal, print_closing, print_summary
 
 ROWS = {"replicas": 2, "batch": "64 = 2 shards of 32", "warmup": None, "learning rate": "0.001"}
 RESULT = {
@@ -41,18 +42,28 @@ def test_numbers_are_rounded_before_their_unit_is_chosen() -> None:
         assert {value: form(value) for value in texts} == texts
 
 
-def test_the_summary_says_the_same_in_a_pipe_and_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_summary_says_the_same_in_a_pipe_and_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     expected = ["digits", "  replicas       2", "  batch          64 = 2 shards of 32", "  learning rate  0.001"]
     notes = ["Markup such as [b] is text."]
     expected += [f"  note: {notes[0]}"]
-    assert summary_lines("digits", ROWS, notes=notes) == expected
+    print_summary("digits", ROWS, notes=notes)
+    assert capsys.readouterr().out.splitlines() == expected
     file = io.StringIO()
     monkeypatch.setattr(tables, "terminal_console", lambda: Console(file=file, width=30, force_terminal=True))
-    tables.print_summary("digits", ROWS, notes=notes)
+    print_summary("digits", ROWS, notes=notes)
     assert re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue()).splitlines() == expected
 
 
-def test_the_end_shows_result_folder_tensorboard_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def closing(capsys: pytest.CaptureFixture[str], result: dict[str, Any], folder: Path) -> list[str]:
+    print_closing(result, folder)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_end_shows_result_folder_page_tensorboard_and_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     folder = Path("outputs/digits run")
     (folder / "tensorboard").mkdir(parents=True)
@@ -63,20 +74,25 @@ def test_the_end_shows_result_folder_tensorboard_and_resume(tmp_path: Path, monk
         f"  restarts     {restarts}: restarts in result.json",
         "  best         checkpoints/step_00000870",
         "  folder       outputs/digits run",
+        "  page         outputs/digits run/report.html",
         "  tensorboard  tensorboard --logdir 'outputs/digits run/tensorboard'",
         "  resume       python -m trainkit resume outputs/digits/1",
     ]
-    assert closing_lines(RESULT, folder) == expected
+    assert closing(capsys, {**RESULT, "page": True}, folder) == expected
 
 
-def test_the_time_of_the_last_attempt_is_not_set_beside_that_of_all(tmp_path: Path) -> None:
+def test_the_time_of_the_last_attempt_is_not_set_beside_that_of_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = {"status": "finished", "steps": 9, "seconds": 9.6, "seconds_total": 8.0}
-    assert closing_lines(result, tmp_path)[0] == "finished after 9 steps, 9.6 s of training"
+    assert closing(capsys, result, tmp_path)[0] == "finished after 9 steps, 9.6 s of training"
 
 
-def test_a_failed_run_says_why_and_names_no_tensorboard_that_is_not_there(tmp_path: Path) -> None:
+def test_a_failed_run_says_why_and_names_no_tensorboard_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = {"status": "failed", "reason": "NaN at step 3", "steps": 3, "restarts": []}
-    assert closing_lines(result, tmp_path) == ["failed after 3 steps: NaN at step 3", f"  folder  {tmp_path}"]
+    assert closing(capsys, result, tmp_path) == ["failed after 3 steps: NaN at step 3", f"  folder  {tmp_path}"]
 
 
 def test_a_terminal_that_cannot_move_its_cursor_counts_as_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:

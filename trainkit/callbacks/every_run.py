@@ -219,7 +219,8 @@ class FinalSummary(Callback):
             compile_s = self._compiling.seconds
             self._compiling.close()
         if run.is_owner and result.get("status") != "resized":
-            print_closing({**result, "compile_s": compile_s}, Path(_short(run.folder)))
+            more = {"compile_s": compile_s, "page": run.cfg.report_page}
+            print_closing({**result, **more}, Path(_short(run.folder)))
 
 
 def _short(folder: Path) -> str:

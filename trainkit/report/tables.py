@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -45,22 +45,8 @@ def print_summary(title: str, rows: Mapping[str, object], *, notes: Sequence[str
         rows: label -> value, in the order shown. A value of None is left out.
         notes: notes for the user before the training starts, one sentence each.
     """
-    _print(summary_text(title, rows, notes=notes))
-
-
-def summary_text(title: str, rows: Mapping[str, object], *, notes: Sequence[str] = ()) -> Styled:
-    """Return the summary as lines with styles."""
-    return [[("bold", title)], *_labelled(_row_texts(rows)), *([("yellow", f"  note: {note}")] for note in notes)]
-
-
-def summary_lines(title: str, rows: Mapping[str, object], *, notes: Sequence[str] = ()) -> list[str]:
-    """Return the summary as plain text.
-
-    Example:
-        >>> summary_lines("digits", {"replicas": 1, "steps": "870"}, notes=["No GPU found."])
-        ['digits', '  replicas  1', '  steps     870', '  note: No GPU found.']
-    """
-    return _plain(summary_text(title, rows, notes=notes))
+    shown = {label: str(value) for label, value in rows.items() if value is not None}
+    _print([[("bold", title)], *_labelled(shown), *([("yellow", f"  note: {note}")] for note in notes)])
 
 
 def _labelled(rows: Mapping[str, str]) -> Styled:
@@ -68,23 +54,16 @@ def _labelled(rows: Mapping[str, str]) -> Styled:
     return [[("dim", f"  {label:{width}}  "), ("", value)] for label, value in rows.items()]
 
 
-def _plain(lines: Styled) -> list[str]:
-    return ["".join(text for _, text in parts) for parts in lines]
-
-
 def _print(lines: Styled) -> None:
     console = terminal_console()
     if console is None:
-        print("\n".join(_plain(lines)), flush=True)  # noqa: T201 - meant for the terminal
+        text = "\n".join("".join(part for _, part in parts) for parts in lines)
+        print(text, flush=True)  # noqa: T201 - meant for the terminal
         return
     from rich.text import Text  # noqa: PLC0415 - for a terminal only
 
-    text = Text("\n").join(Text.assemble(*((part, style) for style, part in parts)) for parts in lines)
-    console.print(text, soft_wrap=True)  # a command that wraps cannot be copied
-
-
-def _row_texts(rows: Mapping[str, object]) -> dict[str, str]:
-    return {label: str(value) for label, value in rows.items() if value is not None}
+    styled = Text("\n").join(Text.assemble(*((part, style) for style, part in parts)) for parts in lines)
+    console.print(styled, soft_wrap=True)  # a command that wraps cannot be copied
 
 
 def print_rows(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -110,59 +89,22 @@ def row_lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]
 
 
 def print_closing(result: Mapping[str, Any], folder: Path) -> None:
-    """Print how a run ended: its result, folder, the TensorBoard command and the command to resume."""
-    _print(closing_text(result, folder))
+    """Print how a run ended: its result, its folder, and the commands for TensorBoard and to resume.
 
-
-def closing_text(result: Mapping[str, Any], folder: Path) -> Styled:
-    """Return the end of a run, by its `result.json`; the folder is as the user would type it."""
-    colour = {"finished": "green", "failed": "red"}.get(str(result.get("status")), "yellow")
-    return [[(f"bold {colour}", _verdict(result))], *_labelled(_closing_rows(result, folder))]
-
-
-def closing_lines(result: Mapping[str, Any], folder: Path) -> list[str]:
-    """Return the end of a run as plain text."""
-    return _plain(closing_text(result, folder))
-
-
-def _verdict(result: Mapping[str, Any]) -> str:
-    """Return one line: how the run ended, after how many steps and how long."""
-    status, reason, steps = str(result.get("status", "ended")), result.get("reason"), result.get("steps")
+    Args:
+        result: its `result.json`, and what that does not hold: `compile_s`, and whether there is a `page`.
+        folder: the run folder, as the user would type it.
+    """
+    status, steps, seconds = str(result.get("status", "ended")), result.get("steps"), result.get("seconds")
     after = f" after {steps:,} steps" if isinstance(steps, int) else ""
-    return f"{status}{after}{_time_taken(result)}{f': {reason}' if reason else ''}"
-
-
-def _time_taken(result: Mapping[str, Any]) -> str:
-    training, total = result.get("seconds"), result.get("seconds_total")
-    if training is None:
-        return ""
-    # The training time counts all attempts of a resumed run, the total only the last one.
-    in_all = "" if total is None or total < training else f" ({duration(total)} in all)"
-    return f", {duration(training)} of training{in_all}"
-
-
-def _closing_rows(result: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    metrics = result.get("metrics") or {}
-    rows = {"result": "  ".join(f"{name} {figure(value)}" for name, value in metrics.items() if value is not None)}
-    rows["compiling"] = f"took {duration(result['compile_s'])}" if result.get("compile_s") else ""
-    rows["skipped"] = _skipped(result)
-    rows["restarts"] = _restarts(result)
-    rows["best"] = str(result.get("best") or "")
-    rows["model"] = _model(result)
-    rows["evaluator"] = _evaluator(result)
-    rows["folder"] = str(folder)
-    if (folder / "tensorboard").is_dir():
-        rows["tensorboard"] = f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}"
-    rows["resume"] = str(result.get("resume") or "")
-    return {label: value for label, value in rows.items() if value}
-
-
-def _model(result: Mapping[str, Any]) -> str:
-    """Return the file of the trained model, its size, and how long it took to write it."""
-    if not result.get("model"):
-        return str(result.get("model_note") or "")
-    wrote = f"{num_bytes(result['model_bytes'])} in {result['model_seconds']:.2g} s"
-    return f"{Path(result['model']) / 'model.safetensors'}  {wrote}"
+    if seconds is not None:
+        # The training time counts all attempts of a resumed run, the total only the last one.
+        total = result.get("seconds_total") or 0.0
+        after += f", {duration(seconds)} of training{f' ({duration(total)} in all)' if total >= seconds else ''}"
+    why = f": {result['reason']}" if result.get("reason") else ""
+    colour = {"finished": "green", "failed": "red"}.get(status, "yellow")
+    rows = {label: text for label, text in _closing_rows(result, folder) if text}
+    _print([[(f"bold {colour}", f"{status}{after}{why}")], *_labelled(rows)])
 
 
 _RESTARTS: Final = {
@@ -173,30 +115,32 @@ _RESTARTS: Final = {
 }
 
 
-def _restarts(result: Mapping[str, Any]) -> str:
-    """Return how many restarts of each kind there were; empty if there were none."""
-    listed = result.get("restarts") or ()
-    counts = {kind: sum(one.get("kind") == kind for one in listed) for kind in _RESTARTS}
-    parts = [f"{count:,} {_RESTARTS[kind][count != 1]}" for kind, count in counts.items() if count]
-    more = int(result.get("restarts_not_listed", 0))
-    return f"{', '.join([*parts, *([f'{more:,} more'] if more else [])])}: restarts in result.json" if parts else ""
-
-
-def _evaluator(result: Mapping[str, Any]) -> str:
-    """Return that the evaluator did not finish; empty if it did, or if there is none."""
-    found = result.get("evaluator") or {"status": "finished"}
-    left = found.get("not_evaluated") or ()
-    if found.get("status") == "finished" and not left:
-        return ""
-    missing = f"; not evaluated, and not considered for best: {', '.join(left)}" if left else ""
-    return f"{found.get('status')}{': ' * bool(found.get('reason'))}{found.get('reason') or ''}{missing}"
-
-
-def _skipped(result: Mapping[str, Any]) -> str:
-    """Return how many steps were skipped; empty if none was."""
-    listed = result.get("skipped_steps") or ()
-    count = len(listed) + int(result.get("skipped_steps_not_listed", 0))
-    if not count:
-        return ""
-    steps = "1 step was" if count == 1 else f"{count:,} steps were"
-    return f"{steps} left out, not finite: skipped_steps in result.json"
+def _closing_rows(result: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, str]]:
+    metrics = (result.get("metrics") or {}).items()
+    yield "result", "  ".join(f"{name} {figure(value)}" for name, value in metrics if value is not None)
+    yield "compiling", f"took {duration(result['compile_s'])}" if result.get("compile_s") else ""
+    if skipped := len(result.get("skipped_steps") or ()) + int(result.get("skipped_steps_not_listed", 0)):
+        steps = "1 step was" if skipped == 1 else f"{skipped:,} steps were"
+        yield "skipped", f"{steps} left out, not finite: skipped_steps in result.json"
+    if kinds := [one.get("kind") for one in result.get("restarts") or ()]:
+        counts = [(kinds.count(kind), words) for kind, words in _RESTARTS.items() if kind in kinds]
+        parts = [f"{count:,} {words[count != 1]}" for count, words in counts]
+        more = int(result.get("restarts_not_listed", 0))
+        yield "restarts", f"{', '.join([*parts, *([f'{more:,} more'] if more else [])])}: restarts in result.json"
+    yield "best", str(result.get("best") or "")
+    if result.get("model"):
+        wrote = f"{num_bytes(result['model_bytes'])} in {result['model_seconds']:.2g} s"
+        yield "model", f"{Path(result['model']) / 'model.safetensors'}  {wrote}"
+    else:
+        yield "model", str(result.get("model_note") or "")
+    beside = result.get("evaluator") or {"status": "finished"}
+    left = beside.get("not_evaluated") or ()
+    if beside.get("status") != "finished" or left:
+        why = f"{': ' * bool(beside.get('reason'))}{beside.get('reason') or ''}"
+        missing = f"; not evaluated, and not considered for best: {', '.join(left)}" if left else ""
+        yield "evaluator", f"{beside.get('status')}{why}{missing}"
+    yield "folder", str(folder)
+    yield "page", str(folder / "report.html") if result.get("page") else ""
+    if (folder / "tensorboard").is_dir():
+        yield "tensorboard", f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}"
+    yield "resume", str(result.get("resume") or "")

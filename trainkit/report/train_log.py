@@ -11,7 +11,6 @@ import contextlib
 import errno
 import os
 import re
-import stat
 import sys
 import threading
 import traceback
@@ -20,7 +19,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, TextIO, cast
 
-from trainkit.errors import TrainkitError
+from trainkit.errors import StorageError, TrainkitError, UnreadableError
+from trainkit.files import open_descriptor
 from trainkit.redaction import mask
 
 _GONE: Final = frozenset({errno.EIO, errno.EPIPE, errno.ENXIO, errno.EBADF})
@@ -36,14 +36,11 @@ class TrainLog:
     """
 
     def __init__(self, path: Path, *, separated: bool = False) -> None:
-        self._path = path
-        self._lock = threading.RLock()
+        self._path, self._lock, self._pid = path, threading.RLock(), os.getpid()
         self._descriptor: int | None = None
-        self._is_closed = False
-        self._lost = 0
-        self._pid = os.getpid()
-        with self._lock, contextlib.suppress(OSError):
-            if self._open() and separated and self._size():
+        self._is_closed, self._lost = False, 0
+        with contextlib.suppress(OSError, StorageError):
+            if separated and (descriptor := self._open()) is not None and os.fstat(descriptor).st_size:
                 now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
                 self.write([f"----- {now} -----"])
 
@@ -58,12 +55,13 @@ class TrainLog:
         with self._lock:
             lost = [f"({self._lost} lines before this one could not be written)"] if self._lost else []
             text = "".join(f"{line}\n" for line in mask("\n".join([*lost, *lines])).split("\n"))
+            content = text.encode("utf-8", errors="backslashreplace")
             try:
-                if not self._open():
-                    return
-                self._append(text.encode("utf-8", errors="backslashreplace"))
-                self._lost = 0
-            except OSError:
+                if (descriptor := self._open()) is not None:
+                    while content:
+                        content = content[os.write(descriptor, content) :]
+                    self._lost = 0
+            except (OSError, StorageError):
                 self._lost += len(lines)
 
     def write_error(self, error: BaseException) -> None:
@@ -83,42 +81,19 @@ class TrainLog:
                 os.close(self._descriptor)
                 self._descriptor = None
 
-    def _open(self) -> bool:
-        """Return whether the file is open; a path that is not a regular file, such as a link, is never opened.
+    def _open(self) -> int | None:
+        """Return the descriptor of the file; None if it is closed, or is not a regular file: a link is never opened.
 
         Raises:
-            OSError: the folder or the disk refuses it.
+            StorageError: the folder or the disk refuses it.
         """
-        if self._descriptor is not None or self._is_closed:
-            return not self._is_closed
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"):  # Windows has none of them
-            flags |= getattr(os, name, 0)
-        try:
-            descriptor = os.open(self._path, flags, 0o644)
-        except OSError as error:
-            if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-                raise
-            self._refuse()
-            return False
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            self._refuse()
-            return False
-        self._descriptor = descriptor
-        return True
-
-    def _size(self) -> int:
-        return 0 if self._descriptor is None else os.fstat(self._descriptor).st_size
-
-    def _refuse(self) -> None:
-        self._is_closed = True
-        unrecorded(sys.stderr).write(f"{self._path} is not a regular file, and this run writes no log.\n")
-
-    def _append(self, content: bytes) -> None:
-        assert self._descriptor is not None
-        while content:
-            content = content[os.write(self._descriptor, content) :]
+        if self._descriptor is None and not self._is_closed:
+            try:
+                self._descriptor = open_descriptor(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            except UnreadableError:
+                self._is_closed = True
+                unrecorded(sys.stderr).write(f"{self._path} is not a regular file, and this run writes no log.\n")
+        return self._descriptor
 
 
 _ESCAPE: Final = re.compile(
