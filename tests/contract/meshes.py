@@ -44,6 +44,7 @@ class Mesh(NamedTuple):
     shard: int
     tensor: int
     pipe: int = 1
+    context: int = 1
 
     @property
     def ranks(self) -> int:
@@ -52,7 +53,7 @@ class Mesh(NamedTuple):
 
     def __str__(self) -> str:
         stages = f", {self.pipe} stages" if self.pipe > 1 else ""
-        return " x ".join(map(str, self[:3])) + stages
+        return " x ".join(map(str, self[:3])) + stages + (f", context {self.context}" if self.context > 1 else "")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -332,6 +332,8 @@ class Sentences(InMemory):
 class CountedTokens(Supervised):
     """An objective whose weight is known only once the targets have been counted."""
 
+    by_position: ClassVar[bool] = True
+
     def weight_per_sample(self, sample: object) -> float | None:
         """Not known before."""
         del sample
@@ -353,6 +355,7 @@ class HiddenTokens(LanguageModelling):
     """A language model's objective that computes its loss in the output layer, and nowhere else in training."""
 
     draws_nothing: ClassVar[bool] = True
+    by_position: ClassVar[bool] = True
 
     def score(self, outputs: Any, targets: Tensor) -> Loss:
         """Refuse scores that a loss would be computed from."""

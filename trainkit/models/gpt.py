@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,20 @@ from torch.nn import functional
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import at_least, at_most, below
 from trainkit.models.sampling import Sampling
+
+
+class SequenceCut(Protocol):
+    """The positions of each sequence that this rank computes in a training step, where other ranks compute the rest."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether activations are those of some positions now."""
+
+    def positions(self, device: torch.device, /) -> Tensor:
+        """Return the numbers of these positions, int64."""
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, /, *, dropout: float) -> Tensor:
+        """Compute causal attention of (samples, heads, positions, size) over all positions; collective."""
 
 
 class Gpt(nn.Module):
@@ -190,9 +204,18 @@ class _Embedding(nn.Module):
         self.tokens = nn.Embedding(vocab_size, width)
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
+        self._cut: SequenceCut | None = None
+
+    def set_sequence_cut(self, cut: SequenceCut) -> None:
+        """Embed the positions of this rank."""
+        self._cut = cut
 
     def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
-        hidden: Tensor = self.dropout(self.tokens(tokens) + self.positions.weight[start : start + tokens.shape[1]])
+        if self._cut is not None and self._cut.is_cut:
+            positions: Tensor = self.positions(self._cut.positions(tokens.device))
+        else:
+            positions = self.positions.weight[start : start + tokens.shape[1]]
+        hidden: Tensor = self.dropout(self.tokens(tokens) + positions)
         return hidden
 
 
@@ -223,6 +246,7 @@ class _Attention(nn.Module):
         self.head_size = width // num_heads
         self.dropout = dropout
         self._cut_dropout: _CutDropout | None = None
+        self._cut: SequenceCut | None = None
         self.tensor_units = dict.fromkeys(("queries_keys_values", "project"), (num_heads, "heads"))
         self.queries_keys_values = nn.Linear(width, 3 * width, bias=bias)
         self.project = nn.Linear(width, width, bias=bias)
@@ -231,13 +255,20 @@ class _Attention(nn.Module):
         """Drop out weights of attention by a function for parts: this rank has some of the heads."""
         self._cut_dropout = dropout
 
+    def set_sequence_cut(self, cut: SequenceCut) -> None:
+        """Compute attention of the positions of this rank over those of all."""
+        self._cut = cut
+
     def forward(self, hidden: Tensor, cache: KeyValueCache | None = None, place: int = 0) -> Tensor:
         joined = self.queries_keys_values(hidden)
         # rows are ordered by head, so that a rank's part consists of whole heads, possibly fewer than all
         queries, keys, values = joined.unflatten(-1, (-1, 3, self.head_size)).permute(3, 0, 2, 1, 4)
         if cache is None:
             rate = self.dropout if self.training else 0.0
-            mixed = _attend(queries, keys, values, dropout=rate, cut=self._cut_dropout)
+            if self._cut is not None and self._cut.is_cut:
+                mixed = self._cut.attend(queries, keys, values, dropout=rate)
+            else:
+                mixed = _attend(queries, keys, values, dropout=rate, cut=self._cut_dropout)
         else:  # new tokens see the cached ones, and those before each
             keys, values = cache.append(place, keys, values)
             length, total = queries.shape[2], keys.shape[2]

@@ -202,6 +202,10 @@ class Objective(ABC):
 
     couples_samples: ClassVar[bool] = False
     """Whether the loss of a sample depends on the others of its shard (contrastive losses)."""
+    by_position: ClassVar[bool] = False
+    """Whether the loss of a sample is a sum over the positions of its sequence, each scored from its own output and
+    target, without random numbers: its sequences may be cut over ranks. A derived class must declare it again.
+    """
     term_names: ClassVar[tuple[str, ...]] = ()
     """The names in `Loss.terms` of every shard; the mean of each over all targets is logged: `train/NAME`, `val/NAME`.
     """

@@ -33,6 +33,7 @@ class LanguageModelling(ScoredFields, Supervised):
     """
 
     draws_nothing: ClassVar[bool] = True
+    by_position: ClassVar[bool] = True
 
     log_scores: ClassVar[bool] = True
 

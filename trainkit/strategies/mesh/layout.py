@@ -80,7 +80,7 @@ class Layout:
             dim, rows = fit.dims.get(name), param.shape[0] if param.dim() else 1
             here = rows // self.axes.tensor if dim == 0 else rows
             row = param.numel() // max(rows, 1) // (self.axes.tensor if dim else 1)
-            resident[name] = -(-here // self.axes.shard) * row
+            resident[name] = -(-here // (self.axes.shard * self.axes.context if self.axes.shard > 1 else 1)) * row
         return resident
 
     def transient_elements(self, model: nn.Module) -> int:
@@ -119,12 +119,18 @@ class OnMesh(SingleDevicePlacement):
 
         Args:
             outer: the slice of this rank's part of the layer.
-            part: a DTensor, sharded over the ranks of `shard`, or a plain tensor, which is the whole part.
+            part: a DTensor, sharded over the ranks of `summing("shard")`, or a plain tensor, which is the whole part.
         """
-        is_first = self.places["shard"] == 0
+        along = self.summing("shard")
+        is_first = along is None or along.get_local_rank() == 0
         inner = ShardSlice.of(part, is_first=outer.is_written and (is_first or isinstance(part, DTensor)))
         offset = tuple(start + more for start, more in zip(outer.offset, inner.offset, strict=True))
         return ShardSlice(offset=offset, size=inner.size, shape=outer.shape, is_written=inner.is_written)
+
+    def summing(self, axis: str) -> DeviceMesh | None:
+        """Return the ranks that sum gradients along `replicate` or `shard`; None if this is the only one."""
+        names = self.axes.summed_with(axis)
+        return self.mesh[names]._flatten() if names else None  # noqa: SLF001 - no public function joins axes
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return the group of ranks that differ only on one axis; None if this is the only one."""

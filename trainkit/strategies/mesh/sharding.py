@@ -34,7 +34,7 @@ class Axes:
     Example:
         >>> axes = Axes(replicate=2, tensor=2)
         >>> axes.num_ranks, axes.coordinates(1), axes.coordinates(2)["replicate"]
-        (4, {'replicate': 0, 'shard': 0, 'pipe': 0, 'tensor': 1}, 1)
+        (4, {'replicate': 0, 'shard': 0, 'pipe': 0, 'context': 0, 'tensor': 1}, 1)
     """
 
     replicate: int = 1
@@ -43,13 +43,15 @@ class Axes:
     """Number of ranks that share one copy; each has its own shards."""
     pipe: int = 1
     """Number of ranks that share the blocks of one copy, each with its own stages."""
+    context: int = 1
+    """Number of parts of each sequence."""
     tensor: int = 1
     """Number of parts of each layer."""
 
     @property
     def ranks_a_replica(self) -> int:
         """The ranks that compute a shard of a step together, which are neighbours."""
-        return self.pipe * self.tensor
+        return self.pipe * self.context * self.tensor
 
     @property
     def num_ranks(self) -> int:
@@ -63,15 +65,28 @@ class Axes:
             rank, found[axis.name] = divmod(rank, getattr(self, axis.name))
         return dict(reversed(found.items()))
 
-    def group_of_first(self, axis: str) -> tuple[int, ...]:
-        """Return the ranks that differ from the first one on one axis only, and the first one.
+    def summed_with(self, axis: str) -> tuple[str, ...]:
+        """Return the axes of several ranks over which gradients are summed with those of `replicate` or `shard`.
+
+        Ranks along `context` have parts of each sample: gradients are summed over them where they are cut, along
+        `shard`; or else with the copies.
+
+        Example:
+            >>> Axes(replicate=2, shard=2, context=2).summed_with("shard"), Axes(context=2).summed_with("replicate")
+            (('shard', 'context'), ('context',))
+        """
+        with_context = axis == ("shard" if self.shard > 1 else "replicate")
+        return tuple(one for one in (axis, *("context",) * with_context) if getattr(self, one) > 1)
+
+    def group_of_first(self, *along: str) -> tuple[int, ...]:
+        """Return the ranks that differ from the first one on some axes only, and the first one.
 
         Example:
             >>> Axes(replicate=2, shard=3).group_of_first("replicate")
             (0, 3)
         """
-        first = dict.fromkeys(self.coordinates(0), 0)
-        return tuple(rank for rank in range(self.num_ranks) if {**self.coordinates(rank), axis: 0} == first)
+        others = self.coordinates(0).keys() - {*along}
+        return tuple(rank for rank in range(self.num_ranks) if not any(self.coordinates(rank)[one] for one in others))
 
     def problems(self, num_ranks: int) -> list[Problem]:
         """Return a problem if the product of the axes is not the number of ranks."""
@@ -92,8 +107,10 @@ class Axes:
         used = {axis.name: getattr(self, axis.name) for axis in fields(self) if getattr(self, axis.name) > 1}
         used = used or {"replicate": 1}
         mesh = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
-        for axis in used:  # torch gives groups of some ranks its default timeout
-            mesh.get_group(axis).set_timeout(timedelta(seconds=timeout_s))
+        joined = [names for axis in ("replicate", "shard") if (names := self.summed_with(axis))]
+        for names in [*zip(used, strict=True), *joined]:  # torch gives groups of some ranks its default timeout
+            group = mesh[names]._flatten().get_group()  # noqa: SLF001 - no public function joins axes
+            group.set_timeout(timedelta(seconds=timeout_s))
         return mesh
 
 

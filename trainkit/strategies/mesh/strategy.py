@@ -46,6 +46,8 @@ from trainkit.strategies.core.synchronous import (
     synchronous_gradient_copies,
 )
 from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroup, ProcessGroupOptions
+from trainkit.strategies.mesh.context import CutShardedStep, CutStep, SequenceCut, cut_activations
+from trainkit.strategies.mesh.context import model_problems as cut_problems
 from trainkit.strategies.mesh.layout import Layout, OnMesh, TensorPlan, Wrap
 from trainkit.strategies.mesh.pipe.plan import stage_passes, stage_transfers
 from trainkit.strategies.mesh.pipe.stages import ScheduleName, Stages
@@ -98,7 +100,8 @@ def begin_alike(replica: ShardedReplica, place: OnMesh, cut: Container[str]) -> 
         place: the place of this rank.
         cut: names of the parameters that are cut along `tensor`: its ranks hold other parts of them.
     """
-    copies, whole = place.group("replicate"), place.group("tensor")
+    along, whole = place.summing("replicate"), place.group("tensor")
+    copies = None if along is None else along.get_group()
     rounded = replica.params if replica.masters_apart else {}
     named = [*{**replica.owners, **replica.masters}.items(), *rounded.items(), *replica.model.named_buffers()]
     for name, tensor in named:
@@ -142,12 +145,12 @@ class MeshStrategy(ProcessGroup, Strategy):
     @property
     def holds_whole(self) -> bool:
         """Whether each rank holds a whole replica on any number of ranks, as under `mirrored`."""
-        return self.keeps_params_whole and self.pipe_stages is None
+        return self.keeps_params_whole and self.pipe_stages is None and self.ranks_a_replica == 1
 
     def whole_stages(self, context: PlanContext) -> Stages | None:
         """Return the stages along `pipe` if they are whole, in copies; None otherwise."""
         axes = self.layout_in(context).axes
-        return self.pipe_stages if axes.shard * axes.tensor == 1 else None
+        return self.pipe_stages if axes.shard * axes.tensor * axes.context == 1 else None
 
     @abstractmethod
     def layout(self, num_ranks: int) -> Layout:
@@ -164,7 +167,7 @@ class MeshStrategy(ProcessGroup, Strategy):
     def facts_in(self, context: PlanContext) -> Facts:
         """Return the facts: what an objective cannot have where ranks hold parts, and whether fewer ranks will do."""
         layout = self.layout_in(context)
-        is_cut = layout.gathers or layout.axes.tensor > 1
+        is_cut = layout.gathers or layout.axes.tensor * layout.axes.context > 1
         if self.pipe_stages is not None:
             reason = "a pipeline has outputs on its last stage only. Use a Supervised objective that keeps the default "
             return Facts(
@@ -187,6 +190,9 @@ class MeshStrategy(ProcessGroup, Strategy):
         facts = replace(super().facts_in(context), withheld=withheld, elastic=elastic)
         if self.holds_whole:
             facts = replace(facts, compiles="model", compiles_step=True, keeps_memory_format=True)
+        if layout.axes.context > 1:
+            alone = "each rank has a part of each sequence, and scores it alone. Use strategy.context=1."
+            facts = replace(facts, compiles="nothing", withheld=dict.fromkeys(Access, alone))
         return facts if layout.axes.tensor > 1 else replace(facts, converts=True)
 
     def validate(self, context: PlanContext) -> list[Problem]:
@@ -197,6 +203,7 @@ class MeshStrategy(ProcessGroup, Strategy):
         return problems or [
             *self.layout_problems(context),
             *self._order_problems(context),
+            *self._context_problems(context),
             *self._offload_problems(context),
         ]
 
@@ -218,6 +225,19 @@ class MeshStrategy(ProcessGroup, Strategy):
                 return [Problem(key="numerics.reproducible", value=True, rule=rule + leave)]
         return []
 
+    def _context_problems(self, context: PlanContext) -> list[Problem]:
+        """Return problems of sequences that are cut over ranks."""
+        degree, objective = self.layout_in(context).axes.context, context.objective
+        if degree == 1:
+            return []
+        if context.numerics.reproducible:
+            rule = "is not kept where strategy.context cuts sequences. Use strategy.context=1, or leave it out."
+            return [Problem(key="numerics.reproducible", value=True, rule=rule)]
+        if objective is None or vars(type(objective)).get("by_position", False):
+            return []
+        rule = "does not declare by_position, and strategy.context scores parts of each sequence. Use context=1."
+        return [Problem(key="objective", value=type(objective).__name__, rule=rule)]
+
     def _offload_problems(self, context: PlanContext) -> list[Problem]:
         if not self.layout_in(context).offload or all(task.device != "cpu" for task in self.tasks(context)):
             return []
@@ -229,6 +249,11 @@ class MeshStrategy(ProcessGroup, Strategy):
         layout = self.layout_in(context)
         fit = layout.fitted(model)
         problems = [*fit.problems, *(unsharded_model_problems(model) if layout.gathers else [])]
+        if layout.axes.context > 1:
+            problems += cut_problems(model, layout.axes.context)
+            if layout.axes.tensor > 1 and not draws_nothing(model):
+                rule = "and strategy.context cut activations that random numbers are drawn for. Use one of the two."
+                problems.append(Problem(key="strategy.tensor", value=layout.axes.tensor, rule=rule))
         if self.pipe_stages is not None and not problems:
             problems = self.pipe_stages.model_problems(model, layout, context)
         if isinstance(layout.wrap, str):
@@ -294,7 +319,8 @@ class MeshStrategy(ProcessGroup, Strategy):
     def _memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return the memory of a rank, as if it had all stages."""
         layout, numerics = self.layout_in(context), context.numerics
-        copies: float = 0 if layout.gathers else synchronous_gradient_copies(numerics, layout.axes.replicate)
+        along = layout.axes.replicate * (1 if layout.gathers else layout.axes.context)
+        copies: float = 0 if layout.gathers else synchronous_gradient_copies(numerics, along)
         if layout.gathers and numerics.reproducible:  # the pieces of all ranks that wait for the next lanes
             rounds = -(-numerics.lanes // layout.axes.num_ranks)
             copies = layout.axes.shard * (rounds - 1).bit_length()
@@ -331,11 +357,14 @@ class MeshStrategy(ProcessGroup, Strategy):
         calls = None if cut.dry_run is None or layout.fitted(model).problems else cut.dry_run.collectives()
         if calls is None:
             return None
-        of_axis = {axis: axes.group_of_first(axis) for axis in ("replicate", "shard", "tensor")}
+        of_axis = {axis: axes.group_of_first(axis) for axis in ("context", "tensor")}
+        of_axis |= {axis: axes.group_of_first(*axes.summed_with(axis)) for axis in ("replicate", "shard")}
 
         def purpose(one: CollectiveCall) -> tuple[str, bool]:
             if one.ranks == of_axis["tensor"] and one.shard is not None:
                 return "activations and their gradients", False
+            if one.ranks == of_axis["context"] and one.kind != "all-reduce":
+                return "weights, norms and buffers" if one.shard is None else "keys, values and their gradients", False
             if one.ranks == of_axis["shard"] and one.kind != "all-reduce":
                 return "parameters" if one.kind == "all-gather" else "gradients", True
             if one.ranks == of_axis["replicate"] and not one.is_in_update:
@@ -343,7 +372,7 @@ class MeshStrategy(ProcessGroup, Strategy):
             return "weights, norms and buffers", False
 
         def share(rank: int) -> float:
-            return 1.0 if layout.gathers else cut.shards_of(rank // axes.tensor) / cut.shards_a_replica
+            return 1.0 if layout.gathers else cut.shards_of(rank // axes.ranks_a_replica) / cut.shards_a_replica
 
         found = observed_transfers(
             calls,
@@ -412,31 +441,35 @@ class MeshStrategy(ProcessGroup, Strategy):
             self._place(request.identity, layout.axes),
             dict[str, ShardSlice](),
         )
-        copies = place.group("replicate")
+        copies = place.summing("replicate")
 
         def reducer(collective: Collective, numerics: Numerics) -> Reducer:
             if numerics.reproducible:
                 return backend_or_lanes(collective, numerics)
             if copies is None:
                 return LocalReducer()
+            group = copies.get_group()
             along = GroupCollective(
-                rank=place.places["replicate"], num_ranks=layout.axes.replicate, device=place.device, group=copies
+                rank=copies.get_local_rank(), num_ranks=copies.size(), device=place.device, group=group
             )
             return self.reduction.reducer_of(
                 along,
                 timeout_s=self.timeout_s,
                 on_gpus=place.device.type != "cpu",
                 all_ranks=ranks.all_ranks,
-                group=copies,
+                group=group,
             )()
 
-        move = partial(_move, layout=layout, place=place, cuts=cuts)
+        sequences = SequenceCut(place.mesh["context"]) if layout.axes.context > 1 else None
+        move = partial(_move, layout=layout, place=place, cuts=cuts, sequences=sequences)
         parts = build_parts(request, ranks=ranks, placement=place, make_reducer=reducer, move=move)
         parts = replace(parts, join_norms=joined_norms([cuts[name] for name in parts.held.params], parts.device))
+        parts = replace(parts, is_grouped=copies is not None and not layout.gathers)
         model, gathers, numerics = parts.held.model, layout.gathers, request.numerics
         lanes = None
         if gathers and numerics.reproducible:
-            lanes = LaneSummation(lanes=numerics.lanes, num_ranks=layout.axes.num_ranks, copies=copies)
+            group = place.group("replicate")
+            lanes = LaneSummation(lanes=numerics.lanes, num_ranks=layout.axes.num_ranks, copies=group)
             lanes.attach(sharded_units(model), is_alone=layout.axes.shard == 1)
 
         def expect(one: Pass) -> None:
@@ -452,9 +485,12 @@ class MeshStrategy(ProcessGroup, Strategy):
             reload=partial(gathers_anew, model) if gathers else None,
         )
         begin_alike(replica, place, fit.dims)
-        step: MakeStep[ShardedReplica] = ShardStep
+        step: MakeStep[ShardedReplica] = ShardStep if sequences is None else partial(CutStep, cut=sequences)
         if gathers:
-            step = partial(ShardedWork, group=place.group("shard"), has_copies=layout.axes.replicate > 1)
+            along_shard = place.summing("shard")
+            group = None if along_shard is None else along_shard.get_group()
+            kind = ShardedWork if sequences is None else partial(CutShardedStep, cut=sequences)
+            step = partial(kind, group=group, has_copies=copies is not None)
         return replica, place, step
 
     def _place(self, identity: Identity, axes: Axes) -> OnMesh:
@@ -478,6 +514,7 @@ def _move(
     layout: Layout,
     place: OnMesh,
     cuts: dict[str, ShardSlice],
+    sequences: SequenceCut | None = None,
 ) -> PlacedModel:
     """Keep this rank's part of a model; fill `cuts` with the slice of each parameter. Collective.
 
@@ -487,9 +524,9 @@ def _move(
     fit, places, draws = layout.fitted(model), place.places, not draws_nothing(model)
     if fit.problems:
         raise ConfigError(list(fit.problems))
-    outer = cut_parameters(
-        model, fit, place=places["tensor"], degree=layout.axes.tensor, is_first=places["replicate"] == 0
-    )
+    copies = place.summing("replicate")
+    is_first = copies is None or copies.get_local_rank() == 0
+    outer = cut_parameters(model, fit, place=places["tensor"], degree=layout.axes.tensor, is_first=is_first)
     if layout.gathers:
         held = _move_sharded(layout, place, model, precision)
     else:
@@ -499,6 +536,8 @@ def _move(
         exchange_activations(held.model, fit, exchange)
         if draws:
             DrawWatch(held.model, exchange, placement.devices)
+    if sequences is not None:
+        cut_activations(held.model, sequences, placement.devices, draws=draws)
     for name, param in held.model.named_parameters():
         cuts[name] = place.within(outer[name], param)
     return held
@@ -508,7 +547,7 @@ def _move_sharded(layout: Layout, place: OnMesh, model: nn.Module, precision: Pr
     """Shard every parameter, and return this rank's parts as plain tensors; collective."""
     make_dense(model)
     sharding = Sharding(
-        mesh=place.mesh["shard"] if layout.axes.shard > 1 else place.mesh,
+        mesh=place.summing("shard") or place.mesh,
         device=place.device,
         precision=precision,
         reshard_after_forward=layout.reshard_after_forward,
@@ -570,6 +609,8 @@ class Mesh(StagedMesh):
     """Ranks over which each layer of the plan is cut."""
     pipe: Annotated[int, placement, AXIS, at_most(MOST_PROCESSES)] = 1
     """Ranks over which the blocks of a copy are divided into stages."""
+    context: Annotated[int, placement, AXIS, at_most(MOST_PROCESSES)] = 1
+    """Ranks over which each sequence is cut; attention gathers keys and values."""
     plan: Annotated[TensorPlan, placement] = "auto"
     """Module names, suffixes of names or globs, each with a style (`colwise`, `rowwise` ...); `auto`: the model's own
     plan.
@@ -604,12 +645,12 @@ class Mesh(StagedMesh):
     @property
     def ranks_a_replica(self) -> int:
         """The ranks that compute a shard of a step together."""
-        return self.pipe * self.tensor
+        return self.pipe * self.context * self.tensor
 
     @property
     def loss_rank(self) -> int:
         """The first rank of the last stage."""
-        return (self.pipe - 1) * self.tensor
+        return (self.pipe - 1) * self.context * self.tensor
 
     @property
     def pipe_stages(self) -> Stages | None:
@@ -621,6 +662,9 @@ class Mesh(StagedMesh):
     def _pipe_problems(self, context: PlanContext) -> list[Problem]:
         """Return problems of what stages do not take."""
         axes, found = self.layout_in(context).axes, list[Problem]()
+        if axes.context > 1:
+            rule = "does not cut sequences between stages. Use strategy.pipe=1, or strategy.context=1."
+            found.append(Problem(key="strategy.context", value=axes.context, rule=rule))
         if context.optimizers or (context.objective is not None and context.objective.phases):
             rule = "has several optimizers or phases, and stages have one optimizer. Use strategy.pipe=1."
             found.append(Problem(key="optimizers" if context.optimizers else "objective", rule=rule))
@@ -642,7 +686,8 @@ class Mesh(StagedMesh):
 
     def replicas_problem(self, rule: str, value: object = None) -> Problem:
         """Return a problem of the number of ranks, which several keys set."""
-        sizes = f"replicate={self.replicate}, shard={self.shard}, pipe={self.pipe}, tensor={self.tensor}"
+        keys = ("replicate", "shard", "pipe", "context", "tensor")
+        sizes = ", ".join(f"{key}={getattr(self, key)}" for key in keys)
         return Problem(key="strategy", value=f"mesh ({sizes})", rule=rule if value is None else f"{value}: {rule}")
 
     def layout(self, num_ranks: int) -> Layout:
@@ -653,7 +698,7 @@ class Mesh(StagedMesh):
             replicate = max(replicas // self.shard, 1)
         shard: int = self.shard if self.shard != "auto" else max(replicas // replicate, 1)
         return Layout(
-            axes=Axes(replicate=replicate, shard=shard, pipe=self.pipe, tensor=self.tensor),
+            axes=Axes(replicate=replicate, shard=shard, pipe=self.pipe, context=self.context, tensor=self.tensor),
             plan=self.plan,
             wrap=self.wrap,
             reshard_after_forward=self.reshard_after_forward,
@@ -687,7 +732,7 @@ class Mesh(StagedMesh):
     def notes(self, model: nn.Module, context: PlanContext) -> tuple[str, ...]:
         """Return the sizes of the axes, and how layers are cut."""
         axes = self.layout_in(context).axes
-        pipe = f" x {axes.pipe} (pipe)" if axes.pipe > 1 else ""
+        pipe = "".join(f" x {size} ({axis})" for axis in ("pipe", "context") if (size := getattr(axes, axis)) > 1)
         sizes = f"{axes.replicate} (replicate) x {axes.shard} (shard){pipe} x {axes.tensor} (tensor)"
         return (f"mesh: {sizes} ranks.", *super().notes(model, context))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -157,18 +157,41 @@ class Exchange:
                 table[name] = param
 
 
+class DrawsWhole(Protocol):
+    """What draws for whole activations."""
+
+    watch: DrawWatch | None
+
+
+_REMEDY: Final = (
+    "If it is a Dropout, name it in strategy.plan with the style dropout, or sequence; let other code draw for its "
+    "part by set_tensor_dropout (docs/mesh.md#randomness), or set its rate to 0."
+)
+
+
 class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses random numbers that code draws for its part of an activation: every rank would draw the same ones.
 
     It sees the first forward pass in training, in which compiled modules run eagerly. Later ones cost nothing.
 
     Args:
+        exchange: what draws whole masks.
         devices: the devices whose generators the model uses.
+        cut_by: initial value of the attribute.
+        remedy: sentence for the message.
     """
 
-    def __init__(self, model: nn.Module, exchange: Exchange, devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        exchange: DrawsWhole,
+        devices: Sequence[torch.device],
+        *,
+        cut_by: str = "",
+        remedy: str = _REMEDY,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.cut_by = ""
+        self.cut_by, self._remedy = cut_by, remedy
         """The module since whose output activations are in parts; empty: they are whole."""
         self._model, self._exchange, self._generators = model, exchange, generators_of(devices)
         self._begins = model.register_forward_pre_hook(self._begin)
@@ -200,9 +223,7 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name = {module: name for name, module in self._model.named_modules()}[drawing] or "the model"
             raise TrainingError(
                 f"{name} ({type(drawing).__name__}) draws random numbers for activations that {self.cut_by} has cut: "
-                f"every rank would draw the same for its part. If it is a Dropout, name it in strategy.plan with the "
-                f"style dropout, or sequence; let other code draw for its part by set_tensor_dropout "
-                f"(docs/mesh.md#randomness), or set its rate to 0."
+                f"every rank would draw the same for its part. {self._remedy}"
             )
         return found
 

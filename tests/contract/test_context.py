@@ -1,0 +1,134 @@
+"""A sequence that is cut over ranks is the training of one device.
+
+A position, a key or a target of the wrong part of a sequence is caught here alone.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contract.meshes import TOLERANCES, Mesh, Resumed, compare, resume_error
+from tests.contract.stepping import Case, train
+from tests.contract.test_mesh import GPT, NET, FrozenCase, check
+from tests.contract.test_tensor_parallel import GptCase
+from tests.support.pool import Pool, TaskError
+from trainkit.objectives.base import Access
+from trainkit.objectives.language_modelling import LanguageModelling
+from trainkit.strategies.base import PlanContext
+from trainkit.strategies.mesh.strategy import Mesh as MeshOfRanks
+from trainkit.strategies.model_transforms import ModelTransforms
+
+CUT: dict[str, Any] = {"context": 2, "shard": 1}
+AXES: dict[str, dict[str, Any]] = {
+    "2": CUT,
+    "4": CUT | {"context": 4},
+    "replicate": CUT | {"replicate": 2},
+    "replicate, shard": {"replicate": 2, "shard": 2, "context": 2},
+    "tensor": CUT | {"tensor": 2},
+    "shard, tensor": {"shard": 2, "context": 2, "tensor": 2},
+}
+
+
+@pytest.mark.parametrize("axes", AXES)
+def test_sequences_cut_over_ranks_are_those_of_the_reference(axes: str, pool: Pool) -> None:
+    check(replace(GPT, settings=AXES[axes], num_steps=4), pool)
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        replace(GPT, settings=CUT, task="hidden", global_size=10, micro_size=3, num_steps=5),
+        replace(GPT, settings=CUT | {"replicate": 2, "reduce": "ring"}, global_size=4, micro_size=4),
+        replace(GPT, settings={"context": 2, "shard": 2, "sync": "last"}, global_size=10, micro_size=2, num_steps=5),
+        replace(GPT, settings=CUT, shaping=ModelTransforms(recompute="full"), num_steps=4),
+        FrozenCase(settings={"context": 2, "shard": 2}, resume_at=2),
+    ],
+    ids=["accumulated, ragged", "an idle copy", "sharded, summed last", "recomputed", "frozen, resumed"],
+)
+def test_what_a_step_does_beside_is_that_of_the_reference(base: Case, pool: Pool) -> None:
+    check(base, pool)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-2"])
+@pytest.mark.parametrize("mesh", [Mesh(1, 1, 1, context=4), Mesh(1, 2, 1, context=2)], ids=str)
+def test_a_model_of_transformers_is_that_of_the_reference(family: str, mesh: Mesh, pool: Pool) -> None:
+    begins_alike, error = compare(pool, family, mesh, "fp64")
+    assert begins_alike
+    assert error <= TOLERANCES["fp64"]
+
+
+@pytest.mark.parametrize("family", ["Gpt", "Llama"])
+def test_in_bf16_mixed_it_is_that_of_one_device_up_to_rounding(family: str, pool: Pool) -> None:
+    assert compare(pool, family, Mesh(1, 1, 1, context=2), "bf16_mixed").error <= TOLERANCES["bf16_mixed"]
+
+
+@pytest.mark.parametrize("cut", [CUT, {"context": 2, "shard": 2}], ids=["whole", "sharded"])
+def test_what_is_dropped_out_of_parts_is_that_of_one_device(cut: dict[str, Any], pool: Pool) -> None:
+    base = replace(GPT, model={"bias": False, "dropout": 0.3}, num_steps=4)
+    (expected,) = train(pool, replace(base, strategy="one_device", settings={}))
+    for rank in train(pool, replace(base, settings=cut)):
+        for name, tensor in expected.weights.items():
+            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(Mesh(1, 1, 1, context=4), Mesh(2, 1, 2)), (Mesh(1, 2, 1), Mesh(1, 2, 1, context=2))],
+    ids=str,
+)
+def test_a_training_goes_to_another_mesh_in_the_middle_of_an_epoch(
+    before: Mesh, after: Mesh, pool: Pool, tmp_path: Path
+) -> None:
+    assert resume_error(pool, Resumed("Gpt", before, after, 6), tmp_path) <= TOLERANCES["fp64"]
+
+
+class Noisy(nn.Dropout):
+    """Draws by itself."""
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        """Add noise."""
+        return given + torch.randn_like(given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisyCase(GptCase):
+    """A model that draws for its part of a sequence."""
+
+    strategy: str = "mesh"
+
+    def make_model(self) -> nn.Module:
+        made: Any = super().make_model()
+        made.blocks[1].dropout = Noisy(0.0)
+        return made  # type: ignore[no-any-return]
+
+
+def test_code_that_draws_for_its_part_without_saying_so_is_refused(pool: Pool) -> None:
+    with pytest.raises(TaskError, match=re.escape("blocks.1.dropout (Noisy) draws random numbers")):
+        train(pool, NoisyCase(settings=CUT))
+
+
+def test_what_a_cut_sequence_does_not_take_is_refused_by_name() -> None:
+    strategy, tokens = MeshOfRanks(context=2, shard=1), PlanContext(objective=LanguageModelling())
+    assert strategy.validate(tokens) == []
+    assert strategy.facts_in(tokens).compiles == "nothing"
+    assert Access.calls in strategy.facts_in(tokens).withheld
+
+    class Own(LanguageModelling):
+        """May couple positions."""
+
+    (problem,) = strategy.validate(PlanContext(objective=Own()))
+    assert "objective=Own: does not declare by_position" in str(problem)
+    (problem,) = MeshOfRanks(context=2, shard=1, pipe=2).validate(tokens)
+    assert "strategy.context=2: does not cut sequences between stages" in str(problem)
+    (problem,) = strategy.validate_model(NET.make_model(), tokens)
+    assert "needs a model that declares set_sequence_cut, or one of transformers, and Net is neither" in str(problem)
+    dropping = replace(GPT, model={"dropout": 0.1}).make_model()
+    (problem,) = MeshOfRanks(context=2, shard=1, tensor=2).validate_model(dropping, tokens)
+    assert "strategy.tensor=2: and strategy.context cut activations that random numbers are drawn for" in str(problem)
