@@ -52,18 +52,18 @@ if count < int(sys.argv[2]): os.kill(os.getpid(), signal.SIGKILL)
 
 
 def job(
-    folder: Path, number: int, code: str, *words: object, slots: int = 1, config: str = "", seed: int | None = None
+    folder: Path, number: int, code: str, *words: object, slots: int = 1, config: str = "", steps: int | None = None
 ) -> SweepJob:
     place = folder / str(number)
     command = (sys.executable, "-c", code, str(place), *map(str, words))
     return SweepJob(
         name=str(number),
         folder=place,
-        overrides=("epochs=1", f"seed={number if seed is None else seed}"),
+        overrides=("epochs=1", f"steps={number if steps is None else steps}"),
         command=command,
         slots=slots,
         config=config,
-        label=f"seed={number}",
+        label=f"steps={number}",
     )
 
 

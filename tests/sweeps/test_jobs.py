@@ -52,11 +52,11 @@ def test_jobs_run_and_are_ranked_and_a_failed_one_says_where_to_look(
     sweep.finish()
     out = capfd.readouterr().out
     for line in (
-        "job 0 (seed=0) starts\njob 0 (seed=0) done, ",
-        f"job 2 (seed=2) failed: exit 1, no luck ({tmp_path}/2/output.log)\n",
+        "job 0 (steps=0) starts\njob 0 (steps=0) done, ",
+        f"job 2 (steps=2) failed: exit 1, no luck ({tmp_path}/2/output.log)\n",
         "\n3 jobs, 1 failed, by val/accuracy (max)\n",
-        f"  1  1    finished  0.95          seed=1     1.0 s  {tmp_path}/1\n",
-        "  the best run again: trainkit --allow-package tests epochs=1 seed=1\n",
+        f"  1  1    finished  0.95          steps=1    1.0 s  {tmp_path}/1\n",
+        "  the best point with other seeds: trainkit --allow-package tests -m epochs=1 steps=1 'seed=range(4)'\n",
         f"  page  {tmp_path}/report.html\n  leaderboard  {tmp_path}/leaderboard.md\n",
     ):
         assert line in out
@@ -171,7 +171,7 @@ def test_the_search_stops_a_job_in_good_order(tmp_path: Path, capfd: pytest.Capt
     sweep.run(search)
     assert search.heard == (("0", 130), ("1", 0))
     assert [row["pruned"] for row in rows(tmp_path).values()] == [True, False]
-    assert "job 0 (seed=0) pruned, " in capfd.readouterr().out
+    assert "job 0 (steps=0) pruned, " in capfd.readouterr().out
 
 
 def test_a_file_of_the_user_with_the_name_of_a_leaderboard_is_refused(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def slow_jobs(folder: Path) -> list[SweepJob]:
 
 def board(folder: Path) -> list[tuple[str, str, str, str]]:
     with (folder / "leaderboard.csv").open() as file:
-        return [(row["job"], row["status"], row["val/accuracy"], row["seed"]) for row in csv.DictReader(file)]
+        return [(row["job"], row["status"], row["val/accuracy"], row["steps"]) for row in csv.DictReader(file)]
 
 
 def times_run(folder: Path, number: int) -> int:
@@ -251,7 +251,7 @@ def test_a_finished_job_is_not_run_again_and_a_failed_one_is(tmp_path: Path, cap
     assert run(sweep_in(tmp_path), *jobs) == {"0": 0, "1": -9}
     capfd.readouterr()
     assert run(sweep_in(tmp_path), *jobs) == {"0": 0, "1": 0}
-    told = f"job 0 (seed=0): already has a result, in {tmp_path}/0\njob 1 (seed=1) goes on\njob 1 (seed=1) done, "
+    told = f"job 0 (steps=0): already has a result, in {tmp_path}/0\njob 1 (steps=1) goes on\njob 1 (steps=1) done, "
     assert capfd.readouterr().out.startswith(told)
     file = tmp_path / "sweep.json"  # killed before the end of its process was noted
     file.write_text(file.read_text().replace('"exit_code": 0', '"exit_code": null', 1))
@@ -320,7 +320,7 @@ def test_a_sweep_from_the_command_line(cwd: Path) -> None:
         jobs_of = [(row["job"], row["status"], row["optimizer.lr"], row["folder"]) for row in csv.DictReader(file)]
     assert jobs_of == [("1", "finished", "0.01", "1"), ("0", "failed", "1e+30", "0")]
     lines = done.stdout.splitlines()
-    assert "2 jobs, 1 failed, by val/accuracy (max)" in lines
+    assert "2 jobs, 1 failed, by val/loss (min)" in lines
     assert lines[-2:] == [
         "  page  outputs/sweeps/rates/report.html",
         "  leaderboard  outputs/sweeps/rates/leaderboard.md",

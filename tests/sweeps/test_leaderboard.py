@@ -12,7 +12,7 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def made(root: Path, name: str, **result: Any) -> Path:
 
 def row(root: Path, name: str, accuracy: float | None, **result: Any) -> dict[str, Any]:
     made(root, name, accuracy=accuracy, **result)
-    return {"job": name, "folder": name, "overrides": ["epochs=1", f"seed={name}"], "exit_code": 0}
+    return {"job": name, "folder": name, "overrides": ["epochs=1", f"clip.max_norm={name}"], "exit_code": 0}
 
 
 def swept(root: Path, rows: Sequence[dict[str, Any]]) -> Leaderboard:
@@ -147,14 +147,15 @@ def test_the_page_ends_with_the_commands_for_the_best(tmp_path: Path, monkeypatc
     board = swept(tmp_path, [best])
     with with_config_dirs([Path("/srv/my conf")]):
         (_, again), (_, then) = board.commands(Path("rates"))
-    assert again == "trainkit --config-dir '/srv/my conf' --allow-package tests 'callbacks=[]' seed=3"
+    assert again == "trainkit --config-dir '/srv/my conf' --allow-package tests -m 'callbacks=[]' 'seed=range(4)'"
     assert then.startswith("trainkit top --config-dir '/srv/my conf' --allow-package tests rates ")
     monkeypatch.setattr("trainkit.config.targets.allowed._OPENED", Counter())  # the tests allow themselves
     assert [command for _, command in board.commands(Path("rates"))] == [
-        "trainkit 'callbacks=[]' seed=3",
+        "trainkit -m 'callbacks=[]' 'seed=range(4)'",
         "trainkit top rates --k 1 --then strategy=mirrored",
     ]
-    assert "The best run again:\n\n```bash\ntrainkit 'callbacks=[]' seed=3\n```\n" in board.markdown(base=tmp_path)
+    told = "The best point with other seeds:\n\n```bash\ntrainkit -m 'callbacks=[]' 'seed=range(4)'\n```\n"
+    assert told in board.markdown(base=tmp_path)
     assert swept(tmp_path, [row(tmp_path, "1", None)]).commands(Path("rates")) == []
 
 
@@ -184,7 +185,7 @@ def test_points_are_ranked_by_the_mean_over_their_folds(tmp_path: Path) -> None:
     assert (best.job, best.overrides, best.status, best.seconds) == ("3-5", ("optimizer.lr=0.2",), "finished", 6.0)
     assert [board.value(best), board.value(other)] == pytest.approx([0.65, 0.6])
     assert best.spread["val/accuracy"] == pytest.approx(math.sqrt((0.3**2 + 0.25**2 + 0.05**2) / 2))
-    assert board.lines()[1].split("  ")[3] == "0.65 ± 0.2784"
+    assert board.lines()[1].split("  ")[3] == "0.65 ± 0.2784, n = 3"
     assert board.csv(base=tmp_path).splitlines()[0] == (
         "rank,job,status,val/accuracy,val/accuracy spread,optimizer.lr,steps,seconds,folder"
     )
@@ -196,6 +197,47 @@ def test_a_point_that_lacks_a_fold_is_not_compared(tmp_path: Path) -> None:
         ("0-2", "finished", pytest.approx(0.1)),
         ("3-5", "2 of 3 folds, exit 1", None),
     ]
+
+
+def seeded(root: Path, losses: Mapping[str, Sequence[float | None]]) -> Leaderboard:
+    """A sweep over rates, each with the losses of its seeds; None: the job has failed."""
+    rows = list[dict[str, Any]]()
+    for rate, values in losses.items():
+        for seed, loss in enumerate(values):
+            name = str(len(rows))
+            failed = {"status": "failed"} if loss is None else {}
+            made(root, name, accuracy=0.5, loss=loss, **failed)
+            keys = ["steps=9", f"clip.max_norm={rate}", f"seed={seed}"]
+            rows.append({"job": name, "folder": name, "overrides": keys, "exit_code": int(loss is None)})
+    (root / "sweep.json").write_text(json.dumps({"jobs": rows}))
+    return collect(root)
+
+
+def test_seeds_are_repeats_of_a_point_that_is_ranked_by_its_mean_loss(tmp_path: Path) -> None:
+    board = seeded(tmp_path, {"0.1": [0.1, 0.7], "0.2": [0.3, 0.3], "0.3": [0.05, None]})
+    assert str(board.goal) == "val/loss (min)"  # eval.metric is the accuracy, which is shown too
+    assert [(one.job, one.status, round(board.value(one) or 0, 3)) for one in board.entries] == [
+        ("2-3", "finished", 0.3), ("0-1", "finished", 0.4), ("4-5", "1 of 2 runs, failed", 0.05),
+    ]  # fmt: skip
+    (_, again), _ = board.commands(tmp_path)
+    assert again == "trainkit --allow-package tests -m steps=9 clip.max_norm=0.2 seed=0,1"  # no lucky seed
+
+
+def test_the_board_says_which_points_may_be_best_and_which_are_worse(tmp_path: Path) -> None:
+    noise = [0.0, 0.01, -0.01, 0.005, -0.005]
+    losses = {"0.1": [0.5 + one for one in noise], "0.2": [0.501 - one for one in noise]}
+    board = seeded(tmp_path, {**losses, "0.3": [0.9 + 0.9 * one for one in noise]})
+    assert board.verdict() == [
+        "may be best: clip.max_norm=0.1, clip.max_norm=0.2 (5 seeds)",
+        "clip.max_norm=0.3 worse than clip.max_norm=0.1 by 0.4 [0.3976, 0.4024]",
+    ]
+    assert "may be best: clip.max_norm=0.1, clip.max_norm=0.2 (5 seeds).\n" in board.markdown(base=tmp_path)
+
+
+def test_a_search_and_runs_without_a_loss_are_ranked_by_their_own_metric(tmp_path: Path) -> None:
+    seeded(tmp_path, {"0.1": [0.1], "0.2": [0.3]})
+    (tmp_path / "optuna.db").touch()
+    assert str(collect(tmp_path).goal) == "val/accuracy (max)"
 
 
 @pytest.fixture(scope="module")
@@ -366,7 +408,7 @@ def test_what_cannot_be_combined_is_refused(runs: Path, two: Path, tmp_path: Pat
         assert unit in text
         (other / "1" / file).write_text(text.replace(unit, unit.replace("unit", "standard")))
     cases: list[tuple[Path, dict[str, Any], str]] = [
-        (runs, {"k": 4}, "--k 4: only 3 runs there have val/accuracy"),
+        (runs, {"k": 4}, "--k 4: only 3 runs there have val/loss"),
         (runs, {"k": 1}, "--k 1: "),
         (other, {"k": 2}, "scored on the same samples"),
     ]
@@ -377,8 +419,8 @@ def test_what_cannot_be_combined_is_refused(runs: Path, two: Path, tmp_path: Pat
 
 
 def test_folds_are_no_members(tmp_path: Path) -> None:
-    entries = [read_entry(tmp_path, job=job, exit_code=None) for job in ("0-2", "3-5")]
-    folds = [replace(one, metrics={"val/loss": 1.0}, spread={"val/loss": 0.1}) for one in entries]
+    entries = [read_entry(tmp_path, job=fold, arguments=[f"cv.fold={fold}"], exit_code=None) for fold in "01"]
+    folds = [replace(one, metrics={"val/loss": 1.0}) for one in entries]
     with pytest.raises(ConfigError, match="its runs are folds"):
         best_of(Leaderboard.of(folds, MonitoredMetric(metric="val/loss", mode="min")), 2)
 

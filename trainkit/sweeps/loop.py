@@ -378,7 +378,7 @@ class Sweep:
         head = f"{len(rows)} job{'' if len(rows) == 1 else 's'}"
         parts = [head, *(f"{number} {what}" for what, number in counts.items() if number), f"by {board.goal}"]
         print_line(f"\n{', '.join(parts)}")
-        for line in board.lines():
+        for line in (*board.lines(), *board.verdict()):
             print_line(f"  {line}")
         for what, command in board.commands(self.folder):
             print_line(f"  {what}: {command}")

@@ -108,7 +108,11 @@ class RankedRun(TypedDict):
     folder: str
     """The run folder."""
     value: float | None
-    """Value of the metric; null if the run has none."""
+    """Value of the metric, over several runs the mean; null if the run has none."""
+    spread: float | None
+    """Standard deviation of the metric over runs that differ in seed or fold alone; null for a single run."""
+    num_runs: int
+    """Number of these runs."""
     metrics: dict[str, float | None]
     """Every final metric; null for one that is not finite."""
     steps: int | None

@@ -20,10 +20,9 @@ from trainkit.report.web.page import repeating_command
 from trainkit.report.web.run_document import Spread
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.record import write_page, write_run_page
-from trainkit.sweeps.results.job_results import JobResult, config_of, first_config, key_value, read_entries, read_entry
+from trainkit.sweeps.results.job_results import JobResult, by_point, config_of, first_config, read_entries, read_entry
 from trainkit.sweeps.results.leaderboard import Leaderboard, command_of
 
-_SEED: Final = "seed"
 _MOST_DEVICES: Final = 1e6
 _LIMIT: Final = 4 << 20
 """Largest number of bytes of a JSON file of a run."""
@@ -159,20 +158,13 @@ def spread_of_run(folder: Path) -> Spread | None:
 
 
 def spreads_of(entries: Sequence[JobResult], metric: str) -> dict[Path, Spread]:
-    """Return the folder of a job -> mean and spread of at least two jobs that differ from it only in the seed.
-
-    An unfinished job has no value; it gets the spread of the others.
-    """
-    points: dict[tuple[str, ...], list[JobResult]] = {}
-    for entry in entries:
-        alike = tuple(text for text in entry.arguments if key_value(text)[0] != _SEED)
-        points.setdefault(alike, []).append(entry)
+    """Return the folder of a job -> mean and spread of at least two finished jobs that differ from it in the seed."""
     found = {}
-    for jobs in points.values():
-        values: list[Any] = [job.metrics[metric] for job in jobs if job.status == "finished" and metric in job.metrics]
-        if len(values) > 1:
+    for point in by_point(entries):
+        values = [run.metrics[metric] for run in point.runs if run.status == "finished" and metric in run.metrics]
+        if len(values) > 1 and len(point.repeats("cv.fold")) == 1:
             spread = Spread(mean=fmean(values), deviation=stdev(values), num_seeds=len(values))
-            found.update({job.folder.absolute(): spread for job in jobs})
+            found.update({run.folder.absolute(): spread for run in point.runs})
     return found
 
 

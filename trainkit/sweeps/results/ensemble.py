@@ -27,7 +27,7 @@ from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective, Supervised
 from trainkit.strategies.base import LocalModel
 from trainkit.strategies.collectives import LocalCollective
-from trainkit.sweeps.results.job_results import JobResult
+from trainkit.sweeps.results.job_results import FOLD, JobResult
 from trainkit.sweeps.results.leaderboard import Leaderboard
 from trainkit.trained.build import Which
 from trainkit.trained.model import load_model, write_model
@@ -77,7 +77,7 @@ def best_of(board: Leaderboard, count: int) -> list[JobResult]:
         ConfigError: fewer runs have the metric.
     """
     ranked = [entry for entry in board.entries if board.value(entry) is not None]
-    if any(entry.spread for entry in ranked):
+    if any(entry.repeats(FOLD) != [""] for entry in ranked):
         rule = "its runs are folds, each scored on other samples. Train the wanted points on all data, and use those."
         raise refusal("ensemble", rule)
     if count < 2:

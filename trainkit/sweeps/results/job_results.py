@@ -1,6 +1,7 @@
 """Read the results of a sweep's jobs, or of all runs below a folder; read and write the `sweep.json` that lists the
-jobs. Follow the
-progress of running jobs.
+jobs.
+
+Seeds and folds are repeats of a point, never candidates: `by_point` makes one result of those of a point.
 """
 
 from __future__ import annotations
@@ -36,8 +37,14 @@ NOT_RUN: Final = "not run"
 PRUNED: Final = "pruned"
 """Status of a job that a search ended because other jobs were better: neither a failure nor a complete training."""
 
+COMPLETE: Final = ("finished", "stopped")
+"""Statuses of a run that has taken all its steps."""
+
 SWEEP_FILE: Final = "sweep.json"
 """File in the folder of a sweep that lists its jobs."""
+
+STUDY_FILE: Final = "optuna.db"
+"""File in the folder of a search by Optuna with its state."""
 
 _MAX_BYTES: Final = 256 << 20
 """Size limit of the list of jobs, which has about 500 bytes per job."""
@@ -71,12 +78,31 @@ class JobResult:
     arguments: tuple[str, ...] = ()
     """All arguments of its run, as typed."""
     spread: Mapping[str, float] = field(default_factory=dict)
-    """For metrics that are means over folds: the standard deviation over folds."""
+    """For the metrics of several runs, which are means: the standard deviation (of the sample, with n - 1)."""
+    runs: tuple[JobResult, ...] = ()
+    """The runs of a point that differ in seed or fold alone; empty for a single run."""
 
     @property
     def settings(self) -> dict[str, str]:
         """The distinguishing overrides as key -> value."""
         return dict(key_value(text) for text in self.overrides)
+
+    def repeats(self, key: str) -> list[str]:
+        """Return the values of `seed` or `cv.fold` among the arguments of its runs, each once; the default is empty."""
+        arguments = (dict(key_value(text) for text in run.arguments) for run in self.runs or (self,))
+        return list(dict.fromkeys(found.get(key, "") for found in arguments))
+
+    def by_seed(self, metric: str) -> dict[str, float]:
+        """Return the value of each seed that has one; over folds its mean."""
+        found: dict[str, list[float]] = {}
+        for run in self.runs or (self,):
+            if math.isfinite(value := run.metrics.get(metric, math.nan)):
+                found.setdefault(run.repeats(SEED)[0], []).append(value)
+        return {seed: fmean(values) for seed, values in found.items()}
+
+
+SEED: Final = "seed"
+FOLD: Final = "cv.fold"
 
 
 def key_value(override: str) -> tuple[str, str]:
@@ -236,46 +262,47 @@ def relative(folder: Path, base: Path) -> str:
     return Path(os.path.relpath(folder, base)).as_posix()
 
 
-_FOLD = "cv.fold="
-
-
 def by_point(entries: Iterable[JobResult]) -> list[JobResult]:
-    """Combine the folds of each point into one entry; return other entries unchanged.
+    """Combine the runs of a sweep that differ in seed or fold alone into one entry; return other entries unchanged.
 
     Returns:
-        Entries: for a point, the mean of each metric over its folds with the sample standard deviation as spread, and
-        the sum of the seconds. A point with a failed fold has no metrics: its mean over fewer folds would not be
-        comparable.
+        Entries: for a point, the mean of each metric over its finished runs with the sample standard deviation as
+        spread, and the sum of the seconds. A point with a failed fold has no metrics: its mean over fewer folds would
+        not be comparable.
     """
     points: dict[tuple[str, ...], list[JobResult]] = {}
     for entry in entries:
-        own = tuple(text for text in entry.arguments if not text.startswith(_FOLD))
-        key = own if len(own) < len(entry.arguments) else ("", entry.job)
-        points.setdefault(key, []).append(entry)
-    return [found[0] if key[:1] == ("",) else _combine(found) for key, found in points.items()]
+        own = tuple(text for text in entry.arguments if key_value(text)[0] not in (SEED, FOLD))
+        points.setdefault(own if entry.arguments else (str(entry.folder),), []).append(entry)
+    return [_combine(runs) if len(runs) > 1 else runs[0] for runs in points.values()]
 
 
-def _combine(folds: Sequence[JobResult]) -> JobResult:
-    others = [entry.status for entry in folds if entry.status != "finished"]
-    whole = not others
-    names = set.intersection(*(set(entry.metrics) for entry in folds)) if whole else set()
-    values = {name: [entry.metrics[name] for entry in folds] for name in sorted(names)}
-    first, seconds = folds[0], [entry.seconds for entry in folds if entry.seconds is not None]
-    jobs = [entry.job for entry in folds]
+def _combine(runs: Sequence[JobResult]) -> JobResult:
+    first, jobs, seconds = runs[0], [run.job for run in runs], [run.seconds for run in runs if run.seconds is not None]
+    ended = [run for run in runs if run.status in COMPLETE]
+    others = [run.status for run in runs if run.status not in COMPLETE]
+    has_folds = len(dict.fromkeys(key_value(text)[1] for run in runs for text in run.arguments if FOLD in text)) > 1
+    counted = [] if has_folds and others else ended
+    names = set.intersection(*(set(run.metrics) for run in counted)) if counted else set()
+    values = {name: [run.metrics[name] for run in counted] for name in sorted(names)}
+    is_range = all(job.isdecimal() for job in jobs) and int(jobs[-1]) - int(jobs[0]) == len(jobs) - 1
+    steps = {run.steps for run in ended}
     return JobResult(
-        job=jobs[0] if len(jobs) == 1 else f"{jobs[0]}-{jobs[-1]}",
-        status="finished" if whole else f"{len(folds) - len(others)} of {len(folds)} folds, {others[0]}",
+        job=f"{jobs[0]}-{jobs[-1]}" if is_range else ",".join(jobs),
+        status=f"{len(ended)} of {len(runs)} {'folds' if has_folds else 'runs'}, {others[0]}" if others else "finished",
         metrics={name: fmean(found) for name, found in values.items()},
         spread={name: _spread(found) for name, found in values.items()},
-        overrides=tuple(text for text in first.overrides if not text.startswith(_FOLD)),
+        overrides=tuple(text for text in first.overrides if key_value(text)[0] not in (SEED, FOLD)),
         seconds=sum(seconds) if seconds else None,
         folder=first.folder,
-        arguments=tuple(text for text in first.arguments if not text.startswith(_FOLD)),
+        steps=steps.pop() if len(steps) == 1 else None,
+        arguments=tuple(text for text in first.arguments if key_value(text)[0] not in (SEED, FOLD)),
+        runs=tuple(runs),
     )
 
 
 def _spread(values: Sequence[float]) -> float:
-    """Return the standard deviation over folds; NaN for a single fold, or if a value is not finite."""
+    """Return the standard deviation; NaN for a single value, or if one is not finite."""
     return stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
 
 

@@ -1,4 +1,4 @@
-"""Order the jobs of a sweep by `eval.metric`; print the leaderboard, and write it as Markdown, CSV and a picture."""
+"""Order the points of a sweep by the loss, or another metric; print the leaderboard, and write it as files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -19,18 +19,27 @@ from trainkit.errors import ConfigError, UnreadableError
 from trainkit.files import write_atomically
 from trainkit.report.numbers import count, duration, figure
 from trainkit.strategies import ALL_DEVICES
+from trainkit.sweeps import verdict
 from trainkit.sweeps.results.job_results import (
+    COMPLETE,
     NOT_RUN,
     PRUNED,
+    SEED,
+    STUDY_FILE,
     JobResult,
     by_point,
     first_config,
+    key_value,
     read_entries,
     relative,
 )
 
-_TIE = MonitoredMetric.of(EvalConfig())
-"""The tie-breaker between equal values: the validation loss, which is finer than an accuracy."""
+LOSS: Final = MonitoredMetric.of(EvalConfig())
+"""The loss of the objective on the validation split, which is finer than an accuracy."""
+_SEEDS: Final = "range(4)"
+"""Seeds with which a point of a single seed is to be trained."""
+_MOST_OUT: Final = 10
+"""Sentences about points that are worse than another."""
 _MAX_CELL: Final = 400
 _ORDER: Final = {"finished": 0, "stopped": 0, PRUNED: 1, "preempted": 1, "hangup": 1}
 """Order by status before the metric: complete jobs, then pruned jobs, then failed ones."""
@@ -48,24 +57,26 @@ class Leaderboard:
         ...         job=str(number),
         ...         status="finished",
         ...         metrics={"val/loss": loss},
-        ...         overrides=(f"seed={number}",),
+        ...         overrides=(f"clip.max_norm={number}",),
         ...         seconds=1.5,
         ...         folder=Path(f"out/{number}"),
         ...     )
         ...     for number, loss in enumerate([0.5, 0.25])
         ... )
-        >>> for line in Leaderboard.of([a, b], MonitoredMetric.of(EvalConfig())).lines():
+        >>> for line in Leaderboard.of([a, b], LOSS).lines():
         ...     print(line)
-        #  job  status    val/loss  overrides  time   folder
-        1  1    finished  0.25      seed=1     1.5 s  out/1
-        2  0    finished  0.5       seed=0     1.5 s  out/0
+        #  job  status    val/loss  overrides        time   folder
+        1  1    finished  0.25      clip.max_norm=1  1.5 s  out/1
+        2  0    finished  0.5       clip.max_norm=0  1.5 s  out/0
     """
 
     goal: MonitoredMetric
     entries: tuple[JobResult, ...]
+    also: str | None = None
+    """Another metric that is shown: the one that chooses checkpoints."""
 
     @classmethod
-    def of(cls, entries: Iterable[JobResult], goal: MonitoredMetric) -> Leaderboard:
+    def of(cls, entries: Iterable[JobResult], goal: MonitoredMetric, *, also: str | None = None) -> Leaderboard:
         """Order the entries by a metric."""
         board = cls(goal=goal, entries=tuple(entries))
 
@@ -73,10 +84,11 @@ class Leaderboard:
             value = board.value(entry)
             if value is None:
                 return (3, 0.0, 0.0)
-            tie = entry.metrics.get(_TIE.metric, math.inf)
+            tie = entry.metrics.get(LOSS.metric, math.inf)
             return (_ORDER.get(entry.status, 2), goal.sign * value, math.inf if math.isnan(tie) else tie)
 
-        return cls(goal=goal, entries=tuple(sorted(board.entries, key=place)))
+        also = None if also == goal.metric else also
+        return cls(goal=goal, entries=tuple(sorted(board.entries, key=place)), also=also)
 
     def value(self, entry: JobResult) -> float | None:
         """Return the value that orders an entry; None if it lacks the metric, or the value is not finite."""
@@ -85,7 +97,7 @@ class Leaderboard:
 
     def top(self, count: int) -> Leaderboard:
         """Return the leaderboard of the first `count` entries."""
-        return Leaderboard(goal=self.goal, entries=self.entries[:count])
+        return replace(self, entries=self.entries[:count])
 
     def lines(self) -> list[str]:
         """Return the lines of an aligned table."""
@@ -95,7 +107,17 @@ class Leaderboard:
 
     def _head(self) -> list[str]:
         steps = ["steps"] if self._lengths_differ else []
-        return ["#", "job", "status", self.goal.metric, *steps, "overrides", "time", "folder"]
+        return [
+            "#",
+            "job",
+            "status",
+            self.goal.metric,
+            *filter(None, [self.also]),
+            *steps,
+            "overrides",
+            "time",
+            "folder",
+        ]
 
     def _rows(self) -> list[list[str]]:
         return [[str(rank), *self._cells(entry)] for rank, entry in enumerate(self.entries, start=1)]
@@ -106,21 +128,34 @@ class Leaderboard:
         return len({entry.steps for entry in self.entries if entry.steps is not None}) > 1
 
     def _cells(self, entry: JobResult) -> list[str]:
-        value = self.value(entry)
         steps = ["" if entry.steps is None else count(entry.steps)] if self._lengths_differ else []
         return [
             entry.job,
             entry.status,
-            "" if value is None else figure(value) + self._plus_minus(entry),
+            "" if self.value(entry) is None else _figure(entry, self.goal.metric),
+            *([] if self.also is None else [_figure(entry, self.also)]),
             *steps,
             " ".join(entry.overrides),
             "" if entry.seconds is None else duration(entry.seconds),
             "" if entry.status == NOT_RUN else str(entry.folder),
         ]
 
-    def _plus_minus(self, entry: JobResult) -> str:
-        spread = entry.spread.get(self.goal.metric, math.nan)
-        return f" ± {figure(spread)}" if math.isfinite(spread) else ""
+    def verdict(self) -> list[str]:
+        """Return which points may be the best, and which are worse by how much; empty without points of several seeds.
+
+        Points that ended early are left out.
+        """
+        ended = [entry for entry in self.entries if entry.status in COMPLETE and self.value(entry) is not None]
+        labels = [" ".join(entry.overrides) or f"job {entry.job}" for entry in ended]
+        table = {label: entry.by_seed(self.goal.metric) for label, entry in zip(labels, ended, strict=True)}
+        if len(table) < 2 or max(map(len, table.values())) < 2:
+            return []
+        is_loss = self.goal.metric.endswith("loss")
+        resolution = 0.0 if is_loss else verdict.resolution_of(table)
+        found = verdict.standings(table, lower_is_better=self.goal.mode == "min", resolution=resolution)
+        lines = [*verdict.sentences(found)]
+        more = len(lines) - 1 - _MOST_OUT
+        return [*lines[: 1 + _MOST_OUT], *([f"and {more} more are worse than another"] if more > 0 else [])]
 
     def counts(self) -> str:
         """Return the number of jobs and the number per status, in words.
@@ -129,10 +164,14 @@ class Leaderboard:
             >>> Leaderboard(goal=MonitoredMetric.of(EvalConfig()), entries=()).counts()
             '0 jobs'
         """
-        number = len(self.entries)
         kinds = Counter(entry.status for entry in self.entries)
-        parts = [f"{number} job{'' if number == 1 else 's'}", *(f"{many} {kind}" for kind, many in kinds.items())]
-        return ", ".join(parts)
+        return ", ".join([f"{len(self.entries)} {self.unit}", *(f"{many} {kind}" for kind, many in kinds.items())])
+
+    @property
+    def unit(self) -> str:
+        """What an entry is: a job, or a point with several runs."""
+        one = "point" if any(entry.runs for entry in self.entries) else "job"
+        return one if len(self.entries) == 1 else f"{one}s"
 
     def commands(self, folder: Path) -> list[tuple[str, str]]:
         """Return the next commands and their descriptions; empty if no job has the metric.
@@ -143,17 +182,19 @@ class Leaderboard:
         best = next((entry for entry in self.entries if self.value(entry) is not None), None)
         if best is None or not best.arguments:
             return []
+        again = ("the best point again", command_of(best))
+        if not best.runs:  # one seed may be a lucky one
+            others = [text for text in best.arguments if key_value(text)[0] != SEED]
+            again = ("the best point with other seeds", _command([*others, f"{SEED}={_SEEDS}"], best, "-m"))
         then = printed_command("top", [folder, "--k", "1", "--then", ALL_DEVICES])
-        return [
-            ("the best run again", command_of(best)),
-            ("the best on all devices", then),
-        ]
+        return [again, ("the best on all devices", then)]
 
     def markdown(self, *, base: Path) -> str:
         """Return the leaderboard as Markdown: counts, table, commands; folders are relative to `base`."""
         marks = {"#": "--:", "job": ":----", "status": ":-------", "overrides": ":----------", "folder": ":-------"}
         head = self._head()
         lines = [f"# Leaderboard by {self.goal}", "", f"{self.counts()}.", ""]
+        lines += [line for text in self.verdict() for line in (f"{text}.", "")]
         lines += [f"| {' | '.join(head)} |", f"|{'|'.join(marks.get(name, '----:') for name in head)}|"]
         for row, entry in zip(self._rows(), self.entries, strict=True):
             cells = [cell.replace("|", "\\|") for cell in row]
@@ -181,11 +222,22 @@ class Leaderboard:
 
 
 def command_of(entry: JobResult) -> str:
-    """Return the command that trains a job again; empty if its arguments are unknown."""
-    if not entry.arguments:
-        return ""
-    again = [text for text in entry.arguments if not text.lstrip("+").startswith("sweep.")]
-    return printed_command("", _applicable(again, entry.folder / "resolved.yaml"))
+    """Return the command that trains a job, or all seeds and folds of a point, again; empty if it is unknown."""
+    seeds = [f"{SEED}={','.join(seed for seed in entry.repeats(SEED))}"] if any(entry.repeats(SEED)) else []
+    several = ["-m"] if len(entry.repeats(SEED)) > 1 else []
+    return _command([*entry.arguments, *(seeds if entry.runs else [])], entry, *several) if entry.arguments else ""
+
+
+def _command(arguments: Sequence[str], entry: JobResult, *flags: str) -> str:
+    own = [text for text in arguments if not text.lstrip("+").startswith("sweep.")]
+    return printed_command("", [*flags, *_applicable(own, entry.folder / "resolved.yaml")])
+
+
+def _figure(entry: JobResult, metric: str) -> str:
+    """Return the value of a metric; for several runs with its deviation and their number."""
+    value, spread = entry.metrics.get(metric), entry.spread.get(metric, math.nan)
+    around = f" ± {figure(spread)}, n = {len(entry.runs)}" if math.isfinite(spread) else ""
+    return "" if value is None else figure(value) + around
 
 
 def _applicable(arguments: Sequence[str], resolved: Path) -> list[str]:
@@ -218,13 +270,22 @@ def _blank(value: float | None) -> str:
     return "" if value is None else repr(value)
 
 
-def collect(folder: Path, goal: MonitoredMetric | None = None) -> Leaderboard:
-    """Return the leaderboard of a sweep, or of all runs below a folder; by default, by the goal of the first run."""
-    entries = by_point(read_entries(folder))
+def collect(folder: Path, goal: MonitoredMetric | None = None, *, folds: bool = True) -> Leaderboard:
+    """Return the leaderboard of a sweep, or of all runs below a folder.
+
+    Args:
+        folder: the folder.
+        goal: the metric; None: the loss, whatever `eval.metric` says; that of a search, or of runs without the loss.
+        folds: whether seeds and folds are one entry.
+    """
+    entries = read_entries(folder)
+    entries = by_point(entries) if folds else entries
+    cfg = first_config(entries)
+    monitored = LOSS if cfg is None else MonitoredMetric.of(cfg.eval)
     if goal is None:
-        cfg = first_config(entries)
-        goal = MonitoredMetric.of(EvalConfig() if cfg is None else cfg.eval)
-    return Leaderboard.of(entries, goal)
+        has_loss = any(math.isfinite(entry.metrics.get(LOSS.metric, math.nan)) for entry in entries)
+        goal = LOSS if has_loss and not (folder / STUDY_FILE).exists() else monitored
+    return Leaderboard.of(entries, goal, also=monitored.metric)
 
 
 def write(board: Leaderboard, folder: Path, *, is_end: bool = True) -> None:

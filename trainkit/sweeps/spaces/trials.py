@@ -29,10 +29,9 @@ from trainkit.config.schema import MonitoredMetric
 from trainkit.config.sections import SweepConfig as Settings
 from trainkit.errors import ConfigError, HangupError, Problem, StoppedError, TerminatedError
 from trainkit.sweeps.job_sources import SweepJob, taken
-from trainkit.sweeps.results.job_results import MetricRows, read_entry
+from trainkit.sweeps.results.job_results import STUDY_FILE, MetricRows, read_entry
 
 _STOPPED: Final = (StoppedError.exit_code, TerminatedError.exit_code, HangupError.exit_code)
-_FILE: Final = "optuna.db"
 _MOST_HELD: Final = 4
 """Points that wait for slots: each is proposed without the results of the jobs that run meanwhile."""
 _SEARCH: Final = "trainkit"
@@ -169,7 +168,7 @@ def open_study(folder: Path, *, settings: Settings, goal: MonitoredMetric, num_s
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / _FILE).absolute()
+    file = (folder / STUDY_FILE).absolute()
     engine = {"creator": partial(_connection, file)}
     study = optuna.create_study(
         storage=optuna.storages.RDBStorage(f"sqlite:///{file}", engine_kwargs=engine),

@@ -5,7 +5,7 @@ again.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,16 @@ def run(call: Call) -> int:
     if "then" in call.flags and "json" in call.flags:
         raise refusal("--json", "prints only the leaderboard. Leave out --then.")
     shown = board if count is None else board.top(count)
-    head = f"{len(shown.entries)} of {len(board.entries)} runs by {board.goal}"
-    call.show(_ranking(shown, len(board.entries)), [head, *shown.lines(), *_remarks(shown)])
+    what = "points" if any(entry.runs for entry in board.entries) else "runs"
+    head = f"{len(shown.entries)} of {len(board.entries)} {what} by {board.goal}"
+    remarks = [*board.verdict(), *_remarks(shown)]
+    call.show(_ranking(shown, len(board.entries), remarks), [head, *shown.lines(), *remarks])
     return _train_anew(board, call) if "then" in call.flags else 0
 
 
-def ranked(call: Call) -> tuple[Leaderboard, int | None]:
-    """Return the runs below the folder of a call, best first, and the number of runs to show.
+def ranked(call: Call, *, folds: bool = True) -> tuple[Leaderboard, int | None]:
+    """Return the runs below the folder of a call, best first, and the number of runs to show; with `folds`, runs of a
+    sweep that differ in seed or fold alone are one.
 
     Raises:
         ConfigError: no folder, no run in it, or invalid flags.
@@ -45,7 +48,7 @@ def ranked(call: Call) -> tuple[Leaderboard, int | None]:
     goal, count = _goal(call.flags), call.flags.get("k")
     if not folder.is_dir():
         raise refusal(str(folder), "is not a folder. Give the folder of a sweep, or one that contains runs.")
-    board = collect(folder, goal)
+    board = collect(folder, goal, folds=folds)
     if not board.entries:
         raise refusal(str(folder), "contains no run: it has no result.json below it.")
     if goal is not None and all(board.value(entry) is None for entry in board.entries):
@@ -54,15 +57,21 @@ def ranked(call: Call) -> tuple[Leaderboard, int | None]:
     return board, count
 
 
-def _ranking(board: Leaderboard, total: int) -> dict[str, Any]:
+def _ranking(board: Leaderboard, total: int, remarks: Sequence[str]) -> dict[str, Any]:
     """Return the output of `--json`."""
     names = ("job", "status", "folder", "metrics", "steps", "seconds", "overrides")
     runs = [
-        {"rank": rank, "value": board.value(entry), **{name: getattr(entry, name) for name in names}}
+        {
+            "rank": rank,
+            "value": board.value(entry),
+            "spread": entry.spread.get(board.goal.metric),
+            "num_runs": max(len(entry.runs), 1),
+            **{name: getattr(entry, name) for name in names},
+        }
         for rank, entry in enumerate(board.entries, start=1)
     ]
     goal = {"metric": board.goal.metric, "mode": board.goal.mode}
-    return {"version": 1, **goal, "total": total, "runs": runs, "remarks": [*_remarks(board)]}
+    return {"version": 1, **goal, "total": total, "runs": runs, "remarks": remarks}
 
 
 def _remarks(board: Leaderboard) -> Iterator[str]:

@@ -101,7 +101,7 @@ _DATA: Final = (
 )
 """Flags of verbs that plan a run without opening its data."""
 _ORDER: Final = (
-    Flag("--metric NAME", "the metric for the order; eval.metric of the runs without it"),
+    Flag("--metric NAME", "the metric for the order; val/loss without it"),
     Flag("--mode MODE", "whether the smallest (min) or the largest (max) value is best", one_of("min", "max")),
 )
 _TURN_STEPS: Final = Flag("--steps N", "measured steps of a turn; without it, those of two seconds", whole(1, 100_000))

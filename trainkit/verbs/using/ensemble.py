@@ -23,7 +23,7 @@ from trainkit.verbs.support.call import Call
 def run(call: Call) -> int:
     """Print members and ensemble in one table, and write the ensemble."""
     checkpoint, out = call.flags.get("checkpoint", "last"), call.flags.get("out")
-    board, count = ranked(call)
+    board, count = ranked(call, folds=False)
     target = Path(call.arguments[0]).expanduser() / "ensemble" if out is None else Path(out).expanduser()
 
     entries = best_of(board, 3 if count is None else count)

@@ -1,0 +1,169 @@
+"""Is one candidate better than another? Answers that stay valid however often one looks at a growing number of seeds.
+
+A pair is two trainings with one seed, with the same order of samples and the same initial weights; its difference is
+the metric of B minus that of A. For n differences of mean m and standard deviation s, and t = (m - u) sqrt(n) / s, the
+Gaussian mixture of the scale-invariant t-martingale is
+
+    E(u) = (1 + n g)^(-1/2) [(1 + t^2/(n-1)) / (1 + t^2/((n-1)(1 + n g)))]^(n/2)
+
+For independent normal differences of mean u, E(u) is a nonnegative martingale that begins at 1, and it ever exceeds
+1/alpha with probability at most alpha (Ville). The interval is {u: E(u) < 1/alpha}; effects near sqrt(g) s are found
+fastest.
+
+Source: Wang and Ramdas 2025, "Anytime-valid t-tests and confidence sequences for Gaussian means with unknown variance",
+Sequential Analysis 44(1), arXiv:2310.03722, theorem 4.9, there with c^2 = 1/g.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from statistics import fmean, variance
+from typing import Final, Literal
+
+G: Final = 4.0
+"""The variance of the mixture, in those of a difference."""
+FEWEST: Final = 4
+"""Pairs below which nothing is concluded."""
+ALPHA: Final = 0.05
+"""Bound on the probability that any answer, at any time, is wrong."""
+
+Answer = Literal["better", "worse", "not distinguishable yet"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """The comparison of B with A."""
+
+    answer: Answer
+    """Whether B is better or worse."""
+    difference: float
+    """The mean of B - A."""
+    low: float
+    """Lower bound of that mean."""
+    high: float
+    """Upper bound of that mean."""
+
+
+@cache
+def t_bound(pairs: int, alpha: float = ALPHA, g: float = G) -> float:
+    """Return the |t| from which E is 1 / alpha; infinite where no t suffices.
+
+    t^2 = (n-1)(K-1) / (1 - K/(1+ng)), K = ((1+ng) / alpha^2)^(1/n).
+
+    Example:
+        >>> t_bound(2), round(t_bound(4), 2), round(t_bound(30), 2)
+        (inf, 7.21, 3.56)
+    """
+    if pairs < 2:
+        return math.inf
+    k, most = ((1 + pairs * g) / alpha**2) ** (1 / pairs), 1 + pairs * g
+    return math.sqrt((pairs - 1) * (k - 1) / (1 - k / most)) if k < most else math.inf
+
+
+def verdict(
+    differences: Sequence[float], alpha: float = ALPHA, *, lower_is_better: bool = True, resolution: float = 0.0
+) -> Verdict:
+    """Judge the differences B - A of all pairs so far.
+
+    Args:
+        differences: one finite number per pair, at least one.
+        alpha: bound on the probability that the answer, at any time, is wrong.
+        lower_is_better: the direction of the metric.
+        resolution: the smallest step of the metric, 1/360 for an accuracy over 360 samples. Its square / 4 is added to
+            the variance: equal small differences would otherwise have a deviation of 0, and t would be infinite.
+
+    Example:
+        >>> verdict([0.2, 0.21, 0.19, 0.2]).answer, verdict([0.2, -0.1, 0.3, 0.1]).answer
+        ('worse', 'not distinguishable yet')
+    """
+    pairs, mean = len(differences), fmean(differences)
+    deviation = math.sqrt((variance(differences) if pairs > 1 else 0.0) + resolution**2 / 4) or math.ulp(0.0)
+    radius = t_bound(pairs, alpha) * deviation / math.sqrt(pairs)
+    answer: Answer = "not distinguishable yet"
+    if pairs >= FEWEST and abs(mean) > radius:
+        answer = "better" if (mean < 0) == lower_is_better else "worse"
+    return Verdict(answer=answer, difference=mean, low=mean - radius, high=mean + radius)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """One candidate among all."""
+
+    name: str
+    seeds: int
+    """Number of its values."""
+    rival: str = ""
+    """The candidate that is better; empty if it may be the best."""
+    verdict: Verdict | None = None
+    """The comparison with the rival; None if it may be the best."""
+
+
+def standings(
+    table: Mapping[str, Mapping[str, float]], alpha: float = ALPHA, *, lower_is_better: bool = True,
+    resolution: float = 0.0,
+) -> list[Standing]:  # fmt: skip
+    """Return the candidates by their means; `table` has the value of each candidate for each of its seeds.
+
+    Each of k is compared, over the seeds that both have, with all of better mean, at alpha / (k - 1), and is out if it
+    is worse than one of them. So the truly best is out with probability at most alpha (Bonferroni over its k - 1
+    comparisons; such sets: Gupta 1965, subset selection; Hsu 1984, multiple comparisons with the best).
+
+    Example:
+        >>> losses = {"a": [1.0, 1.1, 0.9, 1.0], "b": [1.2, 1.31, 1.09, 1.2], "c": [1.1, 1.0, 1.0, 1.0]}
+        >>> table = {name: dict(zip("0123", values)) for name, values in losses.items()}
+        >>> [(one.name, one.rival) for one in standings(table)]
+        [('a', ''), ('c', ''), ('b', 'a')]
+    """
+    sign = 1 if lower_is_better else -1
+    order = sorted(table, key=lambda name: sign * fmean(table[name].values()))
+    level = alpha / max(len(table) - 1, 1)
+    found = []
+    for place, name in enumerate(order):
+        standing = Standing(name=name, seeds=len(table[name]))
+        for rival in order[:place]:
+            pairs = [value - table[rival][seed] for seed, value in table[name].items() if seed in table[rival]]
+            if not pairs:
+                continue
+            one = verdict(pairs, level, lower_is_better=lower_is_better, resolution=resolution)
+            if one.answer == "worse":
+                standing = Standing(name=name, seeds=len(table[name]), rival=rival, verdict=one)
+                break
+        found.append(standing)
+    return found
+
+
+def resolution_of(table: Mapping[str, Mapping[str, float]]) -> float:
+    """Return the smallest step between two values that were observed; 0 if all are equal.
+
+    Example:
+        >>> resolution_of({"a": {"0": 0.5, "1": 0.75}, "b": {"0": 0.75}})
+        0.25
+    """
+    values = sorted({value for column in table.values() for value in column.values()})
+    return min((high - low for low, high in pairwise(values)), default=0.0)
+
+
+def sentences(found: Sequence[Standing]) -> Iterator[str]:
+    """Yield which candidates may be the best, and by how much each of the others is worse than one of them.
+
+    Example:
+        >>> worse = Verdict(answer="worse", difference=0.2, low=0.13, high=0.27)
+        >>> for line in sentences([Standing(name="a", seeds=4), Standing(name="b", seeds=4, rival="a", verdict=worse)]):
+        ...     print(line)
+        may be best: a (4 seeds)
+        b worse than a by 0.2 [0.13, 0.27]
+    """
+    best = [one for one in found if one.verdict is None]
+    low, high = min(one.seeds for one in best), max(one.seeds for one in best)
+    seeds = f"{low} seed{'' if low == 1 else 's'}" if low == high else f"{low} to {high} seeds"
+    hint = f"; nothing is concluded from fewer than {FEWEST}" if high < FEWEST else ""
+    yield f"may be best: {', '.join(one.name for one in best)} ({seeds}{hint})"
+    for one in found:
+        if one.verdict is not None:
+            low_by, high_by = sorted(map(abs, (one.verdict.low, one.verdict.high)))
+            by = abs(one.verdict.difference)
+            yield f"{one.name} worse than {one.rival} by {by:.4g} [{low_by:.4g}, {high_by:.4g}]"
