@@ -37,7 +37,7 @@ from trainkit.objectives.classification import Classification
 from trainkit.objectives.distillation import Distillation, FrozenModel
 from trainkit.objectives.fields import exact, scores_of, split_batch, unused_fields
 from trainkit.objectives.language_modelling import LanguageModelling
-from trainkit.objectives.metrics import ConfusionMatrix, PerClass, Perplexity, Worst, class_details, gather_ragged
+from trainkit.objectives.metrics import ConfusionMatrix, PerClass, Worst, gather_ragged, perplexity
 from trainkit.objectives.own_loss import ModelComputesLoss
 from trainkit.objectives.regression import Regression
 from trainkit.objectives.tables import Table, results_of
@@ -105,7 +105,7 @@ def test_perplexity_is_that_of_all_tokens_not_a_mean_of_ranks() -> None:
     objective = LanguageModelling()
 
     def evaluate(collective: Collective) -> float:
-        metric = Perplexity()
+        metric = perplexity()
         part = slice(collective.rank, collective.rank + 1)
         metric.update(objective.score(TOKEN_SCORES[part], PADDED[part]), None)
         return metric.compute(collective)
@@ -113,7 +113,7 @@ def test_perplexity_is_that_of_all_tokens_not_a_mean_of_ranks() -> None:
     expected = math.exp(functional.cross_entropy(TOKEN_SCORES.flatten(0, 1).double(), PADDED.flatten()))
 
     assert on_ranks(2, evaluate) == [pytest.approx(expected, rel=1e-6)] * 2
-    assert math.isnan(Perplexity().compute(Alone()))
+    assert math.isnan(perplexity().compute(Alone()))
 
 
 def test_an_evaluation_copies_some_scores_at_once_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +360,7 @@ def test_hits_are_counted_over_the_targets_that_count(shape: tuple[int, ...]) ->
     found = {name: value(metric, loss) for name, metric in Classification(top_k=[2]).metrics().items()}
     assert found == {"accuracy": hits[counted].double().mean(), "top2": two[counted].double().mean()}
 
-    details = class_details(None, batch_size=4).metrics
+    details = Classification().details(None, batch_size=4).metrics
     confusion, classes, worst = (value(details[name], loss) for name in ("confusion", "classes", "worst"))
     assert sum(sum(row[1:]) for row in confusion.rows) == sum(row[-1] for row in classes.rows) == counted.sum()
     means = [functional.cross_entropy(one[None], wanted[None]) for one, wanted in zip(scores, targets, strict=True)]
@@ -374,7 +374,7 @@ def test_the_class_of_probabilities_is_the_most_likely_one() -> None:
     soft = torch.tensor([[0.6, 0.4, 0.0], [0.9, 0.1, 0.0], [0.0, 0.0, 1.0]])
     loss = Classification().score(scores, soft)
     assert value(Classification().metrics()["accuracy"], loss) == 2 / 3
-    details = class_details(None, batch_size=3).metrics
+    details = Classification().details(None, batch_size=3).metrics
     assert value(details["confusion"], loss).rows[0] == ("0", 1.0, 1.0, 0.0)
     each = functional.cross_entropy(scores, soft, reduction="none").tolist()
     assert [row[:2] for row in value(details["worst"], loss).rows] == [

@@ -5,6 +5,7 @@ it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -61,17 +62,12 @@ class Adversarial(Objective):
 
     def metrics(self) -> dict[str, Metric]:
         """Return the mean probability of being real, for both kinds of images."""
-        return {"real": _Probability(0), "fake": _Probability(1)}
 
+        def probability(place: int, loss: Loss) -> tuple[Tensor, float]:
+            scores = loss.outputs[place]
+            return scores.detach().double().sigmoid().sum(), len(scores)
 
-class _Probability(Mean):
-    def __init__(self, place: int) -> None:
-        super().__init__()
-        self._place = place
-
-    def sum_and_count(self, loss: Loss) -> tuple[Tensor, float]:
-        scores = loss.outputs[self._place]
-        return scores.detach().double().sigmoid().sum(), len(scores)
+        return {name: Mean(partial(probability, place)) for place, name in enumerate(("real", "fake"))}
 
 
 def _images(batch: Any) -> Tensor:

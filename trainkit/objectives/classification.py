@@ -19,7 +19,16 @@ from trainkit.fields import below, cosmetic, maths, unit
 from trainkit.numerics.copies import constant_on
 from trainkit.objectives.base import Details, Loss, Metric, Supervised
 from trainkit.objectives.fields import IGNORED, counted_in, exact, scores_of, split_batch
-from trainkit.objectives.metrics import ScoredFields, TopK, class_details, fresh_metrics
+from trainkit.objectives.metrics import (
+    WORST,
+    CalibrationError,
+    ConfusionMatrix,
+    PerClass,
+    ScoredFields,
+    Worst,
+    fresh_metrics,
+    top_k,
+)
 
 _NO_CLASS: Final = -(2**62)
 """A class that no target has: torch's functions have no other way to ignore none."""
@@ -203,9 +212,18 @@ class Classification(ScoredClasses, Supervised):
 
     def metrics(self) -> dict[str, Metric]:
         """Return accuracy, the requested top-k, and the metrics of the config."""
-        own = {"accuracy": TopK(1), **{f"top{k}": TopK(k) for k in self.top_k}}
+        own = {"accuracy": top_k(), **{f"top{k}": top_k(k) for k in self.top_k}}
         return {**own, **fresh_metrics(self.extra_metrics)}
 
     def details(self, dataset: Any, *, batch_size: int) -> Details:
         """Return a table of classes, the confusion matrix, the calibration and the worst samples."""
-        return class_details(dataset, batch_size=batch_size)
+        names = getattr(dataset, "classes", None)
+        known = list(map(str, names)) if isinstance(names, list | tuple) else None
+        return Details(
+            metrics={
+                "classes": PerClass(names=known),
+                "confusion": ConfusionMatrix(names=known),
+                "calibration_error": CalibrationError(),
+                WORST: Worst(batch_size=batch_size),
+            }
+        )

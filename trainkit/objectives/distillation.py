@@ -19,7 +19,7 @@ from trainkit.numerics.precision import cast_inputs, converted_floats
 from trainkit.objectives.base import Loss, Metric, Model, Objective
 from trainkit.objectives.classification import ScoredClasses, class_loss
 from trainkit.objectives.fields import exact, scores_of, split_batch
-from trainkit.objectives.metrics import TopK, fresh_metrics
+from trainkit.objectives.metrics import fresh_metrics, top_k
 
 LoadRun = Callable[[str, Literal["best", "last"]], nn.Module]
 """(run folder, which checkpoint) -> its trained model, on the CPU."""
@@ -157,4 +157,4 @@ class Distillation(ScoredClasses, Objective):
 
     def metrics(self) -> dict[str, Metric]:
         """Return accuracy, and the metrics of the config."""
-        return {"accuracy": TopK(1), **fresh_metrics(self.extra_metrics)}
+        return {"accuracy": top_k(), **fresh_metrics(self.extra_metrics)}

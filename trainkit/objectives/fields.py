@@ -48,7 +48,7 @@ def split_batch(batch: Any, input: Fields = None, target: Fields = None) -> tupl
     if input is None and target is None and type(batch) in {tuple, list} and len(batch) == 2:
         return batch[0], batch[1]
     named = named_fields(batch)
-    names = _chosen(named, batch, input, target)
+    names = _chosen(batch, input, target)
     return select(named, names[0], "objective.input"), select(named, names[1], "objective.target")
 
 
@@ -73,7 +73,7 @@ def input_of(batch: Any, input: Fields = None) -> Any:  # noqa: A002 - the key's
     if len(_names(named)) == 1:
         return next(iter(named.values()))
     if _is_pair(batch):
-        return named[cast("Field", _chosen(named, batch, None, None)[0])]
+        return named[cast("Field", _chosen(batch, None, None)[0])]
     name = "input" if "input" in named else _common(named, INPUTS, 0, "input", batch)
     return select(named, name, "objective.input")
 
@@ -120,7 +120,7 @@ def chosen_fields(batch: Any, input: Field | None, target: Field | None) -> tupl
         ('image', 'label')
     """
     named = named_fields(batch)
-    names = _chosen(named, batch, input, target)
+    names = _chosen(batch, input, target)
     for name, key in zip(names, ("input", "target"), strict=True):
         select(named, name, f"data.batch_transform.{key}")
     return cast("tuple[Field, Field]", names)
@@ -161,20 +161,14 @@ def unused_fields(batch: Any, input: Fields, target: Fields) -> list[str]:  # no
     """
     if isinstance(batch, tuple | list):
         return []
-    named = named_fields(batch)
-    used: set[Fields] = set()
-    for chosen in _chosen(named, batch, input, target):
-        used.update(chosen if isinstance(chosen, list | tuple) else [chosen])
-    return [str(name) for name in named if name not in used]
+    chosen = _chosen(batch, input, target)
+    used = {name for one in chosen for name in (one if isinstance(one, list | tuple) else [one])}
+    return [str(name) for name in named_fields(batch) if name not in used]
 
 
-def _chosen(
-    named: Mapping[Field, Any],
-    batch: Any,
-    input: Fields,  # noqa: A002 - the key's name
-    target: Fields,
-) -> tuple[Fields, Fields]:
+def _chosen(batch: Any, input: Fields, target: Fields) -> tuple[Fields, Fields]:  # noqa: A002 - the key's name
     """Return the names of input and target: those given, else the common ones."""
+    named = named_fields(batch)
     if input is None and target is None:
         if "input" in named and "target" in named:
             return "input", "target"

@@ -17,7 +17,7 @@ from trainkit.fields import speed
 from trainkit.objectives.base import Details, Loss, Metric, Supervised
 from trainkit.objectives.fields import IGNORED, counted_in, exact, parts_of, scores_of
 from trainkit.objectives.linear_cross_entropy import OutputLayer, keeps_scores, offered_by
-from trainkit.objectives.metrics import Perplexity, ScoredFields, fresh_metrics, token_details
+from trainkit.objectives.metrics import WORST, ScoredFields, Worst, bits_per_byte, fresh_metrics, perplexity
 
 _LIGER: Final = "liger_kernel.transformers.functional"
 
@@ -127,11 +127,16 @@ class LanguageModelling(ScoredFields, Supervised):
 
     def metrics(self) -> dict[str, Metric]:
         """Return perplexity, and the metrics of the config."""
-        return {"perplexity": Perplexity(), **fresh_metrics(self.extra_metrics)}
+        return {"perplexity": perplexity(), **fresh_metrics(self.extra_metrics)}
 
     def details(self, dataset: Any, *, batch_size: int) -> Details:
         """Return the bits per byte, if the data has the bytes of each token, and the worst windows."""
-        return token_details(dataset, batch_size=batch_size)
+        worst: dict[str, Metric] = {WORST: Worst(batch_size=batch_size)}
+        sizes = getattr(dataset, "token_bytes", None)
+        if callable(sizes):
+            return Details(metrics={"bits_per_byte": bits_per_byte(torch.as_tensor(sizes())), **worst})
+        note = f"bits_per_byte is not measured: {type(dataset).__name__} has no token_bytes()."
+        return Details(metrics=worst, notes=(note,))
 
 
 def _without_liger(rule: str) -> Problem:

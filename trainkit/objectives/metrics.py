@@ -1,7 +1,4 @@
-"""Metrics of the objectives: means, tables of classes, and the adapter for torchmetrics classes.
-
-`class_details` and `token_details` return those of `trainkit evaluate` alone.
-"""
+"""Metrics of the objectives: means, tables of classes, and the adapter for torchmetrics classes."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ import copy
 import math
 import sys
 import warnings
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Final
 
@@ -19,7 +15,7 @@ from torch import Tensor
 
 from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.fields import cosmetic, maths
-from trainkit.objectives.base import Collective, Details, Loss, Metric, RunningMean
+from trainkit.objectives.base import Collective, Loss, Metric, RunningMean
 from trainkit.objectives.fields import Field, exact, parts_of
 from trainkit.objectives.tables import Result, Table
 
@@ -32,95 +28,77 @@ WORST: Final = "worst"
 
 
 class Mean(Metric):
-    """A sum over a count."""
+    """A sum over a count.
 
-    def __init__(self) -> None:
-        self._tally = RunningMean()
+    Args:
+        of: returns the sum and the count of one batch.
+        then: converts the mean over all ranks.
+    """
 
-    @abstractmethod
-    def sum_and_count(self, loss: Loss) -> tuple[Tensor, Tensor | float]:
-        """Return the sum and the count of one batch."""
+    def __init__(
+        self, of: Callable[[Loss], tuple[Tensor, Tensor | float]], then: Callable[[float], float] = float
+    ) -> None:
+        self._of, self._then, self._tally = of, then, RunningMean()
 
     def update(self, loss: Loss, batch: Any) -> None:
         """Count one batch."""
         del batch
-        self._tally.add(*self.sum_and_count(loss))
+        self._tally.add(*self._of(loss))
 
     def compute(self, collective: Collective) -> float:
-        """Return the mean over all ranks."""
-        return self._tally.mean(collective)
+        """Return the mean over all ranks, converted."""
+        return self._then(self._tally.mean(collective))
 
 
 class MeanOf(Mean):
     """The mean of a quantity: a function of (outputs, targets) returns its sum and its count."""
 
     def __init__(self, of_batch: Any) -> None:
-        super().__init__()
-        self._of_batch = of_batch
-
-    def sum_and_count(self, loss: Loss) -> tuple[Tensor, Tensor | float]:
-        """Call the function."""
-        found: tuple[Tensor, Tensor | float] = self._of_batch(loss.outputs.detach(), loss.targets)
-        return found
+        super().__init__(lambda loss: of_batch(loss.outputs.detach(), loss.targets))
 
 
-class TopK(Mean):
-    """The fraction of targets whose class is among the k highest scores; k = 1 is accuracy.
+def top_k(k: int = 1) -> Mean:
+    """Return the fraction of targets whose class is among the k highest scores; k = 1 is accuracy.
 
     Targets that are ignored do not count; the class of probabilities is the most likely one.
     """
 
-    def __init__(self, k: int = 1) -> None:
-        super().__init__()
-        self._k = k
-
-    def sum_and_count(self, loss: Loss) -> tuple[Tensor, Tensor | float]:
-        """Count the hits and the targets of one batch."""
+    def hits_of(loss: Loss) -> tuple[Tensor, Tensor | float]:
         scores, labels, dim = loss.outputs.detach(), loss.classes, loss.class_dim
-        if self._k == 1:
+        if k == 1:
             hits = scores.argmax(dim) == labels
         else:
-            hits = (scores.topk(min(self._k, scores.shape[dim]), dim).indices == labels.unsqueeze(dim)).any(dim)
+            hits = (scores.topk(min(k, scores.shape[dim]), dim).indices == labels.unsqueeze(dim)).any(dim)
         if loss.counted is None:
             return hits.sum(), labels.numel()
         return (hits & loss.counted).sum(), loss.counted.sum()
 
-
-class Perplexity(Mean):
-    """exp(mean loss of a token): the number of equally likely tokens with the same loss."""
-
-    def sum_and_count(self, loss: Loss) -> tuple[Tensor, Tensor | float]:
-        """Return the loss and the tokens of one batch."""
-        return loss.loss_sum, loss.weight
-
-    def compute(self, collective: Collective) -> float:
-        """Return the perplexity over all ranks' tokens; infinity if the mean loss is too large."""
-        mean = super().compute(collective)
-        return math.inf if mean > math.log(sys.float_info.max) else math.exp(mean)
+    return Mean(hits_of)
 
 
-class BitsPerByte(Mean):
-    """The mean loss of a byte of the text, in bits: comparable between tokenizers.
+def perplexity() -> Mean:
+    """Return exp(mean loss of a token), the number of equally likely tokens with the same loss; infinity if the mean is
+    too large.
+    """
+    most = math.log(sys.float_info.max)
+    return Mean(lambda loss: (loss.loss_sum, loss.weight), lambda mean: math.inf if mean > most else math.exp(mean))
+
+
+def bits_per_byte(num_bytes: Tensor) -> Mean:
+    """Return the mean loss of a byte of the text, in bits: comparable between tokenizers.
 
     Args:
         num_bytes: (vocabulary,) bytes of each token.
     """
 
-    def __init__(self, num_bytes: Tensor) -> None:
-        super().__init__()
-        self._num_bytes = num_bytes.double()
-
-    def sum_and_count(self, loss: Loss) -> tuple[Tensor, Tensor | float]:
-        """Return the loss and the bytes of one batch."""
-        self._num_bytes = self._num_bytes.to(loss.targets.device)
+    def of(loss: Loss) -> tuple[Tensor, Tensor | float]:
+        sizes = num_bytes.to(loss.targets.device).double()
         if loss.counted is None:
-            return loss.loss_sum, self._num_bytes[loss.targets].sum()
-        sizes = self._num_bytes[torch.where(loss.counted, loss.targets, 0)]
-        return loss.loss_sum, torch.where(loss.counted, sizes, 0.0).sum()
+            return loss.loss_sum, sizes[loss.targets].sum()
+        counted = sizes[torch.where(loss.counted, loss.targets, 0)]
+        return loss.loss_sum, torch.where(loss.counted, counted, 0.0).sum()
 
-    def compute(self, collective: Collective) -> float:
-        """Return the bits per byte over all ranks."""
-        return super().compute(collective) / math.log(2)
+    return Mean(of, lambda mean: mean / math.log(2))
 
 
 class ConfusionMatrix(Metric):
@@ -302,32 +280,6 @@ def _of_samples(outputs: Tensor, targets: Tensor, counted: Tensor, *, dim: int) 
     chosen = (classes.gather(1, worst), best.indices.gather(1, worst), best.values.exp().gather(1, worst))
     total, count = each.where(counted, 0.0).sum(dim=1), counted.sum(dim=1)
     return torch.where(count > 0, total / count, -math.inf), *(one.squeeze(1) for one in chosen)
-
-
-def class_details(dataset: Any, *, batch_size: int) -> Details:
-    """Return the details of a classification: a table of classes, the confusion matrix, calibration, worst samples."""
-    names = getattr(dataset, "classes", None)
-    known = list(map(str, names)) if isinstance(names, list | tuple) else None
-    return Details(
-        metrics={
-            "classes": PerClass(names=known),
-            "confusion": ConfusionMatrix(names=known),
-            "calibration_error": CalibrationError(),
-            WORST: Worst(batch_size=batch_size),
-        }
-    )
-
-
-def token_details(dataset: Any, *, batch_size: int) -> Details:
-    """Return the details of a language model: bits per byte if the data has the bytes of each token, and the worst
-    windows.
-    """
-    worst: dict[str, Metric] = {WORST: Worst(batch_size=batch_size)}
-    sizes = getattr(dataset, "token_bytes", None)
-    if callable(sizes):
-        return Details(metrics={"bits_per_byte": BitsPerByte(torch.as_tensor(sizes())), **worst})
-    note = f"bits_per_byte is not measured: {type(dataset).__name__} has no token_bytes()."
-    return Details(metrics=worst, notes=(note,))
 
 
 class TorchMetric(Metric):

@@ -62,8 +62,8 @@ class Regression(ScoredFields, Supervised):
 
     def metrics(self) -> dict[str, Metric]:
         """Return the mean absolute error, and the metrics of the config."""
-        return {"mae": MeanOf(_absolute_error), **fresh_metrics(self.extra_metrics)}
 
+        def absolute_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+            return (outputs.double() - targets.double()).abs().sum(), targets.numel()
 
-def _absolute_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-    return (outputs.double() - targets.double()).abs().sum(), targets.numel()
+        return {"mae": MeanOf(absolute_error), **fresh_metrics(self.extra_metrics)}

@@ -35,6 +35,7 @@ from torch import nn
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import NumericsConfig
 from trainkit.config.targets.build import build, class_built_by
+from trainkit.data.reading.files import listed
 from trainkit.errors import NonFiniteError, Problem, StopKind, TrainingError, status_of_error
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.schedules import LearningRate
@@ -135,7 +136,7 @@ class LeftOutSteps:
             return
         raise NonFiniteError(
             f"numerics.max_skipped_share={limit:g}: {self._so_far(step)}, because loss or gradient was not finite: a "
-            f"share of {self.count / step:.3g} (steps {listed([one['step'] for one in self.steps], self.count)}). "
+            f"share of {self.count / step:.3g} (steps {listed((one['step'] for one in self.steps), 8, self.count)}). "
             f"{REMEDY}, see the samples under skipped_steps in result.json, or raise numerics.max_skipped_share."
         )
 
@@ -165,18 +166,6 @@ class LeftOutSteps:
     def _so_far(self, step: int) -> str:
         were = "was" if self.count == 1 else "were"
         return f"{self.count} of {step} steps {were} left out"
-
-
-def listed(numbers: Sequence[int], count: int, *, most: int = 8) -> str:
-    """Return numbers for a sentence, only the first few of many.
-
-    Example:
-        >>> listed([3, 4], 2), listed([5], 1), listed(list(range(20)), 30)
-        ('3, 4', '5', '0, 1, 2, 3, 4, 5, 6, 7 and 22 more')
-    """
-    shown = ", ".join(map(str, numbers[:most]))
-    more = count - min(len(numbers), most)
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 __all__ = ["Callback", "Ending", "Planned", "Row", "Run"]

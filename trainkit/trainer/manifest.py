@@ -310,8 +310,11 @@ class Retention:
         Checkpoints of this run that are newer are set aside: it continued from an older one, because they were
         unreadable or damaged. They would displace complete ones from the last k, and a resume would treat them as later
         states of this training.
+
+        Raises:
+            StorageError: the file system refuses; no checkpoint is lost.
         """
-        with exclusive(root) as held:
+        with naming(root), exclusive(root) as held:
             for folder, entry in list_all(root):
                 if step_of(folder) > step and isinstance(entry, Checkpoint) and entry.owner == owner.token:
                     set_aside(folder, f"was skipped, and the run has continued to step {step} from an older checkpoint")

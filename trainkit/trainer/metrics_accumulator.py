@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from trainkit.cluster.host import peak_resident_bytes
+from trainkit.data.reading.files import listed
 from trainkit.errors import NonFiniteError, TrainingError, ZeroWeightError
 from trainkit.strategies.base import LeftOut, LocalModel, PhaseListener, Status, StepOutcome
-from trainkit.trainer.events import REMEDY, Run, listed
+from trainkit.trainer.events import REMEDY, Run
 
 PARTS: Final = ("input", "forward", "backward", "exchange", "update")
 """The parts of a step, in their order."""
@@ -357,8 +358,8 @@ class MetricsAccumulator:
         if ranks and self._local.num_ranks > 1:
             found += f" on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
         left_out = self._run.state.left_out
-        samples = listed(*left_out.samples_of(outcome.tickets or LeftOut.whole(self._run.plan, step).tickets))
-        of = f", of the samples {samples}" if samples else ""
+        samples, count = left_out.samples_of(outcome.tickets or LeftOut.whole(self._run.plan, step).tickets)
+        of = f", of the samples {listed(samples, 8, count)}" if samples else ""
         more = f"{later} more step{'' if later == 1 else 's'}"
         late = f" It was read after {more}: log_every_steps=1 reads each step at once." if later else ""
         remedy = f"{REMEDY}, or leave such steps out with numerics.on_nonfinite=skip."

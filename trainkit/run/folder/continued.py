@@ -21,7 +21,7 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.strategies.tensor_shards import model_weights
 from trainkit.trained.build import meta_model
 from trainkit.trained.model import WEIGHTS, FileWeights
-from trainkit.trainer.checkpoint.saving import bring, prune
+from trainkit.trainer.checkpoint.saving import bring
 from trainkit.trainer.checkpoint.tensors import Loaded, load, newest_valid
 from trainkit.trainer.manifest import MANIFEST, EvaluatedIndex, Retention, list_complete
 
@@ -60,7 +60,7 @@ def bring_earlier_steps(folder: RunFolder, source: Path, retention: Retention) -
     kept = {one.folder: one for one in [*found[: retention.keep_last], *retention.ranked(found)[: retention.keep_best]]}
     for checkpoint in sorted(kept.values(), key=lambda one: one.step):
         bring(checkpoint, folder.checkpoints, owner)
-    prune(folder.checkpoints, retention, step=step, owner=owner)  # this names the last and the best
+    retention.apply(folder.checkpoints, step=step, owner=owner)  # this names the last and the best
     for name in _ROWS:
         keep_until(folder.path / name, step, source=root.parent / name)
     events = root.parent / "tensorboard"

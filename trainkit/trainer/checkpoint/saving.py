@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from trainkit.errors import CheckpointError, StorageError
-from trainkit.files import bytes_needed, lacking, naming, open_regular, reason_and_room, remedy_of, sync_folder
+from trainkit.files import bytes_needed, lacking, open_regular, reason_and_room, remedy_of, sync_folder
 from trainkit.objectives.base import Collective
 from trainkit.strategies.collectives import LocalCollective, all_gather_object
 from trainkit.strategies.tensor_shards import ShardedState, coverage_error
@@ -278,7 +278,7 @@ class Saver:
             with _explained(self._root, draft.step, needed=draft.needed):
                 done = commit(draft, [part for part in parts if part is not None], self._owner, self._confirm)
             self._finished.append(done)
-            prune(self._root, self._retention, step=draft.step, owner=self._owner)
+            self._retention.apply(self._root, step=draft.step, owner=self._owner)
 
     def _agreed(self, act: Callable[[], _T]) -> _T:
         """Run a function; if it fails on one rank, it fails on all."""
@@ -357,18 +357,16 @@ def write_part(draft: Path, pieces: ShardedState, *, rank: int = 0) -> dict[str,
             refuse_unwritable(name, piece.tensor)
     file = f"rank_{rank:05d}.safetensors"
     record = write_tensors(draft / file, _by_key(pieces))
-    entries = {
-        file_key(name, place): {
-            "name": name,
-            "dtype": NAMES[piece.tensor.dtype],
-            "shape": list(piece.shape),
-            "offset": list(piece.offset),
-            "size": list(piece.tensor.shape),
-        }
+    written = [
+        (
+            {"name": name, "dtype": NAMES[piece.tensor.dtype], "shape": [*piece.shape]},
+            {"file": file, **({"key": file_key(name, place)} if place else {}), "offset": [*piece.offset]},
+            [*piece.tensor.shape],
+        )
         for name, parts in pieces.items()
         for place, piece in enumerate(parts)
-    }
-    return {"file": file, "num_bytes": record.num_bytes, "sha256": record.sha256, "tensors": entries}
+    ]
+    return {"file": file, "num_bytes": record.num_bytes, "sha256": record.sha256, "tensors": written}
 
 
 def commit(
@@ -451,26 +449,14 @@ def _renamed(
     return checkpoint
 
 
-def prune(root: Path, retention: Retention, *, step: int, owner: OwnershipToken) -> None:
-    """Delete the checkpoints of this run that are not kept, after a new one is complete.
-
-    Raises:
-        StorageError: the file system refuses; no checkpoint is lost.
-    """
-    with naming(root):
-        retention.apply(root, step=step, owner=owner)
-
-
 def _index(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     index: dict[str, Any] = {}
     for part in parts:
-        for key, entry in part["tensors"].items():
-            name, kind = entry["name"], {"dtype": entry["dtype"], "shape": entry["shape"]}
-            tensor = index.setdefault(name, {**kind, "pieces": []})
-            if not kind.items() <= tensor.items():
-                raise CheckpointError(f"{name} cannot be saved: its pieces are of several shapes or dtypes.")
-            called = {} if key == name else {"key": key}
-            tensor["pieces"].append({"file": part["file"], **called, "offset": entry["offset"], "size": entry["size"]})
+        for kind, piece, size in part["tensors"]:
+            tensor = index.setdefault(kind["name"], {"dtype": kind["dtype"], "shape": kind["shape"], "pieces": []})
+            if (tensor["dtype"], tensor["shape"]) != (kind["dtype"], kind["shape"]):
+                raise CheckpointError(f"{kind['name']} cannot be saved: its pieces are of several shapes or dtypes.")
+            tensor["pieces"].append({**piece, "size": size})
     for name, tensor in index.items():
         if wrong := coverage_error(tensor["shape"], [(piece["offset"], piece["size"]) for piece in tensor["pieces"]]):
             raise CheckpointError(f"{name} cannot be saved: {wrong}.")
