@@ -113,11 +113,6 @@ def test_the_manifest_tells_sizes_hashes_position_and_fingerprint(tmp_path: Path
     assert sorted(content["files"]) == ["index.json", "meta.json", "rank_00000.safetensors"]
 
 
-def test_keys_that_are_no_text_do_not_upset_the_manifest(tmp_path: Path) -> None:
-    save(tmp_path, step=1, tensors={}, meta={"position": {2: "b", 10: "a"}})
-    assert load(tmp_path / "step_00000001").meta["position"] == {"2": "b", "10": "a"}
-
-
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Writing waits for this event."""
@@ -208,13 +203,6 @@ def test_no_memory_to_prepare_is_left_to_the_save(monkeypatch: pytest.MonkeyPatc
     snapshot.wait_prepared()
     monkeypatch.setattr(torch, "empty", empty)
     assert snapshot.take({"a": torch.ones(3)})["a"].tolist() == [1, 1, 1]
-
-
-def test_closing_waits_for_what_is_being_prepared(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, snapshot=(snapshot := Snapshot()))
-    saver.prepare(whole({"param/w": torch.ones(1 << 20)}))
-    saver.close()
-    assert snapshot.buffers == {}
 
 
 def test_a_run_prepares_its_whole_state_once_if_it_saves_in_the_background(

@@ -21,8 +21,8 @@ from trainkit.cluster.tasks import Identity, Task
 from trainkit.errors import ConfigError
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.process.worker_group import worker_environ
+from trainkit.run.rendezvous import join
 from trainkit.run.rendezvous.barrier import ProcessBarrier
-from trainkit.run.rendezvous.join import has_own_gpu
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.core import synchronous
 from trainkit.strategies.data_parallel.strategy import Mirrored
@@ -37,17 +37,18 @@ class Met:
 
     seen: Sequence[str]
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        assert value in self.seen
-        return list(self.seen)
+    def all_gather_object(self, value: dict[str, Any]) -> list[Any]:
+        assert value["gpu"] in self.seen
+        return [{**value, "gpu": gpu} for gpu in self.seen]
 
 
-def owns(gpu: str, *others: str, **launch: Any) -> bool:
-    barrier = cast("ProcessBarrier", Met([gpu, *others]))
-    return has_own_gpu(barrier, launch_of(2, **launch), lambda: gpu)
+def test_a_process_that_sees_another_gpu_than_the_others_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
+    def owns(gpu: str, *others: str, **launch: Any) -> bool:
+        monkeypatch.setattr(join, "device_of_process", lambda: gpu)
+        return join.share_host(cast("ProcessBarrier", Met([gpu, *others])), launch_of(2, **launch)).has_own_gpu
 
-def test_a_process_that_sees_another_gpu_than_the_others_has_its_own() -> None:
     assert owns("GPU-1", "GPU-2")
     assert not owns("GPU-1", "GPU-1")
     assert not owns("", "GPU-2")

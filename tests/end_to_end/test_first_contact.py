@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -85,31 +85,6 @@ def test_turns_that_ended_in_time_are_rows_and_the_others_are_not_tried(monkeypa
     ended(monkeypatch, lines[0])
     rows = list(speed.speed(Bench(small=False, deadline=0.0), name="mlp"))
     assert [row[1] for row in rows] == ["-", "not tried", "not tried"]
-
-
-def test_the_tests_that_ended_in_time_are_counted_and_each_failed_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended(monkeypatch, "[gw0] [ 16%] PASSED t.py::one[a b] \n[gw1] [ 33%] FAILED t.py::two[2] \n")
-    first, second = comparing.tests(Bench(small=False, deadline=0.0))
-    assert first == ("pytest -m gpu", "FAILED", "1 failed, 1 passed; the time of the part was over")
-    assert second == ("FAILED t.py::two[2]", "FAILED", "")
-    late = (
-        "t.py::one[a b] PASSED   [ 16%]\nt.py::skip SKIPPED (why)   [ 33%]\n!!! session-timeout: 9.0 sec exceeded !!!\n"
-    )
-    ended(monkeypatch, late, code=1)
-    (row,) = comparing.tests(Bench(small=False, deadline=0.0))
-    assert row == ("pytest -m gpu", "not tried", "1 passed, 1 skipped; the time of the part was over")
-
-
-def test_a_script_that_is_killed_leaves_the_rows_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(_: Bench) -> Iterator[Sequence[str]]:
-        yield "one", "ok", ""
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(first_contact, "PARTS", {"half": killed})
-    with pytest.raises(KeyboardInterrupt):
-        contact(monkeypatch, "--small", "--out", str(tmp_path))
-    assert json.loads((tmp_path / "half.json").read_text())["rows"] == [["one", "ok", ""]]
-    assert "| one | ok |" in (tmp_path / "first_contact.md").read_text()
 
 
 def _mode(mode: str) -> str:

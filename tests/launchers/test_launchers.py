@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.joining import free_port, free_ports
+from tests.launchers.joining import free_port
 from tests.launchers.one_node_slurm import slurm
 from tests.launchers.two_hosts import two_hosts
 from tests.support import quick
@@ -121,27 +121,6 @@ def test_containers_are_detected_by_pet_variables(one_run: Callable[[], None]) -
     group = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
     told = ended(*(start(*quick.command(*RUN), **group, PET_NODE_RANK=str(rank)) for rank in range(2)))
     assert detected(told[0]) == "launch by PET_NNODES: rank 0 of 2 on 2 hosts"
-    one_run()
-
-
-def tf_config(workers: list[str], index: int) -> str:
-    return json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
-
-
-def test_tf_config(one_run: Callable[[], None]) -> None:
-    workers = [f"127.0.0.1:{port}" for port in free_ports(2)]
-    told = ended(*(start(*quick.command(*RUN), TF_CONFIG=tf_config(workers, index)) for index in range(2)))
-    assert detected(told[0]) == "launch by TF_CONFIG: rank 0 of 2 on one host"
-    assert "rank 1 of 2 on one host" in told[1]
-    assert "worker:1, rank 1 of 2: its output goes to run/logs/rank_1.log" in told[1]
-    one_run()
-
-
-def test_a_cluster_spelt_out(one_run: Callable[[], None]) -> None:
-    first, second = free_ports(2)
-    spec = ("cluster=spec", f"cluster.worker=['127.0.0.1:{first}','127.0.0.1:{second}']")
-    told = ended(*(start(*quick.command(*RUN, *spec, f"cluster.task=worker:{index}")) for index in range(2)))
-    assert detected(told[0]) == "launch by cluster=spec: rank 0 of 2 on one host"
     one_run()
 
 

@@ -1,5 +1,6 @@
 """A wrong mean, sum, clip or decay that `prove` explains by another cause, or a loosened tolerance, is caught here."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -258,6 +259,10 @@ def test_weights_differ_by_4096_units_of_their_norm(
     found = {1: {"param/w": torch.tensor([1.0 + times * bound], dtype=dtype)}}
     (one,) = compare(expected, found)
     assert (one.verdict, is_rounding(expected, found)) == (("different", False) if differs else ("rounding", True))
+    assert [one.verdict for one in compare(expected, found, exact=True)] == ["different"]
+    assert [one.verdict for one in compare(expected, {1: {"param/w": expected[1]["param/w"] * math.nan}})] == [
+        "different"
+    ]
 
 
 @HALF_AND_TWICE

@@ -81,7 +81,7 @@ def calls(tree: ast.AST, ours: set[str]) -> Iterator[tuple[str, int]]:
 def _opens_no_file(name: str, call: ast.Call) -> bool:
     """A store, a board and an office open as well: without a mode, and not by a path or `os`."""
     owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-    others = "store board self._rendezvous hosted self._store self._meeting CoordinatorState"
+    others = "store board self._rendezvous hosted self.store self._meeting CoordinatorState"
     return name == "open" and owner in others.split()
 
 

@@ -14,7 +14,6 @@ from tests.contract.running import run
 from tests.support.descendants import descendants
 from tests.support.verdicts import plain
 from tests.support.waiting import wait_for
-from trainkit.run.process import fork_server as ranks
 from trainkit.run.process.fork_server import ForkServerClient
 
 pytestmark = pytest.mark.skipif(not ForkServerClient.is_possible(), reason="ranks are forks on Linux alone")
@@ -47,7 +46,7 @@ def training(tmp_path: Path) -> Iterator[Training]:
 @pytest.mark.long
 def test_forked_ranks_compute_what_fresh_processes_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forks = run(tmp_path / "forks", *TRAIN)
-    monkeypatch.setattr(ranks, "can_fork", lambda _: False)
+    monkeypatch.setattr(ForkServerClient, "is_possible", lambda: False)
     fresh = run(tmp_path / "fresh", *TRAIN)
     assert forks["weights_sha256"] == fresh["weights_sha256"]
     assert forks["metrics"] == fresh["metrics"]

@@ -156,16 +156,6 @@ def test_a_worker_that_is_killed_is_started_again_alone(folder: RunFolder, fake:
     assert_no_process_is_left(folder)
 
 
-@pytest.mark.long
-def test_a_server_that_is_killed_takes_the_group_with_it(folder: RunFolder, fake: Callable[..., None]) -> None:
-    # At step 150 the chief has begun and saved, on a loaded machine too.
-    fake("steps=200 save=2 pause=0.02", fail="rank=2,step=150,phase=idle,attempt=0,action=kill")
-    said: list[str] = []
-    assert run_roles(folder, "worker ps", log=said.append) == {"status": "finished", "attempt": 1}
-    assert plain(said[0]).startswith("rank 2 was ended by SIGKILL in step 150 (idle).")
-    assert lives(folder, 1) == [(0, 0), (1, 0)]
-
-
 def test_a_worker_that_hangs_is_ended_and_started_again_alone(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=200 pause=0.02", fail="rank=1,step=3,phase=forward,life=0,action=hang")
     said: list[str] = []
@@ -519,19 +509,19 @@ def test_the_record_survives_lines_that_are_none(folder: RunFolder) -> None:
 
 def test_a_group_started_again_from_outside_is_refused_if_its_error_comes_again(folder: RunFolder) -> None:
     folder.path.mkdir()
-    answers: list[str | None] = []
+    answers, failure = list[str | None](), Failure(rank=1, headline="rank 1 failed.")
     before: list[dict[str, Any]] = []
     for _ in range(2):
         folder.begin()
         folder.live.mkdir(parents=True)
         write_error_report(folder.error_of(1), 1, ValueError("bad sample"))
-        relaunch = record_relaunch(folder, "rank 1 failed.", 1, before=json.loads(json.dumps(before)))
+        relaunch = record_relaunch(folder, failure, before=json.loads(json.dumps(before)))
         answers.append(relaunch.refusal)
         before = relaunch.to_json()
     assert answers == [None, "gave up: rank 1 raised the same exception twice in the same place, while starting"]
     assert [one["cause"] for one in restarts_of(folder.path)["restarts"]] == ["rank 1 failed."]
-    assert record_relaunch(folder, "rank 1 failed.", 1, before=before, tolerant=True).refusal is None
-    assert record_relaunch(folder, None, None, before=before).refusal is None, "the processes left no report"
+    assert record_relaunch(folder, failure, before=before, tolerant=True).refusal is None
+    assert record_relaunch(folder, None, before=before).refusal is None, "the processes left no report"
 
 
 def test_of_many_restarts_the_first_are_listed_and_the_rest_is_counted(

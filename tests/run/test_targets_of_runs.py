@@ -122,30 +122,6 @@ def test_an_ensemble_that_was_written_runs_nothing(runs: Path, cwd: Path) -> Non
     assert not canary.exists()
 
 
-@pytest.mark.parametrize(
-    "verb",
-    [
-        [],
-        ["plan"],
-        ["prove", "strategy=mirrored"],
-        ["explain", "model.command"],
-        ["emit", "slurm", "--shared", "here"],
-        ["-m", "seed=1,2"],
-        ["cv.folds=2"],
-        ["resume", "runs/0"],
-        ["top", "runs", "--then"],
-    ],
-    ids=" ".join,
-)
-def test_an_argument_runs_nothing(edited: Callable[[str], Path], verb: list[str]) -> None:
-    canary = edited("a module of torch's imports")
-    recipe = [] if "runs" in " ".join(verb) else ["recipe=null"]
-    for target in ("torch.os.system", "trainkit.run.begin.subprocess.getoutput"):
-        own = [f"model._target_={target}", "+model.command=touch canary", "+model.cmd=touch canary"]
-        assert main([*verb, *recipe, *own]) == 2
-    assert not canary.exists()
-
-
 def test_a_sweep_that_goes_on_runs_nothing_of_its_folder(edited: Callable[[str], Path], cwd: Path) -> None:
     canary = edited("os.system as data")
     command = ["touch", str(canary)]

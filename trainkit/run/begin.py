@@ -10,24 +10,26 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import torch
 from torch import nn
 
 from trainkit.cluster.host import num_cores
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.identity import Difference, difference, fingerprint, other_training, run_config
 from trainkit.config.schema import RunConfig
+from trainkit.config.targets.allowed import targets_in
 from trainkit.data.splits import size_of
 from trainkit.errors import CheckpointError, ConfigError, Problem, StorageError, UnreadableError, together
 from trainkit.extras import DISTRIBUTION
 from trainkit.files import Free, lacking, num_bytes, reporting, storage_error, write_atomically, write_json_atomically
 from trainkit.numerics.batch import BatchPlan
-from trainkit.numerics.schedules import LearningRate
 from trainkit.redaction import mask, redacted_argument
 from trainkit.run.estimates.this_machine import host_bytes
 from trainkit.run.folder.continued import bring_earlier_steps, refuse_absent_weights
@@ -38,6 +40,7 @@ from trainkit.run.planning.memory import checkpoint_bytes, model_bytes, refuse_s
 from trainkit.run.planning.misfits import refuse_misfits
 from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
 from trainkit.run.planning.plan import ChooseWorkers, RunPlan, make_plan, refuse_open_workers, with_workers
+from trainkit.run.process.setup import variables
 from trainkit.run.record import first_command
 from trainkit.run.session.checkpointer import retention_of
 from trainkit.run.session.restore import refuse_own_losses
@@ -52,11 +55,6 @@ Result = dict[str, Any] | None
 
 Job = Callable[[Path, Callable[[], Result]], Result]
 """Function that calls the training in its folder, for example within the job context that Hydra sets up."""
-
-
-def new_folder(cfg: RunConfig, run_dir: Path | None) -> RunFolder:
-    """Create a run folder that no run has used."""
-    return RunFolder.create(Path("outputs"), cfg.name) if run_dir is None else RunFolder.claim(run_dir)
 
 
 def refuse_lack_of_room(plan: RunPlan, model: nn.Module, folder: RunFolder | None, run_dir: Path | None) -> None:
@@ -251,8 +249,16 @@ def begun(
     `check` raises if the loop of this process cannot run a plan; nothing was written.
     """
     start = agree.find_start(cfg, run_dir)
-    with without_breakpoints():
-        plan = agree.everywhere(lambda: _checked_plan(start, agree, check, choose_workers))
+    with variables({BREAKPOINT: "0"}):  # a plan calls the model without data
+
+        def planned() -> RunPlan:
+            plan = make_plan(start.cfg, launch=agree.launch)
+            check(start, plan)
+            if choose_workers is None:
+                refuse_open_workers(start.cfg)
+            return plan
+
+        plan = agree.everywhere(planned)
         agree.compare(plan)
 
         def examined() -> tuple[RunPlan, list[str]]:
@@ -274,7 +280,8 @@ def begun(
 
         def begin() -> dict[str, str]:
             with reporting(Path("outputs") if run_dir is None else run_dir):
-                folder = start.folder or new_folder(plan.cfg, run_dir)
+                create = partial(RunFolder.create, Path("outputs"), plan.cfg.name)
+                folder = start.folder or (create() if run_dir is None else RunFolder.claim(run_dir))
                 locks.append(stack.enter_context(agree.lock(folder, is_new=start.folder is None)))
                 known = agree.claim(folder, start)
                 begin_folder(folder, plan, start, notes=[*notes, *found])
@@ -293,30 +300,6 @@ def begun(
             raise
         resolved = resumed_from(plan.cfg, start.checkpoints)
         yield BegunRun(plan=plan, folder=folder, resolved=resolved, lock=locks[0] if locks else None, fence=fence)
-
-
-@contextmanager
-def without_breakpoints() -> Iterator[None]:
-    """Skip `breakpoint()` in code of the user while the block runs: a plan calls the model without data."""
-    before = os.environ.get(BREAKPOINT)
-    os.environ[BREAKPOINT] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[BREAKPOINT]
-        else:
-            os.environ[BREAKPOINT] = before
-
-
-def _checked_plan(
-    start: ResumePoint, agree: Agreement, check: CheckStart, choose_workers: ChooseWorkers | None
-) -> RunPlan:
-    plan = make_plan(start.cfg, launch=agree.launch)
-    check(start, plan)
-    if choose_workers is None:
-        refuse_open_workers(start.cfg)
-    return plan
 
 
 def find_start(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
@@ -348,15 +331,13 @@ def find_start(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
 
 
 def _auto(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
-    if run_dir is not None and list_complete(run_dir / "checkpoints"):
-        adopted, changes = continued(cfg, run_dir, run_dir / "checkpoints")
-        note = _continues(RunFolder(run_dir))
-        return ResumePoint(cfg=adopted, folder=RunFolder(run_dir), note=note, changes=changes)
-    if run_dir is not None and (run_dir / "resolved.yaml").is_file():  # it ended before its first checkpoint
-        with suppress(ConfigError):  # another training
-            adopted, changes = continued(cfg, run_dir, run_dir / "checkpoints")
-            note = f"resume=auto: a new run in {run_dir}"
-            return ResumePoint(cfg=adopted, folder=RunFolder(run_dir), note=note, changes=changes)
+    has_checkpoint = run_dir is not None and bool(list_complete(run_dir / "checkpoints"))
+    if run_dir is not None and (has_checkpoint or (run_dir / "resolved.yaml").is_file()):
+        folder = RunFolder(run_dir)
+        with nullcontext() if has_checkpoint else suppress(ConfigError):  # of another training
+            adopted, changes = continued(cfg, run_dir, folder.checkpoints)
+            note = _continues(folder) if has_checkpoint else f"resume=auto: a new run in {run_dir}"
+            return ResumePoint(cfg=adopted, folder=folder, note=note, changes=changes)
     root = Path("outputs") / cfg.name if run_dir is None else run_dir.parent
     unread: list[str] = []
     for file in sorted(root.glob("*/resolved.yaml"), key=lambda file: file.lstat().st_mtime, reverse=True):
@@ -364,7 +345,8 @@ def _auto(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
         try:
             earlier = run_config(file.parent)
             adopted = replace(adopt(cfg, earlier), changes=cfg.changes)
-            if not _unfinished(folder) or fingerprint(adopted) != fingerprint(earlier):
+            unfinished = list_complete(folder.checkpoints) and read_status(folder).state != "finished"
+            if not unfinished or fingerprint(adopted) != fingerprint(earlier):
                 continue
         except (
             ConfigError,
@@ -373,34 +355,22 @@ def _auto(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
         ):  # an unreadable folder of another run must not prevent training
             unread.append(f"{folder.path} cannot be read and is skipped")
             continue
-        _refuse_running(folder)
+        status = read_status(folder)
+        if status.is_running and not status.note:  # on another host it may have been killed: that is not known
+            rule = (
+                f"{folder.path}, the newest unfinished run of this training, {status.summary()}. Wait until it has "
+                "ended, stop it, or leave out resume=auto for another run."
+            )
+            raise ConfigError([Problem(key="resume", value="auto", rule=rule)])
         return ResumePoint(cfg=adopted, folder=folder, note="; ".join([_continues(folder), *unread[:_SHOWN]]))
     note = f"resume=auto: no unfinished run of this training in {root}, so a fresh start"
     return ResumePoint(cfg=cfg, note="; ".join([note, *unread[:_SHOWN]]))
-
-
-def _unfinished(folder: RunFolder) -> bool:
-    return bool(list_complete(folder.checkpoints)) and read_status(folder).state != "finished"
 
 
 def _continues(folder: RunFolder) -> str:
     found = read_status(folder)
     ended = "" if found.state == "unknown" or found.is_running else f", which {found.summary()}"
     return f"resume=auto: continues {folder.path}{ended}"
-
-
-def _refuse_running(folder: RunFolder) -> None:
-    """Refuse to resume a run that certainly still runs.
-
-    For a run on another host only the age of its heartbeat is known, and it may have been killed: it is not refused.
-    """
-    found = read_status(folder)
-    if found.is_running and not found.note:
-        rule = (
-            f"{folder.path}, the newest unfinished run of this training, {found.summary()}. Wait until it has ended, "
-            "stop it, or leave out resume=auto for another run."
-        )
-        raise ConfigError([Problem(key="resume", value="auto", rule=rule)])
 
 
 def adopt(cfg: RunConfig, earlier: RunConfig) -> RunConfig:
@@ -462,7 +432,8 @@ def continued(cfg: RunConfig, run: Path, checkpoints: Path) -> tuple[RunConfig, 
         if (num_steps := num_steps_of(cfg, batch)) < step:
             rule = f"gives {num_steps:,} steps, and {checkpoints} has {step:,} already. Give a larger one."
             raise ConfigError([Problem(key=key, value=value, rule=rule)])
-        before, after = (_rates(one, batch) for one in (earlier, cfg))
+        old_rate, new_rate = (rates_of(one, batch, build_schedule(one.schedule)) for one in (earlier, cfg))
+        before, after = ([one.rate for one in named] or [rate] for rate, named in (old_rate, new_rate))
         same = all(old(done) == new(done) for done in range(step) for old, new in zip(before, after, strict=True))
         if same and all(one.key in ("epochs", "steps") for one in schedule):
             lines.append(f"{key}={value}: the learning rates of the {step:,} steps done are the same with this length")
@@ -484,11 +455,6 @@ def continued(cfg: RunConfig, run: Path, checkpoints: Path) -> tuple[RunConfig, 
 
 
 _IN_PYTHON: Final = "in a config: resume_allows=["
-
-
-def _rates(cfg: RunConfig, batch: BatchPlan) -> list[LearningRate]:
-    rate, optimizers = rates_of(cfg, batch, build_schedule(cfg.schedule))
-    return [one.rate for one in optimizers] or [rate]
 
 
 _OURS: Final = ("trainkit", "torch", "numpy", "safetensors", "hydra-core", "omegaconf")
@@ -523,7 +489,7 @@ def write_environment(
             "python": platform.python_version(),
             "git": git_state(),
             "packages": packages(cfg.to_dict()),
-            "devices": _devices(),
+            "devices": {"cores": num_cores(), "cuda": torch.version.cuda, "gpus": torch.cuda.device_count()},
             "seed": cfg.seed,
             "fingerprint": fingerprint,
             "config": cfg.to_dict(),
@@ -553,7 +519,7 @@ def git_state() -> dict[str, Any] | None:
 
 def packages(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the versions of the packages that every run uses, and of the packages of its `_target_`s."""
-    modules = {target.partition(".")[0] for target in _targets(values)}
+    modules = {target.partition(".")[0] for _, target in targets_in(values) if isinstance(target, str)}
     found = {}
     for name in dict.fromkeys((*_OURS, *sorted(modules))):
         try:
@@ -561,26 +527,3 @@ def packages(values: Mapping[str, Any]) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:  # a folder on the path, or a module of another name
             continue
     return found
-
-
-def _targets(values: Any) -> Iterator[str]:
-    if isinstance(values, Mapping):
-        if isinstance(values.get("_target_"), str):
-            yield values["_target_"]
-        for value in values.values():
-            yield from _targets(value)
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _targets(value)
-
-
-def _devices() -> dict[str, Any]:
-    """Return cores and GPUs; queries the driver only for their number, which creates no CUDA context."""
-    import torch  # noqa: PLC0415 - a process that starts a run has imported it
-
-    count = torch.cuda.device_count()
-    return {
-        "cores": num_cores(),
-        "cuda": torch.version.cuda,
-        "gpus": count,
-    }

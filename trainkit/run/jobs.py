@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -139,6 +139,10 @@ class Job:
         file = Path(self.request.weights)
         return file.parent if file.name == MANIFEST else None
 
+    def reading(self, local: LocalModel) -> Reading:
+        """Return how the samples are read on a rank."""
+        return Reading(device=local.device, settings=self.cfg.loader, hooks=self.parts.hooks)
+
     @property
     def is_together(self) -> bool:
         """Whether ranks compute one forward pass together."""
@@ -193,7 +197,14 @@ def prepare(cfg: RunConfig, request: JobRequest) -> Job:
     model = meta_model(cfg) if file.name == MANIFEST else load_described(file)
     problems += parts.strategy.validate_model(model, facts)
     if request.verb == "predict":
-        problems += [*outputs.problems(parts.objective, model), *_withheld(parts, outputs, facts)]
+        is_embedding = outputs.kind == "embedding"
+        needs = set(needs_of(parts.objective)) | ({Access.methods} if is_embedding else set())
+        problems += outputs.problems(parts.objective, model)
+        if (refused := parts.strategy.facts_in(facts).refused_access(needs)) is not None:
+            of_outputs = is_embedding and refused[0] is Access.methods
+            key, value = "objective", type(parts.objective).__name__
+            key, value = ("predict.outputs", outputs.text) if of_outputs else (key, value)
+            problems.append(Problem(key=key, value=value, rule=f"{refused[0].value}, and {refused[1]}"))
     if problems:
         raise ConfigError(problems)
     job = Job(
@@ -213,19 +224,6 @@ def prepare(cfg: RunConfig, request: JobRequest) -> Job:
         rule = f"has no effect on {request.verb}. Leave it out."
         raise ConfigError([Problem(key="strategy.evaluator", value=True, rule=rule)])
     return job
-
-
-def _withheld(parts: Components, outputs: Outputs, facts: PlanContext) -> list[Problem]:
-    """Return the problem of a strategy that cannot provide the access to the model that a prediction needs."""
-    is_embedding = outputs.kind == "embedding"
-    needs = set(needs_of(parts.objective)) | ({Access.methods} if is_embedding else set())
-    refused = parts.strategy.facts_in(facts).refused_access(needs)
-    if refused is None:
-        return []
-    key, value = ("objective", type(parts.objective).__name__)
-    if is_embedding and refused[0] is Access.methods:
-        key, value = "predict.outputs", outputs.text
-    return [Problem(key=key, value=value, rule=f"{refused[0].value}, and {refused[1]}")]
 
 
 def _refuse_misfits(job: Job) -> None:
@@ -339,7 +337,10 @@ def _run_task(
         request = _setup_request(job, identity, _model_of(job, identity.task.rank), on_phase=on_phase)
         job.strategy.run_auxiliary(TaskContext(**vars(request), num_steps=1, requested=task.requested))
         return None
-    with _threads(job), reproducible_process(enabled=job.cfg.numerics.reproducible):
+    with ExitStack() as stack, reproducible_process(enabled=job.cfg.numerics.reproducible):
+        if job.request.verb == "predict":  # the bytes of a prediction depend on the number of threads
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(job.cfg.predict.threads)
         on_phase("join", 0)
         local, close = _placed(job, identity, on_phase)
         try:
@@ -351,18 +352,6 @@ def _run_task(
         on_phase("end", 0)
         close(failed=False)
     return result if identity.task.rank == 0 else None
-
-
-@contextmanager
-def _threads(job: Job) -> Iterator[None]:
-    """Compute a prediction with the number of threads of its request, on which its bytes depend."""
-    before = torch.get_num_threads()
-    if job.request.verb == "predict":
-        torch.set_num_threads(job.cfg.predict.threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _placed(job: Job, identity: Identity, on_phase: PhaseListener) -> tuple[LocalModel, Callable[..., None]]:
@@ -438,20 +427,12 @@ class _JobTask:
     log: Callable[[str], None]
     """Function that logs a line of progress."""
 
-    def _reading(self, local: LocalModel) -> Reading:
-        return Reading(device=local.device, settings=self.job.cfg.loader, hooks=self.job.parts.hooks)
-
     def evaluate(self, local: LocalModel) -> Result:
         """Return the figures and tables of a split."""
-        job, size = self.job, self.job.eval_batch_size
-        objective, dataset, ranks = job.parts.objective, job.dataset, (local.rank, local.num_ranks)
+        job, objective, dataset = self.job, self.job.parts.objective, self.job.dataset
+        size, together = job.eval_batch_size, job.is_together
         batches = EvalBatches(
-            dataset,
-            self._reading(local),
-            batch_size=size,
-            rank=ranks[0],
-            num_ranks=ranks[1],
-            together=job.is_together,
+            dataset, job.reading(local), batch_size=size, rank=local.rank, num_ranks=local.num_ranks, together=together
         )
 
         def watched() -> Iterator[Any]:
@@ -493,7 +474,7 @@ class _JobTask:
             return self.requested() is None
 
         rows = partial(
-            predicted, local, job.parts.objective, job.outputs, job.dataset, self._reading(local), chunks=job.chunks
+            predicted, local, job.parts.objective, job.outputs, job.dataset, job.reading(local), chunks=job.chunks
         )
         done = compute_parts(
             local,

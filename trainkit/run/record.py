@@ -12,7 +12,6 @@ continues from.
 from __future__ import annotations
 
 import contextlib
-import glob
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +32,7 @@ from trainkit.errors import ConfigError, TrainkitError, UnreadableError, status_
 from trainkit.files import open_regular, read_map, write_atomically, write_json_atomically
 from trainkit.report.train_log import TrainLog, recorded_output
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.folder.status import ENDED, RunStatus, read_status
+from trainkit.run.folder.status import ENDED, read_status
 from trainkit.run.folder.status import FILE as STATUS
 from trainkit.run.process.heartbeat import read_heartbeat
 from trainkit.trainer.manifest import list_complete
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
 
 
 PAGE: Final = "report.html"
-_DRAFT_S: Final = 60.0
-"""Age in seconds from which a draft belongs to a killed process: writing one takes some milliseconds."""
 _RANK: Final = re.compile(r"rank_(\d{1,6})")
 _MOST_RANKS: Final = 600
 
@@ -74,15 +71,25 @@ def write_run_page(
     from trainkit.report.curves import MetricsReader  # noqa: PLC0415 - for a page only
     from trainkit.report.web.run_document import RunFacts, RunFiles, Standing, run_page  # noqa: PLC0415
 
-    status, files = read_status(folder), RunFiles.read(folder.path)
+    status, files, lasted = read_status(folder), RunFiles.read(folder.path), None
+    words = status.summary()
+    if status.is_running:
+        at = "" if status.step is None else f" at step {status.step:,}"
+        words = f"{'starts' if status.state == 'starting' else 'runs'}{at}"
+    elif status.updated is not None:
+        with contextlib.suppress(ValueError, OverflowError):  # of the last command, to a second
+            started = datetime.fromisoformat(str(files.environment.get("started"))).timestamp()
+            lasted = status.updated - started if status.updated >= started else None
+    with contextlib.suppress(ConfigError, UnreadableError):
+        cfg = cfg or load_resolved(folder.resolved)
     facts = RunFacts(
         files=files,
         rows=MetricsReader(folder.metrics).read() if rows is None else rows,
-        cfg=cfg or _config(folder),
-        standing=Standing(state=status.state, step=status.step, words=_words(status)),
+        cfg=cfg,
+        standing=Standing(state=status.state, step=status.step, words=words),
         ranks=_ranks(folder),
         spread=spread,
-        lasted=_lasted(files.environment, status),
+        lasted=lasted,
     )
     write_page(path, run_page(facts))
 
@@ -96,81 +103,30 @@ def write_page(path: Path, page: str) -> None:
     """
     from trainkit.report.web.page import MARK  # noqa: PLC0415 - for a page only
 
-    with contextlib.suppress(FileNotFoundError):
-        path.lstat()
-        if not _begins_with(path, MARK):
+    if os.path.lexists(path):
+        begin = b""
+        with contextlib.suppress(UnreadableError), open_regular(path) as file:
+            begin = file.read(len(MARK))
+        if begin != MARK:
             set_aside(path, "is not a page that trainkit wrote")
     write_atomically(path, page, sync=False)
-    _remove_drafts(path, MARK)
-
-
-def _remove_drafts(page: Path, mark: bytes) -> None:
-    """Remove drafts of this page from killed processes (`.report.html.PID`).
-
-    What does not begin as a page is not trainkit's, and a draft of the last minute may be under way in another process.
-    Both times are those of the file system, so that clocks of several hosts do not matter.
-    """
-    with contextlib.suppress(OSError):
-        written = page.lstat().st_mtime
-        for draft in page.parent.glob(f".{glob.escape(page.name)}.*"):
-            is_named = draft.suffix[1:].isdecimal()
-            if is_named and written - draft.lstat().st_mtime > _DRAFT_S and _begins_with(draft, mark):
-                draft.unlink(missing_ok=True)
-
-
-def _begins_with(path: Path, mark: bytes) -> bool:
-    try:
-        with open_regular(path) as file:
-            return file.read(len(mark)) == mark
-    except UnreadableError:
-        return False
-
-
-def _config(folder: RunFolder) -> RunConfig | None:
-    try:
-        return load_resolved(folder.resolved)
-    except (ConfigError, UnreadableError):
-        return None
-
-
-def _words(status: RunStatus) -> str:
-    """Return the current state of a run, in words."""
-    if status.is_running:
-        at = "" if status.step is None else f" at step {status.step:,}"
-        return f"{'starts' if status.state == 'starting' else 'runs'}{at}"
-    return status.summary()
-
-
-def _lasted(environment: Mapping[str, Any], status: RunStatus) -> float | None:
-    """Return the seconds from the start of the last command of a run to its end, to a second; None: unknown."""
-    if status.updated is None or status.is_running:
-        return None
-    try:
-        started = datetime.fromisoformat(str(environment.get("started"))).timestamp()
-    except (ValueError, OverflowError):
-        return None
-    return status.updated - started if status.updated >= started else None
 
 
 def _ranks(folder: RunFolder) -> list[RankLine]:
     """Return the last heartbeat of each rank."""
     from trainkit.report.web.run_document import RankLine  # noqa: PLC0415 - for a page only
 
-    try:
-        live, logs = folder.live, folder.logs
-        names = [path.name for path in live.iterdir()]
-    except (OSError, TrainkitError):
-        return []
-    ranks = sorted(int(match[1]) for name in names if (match := _RANK.fullmatch(name)))
+    ranks: list[int] = []
+    with contextlib.suppress(FileNotFoundError):
+        ranks = sorted(int(match[1]) for path in folder.live.iterdir() if (match := _RANK.fullmatch(path.name)))
     lines = []
     for rank in ranks[:_MOST_RANKS]:
-        heartbeat, log = read_heartbeat(folder.heartbeat_of(rank)), logs / f"rank_{rank}.log" if rank else folder.log
+        heartbeat, log = read_heartbeat(folder.heartbeat_of(rank)), folder.log_of(rank) if rank else folder.log
         step, phase = (None, "") if heartbeat is None else (heartbeat.step, heartbeat.phase)
         lines.append(RankLine(rank=rank, step=step, phase=phase, log=log.relative_to(folder.path).as_posix()))
     return lines
 
 
-_VERSION: Final = 1
 _WRITE_S: Final = 2.0
 """Seconds between two reads of the step for `status.json`."""
 _REFRESH_S: Final = 15.0
@@ -233,18 +189,9 @@ class StatusFile:
     """Writes `status.json` for the duration of its block."""
 
     def __init__(self, folder: RunFolder, *, confirm: Callable[[], None] = uncontested) -> None:
-        self._folder = folder
-        self._confirm = confirm
-        machine, mark = Machine.here(), ProcessId.of(os.getpid())
-        self._constant = {
-            "version": _VERSION,
-            "pid": mark.pid,
-            "process_start": mark.started,
-            "host": machine.host,
-            "boot_id": machine.boot_id,
-            "boot_time": machine.boot_time,
-            "processes": machine.processes,
-        }
+        self._folder, self._confirm = folder, confirm
+        mark = ProcessId.of(os.getpid())
+        self._constant = {"version": 1, "pid": mark.pid, "process_start": mark.started, **asdict(Machine.here())}
         self._step_now: Callable[[], int | None] = lambda: None
         self._step: int | None = None
         self._last_step: int | None = None
@@ -342,9 +289,7 @@ class PageWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._has_ended.set()
         if self._cfg is not None:
             self._thread.join()
@@ -404,32 +349,17 @@ def record_settings(folder: Path, changed: Sequence[Mapping[str, Any]]) -> None:
 
     A file that cannot be written does not end the run: the page of the run alone reads it.
     """
-    before = _earlier_commands(folder / _SETTINGS)
-    recorded = {one["key"]: one for one in before.get("settings", []) if _is_setting(one)}
+    before: Mapping[str, Any] = {}
+    with contextlib.suppress(UnreadableError):  # there is no earlier command
+        before = read_map(folder / _SETTINGS, {"settings": list}, optional={"continued_at": list}, limit=_LIMIT)
+    known = [one for one in before.get("settings", []) if isinstance(one, dict) and isinstance(one.get("key"), str)]
+    recorded = {one["key"]: one for one in known}
     for one in changed:
-        earlier = recorded.get(one["key"])
-        recorded[one["key"]] = {**one, "recipe": one["recipe"] if earlier is None else earlier.get("recipe")}
-    content = {"version": 1, "settings": [*recorded.values()], "continued_at": _continued_at(folder, before)}
+        recipe = recorded[one["key"]].get("recipe") if one["key"] in recorded else one["recipe"]
+        recorded[one["key"]] = {**one, "recipe": recipe}
+    steps = [step for step in before.get("continued_at") or [] if type(step) is int]
+    newest = list_complete(folder / "checkpoints")[:1] if before else []  # which a command continues now
+    steps += [one.step for one in newest if one.step not in steps]
+    content = {"version": 1, "settings": [*recorded.values()], "continued_at": steps[-_MOST:]}
     with contextlib.suppress(OSError):
         write_json_atomically(folder / _SETTINGS, content)
-
-
-def _continued_at(folder: Path, before: Mapping[str, Any]) -> list[int]:
-    """Return the steps at which commands continued the run, including the newest checkpoint if a command continues it
-    now.
-    """
-    steps = [step for step in before.get("continued_at") or [] if type(step) is int]
-    found = list_complete(folder / "checkpoints")[:1] if before else []
-    return [*steps, *(one.step for one in found if one.step not in steps)][-_MOST:]
-
-
-def _earlier_commands(path: Path) -> Mapping[str, Any]:
-    """Return the record of an earlier command; empty if there is none."""
-    try:
-        return read_map(path, {"settings": list}, optional={"continued_at": list}, limit=_LIMIT)
-    except UnreadableError:
-        return {}
-
-
-def _is_setting(content: Any) -> bool:
-    return isinstance(content, dict) and isinstance(content.get("key"), str)

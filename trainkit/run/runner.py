@@ -55,6 +55,13 @@ def train_composition(
         TrainkitError: as in `train`.
     """
     from trainkit.config.check.rules import unused_keys_with_classes  # noqa: PLC0415 - imports the targets
+    from trainkit.config.compose.jobs import run_job  # noqa: PLC0415 - Hydra only where one trains
+
+    def job(folder: Path, task: Callable[[], Result]) -> Result:
+        """Run a training as a Hydra job: `.hydra/`, loggers, callbacks, environment; no secrets."""
+        record_settings(folder, changed_keys(composition))
+        with kept_in(folder):
+            return run_job(composition, folder, task)
 
     if run_dir is None and composition.run_dir_given:
         run_dir = composition.run_dir
@@ -68,24 +75,12 @@ def train_composition(
             run_dir=None if run_dir is None else Path(run_dir),
             notes=composition.notes,
             is_given=composition.is_given,
-            job=_hydra_job(composition, kept_in),
+            job=job,
             launch=launch,
             choose_workers=choose_workers,
         )
     except ConfigError as error:
         raise composition.with_origins(error) from error
-
-
-def _hydra_job(composition: Composition, kept_in: Callable[[Path], AbstractContextManager[Any]]) -> Job:
-    """Return a function that runs a training as a Hydra job: `.hydra/`, loggers, callbacks, environment; no secrets."""
-    from trainkit.config.compose.jobs import run_job  # noqa: PLC0415 - Hydra only where one trains
-
-    def job(folder: Path, task: Callable[[], Result]) -> Result:
-        record_settings(folder, changed_keys(composition))
-        with kept_in(folder):
-            return run_job(composition, folder, task)
-
-    return job
 
 
 def train(

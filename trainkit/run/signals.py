@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Final, NoReturn, Self
 
 from trainkit.errors import HangupError, StopKind, StoppedError, TerminatedError, TrainkitError
@@ -75,9 +75,7 @@ def blocked_at_start() -> list[signal.Signals]:
 
 def signal_of(reason: StopKind) -> signal.Signals:
     """Return the signal that forwards a stop request to another process."""
-    if reason == "hangup" and hasattr(signal, "SIGHUP"):
-        return signal.SIGHUP
-    return signal.SIGINT if reason == "stopped" else signal.SIGTERM
+    return {"hangup": signal.SIGHUP, "stopped": signal.SIGINT}.get(reason, signal.SIGTERM)
 
 
 def stop_error(reason: str, message: str) -> TrainkitError:
@@ -87,8 +85,7 @@ def stop_error(reason: str, message: str) -> TrainkitError:
 
 def is_ignored(number: signal.Signals) -> bool:
     """Return whether a signal must stay ignored: SIGHUP, if this process was started by `nohup` or similar."""
-    hangup = getattr(signal, "SIGHUP", None)
-    return number == hangup and signal.getsignal(number) is signal.SIG_IGN
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 def ignore_request(reason: StopKind) -> None:
@@ -135,18 +132,13 @@ class StopFlag:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in self._signals:
-                if is_ignored(number):
-                    continue
-                self._previous[number] = signal.signal(number, self._handle)
-            if hasattr(signal, "pthread_sigmask"):
-                # The supervisor starts workers with these signals blocked: a pending one arrives now.
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, list(self._previous))
+            caught = [number for number in self._signals if not is_ignored(number)]
+            self._previous = {number: signal.signal(number, self._handle) for number in caught}
+            # The supervisor starts workers with these signals blocked: a pending one arrives now.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._previous.clear()
@@ -154,23 +146,17 @@ class StopFlag:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
         if os.getpid() != self._pid:
-            self._handle_in_child(number)
+            # A forked process inherits the handler. Ctrl-C and the closing of a terminal reach data loading processes
+            # too: they continue, because the current step needs their batches, and end with their parent.
+            if self._signals[signal.Signals(number)] not in ("stopped", "hangup"):
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             return
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
                 raise KeyboardInterrupt
         self.request(self._signals[signal.Signals(number)])
-
-    def _handle_in_child(self, number: int) -> None:
-        """Handle a signal in a forked process, which inherits the handler.
-
-        Ctrl-C and the closing of a terminal reach data loading processes too: they continue, because the current step
-        needs their batches, and end with their parent. SIGTERM ends them.
-        """
-        if self._signals[signal.Signals(number)] not in ("stopped", "hangup"):
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
 
 
 @contextlib.contextmanager

@@ -30,11 +30,11 @@ from trainkit.run.planning.build import build_callbacks
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.planning.proof_records import last_proof
 from trainkit.run.process.error_report import ErrorReport
-from trainkit.run.process.heartbeat import Beats, beats_of
-from trainkit.run.process.nccl_dumps import nccl_dumps_to
+from trainkit.run.process.heartbeat import Heartbeat, beats_of
+from trainkit.run.process.nccl_dumps import recorder_variables
+from trainkit.run.process.setup import variables
 from trainkit.run.session.auxiliary import findings_of, run_auxiliary
 from trainkit.run.session.given import GivenLoss
-from trainkit.run.session.restore import TaskLinks
 from trainkit.run.session.session import TaskSession
 from trainkit.run.signals import StopFlag
 from trainkit.strategies.base import ignore_phase
@@ -131,14 +131,17 @@ class TaskRun:
         """
         folder, task = self.folder, self.identity.task
         recorder = FlightRecorder(folder.collectives_of, task.rank, self.step) if self.identity.store else nullcontext()
-        dumps = nccl_dumps_to(folder) if task.device != "cpu" else nullcontext()
+        dumps = variables(recorder_variables(folder) if task.device != "cpu" else {}, unless_set=True)
         with reproducible_process(enabled=self.cfg.numerics.reproducible), recorder, dumps:
             try:
                 heartbeat = self.beats or beats_of(self.identity, folder)
                 plan = self.plan = self.plan or make_plan(self.cfg)
                 limit_memory(task, plan.tasks, memory_share(os.environ))
                 if task.rank in plan.auxiliary_ranks:
-                    self._run_auxiliary(plan, heartbeat)
+                    explained_oom = explain_oom(plan, task, lambda: 0 if heartbeat is None else heartbeat.step)
+                    with nullcontext() if task.is_evaluator else explained_oom, report_compiling(heartbeat):
+                        requested, on_phase = lambda: self.stop.requested, heartbeat or ignore_phase
+                        run_auxiliary(plan, self.identity, folder, requested=requested, on_phase=on_phase)
                     yield None
                     return
                 with (
@@ -179,34 +182,25 @@ class TaskRun:
                 folder.write_result({"skipped_steps": [], **failed})
         return ending
 
-    def _run_auxiliary(self, plan: RunPlan, heartbeat: Beats | BeatCounter | None) -> None:
-        task = self.identity.task
-        with ExitStack() as stack:
-            if not task.is_evaluator:
-                stack.enter_context(explain_oom(plan, task, lambda: 0 if heartbeat is None else heartbeat.step))
-            stack.enter_context(report_compiling(heartbeat))
-            run_auxiliary(
-                plan,
-                self.identity,
-                self.folder,
-                requested=lambda: self.stop.requested,
-                on_phase=heartbeat or ignore_phase,
-            )
-
-    def _open(self, plan: RunPlan, heartbeat: Beats | BeatCounter | None, given_loss: GivenLoss | None) -> TaskSession:
-        links = TaskLinks(
-            stop_requested=lambda: self.stop.requested,
-            check_fence=self.confirm,
-            on_phase=ignore_phase if heartbeat is None else heartbeat,
-            within_steps=heartbeat is not None and heartbeat.within_steps,
-        )
+    def _open(
+        self, plan: RunPlan, heartbeat: Heartbeat | BeatCounter | None, given_loss: GivenLoss | None
+    ) -> TaskSession:
+        notes: list[str] = []
+        with contextlib.suppress(AbsentFileError):  # a rank that was started by hand
+            notes = [one for one in read_map(self.folder.environment, {"notes": list})["notes"] if isinstance(one, str)]
+        planned, present = len(plan.training_tasks), self.identity.num_ranks
+        if present < planned:
+            notes += [f"continues with {present} of {planned} replicas: they share the shards of each step"]
         session = TaskSession(
             plan,
             self.identity,
             self.folder.path,
             callbacks=build_callbacks(plan.cfg),
-            links=links,
-            notes=(*_notes(self.folder), *_lost_replica_note(plan, self.identity)),
+            stop_requested=lambda: self.stop.requested,
+            check_fence=self.confirm,
+            on_phase=heartbeat or ignore_phase,
+            within_steps=heartbeat is not None and heartbeat.within_steps,
+            notes=tuple(notes),
             given_loss=given_loss,
         )
         try:
@@ -282,25 +276,9 @@ def _exported(session: TaskSession, folder: RunFolder, result: Mapping[str, Any]
     return done.to_result()
 
 
-def _lost_replica_note(plan: RunPlan, identity: Identity) -> tuple[str, ...]:
-    """Return a note about lost replicas, if there are any."""
-    planned, present = len(plan.training_tasks), identity.num_ranks
-    return (f"continues with {present} of {planned} replicas: they share the shards of each step",) * (
-        present < planned
-    )
-
-
 def _checkpoint_paths(folder: RunFolder, plan: RunPlan) -> dict[str, Any]:
     """Return the checkpoint paths, the resume command, and the last proof of this training on this placement."""
     return {**folder.best_and_last(), "resume": folder.resume_command, "proved": last_proof(plan)}
-
-
-def _notes(folder: RunFolder) -> list[str]:
-    try:
-        notes: list[str] = read_map(folder.environment, {"notes": list})["notes"]
-    except AbsentFileError:  # a rank that was started by hand
-        return []
-    return [note for note in notes if isinstance(note, str)]
 
 
 @contextmanager
@@ -311,29 +289,20 @@ def explain_oom(plan: RunPlan, task: Task, step: Callable[[], int | None]) -> It
         OutOfMemoryError: there was no memory, on the device, on the host or in /dev/shm.
         TrainingError: a kernel needs more on-chip memory than the device has.
     """
-    reserve = _reserved()
-    try:
-        yield
-    except Exception as error:
-        reserve.close()
-        found = explained(error, plan, task, step=step())
-        if found is None:
-            raise
-        raise found from error
-    finally:
-        reserve.close()
-
-
-def _reserved() -> ExitStack:
-    """Reserve address space, freed by closing the stack; if a limit refuses it, do without."""
-    stack = ExitStack()
-    with contextlib.suppress(OSError):
-        stack.enter_context(mmap.mmap(-1, _RESERVE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-    return stack
+    with ExitStack() as reserve:
+        with contextlib.suppress(OSError):  # a limit refuses it
+            reserve.enter_context(mmap.mmap(-1, _RESERVE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        try:
+            yield
+        except Exception as error:
+            reserve.close()
+            if (found := explained(error, plan, task, step=step())) is None:
+                raise
+            raise found from error
 
 
 @contextlib.contextmanager
-def report_compiling(beats: Beats | BeatCounter | None) -> Iterator[None]:
+def report_compiling(beats: Heartbeat | BeatCounter | None) -> Iterator[None]:
     """Enter the phase `compile` whenever torch.compile works, for the duration of the block.
 
     Does nothing if torch.compile was not imported: creating any optimizer of torch imports it.
@@ -375,18 +344,13 @@ def reproducible_process(*, enabled: bool) -> Iterator[None]:
     threads = torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
     benchmark = torch.backends.cudnn.benchmark
-    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # required by cuBLAS, which reads it at its first use
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     try:
-        yield
+        with variables({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}):  # required by cuBLAS, which reads it at its first use
+            yield
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
         torch.backends.cudnn.benchmark = benchmark
-        if workspace is None:
-            del os.environ["CUBLAS_WORKSPACE_CONFIG"]
-        else:
-            os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace

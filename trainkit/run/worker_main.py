@@ -70,7 +70,8 @@ def main(arguments: list[str]) -> int:
             identity = Identity.from_environ(os.environ)
             rank = identity.task.rank
             report = Reporter(folder.error_of(rank), rank)
-            _name_process(str(identity.task))
+            with contextlib.suppress(OSError):  # what `top` and `ps -eo pid,comm` show, on Linux
+                Path("/proc/self/comm").write_text(str(identity.task))
             if supervised and identity.store is not None:
                 Heartbeat(folder.heartbeat_of(rank)).close()  # the following imports take several seconds
             if rank > 0 and not supervised:
@@ -120,24 +121,14 @@ def _run(
 @contextlib.contextmanager
 def _recorded(folder: RunFolder, rank: int, *, supervised: bool) -> Iterator[None]:
     """Record the output of rank 0, unless it already goes to a log file that the driver of a backend prints."""
-    if rank > 0 or _goes_into(folder.log_of(rank)):
+    into_log = False
+    with contextlib.suppress(OSError):
+        into_log = os.path.samestat(os.fstat(1), folder.log_of(rank).stat())
+    if rank > 0 or into_log:
         yield
         return
     with recorded_output(folder.log, separated=not supervised):
         yield
-
-
-def _goes_into(log: Path) -> bool:
-    """Return whether standard output is the file `log`."""
-    with contextlib.suppress(OSError):
-        return os.path.samestat(os.fstat(1), log.stat())
-    return False
-
-
-def _name_process(name: str) -> None:
-    """Set the name that `top` and `ps -eo pid,comm` show, on Linux."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/comm").write_text(name)
 
 
 @contextlib.contextmanager

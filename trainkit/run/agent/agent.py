@@ -14,8 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import ClassVar, Final, Self
+from typing import ClassVar, Final
 
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.errors import StopKind, TrainkitError
@@ -29,7 +28,7 @@ from trainkit.run.agent.failure import (
     first_failure,
     is_clean,
 )
-from trainkit.run.agent.monitor import Monitor, TimeLimits
+from trainkit.run.agent.monitor import Monitor, OverdueRank, TimeLimits
 from trainkit.run.agent.policy import TaskRestarter
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.heartbeat import read_heartbeat
@@ -79,6 +78,11 @@ class Launch(ABC):
     signals: ClassVar[Mapping[signal.Signals, StopKind] | None] = None
     """Signals of this process that stop the run; None: the usual ones."""
 
+    sees_all: bool = True
+    """Whether all ranks that train together are on this host: otherwise one of them may wait for another host."""
+    cwd: Path | None = None
+    """Folder in which the workers start; None: that of this process."""
+
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
 
@@ -89,16 +93,6 @@ class Launch(ABC):
     @abstractmethod
     def environ(self, identity: Identity) -> dict[str, str]:
         """Return the whole environment of a worker."""
-
-    @property
-    def sees_all(self) -> bool:
-        """Whether all ranks that train together are on this host: otherwise one of them may wait for another host."""
-        return True
-
-    @property
-    def cwd(self) -> Path | None:
-        """Folder in which the workers start; None: that of this process."""
-        return None
 
     def log_of(self, task: Task) -> Path | None:
         """Return the file for the output of a task; None: it goes where that of this process goes."""
@@ -149,15 +143,6 @@ class Agent:
         self.stop = StopFlag(self.events.put, signals=launch.signals)
         self._begin(tasks)
 
-    def __enter__(self) -> Self:
-        self.stop.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop.__exit__(kind, error, trace)
-
     def _begin(self, tasks: Sequence[Task]) -> None:
         """Reset the state that belongs to one attempt."""
         self._tasks = tuple(tasks)
@@ -167,7 +152,7 @@ class Agent:
             self._folder,
             sees_all=self._launch.sees_all,
             auxiliary_ranks=self._auxiliary_ranks,
-            pid_of=self._pid_of,
+            pid_of=lambda rank: self._evidence.pid(rank),  # noqa: PLW0108 - that of the running attempt
             asked_to_stop=lambda: self.stop.requested is not None,
         )
         self._asked_to_resize = False
@@ -200,9 +185,6 @@ class Agent:
             self._launch.open_store()
             return self._watch(group, attempt, continues_at)
 
-    def _pid_of(self, rank: int) -> int | None:
-        return self._evidence.pid(rank)
-
     def _start(self, group: WorkerGroup, task: Task, attempt: int) -> None:
         num_ranks = len(self._tasks) - (0 if task.is_evaluator else len(self._evaluators))
         life = self._restarter.restart_count(task.rank) if task.rank in self._replaceable else 0
@@ -215,8 +197,7 @@ class Agent:
         while True:
             for task in self._restarter.due() if self._replaceable else ():
                 self._start(group, task, attempt)
-            self._check_trained()
-            self._kill_stragglers(group)
+            self._end_auxiliary_tasks(group)
             if not group.running and not self._restarter.pending:
                 group.join()  # afterwards the exits of all processes are in the queue
                 if self.events.empty():
@@ -241,10 +222,11 @@ class Agent:
         else:
             overdue = self._monitor.look(self._launch.watched(group.running))
             if overdue is None or overdue.rank not in group.running:  # another agent ends that rank
-                self._request_resize(group, continues_at)
+                if self._may_resize() and not self._asked_to_resize and self.has_progressed(0, continues_at):
+                    self._asked_to_resize = True  # the group saves and ends; the next attempt has the lost replica
+                    group.signal(RESIZE_SIGNAL)
                 return None
-            facts = facts_of(self._folder, self._evidence, running=group.running, reports={}, overdue=overdue)
-            failure = failure_of(self._folder, self._evidence, facts)
+            failure = self._failure(running=group.running, overdue=overdue)
             stacks = group.stacks(failure.rank, self._folder.stacks_of(failure.rank))
             failure = replace(failure, detail=stacks)
         if not self._restarter.may_restart(failure):
@@ -253,8 +235,10 @@ class Agent:
         self._restarter.on_death(failure)
         return None
 
-    def _failure(self, exits: Sequence[ProcessExit] = (), running: Collection[int] = ()) -> Failure:
-        facts = facts_of(self._folder, self._evidence, exits=exits, running=running)
+    def _failure(
+        self, *, exits: Sequence[ProcessExit] = (), running: Collection[int] = (), overdue: OverdueRank | None = None
+    ) -> Failure:
+        facts = facts_of(self._folder, self._evidence, exits=exits, running=running, overdue=overdue)
         return failure_of(self._folder, self._evidence, facts)
 
     def _lingering(self, group: WorkerGroup) -> list[int]:
@@ -273,7 +257,7 @@ class Agent:
         if exited is None:
             return None
         failure, exits = self._first_failure(group, attempt, exited)
-        each = [self._failure([one]) for one in exits]
+        each = [self._failure(exits=[one]) for one in exits]
         if not all(self._restarter.may_restart(one) for one in each):
             return failure
         for one in each:
@@ -285,7 +269,10 @@ class Agent:
         if not isinstance(event, ProcessExit):
             group.signal(signal_of(event))
             return None
-        if event.attempt != attempt or self._is_expected(event.rank):
+        is_trained = self._trained_at is not None
+        expected = self._auxiliary_ranks - (self._evaluators if self._rank0_ended_at is None else frozenset())
+        if event.attempt != attempt or event.rank in self._ended or (is_trained and event.rank in expected):
+            self._ended.discard(event.rank)
             return None
         if not is_clean(self._folder, event, stopping=self.stop.requested is not None):
             return event
@@ -295,27 +282,18 @@ class Agent:
             self._restarter.stop_restarting(evaluator=True)
         return None
 
-    def _is_expected(self, rank: int) -> bool:
-        if rank in self._ended:
-            self._ended.discard(rank)
-            return True
-        expected = self._auxiliary_ranks - (self._evaluators if self._rank0_ended_at is None else frozenset())
-        return self._trained_at is not None and rank in expected
-
-    def _check_trained(self) -> None:
-        """Stop restarting workers once the training has ended, while rank 0 waits for the evaluator."""
-        if self._trained_at is None and self._evaluators and self._folder.trained.exists():
-            self._trained_at = time.monotonic()
-            self._restarter.stop_restarting()
-
-    def _kill_stragglers(self, group: WorkerGroup) -> None:
-        """Kill auxiliary ranks some time after the training has ended, and the evaluator some time after rank 0, which
-        waits for it.
+    def _end_auxiliary_tasks(self, group: WorkerGroup) -> None:
+        """Restart no worker once the training has ended; kill those that run on some time later, and the evaluator some
+        time after rank 0, which waits for it.
         """
-        if self._trained_at is None or time.monotonic() < self._trained_at + _SHUTDOWN_GRACE_S:
+        now = time.monotonic()
+        if self._trained_at is None and self._evaluators and self._folder.trained.exists():
+            self._trained_at = now
+            self._restarter.stop_restarting()
+        if self._trained_at is None or now < self._trained_at + _SHUTDOWN_GRACE_S:
             return
         left, kept = set(group.running), self._evaluators
-        if self._rank0_ended_at is not None and time.monotonic() >= self._rank0_ended_at + _SHUTDOWN_GRACE_S:
+        if self._rank0_ended_at is not None and now >= self._rank0_ended_at + _SHUTDOWN_GRACE_S:
             kept = frozenset()
         for rank in left & self._auxiliary_ranks - kept:
             self._end(group, rank)
@@ -335,14 +313,6 @@ class Agent:
         """Return whether a rank of the current or last attempt has completed a step in it."""
         heartbeat = read_heartbeat(self._folder.heartbeat_of(rank))
         return heartbeat is not None and heartbeat.step > (continues_at or 0)
-
-    def _request_resize(self, group: WorkerGroup, continues_at: int | None) -> None:
-        """Ask a training group once to save and end when a lost replica is due; the next attempt includes
-        that replica.
-        """
-        if self._may_resize() and not self._asked_to_resize and self.has_progressed(0, continues_at):
-            self._asked_to_resize = True
-            group.signal(RESIZE_SIGNAL)
 
     def _next_event(self, timeout_s: float) -> ProcessExit | StopKind | None:
         try:

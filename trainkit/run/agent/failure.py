@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from trainkit.cluster.host import ProcessId
 from trainkit.errors import HangError, TrainingError, TrainkitError, UnreadableError
@@ -48,15 +48,16 @@ class MemoryEvents:
         known = _event_files() if files is None else files
         self.file = next((file for file in known if _oom_kills(file) is not None), None)
         """The file that is read; None: this process cannot read any such file."""
-        self._before = self._count()
+        self._before = self._count
 
+    @property
     def _count(self) -> int:
         return 0 if self.file is None else _oom_kills(self.file) or 0
 
     @property
     def killed(self) -> int:
         """Processes killed for lack of memory since this object was made."""
-        return self._count() - self._before
+        return self._count - self._before
 
 
 def _oom_kills(file: Path) -> int | None:
@@ -86,13 +87,11 @@ def _event_files() -> list[Path]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Arrival:
+class _Arrival(NamedTuple):
     """The time at which a report was first seen by this process."""
 
     number: int
     moment: float
-    """Time on the clock of this process."""
     written: int
     """The modification time of the file: it distinguishes two reports of one rank, and orders reports found at once."""
 
@@ -108,9 +107,8 @@ class ProcessEvidence:
         away: Mapping[int, str] | None = None,
         known: Mapping[int, ErrorReport] | None = None,
         memory: MemoryEvents | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._marks, self._clock = folder, marks, clock
+        self._folder, self._marks = folder, marks
         self._away, self._known = away or {}, known or {}
         self._memory = memory or MemoryEvents()
         self._count = 0
@@ -131,7 +129,7 @@ class ProcessEvidence:
                 fresh.append((written, rank))
         for written, rank in sorted(fresh):
             self._count += 1
-            self._arrived[rank] = _Arrival(number=self._count, moment=self._clock(), written=written)
+            self._arrived[rank] = _Arrival(number=self._count, moment=time.monotonic(), written=written)
 
     def arrival(self, rank: int) -> int:
         """Return the position of a rank's report in the order of arrival; after all others if it was not seen."""
@@ -139,7 +137,7 @@ class ProcessEvidence:
 
     def reported_for_s(self, rank: int) -> float | None:
         """Return the seconds since the report of a rank was seen; None: there is none."""
-        return self._clock() - self._arrived[rank].moment if rank in self._arrived else None
+        return time.monotonic() - self._arrived[rank].moment if rank in self._arrived else None
 
     def report(self, rank: int) -> ErrorReport | None:
         """Return the report of a rank; None if it has written none."""
@@ -175,15 +173,12 @@ class ProcessEvidence:
         """Return whether the process of a rank has ended, even if its parent has not noticed yet."""
         return self.state(rank) in ("Z", "X", "gone")
 
-    def killed_for_memory(self) -> str | None:
-        """Return the kernel's counter that shows a process killed for lack of memory; None if no process was killed."""
+    def out_of_memory(self) -> str:
+        """Return a sentence if the kernel has killed a process for lack of memory, or if that cannot be known."""
+        if self._memory.file is None:
+            return " The system may have run out of memory."
         count = self._memory.killed
-        return f"oom_kill in {self._memory.file} rose by {count}" if count > 0 else None
-
-    @property
-    def counts_memory(self) -> bool:
-        """Whether this process can read the kernel's count of such processes."""
-        return self._memory.file is not None
+        return f" Its cgroup ran out of memory: oom_kill in {self._memory.file} rose by {count}." if count > 0 else ""
 
 
 _LOG_LINES: Final = 20
@@ -322,9 +317,11 @@ def facts_of(
         exits: of processes that ended before their task was done, in the order of their arrival.
         running: ranks whose exit has not arrived.
         reports: the reports that count, in the order of their arrival; None: those in the folder.
-        overdue: the rank that exceeded its limit.
+        overdue: the rank that exceeded its limit: then no report counts.
     """
     running = list(running)
+    if overdue is not None:
+        reports = {}
     ranks = [*(one.rank for one in exits), *(reports or ()), *running]
     evidence.look(ranks)
     late = waited_for(running, folder.collectives_of) if folder is not None else frozenset[int]()
@@ -402,8 +399,13 @@ def failure_of(folder: RunFolder, evidence: ProcessEvidence, facts: Collection[R
     found = first_failure(facts)
     assert isinstance(found, tuple)
     one, verdict = found
-    if verdict == "failed" and one.report is not None:
-        return _failure(folder, one, _of_report(one.report, evidence), one.report.traceback)
+    if verdict == "failed" and (report := one.report) is not None:
+        when = " while starting" if report.step is None else f" in step {report.step} ({report.phase})"
+        what = next(iter(report.message.splitlines()), "").rstrip(".")  # the whole message ends the traceback
+        text = f" failed{when}: {': '.join(filter(None, (report.kinds[0], what)))}."
+        if report.left_by is not None:
+            text = f" exited with code {report.left_by}{when} before the training was done."
+        return _failure(folder, one, evidence.name(one.rank) + text, report.traceback)
     name, heartbeat = evidence.name(one.rank), one.heartbeat
     when = f" in {heartbeat.place}" if heartbeat else " while starting"
     if verdict == "failed":
@@ -436,15 +438,6 @@ def _failure(folder: RunFolder, one: RankFacts, headline: str, detail: str = "",
     )
 
 
-def _of_report(report: ErrorReport, evidence: ProcessEvidence) -> str:
-    name = evidence.name(report.rank)
-    when = " while starting" if report.step is None else f" in step {report.step} ({report.phase})"
-    if report.left_by is not None:
-        return f"{name} exited with code {report.left_by}{when} before the training was done."
-    what = next(iter(report.message.splitlines()), "").rstrip(".")  # the whole message ends the traceback
-    return f"{name} failed{when}: {': '.join(filter(None, (report.kinds[0], what)))}."
-
-
 def _of_exit(code: int, when: str, evidence: ProcessEvidence) -> str:
     if code == 0:
         return f" exited with code 0{when} before the training was done."
@@ -454,12 +447,7 @@ def _of_exit(code: int, when: str, evidence: ProcessEvidence) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    hint = ""
-    if name == "SIGKILL":
-        counted = evidence.killed_for_memory()
-        hint = "" if evidence.counts_memory else " The system may have run out of memory."
-        hint = hint if counted is None else f" Its cgroup ran out of memory: {counted}."
-    return f" was ended by {name}{when}.{hint}"
+    return f" was ended by {name}{when}.{evidence.out_of_memory() if name == 'SIGKILL' else ''}"
 
 
 def _tail(log: Path) -> str:

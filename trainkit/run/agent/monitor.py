@@ -121,7 +121,12 @@ class Monitor:
         for rank, heartbeat in heartbeats.items():
             if (found := self._judge_stopped(rank, heartbeat, counted)) is not None:
                 return found
-        judged, before = self._judged(heartbeats), self._silences
+        # The auxiliary ranks, and the training ranks with the least progress.
+        busy = {rank: one for rank, one in heartbeats.items() if one is None or one.phase != "idle"}
+        progress = {rank: (-1, 0) if one is None else one.progress for rank, one in busy.items()}
+        least = min((progress[rank] for rank in busy if rank not in self._auxiliary_ranks), default=None)
+        judged = [rank for rank in busy if rank in self._auxiliary_ranks or progress[rank] == least]
+        before = self._silences
         self._silences = {}
         for rank in judged:
             silence = before.get(rank)
@@ -147,43 +152,27 @@ class Monitor:
             return None
         return OverdueRank(rank=rank, heartbeat=heartbeat, silence_s=seconds, limit=limit, stopped=stopped)
 
-    def _judged(self, heartbeats: Mapping[int, HeartbeatReading | None]) -> list[int]:
-        """Return the auxiliary ranks, and the training ranks with the least progress."""
-        busy = [rank for rank, heartbeat in heartbeats.items() if heartbeat is None or heartbeat.phase != "idle"]
-        progress = {rank: _progress(heartbeats[rank]) for rank in busy}
-        least = min((progress[rank] for rank in busy if rank not in self._auxiliary_ranks), default=None)
-        return [rank for rank in busy if rank in self._auxiliary_ranks or progress[rank] == least]
-
     def _judge(self, rank: int) -> OverdueRank | None:
         silence = self._silences[rank]
-        limit = self._limit_of(rank, silence.heartbeat)
+        heartbeat, limit = silence.heartbeat, self._limits.limit_of(silence.heartbeat)
         if limit is None:
             return None
-        heartbeat = silence.heartbeat
+        alone = self._sees_all or rank in self._auxiliary_ranks or heartbeat is None or heartbeat.phase in _ALONE
+        if not alone:
+            limit = max(limit, self._limits.longest, key=lambda one: one.seconds)
         if self._stop_s and heartbeat is not None and heartbeat.phase in _READ_BY_CHILDREN:
             seconds = max(_STOP_S, _STOP_FACTOR * heartbeat.longest_s)
             if min(silence.seconds, self._stop_s) > seconds:
                 limit = Limit(key="", seconds=seconds)
         if silence.unchecked_s >= min(2.0, limit.seconds / 4):
-            pid, phase = self._pid_of(rank), "start" if silence.heartbeat is None else silence.heartbeat.phase
+            pid, phase = self._pid_of(rank), "start" if heartbeat is None else heartbeat.phase
             threads = {} if pid is None else self._threads(pid, phase)
             if silence.threads is not None:
                 silence.seconds -= waited_s(silence.threads, threads, silence.unchecked_s)
             silence.threads, silence.unchecked_s = threads, 0.0
         if silence.seconds <= limit.seconds:
             return None
-        return OverdueRank(rank=rank, heartbeat=silence.heartbeat, silence_s=silence.seconds, limit=limit)
-
-    def _limit_of(self, rank: int, heartbeat: HeartbeatReading | None) -> Limit | None:
-        limit = self._limits.limit_of(heartbeat)
-        if self._sees_all or rank in self._auxiliary_ranks or limit is None:
-            return limit
-        alone = heartbeat is None or heartbeat.phase in _ALONE
-        return limit if alone else max(limit, self._limits.longest, key=lambda one: one.seconds)
-
-
-def _progress(heartbeat: HeartbeatReading | None) -> tuple[int, int]:
-    return heartbeat.progress if heartbeat is not None else (-1, 0)
+        return OverdueRank(rank=rank, heartbeat=heartbeat, silence_s=silence.seconds, limit=limit)
 
 
 FLOOR_S: Final = 30.0

@@ -35,7 +35,7 @@ from trainkit.cluster.tasks import Task
 from trainkit.errors import CrashLoopError
 from trainkit.run.agent.failure import Failure
 from trainkit.run.folder.run_folder import Restart, RunFolder, record_restart
-from trainkit.run.process.error_report import read_error_report
+from trainkit.run.process.error_report import read_error_report, reports_in
 from trainkit.run.process.heartbeat import Heartbeat, read_heartbeat
 from trainkit.run.session.auxiliary import EvaluatorEnd, report_end
 from trainkit.trainer.manifest import list_complete
@@ -135,7 +135,11 @@ class RestartPolicy:
             return None
         again = fault.raised & self._raised
         self._raised |= fault.raised
-        self._count(fault)
+        self.no_progress += 1
+        early = bool(fault.raised) and fault.step is not None and fault.step <= fault.begun_at + 1
+        self._early = self._early + 1 if early else 0
+        if fault.step is not None:
+            self._in_step[fault.step] += 1
         if again:
             return repeated(again)
         if self.no_progress > self.max_restarts:
@@ -148,13 +152,6 @@ class RestartPolicy:
         else:
             return None
         return f"gave up after {self.max_restarts} restarts{what}"
-
-    def _count(self, fault: Fault) -> None:
-        self.no_progress += 1
-        early = bool(fault.raised) and fault.step is not None and fault.step <= fault.begun_at + 1
-        self._early = self._early + 1 if early else 0
-        if fault.step is not None:
-            self._in_step[fault.step] += 1
 
 
 @dataclass(slots=True)
@@ -341,7 +338,15 @@ class TaskRestarter:
         if raised is not None:
             record.raised.add(raised)
         if twice or record.no_progress > self.max_restarts:
-            self._give_up(failure, task, record, twice=twice)
+            count = f"gave up after {self.max_restarts} restarts of {task} alone"
+            no_further = f"{count} without progress beyond step {record.reached}"
+            if twice:
+                no_further = count = f"gave up: {task} raised the same exception twice in the same place"
+            if not task.is_evaluator:
+                raise CrashLoopError(f"{no_further}: {failure.error()}")
+            reason = f"{failure.headline} Evaluation {count}"
+            report_end(self.folder, EvaluatorEnd(status="failed", reason=f"{reason}."))
+            self.log(f"{reason}; the training continues without it.")
             return
         wait_s = min(2.0 ** (record.died_before_start - 1), _LONGEST_S) if record.died_before_start else 0.0
         record.due = self.clock() + wait_s
@@ -350,17 +355,6 @@ class TaskRestarter:
         restart = Restart(kind="alone", cause=failure.headline, step=step, rank=failure.rank, task=str(task))
         record_restart(self.folder.path, restart)
         self.log(f"{failure.headline} Restarting only {task}{when}; the others continue.")
-
-    def _give_up(self, failure: Failure, task: Task, record: _RestartHistory, *, twice: bool) -> None:
-        count = f"gave up after {self.max_restarts} restarts of {task} alone"
-        no_further = f"{count} without progress beyond step {record.reached}"
-        if twice:
-            no_further = count = f"gave up: {task} raised the same exception twice in the same place"
-        if not task.is_evaluator:
-            raise CrashLoopError(f"{no_further}: {failure.error()}")
-        words = failure.headline
-        report_end(self.folder, EvaluatorEnd(status="failed", reason=f"{words} Evaluation {count}."))
-        self.log(f"{words} Evaluation {count}; the training continues without it.")
 
     def due(self) -> list[Task]:
         """Return the tasks to start now, after removing the files of their previous start."""
@@ -395,20 +389,15 @@ class ExternalRestart:
 
 
 def record_relaunch(
-    folder: RunFolder,
-    headline: str | None,
-    rank: int | None,
-    *,
-    before: Collection[dict[str, Any]],
-    tolerant: bool = False,
+    folder: RunFolder, failure: Failure | None, *, before: Collection[dict[str, Any]], tolerant: bool = False
 ) -> ExternalRestart:
-    """Record that all tasks were restarted; return whether they may begin.
+    """Record that all tasks were restarted, after a failure or without a report; return whether they may begin.
 
     `before` is `ExternalRestart.to_json` of the last group. Elastic runs are tolerant: they continue without the host
     that fails.
     """
-    ranks = [path.name.split("_")[1].partition(".")[0] for path in folder.live.glob("rank_*.error.json")]
-    tasks = [Task(role="rank", index=int(one), rank=int(one)) for one in sorted(ranks) if one.isdigit()]
+    headline, rank = ("The processes had ended.", None) if failure is None else (failure.headline, failure.rank)
+    tasks = [Task(role="rank", index=one, rank=one) for one in sorted(reports_in(folder))]
     found = frozenset(raised for task in tasks if (raised := raised_by(folder, task)) is not None)
     if not any(one.rank == rank for one in found):
         found = frozenset()
@@ -417,12 +406,7 @@ def record_relaunch(
     if refusal is None:
         newest = list_complete(folder.checkpoints)
         step = next((one.step for one in found if one.rank == rank), None)
-        restart = Restart(
-            kind="all",
-            cause=headline or "The processes had ended.",
-            step=step,
-            rank=rank,
-            checkpoint=newest[0].step if newest else None,
-        )
+        checkpoint = newest[0].step if newest else None
+        restart = Restart(kind="all", cause=headline, step=step, rank=rank, checkpoint=checkpoint)
         record_restart(folder.path, restart)
     return ExternalRestart(raised=found | known, refusal=refusal)

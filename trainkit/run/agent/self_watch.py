@@ -17,7 +17,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Final, Self
 
 from trainkit.cluster.host import ThreadTimes
@@ -27,7 +27,7 @@ from trainkit.run.agent.monitor import Monitor, TimeLimits, threads_of
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.run_result import record_failure
 from trainkit.run.process.error_report import write_error_report
-from trainkit.run.process.heartbeat import Beats, HeartbeatReading, Pauses
+from trainkit.run.process.heartbeat import Heartbeat, HeartbeatReading, Pauses
 from trainkit.run.signals import stop_error
 from trainkit.trainer.failpoints import Phase
 
@@ -45,7 +45,7 @@ class BeatCounter:
     This costs the steps no time. If failpoints are armed, every phase is reported, since they need it.
     """
 
-    def __init__(self, relay: Beats | None = None) -> None:
+    def __init__(self, relay: Heartbeat | None = None) -> None:
         self.within_steps = relay is not None
         """Whether the phases within a step are reported as well."""
         self._relay, self._pauses, self._lock = relay, Pauses(), threading.Lock()
@@ -121,7 +121,7 @@ class ThreadWatch(ABC):
         """Report an error that the main thread does not take, with its stack, and exit the process."""
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGUSR2"):
+        if threading.current_thread() is threading.main_thread():
             self._main = threading.get_ident()
             self._before = signal.signal(signal.SIGUSR2, self._interrupt)
             # A fork was started with it blocked, and has it so again once nothing handles it.
@@ -129,9 +129,7 @@ class ThreadWatch(ABC):
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         if self._main is not None:
             self._thread.join()
@@ -147,22 +145,19 @@ class ThreadWatch(ABC):
 
     def _run(self) -> None:
         while not self._over.wait(self._interval_s):
-            if (error := self.look()) is not None:
-                self._end(error)
-                return
+            if (error := self.look()) is None:
+                continue
+            assert self._main is not None
+            stack = "".join(traceback.format_stack(self._frame())).rstrip()
+            self._error = error
+            signal.pthread_kill(self._main, signal.SIGUSR2)
+            is_ending = self._taken.wait(self._grace_s) and self._over.wait(_ENDING_S)
+            if not is_ending and not self._over.is_set() and "ipykernel" not in sys.modules:
+                self.leave(error, stack)
+            return
 
     def _frame(self) -> FrameType | None:
         return None if self._main is None else sys._current_frames().get(self._main)  # noqa: SLF001 - as documented
-
-    def _end(self, error: TrainkitError) -> None:
-        assert self._main is not None
-        stack = "".join(traceback.format_stack(self._frame())).rstrip()
-        self._error = error
-        signal.pthread_kill(self._main, signal.SIGUSR2)
-        if self._taken.wait(self._grace_s) and self._over.wait(_ENDING_S):
-            return
-        if not self._over.is_set() and "ipykernel" not in sys.modules:
-            self.leave(error, stack)
 
 
 class SelfWatch(ThreadWatch):
@@ -197,7 +192,7 @@ class SelfWatch(ThreadWatch):
         if overdue is None:
             return None
         evidence, reason = ProcessEvidence(self._folder), self._requested()
-        facts = facts_of(self._folder, evidence, running=[0], reports={}, overdue=overdue)
+        facts = facts_of(self._folder, evidence, running=[0], overdue=overdue)
         headline = failure_of(self._folder, evidence, facts).headline
         return HangError(headline) if reason is None else stop_error(reason, headline)
 

@@ -23,14 +23,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, Literal
 
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.errors import CrashLoopError, StopKind, StoppedError, StorageError, TrainkitError
 from trainkit.files import Presence, as_storage_error, refuse_unwritable
 from trainkit.run.agent.agent import Agent, AgentSettings, Launch
-from trainkit.run.agent.failure import Failure
-from trainkit.run.agent.policy import Fault, ReplicaMembership, RestartPolicy, fault_of
+from trainkit.run.agent.policy import ReplicaMembership, RestartPolicy, fault_of
 from trainkit.run.folder.run_folder import Restart, RunFolder, record_restart
 from trainkit.run.folder.run_result import RunResult, record_failure
 from trainkit.run.process.fork_server import ENTRY, worker_group_factory
@@ -45,8 +44,7 @@ class LocalLaunch(Launch):
 
     def __init__(self, folder: RunFolder, environ: Mapping[str, str], rendezvous: Rendezvous) -> None:
         super().__init__(folder)
-        self._rendezvous, self._environ = rendezvous, {**os.environ, **environ}
-        self._token = token_hex(32)
+        self._rendezvous, self._environ, self._token = rendezvous, {**os.environ, **environ}, token_hex(32)
 
     def identity(self, task: Task, num_ranks: int, attempt: int, life: int) -> Identity:
         """Return the identity of a task in an attempt; each attempt has its own keys in the store."""
@@ -112,7 +110,7 @@ def supervise(
             groups=groups,
             may_resize=lambda: membership.is_due,
         )
-        stack.enter_context(agent)
+        stack.enter_context(agent.stop)
         try:
             return _until_done(agent, membership, folder, settings)
         except KeyboardInterrupt:
@@ -147,7 +145,10 @@ def _until_done(
             if result.get("status") != "resized":
                 return result
         else:
-            _raise_final(failure, agent.stop.requested, folder)
+            requested = agent.stop.requested
+            if failure.is_permanent or requested is not None:  # a restart would fail the same way, or is not wanted
+                stopped = str(failure.error(f"It was asked to stop. {_last_checkpoint_note(folder)}"))
+                raise failure.error() if failure.is_permanent or requested is None else stop_error(requested, stopped)
             refuse_unwritable(folder.path)
         reached, resized = _newest_step(folder), failure is None
         if reached != best:
@@ -163,60 +164,35 @@ def _until_done(
             refusal = rule.refuse(fault, lost=lost is not None, remark=remark)
             if refusal is not None:
                 raise CrashLoopError(f"{refusal}: {failure.error()}")
-            record_restart(folder.path, _restart(failure, task, fault, lost=lost))
-            log(_restarting(failure, lost, reached, f"{rule.no_progress} of {max_restarts}"))
+            cause = f"{failure.headline} {lost or ''}".rstrip()
+            kind: Literal["all", "lost"] = "all" if lost is None else "lost"
+            record_restart(
+                folder.path,
+                Restart(kind=kind, cause=cause, step=fault.step, rank=failure.rank, task=str(task), checkpoint=reached),
+            )
+            count = f" ({rule.no_progress} of {max_restarts} without a newer one)" if lost is None else ""
+            log(f"{cause} Restarting from the checkpoint of step {reached}{count}.")
         elif reached != best:
             rule.advance()
         best = reached
     raise AssertionError  # count() never ends
 
 
-def _restart(failure: Failure, task: Task, fault: Fault, *, lost: str | None) -> Restart:
-    return Restart(
-        kind="all" if lost is None else "lost",
-        cause=f"{failure.headline} {lost or ''}".rstrip(),
-        step=fault.step,
-        rank=failure.rank,
-        task=str(task),
-        checkpoint=fault.reached,
-    )
-
-
 def _result(folder: RunFolder, requested: StopKind | None) -> dict[str, Any]:
-    """Return the result that rank 0 wrote; a stop request during a resize becomes its status."""
-    result = folder.read_result() or _without_result(folder, requested)
-    if result.get("status") == "resized" and requested:
-        result |= RunResult.of_status(requested).content()
-        folder.write_result(result)
-    return result
-
-
-def _without_result(folder: RunFolder, requested: StopKind | None) -> dict[str, Any]:
-    """Return a minimal result for a run that was stopped before it could write one.
+    """Return the result that rank 0 wrote; a stop request during a resize, or before it wrote one, becomes its status.
 
     Raises:
         StorageError: no stop was requested, and the result of rank 0 is missing.
     """
-    if requested:
-        return RunResult.of_status(requested).content()
-    Presence(folder.path).check()
-    raise StorageError(
-        f"all ranks ended with exit code 0, and {folder.result} is missing. {_last_checkpoint_note(folder)}"
-    )
-
-
-def _raise_final(failure: Failure, requested: StopKind | None, folder: RunFolder) -> None:
-    """Raise if a restart would fail the same way, or the run was asked to stop."""
-    if failure.is_permanent:
-        raise failure.error()
-    if requested:
-        raise stop_error(requested, str(failure.error(f"It was asked to stop. {_last_checkpoint_note(folder)}")))
-
-
-def _restarting(failure: Failure, lost: str | None, reached: int, count: str) -> str:
-    if lost is not None:
-        return f"{failure.headline} {lost} Restarting from the checkpoint of step {reached}."
-    return f"{failure.headline} Restarting from the checkpoint of step {reached} ({count} without a newer one)."
+    if (result := folder.read_result()) is None and requested is None:
+        Presence(folder.path).check()
+        raise StorageError(
+            f"all ranks ended with exit code 0, and {folder.result} is missing. {_last_checkpoint_note(folder)}"
+        )
+    stopped = RunResult.of_status(requested).content() if requested else {}
+    if result is not None and result.get("status") == "resized" and requested:
+        folder.write_result(result := {**result, **stopped})
+    return stopped if result is None else result
 
 
 def _newest_step(folder: RunFolder) -> int | None:

@@ -6,7 +6,6 @@ The processes of an attempt communicate through the run folder that they share.
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import sys
@@ -16,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, get_args
 
 from trainkit.cluster.launch import LaunchEnvironment, socket_environ, workers
 from trainkit.cluster.tasks import Identity, Task
@@ -39,7 +38,7 @@ from trainkit.run.agent.policy import ExternalRestart, record_relaunch
 from trainkit.run.folder.run_folder import FENCE, FencingToken, RunFolder
 from trainkit.run.folder.run_result import RunResult, record_failure
 from trainkit.run.planning.plan import RunPlan
-from trainkit.run.process.error_report import read_error_report, write_error_report
+from trainkit.run.process.error_report import read_error_report, reports_in, write_error_report
 from trainkit.run.process.fork_server import ENTRY
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup, worker_environ
 from trainkit.run.process_backend import CARRIED, BackendConnection, BackendJob, ProcessBackend
@@ -69,29 +68,20 @@ def begin_attempt(payload: Mapping[str, Any], key: str = "") -> list[str] | None
     last = failure_in(folder) if number else None
     attempt, relaunch = None, ExternalRestart(raised=frozenset(), refusal=None)
     if number and (last is None or not last.is_permanent):
-        relaunch = record_relaunch(
-            folder,
-            None if last is None else last.headline,
-            None if last is None else last.rank,
-            before=_attempts(folder).get("raised", ()),
-            tolerant=payload.get("elastic", False),
-        )
+        before, tolerant = _attempts(folder).get("raised", ()), payload.get("elastic", False)
+        relaunch = record_relaunch(folder, last, before=before, tolerant=tolerant)
     if (last is None or not last.is_permanent) and relaunch.refusal is None:
         if number:
-            with _open_rank_0_log(folder) as file:
+            folder.logs.mkdir(parents=True, exist_ok=True)
+            with open_regular(folder.log_of(0), "ab") as file:
                 what = last.headline if last else "The processes have ended."
-                file.write(f"{what} {payload['kind']} starts all again.\n")
+                file.write(f"{what} {payload['kind']} starts all again.\n".encode())
         folder.begin()
         folder.open_live()
         attempt = [str(number), FencingToken.acquire(folder).token]
     noted = {"raised": relaunch.to_json(), "refusal": relaunch.refusal or ""}
     write_json_atomically(folder.path / _ATTEMPTS, {"count": number + 1, "key": key, "attempt": attempt, **noted})
     return attempt
-
-
-def refusal_in(folder: RunFolder) -> str:
-    """Return the reason why the last attempt did not begin; empty if it began."""
-    return str(_attempts(folder).get("refusal", ""))
 
 
 def wait_for_attempt(payload: Mapping[str, Any], key: str) -> list[str] | None:
@@ -123,28 +113,9 @@ def _attempts(folder: RunFolder) -> dict[str, Any]:
         return {}
 
 
-def _open_rank_0_log(folder: RunFolder) -> Any:
-    folder.logs.mkdir(parents=True, exist_ok=True)
-    return io.TextIOWrapper(open_regular(folder.log_of(0), "ab"), encoding="utf-8")
-
-
 def stop_file(folder: RunFolder) -> Path:
     """Return the path of the file that asks every rank to save and stop; its content is the reason."""
     return folder.path / ".stop"
-
-
-def stop_reason(folder: RunFolder) -> str:
-    """Return why every rank is to stop; empty if there is no request."""
-    try:
-        return read_text(stop_file(folder), limit=64)
-    except UnreadableError:
-        return ""
-
-
-def forget_attempts(folder: RunFolder) -> None:
-    """Reset the count of attempts, before the backend starts anything."""
-    for left in (folder.path / _ATTEMPTS, stop_file(folder)):
-        left.unlink(missing_ok=True)
 
 
 def may_restart(payload: Mapping[str, Any]) -> bool:
@@ -156,12 +127,7 @@ def may_restart(payload: Mapping[str, Any]) -> bool:
 
 def failure_in(folder: RunFolder) -> Failure | None:
     """Return the first failure of the last attempt; None if no rank left an error report."""
-    found = {
-        int(rank): report
-        for path in folder.live.glob("rank_*.error.json")
-        if (rank := path.name.split("_")[1].split(".")[0]).isdigit() and (report := read_error_report(path)) is not None
-    }
-    if not found:
+    if not (found := reports_in(folder)):
         return None
     exits = [ProcessExit(attempt=0, rank=rank, code=report.exit_code) for rank, report in found.items()]
     evidence = ProcessEvidence(folder)
@@ -190,29 +156,6 @@ class WorkerInfo:
         return self.num_local == self.num_ranks
 
 
-def worker_payload(
-    folder: RunFolder,
-    *,
-    kind: str,
-    store: tuple[str, int],
-    environ: Mapping[str, str],
-    cuda: bool,
-    limits: TimeLimits,
-    elastic: bool = False,
-) -> dict[str, Any]:
-    """Return the argument of `run_rank` for every rank, as plain values."""
-    return {
-        "folder": str(folder.path.absolute()),
-        "cwd": str(Path.cwd()),
-        "kind": kind,
-        "store": list(store),
-        "environ": dict(environ),
-        "device": "cuda:0" if cuda else "cpu",
-        "limits": asdict(limits),
-        "elastic": elastic,
-    }
-
-
 class EngineLaunch(Launch):
     """One rank in a process that a backend started, for its agent.
 
@@ -229,17 +172,8 @@ class EngineLaunch(Launch):
     def __init__(self, folder: RunFolder, payload: Mapping[str, Any], info: WorkerInfo, attempt: Sequence[str]) -> None:
         super().__init__(folder)
         self.payload, self.info, self.attempt = payload, info, attempt
-
-    @property
-    def sees_all(self) -> bool:
-        """Whether all ranks are on this host."""
-        return self.info.is_alone
-
-    @property
-    def cwd(self) -> Path | None:
-        """The folder of the driver, in which relative paths of the config start, if it exists on this host."""
-        cwd = Path(self.payload["cwd"])
-        return cwd if cwd.is_dir() else None
+        self.sees_all, cwd = info.is_alone, Path(payload["cwd"])
+        self.cwd = cwd if cwd.is_dir() else None  # in the folder of the driver relative paths of the config start
 
     def identity(self, task: Task, num_ranks: int, attempt: int, life: int) -> Identity:
         """Return the identity of the rank in an attempt of the backend."""
@@ -279,10 +213,13 @@ class EngineLaunch(Launch):
 
     def stop_requested(self) -> StopKind | None:
         """Return the reason of the driver's request to stop."""
-        if not stop_file(self.folder).exists():
+        try:
+            text = read_text(stop_file(self.folder), limit=64)
+        except AbsentFileError:
             return None
-        reason = stop_reason(self.folder)
-        return "stopped" if reason == "stopped" else "hangup" if reason == "hangup" else "preempted"
+        except UnreadableError:
+            text = ""
+        return next((kind for kind in get_args(StopKind) if kind == text), "preempted")
 
 
 def run_rank(payload: Mapping[str, Any], info: WorkerInfo, attempt: list[str] | None) -> None:
@@ -297,13 +234,10 @@ def run_rank(payload: Mapping[str, Any], info: WorkerInfo, attempt: list[str] | 
     folder = RunFolder(Path(payload["folder"]))
     FencingToken.verify(folder, attempt[1])
     task = Task(role="worker", index=info.rank, rank=info.rank, device=payload["device"])
-    with Agent(
-        [task],
-        AgentSettings(max_restarts=0, limits=TimeLimits.of(payload["limits"])),
-        EngineLaunch(folder, payload, info, attempt),
-        command=[*ENTRY, str(folder.resolved)],
-        groups=WorkerGroup,
-    ) as agent:
+    settings = AgentSettings(max_restarts=0, limits=TimeLimits.of(payload["limits"]))
+    launch, command = EngineLaunch(folder, payload, info, attempt), [*ENTRY, str(folder.resolved)]
+    agent = Agent([task], settings, launch, command=command, groups=WorkerGroup)
+    with agent.stop:
         failure = agent.run(int(attempt[0]), [task])
     if failure is None:
         return
@@ -334,21 +268,23 @@ def run_on(backend: ProcessBackend, plan: RunPlan, folder: RunFolder) -> dict[st
         TrainkitError: a worker raised it, or the backend failed.
     """
     cuda = any(task.device.startswith("cuda") for task in plan.tasks)
-    forget_attempts(folder)
+    for left in (folder.path / _ATTEMPTS, stop_file(folder)):
+        left.unlink(missing_ok=True)
     with ExitStack() as stack:
         connection = stack.enter_context(backend.connect(num_ranks=len(plan.tasks), uses_gpus=cuda))
         store = stack.enter_context(HostedStore((connection.host, 0)))
         store.open()
         environ = {name: os.environ[name] for name in CARRIED if name in os.environ}
-        payload = worker_payload(
-            folder,
-            kind=backend.name,
-            store=store.address,
-            environ={**environ, **package_environ(), **config_dir_environ()},
-            elastic=plan.cfg.elastic.min_replicas is not None,
-            cuda=cuda,
-            limits=TimeLimits.of(plan.cfg.supervisor),
-        )
+        payload = {
+            "folder": str(folder.path.absolute()),
+            "cwd": str(Path.cwd()),
+            "kind": backend.name,
+            "store": list(store.address),
+            "environ": {**environ, **package_environ(), **config_dir_environ()},
+            "device": "cuda:0" if cuda else "cpu",
+            "limits": asdict(TimeLimits.of(plan.cfg.supervisor)),
+            "elastic": plan.cfg.elastic.min_replicas is not None,
+        }
         job = BackendJob(
             num_ranks=len(plan.tasks),
             min_ranks=plan.cfg.elastic.min_replicas,
@@ -360,7 +296,7 @@ def run_on(backend: ProcessBackend, plan: RunPlan, folder: RunFolder) -> dict[st
         )
         stack.enter_context(_echo_rank0_log(folder))
         stop = stack.enter_context(StopFlag())
-        return _until_done(connection, job, folder, stop, max_restarts=job.max_restarts)
+        return _until_done(connection, job, folder, stop)
 
 
 @contextmanager
@@ -376,53 +312,50 @@ def _scratch(folder: RunFolder) -> Iterator[Path]:
         owner.remove_tree(path)
 
 
-def _until_done(
-    connection: BackendConnection, job: BackendJob, folder: RunFolder, stop: StopFlag, *, max_restarts: int
-) -> dict[str, Any]:
+def _until_done(connection: BackendConnection, job: BackendJob, folder: RunFolder, stop: StopFlag) -> dict[str, Any]:
     failures: list[BaseException] = []
-    thread = threading.Thread(target=_run, args=(connection, job, failures), name="backend", daemon=True)
+
+    def run() -> None:
+        try:
+            connection.run(job)
+        except BaseException as error:  # noqa: BLE001 - reported by the waiting thread
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="backend", daemon=True)
     thread.start()
     try:
         while thread.is_alive():
             thread.join(_LOG_POLL_S)
             if stop.requested and not stop_file(folder).exists():
                 write_atomically(stop_file(folder), stop.requested)
+        error = _error_of(job, folder, stop, failures)
     except KeyboardInterrupt:
-        raise _recorded(folder, StoppedError("stopped at once.")) from None
-    found = failure_in(folder)
-    if found is not None and (refusal := refusal_in(folder)):
-        raise _recorded(folder, CrashLoopError(f"{refusal}: {found.error()}"))
-    if not failures and (found is None or not found.is_permanent):
+        error = StoppedError("stopped at once.")
+    if error is None:
         return folder.read_result() or RunResult.of_status(stop.requested or "finished").content()
-    if found is not None and found.is_permanent:
-        raise _recorded(folder, found.error())
-    if stop.requested:
-        what = f"{found.headline if found else failures[0]} It was asked to stop."
-        raise _recorded(folder, stop_error(stop.requested, what))
-    if found is None:
-        raise _recorded(
-            folder, TrainingError(f"{job.payload['kind']} ended the run: {_without_java_frames(failures[0])}")
-        )
-    if max_restarts == 0:
-        raise _recorded(folder, found.error())
-    raise _recorded(folder, CrashLoopError(f"gave up after {max_restarts} restarts: {found.error()}"))
-
-
-def _without_java_frames(error: BaseException) -> str:
-    """Return the message of a backend without the stack frames of its Java code."""
-    return "\n".join(line for line in str(error).splitlines() if not line.startswith("\tat "))
-
-
-def _run(connection: BackendConnection, job: BackendJob, failures: list[BaseException]) -> None:
-    try:
-        connection.run(job)
-    except BaseException as error:  # noqa: BLE001 - reported by the waiting thread
-        failures.append(error)
-
-
-def _recorded(folder: RunFolder, error: TrainkitError) -> TrainkitError:
     record_failure(folder, error)
-    return error
+    raise error
+
+
+def _error_of(
+    job: BackendJob, folder: RunFolder, stop: StopFlag, failures: list[BaseException]
+) -> TrainkitError | None:
+    """Return the error of a job that has ended; None: it was done, or has saved and stopped."""
+    found = failure_in(folder)
+    if found is not None and (refusal := str(_attempts(folder).get("refusal", ""))):
+        return CrashLoopError(f"{refusal}: {found.error()}")
+    if found is not None and found.is_permanent:
+        return found.error()
+    if not failures:
+        return None
+    if stop.requested:
+        return stop_error(stop.requested, f"{found.headline if found else failures[0]} It was asked to stop.")
+    if found is None:
+        lines = str(failures[0]).splitlines()
+        text = "\n".join(line for line in lines if not line.startswith("\tat "))  # without the frames of Java
+        return TrainingError(f"{job.payload['kind']} ended the run: {text}")
+    error = found.error()
+    return CrashLoopError(f"gave up after {job.max_restarts} restarts: {error}") if job.max_restarts else error
 
 
 @contextmanager

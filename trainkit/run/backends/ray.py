@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 from trainkit.fields import above, placement
 from trainkit.run.backends.engine import WorkerInfo, begin_attempt, run_rank
+from trainkit.run.process.setup import variables
 from trainkit.run.process_backend import BackendJob, ProcessBackend
 
 _QUIET = {
@@ -50,23 +50,17 @@ class Ray(ProcessBackend):
 @contextmanager
 def ray_session(address: str | None, *, num_cpus: int) -> Iterator[Any]:
     """Yield Ray's module, connected to a cluster, or to a Ray started here with a temporary folder that is removed."""
-    before = {name: os.environ.get(name) for name in _QUIET}
-    os.environ.update({name: value for name, value in _QUIET.items() if before[name] is None})
-    import ray  # noqa: PLC0415 - takes 1 s
+    with ExitStack() as stack:
+        stack.enter_context(variables(_QUIET, unless_set=True))
+        import ray  # noqa: PLC0415 - takes 1 s
 
-    try:
-        with ExitStack() as stack:
-            settings: dict[str, Any] = {"ignore_reinit_error": True}
-            if address is None:
-                temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True))
-                settings = {"num_cpus": num_cpus, "include_dashboard": False, "_temp_dir": temporary}
-            stack.callback(ray.shutdown)
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **settings)
-            yield ray
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
+        settings: dict[str, Any] = {"ignore_reinit_error": True}
+        if address is None:
+            temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True))
+            settings = {"num_cpus": num_cpus, "include_dashboard": False, "_temp_dir": temporary}
+        stack.callback(ray.shutdown)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **settings)
+        yield ray
 
 
 @dataclass(frozen=True)

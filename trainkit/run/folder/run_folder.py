@@ -111,19 +111,11 @@ def restarts_of(folder: Path) -> dict[str, Any]:
     count = 0
     with contextlib.suppress(UnreadableError):
         for line in itertools.islice(read_lines(folder / RESTARTS), _MOST_LINES):
-            restart = _parsed(line)
-            count += restart is not None
-            if restart is not None and len(found) < _LISTED:
-                found.append(restart)
+            with contextlib.suppress(ValueError):
+                content = expect_map(parse_json(line), _RESTART_KINDS)
+                count += 1
+                found += [{key: content[key] for key in _RESTART_KINDS}] * (count <= _LISTED)
     return {"restarts": found, **({"restarts_not_listed": count - len(found)} if count > len(found) else {})}
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        content = expect_map(parse_json(line), _RESTART_KINDS)
-    except ValueError:
-        return None
-    return {key: content[key] for key in _RESTART_KINDS}
 
 
 _RESERVE_BYTES: Final = 64 * 1024
@@ -139,6 +131,16 @@ _FILES: Final = (
     "plots/*.png", "profile/trace.json", "profile/operations.txt", "tracking/*.json",
 )  # fmt: skip
 """Files that a run replaces, deletes or appends to by name."""
+
+
+class Below:
+    """A path of a run, by its name in the folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, owner: object = None) -> Path:
+        return folder.path / self._name
 
 
 @dataclass(frozen=True)
@@ -184,65 +186,34 @@ class RunFolder:
                     return cls(candidate)
         raise AssertionError  # count() never ends
 
-    @property
-    def resolved(self) -> Path:
-        """The config with every value resolved; the only input of a worker."""
-        return self.path / "resolved.yaml"
-
-    @property
-    def environment(self) -> Path:
-        """Environment, packages and commit of the start of the run."""
-        return self.path / "environment.json"
-
-    @property
-    def result(self) -> Path:
-        """The outcome, written once at the end."""
-        return self.path / "result.json"
-
-    @property
-    def metrics(self) -> Path:
-        """Logged metrics, one JSON object per line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def log(self) -> Path:
-        """The log of rank 0."""
-        return self.path / "train.log"
-
-    @property
-    def logs(self) -> Path:
-        """The logs of the other ranks."""
-        return self.path / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The checkpoints, one folder each."""
-        return self.path / "checkpoints"
-
-    @property
-    def evaluations(self) -> Path:
-        """Results of the evaluator of a training: one JSON object per line and checkpoint."""
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def live(self) -> Path:
-        """Heartbeats and error reports of the running attempt."""
-        return self.path / "live"
-
-    @property
-    def trained(self) -> Path:
-        """The marker file of a training that has ended, whose result waits for its evaluator."""
-        return self.live / "trained"
-
-    @property
-    def evaluated(self) -> Path:
-        """The marker file about the end of the evaluator of the running attempt."""
-        return self.live / "evaluated.json"
+    resolved = Below("resolved.yaml")
+    """The config with every value resolved; the only input of a worker."""
+    environment = Below("environment.json")
+    """Environment, packages and commit of the start of the run."""
+    result = Below("result.json")
+    """The outcome, written once at the end."""
+    metrics = Below("metrics.jsonl")
+    """Logged metrics, one JSON object per line."""
+    log = Below("train.log")
+    """The log of rank 0."""
+    logs = Below("logs")
+    """The logs of the other ranks."""
+    checkpoints = Below("checkpoints")
+    """The checkpoints, one folder each."""
+    evaluations = Below("evaluations.jsonl")
+    """Results of the evaluator of a training: one JSON object per line and checkpoint."""
+    tensorboard = Below("tensorboard")
+    """TensorBoard event files."""
+    live = Below("live")
+    """Heartbeats and error reports of the running attempt."""
+    trained = Below("live/trained")
+    """The marker file of a training that has ended, whose result waits for its evaluator."""
+    evaluated = Below("live/evaluated.json")
+    """The marker file about the end of the evaluator of the running attempt."""
+    nccl_dumps = Below("live/nccl_rank_")
+    """Prefix of the paths that NCCL's flight recorder writes: `live/nccl_rank_0` of rank 0."""
+    reserve = Below(".reserve")
+    """A file that reserves space while a run is active, so that its result can be written on a full disk."""
 
     def log_of(self, rank: int) -> Path:
         """Return the file that a rank above 0 writes its output to."""
@@ -263,11 +234,6 @@ class RunFolder:
     def collectives_of(self, rank: int) -> Path:
         """Return the mapped file with the last collectives of a rank."""
         return self.live / f"rank_{rank}.collectives"
-
-    @property
-    def nccl_dumps(self) -> Path:
-        """Prefix of the paths that NCCL's flight recorder writes: `live/nccl_rank_0` of rank 0."""
-        return self.live / "nccl_rank_"
 
     def stacks_of(self, rank: int) -> Path:
         """Return the file that a hanging rank writes the stacks of its threads to."""
@@ -297,7 +263,9 @@ class RunFolder:
         owner.remove(self.live, _LIVE)
         if os.path.lexists(self.live):
             set_aside(self.live, "holds files that this run did not write")
-        self._reserve_room()
+        if not self.reserve.is_file():
+            with naming(self.path, needed=_RESERVE_BYTES), self.reserve.open("wb") as file:
+                file.write(os.urandom(_RESERVE_BYTES))  # zeros would take no space where a file system compresses
 
     def take(self) -> OwnershipToken:
         """Return the owner of the folder, whose lock is held; create its token if no run has begun in it.
@@ -342,20 +310,6 @@ class RunFolder:
                 self.live.mkdir()
             else:
                 owner.make(self.live)
-
-    @property
-    def reserve(self) -> Path:
-        """A file that reserves space while a run is active, so that its result can be written even when the disk is
-        full.
-        """
-        return self.path / ".reserve"
-
-    def _reserve_room(self) -> None:
-        if not self.reserve.is_file():
-            with naming(self.path, needed=_RESERVE_BYTES), self.reserve.open("wb") as file:
-                file.write(
-                    os.urandom(_RESERVE_BYTES)
-                )  # a file system that compresses would allocate no space for zeros
 
     def release_reserve(self) -> None:
         """Delete the reserve, because the run has ended or a file must be written on a full disk."""

@@ -86,12 +86,13 @@ def read_status(folder: RunFolder, *, here: Machine | None = None, now: float | 
     except UnreadableError:
         return RunStatus(state=ended or "unknown", step=steps if isinstance(steps, int) else None, resumable=resumable)
     state, note = _state_of(content, here or Machine.here(), time.time() if now is None else now)
+    host = "".join(character for character in content["host"][:64] if character.isprintable())
     return RunStatus(
         state=state if ended is None or state in ("starting", "running") else ended,
         step=content["step"],
         resumable=resumable,
         updated=content["updated"],
-        where=f"process {content['pid']} on {_plain(content['host'])}",
+        where=f"process {content['pid']} on {host}",
         note=note,
     )
 
@@ -112,7 +113,3 @@ def _state_of(content: dict[str, Any], here: Machine, now: float) -> tuple[str, 
             return (state if mark.lives else "killed"), ""
     evidence = f"last update {age:,.0f} s ago" + (" on another host" if content["host"] != here.host else "")
     return (state if age <= _SILENT_S else "silent"), evidence
-
-
-def _plain(text: str) -> str:
-    return "".join(character for character in text[:64] if character.isprintable())

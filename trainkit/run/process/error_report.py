@@ -117,21 +117,32 @@ def write_error_report(path: Path, rank: int, error: BaseException) -> ErrorRepo
         RunFolder(path.parent.parent).write_report(path, asdict(report))
     except OSError as refused:
         if not isinstance(error, StorageError):  # the parent detects that error itself, by the same folder
-            _print_unwritten(path, report, refused)
+            problems = report.message if report.is_permanent else f"\n{report.traceback}"
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"rank {rank}: {problems}\n")
+                sys.stderr.write(f"This report could not be written to {path}: {refused.strerror}.\n")
+                sys.stderr.flush()
     return report
 
 
 def error_report(rank: int, error: BaseException, heartbeat: HeartbeatReading | None = None) -> ErrorReport:
     """Return the report of an error."""
-    is_secondary = is_after_effect(error)
+    is_secondary, text, exit_code = is_after_effect(error), str(error), 1
+    if not isinstance(error, ConfigError):  # the callback that raised it is named at the end of the first line
+        first, newline, rest = text.partition("\n")
+        text = f"{first}{callback_note(error)}{newline}{rest}"
+    if isinstance(error, SystemExit):  # the code that Python ends with
+        exit_code = 0 if error.code is None else error.code if isinstance(error.code, int) else 1
+    elif isinstance(error, TrainkitError):
+        exit_code = error.exit_code
     ours = isinstance(error, TrainkitError) and not isinstance(error, HangError | CrashLoopError)
     problems = error.problems if isinstance(error, ConfigError) else ()
     return ErrorReport(
         rank=rank,
         kinds=tuple(kind.__name__ for kind in type(error).__mro__),
-        message=mask(_with_callback(error)),
+        message=mask(text),
         traceback=mask("".join(traceback.format_exception(error)).rstrip()),
-        exit_code=_exit_code(error),
+        exit_code=exit_code,
         is_secondary=is_secondary,
         is_permanent=ours and not is_secondary,
         problems=tuple(_problem_to_json(problem) for problem in problems),
@@ -142,34 +153,19 @@ def error_report(rank: int, error: BaseException, heartbeat: HeartbeatReading | 
     )
 
 
-def _with_callback(error: BaseException) -> str:
-    """Return the text of an error, with the callback that raised it at the end of its first line."""
-    note, text = callback_note(error), str(error)
-    first, newline, rest = text.partition("\n")
-    return text if isinstance(error, ConfigError) else f"{first}{note}{newline}{rest}"
-
-
-def _exit_code(error: BaseException) -> int:
-    """Return the exit code of a process that an error ends; for `sys.exit`, the code that Python ends with."""
-    if isinstance(error, SystemExit):
-        return 0 if error.code is None else error.code if isinstance(error.code, int) else 1
-    return error.exit_code if isinstance(error, TrainkitError) else 1
-
-
-def _print_unwritten(path: Path, report: ErrorReport, refused: OSError) -> None:
-    problems = report.message if report.is_permanent else f"\n{report.traceback}"
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"rank {report.rank}: {problems}\n")
-        sys.stderr.write(f"This report could not be written to {path}: {refused.strerror}.\n")
-        sys.stderr.flush()
-
-
 def read_error_report(path: Path) -> ErrorReport | None:
     """Return the report that a rank wrote; None if there is none."""
     try:
         return report_from_json(read_map(path, {"kinds": list, "problems": list, "rank": int, "message": str}))
     except (UnreadableError, ValueError, TypeError, KeyError):
         return None
+
+
+def reports_in(folder: RunFolder) -> dict[int, ErrorReport]:
+    """Return the report of each rank that left one."""
+    ranks = (path.name.split("_")[1].partition(".")[0] for path in folder.live.glob("rank_*.error.json"))
+    each = ((int(rank), read_error_report(folder.error_of(int(rank)))) for rank in ranks if rank.isdigit())
+    return {rank: report for rank, report in each if report is not None}
 
 
 def report_from_json(content: Mapping[str, Any]) -> ErrorReport:
@@ -186,7 +182,7 @@ def _problem_to_json(problem: Problem) -> dict[str, Any]:
     return content
 
 
-_TRANSPORTS: Final = ("torch.distributed", "trainkit.strategies", "trainkit.run", "trainkit.trainer.checkpoint")
+_TRANSPORTS: Final = ("torch.distributed.", "trainkit.strategies.", "trainkit.run.", "trainkit.trainer.checkpoint.")
 """Packages that exchange data between ranks."""
 _TORCH_ERRORS: Final = frozenset(
     {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
@@ -212,44 +208,32 @@ def is_after_effect(error: BaseException) -> bool:
         >>> is_after_effect(RuntimeError("Connection reset by peer"))
         False
     """
-    place = _Place(modules=(), by_statement=True)
+    place = "", True
     for one in chain_of(error):
         place = _place_of(one) or place  # a cause that was never raised belongs to the error that names it
-        if isinstance(one, PeerError) or _is_lost_connection(one, place):
+        if isinstance(one, PeerError) or _is_lost_connection(one, *place):
             return True
     return False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
-    """The code that raised an error."""
-
-    modules: tuple[str, ...]
-    """The modules of the stack, innermost first."""
-    by_statement: bool
-    """Whether a `raise` statement of the innermost module raised it; otherwise C code that the module called did."""
-
-    @property
-    def in_transport(self) -> bool:
-        """Whether a transport raised it, or the standard library called by a transport."""
-        ours = (name for name in self.modules if name.partition(".")[0] not in sys.stdlib_module_names)
-        return f"{next(ours, '')}.".startswith(tuple(f"{name}." for name in _TRANSPORTS))
-
-
-def _is_lost_connection(error: BaseException, place: _Place) -> bool:
+def _is_lost_connection(error: BaseException, module: str, by_statement: bool) -> bool:
+    in_transport = f"{module}.".startswith(_TRANSPORTS)
     if isinstance(error, ConnectionError):  # also trainkit's LinkError
-        return place.in_transport
-    if type(error).__name__ not in _TORCH_ERRORS or (place.by_statement and not place.in_transport):
+        return in_transport
+    if type(error).__name__ not in _TORCH_ERRORS or (by_statement and not in_transport):
         return False
     text = str(error)
     return _LOST.search(text) is not None and _OWN.search(text) is None
 
 
-def _place_of(error: BaseException) -> _Place | None:
-    trace, modules, by_statement = error.__traceback__, [], True
+def _place_of(error: BaseException) -> tuple[str, bool] | None:
+    """Return the innermost module that is not of the standard library, and whether a `raise` statement of the innermost
+    code raised the error: otherwise C code that it called did.
+    """
+    trace, module, by_statement = error.__traceback__, "", True
     while trace is not None:
-        modules.append(str(trace.tb_frame.f_globals.get("__name__", "")))
-        code = trace.tb_frame.f_code.co_code
-        by_statement = dis.opname[code[trace.tb_lasti]] in _RAISED
+        name = str(trace.tb_frame.f_globals.get("__name__", ""))
+        module = module if name.partition(".")[0] in sys.stdlib_module_names else name
+        by_statement = dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] in _RAISED
         trace = trace.tb_next
-    return _Place(modules=tuple(reversed(modules)), by_statement=by_statement) if modules else None
+    return None if error.__traceback__ is None else (module, by_statement)

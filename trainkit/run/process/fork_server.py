@@ -35,7 +35,6 @@ from functools import partial
 from importlib import import_module
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from trainkit.cluster.host import ProcessId, num_cores
@@ -76,19 +75,13 @@ def send(connection: socket.socket, content: dict[str, Any], *, descriptors: Seq
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Return the next message and its file descriptors; None: the peer has closed the connection."""
     head, descriptors, _, _ = socket.recv_fds(connection, HEADER.size, _MOST_DESCRIPTORS)
-    while 0 < len(head) < HEADER.size:
-        head += connection.recv(HEADER.size - len(head))
-    if not head:
+    if len(head) < HEADER.size:  # a few bytes are sent at once
         return None
-    body = bytearray()
     (size,) = HEADER.unpack(head)
-    while len(body) < size:
-        part = connection.recv(size - len(body))
-        if not part:
-            return None
-        body += part
-    content: dict[str, Any] = json.loads(body)
-    return content, descriptors
+    body = connection.recv(size, socket.MSG_WAITALL)
+    if len(body) < size:
+        return None
+    return json.loads(body), descriptors
 
 
 class ForkServer:
@@ -118,7 +111,9 @@ class ForkServer:
                     if self._fork(content.pop("number"), descriptors):
                         return SpawnRequest(**content, reader=descriptors[0])
                 elif "signal" in content:
-                    self._signal(content)
+                    for number, pid in self._running.values():
+                        if number == content["number"]:
+                            os.kill(pid, content["signal"])
                 else:
                     self._on_message(content)
 
@@ -145,11 +140,6 @@ class ForkServer:
             os.killpg(pid, signal.SIGKILL)  # not reaped yet: the pid cannot have been reused
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         send(self._connection, {"number": number, "code": code})
-
-    def _signal(self, content: dict[str, Any]) -> None:
-        for number, pid in self._running.values():
-            if number == content["number"]:
-                os.kill(pid, content["signal"])
 
 
 _JOIN_TIMEOUT_S: Final = 1.0
@@ -236,9 +226,7 @@ class ForkServerClient:
         self._reader.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         forks = list(self._forks.values())
         for fork in forks:
             fork.kill()
@@ -266,20 +254,10 @@ class ForkServerClient:
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
         reader, writer = os.pipe()
-        fork = Fork(
-            number=next(self._numbers),
-            writer=writer,
-            connection=self._connection,
-            report=report,
-            abandon=self.group.kill,
-        )
-        request = {
-            "number": fork.number,
-            "module": words[0],
-            "arguments": list(words[1:]),
-            "environ": dict(environ),
-            "log": None if log is None else str(log.absolute()),
-        }
+        number, abandon = next(self._numbers), self.group.kill
+        fork = Fork(number=number, writer=writer, connection=self._connection, report=report, abandon=abandon)
+        what = {"module": words[0], "arguments": list(words[1:]), "environ": dict(environ)}
+        request = {"number": number, **what, "log": None if log is None else str(log.absolute())}
         try:
             with self._lock:  # the caller repeats a request that cannot be sent: the listener must not report it
                 if self._ended:
@@ -369,7 +347,8 @@ def worker_group_factory(
     """Yield the factory of worker groups for the attempts of a run: forks if possible and worthwhile, else new
     interpreters.
     """
-    if not _is_ours(command) or len(tasks) < 2 or not can_fork(tasks):
+    can_fork = ForkServerClient.is_possible() and all(task.device == "cpu" for task in tasks)  # no driver survives it
+    if not _is_ours(command) or len(tasks) < 2 or not can_fork:
         yield partial(WorkerGroup, pass_fds=pass_fds)
         return
     threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // len(tasks)))}  # read when libraries are loaded
@@ -385,11 +364,6 @@ def worker_group_factory(
             return ForkedGroup(server, attempt, report, pass_fds=pass_fds)
 
         yield group
-
-
-def can_fork(tasks: Sequence[Task]) -> bool:
-    """Return whether ranks can be forks: only on the CPU, since a device driver does not survive a fork."""
-    return ForkServerClient.is_possible() and all(task.device == "cpu" for task in tasks)
 
 
 RANK_IMPORTS: Final = (

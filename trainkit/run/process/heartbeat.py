@@ -26,7 +26,7 @@ _NUMBERS: Final = {phase: number for number, phase in enumerate(PHASES)}
 
 
 class Heartbeat:
-    """Writes the heartbeat of one rank: a store into memory, without a system call.
+    """Reports the phases of one rank to its agent, by a store into memory without a system call, and to failpoints.
 
     Example:
         >>> import tempfile
@@ -37,6 +37,13 @@ class Heartbeat:
         3
         >>> heartbeat.close()
     """
+
+    within_steps: Final = True
+    """Whether the phases within a step are reported as well."""
+    phase: Phase = "start"
+    """The last reported phase."""
+    step = 0
+    """Updates completed at that time."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
@@ -57,9 +64,16 @@ class Heartbeat:
     def beat(self, step: int, phase: Phase) -> None:
         """Write that this rank is alive, and the phase that begins."""
         moment, pauses = time.monotonic(), self._pauses
+        self.phase, self.step = phase, step
         pauses.note(phase, step, moment=moment)
         number = step * len(PHASES) + _NUMBERS[phase]
         _BEAT.pack_into(self._memory, 0, moment, number, pauses.longest_s, pauses.is_first)
+
+    def __call__(self, phase: Any, step: int) -> None:
+        """Report that a phase begins."""
+        self.beat(step, phase)
+        if failpoints.ARMED:
+            failpoints.hit(phase, step)
 
     def close(self) -> None:
         """Unmap the file; its last heartbeat stays."""
@@ -107,33 +121,12 @@ def read_heartbeat(path: Path) -> HeartbeatReading | None:
     return HeartbeatReading(moment=moment, step=step, phase=PHASES[phase], longest_s=longest_s, is_first=is_first)
 
 
-class Beats:
-    """Reports the phases of a task to the supervisor and to failpoints."""
-
-    within_steps: Final = True
-    """Whether the phases within a step are reported as well."""
-
-    def __init__(self, heartbeat: Heartbeat) -> None:
-        self._heartbeat = heartbeat
-        self.phase: Phase = "start"
-        """The last reported phase."""
-        self.step = 0
-        """Updates completed at that time."""
-
-    def __call__(self, phase: Any, step: int) -> None:
-        """Report that a phase begins."""
-        self.phase, self.step = phase, step
-        self._heartbeat.beat(step, phase)
-        if failpoints.ARMED:
-            failpoints.hit(phase, step)
-
-
-def beats_of(identity: Identity, folder: RunFolder) -> Beats | None:
+def beats_of(identity: Identity, folder: RunFolder) -> Heartbeat | None:
     """Return the reporter of a task's phases; None if the task is the only one and no failpoint is armed."""
     if identity.store is None and not failpoints.ARMED:
         return None
     folder.open_live()
-    return Beats(Heartbeat(folder.heartbeat_of(identity.task.rank)))
+    return Heartbeat(folder.heartbeat_of(identity.task.rank))
 
 
 _OF_A_STEP: Final[frozenset[Phase]] = frozenset({"data", "forward", "backward", "reduce", "update"})
@@ -182,7 +175,11 @@ class Pauses:
     def note(self, phase: Phase, step: int, *, moment: float) -> None:
         """Record a heartbeat."""
         if self._phase in _OF_A_STEP:
-            self._keep(moment - self._moment)
+            pause_s = moment - self._moment
+            if self._after_evaluation:
+                self._longest_after_evaluation = max(self._longest_after_evaluation or 0.0, pause_s)
+            else:
+                self._current = max(self._current, pause_s)
         self._moment, self._phase = moment, phase
         if phase in _OF_A_STEP:
             if step != self._step or not self._in_step:
@@ -193,12 +190,6 @@ class Pauses:
             self._begins = self._begins or phase in _BEGINNINGS
             self._evaluated = self._evaluated or phase == "evaluate"
 
-    def _keep(self, pause_s: float) -> None:
-        if not self._after_evaluation:
-            self._current = max(self._current, pause_s)
-        elif self._longest_after_evaluation is None or pause_s > self._longest_after_evaluation:
-            self._longest_after_evaluation = pause_s
-
     def _begin_step(self, step: int, moment: float) -> None:
         if self._begins:
             self.is_first = True
@@ -206,16 +197,13 @@ class Pauses:
         elif self._evaluated:
             self._after_evaluation = True
             self.is_first = self._longest_after_evaluation is None
-        self._turn_window(moment)
+        self._window_steps += 1
+        if self._window_steps > _WINDOW_STEPS and moment - self._window_begun >= _WINDOW_S:
+            self._earlier, self._current = self._current, 0.0
+            self._window_begun, self._window_steps = moment, 1
         self._in_step, self._step = True, step
         self._begins = self._evaluated = False
 
     def _end_step(self) -> None:
         if self._in_step:
             self._in_step = self._after_evaluation = self.is_first = False
-
-    def _turn_window(self, moment: float) -> None:
-        self._window_steps += 1
-        if self._window_steps > _WINDOW_STEPS and moment - self._window_begun >= _WINDOW_S:
-            self._earlier, self._current = self._current, 0.0
-            self._window_begun, self._window_steps = moment, 1

@@ -6,12 +6,9 @@ records which of them have begun and ended on the device.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import signal
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
 from typing import Final
 
 import torch
@@ -40,18 +37,6 @@ def recorder_variables(folder: RunFolder, *, version: str = torch.__version__) -
     size = "TORCH_FR_BUFFER_SIZE" if is_new else "TORCH_NCCL_TRACE_BUFFER_SIZE"
     file = "TORCH_FR_DUMP_TEMP_FILE" if is_new else "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
     return {size: str(_ENTRIES), file: str(folder.nccl_dumps.absolute()), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-
-
-@contextmanager
-def nccl_dumps_to(folder: RunFolder, environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
-    """Let NCCL's recorder write into a run folder while the block runs; variables that the user has set stay."""
-    added = {name: value for name, value in recorder_variables(folder).items() if name not in environ}
-    environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            environ.pop(name, None)
 
 
 def gave_up_waiting(folder: RunFolder, rank: int, code: int) -> bool:

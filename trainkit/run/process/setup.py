@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trainkit.cluster.address import Address, is_loopback, own_address
@@ -13,6 +13,21 @@ from trainkit.cluster.launch import LaunchEnvironment, socket_environ
 from trainkit.cluster.tasks import Identity
 from trainkit.files import open_regular
 from trainkit.run.planning.plan import RunPlan
+
+
+@contextlib.contextmanager
+def variables(values: Mapping[str, str], *, unless_set: bool = False) -> Iterator[None]:
+    """Set environment variables while the block runs, all or those that the user has not set, and restore them."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update({name: value for name, value in values.items() if not unless_set or before[name] is None})
+    try:
+        yield
+    finally:
+        for name, earlier in before.items():
+            if earlier is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = earlier
 
 
 def configure_network(launch: LaunchEnvironment) -> None:
@@ -24,7 +39,16 @@ def configure_network(launch: LaunchEnvironment) -> None:
 def identity_for(
     launch: LaunchEnvironment, plan: RunPlan, *, store: tuple[str, int], prefix: str, token: str = "", life: int = 0
 ) -> Identity:
-    """Return the identity of this process in the group of a launch."""
+    """Return the identity of this process in the group of a launch.
+
+    The address of its host for other processes is that of the launch, else the one on the route to the store.
+    """
+    if launch.num_hosts == 1 or is_loopback(launch.store[0]):
+        host = "127.0.0.1"
+    elif launch.addresses:
+        host = Address.parse(launch.addresses[launch.rank]).host
+    else:
+        host = own_address(launch.store[0]) or launch.store[0]
     return Identity(
         task=plan.tasks[-1 if launch.task.is_evaluator else launch.rank],
         num_ranks=len(plan.training_tasks),
@@ -33,17 +57,8 @@ def identity_for(
         attempt=launch.attempt,
         life=life,
         token=token,
-        host=_host(launch),
+        host=host,
     )
-
-
-def _host(launch: LaunchEnvironment) -> str:
-    """Return the address of this host for other processes: from the launch, else the one on the route to the store."""
-    if launch.num_hosts == 1 or is_loopback(launch.store[0]):
-        return "127.0.0.1"
-    if launch.addresses:
-        return Address.parse(launch.addresses[launch.rank]).host
-    return own_address(launch.store[0]) or launch.store[0]
 
 
 def announce_log(launch: LaunchEnvironment, log: Path) -> None:

@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Final, Protocol, Self
 
 from trainkit.cluster.host import ProcessId, children_of, num_cores, rank_environ
@@ -60,27 +59,19 @@ def stacks_from(file: Path, asks: Iterable[Callable[[], object]]) -> str:
     """
     end = time.monotonic() + _ANSWERS_S
     for ask in asks:
-        _await_answer(file, end, ask)
+        before = seen = _size(file)
+        with contextlib.suppress(OSError):  # it has ended
+            ask()
+            until = min(end, time.monotonic() + _ANSWER_S)
+            while time.monotonic() < until:  # until the file has grown and grows no more
+                time.sleep(_POLL_S)
+                earlier, seen = seen, _size(file)
+                if seen == earlier != before:
+                    break
     try:
         return read_tail(file, _BYTES)[0].decode(errors="replace").strip()
     except UnreadableError:
         return ""
-
-
-def _await_answer(file: Path, end: float, ask: Callable[[], object]) -> None:
-    """Ask a process, and wait until the file has grown and grows no more, but not for long."""
-    before = seen = _size(file)
-    try:
-        ask()
-    except OSError:
-        return  # it has ended
-    end = min(end, time.monotonic() + _ANSWER_S)
-    while time.monotonic() < end:
-        time.sleep(_POLL_S)
-        now = _size(file)
-        if now == seen != before:
-            return
-        seen = now
 
 
 def _size(file: Path) -> int:
@@ -135,9 +126,6 @@ class ChildProcess(Protocol):
     def wait(self) -> int:
         """Wait until the process has exited; return its exit code."""
 
-    def kill(self) -> None:
-        """Kill the process."""
-
 
 class WorkerGroup:
     """Owns processes; leaving its block always ends them and everything they started.
@@ -166,7 +154,8 @@ class WorkerGroup:
             with contextlib.ExitStack() as stack:
                 output: IO[bytes] | int | None = None if prints_to_the_terminal() else subprocess.PIPE
                 if log is not None:
-                    output = stack.enter_context(_opened(log))
+                    log.parent.mkdir(parents=True, exist_ok=True)
+                    output = stack.enter_context(open_regular(log, "ab"))
                 stack.enter_context(_signals_blocked())
                 process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
                     command,
@@ -175,7 +164,7 @@ class WorkerGroup:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT if output is not None else None,
-                    pass_fds=(reader, *self._pass_fds) if os.name == "posix" else (),
+                    pass_fds=(reader, *self._pass_fds),
                     start_new_session=True,
                 )
                 arm_kill_on_parent_death(reader, process.pid)
@@ -246,9 +235,7 @@ class WorkerGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
 
@@ -301,11 +288,8 @@ class _Worker:
                 self._kill_group()
 
     def _kill_group(self) -> None:
-        if hasattr(os, "killpg"):
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies
-                os.killpg(self._process.pid, signal.SIGKILL)
-        else:
-            self._process.kill()
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def join(self) -> None:
         if self._thread is not None:
@@ -330,13 +314,6 @@ def _relay_output(source: IO[bytes]) -> None:
             shown = unrecorded(sys.stdout)  # the child records its own output
             shown.write(decoder.decode(content))
             shown.flush()
-
-
-@contextlib.contextmanager
-def _opened(log: Path) -> Iterator[IO[bytes]]:
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open_regular(log, "ab") as file:
-        yield file
 
 
 @contextlib.contextmanager
@@ -397,7 +374,7 @@ def _wait_for_break(reader: int) -> None:
     with contextlib.suppress(OSError):
         while os.read(reader, 1):
             pass
-    if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+    if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
 
@@ -430,6 +407,11 @@ def enter_child(environ: Mapping[str, str], log: str | None, reader: int) -> Non
     _as_if_fresh()
 
 
+_SET_THREADS: Final = (
+    "scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads", "openblas_set_num_threads",
+)  # fmt: skip
+
+
 def _as_if_fresh() -> None:
     """Reset process state as in a new interpreter: seed NumPy's global generator and set the number of threads."""
     import numpy as np  # noqa: PLC0415 - imported before
@@ -440,20 +422,14 @@ def _as_if_fresh() -> None:
     if threads.isdecimal():
         if int(threads) != torch.get_num_threads():
             torch.set_num_threads(int(threads))
-        _set_blas_threads(int(threads))
+        # Each loaded OpenBLAS has read the variable in the process it is forked from. Source of the names: the wheels
+        # of NumPy and SciPy.
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        for library in map(ctypes.CDLL, {line.split()[-1] for line in lines if "openblas" in line}):
+            for name in _SET_THREADS:
+                if (set_threads := getattr(library, name, None)) is not None:
+                    set_threads(int(threads))
     gc.unfreeze()
-
-
-def _set_blas_threads(count: int) -> None:
-    """Set the number of threads of each loaded OpenBLAS, which has read the variable in the process it is forked from.
-
-    Source: the names that the wheels of NumPy and SciPy give `openblas_set_num_threads`.
-    """
-    libraries = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "openblas" in line}
-    for library in map(ctypes.CDLL, libraries):
-        for name in ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads", "openblas_set_num_threads"):
-            if (set_threads := getattr(library, name, None)) is not None:
-                set_threads(count)
 
 
 def worker_environ(environ: Mapping[str, str], identity: Identity) -> dict[str, str]:

@@ -4,19 +4,17 @@ The launcher or rank 0 hosts the store. It may outlive its ranks (that of torchr
 variable distinguishes two groups in it: each agent counts restarts by itself. So rank 0 creates a unique prefix for the
 group, and sends it to every process that announces itself under a name never used before:
 
-    rank 1    arrival/1 = "1 of 2, named X"          rank 0    answer/X = PREFIX
+    rank 1    arrival/2/1 = X                        rank 0    answer/X = PREFIX
               PREFIX/present/1                                 ... until all are present
 
-Then they communicate in rounds: in `run_on_rank0_and_broadcast` rank 0 runs a function and all receive its result or
-error; in `run_everywhere` all run a function, and if one fails, all fail. Processes with different configs or plans are
-refused. Whatever error leaves the barrier on a rank is published, and ends every wait of the others; so does the end of
-a process of this host.
+Then they communicate in rounds: all run a function, or rank 0 alone, and if one fails, all fail. Processes with
+different configs or plans are refused. Whatever error leaves the barrier on a rank is published, and ends every wait of
+the others; so does the end of a process of this host.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -37,7 +35,7 @@ from trainkit.config.composition import dotted, leaves
 from trainkit.config.schema import RunConfig
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, HangError, LinkError, PeerError, Problem, yaml_text
-from trainkit.files import Kind, expect_map, parse_json
+from trainkit.files import expect_maps, parse_json
 from trainkit.run.begin import packages
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process.error_report import ErrorReport, error_report, report_from_json
@@ -254,24 +252,21 @@ class ProcessBarrier:
         self._looked_at = self._counted_at = 0.0
         self.processes: Mapping[int, Mapping[str, Any]] = {}
         """The process of each rank: its pid, start time and host."""
-        self._store = StoreClient(launch)
+        self.store = StoreClient(launch)
+        """The store itself; keys below `trainkit/` are known without the prefix, to late tasks and to later groups."""
         self._stack = ExitStack()
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port of the store."""
-        return self._store.address
 
     def __enter__(self) -> Self:
         """Host or find the store, and wait until all processes have arrived."""
         with self._stack:
-            self._store.open(self._stack, self._waiter(lambda: [0]))
+            self.store.open(self._stack, self._waiter(lambda: [0]))
             if self.launch.rank == 0:
-                self.prefix = accept_all(self._store, self.launch.num_ranks, self.ranks, self._waiter)
+                self.prefix = accept_all(self.store, self.launch.num_ranks, self.ranks, self._waiter)
             else:
-                self.prefix = join(self._store, self.launch, self._stack, self._waiter(lambda: [0]))
+                self.prefix = join(self.store, self.launch, self._stack, self._waiter(lambda: [0]))
             # Exchanged before a rank can be lost: the store may be lost with it.
-            self.processes = dict(zip(self.ranks, self.all_gather_object(_own_process()), strict=True))
+            own = {**asdict(ProcessId.of(os.getpid())), "at": host_id(), "host": socket.gethostname()}
+            self.processes = dict(zip(self.ranks, self.all_gather_object(own), strict=True))
             self._stack = self._stack.pop_all()
         return self
 
@@ -281,77 +276,72 @@ class ProcessBarrier:
         with self._stack:
             if error is not None and not isinstance(error, PeerError):
                 self.publish_failure(error_report(self.launch.rank, error))
-            if not isinstance(error, KeyboardInterrupt):
-                self._exit_barrier()
-            self._store.close()
-
-    def _exit_barrier(self) -> None:
-        """Exit barrier: the rank that hosts the store waits up to 5 s for the others, so that they can still
-        read it; not for processes that are known to have ended.
-        """
-        with contextlib.suppress(RuntimeError):  # the store's DistError: its host has exited
-            left = self._store.add(f"{self.prefix}/left", 1)
-            deadline = time.monotonic() + _EXIT_BARRIER_S
-            while self.launch.hosts_store and left < len(self.ranks) and time.monotonic() < deadline:
-                if len(self.ended_here()) == len(self.ranks) - 1:
-                    return
-                time.sleep(_POLL_S)
-                left = self._store.add(f"{self.prefix}/left", 0)
-
-    def run_on_rank0_and_broadcast(self, work: Callable[[], T]) -> T:
-        """Run a function on rank 0, and return its result, JSON, or raise its error on every rank; collective.
-
-        Raises:
-            TrainkitError: the function failed: on rank 0 as it was raised, on the others as a `PeerError`.
-        """
-        key = self._next_barrier_key()
-        if self.launch.rank > 0:
-            self._wait_for(key)
-            message = self._message(key, {"failed": (dict, type(None)), "result": object})
-            if message["failed"] is not None:
-                raise self.peer_error(self._parse_report(key, message["failed"]))
-            shared: T = message["result"]
-            return shared
-        try:
-            result = work()
-        except Exception as error:
-            self._store.set(key, json.dumps({"failed": asdict(error_report(0, error)), "result": None}))
-            raise
-        self._store.set(key, json.dumps({"failed": None, "result": result}))
-        return result
+            others, deadline = len(self.ranks) - 1, time.monotonic() + _EXIT_BARRIER_S
+            # The rank that hosts the store waits for the others, so that they can still read it; not for processes that
+            # are known to have ended.
+            with contextlib.suppress(RuntimeError):  # the store's DistError: its host has exited
+                left = 0 if isinstance(error, KeyboardInterrupt) else self.store.add(f"{self.prefix}/left", 1)
+                while self.launch.hosts_store and 0 < left <= others and time.monotonic() < deadline:
+                    if len(self.ended_here()) == others:
+                        break
+                    time.sleep(_POLL_S)
+                    left = self.store.add(f"{self.prefix}/left", 0)
+            self.store.close()
 
     def run_everywhere(self, work: Callable[[], T]) -> T:
-        """Run a function on every rank; fail everywhere if it fails on one; collective.
-
-        Returns:
-            The result of this rank.
+        """Run a function on every rank; return its result here, or fail everywhere if it fails on one; collective.
 
         Raises:
             TrainkitError: the function failed on some rank. Rank 0 raises the error of the lowest failed rank as it was
                 raised there, the others raise a `PeerError`.
         """
-        key, error, result = self._next_barrier_key(), None, None
-        try:
-            result = work()
-        except Exception as failed:  # noqa: BLE001 - raised below, once the others know
-            error = failed
-        report = None if error is None else asdict(error_report(self.launch.rank, error))
-        self._store.set(f"{key}/{self.launch.rank}", json.dumps(report))
-        failures = self.run_on_rank0_and_broadcast(
-            lambda: [report for report in self._collect(key) if report is not None]
-        )
-        if failures:
-            first = self._parse_report(key, failures[0])
-            if self.launch.rank > 0:
-                raise self.peer_error(first) from error
-            raise error if error is not None else first.error(self.launch.place_of(first.rank))
-        return result  # type: ignore[return-value]  # it did not fail
+        return self._agree(work, is_shared=False)
+
+    def run_on_rank0(self, work: Callable[[], T]) -> T:
+        """Run a function on rank 0; return its result, JSON, on every rank, or fail as `run_everywhere`; collective."""
+        return self._agree(work, is_shared=True)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gather a JSON value from every rank on every rank; collective."""
-        key = self._next_barrier_key()
-        self._store.set(f"{key}/{self.launch.rank}", json.dumps(value))
-        return self.run_on_rank0_and_broadcast(lambda: self._collect(key))
+        return [one["result"] for one in self._exchange({"failed": None, "result": value})]
+
+    def _agree(self, work: Callable[[], T], *, is_shared: bool) -> T:
+        rank, error, results = self.launch.rank, None, list[T]()
+        try:
+            if rank == 0 or not is_shared:
+                results.append(work())
+        except Exception as failed:  # noqa: BLE001 - raised below, once the others know
+            error = failed
+        report = None if error is None else asdict(error_report(rank, error))
+        each = self._exchange({"failed": report, "result": results[0] if is_shared and results else None})
+        for one in each:
+            if one["failed"] is not None:
+                first = self._parse_report(self._round, one["failed"])
+                if rank > 0:
+                    raise self.peer_error(first) from error
+                raise error if error is not None else first.error(self.launch.place_of(first.rank))
+        return results[0] if results else each[0]["result"]
+
+    def _exchange(self, own: dict[str, Any]) -> list[dict[str, Any]]:
+        """Give a message to every rank, and return those of all; rank 0 collects them."""
+        self._num_barriers += 1
+        key = self._round
+        self.store.set(f"{key}/{self.launch.rank}", json.dumps(own))
+        if self.launch.rank == 0:
+            self.store.set(key, json.dumps(self._collect(key)))
+        else:
+            self._wait_for(key)
+        try:
+            each = expect_maps(self.store.message(key), {"failed": (dict, type(None)), "result": object})
+            if len(each) != len(self.ranks):
+                raise ValueError("it is not a message of every rank")
+        except ValueError as error:
+            raise self.store.misfit(key, error) from None
+        return each
+
+    @property
+    def _round(self) -> str:
+        return f"{self.prefix}/round/{self._num_barriers}"
 
     def _collect(self, key: str) -> list[Any]:
         found: dict[int, Any] = {}
@@ -359,8 +349,8 @@ class ProcessBarrier:
         waiter = self._waiter(lambda: [rank for rank in ranks if rank not in found])
         while True:
             for rank in ranks:
-                if rank not in found and self._store.has(f"{key}/{rank}"):
-                    found[rank] = self._store.message(f"{key}/{rank}")
+                if rank not in found and self.store.has(f"{key}/{rank}"):
+                    found[rank] = self.store.message(f"{key}/{rank}")
             if len(found) == len(ranks):
                 return [found[rank] for rank in ranks]
             self._raise_failure()
@@ -368,16 +358,17 @@ class ProcessBarrier:
 
     def publish_failure(self, report: ErrorReport) -> None:
         """Publish why this rank fails, once, with the order of its arrival."""
-        self._store.invalidate()
+        self.store.invalidate()
         if self._has_failed or not self.prefix:
             return
         self._has_failed = True
         with contextlib.suppress(RuntimeError):  # the store's DistError: its host has exited
-            self.publish(f"failed/{report.rank}", {"arrival": self.count("reports"), "words": asdict(report)})
+            arrival = self.store.add(f"{self.prefix}/count/reports", 1)
+            self.publish(f"failed/{report.rank}", {"arrival": arrival, "words": asdict(report)})
 
     def failures(self) -> list[ErrorReport]:
         """Return the published failures, in the order of arrival."""
-        if not self._store.add(f"{self.prefix}/count/reports", 0):
+        if not self.store.add(f"{self.prefix}/count/reports", 0):
             return []
         found = self.read_any([f"failed/{rank}" for rank in self.ranks], within_s=0.0)
         messages = sorted(found.values(), key=lambda message: int(message["arrival"]))
@@ -389,7 +380,7 @@ class ProcessBarrier:
 
     def is_done(self, rank: int) -> bool:
         """Return whether a rank has ended its part of the training regularly."""
-        return self._store.has(f"{self.prefix}/done/{rank}")
+        return self.store.has(f"{self.prefix}/done/{rank}")
 
     def stopped_here(self, limit_s: Callable[[int], float]) -> int | None:
         """Return a rank whose process is on this host, and stopped by a signal for longer than its limit.
@@ -439,11 +430,7 @@ class ProcessBarrier:
 
     def publish(self, key: str, value: Any) -> None:
         """Publish a JSON value to the other processes of this group."""
-        self._store.set(f"{self.prefix}/{key}", json.dumps(value))
-
-    def count(self, key: str) -> int:
-        """Increment a counter of this group; return its new value, which is the order of arrival."""
-        return self._store.add(f"{self.prefix}/count/{key}", 1)
+        self.store.set(f"{self.prefix}/{key}", json.dumps(value))
 
     def read_any(self, keys: Iterable[str], *, within_s: float) -> dict[str, Any]:
         """Return the published values of `keys` as soon as there is one; empty after `within_s`, or if the store is
@@ -453,31 +440,12 @@ class ProcessBarrier:
         deadline = time.monotonic() + within_s
         try:
             while True:
-                found = {key: self._store.message(name) for key, name in names.items() if self._store.has(name)}
+                found = {key: self.store.message(name) for key, name in names.items() if self.store.has(name)}
                 if found or time.monotonic() > deadline:
                     return found
                 time.sleep(_POLL_S)
         except RuntimeError:  # the store's DistError: its host has exited
             return {}
-
-    def store_for_relaunch(self, key: str, value: str) -> None:
-        """Store a value for the groups that come after this one; lost if the store ends with this group."""
-        self._store.set(f"trainkit/{key}", value)
-
-    def publish_global(self, name: str, value: str) -> None:
-        """Publish a value to the late ranks of the launch, under its name without prefix, which they know
-        beforehand.
-        """
-        self._store.set(name, value)
-
-    def load_from_previous(self, key: str) -> str | None:
-        """Return the value that an earlier group of this launch stored; None if there is none, or its store is gone."""
-        name = f"trainkit/{key}"
-        return self._store.get(name).decode(errors="replace") if self._store.has(name) else None
-
-    def mark_store_suspect(self) -> None:
-        """Check the reachability of the store before its next use, because something has failed."""
-        self._store.invalidate()
 
     def peer_error(self, report: ErrorReport) -> PeerError:
         """Return the error with which this rank ends because another failed; rank 0 reports the details."""
@@ -485,27 +453,17 @@ class ProcessBarrier:
             f"rank {self.launch.rank} ends with rank {report.rank}: {report.summary}", exit_code=report.exit_code
         )
 
-    def _next_barrier_key(self) -> str:
-        self._num_barriers += 1
-        return f"{self.prefix}/round/{self._num_barriers}"
-
-    def _message(self, key: str, kinds: Mapping[str, Kind]) -> dict[str, Any]:
-        try:
-            return expect_map(self._store.message(key), kinds)
-        except ValueError as error:
-            raise self._store.misfit(key, error) from None
-
     def _parse_report(self, key: str, content: Mapping[str, Any]) -> ErrorReport:
         try:
             return report_from_json(content)
         except (ValueError, TypeError, KeyError, AttributeError):
-            raise self._store.misfit(key, ValueError("it is not a report of a failure")) from None
+            raise self.store.misfit(key, ValueError("it is not a report of a failure")) from None
 
     def _wait_for(self, key: str) -> None:
         """Wait for a value that rank 0 sets; rank 0 itself logs the ranks that it waits for."""
         waiter = self._waiter(lambda: [0], log=lambda _: None)
         try:
-            while not self._store.has(key):
+            while not self.store.has(key):
                 self._raise_failure()
                 waiter.wait(_POLL_S)
         except RuntimeError as error:  # the store's DistError
@@ -521,13 +479,6 @@ class ProcessBarrier:
         )
 
 
-def _own_process() -> dict[str, Any]:
-    return {**asdict(ProcessId.of(os.getpid())), "at": host_id(), "host": socket.gethostname()}
-
-
-_NAME_LENGTH: Final = 64
-
-
 def accept_all(
     store: StoreClient,
     num_ranks: int,
@@ -540,21 +491,16 @@ def accept_all(
     Raises:
         HangError: a rank did not arrive.
     """
-    prefix, seen = uuid.uuid4().hex, 0
-    missing = set(ranks) - {0}
+    prefix, missing = uuid.uuid4().hex, set(ranks) - {0}
     waiter = waiter_for(lambda: missing)
-    while True:
-        for number in range(seen + 1, store.add("trainkit/arrivals", 0) + 1):
-            if not store.has(f"trainkit/arrival/{number}"):
-                break
-            seen = number
-            size, _, name = store.get(f"trainkit/arrival/{number}").decode(errors="replace").partition(" ")
-            if size == str(num_ranks) and len(name) <= _NAME_LENGTH:  # ignore processes of another launch
-                store.set(f"trainkit/answer/{name}", prefix)
+    while missing:
+        for rank in missing:
+            if store.has(arrival := f"trainkit/arrival/{num_ranks}/{rank}"):  # perhaps of an earlier group, as yet
+                store.set(f"trainkit/answer/{store.get(arrival).decode(errors='replace')}", prefix)
         missing -= {rank for rank in missing if store.has(f"{prefix}/present/{rank}")}
-        if not missing:
-            return prefix
-        waiter.wait(_POLL_S)
+        if missing:
+            waiter.wait(_POLL_S)
+    return prefix
 
 
 def join(store: StoreClient, launch: LaunchEnvironment, stack: ExitStack, waiter: WaitReporter) -> str:
@@ -564,22 +510,18 @@ def join(store: StoreClient, launch: LaunchEnvironment, stack: ExitStack, waiter
         HangError: rank 0 did not arrive.
     """
     while True:
+        name = uuid.uuid4().hex
         try:
-            return _announce(store, launch, waiter)
+            store.set(f"trainkit/arrival/{launch.num_ranks}/{launch.rank}", name)
+            while not store.has(f"trainkit/answer/{name}"):
+                waiter.wait(_POLL_S)
+            prefix = store.get(f"trainkit/answer/{name}").decode(errors="replace")
+            store.set(f"{prefix}/present/{launch.rank}", "")
         except RuntimeError:  # the store's DistError: rank 0 was closing the store of an earlier run
             waiter.wait(_POLL_S)
             store.open(stack, waiter)
-
-
-def _announce(store: StoreClient, launch: LaunchEnvironment, waiter: WaitReporter) -> str:
-    name = uuid.uuid4().hex
-    number = store.add("trainkit/arrivals", 1)
-    store.set(f"trainkit/arrival/{number}", f"{launch.num_ranks} {name}")
-    while not store.has(f"trainkit/answer/{name}"):
-        waiter.wait(_POLL_S)
-    prefix = store.get(f"trainkit/answer/{name}").decode(errors="replace")
-    store.set(f"{prefix}/present/{launch.rank}", "")
-    return prefix
+        else:
+            return prefix
 
 
 _OWN_KEYS: Final = (("cluster", "task"),)
@@ -590,74 +532,49 @@ _ALIKE: Final = ("trainkit", "torch")
 """Packages whose versions must not differ between the processes of a launch, but for their builds."""
 
 
-def config_digest(cfg: RunConfig) -> dict[str, Any]:
-    """Return the data of a config that processes compare, as JSON: its values, the versions that give
-    them a meaning, and a hash of all.
-    """
-    values = {dotted(path): value for path, value in leaves(cfg.to_dict()) if path not in _OWN_KEYS}
+def values_of(cfg: RunConfig) -> dict[str, Any]:
+    """Return what processes compare of a config, as JSON: its values, and the versions that give them a meaning."""
     installed = packages({})
-    values |= {f"version of {name}": installed[name].partition("+")[0] for name in _ALIKE if name in installed}
-    digest = hashlib.sha256(json.dumps(sorted(values.items()), default=str).encode()).hexdigest()
-    return {"digest": digest, "values": values}
+    versions = {f"version of {name}": installed[name].partition("+")[0] for name in _ALIKE if name in installed}
+    return {**{dotted(path): value for path, value in leaves(cfg.to_dict()) if path not in _OWN_KEYS}, **versions}
 
 
-def config_mismatches(
-    ours: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]], *, origin: str = ""
+def facts_of_plan(plan: RunPlan, num_processes: int, rank: int) -> dict[str, Any]:
+    """Return what processes compare of a plan: hosts whose devices or data differ would plan different runs."""
+    ranks_per_process = len(plan.training_tasks) // num_processes
+    splits = plan.components.datasets.items()
+    return {
+        "strategy, replicas a process": ranks_per_process,
+        "strategy, device": plan.tasks[rank * ranks_per_process].device.partition(":")[0],
+        "strategy, on MIG instances": bool(mig_instances(os.environ)),  # they exchange over another backend
+        **{f"data, samples of {name}": size_of(split) for name, split in splits if hasattr(split, "__len__")},
+    }
+
+
+def mismatches(
+    ours: Mapping[str, Any],
+    others: Mapping[str, Mapping[str, Any]],
+    *,
+    origin: str,
+    remedy: str = "Start all with the same config.",
 ) -> list[Problem]:
     """Return one problem for each key in which processes differ."""
-    differing = {place: other for place, other in others.items() if other["digest"] != ours["digest"]}
     return [
-        Problem(
-            key=key,
-            value=ours["values"].get(key),
-            rule=f"{place} has {yaml_text(other['values'].get(key))}. Start all with the same config.",
-            origin=origin,
-        )
-        for place, other in differing.items()
-        for key in sorted({**ours["values"], **other["values"]})
-        if ours["values"].get(key) != other["values"].get(key)
+        Problem(key=key, value=ours.get(key), rule=f"{place} has {yaml_text(other.get(key))}. {remedy}", origin=origin)
+        for place, other in others.items()
+        for key in sorted({**ours, **other})
+        if ours.get(key) != other.get(key)
     ]
 
 
-def check_same_config(barrier: ProcessBarrier, cfg: RunConfig) -> None:
-    """Compare the configs of all processes; raise for each differing key and rank, before anything is written."""
-    ours, *others = barrier.all_gather_object(config_digest(cfg))
-    places = [barrier.launch.place_of(rank) for rank in barrier.ranks]
-    problems = config_mismatches(ours, dict(zip(places[1:], others, strict=True)), origin=places[0])
+def refuse_mismatches(barrier: ProcessBarrier, own: Mapping[str, Any], **remedy: str) -> None:
+    """Compare values of all processes; raise for each key and rank that differ, before anything is written."""
+    each = barrier.all_gather_object(dict(own))
+    first, *places = [barrier.launch.place_of(rank) for rank in barrier.ranks]
+    problems = mismatches(each[0], dict(zip(places, each[1:], strict=True)), origin=first, **remedy)
 
     def refuse() -> None:
         if problems:
             raise ConfigError(problems)
 
-    barrier.run_on_rank0_and_broadcast(refuse)
-
-
-def check_same_plan(barrier: ProcessBarrier, plan: RunPlan) -> None:
-    """Refuse hosts whose devices or data differ: they would plan different runs."""
-    ranks_per_process = len(plan.training_tasks) // len(barrier.ranks)
-    own = plan.tasks[barrier.launch.rank * ranks_per_process]
-    facts = {
-        "strategy, replicas a process": ranks_per_process,
-        "strategy, device": own.device.partition(":")[0],
-        "strategy, on MIG instances": bool(mig_instances(os.environ)),  # they exchange over another backend
-    }
-    splits = plan.components.datasets.items()
-    sizes = {f"data, samples of {name}": size_of(split) for name, split in splits if hasattr(split, "__len__")}
-    plans = barrier.all_gather_object({**facts, **sizes})
-
-    def refuse() -> None:
-        problems = [
-            Problem(
-                key=name,
-                value=value,
-                rule=f"{barrier.launch.place_of(rank)} has {theirs.get(name)}. All need the same.",
-                origin=barrier.launch.place_of(0),
-            )
-            for rank, theirs in zip(barrier.ranks, plans, strict=True)
-            for name, value in plans[0].items()
-            if theirs.get(name) != value
-        ]
-        if problems:
-            raise ConfigError(problems)
-
-    barrier.run_on_rank0_and_broadcast(refuse)
+    barrier.run_on_rank0(refuse)

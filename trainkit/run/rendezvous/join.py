@@ -46,7 +46,6 @@ from trainkit.errors import (
     CrashLoopError,
     HangError,
     HangupError,
-    LinkError,
     PeerError,
     StopKind,
     StoppedError,
@@ -83,10 +82,10 @@ from trainkit.run.rendezvous.barrier import (
     ProcessBarrier,
     StoreClient,
     WaitReporter,
-    check_same_config,
-    check_same_plan,
-    config_digest,
-    config_mismatches,
+    facts_of_plan,
+    mismatches,
+    refuse_mismatches,
+    values_of,
 )
 from trainkit.run.rendezvous.shutdown import SharedEnding, ending_together
 from trainkit.run.session.auxiliary import training_has_ended
@@ -126,15 +125,6 @@ def late_joining_ranks(cfg: RunConfig, launch: LaunchEnvironment) -> frozenset[i
     return frozenset(task.rank for task in (*alone, *evaluator) if launch.by_hand)
 
 
-def job_token(barrier: ProcessBarrier) -> str:
-    """Return the secret that the tasks of this run share: from the environment, else created by the chief; collective.
-
-    A token that the chief creates goes through the store, where any process that reaches its port can read it.
-    """
-    made: str = barrier.run_on_rank0_and_broadcast(lambda: token_hex(32))
-    return os.environ.get(_TOKEN) or made
-
-
 @contextlib.contextmanager
 def refusing_late_tasks(barrier: ProcessBarrier, late: Collection[int]) -> Iterator[None]:
     """Tell the late tasks, if the run cannot begin, and give them time to read it before the store ends; for rank 0."""
@@ -144,37 +134,11 @@ def refusing_late_tasks(barrier: ProcessBarrier, late: Collection[int]) -> Itera
         if late and barrier.launch.rank == 0:
             failed = {"prefix": barrier.prefix, "failed": asdict(error_report(0, error))}
             with contextlib.suppress(RuntimeError):  # the store's DistError
-                barrier.publish_global(_OPEN_KEY, json.dumps(failed))
+                barrier.store.set(_OPEN_KEY, json.dumps(failed))
                 unread, deadline = {f"refused/{rank}" for rank in late}, time.monotonic() + _REFUSAL_S
                 while unread and (left_s := deadline - time.monotonic()) > 0:
                     unread -= barrier.read_any(unread, within_s=left_s).keys()
         raise
-
-
-def publish_join_info(
-    barrier: ProcessBarrier,
-    cfg: RunConfig,
-    plan: RunPlan,
-    *,
-    folder: RunFolder,
-    fencing_token: FencingToken,
-    token: str,
-) -> None:
-    """Publish the data that late tasks need to join; for rank 0, once there is a run folder.
-
-    Their composed config has to equal this one. The secret of the tasks is not published if the environment provides
-    it.
-    """
-    info = {
-        "prefix": barrier.prefix,
-        "likeness": config_digest(cfg),
-        "batch": [plan.batch.global_size, plan.batch.micro_size],
-        "num_gpus": plan.context.num_gpus,
-        "folder": str(folder.path.absolute()),
-        "fence": fencing_token.token,
-        "token": "" if os.environ.get(_TOKEN) else token,
-    }
-    barrier.publish_global(_OPEN_KEY, json.dumps(info))
 
 
 def join_running_job(cfg: RunConfig, launch: LaunchEnvironment) -> dict[str, Any]:
@@ -196,14 +160,15 @@ def join_running_job(cfg: RunConfig, launch: LaunchEnvironment) -> dict[str, Any
     waiter = WaitReporter(lambda: launch.place_of(0), timeout_s=cfg.supervisor.join_timeout_s)
     with ExitStack() as stack:
         stack.callback(store.close)
-        info = _read_join_info(store, stack, waiter)
+        store.open(stack, waiter)
+        while (info := _checked(store, stack, waiter)) is None:
+            waiter.wait(_POLL_S)
         if "failed" in info:
             store.set(f"{info['prefix']}/refused/{launch.rank}", "true")
             report = info["failed"]
             raise PeerError(f"{task} ends with {launch.place_of(0)}: {report.summary}", exit_code=report.exit_code)
-        problems = config_mismatches(
-            config_digest(cfg), {launch.place_of(0): info["likeness"]}, origin=launch.place_of(launch.rank)
-        )
+        others = {launch.place_of(0): info["likeness"]}
+        problems = mismatches(values_of(cfg), others, origin=launch.place_of(launch.rank))
         if problems:
             raise ConfigError(problems)
         global_size, micro_size = info["batch"]
@@ -244,24 +209,23 @@ def join_running_job(cfg: RunConfig, launch: LaunchEnvironment) -> dict[str, Any
                 _raise_cause(launch, folder, error, reporter)
         if stop.requested:
             raise stop_error(stop.requested, "the others continue.")
-        return {**_outcome(folder), "folder": str(folder.path)}
+        deadline = time.monotonic() + _SHUTDOWN_GRACE_S
+        while (result := folder.read_result()) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        found = result or RunResult.of_status("finished").content()
+        return {**{key: found.get(key) for key in ENDING}, "folder": str(folder.path)}
 
 
-def _read_join_info(store: StoreClient, stack: ExitStack, waiter: WaitReporter) -> dict[str, Any]:
-    """Wait for the join information of the chief, and return it."""
-    store.open(stack, waiter)
-    while True:
-        try:
-            if store.has(_OPEN_KEY):
-                return _checked(store)
-        except RuntimeError:  # the store's DistError: the store of a run that was just ending
-            store.open(stack, waiter)
-        waiter.wait(_POLL_S)
-
-
-def _checked(store: StoreClient) -> dict[str, Any]:
+def _checked(store: StoreClient, stack: ExitStack, waiter: WaitReporter) -> dict[str, Any] | None:
+    """Return the join information of the chief; None as long as there is none."""
     try:
+        if not store.has(_OPEN_KEY):
+            return None
         message = store.message(_OPEN_KEY)
+    except RuntimeError:  # the store's DistError: the store of a run that was just ending
+        store.open(stack, waiter)
+        return None
+    try:
         if isinstance(message, dict) and "failed" in message:
             refusal = expect_map(message, _REFUSAL)
             return {**refusal, "failed": report_from_json(refusal["failed"])}
@@ -294,13 +258,6 @@ def _raise_cause(launch: LaunchEnvironment, folder: RunFolder, error: BaseExcept
         ) from error
 
 
-def _outcome(folder: RunFolder) -> dict[str, Any]:
-    deadline = time.monotonic() + _SHUTDOWN_GRACE_S
-    while (result := folder.read_result()) is None and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    return {key: (result or RunResult.of_status("finished").content()).get(key) for key in ENDING}
-
-
 _KEY: Final = "folder"
 _RAISED: Final[Mapping[str, Kind]] = {"task": str, "rank": int, "step": (int, type(None)), "text": str}
 """Fields that a group stores about the exceptions that ended it."""
@@ -318,7 +275,7 @@ def resume_point_of_launch(cfg: RunConfig, run_dir: Path | None, barrier: Proces
         ConfigError: the path in `resume` does not exist, or is another training.
     """
     launch = barrier.launch
-    for path in (barrier.load_from_previous(_KEY), _recorded(cfg, launch), run_dir if launch.attempt else None):
+    for path in (_of_earlier_group(barrier, _KEY), _recorded(cfg, launch), run_dir if launch.attempt else None):
         start = None if path is None else _continued(cfg, Path(path))
         if start is not None:
             return start
@@ -328,7 +285,7 @@ def resume_point_of_launch(cfg: RunConfig, run_dir: Path | None, barrier: Proces
 def record_run_folder(cfg: RunConfig, folder: RunFolder, barrier: ProcessBarrier) -> None:
     """Record the folder for the next start of this launch."""
     path = str(folder.path.absolute())
-    barrier.store_for_relaunch(_KEY, path)
+    barrier.store.set(f"trainkit/{_KEY}", path)
     if barrier.launch.name:
         record = _record(cfg, barrier.launch)
         record.parent.mkdir(parents=True, exist_ok=True)
@@ -367,21 +324,23 @@ def note_restart_of(folder: RunFolder, barrier: ProcessBarrier) -> None:
             processes even so, they end in the same way at once.
     """
     failure, key = failure_in(folder), "raised"
-    headline, rank = (None, None) if failure is None else (failure.headline, failure.rank)
-    relaunch = record_relaunch(folder, headline, rank, before=_raised_before(barrier, key))
-    if relaunch.refusal is not None and failure is not None:
-        error = CrashLoopError(f"{relaunch.refusal}: {failure.error()}")
-        record_failure(folder, error)
-        raise error
-    barrier.store_for_relaunch(key, json.dumps(relaunch.to_json()))
-
-
-def _raised_before(barrier: ProcessBarrier, key: str) -> list[dict[str, Any]]:
     try:
-        found = expect_maps(parse_json(barrier.load_from_previous(key) or "[]"), _RAISED)
+        found = expect_maps(parse_json(_of_earlier_group(barrier, key) or "[]"), _RAISED)
     except ValueError as error:
-        raise LinkError(f"the store of the launch holds no message of this launch under {key}: {error}") from None
-    return [{name: one[name] for name in _RAISED} for one in found]
+        raise barrier.store.misfit(f"trainkit/{key}", error) from None
+    before = [{name: one[name] for name in _RAISED} for one in found]
+    relaunch = record_relaunch(folder, failure, before=before)
+    if relaunch.refusal is not None and failure is not None:
+        refusal = CrashLoopError(f"{relaunch.refusal}: {failure.error()}")
+        record_failure(folder, refusal)
+        raise refusal
+    barrier.store.set(f"trainkit/{key}", json.dumps(relaunch.to_json()))
+
+
+def _of_earlier_group(barrier: ProcessBarrier, key: str) -> str | None:
+    """Return the value that an earlier group of this launch stored; None if there is none, or its store is gone."""
+    name = f"trainkit/{key}"
+    return barrier.store.get(name).decode(errors="replace") if barrier.store.has(name) else None
 
 
 def _record(cfg: RunConfig, launch: LaunchEnvironment) -> Path:
@@ -489,7 +448,7 @@ class JoinedGroup:
                 self.folder,
                 self.plan,
                 self.plan.tasks[first : first + self.ranks_here],
-                store=self.barrier.address,
+                store=self.barrier.store.address,
                 prefix=f"{self.barrier.prefix}/group",
                 token=self.fencing_token.token,
                 peers=ending.peers.look,
@@ -503,7 +462,7 @@ class JoinedGroup:
         """Give the rank of this process, which the block runs; stop signals are caught inside."""
         barrier = self.barrier
         identity = identity_for(
-            barrier.launch, self.plan, store=barrier.address, prefix=barrier.prefix, token=self.token
+            barrier.launch, self.plan, store=barrier.store.address, prefix=barrier.prefix, token=self.token
         )
         failpoints.reload({**os.environ, **identity.to_environ()})
         with StopFlag() as stop:
@@ -543,9 +502,8 @@ def joined(
     meeting = ProcessBarrier(launch, timeout_s=cfg.supervisor.join_timeout_s, stopped_s=stopped_s, ranks=ranks)
     with meeting as barrier, ExitStack() as stack:
         with refusing_late_tasks(barrier, late):
-            check_same_config(barrier, cfg)
-            _share_cores(barrier, ranks.index(launch.rank))
-            launch = replace(launch, has_own_gpu=has_own_gpu(barrier, launch, device_of_process))
+            refuse_mismatches(barrier, values_of(cfg))
+            launch = share_host(barrier, launch)
             agree = LaunchAgreement(barrier, launch)
             begin = begun(cfg, agree, run_dir=run_dir, notes=notes, is_given=is_given, check=check)
             run = stack.enter_context(begin)
@@ -553,9 +511,20 @@ def joined(
             assert fencing_token is not None
             if launch.rank == 0:
                 record_run_folder(plan.cfg, folder, barrier)
-            token = job_token(barrier) if plan.auxiliary_ranks else ""
+            # A token of the chief goes through the store, where any process that reaches its port can read it.
+            made = barrier.run_on_rank0(lambda: token_hex(32)) if plan.auxiliary_ranks else ""
+            token = os.environ.get(_TOKEN) or made if plan.auxiliary_ranks else ""
             if late and launch.rank == 0:
-                publish_join_info(barrier, cfg, plan, folder=folder, fencing_token=fencing_token, token=token)
+                info = {
+                    "prefix": barrier.prefix,
+                    "likeness": values_of(cfg),  # the composed config of a late task has to equal this one
+                    "batch": [plan.batch.global_size, plan.batch.micro_size],
+                    "num_gpus": plan.context.num_gpus,
+                    "folder": str(folder.path.absolute()),
+                    "fence": fencing_token.token,
+                    "token": "" if os.environ.get(_TOKEN) else token,
+                }
+                barrier.store.set(_OPEN_KEY, json.dumps(info))
         yield JoinedGroup(
             barrier=barrier,
             plan=plan,
@@ -573,22 +542,19 @@ def announce(launch: LaunchEnvironment) -> None:
         print(launch.line(), file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
 
 
-def _share_cores(barrier: ProcessBarrier, place: int) -> None:
-    """Set the threads of torch by the share of this process in the cores of its host, unless the user has set them."""
-    places = barrier.all_gather_object({"host": socket.gethostname(), "cores": own_cores()})
-    if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it on hosts with several processes only
-        torch.set_num_threads(threads_of(places[place], places))
+def share_host(barrier: ProcessBarrier, launch: LaunchEnvironment) -> LaunchEnvironment:
+    """Set the threads of torch by the share of this process in the cores of its host, unless the user has set them.
 
-
-def has_own_gpu(barrier: ProcessBarrier, launch: LaunchEnvironment, gpu: Callable[[], str]) -> bool:
-    """Return whether each process of this host sees one GPU, different for each; collective.
-
-    `srun --gpus-per-task=1` and pods give each process its own GPU; otherwise all would share one GPU.
+    Returns:
+        The launch, with whether each process of this host sees one GPU, different for each (`srun --gpus-per-task=1`,
+        pods); otherwise all share the GPUs that they see. Collective.
     """
     shares = launch.num_local > 1 and not launch.takes_devices
-    own = gpu() if shares else ""
-    each = [seen for seen in barrier.all_gather_object(own) if seen]
-    return bool(own) and each.count(own) == 1
+    own = {"host": socket.gethostname(), "cores": own_cores(), "gpu": device_of_process() if shares else ""}
+    each = barrier.all_gather_object(own)
+    if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it on hosts with several processes only
+        torch.set_num_threads(threads_of(own, each))
+    return replace(launch, has_own_gpu=bool(own["gpu"]) and [one["gpu"] for one in each].count(own["gpu"]) == 1)
 
 
 def device_of_process() -> str:
@@ -613,7 +579,7 @@ class LaunchAgreement(Agreement):
 
     def on_rank0(self, work: Callable[[], dict[str, str]]) -> dict[str, str]:
         """Run a function on rank 0, and return its result, or raise its error, everywhere; collective."""
-        return self._barrier.run_on_rank0_and_broadcast(work)
+        return self._barrier.run_on_rank0(work)
 
     def find_start(self, cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
         """Return the state that rank 0 finds; collective."""
@@ -631,7 +597,7 @@ class LaunchAgreement(Agreement):
                 **{name: None if path is None else str(path.absolute()) for name, path in places.items()},
             }
 
-        shared = self._barrier.run_on_rank0_and_broadcast(find)
+        shared = self._barrier.run_on_rank0(find)
         if found:
             return found[0]
         global_size, micro_size, accumulation = shared["batch"]
@@ -646,7 +612,8 @@ class LaunchAgreement(Agreement):
     def compare(self, plan: RunPlan) -> None:
         """Refuse processes whose plans differ, but for auxiliary tasks, which compute something else; collective."""
         if plan.num_computing == len(plan.training_tasks):
-            check_same_plan(self._barrier, plan)
+            own = facts_of_plan(plan, len(self._barrier.ranks), self._barrier.launch.rank)
+            refuse_mismatches(self._barrier, own, remedy="All need the same.")
 
     @contextlib.contextmanager
     def lock(self, folder: RunFolder, *, is_new: bool) -> Iterator[int]:
@@ -703,11 +670,7 @@ class HostLaunch(Launch):
         super().__init__(folder)
         self.plan, self.tasks = plan, tasks
         self._store, self._prefix, self._token, self._peers = store, prefix, token, peers
-
-    @property
-    def sees_all(self) -> bool:
-        """Whether all ranks are on this host."""
-        return len(self.tasks) == len(self.plan.training_tasks)
+        self.sees_all = len(tasks) == len(plan.training_tasks)
 
     def identity(self, task: Task, num_ranks: int, attempt: int, life: int) -> Identity:
         """Return the identity of a rank, one of those of all hosts."""
@@ -741,7 +704,7 @@ def run_local_workers(launch: HostLaunch, attempt: int) -> dict[str, Any] | None
     folder.open_live()
     with (
         worker_group_factory(command, launch.tasks) as groups,
-        Agent(launch.tasks, settings, launch, command=command, groups=groups) as agent,
+        (agent := Agent(launch.tasks, settings, launch, command=command, groups=groups)).stop,
     ):
         failure = agent.run(attempt, launch.tasks)
         if failure is None:

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -100,20 +100,15 @@ def ending_together(
         if rank > 0:
             sys.stderr.write("".join(traceback.format_exception(error)))  # printed to its log
         raise explain(error) from error
-    if barrier.launch.rank > 0:
-        ending.finish(_await_rank0_result(barrier))
-        return
     result = ending.result or {}
+    if rank == 0:
+        barrier.publish("result", {key: result.get(key) for key in ENDING})
+    else:
+        message = barrier.read_any(["result", "failed/0"], within_s=_SHUTDOWN_GRACE_S)
+        if "failed/0" in message:
+            raise barrier.peer_error(report_from_json(message["failed/0"]["words"]))
+        result = message.get("result") or RunResult.of_status("finished").content()
     ending.finish(result)
-    barrier.publish("result", {key: result.get(key) for key in ENDING})
-
-
-def _await_rank0_result(barrier: ProcessBarrier) -> dict[str, Any]:
-    message = barrier.read_any(["result", "failed/0"], within_s=_SHUTDOWN_GRACE_S)
-    if "failed/0" in message:
-        raise barrier.peer_error(report_from_json(message["failed/0"]["words"]))
-    result: dict[str, Any] = message.get("result") or RunResult.of_status("finished").content()
-    return result
 
 
 def _record(barrier: ProcessBarrier, folder: RunFolder, failure: TrainkitError, confirm: Callable[[], None]) -> None:
@@ -138,7 +133,10 @@ def _first_failure(
         arrivals[report.rank] = message["arrival"]
     while True:
         silent = [rank for rank in barrier.ranks if rank not in reports]
-        evidence = _evidence(barrier, folder, silent, reports)
+        # The known reports, and the processes of the other ranks: their states, if they are on this host.
+        here = {rank: process for rank, process in barrier.processes_here().items() if rank in silent}
+        away = {rank: f"pid {one['pid']} on {one['host']}" for rank, one in barrier.processes.items() if rank in silent}
+        evidence = ProcessEvidence(folder, lambda here=here: here, away=away, known=reports)  # type: ignore[misc]
         ordered = {rank: reports[rank] for rank in sorted(reports, key=arrivals.__getitem__)}
         facts = facts_of(folder, evidence, running=silent, reports=ordered)
         found = first_failure(facts, waited_s=time.monotonic() - begun, graces=AT_THE_STORE)
@@ -155,15 +153,6 @@ def _first_failure(
         assert isinstance(first, tuple)
         return reports[first[0].rank].error(), silent
     return failure_of(folder, evidence, facts).error(), silent
-
-
-def _evidence(
-    barrier: ProcessBarrier, folder: RunFolder | None, ranks: Collection[int], reports: Mapping[int, ErrorReport]
-) -> ProcessEvidence:
-    """Return the known reports, and the states of the processes of some ranks, if they are on this host."""
-    here = {rank: process for rank, process in barrier.processes_here().items() if rank in ranks}
-    away = {rank: f"pid {one['pid']} on {one['host']}" for rank, one in barrier.processes.items() if rank in ranks}
-    return ProcessEvidence(folder, lambda: here, away=away, known=reports)
 
 
 class PeerWatch(ThreadWatch):

@@ -118,7 +118,7 @@ class Account:
         self._scorer.enter("callback")
         self._journal.pause()
         try:
-            self._hold(*self._marks)
+            self._compare_with_plan(*self._marks)
         except (StorageError, OSError):
             raise
         except Exception as error:  # noqa: BLE001 - the training does not depend on its plan
@@ -127,7 +127,7 @@ class Account:
         finally:
             self._journal.proceed()
 
-    def _hold(self, first: Mark, last: Mark) -> None:
+    def _compare_with_plan(self, first: Mark, last: Mark) -> None:
         from trainkit.run.estimates.hardware import hardware_under  # noqa: PLC0415 - a short run plans nothing
         from trainkit.run.estimates.outlook import outlook_of  # noqa: PLC0415 - a short run plans nothing
 
@@ -206,22 +206,15 @@ def tcp_bytes() -> int | None:
     """
     if not sys.platform.startswith("linux"):
         return None
-    connections = {}  # by the name of the socket: a descriptor that was duplicated is the same connection
+    connections: dict[str, int] = {}  # by the name of the socket: a duplicated descriptor is the same connection
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError, ValueError):
             if (name := str(entry.readlink())).startswith("socket:"):
-                connections[name] = _of_connection(int(entry.name))
+                with socket.socket(fileno=os.dup(int(entry.name))) as one:
+                    if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
+                        info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                        connections[name] = sum(_COUNTERS.unpack_from(info, place)[0] for place in (_ACKED, _RECEIVED))
     return sum(connections.values())
-
-
-def _of_connection(descriptor: int) -> int:
-    with socket.socket(fileno=os.dup(descriptor)) as one:
-        if one.type != socket.SOCK_STREAM or one.family not in (socket.AF_INET, socket.AF_INET6):
-            return 0
-        info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        sent: int = _COUNTERS.unpack_from(info, _ACKED)[0]
-        received: int = _COUNTERS.unpack_from(info, _RECEIVED)[0]
-        return sent + received
 
 
 def peak_bytes(device: torch.device, *, before: int, planned: int | None) -> int | None:

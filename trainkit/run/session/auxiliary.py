@@ -51,6 +51,7 @@ from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process.error_report import read_error_report
 from trainkit.run.process.heartbeat import read_heartbeat
 from trainkit.run.session.checkpointer import retention_of
+from trainkit.run.session.evaluation import eval_batches
 from trainkit.run.session.restore import refuse_malformed, setup_request, unprefetched_loader
 from trainkit.run.session.session import TaskSession
 from trainkit.strategies.base import Data, PhaseListener, TaskContext
@@ -88,7 +89,13 @@ def run_auxiliary(
 ) -> None:
     """Run an auxiliary task until it ends."""
     if identity.task.is_evaluator:
-        _evaluate_all(plan, identity, folder, requested=requested, on_phase=on_phase)
+        if hasattr(os, "nice"):
+            os.nice(_NICENESS)
+        folder.error_of(identity.task.rank).unlink(missing_ok=True)  # of an earlier start of this task
+        if evaluate_checkpoints(plan, identity, folder, requested=requested, on_phase=on_phase):
+            report_end(folder, EvaluatorEnd(status="finished"))
+            if folder.read_result() is not None:  # rank 0 no longer waited
+                bring_up_to_date(folder)
         return
     decided = plan.resolved(lambda: meta_model(plan.cfg))
     strategy = decided.components.strategy
@@ -102,19 +109,6 @@ def run_auxiliary(
         request = setup_request(decided, identity, transformed_model(decided.cfg, strategy, identity.task))
         settings = {**vars(request), "open_data": open_data, "on_phase": on_phase}
         strategy.run_auxiliary(TaskContext(**settings, num_steps=decided.num_steps, requested=requested))
-
-
-def _evaluate_all(
-    plan: RunPlan, identity: Identity, folder: RunFolder, *, requested: Requested, on_phase: PhaseListener
-) -> None:
-    """Run the evaluator task with a lower CPU priority than the training."""
-    if hasattr(os, "nice"):
-        os.nice(_NICENESS)
-    folder.error_of(identity.task.rank).unlink(missing_ok=True)  # of an earlier start of this task
-    if evaluate_checkpoints(plan, identity, folder, requested=requested, on_phase=on_phase):
-        report_end(folder, EvaluatorEnd(status="finished"))
-        if folder.read_result() is not None:  # rank 0 no longer waited
-            bring_up_to_date(folder)
 
 
 def evaluate_checkpoints(
@@ -164,16 +158,8 @@ class CheckpointEvaluator:
         strategy, identity = OneDevice(device=device), Identity.solo(device)
         request = setup_request(self._plan, identity, transformed_model(cfg, strategy, identity.task))
         self._executor = strategy.setup(replace(request, numerics=replace(parts.numerics, reproducible=False)))
-        self._batches = {
-            split: EvalBatches(
-                parts.datasets[split],
-                self._plan.reading(self._executor.local.device),
-                batch_size=self._plan.eval_batch_size,
-                rank=0,
-                num_ranks=1,
-            )
-            for split in validation_splits(parts.datasets)
-        }
+        local, splits = self._executor.local, validation_splits(parts.datasets)
+        self._batches = {split: eval_batches(self._plan, parts.datasets[split], local) for split in splits}
         self._events: EventFile | None = None
         self._damaged: set[str] = set()
         self.rows = _rows(folder.evaluations)
@@ -360,7 +346,7 @@ def findings_of(session: TaskSession, folder: RunFolder, *, failed: bool, reques
     elif session.run.stop_kind is not None:
         end = EvaluatorEnd(status="stopped", reason="the run was asked to end")
     else:
-        session.rest()
+        session.enter("idle")
         rank = next(task.rank for task in session.plan.tasks if task.is_evaluator)
         limit_s = session.cfg.supervisor.evaluator_timeout_s
         end = await_evaluator(folder, rank, limit_s=limit_s, requested=requested)

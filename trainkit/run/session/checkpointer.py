@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from trainkit.config.schema import MonitoredMetric, RunConfig
 from trainkit.errors import DataError, LinkError, NonFiniteError, OutOfMemoryError, TrainingError, TrainkitError
@@ -19,7 +20,7 @@ from trainkit.objectives.base import Collective
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.evaluation import EvalRunner
 from trainkit.strategies import ALL_DEVICES
-from trainkit.strategies.base import Executor, PhaseListener
+from trainkit.strategies.base import Executor
 from trainkit.strategies.collectives import all_gather_object
 from trainkit.strategies.core.replica import bits_hash
 from trainkit.strategies.tensor_shards import ShardedState, TensorShard, nonfinite, select
@@ -29,7 +30,7 @@ from trainkit.trainer.checkpoint.tensors import Loaded, sha256_of_pieces, weight
 from trainkit.trainer.events import REMEDY, Callback, RollbackNeeded, Run
 from trainkit.trainer.loop import CallbackHooks, TriggerSchedule
 from trainkit.trainer.manifest import Retention, damaged
-from trainkit.trainer.metrics_accumulator import MetricsAccumulator, each_of
+from trainkit.trainer.metrics_accumulator import MetricsAccumulator
 
 
 class Checkpointer:
@@ -53,7 +54,7 @@ class Checkpointer:
         self._plan, self._run, self._executor, self._snapshot = plan, run, executor, snapshot
         self._callbacks, self._fingerprint, self._enter = callbacks, fingerprint, enter
         self._settings, self._config = plan.cfg.checkpoint, plan.cfg.to_dict()
-        self._confirm = confirm
+        self._confirm, self._prepared = confirm, False
         is_sharded = plan.components.strategy.facts_in(plan.context).is_sharded
         self._is_sharded = is_sharded and executor.local.all_ranks.num_ranks > 1
         """Whether every rank writes its shards; otherwise rank 0 writes whole checkpoints."""
@@ -64,7 +65,6 @@ class Checkpointer:
             self._finite = buffers.keys() - set(nonfinite(buffers))
         self._saved_at: int | None = None
         self._saved_when = time.monotonic()
-        self._prepared = False
 
     @cached_property
     def _saver(self) -> Saver:
@@ -199,8 +199,14 @@ class Checkpointer:
         local = self._executor.local
         local.set_loss_scale(local.loss_scale.restored(loaded.meta["loss_scale"]))
         for name, callback in by_kind(list(self._callbacks)).items():
-            if name in loaded.meta["callbacks"]:
-                callback.restore(self._joined(loaded, name))
+            if name not in loaded.meta["callbacks"]:
+                continue
+            try:
+                state = joined(loaded.meta["callbacks"][name], loaded.tensors)
+            except KeyError as error:
+                what = f"meta.json names a tensor that is not there ({error})"
+                raise damaged(loaded.checkpoint.folder, what) from None
+            callback.restore(state)
         try:
             self._executor.load_state_extra(loaded.meta.get("strategy", {}))
         except (ValueError, TypeError) as error:
@@ -209,12 +215,6 @@ class Checkpointer:
         # A checkpoint without its evaluation is written again if the evaluation finds it best.
         self._saved_at = None if loaded.meta.get("evaluation_due") else loaded.checkpoint.step
         return loaded.meta.get("data")
-
-    def _joined(self, loaded: Loaded, name: str) -> Any:
-        try:
-            return joined(loaded.meta["callbacks"][name], loaded.tensors)
-        except KeyError as error:
-            raise damaged(loaded.checkpoint.folder, f"meta.json names a tensor that is not there ({error})") from None
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written, and notify the callbacks; collective."""
@@ -274,11 +274,6 @@ def snapshot_beside_steps(cfg: RunConfig, device: str, *, own_loop: bool) -> Sna
     return Snapshot(overlaps=True) if beside else None
 
 
-def heard_by(snapshot: Snapshot | None, on_phase: PhaseListener) -> PhaseListener:
-    """Return a listener that also makes a GPU wait for the copies before a step changes the copied tensors."""
-    return on_phase if snapshot is None else each_of(snapshot.on_phase, on_phase)
-
-
 def retention_of(cfg: RunConfig) -> Retention:
     """Return the retention rule of a run's checkpoints."""
     settings = cfg.checkpoint
@@ -315,7 +310,8 @@ class LastSave:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Store the states of the callbacks: an evaluation that fails midway may have changed some of them."""
-        self._states = copied(self._checkpointer.callback_states())
+        states = self._checkpointer.callback_states()
+        self._states = tree_map_only(Tensor, lambda one: one.detach().clone(), states)
         yield
         self._states = None
 
@@ -412,12 +408,3 @@ def joined(state: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tensors[state[_MARK]].clone()
         return {key: joined(one, tensors) for key, one in state.items()}
     return [joined(one, tensors) for one in state] if isinstance(state, list) else state
-
-
-def copied(state: Any) -> Any:
-    """Return a state with copies of the tensors of the callback."""
-    if isinstance(state, Tensor):
-        return state.detach().clone()
-    if isinstance(state, Mapping):
-        return {key: copied(one) for key, one in state.items()}
-    return [copied(one) for one in state] if isinstance(state, list | tuple) else state

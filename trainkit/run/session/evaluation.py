@@ -32,6 +32,25 @@ MOST_CELLS: Final = 10_000
 """Largest number of cells of a table in result.json; larger tables are only in tables.jsonl."""
 
 
+def eval_batches(plan: RunPlan, dataset: Any, local: LocalModel) -> EvalBatches:
+    """Return the batches of a rank in the evaluation of a dataset."""
+    return EvalBatches(
+        dataset,
+        plan.reading(local.device),
+        batch_size=plan.eval_batch_size,
+        rank=local.rank,
+        num_ranks=local.num_ranks,
+        together=plan.components.strategy.facts_in(plan.context).forward_is_collective,
+    )
+
+
+def with_heartbeats(batches: Iterable[Any], enter: Callable[[str], None]) -> Iterator[Any]:
+    """Report a heartbeat per batch: `supervisor.eval_timeout_s` is the limit of a batch."""
+    for batch in batches:
+        yield batch
+        enter("evaluate")
+
+
 @dataclass(kw_only=True, eq=False)
 class EvalRunner:
     """Evaluates splits and stores their metrics."""
@@ -86,7 +105,12 @@ class EvalRunner:
         """Evaluate splits, and pass their metrics to the callbacks as one row; collective."""
         figures: dict[str, float] = {}
         tables: dict[str, Table] = {}
-        for found in (*map(self._measured, splits), *self._of_averages(splits)):
+        each = [self._measured(split) for split in splits]
+        if self.averages is not None:
+            with self.averages.shown() as present:
+                average = self.averages.average
+                each += [self._measured(split, averaged_split(split, average)) for split in splits if present]
+        for found in each:
             figures |= found.figures
             tables |= found.tables
         self.figures.update(figures)
@@ -99,17 +123,13 @@ class EvalRunner:
             self._validated_at = self.run.state.step
 
     def _measured(self, split: str, label: str | None = None) -> Evaluation:
-        found = self.measure(split, label=label, more=self._details(split))
-        self._refuse_unknown(label or split, found)
+        """Evaluate a split; refuse a monitored metric of it that is not a number: there would be no best checkpoint."""
+        found, name = self.measure(split, label=label, more=self._details(split)), self._watched.metric
+        if name.startswith(f"{label or split}/") and name not in found.figures:
+            what = "is a table, not a number" if name in found.tables else "is not a computed metric"
+            rule = f"{what}. There are: {', '.join(found.figures)}."
+            raise ConfigError([Problem(key="eval.metric", value=name, rule=rule)])
         return found
-
-    def _of_averages(self, splits: Sequence[str]) -> list[Evaluation]:
-        """Evaluate the averaged weights as well, if there are any; collective."""
-        if self.averages is None:
-            return []
-        with self.averages.shown() as present:
-            named = [(split, averaged_split(split, self.averages.average)) for split in splits if present]
-            return [self._measured(split, label) for split, label in named]
 
     def refuse_here(self, split: str, dataset: Any) -> None:
         """Refuse an evaluation for a callback if the ranks cannot run it together.
@@ -158,36 +178,16 @@ class EvalRunner:
             more: additional metrics.
         """
         self.has_evaluated = True
-        batches = EvalBatches(
-            self.plan.components.datasets[split] if dataset is None else dataset,
-            self.plan.reading(self.executor.local.device),
-            batch_size=self.plan.eval_batch_size,
-            rank=self.executor.local.rank,
-            num_ranks=self.executor.local.num_ranks,
-            together=self.plan.components.strategy.facts_in(self.plan.context).forward_is_collective,
-        )
+        dataset = self.plan.components.datasets[split] if dataset is None else dataset
+        batches = eval_batches(self.plan, dataset, self.executor.local)
         return evaluate(
             self.executor.local,
             self.plan.components.objective,
-            self._with_heartbeats(batches),
+            with_heartbeats(batches, self.enter),
             split=label or split,
             num_counted=batches.num_counted,
             more_metrics=more,
         )
-
-    def _refuse_unknown(self, split: str, found: Evaluation) -> None:
-        """Refuse a monitored metric of this split that is not a number: there would be no best checkpoint."""
-        name = self._watched.metric
-        if name.startswith(f"{split}/") and name not in found.figures:
-            what = "is a table, not a number" if name in found.tables else "is not a computed metric"
-            rule = f"{what}. There are: {', '.join(found.figures)}."
-            raise ConfigError([Problem(key="eval.metric", value=name, rule=rule)])
-
-    def _with_heartbeats(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Report a heartbeat per batch: `supervisor.eval_timeout_s` is the limit of a batch."""
-        for batch in batches:
-            yield batch
-            self.enter("evaluate")
 
     def update_best(self) -> bool:
         """Record the model as the best so far if it is; return whether it is."""
@@ -287,19 +287,7 @@ class Averages:
                 data_ranks=LocalCollective(),
                 precision=local.precision,
             )
-        batches = EvalBatches(
-            parts.datasets["train"],
-            self._plan.reading(local.device),
-            batch_size=self._plan.eval_batch_size,
-            rank=local.rank,
-            num_ranks=local.num_ranks,
-            together=parts.strategy.facts_in(self._plan.context).forward_is_collective,
-        )
-        counted = batches.num_counted
-        count_statistics(local, parts.objective, self._with_heartbeats(batches), num_counted=counted)
+        batches = eval_batches(self._plan, parts.datasets["train"], local)
+        counted = with_heartbeats(batches, self._enter)
+        count_statistics(local, parts.objective, counted, num_counted=batches.num_counted)
         self._counted = {name: buffer.clone() for name, buffer in statistics_of(model).items()}
-
-    def _with_heartbeats(self, batches: EvalBatches) -> Iterator[object]:
-        for batch in batches:
-            yield batch
-            self._enter("evaluate")

@@ -158,18 +158,9 @@ class _LoopContext(StepContext):
         samples, per_sample = self.plan.shard_size(step, shard), self.weighing.per_sample
         weight = float(samples if per_sample is None else samples * per_sample)
         loss = loss_of(function, model, batch, weight=weight, terms=self.given.term_names)
-        self._refuse_other_weight(loss, weight)
-        return loss
-
-    def _refuse_other_weight(self, loss: Loss, weight: float) -> None:
-        """Raise TrainingError if the weight of the Loss differs from the planned weight of the shard.
-
-        Raises:
-            TrainingError: the planned weight is known, and differs.
-        """
         given = loss.weight
-        if self.weighing.per_sample is None:
-            return
+        if per_sample is None:  # the weight of the shard is not known before
+            return loss
         if isinstance(given, Tensor) or abs(given - weight) > 1e-6 * weight:
             name = type(self.given.configured).__name__
             found = "a tensor" if isinstance(given, Tensor) else f"{given:g}"
@@ -177,3 +168,4 @@ class _LoopContext(StepContext):
                 f"loss_fn gives a Loss whose weight is {found}, and {name} divides this shard by {weight:g}. Return "
                 "the mean over the batch as a tensor, or choose an objective whose weight is counted."
             )
+        return loss

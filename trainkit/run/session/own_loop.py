@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ class OwnLoop:
         self._computed: tuple[Tensor | None, Tensor | float] | None = None
         self._in_batches = False
         self._begin()
-        task.rest()
+        task.enter("idle")
 
     def _begin(self) -> None:
         self._loop = self.task.new_loop()
@@ -91,19 +90,16 @@ class OwnLoop:
         ticket, batches = self._taken("forward_backward()")
         self.task.enter("data")
         self._computed = executor.forward_backward(ticket, batches)
-        self.task.rest()
+        self.task.enter("idle")
         return _mean(*self._computed)
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Return the mean gradients of the step, by name."""
-        executor = self._executor_apart()
-        self._refuse_without_gradients("gradients()")
-        return executor.gradients()
+        return self._executor_with_gradients("gradients()").gradients()
 
     def update(self) -> bool:
         """Update the parameters by the gradients; return False if they overflowed, and the step is to be repeated."""
-        executor = self._executor_apart()
-        self._refuse_without_gradients("update()")
+        executor = self._executor_with_gradients("update()")
         assert self._current is not None
         self._computed = None
         _, batches = self._current
@@ -116,17 +112,13 @@ class OwnLoop:
         if not task.validated:
             splits = ", ".join(task.parts.datasets)
             raise TrainingError(f"session.evaluate: the data has no validation split. It has: {splits}.")
-        self._refuse_between_averages("evaluate()")
-        with self._working():
-            task.evaluate()
+        self._between_steps("evaluate()", task.evaluate)
         prefixes = tuple(f"{split}/" for split in task.validated)
         return {name: value for name, value in task.figures.items() if name.startswith(prefixes)}
 
     def save(self) -> None:
         """Write a checkpoint of this step, once."""
-        self._refuse_between_averages("save()")
-        with self._working():
-            self.task.save()
+        self._between_steps("save()", self.task.save)
 
     def finish(self) -> dict[str, Any]:
         """End the training at the step at which the loop was left; return the content of result.json."""
@@ -167,9 +159,11 @@ class OwnLoop:
             raise ConfigError([Problem(key="optimizers", rule=rule)])
         return self.task.executor
 
-    def _refuse_without_gradients(self, call: str) -> None:
+    def _executor_with_gradients(self, call: str) -> Executor:
+        executor = self._executor_apart()
         if self._computed is None:
             raise TrainingError(f"session.{call} needs gradients: call session.forward_backward() first.")
+        return executor
 
     def _refuse_with_gradients(self) -> None:
         if self._computed is not None:
@@ -188,7 +182,7 @@ class OwnLoop:
         if self._current is None:
             self.task.enter("data")
             self._current = next(self._tickets, None)
-            self.task.rest()
+            self.task.enter("idle")
         return self._current
 
     def _taken(self, call: str) -> tuple[Ticket, Sequence[Batch]]:
@@ -216,15 +210,14 @@ class OwnLoop:
             self.task.roll_back(found.step)
             self._begin()
             done = True
-        self.task.rest()
+        self.task.enter("idle")
         return done
 
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        """Run the work between two steps."""
+    def _between_steps(self, call: str, work: Callable[[], None]) -> None:
+        self._refuse_between_averages(call)
         self._refuse_with_gradients()
-        yield
-        self.task.rest()
+        work()
+        self.task.enter("idle")
 
 
 def _mean(loss_sum: Tensor | None, weight: Tensor | float) -> Tensor | None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +14,7 @@ from torch import nn
 
 from trainkit.cluster.tasks import Identity
 from trainkit.data.reading.loader import Loader
-from trainkit.errors import CheckpointError, ConfigError, Problem, StopKind
+from trainkit.errors import CheckpointError, ConfigError, Problem
 from trainkit.files import Kind, expect_map, expect_maps
 from trainkit.numerics.batch import Positions, Ticket
 from trainkit.objectives.base import Collective
@@ -25,17 +24,15 @@ from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import (
     Executor,
     GradientListener,
-    PhaseListener,
     SetupRequest,
     StepContext,
     UpdateParams,
-    ignore_phase,
 )
 from trainkit.trained.build import meta_model
 from trainkit.trainer.checkpoint.tensors import Loaded, meta_of
 from trainkit.trainer.events import LeftOutSteps, Measure, Run, State
 from trainkit.trainer.manifest import MANIFEST, damaged, list_complete, read_manifest
-from trainkit.trainer.ownership import OwnershipToken, uncontested
+from trainkit.trainer.ownership import OwnershipToken
 
 _META: Final[Mapping[str, Kind]] = {"state": dict, "loss_scale": dict, "callbacks": dict}
 _LATER: Final[Mapping[str, Kind]] = {"data": (dict, type(None)), "strategy": dict, "evaluation_due": bool}
@@ -54,35 +51,18 @@ def refuse_malformed(loaded: Loaded) -> None:
     Raises:
         CheckpointError: a key is missing, of another type, or contradicts the manifest.
     """
+    meta, step = loaded.meta, loaded.checkpoint.step
     try:
-        _check(loaded.meta, loaded.checkpoint.step)
+        expect_map(meta, _META, optional=_LATER)
+        state = expect_map(meta["state"], _STATE, optional={"own_loss": bool})
+        expect_map(meta["loss_scale"], _LOSS_SCALE)
+        expect_maps(expect_map(state["left_out"], _LEFT_OUT)["steps"], {"step": int})
+        if meta.get("data") is not None:
+            expect_map(meta["data"], {}, optional=_STREAM)
+        if state["step"] != step:
+            raise ValueError(f"its step is {state['step']}, and that of the manifest {step}")
     except ValueError as error:
         raise damaged(loaded.checkpoint.folder, f"meta.json has changed since it was written ({error})") from None
-
-
-def _check(meta: Any, step: int) -> None:
-    expect_map(meta, _META, optional=_LATER)
-    state = expect_map(meta["state"], _STATE, optional={"own_loss": bool})
-    expect_map(meta["loss_scale"], _LOSS_SCALE)
-    expect_maps(expect_map(state["left_out"], _LEFT_OUT)["steps"], {"step": int})
-    if meta.get("data") is not None:
-        expect_map(meta["data"], {}, optional=_STREAM)
-    if state["step"] != step:
-        raise ValueError(f"its step is {state['step']}, and that of the manifest {step}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskLinks:
-    """The links of a session to its process."""
-
-    stop_requested: Callable[[], StopKind | None]
-    """Function that returns why this process was asked to stop, or None."""
-    check_fence: Callable[[], None] = uncontested
-    """Function that raises if another worker group owns the run folder now."""
-    on_phase: PhaseListener = ignore_phase
-    """Callback that receives (phase, step) when this task begins another phase."""
-    within_steps: bool = True
-    """Whether it also receives the phases within a step."""
 
 
 def make_run_view(plan: RunPlan, executor: Executor, folder: Path, notes: tuple[str, ...], *, measure: Measure) -> Run:

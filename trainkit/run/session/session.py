@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,18 +17,17 @@ from trainkit.cluster.tasks import Identity
 from trainkit.config.identity import fingerprint
 from trainkit.data.reading.loader import Loader
 from trainkit.data.splits import test_splits, validation_splits
-from trainkit.errors import NonFiniteError, TrainingError
+from trainkit.errors import NonFiniteError, StopKind, TrainingError
 from trainkit.files import Presence
 from trainkit.run.folder.continued import starting_weights
 from trainkit.run.folder.run_result import RunResult, record_rollback, suspect_checkpoint_of
 from trainkit.run.planning.build import model_transforms_of, transformed_model
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.account import Account
-from trainkit.run.session.checkpointer import Checkpointer, LastSave, heard_by, snapshot_beside_steps
+from trainkit.run.session.checkpointer import Checkpointer, LastSave, snapshot_beside_steps
 from trainkit.run.session.evaluation import EvalRunner
 from trainkit.run.session.given import GivenLoss
 from trainkit.run.session.restore import (
-    TaskLinks,
     loader_of,
     make_run_view,
     make_step_context,
@@ -39,7 +38,7 @@ from trainkit.run.session.restore import (
     setup_request,
     unprefetched_loader,
 )
-from trainkit.strategies.base import Executor, ignore_phase
+from trainkit.strategies.base import Executor, PhaseListener, ignore_phase
 from trainkit.strategies.tensor_shards import TensorShard
 from trainkit.trained.build import meta_model
 from trainkit.trainer.checkpoint.tensors import newest_valid, note_foreign
@@ -54,11 +53,24 @@ from trainkit.trainer.loop import (
     every_n_steps,
     every_steps_or_epochs,
 )
-from trainkit.trainer.metrics_accumulator import LoggedFigures
+from trainkit.trainer.metrics_accumulator import LoggedFigures, each_of
 
 
 class TaskSession:
-    """The state of one rank between the first and the last step."""
+    """The state of one rank between the first and the last step.
+
+    Args:
+        plan: the plan of the run.
+        identity: the rank.
+        folder: the run folder.
+        callbacks: the callbacks of the run.
+        stop_requested: returns how this process was asked to stop, or None.
+        check_fence: raises if another worker group owns the run folder now.
+        on_phase: receives (phase, step) when this task begins another phase.
+        within_steps: whether it also receives the phases within a step.
+        notes: additional lines of the startup summary.
+        given_loss: holds the loss of a step of a user's own loop; None: the trainer's loop runs.
+    """
 
     def __init__(
         self,
@@ -67,11 +79,15 @@ class TaskSession:
         folder: Path,
         *,
         callbacks: list[Callback],
-        links: TaskLinks,
+        stop_requested: Callable[[], StopKind | None],
+        check_fence: Callable[[], None],
+        on_phase: PhaseListener,
+        within_steps: bool,
         notes: tuple[str, ...] = (),
         given_loss: GivenLoss | None = None,
     ) -> None:
-        self._presence, self._links = Presence(folder), links
+        self._presence, self._check_fence = Presence(folder), check_fence
+        self._stop_requested = stop_requested
         self.callbacks = CallbackHooks(callbacks, observers_end_run=plan.cfg.observer_errors == "stop")
         if (factor := self.callbacks.rate_factor()) is not None:
             plan = plan.with_rate_factor(factor)
@@ -79,7 +95,9 @@ class TaskSession:
         self._account = Account(self.plan, identity)
         self.cfg, self.parts = self.plan.cfg, self.plan.components
         snapshot = snapshot_beside_steps(self.cfg, identity.task.device, own_loop=given_loss is not None)
-        on_phase = heard_by(snapshot, links.on_phase)
+        # With a snapshot, a GPU waits for its copies before a step changes the copied tensors.
+        hears = () if snapshot is None else (snapshot.on_phase,)
+        on_phase = each_of(*hears, on_phase)
         self._on_phase = self._account.heard(on_phase)
         self._data_state: dict[str, Any] | None = None
         self._evaluation_due, self._failed, self._cleanup = False, False, ExitStack()
@@ -89,7 +107,7 @@ class TaskSession:
         self.fingerprint, self._given_loss, self.logged = fingerprint(plan.cfg), given_loss, LoggedFigures()
         model = transformed_model(self.cfg, strategy, identity.task)
         on_phase("join", 0)
-        in_steps = self._account.heard(on_phase if links.within_steps else heard_by(snapshot, ignore_phase))
+        in_steps = self._account.heard(on_phase if within_steps else each_of(*hears, ignore_phase))
         self._step_phase = self.callbacks.with_listeners(in_steps)
         self._opened = self._cleanup.enter_context(ExitStack())  # closed after the executor
         self.executor: Executor = strategy.setup(
@@ -102,7 +120,7 @@ class TaskSession:
                 on_phase=self._step_phase,
             )
         )
-        self._cleanup.callback(self._leave)
+        self._cleanup.callback(lambda: self.executor.close(failed=self._failed))
         self.run = make_run_view(self.plan, self.executor, folder, notes, measure=self._measure)
         self._scorer = EvalRunner(
             plan=self.plan, run=self.run, executor=self.executor, callbacks=self.callbacks, enter=self.enter
@@ -118,9 +136,7 @@ class TaskSession:
             snapshot=snapshot,
         )
         self._last = LastSave(self.run, self._keeper, self._scorer)
-        self._agreement = StopSaveConsensus(
-            self.executor.local.all_ranks, links.stop_requested, lambda: self._keeper.is_due
-        )
+        self._agreement = StopSaveConsensus(self.executor.local.all_ranks, stop_requested, lambda: self._keeper.is_due)
 
     def check_fence(self) -> None:
         """Check that the run folder exists and still belongs to this group.
@@ -130,7 +146,7 @@ class TaskSession:
             TrainingError: another group has taken it over.
         """
         self._presence.check()
-        self._links.check_fence()
+        self._check_fence()
 
     def _refuse_absent_folder(self) -> None:
         """Raise on rank 0 if the run folder was removed: further training could not be saved."""
@@ -190,7 +206,7 @@ class TaskSession:
         """Prepare everything that the first step needs."""
         self.enter("data")
         self._open_loader()
-        self._cleanup.callback(self._close_loader)
+        self._cleanup.callback(lambda: self._loader.close())  # noqa: PLW0108 - the one that is open then
         for line in self.executor.tune():
             self.warn(line)
         self.run.begin_steps()
@@ -221,9 +237,6 @@ class TaskSession:
         if found is not None:
             self.warn(found)
 
-    def _close_loader(self) -> None:
-        self._loader.close()
-
     def new_loop(self) -> TrainingLoop:
         """Return the loop from the current step to the last one."""
         if self._evaluation_due:  # it is still due if an error prevented it in the previous start
@@ -241,7 +254,7 @@ class TaskSession:
             timeline=timeline,
             last_step=self.plan.last_step,
             next_sync_step=self.plan.next_sync_step,
-            interrupted=self._links.stop_requested if self.executor.local.all_ranks.num_ranks == 1 else lambda: None,
+            interrupted=self._stop_requested if self.executor.local.all_ranks.num_ranks == 1 else lambda: None,
             on_phase=self._step_phase,
             expect_unchanged=(lambda: None) if checks_always else self.executor.expect_unchanged,
             on_acted=lambda: self.enter("data"),
@@ -259,13 +272,9 @@ class TaskSession:
         self.run.state.left_out.train_again(suspect)
         self._scorer.forget()
         self.enter("data")
-        self._close_loader()
+        self._loader.close()
         self._open_loader()
         self.callbacks.call("rolled_back", self.run, step)
-
-    def rest(self) -> None:
-        """Report that this rank only waits from now on, so that it does not count as hanging."""
-        self.enter("idle")
 
     def save_last(self, error: BaseException) -> None:
         """Save after an error, if the state is certainly valid and no other rank is needed."""
@@ -276,9 +285,6 @@ class TaskSession:
         """End workers, threads and the process group; if this rank has failed, without waiting for the others."""
         self._failed = failed
         self._cleanup.close()
-
-    def _leave(self) -> None:
-        self.executor.close(failed=self._failed)
 
     def _triggers(self) -> list[Trigger]:
         cfg, per_epoch = self.cfg, self.plan.batch.steps_per_epoch
