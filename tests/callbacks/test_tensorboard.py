@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
 import torch
 
 from tests.callbacks.run_double import row, run_double
-from trainkit.callbacks.tensorboard import TensorBoard, grid, images_in, png_bytes
+from trainkit.callbacks.tensorboard import TensorBoard, grid, images_in
 from trainkit.objectives.tables import Table
 from trainkit.report.events import EventFile, write_hparams
 
@@ -79,15 +78,6 @@ def test_tensorboard_reads_the_settings_of_a_job_and_its_last_end(tmp_path: Path
     assert (found["optimizer.lr"].number_value, found["model"].string_value) == (0.1, "mlp")
     assert found["batch.drop_last"].bool_value
     assert (start.session_start_info.group_name, end.session_end_info.status) == ("3", 1)
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_a_png_holds_exactly_the_pixels(tmp_path: Path, channels: int) -> None:
-    image = pytest.importorskip("PIL.Image")
-    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, channels), dtype=np.uint8)
-    (tmp_path / "a.png").write_bytes(png_bytes(pixels))
-    with image.open(tmp_path / "a.png") as opened:
-        assert np.array_equal(np.asarray(opened).reshape(5, 7, channels), pixels)
 
 
 def test_a_grid_uses_the_full_range_and_keeps_images_apart() -> None:

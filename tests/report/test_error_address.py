@@ -10,14 +10,13 @@ import pytest
 
 from tests.packaging.conftest import ROOT
 from trainkit import cli, redaction
-from trainkit.errors import ConfigError, Problem, TrainkitError
+from trainkit.errors import TrainkitError
 from trainkit.report.error_address import (
     COMMAND_LINE,
     LAUNCH,
     OTHER_KEYS,
     SECTIONS,
     TARGETS,
-    address_line,
     sections,
 )
 from trainkit.trained.checking import NotExportableError
@@ -68,15 +67,6 @@ def test_a_mistake_ends_with_the_address_of_its_section_on_a_terminal_and_not_in
     assert last == f"More: trainkit explain errors.{section}"
     assert cli.main(shlex.split(last)[2:]) == 0
     assert terminal.readouterr().out.startswith(sections()[section])
-
-
-def test_one_line_names_three_sections_at_most_and_no_hostile_key() -> None:
-    def found(*keys: str) -> str:
-        return address_line(ConfigError([Problem(key=key, rule="is wrong.") for key in keys]))
-
-    sections_of_keys = "errors.shards-of-a-step errors.model errors.precision-and-reproducibility"
-    assert found("batch", "model", "batch.micro_size", "seed", "data") == f"More: trainkit explain {sections_of_keys}"
-    assert found("</script>\x1b[31m#batch") == f"More: trainkit explain errors.{OTHER_KEYS}"
 
 
 def test_a_section_is_shown_without_marks_and_another_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from trainkit.cli import main
 from trainkit.report.plots import draw_bench, draw_loss, draw_scale
-from trainkit.report.rate_curve import bars
 
 
 def is_png(path: Path) -> bool:
@@ -33,12 +32,6 @@ def test_pictures_of_runs_and_measurements_are_drawn_with_any_text_and_with_gaps
     checks = [{"replicas": 2, "measured_s": 0.05}]
     draw_scale(tmp_path / "scale.png", title="scale", predictions=found, checks=checks, knee=None)
     assert all(map(is_png, (tmp_path / "plots/loss.png", tmp_path / "bench.png", tmp_path / "scale.png")))
-
-
-def test_bars_are_heights_from_zero_to_the_largest() -> None:
-    assert bars([0.0, 1.0, 3.0, 7.0], encoding="UTF-8") == "▁▂▄█"
-    assert bars([0.0, 7.0], encoding="latin-1") == "_@"
-    assert bars([0.0, 0.0], encoding=None) == "__"
 
 
 def test_plan_shows_the_learning_rate_and_draws_it_as_png_only(

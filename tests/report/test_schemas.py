@@ -18,7 +18,7 @@ from trainkit.strategies.tensor_shards import TensorShard
 from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.results.job_results import SweepState
 from trainkit.tracking.sending import TrackingState, begun_state
-from trainkit.trained.parts import Parts
+from trainkit.trained.predict import Parts
 from trainkit.trainer.checkpoint.saving import Draft, begin, commit, write_part
 from trainkit.trainer.manifest import EvaluatedIndex
 from trainkit.trainer.ownership import OwnershipToken

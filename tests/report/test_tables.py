@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console
 
 from trainkit.report import tables
-from trainkit.report.numbers import clock, compact, duration, figure, fixed
 from trainkit.report.tables import is_terminal, print_closing, print_summary
 
 ROWS = {"replicas": 2, "batch": "64 = 2 shards of 32", "warmup": None, "learning rate": "0.001"}
@@ -28,18 +27,6 @@ RESULT = {
     "resume": "python -m trainkit resume outputs/digits/1",
     "restarts": [{"kind": kind} for kind in ("all", "all", "lost", "alone")],
 }
-
-
-def test_numbers_are_rounded_before_their_unit_is_chosen() -> None:
-    infinite = float("inf")
-    for form, texts in (
-        (figure, {0: "0", 1e-5: "1e-5", -0.25: "-0.25", 99.996: "100", 1e9: "1e9", infinite: "inf"}),
-        (fixed, {0.9: "0.9000", 1234.5: "1,234", 0.01: "0.0100", 2e5: "2.000e5"}),
-        (compact, {999.4: "999", 999_999: "1.00 M", 12_345: "12.3 k", 1e15: "1000 T"}),
-        (duration, {59.96: "1:00", 3599.7: "1:00:00", infinite: "?"}),
-        (clock, {59.4: "0:59", 59.6: "1:00", infinite: "-:--"}),
-    ):
-        assert {value: form(value) for value in texts} == texts
 
 
 def test_the_summary_says_the_same_in_a_pipe_and_on_a_terminal(

@@ -29,10 +29,9 @@ from trainkit.models.gpt import Gpt
 from trainkit.objectives.base import Loss, Model, Objective
 from trainkit.objectives.own_loss import ModelComputesLoss
 from trainkit.trained import formats
-from trainkit.trained.checking import Check, NotExportableError, refuse_difference, refuse_draws
+from trainkit.trained.checking import Check, Inputs, NotExportableError, model_inputs, refuse_difference, refuse_draws
 from trainkit.trained.formats import FORMATS, example_of, format_named, transformer_of
 from trainkit.trained.fresh_process import tensors_of
-from trainkit.trained.inputs import Inputs, model_inputs
 
 RUN = ("recipe=null", "steps=20", "callbacks=[]", "logger=[]", "quiet=true")
 absent = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]

@@ -29,7 +29,7 @@ from trainkit.data.sets.images import Digits
 from trainkit.errors import CheckpointError, ConfigError, DataError, MissingExtraError
 from trainkit.models.mlp import Mlp
 from trainkit.numerics.precision import Precision
-from trainkit.trained.parts import Chunks, Parts, check_format, ids_of, write_rows
+from trainkit.trained.predict import Chunks, Parts, check_format, ids_of, write_rows
 from trainkit.verbs.support.call import Call
 from trainkit.verbs.using import predict as verb
 

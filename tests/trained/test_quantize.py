@@ -21,7 +21,7 @@ from trainkit.errors import CheckpointError, ConfigError, MissingExtraError
 from trainkit.models.convnet import ConvNet
 from trainkit.models.gpt import Gpt
 from trainkit.models.mlp import Mlp
-from trainkit.trained.inputs import Inputs
+from trainkit.trained.checking import Inputs
 from trainkit.trained.quantize import latency, quantize_run, share_of_weights
 from trainkit.trained.quantized import FORMATS, quantize, refuse_format, restore
 

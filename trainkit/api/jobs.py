@@ -35,7 +35,7 @@ from trainkit.run.jobs import Job, JobRequest, Verb, prepare, run_job, split_of
 from trainkit.run.planning.plan import refuse_open_workers
 from trainkit.trained.build import Which
 from trainkit.trained.model import Trained, find_trained
-from trainkit.trained.parts import NO_SPACE, Chunks, Parts, check_format, files_of, ids_of, write_rows
+from trainkit.trained.predict import NO_SPACE, Chunks, Parts, check_format, files_of, ids_of, write_rows
 from trainkit.trainer.ownership import locked, new_folder
 
 _OWN: Final[Mapping[Verb, str]] = {"evaluate": "eval.batch_size", "predict": "predict"}

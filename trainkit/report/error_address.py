@@ -55,6 +55,8 @@ def address_line(error: TrainkitError) -> str:
     Example:
         >>> address_line(ConfigError([Problem(key="seed", rule="..."), Problem(key="--k", rule="...")]))
         'More: trainkit explain errors.precision-and-reproducibility errors.command-line'
+        >>> address_line(ConfigError([Problem(key="</script>#batch", rule="...")]))
+        'More: trainkit explain errors.other-keys-and-files'
     """
     return " ".join(["More: trainkit explain", *(f"{PREFIX}.{name}" for name in anchors(error)[:_MOST])])
 

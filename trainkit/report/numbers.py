@@ -15,8 +15,8 @@ def figure(value: float) -> str:
     """Format a measured value with four significant digits.
 
     Example:
-        >>> [figure(x) for x in (0.123456, 12345.6, 0.001, 2.5e-7, float("nan"), 3)]
-        ['0.1235', '12,346', '0.001', '2.5e-7', 'nan', '3']
+        >>> [figure(x) for x in (0.123456, 12345.6, 0.001, 2.5e-7, float("nan"), 3, 99.996)]
+        ['0.1235', '12,346', '0.001', '2.5e-7', 'nan', '3', '100']
     """
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
@@ -58,8 +58,8 @@ def compact(value: float) -> str:
     """Format a large quantity with three digits and a suffix.
 
     Example:
-        >>> [compact(x) for x in (950, 1234, 9610, 412_345, 25_557_032, 0.25)]
-        ['950', '1.23 k', '9.61 k', '412 k', '25.6 M', '0.25']
+        >>> [compact(x) for x in (950, 1234, 9610, 412_345, 999_999, 25_557_032, 0.25)]
+        ['950', '1.23 k', '9.61 k', '412 k', '1.00 M', '25.6 M', '0.25']
     """
     for size, suffix in _SUFFIXES:
         # Rounding decides the suffix: 999,999 is 1.00 M, never 1000 k.
@@ -83,8 +83,8 @@ def duration(seconds: float) -> str:
     """Format a time span.
 
     Example:
-        >>> [duration(x) for x in (0.314, 8.26, 75, 3723, 93_784)]
-        ['0.31 s', '8.3 s', '1:15', '1:02:03', '1 d 2:03']
+        >>> [duration(x) for x in (0.314, 8.26, 59.96, 75, 3723, 93_784)]
+        ['0.31 s', '8.3 s', '1:00', '1:15', '1:02:03', '1 d 2:03']
     """
     if not math.isfinite(seconds):
         return "?"
@@ -102,8 +102,8 @@ def clock(seconds: float) -> str:
     """Format a time that counts down, always in the same form.
 
     Example:
-        >>> [clock(x) for x in (0.4, 8.2, 75, 3723)]
-        ['0:00', '0:08', '1:15', '1:02:03']
+        >>> [clock(x) for x in (0.4, 8.2, 59.6, 75, 3723)]
+        ['0:00', '0:08', '1:00', '1:15', '1:02:03']
     """
     if not math.isfinite(seconds):
         return "-:--"

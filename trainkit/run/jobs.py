@@ -64,8 +64,7 @@ from trainkit.strategies.model_transforms import apply_transforms
 from trainkit.strategies.tensor_shards import model_weights
 from trainkit.trained.build import build_model, meta_model
 from trainkit.trained.model import load_described
-from trainkit.trained.parts import Chunks, Parts
-from trainkit.trained.predict import Outputs, compute_parts, predicted
+from trainkit.trained.predict import Chunks, Outputs, Parts, compute_parts, predicted
 from trainkit.trainer.checkpoint.tensors import load
 from trainkit.trainer.evaluate import evaluate
 from trainkit.trainer.manifest import MANIFEST

@@ -8,11 +8,15 @@ of the largest output.
 
 from __future__ import annotations
 
+import inspect
 import json
+import logging
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -24,13 +28,81 @@ from torch.utils.hooks import RemovableHandle
 
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.build import build
+from trainkit.data.hooks import DataHooks, Reading
+from trainkit.data.reading.loader import EvalBatches
 from trainkit.data.splits import build_splits, folded, validation_splits
-from trainkit.errors import CheckpointError, named_first_line
+from trainkit.errors import CheckpointError, ConfigError, Problem, named_first_line
 from trainkit.numerics.copies import copied
 from trainkit.numerics.generators import GeneratorStates, Untouched
+from trainkit.objectives.base import Objective
 from trainkit.trained import fresh_process
 from trainkit.trained.fresh_process import layers_of, tensors_of
-from trainkit.trained.inputs import Inputs, batches_of, model_inputs
+
+Inputs = Mapping[str, Tensor]
+"""Argument of the model's `forward` -> its value for a batch."""
+CPU = torch.device("cpu")
+
+
+def batches_of(cfg: RunConfig, dataset: Any, size: int, device: torch.device = CPU) -> EvalBatches:
+    """Return the batches of a dataset, in its order, read as in the training."""
+    reading = Reading(device=device, settings=cfg.loader, hooks=DataHooks.of(cfg.data))
+    return EvalBatches(dataset, reading, batch_size=size, rank=0, num_ranks=1)
+
+
+class _CalledError(Exception):
+    """The model was called."""
+
+
+def model_inputs(objective: Objective, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    """Return argument of the model's `forward` -> tensor of a batch, in the order of the arguments.
+
+    The objective gets a function instead of the model, which records its arguments.
+
+    Raises:
+        ConfigError: the objective never calls the model, or passes something else than tensors.
+
+    Example:
+        >>> from trainkit.objectives.classification import Classification
+        >>> batch = torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64)
+        >>> {name: value.shape for name, value in model_inputs(Classification(), nn.Linear(2, 2), batch).items()}
+        {'input': torch.Size([3, 2])}
+    """
+    found: dict[str, Any] = {}
+    signature = inspect.signature(model.forward)
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            found.update(value if is_rest else {name: value})
+        raise _CalledError
+
+    cause: Exception | None = None
+    try:
+        objective.predict(record, batch)
+    except _CalledError:
+        if found and all(isinstance(value, Tensor) for value in found.values()):
+            return found
+    except Exception as error:  # noqa: BLE001 - an objective may fail in any way where it gets no outputs
+        cause = error
+    rule = (
+        "does not call the model with tensors only, so the inputs of the model are unknown. Formats that need no "
+        "inputs: export --to safetensors; quantize --to int8_weight, int8_dynamic or int4_weight."
+    )
+    raise ConfigError([Problem(key="objective", value=type(objective).__name__, rule=rule)]) from cause
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide log lines up to warnings, and Python's warnings, for the duration of the block."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
 
 _NUM_SAMPLES: Final = 8
 _BATCHES: Final = (_NUM_SAMPLES, 3, 1)

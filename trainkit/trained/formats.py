@@ -36,13 +36,14 @@ from trainkit.strategies.tensor_shards import dtype_of, shape_of
 from trainkit.trained.build import meta_model, model_with
 from trainkit.trained.checking import (
     Check,
+    Inputs,
     NotBuiltError,
     NotExportableError,
+    quiet,
     real_samples,
     refuse_difference,
 )
 from trainkit.trained.fresh_process import tensors_of
-from trainkit.trained.inputs import Inputs, quiet
 from trainkit.trained.model import WEIGHTS, checkpoint_keys
 from trainkit.trainer.checkpoint.tensors import Loaded, bytes_of, write_bytes, write_stream
 from trainkit.trainer.manifest import FileRecord

@@ -30,9 +30,9 @@ from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import LocalModel
 from trainkit.strategies.collectives import LocalCollective
 from trainkit.trained.build import Which, build_objective
+from trainkit.trained.checking import CPU, Inputs, batches_of, model_inputs
 from trainkit.trained.export import config_of_trained, folder_of_format, trained_model, write_export
 from trainkit.trained.formats import Format, TrainedModel, Written
-from trainkit.trained.inputs import CPU, Inputs, batches_of, model_inputs
 from trainkit.trained.model import WEIGHTS
 from trainkit.trained.quantized import QUANTIZED, STATIC, description_of, is_linear, quantize, refuse_format
 from trainkit.trainer.checkpoint.saving import untied

@@ -30,7 +30,7 @@ from trainkit.config.grammar import refusal
 from trainkit.config.values import nearest
 from trainkit.errors import CheckpointError, MissingExtraError
 from trainkit.numerics.generators import Untouched
-from trainkit.trained.inputs import Inputs, quiet
+from trainkit.trained.checking import Inputs, quiet
 from trainkit.trainer.checkpoint.saving import untied
 from trainkit.trainer.checkpoint.tensors import TensorFile
 

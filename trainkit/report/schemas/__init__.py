@@ -33,7 +33,7 @@ DOCUMENTS: Final[Mapping[str, Document]] = {
     "explain": Document(about="trainkit explain KEY --json", kind="trainkit.report.schemas.looking.Explanation"),
     "plan": Document(about="trainkit plan --json", kind="trainkit.report.schemas.planning.Plan"),
     "ls": Document(about="trainkit ls --json", kind="trainkit.report.schemas.looking.Listing"),
-    "model": Document(about="trainkit ls --model --json", kind="trainkit.report.schemas.looking.ListedModel"),
+    "model": Document(about="trainkit ls --model --json", kind="trainkit.run.estimates.model_summary.ModelSummary"),
     "top": Document(about="trainkit top DIR --json", kind="trainkit.report.schemas.looking.Ranking"),
     "diff": Document(about="trainkit diff RUN RUN --json", kind="trainkit.report.schemas.looking.Comparison"),
     "bench": Document(about="trainkit bench --json, and bench.json", kind="trainkit.measuring.tables.BenchDocument"),
@@ -70,7 +70,7 @@ DOCUMENTS: Final[Mapping[str, Document]] = {
         about="RUN/checkpoints/STEP/meta.json", kind="trainkit.report.schemas.checkpoints.Meta", is_open=True
     ),
     "checkpoints": Document(about="RUN/checkpoints/index.json", kind="trainkit.report.schemas.checkpoints.Names"),
-    "evaluated": Document(about="RUN/checkpoints/evaluated.json", kind="trainkit.report.schemas.checkpoints.Evaluated"),
+    "evaluated": Document(about="RUN/checkpoints/evaluated.json", kind="trainkit.trainer.manifest.EvaluatedIndex"),
     "sweep": Document(about="SWEEP/sweep.json", kind="trainkit.report.schemas.files.Sweep", is_open=True),
     "tracking": Document(about="RUN/tracking/TRACKER.json", kind="trainkit.tracking.sending.TrackingState"),
     "prediction": Document(

@@ -146,12 +146,3 @@ class Names(TypedDict):
     """Folder of the newest checkpoint."""
     best: str | None
     """Folder of the best checkpoint by `eval.metric`; null if none was evaluated."""
-
-
-class Evaluated(TypedDict):
-    """`checkpoints/evaluated.json`: results of the evaluator of a training."""
-
-    evaluating: str | None
-    """Folder of the checkpoint that is being evaluated."""
-    metrics: dict[str, float]
-    """Folder of a checkpoint -> its `eval.metric`, if that is finite."""

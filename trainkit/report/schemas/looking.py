@@ -164,44 +164,6 @@ class Comparison(TypedDict):
     """Number of differences that can change the result."""
 
 
-class ListedLayer(TypedDict):
-    """One layer of a model."""
-
-    name: str
-    """Name of the layer in the model."""
-    kind: str
-    """Name of the class of the layer."""
-    output: list[int] | None
-    """Shape of the first tensor that the layer returns; null if unknown."""
-    parameters: int
-    """Elements of the layer's own parameters."""
-    trained: int
-    """Elements of the layer's own parameters that are trained."""
-    calls: int
-    """Calls in one forward pass."""
-    flops: int | None
-    """Floating-point operations of these calls; null if unknown."""
-
-
-class ListedModel(TypedDict):
-    """Output of `trainkit ls --model --json`."""
-
-    version: Literal[1]
-    """Version of this document."""
-    batch: int
-    """Samples of the batch for the shapes and operations."""
-    parameters: int
-    """Elements of all parameters; a shared one counts once."""
-    trained: int
-    """Elements of the parameters that are trained."""
-    flops: int | None
-    """Floating-point operations of a forward pass; null if it cannot run without data."""
-    note: str
-    """The reason why there are no shapes and operations; empty if there are."""
-    layers: list[ListedLayer]
-    """The layers, in the order of their definition."""
-
-
 class AdvisedWay(TypedDict):
     """One way to train."""
 

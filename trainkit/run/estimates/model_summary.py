@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -25,27 +25,29 @@ class Layer:
     kind: str
     """Name of the class of the layer."""
     output: tuple[int, ...] | None = None
-    """Shape of the first tensor that its first call returns; None if the layer is not called, or returns none."""
+    """Shape of the first tensor that its first call returns; null if the layer is not called, or returns none."""
     parameters: int
     """Elements of the layer's own parameters."""
     trained: int
     """Elements of the layer's own parameters that are trained."""
     calls: int = 0
     """Calls in one forward pass."""
-    flops: int = 0
-    """Floating-point operations of these calls; a multiplication with an addition counts as two."""
+    flops: int | None = 0
+    """Floating-point operations of these calls; a multiplication with an addition counts as two; null if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSummary:
-    """The layers of a model, in the order of their definition."""
+    """The layers of a model, and the output of `trainkit ls --model --json`."""
 
+    version: Literal[1] = 1
+    """Version of this document."""
     layers: Sequence[Layer]
-    """The modules that hold no others, and those with parameters of their own."""
+    """The modules that hold no others, and those with parameters of their own, in the order of their definition."""
     batch: int
     """Samples of the batch for the shapes and operations."""
     flops: int | None
-    """Floating-point operations of the whole forward pass; None if it cannot run without data."""
+    """Floating-point operations of the whole forward pass; null if it cannot run without data."""
     parameters: int
     """Elements of all parameters; a shared one counts once."""
     trained: int
@@ -80,6 +82,8 @@ def summary_of(plan: RunPlan, model: nn.Module) -> ModelSummary:
         flops = watched.counter.work().flops
     except Exception as error:  # noqa: BLE001 - the user's model and objective may fail in any way without data
         note = f"it cannot run without data ({type(error).__name__}: {error}): no shapes and operations".splitlines()[0]
+        for layer in watched.layers.values():
+            layer.flops = None
     params = [*model.parameters()]
     return ModelSummary(
         layers=[*watched.layers.values()],
@@ -111,7 +115,7 @@ class _Watched:
             self._open.append(self.counter.work().flops)
 
         def end(_module: nn.Module, _args: Any, outputs: Any) -> None:
-            layer.flops += self.counter.work().flops - self._open.pop()
+            layer.flops = (layer.flops or 0) + self.counter.work().flops - self._open.pop()
             layer.calls += 1
             found = next((one for one in tree_leaves(outputs) if isinstance(one, Tensor)), None)
             if layer.output is None and found is not None:
@@ -119,8 +123,3 @@ class _Watched:
 
         stack.callback(module.register_forward_pre_hook(begin).remove)
         stack.callback(module.register_forward_hook(end).remove)
-
-
-def layer_rows(summary: ModelSummary) -> list[Mapping[str, Any]]:
-    """Return the layers as JSON values."""
-    return [{**asdict(one), **({} if summary.flops is not None else {"flops": None})} for one in summary.layers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -137,15 +138,13 @@ def _list_layers(call: Call) -> int:
         ConfigError: the config has problems.
     """
     composition = call.compose()
-    from trainkit.run.estimates.model_summary import layer_rows, summary_of  # noqa: PLC0415 - imports torch
+    from trainkit.run.estimates.model_summary import summary_of  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.plan import make_plan  # noqa: PLC0415
     from trainkit.trained.build import meta_model  # noqa: PLC0415
 
     plan = make_plan(composition.cfg)
     found = summary_of(plan, meta_model(plan.cfg))
-    names = ("batch", "parameters", "trained", "flops", "note")
-    content = {"version": 1, **{name: getattr(found, name) for name in names}, "layers": layer_rows(found)}
-    call.show(content, _layer_lines(found))
+    call.show(asdict(found), _layer_lines(found))
     return 0
 
 
