@@ -15,7 +15,7 @@ import os
 import stat
 import typing
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
@@ -49,7 +49,7 @@ class Tagged:
     """A tag, and for maths the baseline value: that of training on one device, excluded from fingerprints."""
 
     tag: Tag
-    neutral: Any = NO_NEUTRAL
+    neutral: Any = field(default=NO_NEUTRAL, hash=False)  # which may be a list
 
     def __call__(self, *, neutral: Any) -> Tagged:
         """Return the same tag with a baseline value.

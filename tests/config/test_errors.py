@@ -161,12 +161,6 @@ def test_a_mistake_in_a_users_own_recipe_names_its_file_and_line(
     assert found.endswith(f" ({folder}/recipe/mine.yaml:{line})")
 
 
-def test_a_trap_that_the_command_line_replaces_is_no_problem(write_conf: Write) -> None:
-    folder = write_conf({"recipe/mine.yaml": "seed: no\nloader: {shuffle: off}\n"})
-    composed = compose(["recipe=mine", "seed=3"], config_dirs=[folder])
-    assert [problem.key for problem in composed.problems] == ["loader.shuffle"]
-
-
 def test_an_own_copy_of_the_defaults_that_names_what_is_gone_says_which_line(refuse: Refuse, write_conf: Write) -> None:
     folder = write_conf({"config.yaml": (shipped_conf() / "config.yaml").read_text().replace("adamw", "adamm")})
     (found,) = refuse("--config-dir", str(folder), "recipe=null")

@@ -47,15 +47,10 @@ def compose(
         >>> compose(["recipe=null", "epochs=3"]).cfg.epochs
         3
     """
-    from trainkit.config.check import check_names_first, fitted  # noqa: PLC0415 - Hydra only where one composes
+    from trainkit.config.check import checked_names  # noqa: PLC0415 - Hydra only where one composes
     from trainkit.config.compose import compose as compose_run  # noqa: PLC0415
 
-    composition = compose_run(overrides, config_dirs=config_dirs, packages=packages)
-    if check_names_first(composition):
-        composition, problems = fitted(composition, check_names_first)
-        if problems:
-            raise ConfigError(problems)
-    return composition
+    return checked_names(compose_run(overrides, config_dirs=config_dirs, packages=packages))
 
 
 @called_from("python")

@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.config.check import check_names, fitted, folder_rule
+from trainkit.config.check import check_names, folder_rule
+from trainkit.config.check.recipe_keys import fitted
 from trainkit.config.compose import compose as compose_run
 from trainkit.config.composition import Composition, dotted, path_of
 from trainkit.config.grammar import key_of, setting

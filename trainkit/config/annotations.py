@@ -60,17 +60,20 @@ def misfit(value: Any, hint: Any) -> str | None:
         >>> misfit(True, int), misfit(3, float), misfit("sqr", Literal["linear", "sqrt"])
         ('must be a whole number.', None, 'must be linear or sqrt. Did you mean sqrt?')
     """
-    if (adapter := _adapter(hint)) is None:
-        return None
-    try:
-        adapter.validate_json(json.dumps([value], default=_plain), strict=True)
-        errors: list[Mapping[str, Any]] = [] if _keeps_its_type(value, hint) else [{"type": "literal_error"}]
-    except ValidationError as error:
-        errors = [{**one} for one in error.errors(include_url=False)]
-    except ConfigError:  # of a dataclass; the check that builds it names the key inside
-        return None
+    if (adapter := _adapter(hint)) is not None:
+        try:
+            adapter.validate_json(json.dumps([value], default=_plain), strict=True)
+        except ValidationError as error:
+            return _rule(value, hint, error.errors(include_url=False))
+        except ConfigError:  # of a dataclass; the check that builds it names the key inside
+            pass
+    return None
+
+
+def _rule(value: Any, hint: Any, errors: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the rule that a value breaks by pydantic's errors; None if the class itself is trusted to validate it."""
     kinds = {str(one["type"]) for one in errors}
-    if not kinds or kinds & _OF_CLASSES or _is_unchecked(errors, kinds):
+    if kinds & _OF_CLASSES or _is_unchecked(errors, kinds):
         return None
     if BROKEN in kinds:
         return next(str(one["msg"]) for one in errors if one["type"] == BROKEN)
@@ -116,10 +119,11 @@ def schema_of(hint: Any) -> Schema:
         >>> schema_of(Annotated[int | None, at_least(1)]) == {"type": ["integer", "null"], "minimum": 1}
         True
     """
-    try:
-        return {**_cached_schema(hint)}
-    except TypeError:  # an annotation that cannot be hashed, of a tag with a list
-        return _schema(hint)
+    if (adapter := _adapter(hint)) is None:
+        return {}
+    found = adapter.json_schema(schema_generator=_Writer, union_format="primitive_type_array")
+    defined = {"$defs": found["$defs"]} if "$defs" in found else {}
+    return {**found.get("items", {}), **defined}
 
 
 def document_schema(kind: Any, *, title: str, version: int, is_open: bool = False) -> Schema:
@@ -194,7 +198,7 @@ def _adapter(hint: Any) -> TypeAdapter[Any] | None:
     """
     try:
         return _cached_adapter(hint)
-    except TypeError:
+    except TypeError:  # a mark that cannot be hashed
         return _new_adapter(hint)
 
 
@@ -205,25 +209,7 @@ def _new_adapter(hint: Any) -> TypeAdapter[Any] | None:
         return None
 
 
-def _schema(hint: Any) -> Schema:
-    adapter = _adapter(hint)
-    if adapter is None:
-        return {}
-    found = adapter.json_schema(schema_generator=_Writer, union_format="primitive_type_array")
-    defined = {"$defs": found["$defs"]} if "$defs" in found else {}
-    return {**found.get("items", {}), **defined}
-
-
 _cached_adapter: Final = lru_cache(maxsize=4096)(_new_adapter)
-_cached_schema: Final = lru_cache(maxsize=4096)(_schema)
-
-
-def _keeps_its_type(value: Any, hint: Any) -> bool:
-    """Return whether a value has the type of the choice that it equals: pydantic takes 1 for true."""
-    if type(value) is not int or value not in (0, 1):
-        return True
-    choices = [one for one in _choices_in(schema_of(hint)) if one == value]
-    return not choices or any(type(one) is int for one in choices)
 
 
 def _choices_in(schema: Schema, defs: Schema | None = None) -> Iterator[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
@@ -285,25 +285,22 @@ class TrackedTree:
         self.values: dict[str, Any] = {}
         self.origins: dict[KeyPath, Origin] = {}
 
-    def put(self, path: KeyPath, value: Any, origin: Origin) -> None:
+    def put(self, path: KeyPath, value: Any, origin: Origin | Callable[[KeyPath], Origin]) -> None:
         """Set a key; a mapping is merged into an existing mapping, any other value replaces it."""
-        here = self.values
-        for depth, name in enumerate(path[:-1], start=1):
-            if not isinstance(here.get(name), dict):
+        here, name, own = self.values, path[-1], origin if isinstance(origin, Origin) else origin(path)
+        for depth, parent in enumerate(path[:-1], start=1):
+            if not isinstance(here.get(parent), dict):
                 self.origins.pop(path[:depth], None)
-                here[name] = {}
-                self.origins[path[:depth]] = origin
-            here = here[name]
-        name = path[-1]
-        if isinstance(value, Mapping) and isinstance(here.get(name), dict):
-            for key, item in value.items():
-                self.put((*path, str(key)), item, origin)
-            return
-        if isinstance(here.get(name), dict):
-            self._forget(path)
-        self.origins.pop(path, None)  # to stand last, as every key that was set last
-        here[name] = {} if isinstance(value, Mapping) else copy.deepcopy(value)
-        self.origins[path] = origin
+                here[parent] = {}
+                self.origins[path[:depth]] = own
+            here = here[parent]
+        is_mapping = isinstance(here.get(name), dict)
+        if not (is_mapping and isinstance(value, Mapping)):
+            if is_mapping:
+                self._forget(path)
+            self.origins.pop(path, None)  # to stand last, as every key that was set last
+            here[name] = {} if isinstance(value, Mapping) else copy.deepcopy(value)
+            self.origins[path] = own
         if isinstance(value, Mapping):
             for key, item in value.items():
                 self.put((*path, str(key)), item, origin)
@@ -337,21 +334,6 @@ def lookup(values: Any, path: KeyPath) -> Any:
             return None
         values = values.get(name)
     return values
-
-
-def leaves(values: Mapping[Any, Any], path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield every key that holds no further keys, in order; an empty mapping is a leaf.
-
-    Example:
-        >>> list(leaves({"a": {"b": 1}, "c": {}}))
-        [(('a', 'b'), 1), (('c',), {})]
-    """
-    for name, value in values.items():
-        inner = (*path, str(name))
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, inner)
-        else:
-            yield inner, value
 
 
 _PATH_KEY: Final = re.compile(r"(.*_)?(path|folder|root|dir|file)|resume|init_from")

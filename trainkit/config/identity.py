@@ -19,7 +19,6 @@ from trainkit.config.composition import (
     Level,
     TrackedTree,
     dotted,
-    leaves,
     lookup,
 )
 from trainkit.config.grammar import COMMAND_LINE, setting
@@ -27,7 +26,7 @@ from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of, loa
 from trainkit.config.secrets import is_below, redacted, secret_keys
 from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
 from trainkit.config.targets.build import resolve_target, signature_of
-from trainkit.config.values import plain
+from trainkit.config.values import leaves, plain
 from trainkit.errors import ConfigError, Problem, UnreadableError
 from trainkit.fields import NO_NEUTRAL, OnlyWith, Tag, Tagged, cosmetic, maths, placement, tags_of
 from trainkit.files import read_map

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -175,7 +175,7 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as `resolved.yaml` stores them."""
-        return typing.cast("dict[str, Any]", _plain_values(self))
+        return asdict(self)
 
 
 def load_resolved(path: str | Path) -> RunConfig:
@@ -254,14 +254,6 @@ def _built(kind: Any, values: Mapping[str, Any]) -> Any:
         hint = plain(hints[name])
         arguments[name] = _built(hint, value) if is_dataclass(hint) else value
     return kind(**arguments)
-
-
-def _plain_values(value: Any) -> Any:
-    if is_dataclass(value):
-        return {item.name: _plain_values(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _plain_values(item) for key, item in value.items()}
-    return [_plain_values(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 _LESS_IS_BETTER = frozenset({"loss", "perplexity", "error", "mse", "mae"})

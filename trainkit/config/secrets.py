@@ -16,7 +16,7 @@ from dataclasses import is_dataclass
 from importlib import import_module
 from typing import Any, Final
 
-from trainkit.config.values import plain
+from trainkit.config.values import leaves, plain
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import secret_fields, signature_hints
 from trainkit.files import parse_yaml
@@ -127,17 +127,13 @@ def is_below(path: tuple[str, ...], found: Mapping[tuple[str, ...], Any]) -> boo
     return any(path[:length] in found for length in range(1, len(path)))
 
 
-def texts_in(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield every text below a value, also in lists, with its path."""
-    if isinstance(values, str):
-        if path:
-            yield path, values
-    elif isinstance(values, Mapping):
-        for key, value in values.items():
-            yield from texts_in(value, (*path, str(key)))
-    elif isinstance(values, Sequence) and not isinstance(values, bytes):
-        for index, value in enumerate(values):
-            yield from texts_in(value, (*path, str(index)))
+def texts_in(values: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], str]]:
+    """Return every text below a value, also in lists, with its path."""
+    if isinstance(values, Mapping):
+        return [one for key, value in values.items() for one in texts_in(value, (*path, str(key)))]
+    if isinstance(values, Sequence) and not isinstance(values, str | bytes):
+        return [one for index, value in enumerate(values) for one in texts_in(value, (*path, str(index)))]
+    return [(path, values)] if isinstance(values, str) and path else []
 
 
 _CONTAINERS: Final = ("headers", "tokens")
@@ -188,52 +184,31 @@ def with_variables(node: Mapping[str, Any], target: Any) -> dict[str, Any]:
     Raises:
         ConfigError: a variable is not set.
     """
-    return _filled(node, marked_in(target) if _refers_anywhere(node) else frozenset(), ())
+    if not _refers(node):
+        return dict(node)
+    marked = marked_in(target)
+
+    def filled(values: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+        found = {}
+        for name, value in values.items():
+            inner = (*path, str(name))
+            if is_secret_name(inner[-1], "logger") or inner in marked:
+                found[name] = dereferenced(value, key=".".join(inner))
+            else:
+                found[name] = filled(value, inner) if isinstance(value, Mapping) else value
+        return found
+
+    return filled(node, ())
 
 
-def _refers_anywhere(values: Any, path: tuple[str, ...] = ()) -> bool:
-    return any(variable_of(text) is not None for _, text in texts_in(values, path))
-
-
-def _filled(node: Mapping[str, Any], marked: frozenset[tuple[str, ...]], path: tuple[str, ...]) -> dict[str, Any]:
-    filled = {}
-    for name, value in node.items():
-        inner = (*path, str(name))
-        if is_secret_name(inner[-1], "logger") or inner in marked:
-            filled[name] = dereferenced(value, key=".".join(inner))
-        else:
-            filled[name] = _filled(value, marked, inner) if isinstance(value, Mapping) else value
-    return filled
+def _refers(value: Any) -> bool:
+    return any(variable_of(text) is not None for _, text in texts_in([value]))
 
 
 def reference_paths(values: Mapping[str, Any]) -> set[tuple[str, ...]]:
     """Return the keys of secrets that refer to environment variables; for items of a list, the key of the list."""
-    if not _refers_anywhere(values):
+    if not _refers(values):
         return set()
-    found = secrets_in(values, marks=_marks, references=True)
-    texts = (one for path, value in found for one in texts_in(value, path))
-    return {_of_mapping(values, path) for path, text in texts if variable_of(text) is not None}
-
-
-def is_reference(values: Mapping[str, Any], path: tuple[str, ...], value: Any) -> bool:
-    """Return whether the value of a secret key refers to an environment variable, or contains such references.
-
-    Args:
-        values: all values of the config.
-        path: the key.
-        value: its value there.
-    """
-    # The first test spares most values the walk through all.
-    return _refers_anywhere(value, path) and any(path == one[: len(path)] for one in reference_paths(values))
-
-
-def _of_mapping(values: Mapping[str, Any], path: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the path of the leaf that holds an item, as `trainkit.config.composition.leaves` defines it: a list is a
-    leaf.
-    """
-    here: Any = values
-    for depth, name in enumerate(path):
-        if not isinstance(here, Mapping):
-            return path[:depth]
-        here = here[name]
-    return path
+    found = [path for path, _ in secrets_in(values, marks=_marks, references=True)]
+    refers = [path for path, value in leaves(values) if _refers(value)]
+    return {path for path in refers if any(path[: len(one)] == one[: len(path)] for one in found)}

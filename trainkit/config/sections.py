@@ -122,13 +122,13 @@ class LoaderConfig:
 
     shuffle: Annotated[bool, maths] = True
     """A new permutation each epoch; false keeps the dataset's order."""
-    cache: Annotated[Literal["auto", True, False], maths(neutral=("auto", False))] = "auto"
+    cache: Annotated[Literal["auto"] | bool, maths(neutral=("auto", False))] = "auto"
     """true reads the whole dataset into memory once; auto does so if it already is in memory."""
     num_workers: Annotated[Literal["auto"] | int, speed, at_least(0), at_most(MOST_PROCESSES)] = 0
     """Processes that prefetch samples; 0 reads in the training process, small batches together; auto measures."""
     prefetch: Annotated[int, speed, at_least(1), at_most(MOST_PROCESSES)] = 2
     """Batches that each worker prefetches."""
-    pin_memory: Annotated[Literal["auto", True, False], speed] = "auto"
+    pin_memory: Annotated[Literal["auto"] | bool, speed] = "auto"
     """Copy batches to a CUDA device through page-locked memory, concurrently with its kernels; auto: if the device is
     CUDA.
     """

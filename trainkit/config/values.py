@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import typing
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -87,3 +87,17 @@ def path_rule(path: str) -> str | None:
     return (
         f"has {sum(sizes) + len(sizes) - 1:,} bytes; a path may have 4,095." if sum(sizes) + len(sizes) > 4096 else None
     )
+
+
+def leaves(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    """Return every key that holds no further keys, in order; an empty mapping is a leaf.
+
+    Example:
+        >>> leaves({"a": {"b": 1}, "c": {}})
+        [(('a', 'b'), 1), (('c',), {})]
+    """
+    found = []
+    for name, value in values.items():
+        inner = (*path, str(name))
+        found += leaves(value, inner) if isinstance(value, Mapping) and value else [(inner, value)]
+    return found

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -50,16 +50,6 @@ _Loader.add_implicit_resolver(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class YamlGotcha:
-    """A plain scalar that YAML 1.1 reads as something else than it looks like."""
-
-    path: KeyPath
-    line: int
-    text: str
-    rule: str
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Document:
     """One YAML file; equal to itself alone, so that it can be a key."""
@@ -69,8 +59,6 @@ class Document:
     """The content without the defaults list."""
     lines: Mapping[KeyPath, int]
     """Line of each key, from 1, including keys of mappings."""
-    gotchas: tuple[YamlGotcha, ...] = ()
-    """Scalars that YAML 1.1 reinterprets."""
     defaults: list[Any] = field(default_factory=list)
     """The defaults list, as written."""
     defaults_lines: tuple[int, ...] = ()
@@ -111,7 +99,7 @@ def _parsed(file: Path, text: str) -> Document:
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError([Problem(key=file.name, rule="must hold keys and values.", origin=f"{file}:1")])
         lines: dict[KeyPath, int] = {}
-        gotchas = tuple(_scan(root, (), lines))
+        problems = [replace(one, origin=f"{file}:{one.origin}") for one in _scan(root, (), lines)]
         values = loader.construct_document(root)
     except yaml.YAMLError as error:
         raise ConfigError([_syntax_problem(file, error)]) from error
@@ -120,14 +108,14 @@ def _parsed(file: Path, text: str) -> Document:
     defaults = values.pop("defaults", None) or []
     if not isinstance(defaults, list):
         raise ConfigError([Problem(key="defaults", rule="must be a list.", origin=f"{file}:{lines['defaults',]}")])
-    item_lines = tuple(_item_lines(root))
-    if problems := [*_item_problems(file, defaults, item_lines)]:
+    items = next((value.value for key, value in root.value if key.value == "defaults"), ())
+    item_lines = tuple(item.start_mark.line + 1 for item in items)
+    if problems := [*problems, *_item_problems(file, defaults, item_lines)]:
         raise ConfigError(problems)
     return Document(
         file=file,
         values=values,
         lines=lines,
-        gotchas=tuple(gotcha for gotcha in gotchas if gotcha.path[:1] != ("defaults",)),
         defaults=defaults,
         defaults_lines=item_lines,
         package=_header(text, r"package\s+(\S+)"),
@@ -162,13 +150,16 @@ def _text_of(file: Path) -> str:
         raise ConfigError([Problem(key=str(file), rule=rule)]) from None
 
 
-def _scan(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> Iterator[YamlGotcha]:
-    """Record the line of every key below a mapping, refuse duplicate keys, and yield the scalars that YAML
-    reinterprets.
+def _scan(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> Iterator[Problem]:
+    """Record the line of every key below a mapping, refuse duplicate keys, and yield the plain scalars that YAML 1.1
+    reads as something else than they look like, each with its line.
     """
     if isinstance(node, yaml.ScalarNode):
-        if gotcha := _gotcha_in(node, path):
-            yield gotcha
+        traps = _TRAPS if not node.style and node.tag.rpartition(":")[2] in ("bool", "int", "float") else ()
+        if reading := next((reading for shape, reading in traps if shape.fullmatch(node.value)), None):
+            meant = str(yaml.safe_load(node.value)).lower()
+            rule = f"YAML reads this as {reading}, {meant}. Write {meant}, or quote it for text: '{node.value}'."
+            yield Problem(key=".".join(path), value=node.value, rule=rule, origin=str(node.start_mark.line + 1))
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             yield from _scan(item, (*path, str(index)), lines)
@@ -181,29 +172,8 @@ def _scan(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> Iterator
                 message = f"key {'.'.join(inner)} is here twice, first in line {lines[inner]}"
                 raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
             lines[inner] = key.start_mark.line + 1
-            if gotcha := _gotcha_in(key, inner):
-                yield gotcha
+            yield from _scan(key, inner, lines)
             yield from _scan(value, inner, lines)
-
-
-def _gotcha_in(node: yaml.Node, path: KeyPath) -> YamlGotcha | None:
-    if not isinstance(node, yaml.ScalarNode) or node.style:  # quoted, or a block scalar
-        return None
-    if node.tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
-        return None
-    for shape, reading in _TRAPS:
-        if shape.fullmatch(node.value):
-            yaml_value = yaml.safe_load(node.value)
-            meant = str(yaml_value).lower()
-            rule = f"YAML reads this as {reading}, {meant}. Write {meant}, or quote it for text: '{node.value}'."
-            return YamlGotcha(path=path, line=node.start_mark.line + 1, text=node.value, rule=rule)
-    return None
-
-
-def _item_lines(root: yaml.MappingNode) -> Iterator[int]:
-    for key, value in root.value:
-        if key.value == "defaults" and isinstance(value, yaml.SequenceNode):
-            yield from (item.start_mark.line + 1 for item in value.value)
 
 
 def _item_problems(file: Path, defaults: Sequence[Any], lines: Sequence[int]) -> Iterator[Problem]:

@@ -19,13 +19,13 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainkit.cluster.host import count_gpus, num_cores
-from trainkit.config.composition import dotted, leaves
+from trainkit.config.composition import dotted
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.identity import tag_of
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import SweepConfig as Settings
 from trainkit.config.targets.build import build
-from trainkit.config.values import path_rule
+from trainkit.config.values import leaves, path_rule
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import Tag
 from trainkit.redaction import redacted_argument, variable_of

@@ -20,7 +20,7 @@ from trainkit.config.check.rules import (
     unused_keys_in_launch,
     with_defaults,
 )
-from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted, is_path_key, leaves, lookup, path_of
+from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted, is_path_key, lookup, path_of
 from trainkit.config.door import own_folder
 from trainkit.config.grammar import COMMAND_LINE, key_of
 from trainkit.config.optimizers import optimizer_node
@@ -30,24 +30,11 @@ from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, allow_pack
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, build, resolve_target
 from trainkit.config.targets.checks import OtherChoices, absent_files, target_problems, unchecked_keys
 from trainkit.config.targets.kinds import PLACES
-from trainkit.config.values import closest, expanded, path_rule, plain
+from trainkit.config.values import closest, expanded, leaves, path_rule, plain
 from trainkit.config.yaml_files import hint_for_word
 from trainkit.errors import ConfigError, Problem
 from trainkit.files import file_in_the_way
 from trainkit.redaction import redacted_argument
-
-__all__ = [
-    "beyond_64_bits",
-    "check_both",
-    "check_names",
-    "check_names_first",
-    "check_values",
-    "checked",
-    "checked_without",
-    "fitted",
-    "folder_rule",
-    "paths_too_long",
-]
 
 _UNNAMED: Final = ("cluster", "average", "convert", "hardware")
 """Groups whose choice may name no class."""
@@ -66,10 +53,31 @@ def checked(composition: Composition) -> Composition:
     signature describes. The keys left out are those of a recipe, and of a choice whose class the user replaced.
 
     Raises:
-        ConfigError: the problems of both phases.
+        ConfigError: the problems of the first phase with problems, as `check_names_first` and `check_values` find them.
     """
-    if check_both(composition):
-        composition, problems = fitted(composition, check_both)
+    return checked_values(checked_names(composition))
+
+
+def checked_names(composition: Composition) -> Composition:
+    """Run the first phase of `checked`, which imports no target; after problems the second, on keys of the user only.
+
+    Raises:
+        ConfigError: all of them.
+    """
+    composition, problems = fitted(composition, check_names_first)
+    if problems:
+        raise ConfigError(problems)
+    return composition
+
+
+def checked_values(composition: Composition) -> Composition:
+    """Run the second phase of `checked` on a composition whose names are sound.
+
+    Raises:
+        ConfigError: its problems.
+    """
+    if check_values(composition):  # what is left out may break rules of the first phase
+        composition, problems = fitted(composition, lambda one: check_names_first(one) or check_values(one))
         if problems:
             raise ConfigError(problems)
     return composition.with_notes(notes_about_keys(composition))
@@ -88,8 +96,8 @@ def checked_without(composition: Composition, group: str) -> Composition:
         return checked(composition)
     given = {key: value for key, value in node.items() if key not in unset}
     rest = replace(composition, values={**composition.values, group: given})
-    problems = [problem for problem in check_both(rest) if problem.key not in {f"{group}.{key}" for key in unset}]
-    if problems:
+    found = check_names_first(rest) or check_values(rest)
+    if problems := [problem for problem in found if problem.key not in {f"{group}.{key}" for key in unset}]:
         raise ConfigError(problems)
     notes = (f"{group}.{key} is not set: a training needs it" for key in unset)
     return composition.with_notes([*notes_about_keys(rest), *notes])
@@ -101,11 +109,6 @@ def notes_about_keys(composition: Composition) -> tuple[str, ...]:
         unchecked = [key for path, node in _nodes(composition) for key in unchecked_keys(path, node)]
     taken = [f"{key}: not checked, its class takes any key" for key in unchecked]
     return (*unused_keys(composition, multirun=False)[1], *taken)
-
-
-def check_both(composition: Composition, *, multirun: bool = False) -> list[Problem]:
-    """Return the problems of both phases; after problems of the first, the second looks at keys of the user only."""
-    return check_names_first(composition, multirun=multirun) or check_values(composition)
 
 
 def check_names_first(composition: Composition, *, multirun: bool = False) -> list[Problem]:
@@ -121,9 +124,7 @@ def check_names(composition: Composition, *, multirun: bool = False) -> list[Pro
     alternatives = OtherChoices(composition)
     for group in GROUPS:
         problems += _group(composition, group, alternatives)
-    problems += _missing_values(composition)
-    problems += beyond_64_bits(composition)
-    problems += paths_too_long(composition)
+    problems += _leaf_problems(composition)
     problems += _unusable_folders(composition)
     problems += _hydra_problems(composition)
     given = {**composition.values, "hydra": composition.hydra}
@@ -336,12 +337,6 @@ def _file_of(composition: Composition, path: KeyPath) -> ConfigFile | None:
     return next((file for file in composition.files if file.package == path and file.group == path[0]), None)
 
 
-def _missing_values(composition: Composition) -> Iterator[Problem]:
-    for path, value in leaves(composition.values):
-        if value == "???":
-            yield composition.problem(path, f"{NEEDS_VALUE} {dotted(path)}=VALUE.", show_value=False)
-
-
 def _hydra_problems(composition: Composition) -> list[Problem]:
     """Ask Hydra to check the arguments meant for it, where there are any."""
     own = [file for file in composition.files if not file.shipped and _configures_hydra(file)]
@@ -373,22 +368,19 @@ def _deduplicated(problems: Sequence[Problem]) -> list[Problem]:
     return list({str(problem): problem for problem in problems}.values())
 
 
-def beyond_64_bits(composition: Composition) -> Iterator[Problem]:
-    """Yield a problem for each integer that does not fit into 64 bits, as tensors and counters need."""
+def _leaf_problems(composition: Composition) -> Iterator[Problem]:
+    """Yield what no key of any class takes: no value, integers beyond the 64 bits that tensors and counters need, and
+    paths that no file system accepts.
+    """
     for path, value in leaves(composition.values):
-        large = [one for one in _numbers_in(value) if not -(2**63) <= one < 2**63]
-        if large:
+        if value == "???":
+            yield composition.problem(path, f"{NEEDS_VALUE} {dotted(path)}=VALUE.", show_value=False)
+        elif isinstance(value, str):
+            if is_path_key(path[-1]) and (rule := path_rule(value)):
+                yield composition.problem(path, rule, value=value)
+        elif not all(-(2**63) <= one < 2**63 for one in _integers_in(value)):
             yield composition.problem(path, "must fit into 64 bits: less than 2**63.", value=value)
-
-
-def paths_too_long(composition: Composition) -> Iterator[Problem]:
-    """Yield a problem for each path that no file system accepts, including the folder of the run."""
-    for path, value in leaves(composition.values):
-        rule = path_rule(value) if isinstance(value, str) and is_path_key(path[-1]) else None
-        if rule is not None:
-            yield composition.problem(path, rule, value=value)
-    rule = None if composition.run_dir is None else path_rule(str(composition.run_dir))
-    if rule is not None and composition.run_dir_given:
+    if composition.run_dir is not None and composition.run_dir_given and (rule := path_rule(str(composition.run_dir))):
         yield Problem(key="hydra.run.dir", value=str(composition.run_dir), rule=rule)
 
 
@@ -410,12 +402,8 @@ def folder_rule(text: str) -> str | None:
     return None if file is None else f"{file} is no folder."
 
 
-def _numbers_in(value: Any) -> Iterator[int]:
-    if isinstance(value, list):
-        for item in value:
-            yield from _numbers_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _numbers_in(item)
-    elif isinstance(value, int):
-        yield value
+def _integers_in(value: Any) -> list[int]:
+    if isinstance(value, list | Mapping):
+        inner = value.values() if isinstance(value, Mapping) else value
+        return [one for item in inner for one in _integers_in(item)]
+    return [value] if isinstance(value, int) else []

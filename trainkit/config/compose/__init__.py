@@ -52,8 +52,8 @@ from trainkit.config.composition import (
     TrackedTree,
     dotted,
     is_path_key,
-    leaves,
     lookup,
+    path_of,
     variable_in,
 )
 from trainkit.config.door import advice, own_folder
@@ -62,7 +62,7 @@ from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.secrets import dereferenced, import_marks, reference_paths, remember_secrets, texts_in
 from trainkit.config.targets.allowed import TARGET, allow_packages, refuse_packages
 from trainkit.config.targets.build import resolve_target, signature_of
-from trainkit.config.values import closest, expanded, plain
+from trainkit.config.values import closest, expanded, leaves, plain
 from trainkit.config.yaml_files import Document, is_choice_path, read_document, shipped_conf, shipped_recipes
 from trainkit.errors import ConfigError, Problem, first_line
 from trainkit.redaction import REDACTED, redacted_argument, remember
@@ -101,47 +101,34 @@ class Repository(CachingConfigRepository):
 
     def __init__(self, delegate: ConfigRepository) -> None:
         # Not the base class's deep copy: only the list of sources could be replaced in it, not a source.
-        self.delegate = copy.copy(delegate)
-        self.cache = {}
+        self.delegate, self.cache = copy.copy(delegate), {}
         self.documents: dict[str, Document] = {}
-        self.latest: Document | None = None
-        """The file that was read last."""
-        self.absent: set[str] = set()
-        """Choices that do not exist. Once reported, they are read as empty, so that the remaining choices are checked
-        too.
-        """
+        """The files that were read, in order."""
 
     def load_config(self, config_path: str) -> ConfigResult | None:
         """Return the defaults list and header of a file for Hydra; the content is kept in `documents`."""
         if config_path not in self.cache:
-            self.cache[config_path] = self._load(config_path)
-        self.latest = self.documents.get(config_path)
+            document = self._document(config_path)
+            self.cache[config_path] = None if document is None else self._result(config_path, document)
         return self.cache[config_path]
 
     def config_exists(self, config_path: str) -> bool:
         """Return whether the file exists below a folder of the config, or was already reported as absent."""
-        if not is_choice_path(config_path):
-            return False
-        return config_path in self.absent or super().config_exists(config_path)
+        return is_choice_path(config_path) and (config_path in self.documents or super().config_exists(config_path))
 
     def mark_absent(self, config_path: str) -> None:
-        """Treat an absent file as empty from now on."""
-        self.absent.add(config_path)
-        self.cache.pop(config_path, None)
+        """Treat a file that was reported as absent as empty from now on, so that the other choices are checked too."""
+        empty = Document(file=Path(config_path), values={}, lines={})
+        self.cache[config_path] = self._result(config_path, empty)
 
-    def _load(self, config_path: str) -> ConfigResult | None:
-        if config_path in self.absent:
-            return self._result(config_path, Document(file=Path(config_path), values={}, lines={}))
-        file = self.file_of(config_path)
-        if file is not None:
-            document = read_document(file)
-        elif (found := self.delegate.load_config(config_path)) is not None:
-            values: Any = OmegaConf.to_container(found.config, resolve=False)
-            header = found.header.get("package")
-            document = Document(file=Path(config_path), values=values or {}, lines={}, package=header)
-        else:
+    def _document(self, config_path: str) -> Document | None:
+        if (file := self.file_of(config_path)) is not None:
+            return read_document(file)
+        if (found := self.delegate.load_config(config_path)) is None:
             return None
-        return self._result(config_path, document)
+        values: Any = OmegaConf.to_container(found.config, resolve=False)
+        header = found.header.get("package")
+        return Document(file=Path(config_path), values=values or {}, lines={}, package=header)
 
     def file_of(self, config_path: str) -> Path | None:
         """Return the YAML file of a config path; None where another kind of source holds it."""
@@ -193,30 +180,6 @@ def _package(config_path: str, document: Document) -> str | None:
     return None
 
 
-class HydraFiles(Repository):
-    """Presents the Hydra settings of a composition as the primary config, in addition to Hydra's own files."""
-
-    def __init__(self, delegate: ConfigRepository, composition: Composition) -> None:
-        super().__init__(delegate)
-        choices = [{f"override /{group}": name} for group, name in composition.hydra_choices.items()]
-        self._primary = Document(
-            file=Path("config.yaml"), values={"hydra": composition.hydra}, lines={}, defaults=["_self_", *choices]
-        )
-
-    def _load(self, config_path: str) -> ConfigResult | None:
-        if config_path != CONFIG:
-            return self.delegate.load_config(config_path)
-        result = ConfigResult(
-            provider="trainkit",
-            path="config.yaml",
-            config=OmegaConf.create(self._primary.values),
-            header={"package": None},
-        )
-        items = OmegaConf.create(self._primary.defaults)
-        result.defaults_list = self.delegate._create_defaults_list(config_path, items)  # type: ignore[attr-defined]  # noqa: SLF001
-        return result
-
-
 @lru_cache(maxsize=16)
 def _loader(config_dirs: tuple[Path, ...]) -> ConfigLoaderImpl:
     """Return Hydra's loader of files below these folders; it searches for a file at every request."""
@@ -230,19 +193,14 @@ def _loader(config_dirs: tuple[Path, ...]) -> ConfigLoaderImpl:
     return ConfigLoaderImpl(path)
 
 
-@cache
-def _parser() -> OverridesParser:
-    return OverridesParser.create()
-
-
 @lru_cache(maxsize=1024)  # the jobs of a sweep share most of their arguments
 def _parsed(argument: str) -> Override:
     """Return an argument parsed by Hydra's grammar, which takes about a millisecond; to be copied."""
-    return _parser().parse_override(argument)
+    return OverridesParser.create().parse_override(argument)
 
 
-class SearchPath:
-    """Finds YAML files by group and choice, and parses arguments for the groups that exist."""
+class Composer:
+    """Composes runs from one search path: finds YAML files by group and choice, and parses arguments."""
 
     def __init__(self, config_dirs: Sequence[str | Path] = (), packages: Sequence[str] = ()) -> None:
         self.config_dirs = tuple(Path(folder).expanduser().absolute() for folder in config_dirs)
@@ -297,6 +255,43 @@ class SearchPath:
         group = override.key_or_group if deletes else override.get_key_element()
         line = f"{group}=[]" if override.key_or_group in LIST_GROUPS else f"~{group}"
         return self.parse([line])[0][0]
+
+    def compose(self, overrides: Sequence[str] = (), *, for_others: bool = False) -> Composition:
+        """Compose one run.
+
+        With `for_others`, arguments may be meant for other choices that are composed too: keys of a group that this
+        choice does not have, but another choice has, are then left out, with a note.
+        """
+        with hydra_state():
+            composition = CompositionBuilder(self, overrides).run()
+            if for_others and (foreign := foreign_keys(composition)):
+                kept = [line for line in overrides if key_of(line) not in foreign]
+                composition = CompositionBuilder(self, kept).run()
+                texts = (
+                    f"{key}: left out, {composition.choices[key.partition('.')[0]]} has no such key" for key in foreign
+                )
+                composition = composition.with_notes(sorted(texts))
+        return composition
+
+    def space(self, overrides: Sequence[str]) -> Space:
+        """Return the arguments that all points of a sweep share, and the axes along which the points differ.
+
+        Raises:
+            ConfigError: an argument cannot be parsed, or a sweep cannot be searched.
+        """
+        with hydra_state():
+            parsed, problems = self.parse(overrides)
+            if problems := problems or repeated(parsed):
+                raise ConfigError(problems)
+            return read_space(parsed)
+
+    def points(self, overrides: Sequence[str]) -> list[list[str]]:
+        """Return the arguments of every point of a grid, in order; a single point where nothing is swept.
+
+        Raises:
+            ConfigError: an argument cannot be parsed, or the points of a sweep cannot be enumerated.
+        """
+        return self.space(overrides).grid()
 
 
 _PLUGINS: Final = ("hydra/launcher", "hydra/sweeper")
@@ -362,21 +357,6 @@ def submits_single_runs(launcher: str) -> bool:
     return bool(getattr(kind, "submits_single_runs", not own_of_hydra))
 
 
-def _has_interpolation(value: Any) -> bool:
-    if isinstance(value, str):
-        return "${" in value
-    return isinstance(value, list) and any(
-        _has_interpolation(item) or (isinstance(item, Mapping) and any(_has_interpolation(v) for _, v in leaves(item)))
-        for item in value
-    )
-
-
-def _values_named_in(pattern: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the values that a pattern may refer to: those of the keys named in it, or all if one refers further."""
-    named = {key: value for key, value in values.items() if str(key) in pattern}
-    return values if any("${" in text for _, text in texts_in(named)) else named
-
-
 def _unresolved(error: Exception) -> str:
     text = first_line(error)
     if match := re.search(r"Interpolation key '([^']+)' not found", text):
@@ -395,9 +375,7 @@ _PAIRS: Final[tuple[tuple[KeyPath, KeyPath], ...]] = (
     (("epochs",), ("steps",)),
     (("warmup", "epochs"), ("warmup", "steps")),
 )
-_GLOBAL: Final = ("batch", "global_size")
-_MICRO: Final = ("batch", "micro_size")
-_ACCUMULATION: Final = ("batch", "accumulation")
+_WHOLE, _MICRO, _SHARDS = _BATCH = tuple(("batch", key) for key in ("global_size", "micro_size", "accumulation"))
 
 
 def resolve_exclusive(tree: TrackedTree) -> tuple[list[str], list[Problem]]:
@@ -411,110 +389,49 @@ def resolve_exclusive(tree: TrackedTree) -> tuple[list[str], list[Problem]]:
     """
     notes: list[str] = []
     problems: list[Problem] = []
+
+    def value(path: KeyPath) -> Any:
+        return lookup(tree.values, path)
+
+    def rank(path: KeyPath) -> tuple[int, int]:
+        return tree.origin_of(path).rank
+
+    def displace(loser: KeyPath, winner: KeyPath) -> None:
+        lost, won = tree.origin_of(loser), tree.origin_of(winner)
+        if not (lost.shipped and lost.level == 0):
+            shown = f"{dotted(winner)}={value(winner)} ({won.where})"
+            notes.append(f"{shown} replaces {dotted(loser)}={value(loser)} ({lost.where})")
+        tree.put(loser, None, won)
+
+    def refuse(path: KeyPath, rule: str) -> None:
+        problems.append(Problem(key=dotted(path), value=value(path), rule=rule, origin=tree.origin_of(path).where))
+
     for pair in _PAIRS:
-        _resolve_pair(tree, pair, notes, problems)
-    _resolve_batch(tree, notes, problems)
+        low, high = sorted(pair, key=rank)
+        if value(low) is None or value(high) is None:
+            continue
+        if rank(low) < rank(high) or value(low) == value(high) == 0:
+            displace(low, high)
+        else:
+            refuse(pair[1], f"sets the same as {dotted(pair[0])}, set at the same place. Give one of the two.")
+    if all(value(path) is not None for path in _BATCH):
+        if rank(_MICRO) != rank(_SHARDS):
+            displace(*sorted((_MICRO, _SHARDS), key=rank))
+        elif rank(_WHOLE) == rank(_MICRO):
+            rule = "global_size, micro_size and accumulation are set at the same place. Give any two of the three."
+            refuse(_SHARDS, rule)
+        else:
+            displace(*((_WHOLE, _MICRO) if rank(_WHOLE) < rank(_MICRO) else (_SHARDS, _WHOLE)))
     return notes, problems
 
 
-def _resolve_pair(tree: TrackedTree, pair: tuple[KeyPath, KeyPath], notes: list[str], problems: list[Problem]) -> None:
-    given = [path for path in pair if lookup(tree.values, path) is not None]
-    if len(given) < 2:
-        return
-    low, high = sorted(given, key=lambda path: tree.origin_of(path).rank)
-    if tree.origin_of(low).rank < tree.origin_of(high).rank:
-        _displace(tree, low, high, notes)
-        return
-    if lookup(tree.values, low) == 0 == lookup(tree.values, high):
-        _displace(tree, low, high, notes)
-        return
-    rule = f"sets the same as {dotted(pair[0])}, set at the same place. Give one of the two."
-    problems.append(_problem(tree, pair[1], rule))
-
-
-def _resolve_batch(tree: TrackedTree, notes: list[str], problems: list[Problem]) -> None:
-    if any(lookup(tree.values, path) is None for path in (_GLOBAL, _MICRO, _ACCUMULATION)):
-        return
-    whole, micro, accumulation = (tree.origin_of(path).rank for path in (_GLOBAL, _MICRO, _ACCUMULATION))
-    if micro < accumulation:
-        _displace(tree, _MICRO, _ACCUMULATION, notes)
-    elif accumulation < micro:
-        _displace(tree, _ACCUMULATION, _MICRO, notes)
-    elif whole < micro:
-        _displace(tree, _GLOBAL, _MICRO, notes)
-    elif whole > micro:
-        _displace(tree, _ACCUMULATION, _GLOBAL, notes)
-    else:
-        rule = "global_size, micro_size and accumulation are set at the same place. Give any two of the three."
-        problems.append(_problem(tree, _ACCUMULATION, rule))
-
-
-def _problem(tree: TrackedTree, path: KeyPath, rule: str) -> Problem:
-    return Problem(key=dotted(path), value=lookup(tree.values, path), rule=rule, origin=tree.origin_of(path).where)
-
-
-def _displace(tree: TrackedTree, loser: KeyPath, winner: KeyPath, notes: list[str]) -> None:
-    origin: Origin = tree.origin_of(loser)
-    lost = lookup(tree.values, loser)
-    won = tree.origin_of(winner)
-    if not (origin.shipped and origin.level == 0):
-        shown = f"{dotted(winner)}={lookup(tree.values, winner)} ({won.where})"
-        notes.append(f"{shown} replaces {dotted(loser)}={lost} ({origin.where})")
-    tree.put(loser, None, won)
-
-
-_NOT_OF_HYDRA: Final[Mapping[KeyPath, str]] = {
-    (
-        "hydra",
-        "job",
-        "chdir",
-    ): "is not supported: relative paths are found in the folder where the training was started, and "
+_NOT_OF_HYDRA: Final = {
+    "hydra.job.chdir": "is not supported: relative paths are found in the folder where the training was started, and "
     "its files are in its run folder. Leave it out.",
-    ("hydra", "searchpath"): "is not read. Give the folder of your own YAMLs: {folder}.",
+    "hydra.searchpath": "is not read. Give the folder of your own YAMLs: {folder}.",
 }
 """Key of Hydra -> why it has no effect."""
 _ARGUMENT: Final = Origin(level=Level.command_line, where=COMMAND_LINE)
-
-
-class Composer(SearchPath):
-    """Composes runs from one search path."""
-
-    def compose(self, overrides: Sequence[str] = (), *, for_others: bool = False) -> Composition:
-        """Compose one run.
-
-        With `for_others`, arguments may be meant for other choices that are composed too: keys of a group that this
-        choice does not have, but another choice has, are then left out, with a note.
-        """
-        with hydra_state():
-            composition = CompositionBuilder(self, overrides).run()
-            if for_others and (foreign := foreign_keys(composition)):
-                kept = [line for line in overrides if key_of(line) not in foreign]
-                composition = CompositionBuilder(self, kept).run()
-                texts = (
-                    f"{key}: left out, {composition.choices[key.partition('.')[0]]} has no such key" for key in foreign
-                )
-                composition = composition.with_notes(sorted(texts))
-        return composition
-
-    def space(self, overrides: Sequence[str]) -> Space:
-        """Return the arguments that all points of a sweep share, and the axes along which the points differ.
-
-        Raises:
-            ConfigError: an argument cannot be parsed, or a sweep cannot be searched.
-        """
-        with hydra_state():
-            parsed, problems = self.parse(overrides)
-            if problems := problems or repeated(parsed):
-                raise ConfigError(problems)
-            return read_space(parsed)
-
-    def points(self, overrides: Sequence[str]) -> list[list[str]]:
-        """Return the arguments of every point of a grid, in order; a single point where nothing is swept.
-
-        Raises:
-            ConfigError: an argument cannot be parsed, or the points of a sweep cannot be enumerated.
-        """
-        return self.space(overrides).grid()
 
 
 def foreign_keys(composition: Composition) -> set[str]:
@@ -565,7 +482,7 @@ def compose(
 class CompositionBuilder:
     """Collects the state of one composition while it is built."""
 
-    def __init__(self, composer: SearchPath, overrides: Sequence[str]) -> None:
+    def __init__(self, composer: Composer, overrides: Sequence[str]) -> None:
         self.composer = composer
         self.repository = Repository(composer.loader.repository)
         self.given = tuple(overrides)
@@ -586,18 +503,35 @@ class CompositionBuilder:
         defaults = self._defaults([*task, *self._no_default_recipe(task)])
         files = self._files(defaults)
         self.problems += self._several()
-        choices = self._choices(defaults, files)
+        named = {group: [*dict.fromkeys(one.name for one in files if one.group == group)] for group in LIST_GROUPS}
+        choices: dict[str, Any] = dict(sorted({**defaults.overrides.known_choices, **named}.items()))
         swapped = self._swapped(task, files, choices)
-        self._merge(files, swapped)
+        for name, value in RunConfig().to_dict().items():
+            if name not in (*GROUPS, "recipe"):
+                self.tree.put((name,), value, DEFAULT)
+        for rank, file in enumerate(files):
+            self._merge_file(file, rank, swapped.get(file.level, {}))
         hydra = copy.deepcopy(self.hydra.values.get("hydra", {}))
         for override in defaults.config_overrides:
             self._apply(override, self.tree)
         for override in about_hydra:
             if "." in override.key_or_group:
                 self._apply(override, self.hydra)
-        self._refuse_settings_of_hydra()
-        self._remember_arguments()
-        values = self._finish(files, choices, self.composer.packages)
+        for key, told in _NOT_OF_HYDRA.items():  # what Hydra would do around a task and trainkit does not do
+            if given := lookup(self.hydra.values, path := path_of(key)):
+                rule, where = told.format(folder=own_folder()), self.hydra.origin_of(path).where
+                self.problems.append(Problem(key=key, value=given, rule=rule, origin=where))
+        for argument in self.given:  # also one that cannot be parsed: no message quotes its secret
+            if redacted_argument(argument).endswith(f"={REDACTED}"):
+                remember(argument.partition("=")[2].strip("'\""))
+        import_marks(self.tree.values, self.composer.packages)
+        self._complete(choices)
+        notes, problems = resolve_exclusive(self.tree)
+        self.notes += notes
+        self.problems += problems
+        self._resolve()
+        self._note_shadowed(files)
+        values = self.tree.values
         remember_secrets(values)
         run_dir = self._folder(lookup(self.hydra.values, ("hydra", "run", "dir")), values)
         return Composition(
@@ -620,69 +554,37 @@ class CompositionBuilder:
             run_dir_given=self.hydra.origin_of(("hydra", "run", "dir")).level > Level.defaults,
         )
 
-    def _merge(self, files: Sequence[ConfigFile], swapped: Mapping[Level, Mapping[str, str]]) -> None:
-        """Merge files in ascending precedence.
+    def _merge_file(self, file: ConfigFile, rank: int, swapped: Mapping[str, str]) -> None:
+        """Merge one file's values over the values below it, each key with its own line.
 
         Args:
-            files: in ascending precedence.
-            swapped: level of the file -> groups whose choice there was replaced from above -> the text of the note.
+            file: the file.
+            rank: its place in ascending precedence.
+            swapped: groups whose choice in files of its level was replaced from above -> the text of the note.
         """
-        for name, value in RunConfig().to_dict().items():
-            if name not in (*GROUPS, "recipe"):
-                self.tree.put((name,), value, DEFAULT)
-        for rank, file in enumerate(files):
-            self._merge_file(file, rank, swapped.get(file.level, {}))
-
-    def _finish(
-        self, files: Sequence[ConfigFile], choices: Mapping[str, Any], packages: Sequence[str] = ()
-    ) -> dict[str, Any]:
-        """Finish the values after the arguments were applied: names, exclusive keys, interpolations, reports on the
-        files.
-        """
-        import_marks(self.tree.values, packages)
-        self._complete(choices)
-        notes, problems = resolve_exclusive(self.tree)
-        self.notes += notes
-        self.problems += problems
-        values = self._resolved()
-        self._report_gotchas(files)
-        self._note_shadowed(files)
-        return values
-
-    def _merge_file(self, file: ConfigFile, rank: int, swapped: Mapping[str, str]) -> None:
-        """Merge one file's values over the values below it."""
         chosen = {group: set(lookup(self.tree.values, (group,)) or ()) for group in LIST_GROUPS}
         whole = Origin(level=file.level, where=shown(file.document.file), file_rank=rank, shipped=file.shipped)
-        dropped: dict[str, list[str]] = {}
+
+        def origin(path: KeyPath) -> Origin:
+            line = file.document.lines.get(path[len(file.package) :])
+            return replace(whole, where=f"{whole.where}:{line}") if line else whole
+
         for name, value in file.document.values.items():
             path = (*file.package, str(name))
-            if path[0] == "hydra":
-                self._put(self.hydra, file, whole, path, value)
-            elif path[0] in swapped:
-                names = value if isinstance(value, Mapping) else {}
-                gone = [key for key in names if key not in chosen.get(path[0], ())]
-                dropped.setdefault(path[0], []).extend(dotted((*path, str(key))) for key in gone)
-                for key in [key for key in names if key not in gone]:
-                    self._put(self.tree, file, whole, (*path, str(key)), names[key])
-            else:
-                self._put(self.tree, file, whole, path, value)
+            tree = self.hydra if path[0] == "hydra" else self.tree
+            if path[0] not in swapped:
+                tree.put(path, value, origin)
+                continue
+            names = value if isinstance(value, Mapping) else {}
+            gone = [key for key in names if key not in chosen.get(path[0], ())]
+            for key in [key for key in names if key not in gone]:
+                tree.put((*path, str(key)), names[key], origin)
+            if gone:
+                keys = ", ".join(dotted((*path, str(key))) for key in gone)
+                what = f"the keys that the {file.level.name} set in {path[0]} are dropped with it ({keys})"
+                self.notes.append(f"{swapped[path[0]]}: {what}")
         if not file.document.values and file.package and file.level == Level.choice:
-            self._put(self.tree, file, whole, file.package, {})
-        for group, keys in ((group, keys) for group, keys in dropped.items() if keys):
-            what = f"the keys that the {file.level.name} set in {group} are dropped with it ({', '.join(keys)})"
-            self.notes.append(f"{swapped[group]}: {what}")
-
-    def _put(self, tree: TrackedTree, file: ConfigFile, whole: Origin, path: KeyPath, value: Any) -> None:
-        """Set a value and everything below it, each key with its own line; `whole` is the origin without a line."""
-        line = file.document.lines.get(path[len(file.package) :])
-        origin = replace(whole, where=f"{whole.where}:{line}") if line else whole
-        if not isinstance(value, Mapping):
-            tree.put(path, value, origin)
-            return
-        if not isinstance(lookup(tree.values, path), Mapping):
-            tree.put(path, {}, origin)
-        for key, item in value.items():
-            self._put(tree, file, whole, (*path, str(key)), item)
+            self.tree.put(file.package, {}, whole)
 
     def _complete(self, choices: Mapping[str, Any]) -> None:
         """Add the name, the recipe and a node for every group; expand `~` in paths."""
@@ -699,84 +601,51 @@ class CompositionBuilder:
             if isinstance(value, str) and value.startswith("~") and is_path_key(path[-1]):
                 self.tree.put(path, expanded(value), self.tree.origin_of(path))
 
-    def _resolved(self) -> dict[str, Any]:
-        """Return the values with `${...}` resolved; secrets that refer to environment variables stay references."""
-        values = self.tree.values
-        kept = self._references(values)
+    def _resolve(self) -> None:
+        """Replace `${...}` by its value; secrets that refer to environment variables stay references."""
+        values, config = self.tree.values, None
         remember_secrets(values)
-        open_leaves = [(path, value) for path, value in leaves(values) if _has_interpolation(value)]
-        open_leaves = [(path, value) for path, value in open_leaves if path not in kept]
-        readable = [(path, value) for path, value in open_leaves if self._is_readable(values, path, value)]
-        if not readable:
-            return values
-        config = OmegaConf.create(values)
-        for path, value in readable:
-            self._resolve(values, config, path, value)
-        return values
-
-    def _resolve(self, values: dict[str, Any], config: Any, path: KeyPath, value: Any) -> None:
-        """Resolve one value; report it if it cannot be resolved."""
-        try:
-            node = OmegaConf.select(config, dotted(path), throw_on_missing=True)
-            found = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-        except (OmegaConfBaseException, RecursionError) as error:
-            where = self.tree.origin_of(path).where
-            self.problems.append(Problem(key=dotted(path), value=value, rule=_unresolved(error), origin=where))
-            found = None
-        self._set(values, path, found)
-        if found is not None and any(map(variable_in, value if isinstance(value, list) else [value])):
-            self.variables[path] = value
-
-    def _is_readable(self, values: dict[str, Any], path: KeyPath, value: Any) -> bool:
-        """Return whether OmegaConf can parse the references in a value; report it and set it to None otherwise."""
-        try:
-            OmegaConf.create([value])
-        except (OmegaConfBaseException, RecursionError):
-            rule = "holds a reference that cannot be read. Write ${KEY}, ${oc.env:VARIABLE} or, for text, \\${."
-            where = self.tree.origin_of(path).where
-            self.problems.append(Problem(key=dotted(path), value=value, rule=rule, origin=where))
-            self._set(values, path, None)
-            return False
-        return True
-
-    def _references(self, values: Mapping[str, Any]) -> set[KeyPath]:
-        """Return the keys of secrets that refer to environment variables; report variables that are not set."""
-        kept = set(reference_paths(values))
+        kept = reference_paths(values)
         for path in kept:
             try:
                 dereferenced(lookup(values, path), key=dotted(path))
             except ConfigError as error:
                 where = self.tree.origin_of(path).where
                 self.problems += [replace(problem, origin=where) for problem in error.problems]
-        return kept
+        refers = [(path, value) for path, value in leaves(values) if any("${" in text for _, text in texts_in([value]))]
+        readable = []
+        for path, value in refers:
+            try:
+                OmegaConf.create([value])
+            except (OmegaConfBaseException, RecursionError):
+                rule = "holds a reference that cannot be read. Write ${KEY}, ${oc.env:VARIABLE} or, for text, \\${."
+                self._set(path, value, None, rule)
+            else:
+                readable += [(path, value)] if path not in kept else []
+        for path, value in readable:
+            config = config or OmegaConf.create(values)
+            try:
+                node = OmegaConf.select(config, dotted(path), throw_on_missing=True)
+                node = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+                self._set(path, value, node)
+            except (OmegaConfBaseException, RecursionError) as error:
+                self._set(path, value, None, _unresolved(error))
 
-    @staticmethod
-    def _set(values: dict[str, Any], path: KeyPath, value: Any) -> None:
-        for name in path[:-1]:
-            values = values[name]
-        values[path[-1]] = value
-
-    def _report_gotchas(self, files: Sequence[ConfigFile]) -> None:
-        """Report scalars that YAML 1.1 reinterprets, unless another source set the key again."""
-        for file in files:
-            name = shown(file.document.file)
-            for gotcha in file.document.gotchas:
-                path = (*file.package, *gotcha.path)
-                where = f"{name}:{gotcha.line}"
-                origin = self.tree.origin_of(path)
-                if origin.where in (where, "") or origin.where.startswith(f"{name}:"):
-                    self.problems.append(Problem(key=dotted(path), value=gotcha.text, rule=gotcha.rule, origin=where))
+    def _set(self, path: KeyPath, raw: Any, value: Any, rule: str | None = None) -> None:
+        """Set the value of a reference; report it if it has a rule."""
+        lookup(self.tree.values, path[:-1])[path[-1]] = value
+        if rule is not None:
+            where = self.tree.origin_of(path).where
+            self.problems.append(Problem(key=dotted(path), value=raw, rule=rule, origin=where))
+        elif value is not None and any(map(variable_in, raw if isinstance(raw, list) else [raw])):
+            self.variables[path] = raw
 
     def _note_shadowed(self, files: Sequence[ConfigFile]) -> None:
         """Note the shipped files that the user's own folders hide."""
         for file in files:
-            if file.shipped:
-                continue
             path = Path(file.group) / file.name
-            hidden = shipped_conf() / f"{path}.yaml"
-            if file.group == "recipe":
-                hidden = shipped_recipes() / file.name / "recipe.yaml"
-            if hidden.is_file():
+            recipe = shipped_recipes() / file.name / "recipe.yaml"
+            if not file.shipped and (recipe if file.group == "recipe" else shipped_conf() / f"{path}.yaml").is_file():
                 self.notes.append(f"{shown(file.document.file)} shadows the shipped {path.as_posix()}.yaml")
 
     def _folder(self, pattern: Any, values: Mapping[str, Any]) -> Path | None:
@@ -784,7 +653,7 @@ class CompositionBuilder:
         if not isinstance(pattern, str):
             return None
         try:
-            named = _values_named_in(pattern, values)
+            named = {key: value for key, value in values.items() if str(key) in pattern}
             return Path(expanded(OmegaConf.create({**named, "_folder_": pattern})["_folder_"]))
         except (OmegaConfBaseException, RecursionError, TypeError) as error:
             rule = _unresolved(error)
@@ -792,12 +661,6 @@ class CompositionBuilder:
         if origin.level > Level.defaults:  # silently, the run would be written elsewhere
             self.problems.append(Problem(key="hydra.run.dir", value=pattern, rule=rule, origin=origin.where))
         return None
-
-    def _remember_arguments(self) -> None:
-        """Register secrets in arguments, even in ones that cannot be parsed, so that no message quotes them."""
-        for argument in self.given:
-            if redacted_argument(argument).endswith(f"={REDACTED}"):
-                remember(argument.partition("=")[2].strip("'\""))
 
     # -- the arguments ------------------------------------------------------------------------------------------
 
@@ -845,14 +708,6 @@ class CompositionBuilder:
             return False
         return True
 
-    def _refuse_settings_of_hydra(self) -> None:
-        """Report what Hydra would do around a task and trainkit does not do."""
-        for path, rule in _NOT_OF_HYDRA.items():
-            if value := lookup(self.hydra.values, path):
-                where = self.hydra.origin_of(path).where
-                told = rule.format(folder=own_folder())
-                self.problems.append(Problem(key=dotted(path), value=value, rule=told, origin=where))
-
     def _report(self, override: Override, rule: str) -> None:
         line = override.input_line or ""
         name, separator, value = line.lstrip("+").partition("=")
@@ -881,13 +736,13 @@ class CompositionBuilder:
             try:
                 return create_defaults_list(self.repository, CONFIG, list(remaining), False, False)
             except RecursionError:
-                found = self.repository.latest
-                where = f"{found.file}:{found.defaults_lines[0]}" if found and found.defaults_lines else ""
+                found = [*self.repository.documents.values()][-1]
+                where = f"{found.file}:{found.defaults_lines[0]}" if found.defaults_lines else ""
                 rule = "files include one another without an end. Remove the item that closes the circle."
                 raise ConfigError([*self.problems, Problem(key="defaults", rule=rule, origin=where)]) from None
             except MissingConfigException as error:
                 missing = error.missing_cfg_file or ""
-                if missing in self.repository.absent or missing == CONFIG:
+                if missing in self.repository.documents or missing == CONFIG:
                     raise ConfigError([*self.problems, Problem(key=missing, rule=first_line(error))]) from error
                 self.problems.append(self._missing(missing))
                 self.repository.mark_absent(missing)
@@ -944,12 +799,6 @@ class CompositionBuilder:
                 ConfigFile(group=group, name=name, package=package, level=level, document=document, shipped=own)
             )
         return sorted(files, key=lambda file: file.level)
-
-    def _choices(self, defaults: DefaultsList, files: Sequence[ConfigFile]) -> dict[str, str | list[str] | None]:
-        known: dict[str, Any] = dict(defaults.overrides.known_choices)
-        for group in LIST_GROUPS:
-            known[group] = [*dict.fromkeys(file.name for file in files if file.group == group)]
-        return {name: known[name] for name in sorted(known)}
 
     def _swapped(
         self, task: Sequence[Override], files: Sequence[ConfigFile], choices: Mapping[str, Any]
@@ -1051,30 +900,15 @@ def repeated(arguments: Sequence[Override]) -> list[Problem]:
     """
     givers: dict[str, list[str]] = {}
     for argument in arguments:
-        for key in dict.fromkeys(_keys(argument)):
-            givers.setdefault(key, []).append(redacted_argument(argument.input_line or ""))
+        name = argument.key_or_group if argument.package is None else f"{argument.key_or_group}@{argument.package}"
+        value = None if argument.is_sweep_override() or argument.is_delete() else argument.value()
+        for path, _ in leaves({name: value}):
+            givers.setdefault(dotted(path), []).append(redacted_argument(argument.input_line or ""))
     return [
         Problem(key=key, rule=f"is given {_times(len(lines))}: {_listed(lines)}. Give it once.", origin=COMMAND_LINE)
         for key, lines in givers.items()
         if len(lines) > 1
     ]
-
-
-def _keys(argument: Override) -> Iterator[str]:
-    name = argument.key_or_group if argument.package is None else f"{argument.key_or_group}@{argument.package}"
-    value = None if argument.is_sweep_override() or argument.is_delete() else argument.value()
-    if isinstance(value, Mapping) and value:
-        yield from _inner(name, value)
-    else:
-        yield name
-
-
-def _inner(name: str, value: Mapping[Any, Any]) -> Iterator[str]:
-    for key, item in value.items():
-        if isinstance(item, Mapping) and item:
-            yield from _inner(f"{name}.{key}", item)
-        else:
-            yield f"{name}.{key}"
 
 
 def _times(count: int) -> str:

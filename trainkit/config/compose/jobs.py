@@ -6,6 +6,7 @@ that were checked.
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +22,12 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from trainkit.config.compose import CONFIG, Composer, HydraFiles, hydra_state
+from trainkit.config.compose import CONFIG, Composer, hydra_state
 from trainkit.config.composition import Composition, dotted
 from trainkit.config.door import trusting
 from trainkit.config.grammar import COMMAND_LINE, key_of, replacing, setting
@@ -46,16 +48,26 @@ def _forced(line: str) -> str:
     return f"++{line.lstrip('+')}" if line.lstrip("+").startswith("hydra.") else line.lstrip("+")
 
 
-def unchecked(composition: Composition) -> Composition:
-    """Return a composition unchanged."""
-    return composition
+class _HydraFiles(CachingConfigRepository):
+    """Presents the Hydra settings of a composition as the primary config, in addition to Hydra's own files."""
+
+    def __init__(self, delegate: Any, composition: Composition) -> None:
+        result = ConfigResult(
+            provider="trainkit",
+            path="config.yaml",
+            config=OmegaConf.create({"hydra": composition.hydra}),
+            header={"package": None},
+        )
+        choices = [{f"override /{group}": name} for group, name in composition.hydra_choices.items()]
+        result.defaults_list = delegate._create_defaults_list(CONFIG, OmegaConf.create(["_self_", *choices]))  # noqa: SLF001
+        self.delegate, self.cache = copy.copy(delegate), {f"config_path={CONFIG}": result}
 
 
 class ComposedConfigLoader(ConfigLoaderImpl):
     """Hydra's config loader, with the values from trainkit's composition."""
 
     def __init__(
-        self, composer: Composer, check: Callable[[Composition], Composition] = unchecked, *, lenient: bool = False
+        self, composer: Composer, check: Callable[[Composition], Composition] = lambda it: it, *, lenient: bool = False
     ) -> None:
         super().__init__(composer.loader.config_search_path)
         self.composer = composer
@@ -141,7 +153,7 @@ class ComposedConfigLoader(ConfigLoaderImpl):
         self, config_name: str | None, overrides: list[str]
     ) -> tuple[list[Override], CachingConfigRepository]:
         del config_name
-        return self.composer.parse(overrides)[0], HydraFiles(self.composer.loader.repository, self._composition)
+        return self.composer.parse(overrides)[0], _HydraFiles(self.composer.loader.repository, self._composition)
 
 
 def _sweep_folder(sweep: Mapping[str, Any]) -> str | None:
@@ -153,15 +165,8 @@ def _sweep_folder(sweep: Mapping[str, Any]) -> str | None:
 
 def about_one_job(overrides: Sequence[str]) -> list[str]:
     """Return the arguments that concern a single job: arguments about the sweep have no effect in a job."""
-    about_sweep = (
-        "sweep.",
-        "hydra.sweep",
-        "hydra.launcher",
-        "hydra/launcher",
-        "hydra/sweeper",
-        "hydra.mode",
-        "hydra.run.dir",
-    )
+    about_sweep = ("sweep.", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper", "hydra.mode",
+        "hydra.run.dir")  # fmt: skip
     return [line for line in overrides if not line.lstrip("+~").startswith(about_sweep)]
 
 

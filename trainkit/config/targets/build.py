@@ -92,10 +92,9 @@ def resolve_target(path: str, expected: Expected = ANY_KIND) -> Any:
         'Linear'
     """
     rule = name_problem(path, allowed_packages())
-    if rule is not None:
-        raise _unknown(path, rule)
-    found = imported(path)
-    rule = target_problem(path, found, expected)
+    if rule is None:
+        found = imported(path)
+        rule = target_problem(path, found, expected)
     if rule is not None:
         raise _unknown(path, rule)
     return found

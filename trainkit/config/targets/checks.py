@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from trainkit.config.annotations import misfit
 from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted, lookup
-from trainkit.config.secrets import dereferenced, is_reference
+from trainkit.config.secrets import dereferenced
 from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
 from trainkit.config.targets.build import (
     GROUP_KEYS,
@@ -135,7 +135,7 @@ def _value_problems(composition: Composition, path: KeyPath, value: Any, key: Ke
     if value is None and key.default is None and not key.required:
         return
     try:
-        used = dereferenced(value, key=dotted(path)) if is_reference(composition.values, path, value) else value
+        used = dereferenced(value, key=dotted(path))  # all references left are to secrets
     except ConfigError as error:
         yield from (composition.problem(path, item.rule, value=item.value) for item in error.problems)
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MethodType, ModuleType, UnionType
 from typing import Any, Final
 
@@ -142,6 +143,7 @@ _BUILDERS: Final[Mapping[str, str]] = {
 }
 
 
+@lru_cache(maxsize=1024)  # a run asks hundreds of times
 def target_problem(path: str, target: Any, expected: Expected = ANY_KIND) -> str | None:
     """Return why the target of a path in an allowed package must not be called at its place; None if it may be."""
     package, home = root_of(path), _home_of(target)

@@ -31,8 +31,9 @@ from typing import Any, Final, Self, TypeVar
 from trainkit.cluster.address import Address, is_loopback, own_address
 from trainkit.cluster.host import ProcessId, host_id, mig_instances
 from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.config.composition import dotted, leaves
+from trainkit.config.composition import dotted
 from trainkit.config.schema import RunConfig
+from trainkit.config.values import leaves
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, HangError, LinkError, PeerError, Problem, yaml_text
 from trainkit.files import expect_maps, parse_json

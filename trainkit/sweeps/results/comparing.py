@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Final
 
-from trainkit.config.composition import leaves
 from trainkit.config.identity import Difference, difference, tag_of
 from trainkit.config.schema import MonitoredMetric, RunConfig, load_resolved
+from trainkit.config.values import leaves
 from trainkit.errors import UnreadableError, yaml_text
 from trainkit.fields import Tag
 from trainkit.files import Kind, read_map

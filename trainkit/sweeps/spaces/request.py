@@ -13,7 +13,8 @@ from typing import Any, Final
 from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf
 
-from trainkit.config.check import check_names, fitted
+from trainkit.config.check import check_names
+from trainkit.config.check.recipe_keys import fitted
 from trainkit.config.compose import Composer
 from trainkit.config.compose.space import Choices, Interval, Space
 from trainkit.config.composition import Composition

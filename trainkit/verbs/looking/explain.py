@@ -9,13 +9,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from trainkit.config.check import NEEDS_VALUE, check_names_first, fitted
+from trainkit.config.check import NEEDS_VALUE, check_names_first
+from trainkit.config.check.recipe_keys import fitted
 from trainkit.config.compose import compose
-from trainkit.config.composition import Composition, KeyPath, dotted, leaves, lookup
+from trainkit.config.composition import Composition, KeyPath, dotted, lookup
 from trainkit.config.described.key_facts import REQUIRED, facts_of
 from trainkit.config.grammar import refusal
 from trainkit.config.secrets import redacted, secret_keys
-from trainkit.config.values import nearest
+from trainkit.config.values import leaves, nearest
 from trainkit.errors import ConfigError, yaml_text
 from trainkit.fields import Tag
 from trainkit.redaction import REDACTED

@@ -14,7 +14,7 @@ from trainkit.verbs.support.call import Call
 def run(call: Call) -> int:
     """Resume a run; return the exit code."""
     from trainkit.api import choose_workers  # noqa: PLC0415 - nothing is imported to refuse an argument
-    from trainkit.config.check import check_names, checked  # noqa: PLC0415
+    from trainkit.config.check import checked_names, checked_values  # noqa: PLC0415
     from trainkit.config.resume import compose_resumed  # noqa: PLC0415
     from trainkit.run.begin import continued  # noqa: PLC0415
     from trainkit.run.runner import train_composition  # noqa: PLC0415
@@ -29,13 +29,11 @@ def run(call: Call) -> int:
         allowed.append("new_schedule")
     if allowed:
         overrides.append(f"resume_allows=[{','.join(allowed)}]")
-    composition = compose_resumed(folder, overrides, config_dirs=call.config_dirs, packages=call.packages)
-    problems = check_names(composition)
-    if problems:
-        raise ConfigError(problems)
+    changed = compose_resumed(folder, overrides, config_dirs=call.config_dirs, packages=call.packages)
+    composition = checked_names(changed)
     try:
         with template_of(composition):
-            composition = checked(composition)
+            composition = checked_values(composition)
             # Check this here too: without a checkpoint, a different training would start from scratch in the run.
             continued(composition.cfg, folder, folder / "checkpoints")
             return exit_code(train_composition(composition, choose_workers=choose_workers))

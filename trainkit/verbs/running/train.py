@@ -29,15 +29,16 @@ def run(call: Call) -> int:
     if call.multirun:
         return _sweep(call)
     from trainkit.api import choose_workers  # noqa: PLC0415 - nothing is imported to refuse an argument
-    from trainkit.config.check import checked  # noqa: PLC0415 - the same
+    from trainkit.config.check import checked_names, checked_values  # noqa: PLC0415 - the same
     from trainkit.config.compose import compose  # noqa: PLC0415 - the same
 
     composition = compose(call.overrides, config_dirs=call.config_dirs, packages=call.packages)
     if composition.is_sweep:
         return _sweep(call)
     refuse_environment(composition)
+    composition = checked_names(composition)
     with template_of(composition):
-        composition = checked(composition)
+        composition = checked_values(composition)
         from trainkit.run.runner import train_composition  # noqa: PLC0415 - imports torch
 
         kept = nullcontext if call.file is None else functools.partial(kept_in, file=call.file)
@@ -47,16 +48,16 @@ def run(call: Call) -> int:
 def template_of(composition: Composition) -> AbstractContextManager[None]:
     """Return a block that forks the template of the ranks first, if there will be several.
 
-    Code of the user has not been imported; with a strategy of the user's, the ranks are forked from a new interpreter.
+    The names of the composition are checked. Code of the user has not been imported, unless the check did: then, and
+    with a strategy of the user's, the ranks are forked from a new interpreter.
     """
-    from trainkit.config.check import check_names  # noqa: PLC0415 - nothing is imported to refuse an argument
-    from trainkit.config.targets.build import build  # noqa: PLC0415 - the same
+    from trainkit.config.targets.build import build  # noqa: PLC0415 - nothing is imported to refuse an argument
     from trainkit.run.process.fork_server import template  # noqa: PLC0415 - the same
 
     values = composition.values
     strategy = values.get("strategy") or {}
     local = composition.choices.get("cluster") in ("local", "debug") and detect(os.environ) is None
-    if not local or not str(strategy.get("_target_")).startswith("trainkit.") or check_names(composition):
+    if "torch" in sys.modules or not local or not str(strategy.get("_target_")).startswith("trainkit."):
         return nullcontext()
     try:
         several = values["eval"]["beside"] or build(strategy, "strategy").num_processes(0) > 1
@@ -165,7 +166,8 @@ def _gpus_elsewhere(point: Composition) -> int | None:
 
 
 def _check_point(composition: Composition) -> Composition:
-    from trainkit.config.check import check_names, fitted  # noqa: PLC0415 - for sweeps only
+    from trainkit.config.check import check_names  # noqa: PLC0415 - for sweeps only
+    from trainkit.config.check.recipe_keys import fitted  # noqa: PLC0415 - the same
 
     composition, problems = fitted(composition, functools.partial(check_names, multirun=True))
     if problems:

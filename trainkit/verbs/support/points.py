@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from trainkit.config.check import NEEDS_VALUE, check_names, check_names_first, check_values, fitted
+from trainkit.config.check import NEEDS_VALUE, check_names, check_names_first, check_values
+from trainkit.config.check.recipe_keys import fitted
 from trainkit.config.compose import Composer, foreign_keys
 from trainkit.config.composition import Composition, problems_of_points
 from trainkit.config.grammar import COMMAND_LINE
