@@ -73,7 +73,7 @@ def test_a_value_fits() -> None:
         ("x", float, "must be a number."),
         (float("nan"), float, "must be finite."),
         ("sqr", Literal["linear", "sqrt"], "must be linear or sqrt. Did you mean sqrt?"),
-        (1, Literal["auto"] | bool, "must be auto or true or false."),
+        (1, Literal["auto"] | bool, "must be auto, true or false."),
         ("blue", Colour, "must be r or g."),
         (3, Path, "must be a path."),
         ("abc", list[int], "must be a list of whole numbers."),

@@ -228,7 +228,8 @@ def _target(schema: Schema, defs: Schema) -> Schema:
 def _in_words(schema: Schema, defs: Schema) -> str:
     schema, kind = _target(schema, defs), schema.get("type", "object")
     if "anyOf" in schema:
-        return either(_in_words(one, defs) for one in schema["anyOf"])
+        words = [_in_words(one, defs) for one in schema["anyOf"]]
+        return either(one for word in words for one in (("true", "false") if word == _NAMES["boolean"] else (word,)))
     if choices := list(_choices_in(schema, defs)):
         return either(map(yaml_text, choices))
     if isinstance(kind, list):

@@ -233,7 +233,7 @@ def misfits(
     """Yield each key of a run that does not fit its field: path, value and rule; no rule: no such key."""
     from trainkit.config.annotations import misfit  # noqa: PLC0415 - imports pydantic: help and lists need no run
 
-    hints = hints_of(kind)
+    hints, usual = hints_of(kind), kind()
     for name, value in values.items():
         inner, hint = (*path, str(name)), plain(hints.get(name))
         if name not in hints:
@@ -243,8 +243,8 @@ def misfits(
         elif is_dataclass(hint):
             keys = ", ".join(f"{name}.{key}" for key in hints_of(typing.cast("type", hint)))
             yield inner, value, f"has its own keys: {keys}."
-        elif (rule := misfit(value, hints[name])) is not None:
-            yield inner, value, rule
+        elif (value, type(value)) != (own := getattr(usual, name), type(own)) and (rule := misfit(value, hints[name])):
+            yield inner, value, rule  # the default of a class fits it
 
 
 def _built(kind: Any, values: Mapping[str, Any]) -> Any:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Final
 
 from trainkit.config.annotations import misfit
 from trainkit.config.composition import Composition, KeyPath, Level, dotted, lookup, path_of
+from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.optimizers import OWN_KEYS, RATIO_RULE, optimizer_node, passes_of
 from trainkit.config.schema import RunConfig
+from trainkit.config.sections import PredictConfig
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, name_problem, targets_in
 from trainkit.config.targets.build import build, hooks_in, resolve_target
 from trainkit.config.targets.checks import optimizer_limits
@@ -39,14 +41,47 @@ _OF_EVERY_TASK: Final = frozenset(
 )
 """Keys of the supervisor that have an effect in every process of a run, no matter who started it."""
 
+_WITHOUT_M: Final = "has no effect without -m."
+
 Values = Mapping[str, Any]
-Ineffective = Callable[[Values], Iterator[tuple[str, str]]]
 _RULES: Final[list[Callable[[Composition], Iterator[Problem]]]] = []
 """Rules between values; they import no target."""
-_NO_EFFECT: Final[list[Ineffective]] = []
-"""Yield key and reason for keys that other keys make ineffective; they import no target."""
-_NO_EFFECT_HERE: Final[list[Ineffective]] = []
-"""The same for what depends on classes and on this machine; torch is imported by then."""
+
+
+def _is_unscaled(run: Values) -> bool:
+    return run["lr_scaling"]["reference_batch"] is None or run["lr_scaling"]["rule"] == "none"
+
+
+def _has_warmup(run: Values) -> bool:
+    return bool(run["warmup"]["epochs"] or run["warmup"]["steps"])
+
+
+_NO_EFFECT: Final[Sequence[tuple[str, str, Callable[[Values], object]]]] = (
+    ("compile.backend", "with compile.mode=off.", lambda run: run["compile"]["mode"] == "off"),
+    ("eval.mode", "without eval.metric.", lambda run: run["eval"]["metric"] is None),
+    ("loader.prefetch", "without workers. Give loader.num_workers.", lambda run: run["loader"]["num_workers"] == 0),
+    ("init_from", "with resume: the weights are those of the checkpoint.",
+     lambda run: run["resume"] not in (None, "auto") and run["init_from"] is not None),
+    ("elastic.retry_s", "without elastic.min_replicas: the run needs all its replicas.",
+     lambda run: run["elastic"]["min_replicas"] is None),
+    ("elastic.min_replicas", "with supervisor.max_restarts=0: nothing restarts.",
+     lambda run: run["elastic"]["min_replicas"] is not None and run["supervisor"]["max_restarts"] == 0),
+    ("cv.fold cv.seed", "without cv.folds.", lambda run: run["cv"]["folds"] is None),
+    (" ".join(f"predict.{item.name}" for item in fields(PredictConfig)), "on a training: it is for predict.", bool),
+    ("numerics.lanes", "without numerics.reproducible=true.", lambda run: not run["numerics"]["reproducible"]),
+    ("numerics.max_skips_in_a_row numerics.max_skipped_share", "without numerics.on_nonfinite=skip.",
+     lambda run: run["numerics"]["on_nonfinite"] != "skip"),
+    ("warmup.start", "without a warmup. Give warmup.epochs or warmup.steps.", lambda run: not _has_warmup(run)),
+    ("warmup.start", "nothing is scaled, so base is the peak already.",
+     lambda run: _has_warmup(run) and run["warmup"]["start"] == "base" and _is_unscaled(run)),
+    ("lr_scaling.rule", "without lr_scaling.reference_batch: nothing is scaled.",
+     lambda run: run["lr_scaling"]["reference_batch"] is None),
+    ("lr_scaling.reference_batch", "with lr_scaling.rule=none.",
+     lambda run: run["lr_scaling"]["reference_batch"] is not None and _is_unscaled(run)),
+    ("optimizer.dampening", "without optimizer.momentum.",
+     lambda run: "dampening" in run["optimizer"] and not run["optimizer"].get("momentum")),
+)  # fmt: skip
+"""Keys, why they have no effect, and when: other keys make them ineffective."""
 
 
 def broken_rules(composition: Composition, known: Sequence[Problem], *, multirun: bool) -> list[Problem]:
@@ -213,21 +248,27 @@ def unused_keys(composition: Composition, *, multirun: bool) -> tuple[list[Probl
     multirun = multirun or composition.is_sweep
     problems: list[Problem] = []
     notes: list[str] = []
-    about_sweeps = _unused_in_sweep(composition) if multirun else _unused_without_sweep(composition)
-    for key, rule in (*(one for of in _NO_EFFECT for one in of(composition.values)), *about_sweeps):
+    sweep = composition.values["sweep"]
+    about_sweeps = _unused_in_sweep(composition) if multirun else ((f"sweep.{key}", _WITHOUT_M) for key in sweep)
+    for key, rule in (*_without_effect(composition.values), *about_sweeps):
         origin = composition.origin(key)
-        problem = composition.problem(key, rule, value=lookup(composition.values, path_of(key)))
-        if origin.level is Level.command_line:
-            problems.append(problem)
-        elif origin.level is Level.recipe or (origin.where and not origin.shipped):
-            notes.append(str(problem))
-    return problems if multirun else [*problems, *_hydra_sweep_keys(composition)], notes
+        if origin.level is Level.command_line or origin.level is Level.recipe or (origin.where and not origin.shipped):
+            problem = composition.problem(key, rule, value=lookup(composition.values, path_of(key)))
+            if origin.level is Level.command_line:
+                problems.append(problem)
+            else:
+                notes.append(str(problem))
+    for override in () if multirun else composition.hydra_overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        if key.startswith(("hydra.sweep.", "hydra.launcher", "hydra.sweeper", "hydra/launcher", "hydra/sweeper")):
+            problems.append(Problem(key=key, value=value, rule=_WITHOUT_M, origin=COMMAND_LINE))
+    return problems, notes
 
 
 def unused_keys_in_launch(composition: Composition) -> list[Problem]:
     """Find the keys without effect that depend on the classes and on this machine; torch is imported by now."""
     values = composition.values
-    found = dict(one for of in _NO_EFFECT_HERE for one in of(values))
+    found = dict(one for of in (_of_reading, _of_cuda, _of_one_process) for one in of(values))
     rule, choice = found.pop("precision", None), composition.choices.get("precision")
     problems = [] if rule is None else [composition.problem("precision", rule, value=choice)]
     return [*problems, *_given(composition, found)]
@@ -249,68 +290,22 @@ def _given(composition: Composition, rules: Mapping[str, str]) -> list[Problem]:
     return [composition.problem(key, rules[key], value=lookup(composition.values, path_of(key))) for key in given]
 
 
-@_NO_EFFECT.append
-def _of_the_run(values: Values) -> Iterator[tuple[str, str]]:
-    if values["compile"]["mode"] == "off":
-        yield "compile.backend", "has no effect with compile.mode=off."
-    if values["eval"]["metric"] is None:
-        yield "eval.mode", "has no effect without eval.metric."
-    if values["loader"]["num_workers"] == 0:
-        yield "loader.prefetch", "has no effect without workers. Give loader.num_workers."
-    if values["steps"] is not None and (values["stop_at_step"] or 0) >= values["steps"]:
-        yield "stop_at_step", f"has no effect: the run has steps={values['steps']}."
-    if values["resume"] not in (None, "auto") and values["init_from"] is not None:
-        yield "init_from", "has no effect with resume: the weights are those of the checkpoint."
-    if values["elastic"]["min_replicas"] is None:
-        yield "elastic.retry_s", "has no effect without elastic.min_replicas: the run needs all its replicas."
-    elif values["supervisor"]["max_restarts"] == 0:
-        yield "elastic.min_replicas", "has no effect with supervisor.max_restarts=0: nothing restarts."
-    if values["cv"]["folds"] is None:
-        yield from ((f"cv.{name}", "has no effect without cv.folds.") for name in ("fold", "seed"))
-    yield from ((f"predict.{name}", "has no effect on a training: it is for predict.") for name in values["predict"])
-
-
-@_NO_EFFECT.append
-def _of_numerics(values: Values) -> Iterator[tuple[str, str]]:
-    numerics = values["numerics"]
-    if not numerics["reproducible"]:
-        yield "numerics.lanes", "has no effect without numerics.reproducible=true."
-    if numerics["on_nonfinite"] != "skip":
-        limits = ("max_skips_in_a_row", "max_skipped_share")
-        yield from ((f"numerics.{name}", "has no effect without numerics.on_nonfinite=skip.") for name in limits)
-    yield from ((f"precision.{name}", SCALING_KEYS.reason) for name in SCALING_KEYS.unused(values["precision"]))
-
-
-@_NO_EFFECT.append
-def _of_the_learning_rate(values: Values) -> Iterator[tuple[str, str]]:
-    warmup, scaling = values["warmup"], values["lr_scaling"]
-    unscaled = scaling["reference_batch"] is None or scaling["rule"] == "none"
-    if not warmup["epochs"] and not warmup["steps"]:
-        yield "warmup.start", "has no effect without a warmup. Give warmup.epochs or warmup.steps."
-    elif warmup["start"] == "base" and unscaled:
-        yield "warmup.start", "has no effect: nothing is scaled, so base is the peak already."
-    if scaling["reference_batch"] is None:
-        yield "lr_scaling.rule", "has no effect without lr_scaling.reference_batch: nothing is scaled."
-    elif unscaled:
-        yield "lr_scaling.reference_batch", "has no effect with lr_scaling.rule=none."
-
-
-@_NO_EFFECT.append
-def _of_optimizers(values: Values) -> Iterator[tuple[str, str]]:
-    optimizer, named = values["optimizer"], values["optimizers"]
+def _without_effect(run: Values) -> Iterator[tuple[str, str]]:
+    """Yield key and reason for keys that other keys make ineffective; import no target."""
+    for keys, why, when in _NO_EFFECT:
+        if when(run):
+            where = "has no effect " if why.startswith(("with", "on ")) else "has no effect: "
+            yield from ((key, f"{where}{why}") for key in keys.split())
+    yield from ((f"precision.{name}", SCALING_KEYS.reason) for name in SCALING_KEYS.unused(run["precision"]))
+    if run["steps"] is not None and (run["stop_at_step"] or 0) >= run["steps"]:
+        yield "stop_at_step", f"has no effect: the run has steps={run['steps']}."
+    named, own = run["optimizers"], "has no effect: each of optimizers has its own."
     entries = [one for one in named.values() if isinstance(one, Mapping)] if isinstance(named, Mapping) else []
-    own = "has no effect: each of optimizers has its own."
-    for name in optimizer if entries else ():
+    for name in run["optimizer"] if entries else ():
         if all(name in entry or TARGET in entry for entry in entries):
             yield f"optimizer.{name}", own
     if entries and all(entry.get("schedule") is not None for entry in entries):
-        yield from ((f"schedule.{name}", own) for name in values["schedule"])
-    if "dampening" in optimizer and not optimizer.get("momentum"):
-        yield "optimizer.dampening", "has no effect without optimizer.momentum."
-
-
-def _unused_without_sweep(composition: Composition) -> Iterator[tuple[str, str]]:
-    yield from ((f"sweep.{name}", "has no effect without -m.") for name in composition.values["sweep"])
+        yield from ((f"schedule.{name}", own) for name in run["schedule"])
 
 
 def _unused_in_sweep(composition: Composition) -> Iterator[tuple[str, str]]:
@@ -324,14 +319,6 @@ def _unused_in_sweep(composition: Composition) -> Iterator[tuple[str, str]]:
         yield from ((f"sweep.{name}", reason) for name, reason in unused_sweep_keys(group, choice, sweep))
 
 
-def _hydra_sweep_keys(composition: Composition) -> Iterator[Problem]:
-    for override in composition.hydra_overrides:
-        key, _, value = override.lstrip("+~").partition("=")
-        if key.startswith(("hydra.sweep.", "hydra.launcher", "hydra.sweeper", "hydra/launcher", "hydra/sweeper")):
-            yield Problem(key=key, value=value, rule="has no effect without -m.", origin="command line")
-
-
-@_NO_EFFECT_HERE.append
 def _of_reading(values: Values) -> Iterator[tuple[str, str]]:
     loader, hooks = values["loader"], hooks_in(values["data"])
     dataset = resolve_target(values["data"][TARGET])
@@ -344,7 +331,6 @@ def _of_reading(values: Values) -> Iterator[tuple[str, str]]:
         yield from ((f"loader.{name}", reason) for name in ("num_workers", "prefetch"))
 
 
-@_NO_EFFECT_HERE.append
 def _of_cuda(values: Values) -> Iterator[tuple[str, str]]:
     import torch  # noqa: PLC0415 - second phase only
 
@@ -355,7 +341,6 @@ def _of_cuda(values: Values) -> Iterator[tuple[str, str]]:
             yield "loader.pin_memory", "has no effect: there is no CUDA GPU here to copy to."
 
 
-@_NO_EFFECT_HERE.append
 def _of_one_process(values: Values) -> Iterator[tuple[str, str]]:
     keys = ["numerics.check_replicas_every", "elastic.min_replicas"]
     if not values["eval"]["beside"]:  # a second process, which the supervisor watches
