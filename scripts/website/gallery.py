@@ -29,7 +29,8 @@ _HASH: Final = re.compile(r"[0-9a-f]{64}")
 _DATE: Final = re.compile(r"\d{4}-\d{2}-\d{2}")
 _HEAD: Final = """\
 A card describes runs of a recipe with several seeds. Its figures, times and hashes come from `result.json` and
-`environment.json` of the runs, its picture from the run of the first seed."""
+`environment.json` of the runs, its picture from the run of the first seed. The hashes are those that the version of
+that day gave; a later version may give others."""
 _HOW: Final = """\
 ## Make a card
 

@@ -23,23 +23,29 @@ CANARY = "canary-7f3a9b2c5d"
 SECRET = "+logger.w.api_key=${oc.env:W_API_KEY}"
 READERS = {
     "wandb": """
-import json, sys
+import json, struct, sys
 from pathlib import Path
 from wandb.proto import wandb_internal_pb2 as pb
-from wandb.sdk.internal.datastore import DataStore
 
-def records(path):
-    store = DataStore()
-    store.open_for_scan(str(path))
-    try:
-        while data := store.scan_data():
-            yield pb.Record.FromString(data)
-    except AssertionError:  # a killed writer tears the last record
-        pass
+def records(content):  # blocks of 32 KiB as in a LevelDB log, after 7 bytes; a killed writer tears the last
+    place, part = 7, b""
+    while place + 7 <= len(content):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+            continue
+        _, size, kind = struct.unpack("<IHB", content[place : place + 7])
+        data, place = content[place + 7 : place + 7 + size], place + 7 + size
+        if kind == 0 or len(data) < size:
+            return
+        part = data if kind in (1, 2) else part + data
+        if kind in (1, 4):
+            record = pb.Record()
+            record.ParseFromString(part)
+            yield record
 
 ids, tags, files, steps, values, code = set(), set(), set(), [], {}, None
 for path in sorted(Path(sys.argv[1]).rglob("*.wandb")):
-    for record in records(path):
+    for record in records(path.read_bytes()):
         kind = record.WhichOneof("record_type")
         if kind == "run":
             ids.add(record.run.run_id)

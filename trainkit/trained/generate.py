@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -14,7 +14,7 @@ from trainkit.cluster.host import use_device
 from trainkit.config.identity import run_config
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.data.splits import build_split
-from trainkit.errors import ConfigError, Problem, TrainingError
+from trainkit.errors import ConfigError, Problem, TrainingError, named_first_line
 from trainkit.models.gpt import KeyValueCache
 from trainkit.models.sampling import Sampling
 from trainkit.numerics.generators import hash64, name_id
@@ -87,7 +87,6 @@ def generate(
         on_tokens(places, tokens)
 
     by_transformers = hasattr(model, "generation_config") and hasattr(model, "generate")
-    extend = _by_transformers if by_transformers else _by_scores
     alone, groups = by_transformers and sampling.temperature > 0, dict[int, list[int]]()
     for place, prompt in enumerate(prompts):
         groups.setdefault(place if alone else len(prompt), []).append(place)
@@ -98,30 +97,29 @@ def generate(
         for places in groups.values():
             tokens = torch.tensor([list(prompts[place]) for place in places], device=device)
             seeds = [hash64(name_id("generate"), seed, place) for place in places]
-            extend(model, tokens, places, receive, sampling=sampling, max_tokens=max_tokens, seeds=seeds)
+            if by_transformers:
+                _by_transformers(
+                    model, tokens, _Streamer(places, receive), sampling, max_tokens=max_tokens, seed=seeds[0]
+                )
+            else:
+                for new in _by_scores(model, tokens, sampling, max_tokens, seeds):
+                    receive(places, new)
     finally:
         model.train(was_training)
     return found
 
 
 def _by_scores(
-    model: nn.Module,
-    tokens: Tensor,
-    places: Sequence[int],
-    receive: OnTokens,
-    *,
-    sampling: Sampling,
-    max_tokens: int,
-    seeds: Sequence[int],
-) -> None:
-    """Continue prompts by the scores of the next token."""
+    model: nn.Module, tokens: Tensor, sampling: Sampling, max_tokens: int, seeds: Sequence[int]
+) -> Iterator[list[int]]:
+    """Yield the next token of each prompt, by the scores of the model."""
     generators = [torch.Generator(tokens.device).manual_seed(seed) for seed in seeds]
     next_scores = _next_scores(model)
     for _ in range(max_tokens):
         rows = zip(next_scores(tokens).unbind(), generators, strict=True)
         new = torch.cat([sampling.choose(row[None], generator) for row, generator in rows])
         tokens = torch.cat((tokens, new), dim=1)
-        receive(places, new.flatten().tolist())
+        yield new.flatten().tolist()
 
 
 def _next_scores(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -151,9 +149,11 @@ class _Streamer:
     token, which padding follows.
     """
 
-    def __init__(self, places: Sequence[int], ends: set[int], receive: OnTokens) -> None:
-        self._places, self._ends, self._receive = dict(enumerate(places)), ends, receive
+    def __init__(self, places: Sequence[int], receive: OnTokens) -> None:
+        self._places, self._receive = dict(enumerate(places)), receive
         self._seen_prompts = False
+        self.ends: set[int] = set()
+        """The tokens that end a text."""
 
     def put(self, tokens: Tensor) -> None:
         """Receive (samples,) next tokens."""
@@ -161,7 +161,7 @@ class _Streamer:
             self._seen_prompts = True
             return
         found = tokens.flatten().tolist()
-        self._places = {row: place for row, place in self._places.items() if found[row] not in self._ends}
+        self._places = {row: place for row, place in self._places.items() if found[row] not in self.ends}
         if self._places:
             self._receive([*self._places.values()], [found[row] for row in self._places])
 
@@ -170,30 +170,23 @@ class _Streamer:
 
 
 def _by_transformers(
-    model: Any,
-    tokens: Tensor,
-    places: Sequence[int],
-    receive: OnTokens,
-    *,
-    sampling: Sampling,
-    max_tokens: int,
-    seeds: Sequence[int],
+    model: Any, tokens: Tensor, streamer: _Streamer, sampling: Sampling, *, max_tokens: int, seed: int
 ) -> None:
     """Continue prompts by the model's own `generate`, with the settings of `sampling` alone."""
     drawn = sampling.temperature > 0
     settings = {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
     end = model.generation_config.eos_token_id
-    ends = set(end) if isinstance(end, list | tuple) else set() if end is None else {end}
+    streamer.ends = set(end) if isinstance(end, list | tuple) else set() if end is None else {end}
     with torch.random.fork_rng(devices=[tokens.device] if tokens.device.type == "cuda" else []):
-        torch.manual_seed(seeds[0])
+        torch.manual_seed(seed)
         model.generate(
             tokens,
             attention_mask=torch.ones_like(tokens),
             max_new_tokens=max_tokens,
             do_sample=drawn,
             num_beams=1,
-            streamer=_Streamer(places, ends, receive),
-            pad_token_id=min(ends, default=0),  # padding of a finished text, which is not used
+            streamer=streamer,
+            pad_token_id=min(streamer.ends, default=0),  # padding of a finished text, which is not used
             **(settings if drawn else {}),
         )
 
@@ -269,7 +262,7 @@ class Writer:
 
         def receive(places: Sequence[int], tokens: Sequence[int]) -> None:
             for place, token in zip(places, tokens, strict=True):
-                texts[place].add(token)
+                texts[place].tokens.append(token)
                 if on_text is not None and (piece := texts[place].next_piece()):
                     on_text(place, piece)
 
@@ -283,9 +276,7 @@ class Writer:
         try:
             text: str = self.data.decode(tokens)
         except (IndexError, KeyError, ValueError) as error:
-            rule = (
-                f"cannot decode token {tokens[-1]} of the model: {type(error).__name__}: {error}. Has the data changed?"
-            )
+            rule = f"cannot decode token {tokens[-1]} of the model: {named_first_line(error)}. Has the data changed?"
             raise ConfigError([Problem(key="data", value=type(self.data).__name__, rule=rule)]) from error
         return text
 
@@ -294,17 +285,13 @@ class _GrowingText:
     """The text of a growing sequence of tokens, decoded on demand."""
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int]) -> None:
-        self._decode, self._tokens = decode, list(prompt)
-        self._start = len(decode(self._tokens))
+        self._decode, self.tokens = decode, list(prompt)
+        self._start = len(decode(self.tokens))
         self.text = ""
-
-    def add(self, token: int) -> None:
-        """Append a token."""
-        self._tokens.append(token)
 
     def next_piece(self, *, ended: bool = False) -> str:
         """Return the new piece of the text; empty while its last character is incomplete, unless the text has ended."""
-        text = self._decode(self._tokens)[self._start :]
+        text = self._decode(self.tokens)[self._start :]
         if text.endswith("\ufffd") and not ended:
             return ""
         before, self.text = self.text, text
