@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from trainkit.advising.advice import Figures, Goal, Tried, Way, advise, families, try_family, try_way
+from trainkit.advising.advice import Figures, Goal, Tried, Way, advise, try_family, try_way
 from trainkit.errors import ConfigError, Problem
 
 SAVERS = (("activation_checkpointing=full",), ("activation_checkpointing=full", "batch.micro_size=4"))
@@ -80,11 +80,6 @@ def test_a_saver_that_is_refused_is_passed_over_and_a_refused_way_keeps_its_prob
         raise ConfigError([Problem(key="strategy", value="fsdp", rule="cannot."), Problem(key="x", rule="y.")])
 
     assert try_way(way("fsdp"), refused, savers=SAVERS, goal="time").refused == "strategy=fsdp: cannot."
-
-
-def test_what_the_user_has_chosen_stays() -> None:
-    found = list(families(devices=8, strategy_given=True, precisions=("bf16_mixed",)))
-    assert [one.overrides for family in found for one in family] == [(), ("precision=bf16_mixed",)]
 
 
 @pytest.mark.parametrize(("goal", "step_s", "most", "counts"), [

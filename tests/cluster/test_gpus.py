@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 
 import trainkit
 from tests.launchers.launches import launch_of
 from trainkit.cli import main
-from trainkit.cluster.host import count_gpus, keep_freed_memory, use_device
+from trainkit.cluster.host import keep_freed_memory
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.errors import ConfigError
 from trainkit.run.planning.plan import make_plan
@@ -66,13 +65,6 @@ def test_each_rank_gets_one_mig_instance() -> None:
     assert worker_environ(TWO, Identity.solo())["CUDA_VISIBLE_DEVICES"] == TWO["CUDA_VISIBLE_DEVICES"]
 
 
-def test_mig_instances_are_counted_where_cuda_shows_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", TWO["CUDA_VISIBLE_DEVICES"])
-    for shown, counted in ((1, 2), (0, 0)):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda shown=shown: shown)
-        assert count_gpus() == counted
-
-
 def test_what_mig_instances_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", TWO["CUDA_VISIBLE_DEVICES"])
     for strategy in (["strategy=device_map"], ["strategy=one_device", "strategy.device=cuda:1"]):
@@ -80,14 +72,6 @@ def test_what_mig_instances_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch
             make_plan(trainkit.compose(["recipe=digits", *strategy]).cfg, num_gpus=2)
     (problem,) = Pipeline(stages=2).validate(PlanContext(num_gpus=1))
     assert str(problem).startswith("strategy=pipeline: sends tensors between GPUs, which MIG instances cannot")
-
-
-def test_the_device_of_a_task_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "set_device", used.append)
-    use_device(torch.device("cpu"))
-    use_device(torch.device("cuda:1"))
-    assert used == [torch.device("cuda:1")]
 
 
 def test_cublas_and_malloc_are_set_before_a_device_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

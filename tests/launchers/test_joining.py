@@ -170,26 +170,16 @@ PLACES = {
 }
 
 
-@pytest.fixture
-def pair(pool: Pool, tmp_path: Path) -> Callable[..., list[Any]]:
-    """Start two processes of a launch; per rank what came back, what was raised and what was said."""
-
-    def go(function: str, *args: Any) -> list[Any]:
-        return pool.run(f"tests.launchers.joining.{function}", str(tmp_path), free_port(), *args, num_ranks=2)
-
-    return go
-
-
-def test_a_number_of_threads_may_be_set_for_some_ranks_only(pair: Callable[..., list[Any]]) -> None:
-    told = pair("train_apart", [{"OMP_NUM_THREADS": "1"}, {}])
+def test_a_number_of_threads_may_be_set_for_some_ranks_only(start: Callable[..., list[Any]]) -> None:
+    told = start([{"OMP_NUM_THREADS": "1"}, {}], function="train_apart")
     assert [result["status"] for result, _, _ in told] == ["finished", "finished"]
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_that_fails_alone_ends_the_others_with_its_reason(
-    pair: Callable[..., list[Any]], place: str, tmp_path: Path
+    start: Callable[..., list[Any]], place: str, tmp_path: Path
 ) -> None:
-    (_, first, _), (_, other, _) = pair("train_with_one_unlike", PLACES[place], ABSENT)
+    (_, first, _), (_, other, _) = start(PLACES[place], ABSENT, function="train_with_one_unlike")
     assert first[:2] == ("DataError", 3)
     assert all("/data/labels.txt is absent." in error[2] for error in (first, other))
     assert other[1] == 3
@@ -205,9 +195,11 @@ def test_a_rank_that_fails_alone_ends_the_others_with_its_reason(
     ],
 )
 def test_a_host_with_another_version_or_other_data_is_refused(
-    pair: Callable[..., list[Any]], name: str, found: Any, said: str, tmp_path: Path
+    start: Callable[..., list[Any]], name: str, found: Any, said: str, tmp_path: Path
 ) -> None:
-    (_, first, _), (_, other, _) = pair("train_with_one_unlike", f"trainkit.run.rendezvous.barrier.{name}", found)
+    (_, first, _), (_, other, _) = start(
+        f"trainkit.run.rendezvous.barrier.{name}", found, function="train_with_one_unlike"
+    )
     assert (first[:2], other[:2]) == (("ConfigError", 2), ("PeerError", 2))
     assert said in first[2]
     assert list(tmp_path.iterdir()) == []

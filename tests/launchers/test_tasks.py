@@ -10,12 +10,9 @@ import pytest
 
 from tests.launchers.launches import launch_of
 from trainkit.cli import main
-from trainkit.cluster.address import interface_of, own_address
 from trainkit.cluster.launch import LaunchEnvironment, socket_environ
 from trainkit.cluster.members import launch_of as launch_in
 from trainkit.cluster.tasks import Task
-from trainkit.config.check import checked
-from trainkit.config.compose import compose
 from trainkit.errors import ConfigError, HangError, TrainingError
 from trainkit.run.folder.run_folder import FencingToken, RunFolder
 from trainkit.run.rendezvous.barrier import WaitReporter, store_of_launch
@@ -41,11 +38,6 @@ def test_a_rank_takes_the_gpu_of_its_place_on_the_host() -> None:
     facts = PlanContext(launch=launch_of(4, rank=3, local_rank=1, num_local=2, num_hosts=2), num_gpus=2)
     assert MultiWorkerMirrored().tasks(facts)[3].device == "cuda:1"
     assert MultiWorkerMirrored(devices=("/gpu:1", 0)).tasks(facts)[3].device == "cuda:0"
-
-
-def test_without_a_launch_it_takes_the_devices_of_this_host() -> None:
-    facts = PlanContext(num_gpus=2)
-    assert MultiWorkerMirrored().tasks(facts) == Mirrored().tasks(facts)
 
 
 def test_a_process_that_stands_for_a_host_has_a_rank_a_device() -> None:
@@ -108,26 +100,7 @@ def test_the_evaluator_of_a_cluster_is_none_of_the_ranks_that_train() -> None:
     assert problems(Mirrored(), seen[0]) == []
 
 
-def test_ranks_of_one_host_are_counted_by_host() -> None:
-    seen = [launch_in({"worker": ["a:1", "b:1", "a:2"]}, ("worker", index), kind="TF_CONFIG") for index in range(3)]
-    assert [(launch.local_rank, launch.num_local, launch.num_hosts) for launch in seen] == [
-        (0, 2, 2), (0, 1, 2), (1, 2, 2),
-    ]  # fmt: skip
-
-
 SPEC = ("cluster=spec", "cluster.worker=[a:1,b:1]", "cluster.task=worker:0", "strategy=multi_worker_mirrored")
-
-
-def test_settings_of_several_ranks_have_an_effect_where_each_host_has_one() -> None:
-    run = ["recipe=null", *SPEC, "strategy.replicas=2", "numerics.check_replicas_every=5"]
-    assert checked(compose(run)).notes == ()
-
-
-def test_the_plan_is_that_of_the_whole_launch(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "recipe=null", *SPEC]) == 0
-    out = capsys.readouterr().out
-    assert "2 on cpu" in out
-    assert "worker:0 worker:1 on cpu" in out
 
 
 class Clock:
@@ -203,12 +176,6 @@ def test_no_checkpoint_gets_its_name_where_the_folder_is_another_groups(tmp_path
 
 def test_on_one_host_gloo_stays_on_the_loopback_interface() -> None:
     assert socket_environ(launch_of(2, store=("localhost", 29400))) == {"GLOO_SOCKET_IFNAME": "lo"}
-
-
-def test_the_interface_of_an_address_is_found() -> None:
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("198.51.100.7") is None
-    assert own_address("127.0.0.1") == "127.0.0.1"
 
 
 def test_an_address_that_is_taken_is_named() -> None:

@@ -59,13 +59,6 @@ def test_the_choices_take_turns_and_nothing_of_a_turn_is_left() -> None:
     assert not any(folder.exists() for folder in folders)
 
 
-def test_the_parts_of_a_step_add_up_to_the_step() -> None:
-    (one,) = bench([candidate("a")], rounds=1, steps=5, start=here)
-    parts = parts_of(one.turns[0].figures)
-    assert sum(parts.values()) == pytest.approx(one.turns[0].figures["seconds"] / 5)
-    assert min(parts[part] for part in ("input", "forward", "backward", "update")) > 0
-
-
 def test_the_slow_part_of_a_step_is_the_one_that_is_named() -> None:
     reads = (*SLEEPY[:2], "data.ms=1", "model.ms=0", "batch.global_size=8")
     for part, settings in (("input", reads), ("forward", SLEEPY)):
@@ -236,11 +229,6 @@ def test_the_smallest_number_of_workers_wins_whose_steps_are_short(
     found = search(step_ms, monkeypatch)
     assert (len(found.choices), found.reason, found.is_loader_bound) == (tried, reason, bound)
     assert str(found.num_workers) == reason[0]
-
-
-def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = search({0: (40, 36), 1: (20, 16), 2: (10, 8), 4: (5, 4)}, monkeypatch, ranks=4)  # of 8 cores
-    assert [one.label for one in found.choices] == ["0", "1", "2"]
 
 
 def test_the_verdict_stands_below_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

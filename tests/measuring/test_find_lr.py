@@ -251,12 +251,6 @@ def test_a_size_that_the_config_cannot_have_is_not_tried() -> None:
     assert present(best_of(found)).micro_size == 4
 
 
-def test_further_rounds_take_the_measured_sizes_in_turns() -> None:
-    turns = {64: OUT_OF_MEMORY, 32: measured(100), 16: measured(60), 8: measured(50)}
-    _, tried = search(turns, rounds=2)
-    assert tried == [64, 32, 16, 8, 32, 16, 8]
-
-
 def test_the_overrides_keep_the_global_batch() -> None:
     other = replace(config().batch, global_size=None, micro_size=8, accumulation=8)
     words = other.overrides(global_size=64, micro_size=64)

@@ -16,7 +16,6 @@ from trainkit.scaling.answers import (
     best_spares,
     checkpoint_interval_s,
     goodput,
-    knee,
     knee_of,
     remedies,
     scale_document,
@@ -124,11 +123,6 @@ def test_one_replica_computes_the_shares_of_several_with_their_threads() -> None
     assert work.exchange(4).own_bytes == pytest.approx(1.5 * 4 * (64 * 128 + 128 + 128 * 10 + 10))
 
 
-def test_a_fixed_cut_of_the_step_limits_the_replicas() -> None:
-    what = mirrored("batch.micro_size=16")
-    assert (what.most_replicas, what.share(2), what.share(3)) == (4, 32, 32)
-
-
 def test_asynchronous_workers_compute_whole_steps() -> None:
     what = scalable(config("strategy=parameter_server", "strategy.mode=async"))
     what = replace(what, cores=4)
@@ -223,11 +217,6 @@ def test_the_link_of_one_server_is_the_limit_and_more_servers_raise_it() -> None
     assert "twice the servers" in [one.name for one in found]
     assert servers_needed(work, 32, 1) == 32  # each has the bytes of one replica: no wall of theirs is left
     assert "spares for the slowest" not in [one.name for one in found]
-
-
-@pytest.mark.parametrize(("rates", "last"), [([(1, 10.0), (2, 14.9)], 1), ([(1, 10.0), (2, 15.1), (4, 30.0)], 4)])
-def test_the_knee_is_the_last_replica_that_adds_half_of_the_first(rates: list[tuple[int, float]], last: int) -> None:
-    assert knee(rates) == last
 
 
 @pytest.mark.parametrize(("measured_s", "verdict"), [(1.0, True), (3.0, False)])

@@ -113,15 +113,6 @@ def test_the_exit_code_of_a_process_says_what_its_result_does_not(tmp_path: Path
     assert read_entry(made(tmp_path, "0", accuracy=0.9), job="0", exit_code=1).status == "exit 1"
 
 
-def test_runs_of_any_folder_are_collected_by_what_they_go_by(tmp_path: Path) -> None:
-    made(tmp_path, "digits/a", accuracy=0.5)
-    made(tmp_path, "digits/b", accuracy=0.75)
-    board = collect(tmp_path)
-    assert (str(board.goal), [entry.job for entry in board.entries]) == (
-        "val/accuracy (max)", ["digits/b", "digits/a"],
-    )  # fmt: skip
-
-
 def test_pruned_jobs_follow_finished_ones_and_failed_ones_both(tmp_path: Path) -> None:
     rows = [
         row(tmp_path, "0", 0.5, steps=9),

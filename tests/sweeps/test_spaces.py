@@ -92,12 +92,3 @@ def test_more_trials_keep_the_first_ones_and_zipped_keys_together(composer: Comp
     assert drawn(composer, *arguments, trials=4) == ten[:4]
     assert {(line[0], line[1]) for line in ten} == {("seed=1", "epochs=1"), ("seed=2", "epochs=2")}
     assert len({line[2] for line in ten}) == 10
-
-
-def test_the_corners_of_a_space_hold_every_value(composer: Composer) -> None:
-    space = composer.space(["seed=1,2,3", "optimizer.lr=interval(0.1,1)"])
-    assert space.corners() == [
-        ["seed=1", "optimizer.lr=0.1"],
-        ["seed=2", "optimizer.lr=1.0"],
-        ["seed=3", "optimizer.lr=1.0"],
-    ]

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from trainkit.cluster.members import ROLES, member_problems, task_problem
+from trainkit.cluster.members import ROLES, Members, member_problems, task_problem
 from trainkit.config.values import closest, whole_number
 from trainkit.errors import MISSING, ConfigError, Problem
 from trainkit.files import parse_json
 
 _POOLS: Final = {f"workerpool{number}": role for number, role in enumerate(ROLES)}
 """Vertex AI's names of the roles in CLUSTER_SPEC; its TF_CONFIG has the roles themselves."""
+
+
+class Report(Protocol):
+    """Adds the problem of a key inside of the variable."""
+
+    def __call__(self, rule: str, *key: str, value: Any = None) -> None:
+        """Add the problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,95 +51,71 @@ def read_tf_config(environ: Mapping[str, str]) -> TfConfig | None:
     variable = next((name for name in ("TF_CONFIG", "CLUSTER_SPEC") if environ.get(name)), None)
     if variable is None:
         return None
-    content = _content(variable, environ[variable])
-    if variable == "CLUSTER_SPEC":
-        content = _with_roles(content)
-    problems = [*_misspelt(variable, content, ("cluster", "task")), *_shape_problems(variable, content)]
-    members = {} if problems else {role: _texts(value) for role, value in content["cluster"].items()}
-    if not problems:
-        problems += member_problems(members, key=f"{variable}.cluster", origin="environment")
-    problems += _task_problems(variable, content.get("task", MISSING), members)
+    problems = list[Problem]()
+
+    def report(rule: str, *key: str, value: Any = None) -> None:
+        value = MISSING if value is None else value
+        problems.append(Problem(key=".".join([variable, *key]), value=value, rule=rule, origin="environment"))
+
+    content: Any = {}
+    try:
+        content = parse_json(environ[variable])
+    except ValueError as error:
+        report(f"cannot be read: {error}. Correct it, or unset it: {variable}= trainkit ...")
+    if not isinstance(content, dict):
+        report("must be a JSON object with cluster and task.")
     if problems:
         raise ConfigError(problems)
-    task = (content["task"]["type"], int(content["task"]["index"]))
-    return TfConfig(variable=variable, members={role: texts for role, texts in members.items() if texts}, task=task)
+    _report_misspelt(content, ("cluster", "task"), report)
+    roles = _POOLS if variable == "CLUSTER_SPEC" else {}
+    members = _members(content.get("cluster"), roles, report)
+    if not problems:
+        problems += member_problems(members, key=f"{variable}.cluster", origin="environment")
+    role, index = _task(content.get("task"), roles, members, report)
+    if problems:
+        raise ConfigError(problems)
+    members = {role: texts for role, texts in members.items() if texts}
+    return TfConfig(variable=variable, members=members, task=(role, index))
 
 
-def _content(variable: str, text: str) -> dict[str, Any]:
-    try:
-        content = parse_json(text)
-    except ValueError as error:
-        rule = f"cannot be read: {error}. Correct it, or unset it: {variable}= trainkit ..."
-        raise ConfigError([_problem(variable, rule)]) from None
-    if not isinstance(content, dict):
-        rule = "must be a JSON object with cluster and task."
-        raise ConfigError([_problem(variable, rule)])
-    return content
-
-
-def _with_roles(content: dict[str, Any]) -> dict[str, Any]:
-    """Replace Vertex AI's names by the roles."""
-    cluster, task = content.get("cluster"), content.get("task")
-    if isinstance(cluster, dict):
-        cluster = {_POOLS.get(name, name): value for name, value in cluster.items()}
-    if isinstance(task, dict) and isinstance(task.get("type"), str):
-        task = {**task, "type": _POOLS.get(task["type"], task["type"])}
-    return {**content, "cluster": cluster, "task": task}
-
-
-def _shape_problems(variable: str, content: Mapping[str, Any]) -> Iterator[Problem]:
-    cluster = content.get("cluster")
+def _members(cluster: Any, roles: Mapping[str, str], report: Report) -> dict[str, tuple[str, ...]]:
     if not isinstance(cluster, dict):
         rule = "must be an object: role to addresses."
-        yield _problem(
-            f"{variable}.cluster", 'is missing: {"worker": ["HOST:PORT", ...]}.' if cluster is None else rule
-        )
-        return
-    for role, value in cluster.items():
-        if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(x, str) for x in value)):
-            yield _problem(f"{variable}.cluster.{role}", "must be a list of HOST:PORT.")
+        report('is missing: {"worker": ["HOST:PORT", ...]}.' if cluster is None else rule, "cluster")
+        return {}
+    found: dict[str, tuple[str, ...]] = {}
+    for name, value in cluster.items():
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            report("must be a list of HOST:PORT.", "cluster", roles.get(name, name))
+            continue
+        found[roles.get(name, name)] = tuple(texts)
+    return found
 
 
-def _task_problems(variable: str, task: Any, members: Mapping[str, Sequence[str]]) -> Iterator[Problem]:
-    key = f"{variable}.task"
+def _task(task: Any, roles: Mapping[str, str], members: Members, report: Report) -> tuple[str, int]:
     if not isinstance(task, dict):
-        rule = "is missing: it names" if task is MISSING or task is None else "must be an object that names"
-        rule += ' the task of this process, {"type": "worker", "index": 0}.'
-        yield _problem(key, rule)
-        return
-    yield from _misspelt(key, task, ("type", "index"))
+        rule = "is missing: it names" if task is None else "must be an object that names"
+        report(f'{rule} the task of this process, {{"type": "worker", "index": 0}}.', "task")
+        return "", 0
+    _report_misspelt(task, ("type", "index"), report, "task")
     role, index = task.get("type"), task.get("index")
-    known = isinstance(role, str) and role in ROLES
-    if not known:
+    role = roles.get(role, role) if isinstance(role, str) else role
+    if role not in ROLES:
         rule = "is missing" if role is None else "no such role"
-        yield _problem(f"{key}.type", f"{rule}. There are: {', '.join(ROLES)}.", role)
-    number = _index(index)
-    if number is None:
+        report(f"{rule}. There are: {', '.join(ROLES)}.", "task", "type", value=role)
+    # TensorFlow accepts an index that is written as text, too.
+    number = whole_number(str(index), low=0, high=2**31 - 1) if isinstance(index, str | int) else None
+    if number is None or isinstance(index, bool):
         rule = "is missing: a whole number, 0 or more." if index is None else "must be a whole number, 0 or more."
-        yield _problem(f"{key}.index", rule, index)
-    elif known and any(members.get(name) for name in ROLES):
-        rule_of_task = task_problem(members, str(role), number)
-        if rule_of_task:
-            yield _problem(key, rule_of_task, f"{role}:{number}")
+        report(rule, "task", "index", value=index)
+    elif role in ROLES and any(members.values()) and (wrong := task_problem(members, role, number)):
+        report(wrong, "task", value=f"{role}:{number}")
+    return str(role), number or 0
 
 
-def _misspelt(key: str, content: Mapping[str, Any], known: Sequence[str]) -> Iterator[Problem]:
-    """Yield a problem for each key that is almost a known one; others are those of a cloud, and not for trainkit."""
+def _report_misspelt(content: Mapping[str, Any], known: Sequence[str], report: Report, *key: str) -> None:
+    """Report each key that is almost a known one; others are those of a cloud, and not for trainkit."""
     for name in content:
         if name not in known and (near := closest(name, known)) is not None:
-            yield _problem(f"{key}.{name}", f"no such key. Did you mean {near}?")
-
-
-def _problem(key: str, rule: str, value: Any = None) -> Problem:
-    return Problem(key=key, value=MISSING if value is None else value, rule=rule, origin="environment")
-
-
-def _index(value: Any) -> int | None:
-    """Return an index as a number; TensorFlow accepts one written as text too."""
-    if isinstance(value, str):
-        return whole_number(value, low=0, high=2**31 - 1)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+            report(f"no such key. Did you mean {near}?", *key, name)
