@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Final
 
-from trainkit.config.identity import Difference, difference, tag_of
-from trainkit.config.schema import MonitoredMetric, RunConfig, load_resolved
+from trainkit.config.identity import difference, tag_of
+from trainkit.config.schema import MonitoredMetric, load_resolved
 from trainkit.config.values import leaves
 from trainkit.errors import UnreadableError, yaml_text
 from trainkit.fields import Tag
@@ -37,11 +37,13 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
         ConfigError: a folder does not hold the config of a run.
     """
     cfgs = [load_resolved(folder / "resolved.yaml") for folder in folders]
-    pairs = [difference(cfgs[0], cfg) for cfg in cfgs[1:]]
-    values = [_values(cfg) for cfg in cfgs]
+    tags: dict[str, Tag] = {}
+    for one in (one for cfg in cfgs[1:] for one in difference(cfgs[0], cfg)):
+        tags[one.key] = min(tags.get(one.key, one.tag), one.tag, key=_ORDER.index)
+    values = [{".".join(path): yaml_text(value) for path, value in leaves(cfg.to_dict())} for cfg in cfgs]
     differences = [
         DifferingKey(key=key, tag=tag.value, values=[one.get(key, "") for one in values])
-        for key, tag in _tags(pairs).items()
+        for key, tag in tags.items()
         if key != "name"
     ]
     names = _names(folders)
@@ -53,28 +55,9 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
         )
         for place, (folder, name) in enumerate(zip(folders, names, strict=True))
     ]
-    goals = {MonitoredMetric.of(cfg.eval) for cfg in cfgs}
-    notes = [] if len(goals) == 1 else [f"The runs monitor different metrics; the page shows that of {names[0]}."]
-    return Comparison(
-        title=", ".join(names),
-        goal=MonitoredMetric.of(cfgs[0].eval),
-        runs=runs,
-        differences=differences,
-        notes=notes,
-    )
-
-
-def _values(cfg: RunConfig) -> dict[str, str]:
-    return {".".join(path): yaml_text(value) for path, value in leaves(cfg.to_dict())}
-
-
-def _tags(pairs: Sequence[Sequence[Difference]]) -> dict[str, Tag]:
-    """Return key -> the most consequential tag that any pair gives it."""
-    found: dict[str, Tag] = {}
-    for one in (one for pair in pairs for one in pair):
-        known = found.get(one.key, one.tag)
-        found[one.key] = min(known, one.tag, key=_ORDER.index)
-    return found
+    goals = [MonitoredMetric.of(cfg.eval) for cfg in cfgs]
+    notes = [f"The runs monitor different metrics; the page shows that of {names[0]}."] if len({*goals}) > 1 else []
+    return Comparison(title=", ".join(names), goal=goals[0], runs=runs, differences=differences, notes=notes)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

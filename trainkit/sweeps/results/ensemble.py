@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -37,37 +37,22 @@ _SAME: Final = ("data", "objective", "cv", "precision")
 """Keys that must be equal for all members: these are scored on the same samples, by the same loss, in the same
 precision.
 """
+_AVERAGED: Final = "averaged weights"
 _BATCH: Final = 256
 """Samples per forward pass if the config does not set a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One of the compared models."""
+    """One of the compared models: a member, the ensemble, or the mean of the weights."""
 
     name: str
     """`job 3`, `ensemble of 3`, `averaged weights`."""
     model: nn.Module
-    settings: str = ""
+    settings: str
     """Settings that distinguish it from the others."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Combined:
-    """Members, their ensemble and, if their architectures are equal, the average of their weights."""
-
-    members: tuple[Candidate, ...]
-    ensemble: Candidate
-    averaged: Candidate | None
-    cfg: RunConfig
-    """The config of the best member."""
-    nodes: tuple[Mapping[str, Any], ...]
-    """The node that builds each member."""
-
-    @property
-    def all(self) -> tuple[Candidate, ...]:
-        """All candidates, members first."""
-        return (*self.members, self.ensemble, *([self.averaged] if self.averaged else []))
+    node: Mapping[str, Any]
+    """The node of a config that builds it."""
 
 
 def best_of(board: Leaderboard, count: int) -> list[JobResult]:
@@ -88,8 +73,12 @@ def best_of(board: Leaderboard, count: int) -> list[JobResult]:
     return ranked[:count]
 
 
-def combine(entries: Sequence[JobResult], *, checkpoint: Which = "last") -> Combined:
+def combine(entries: Sequence[JobResult], *, checkpoint: Which = "last") -> list[Candidate]:
     """Load runs and combine them into one model.
+
+    Returns:
+        The members, their ensemble and, if their architectures are equal, the average of their weights, before batch
+        statistics are counted.
 
     Raises:
         ConfigError: runs cannot be combined; names each key that prevents it.
@@ -100,20 +89,27 @@ def combine(entries: Sequence[JobResult], *, checkpoint: Which = "last") -> Comb
         raise ConfigError(problems)
     objective = _objective(cfgs[0])
     models = [load_model(entry.folder, checkpoint=checkpoint) for entry in entries]
-    members = tuple(
-        Candidate(name=f"job {entry.job}", model=model, settings=" ".join(entry.overrides))
-        for entry, model in zip(entries, models, strict=True)
-    )
-    averages = "probabilities" if objective.log_scores else "outputs"
-    combine = cast("Literal['probabilities', 'outputs']", averages)
-    joined = Ensemble(members=models, combine=combine, class_dim=objective.class_dim)
-    return Combined(
-        members=members,
-        ensemble=Candidate(name=f"ensemble of {len(models)}", model=joined.eval(), settings=f"mean of {averages}"),
-        averaged=_averaged(models),
-        cfg=cfgs[0],
-        nodes=tuple(cfg.model for cfg in cfgs),
-    )
+    found = [
+        Candidate(name=f"job {entry.job}", model=model, settings=" ".join(entry.overrides), node=cfg.model)
+        for entry, model, cfg in zip(entries, models, cfgs, strict=True)
+    ]
+    way: Literal["probabilities", "outputs"] = "probabilities" if objective.log_scores else "outputs"
+    node = {
+        TARGET: "trainkit.models.Ensemble",
+        "combine": way,
+        "class_dim": objective.class_dim,
+        "members": [dict(cfg.model) for cfg in cfgs],
+    }
+    joined = Ensemble(members=models, combine=way, class_dim=objective.class_dim).eval()
+    found.append(Candidate(name=f"ensemble of {len(models)}", model=joined, settings=f"mean of {way}", node=node))
+    shapes = [{name: tensor.shape for name, tensor in model.state_dict().items()} for model in models]
+    if all(other == shapes[0] for other in shapes[1:]):
+        averaged = AveragedModel(models[0])
+        for model in models:
+            averaged.update_parameters(model)
+        mean = copied(averaged.module).eval()
+        found.append(Candidate(name=_AVERAGED, model=mean, settings="one model", node=cfgs[0].model))
+    return found
 
 
 def _mismatches(entries: Sequence[JobResult], cfgs: Sequence[RunConfig]) -> list[Problem]:
@@ -142,71 +138,54 @@ def _objective(cfg: RunConfig) -> Supervised:
     return objective
 
 
-def _averaged(models: Sequence[nn.Module]) -> Candidate | None:
-    """Return the model with the mean weights, before batch statistics are counted; None if the members have different
-    parameters.
-    """
-    shapes = [{name: tensor.shape for name, tensor in model.state_dict().items()} for model in models]
-    if any(other != shapes[0] for other in shapes[1:]):
-        return None
-    averaged = AveragedModel(models[0])
-    for model in models:
-        averaged.update_parameters(model)
-    return Candidate(name="averaged weights", model=copied(averaged.module).eval(), settings="one model")
-
-
-def score(combined: Combined, *, devices: Sequence[torch.device]) -> list[tuple[Candidate, dict[str, float]]]:
+def score(
+    candidates: Sequence[Candidate], cfg: RunConfig, *, devices: Sequence[torch.device]
+) -> list[tuple[Candidate, dict[str, float]]]:
     """Score every candidate on the validation and test splits, each sample once; members share the devices.
+
+    Args:
+        candidates: the result of `combine`.
+        cfg: the config of the best member.
+        devices: the devices.
 
     Raises:
         DataError: a dataset is missing, damaged or empty.
     """
-    cfg = combined.cfg
-    splits = folded(build_splits(cfg.data), cfg.cv)
+    splits, objective = folded(build_splits(cfg.data), cfg.cv), _objective(cfg)
     precision: Precision = build(cfg.precision, "precision")
     precision.apply_globally(devices[0].type)  # by default torch rounds the products of a convolution to ten bits
-    if combined.averaged is not None:
-        # Count the batch statistics for the averaged weights: those of the members are wrong for them.
-        averaged, split_batch = combined.averaged.model.to(devices[0]), _objective(cfg).split_batch
-        update_bn((split_batch(batch)[0] for batch in _batches(splits["train"], cfg, devices[0])), averaged)
-        averaged.eval()
+    reading = Reading(device=devices[0], settings=cfg.loader, hooks=DataHooks.of(cfg.data))
+
+    def batches(split: str, device: torch.device) -> EvalBatches:
+        size, own = cfg.eval.batch_size or _BATCH, replace(reading, device=device)
+        return EvalBatches(splits[split], own, batch_size=size, rank=0, num_ranks=1)
+
+    for one in candidates:
+        if one.name == _AVERAGED:  # the batch statistics of the members are wrong for the averaged weights
+            update_bn((objective.split_batch(batch)[0] for batch in batches("train", devices[0])), one.model)
+            one.model.eval()
     if precision.model_dtype is not precision.master_dtype:  # the written model keeps the master weights
-        combined = copy.deepcopy(combined)
-    for candidate in (*combined.members, *([combined.averaged] if combined.averaged else [])):
-        precision.adapt(candidate.model)
-    cast("Ensemble", combined.ensemble.model).spread(devices)
-    named = [*validation_splits(splits), *test_splits(splits)]
-    return [
-        (one, {name: value for split in named for name, value in _metrics_of(one, splits[split], split, cfg).items()})
-        for one in combined.all
-    ]
+        candidates = copy.deepcopy(candidates)
+    for one in candidates:
+        if isinstance(one.model, Ensemble):
+            one.model.spread(devices)
+        else:
+            precision.adapt(one.model)
+    found = []
+    for one in candidates:
+        device, figures = next(one.model.parameters()).device, dict[str, float]()
+        local = LocalModel(model=one.model, device=device, data_ranks=LocalCollective(), precision=precision)
+        for split in (*validation_splits(splits), *test_splits(splits)):
+            figures |= evaluate(local, objective, batches(split, device), split=split).figures
+        found.append((one, figures))
+    return found
 
 
-def _metrics_of(candidate: Candidate, dataset: Any, split: str, cfg: RunConfig) -> dict[str, float]:
-    device = next(candidate.model.parameters()).device
-    precision: Precision = build(cfg.precision, "precision")
-    local = LocalModel(model=candidate.model, device=device, data_ranks=LocalCollective(), precision=precision)
-    return evaluate(local, build(cfg.objective, "objective"), _batches(dataset, cfg, device), split=split).figures
-
-
-def _batches(dataset: Any, cfg: RunConfig, device: torch.device) -> EvalBatches:
-    size = cfg.eval.batch_size or _BATCH
-    reading = Reading(device=device, settings=cfg.loader, hooks=DataHooks.of(cfg.data))
-    return EvalBatches(dataset, reading, batch_size=size, rank=0, num_ranks=1)
-
-
-def export(combined: Combined, folder: Path, *, about: Mapping[str, Any]) -> list[Path]:
+def export(candidates: Sequence[Candidate], folder: Path, *, about: Mapping[str, Any]) -> list[Path]:
     """Write the scored ensemble, and the averaged weights into `averaged` below it; return the folders."""
-    joined = cast("Ensemble", combined.ensemble.model)
-    node = {
-        TARGET: "trainkit.models.Ensemble",
-        "combine": joined.combine,
-        "class_dim": joined.class_dim,
-        "members": [dict(one) for one in combined.nodes],
-    }
-    write_model(folder, joined, node, about=about)
-    if combined.averaged is None:
-        return [folder]
-    below = folder / "averaged"
-    write_model(below, combined.averaged.model, combined.nodes[0], about=about)
-    return [folder, below]
+    written = []
+    for one in candidates:
+        if isinstance(one.model, Ensemble) or one.name == _AVERAGED:
+            written.append(folder / "averaged" if one.name == _AVERAGED else folder)
+            write_model(written[-1], one.model, one.node, about=about)
+    return written

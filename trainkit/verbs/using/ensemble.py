@@ -7,10 +7,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from trainkit.config.identity import run_config
 from trainkit.files import quoted, write_atomically
 from trainkit.report.numbers import figure
 from trainkit.report.tables import print_rows
@@ -27,8 +27,9 @@ def run(call: Call) -> int:
     target = Path(call.arguments[0]).expanduser() / "ensemble" if out is None else Path(out).expanduser()
 
     entries = best_of(board, 3 if count is None else count)
-    combined = combine(entries, checkpoint=checkpoint)
-    scored = score(combined, devices=_devices())
+    candidates, gpus = combine(entries, checkpoint=checkpoint), torch.cuda.device_count()
+    devices = [torch.device("cuda", place) for place in range(gpus)] or [torch.device("cpu")]
+    scored = score(candidates, run_config(entries[0].folder), devices=devices)
     names = list(dict.fromkeys(name for _, figures in scored for name in figures))
     folder = free_name(target)
     about = {
@@ -36,15 +37,10 @@ def run(call: Call) -> int:
         "checkpoint": checkpoint,
         "figures": {candidate.name: figures for candidate, figures in scored},
     }
-    written = export(combined, folder, about=about)
+    written = export(candidates, folder, about=about)
     _report(scored, names, folder, title=f"{len(entries)} best by {board.goal}")
     sys.stdout.writelines(f"trainkit.load({quoted(place)})\n" for place in written)
     return 0
-
-
-def _devices() -> list[Any]:
-    gpus = torch.cuda.device_count()
-    return [torch.device("cuda", place) for place in range(gpus)] or [torch.device("cpu")]
 
 
 def _report(
