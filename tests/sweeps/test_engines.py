@@ -8,7 +8,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
@@ -55,7 +55,8 @@ def described(folder: Path, code: str, *words: object, started: int | None = Non
 def in_threads(pool: ThreadPoolExecutor, *, loses: bool) -> Submit:
     """Return an engine that runs its jobs in threads of this process, or loses them."""
 
-    def submit(path: str, slots: int) -> Handle:
+    def submit(jobs: Sequence[tuple[str, int]]) -> list[Handle]:
+        ((path, slots),) = jobs
         assert slots == 2
         code = pool.submit(run_described, path)
 
@@ -64,7 +65,7 @@ def in_threads(pool: ThreadPoolExecutor, *, loses: bool) -> Submit:
                 raise RuntimeError("the node is gone")
             return code.result() if code.done() else None
 
-        return Handle(ended, lambda: None)
+        return [Handle(ended, lambda: None)]
 
     return submit
 
@@ -117,10 +118,30 @@ def test_a_job_can_be_interrupted_and_killed(tmp_path: Path) -> None:
         job.signal(signal.SIGINT)
         assert ended().code == 130
     with started(tmp_path, WAITS) as (job, ended):
+        wait_for(lambda: job.handle is not None)
         assert job.path.stat().st_mode & 0o077 == 0  # an argument may be a secret
         job.kill()
         assert ended().code == -signal.SIGKILL
     assert list(job.path.parent.iterdir()) == []
+
+
+def test_jobs_that_come_together_are_one_array_and_one_that_is_killed_before_is_not_submitted(tmp_path: Path) -> None:
+    batches: list[int] = []
+
+    def submit(jobs: Sequence[tuple[str, int]]) -> list[Handle]:
+        batches.append(len(jobs))
+        return [Handle(lambda: 0, lambda: None)] * len(jobs)
+
+    ends: SimpleQueue[Any] = SimpleQueue()
+    with Remote(submit, tmp_path / ".jobs") as remote:
+        orders = [
+            JobCommand(number=number, command=[], environ={}, log=tmp_path / "log", report=ends.put)
+            for number in range(3)
+        ]
+        jobs = [remote(one) for one in orders]
+        jobs[1].kill()
+        codes = {ended.attempt: ended.code for ended in (ends.get(timeout=60) for _ in range(3))}
+    assert (batches, codes) == ([2], {0: 0, 1: -signal.SIGKILL, 2: 0})
 
 
 @pytest.mark.slow

@@ -13,18 +13,16 @@ import logging
 import math
 import os
 import shutil
-import signal
 import subprocess
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from signal import SIGKILL, Signals
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self
 
@@ -70,8 +68,8 @@ class Handle(NamedTuple):
     """Removes it from the queue, or ends it."""
 
 
-Submit = Callable[[str, int], Handle]
-"""Submits `run_described(path)` for the path of a file that describes a job, with resources for some processes."""
+Submit = Callable[[Sequence[tuple[str, int]]], Sequence[Handle]]
+"""Submits `run_described(path)` for files that describe jobs, each with resources for a number of processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,13 +141,17 @@ class _RemoteJob:
     number: int
     path: Path
     log: Path
-    handle: Handle
+    slots: int
     report: Callable[[ProcessExit], None]
+    handle: Handle | None = None
+    """None while it waits for others, with which it is submitted."""
     over: threading.Event = field(default_factory=threading.Event)
 
     def kill(self) -> None:
         """End the job now and wait; if it does not exit, the backend ends it."""
-        if self.over.is_set():
+        if self.handle is None and not self.over.is_set():
+            self.end(-SIGKILL)
+        if self.handle is None or self.over.is_set():
             return
         self.signal(SIGKILL)
         if not self.over.wait(_KILL_S):
@@ -164,21 +166,32 @@ class _RemoteJob:
     def look(self) -> None:
         """Report the end of the job if it has ended or is lost."""
         try:
-            code = self.handle.ended()
+            code = None if self.handle is None else self.handle.ended()
         except Exception as error:  # noqa: BLE001 - a backend may raise any error
-            self.log.parent.mkdir(parents=True, exist_ok=True)
-            with open_regular(self.log, "ab") as file:
-                file.write(f"{type(error).__name__}: {error}\n".encode())
-            code = _LOST
+            self.lose(error)
+            return
         if code is not None:
-            self.over.set()
-            for path in (self.path, signals_file(self.path)):
-                path.unlink(missing_ok=True)
-            self.report(ProcessExit(attempt=self.number, rank=0, code=code))
+            self.end(code)
+
+    def lose(self, error: Exception) -> None:
+        """Report a job that the backend lost or refused, with the reason in its log."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with open_regular(self.log, "ab") as file:
+            file.write(f"{type(error).__name__}: {error}\n".encode())
+        self.end(_LOST)
+
+    def end(self, code: int) -> None:
+        """Report the end of the job."""
+        self.over.set()
+        for path in (self.path, signals_file(self.path)):
+            path.unlink(missing_ok=True)
+        self.report(ProcessExit(attempt=self.number, rank=0, code=code))
 
 
 class Remote:
     """Starts jobs with a backend, and reports their ends while the block runs.
+
+    Jobs that arrive close together are submitted together: a cluster may take them as one array.
 
     Args:
         submit: submits a job to the connected backend.
@@ -211,15 +224,28 @@ class Remote:
             log=str(job.log),
             waiting=this_process(),
         ).write(path)
-        handle = self._submit(str(path), job.slots)
-        remote = _RemoteJob(number=job.number, path=path, log=job.log, handle=handle, report=job.report)
+        remote = _RemoteJob(number=job.number, path=path, log=job.log, slots=job.slots, report=job.report)
         self._jobs.append(remote)
         return remote
 
     def _look(self) -> None:
-        """Report the end of every job, once."""
+        """Submit the jobs that wait, once no other has come, and report the end of every job, once."""
+        seen = 0
         while not self._closed.wait(_LOOK_S):
-            for job in self._jobs:
+            running = [job for job in self._jobs if not job.over.is_set()]
+            waiting = [job for job in running if job.handle is None]
+            if waiting and len(waiting) == seen:
+                try:
+                    handles = self._submit([(str(job.path), job.slots) for job in waiting])
+                except Exception as error:  # noqa: BLE001 - sbatch may fail with any error
+                    for job in waiting:
+                        job.lose(error)
+                    continue
+                for job, job.handle in zip(waiting, handles, strict=True):
+                    if job.over.is_set() and job.handle is not None:  # killed meanwhile
+                        job.handle.cancel()
+            seen = len(waiting)
+            for job in running:
                 if not job.over.is_set():
                     job.look()
 
@@ -260,7 +286,7 @@ class RayTasks(JobBackend):
                 task = run.options(**resources, max_retries=0).remote(path)  # the sweep retries failed jobs, not Ray
                 return Handle(partial(_code_of, task.future()), partial(ray.cancel, task, force=True))
 
-            yield submit
+            yield lambda jobs: [submit(*job) for job in jobs]
 
 
 def _code_of(future: Future[int]) -> int | None:
@@ -302,7 +328,7 @@ class SparkTasks(JobBackend):
                 (code,) = context.parallelize([path], 1).map(run_described).collect()
                 return int(code)
 
-            def submit(path: str, slots: int) -> Handle:  # noqa: ARG001 - spark.task.cpus says what a task takes
+            def submit(path: str) -> Handle:
                 future = threads.submit(run, path)
 
                 def cancel() -> None:
@@ -311,12 +337,7 @@ class SparkTasks(JobBackend):
 
                 return Handle(partial(_code_of, future), cancel)
 
-            yield submit
-
-
-_GATHER_S: Final = 0.5
-"""Jobs submitted within this time of the first form one array."""
-_CANCELLED: Final = -signal.SIGKILL
+            yield lambda jobs: [submit(path) for path, _ in jobs]  # spark.task.cpus says what a task takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,14 +364,38 @@ class SubmititLocal(JobBackend):
 
     @contextmanager
     def connect(self, folder: Path) -> Iterator[Submit]:
-        """Connect; jobs are submitted together after a short delay, and remaining ones are cancelled at the end."""
+        """Connect; remaining jobs are cancelled at the end."""
         import submitit  # noqa: PLC0415 - only where it is used
 
         logging.getLogger("submitit").setLevel(logging.ERROR)  # it warns about every failing call of sacct
-        made = submitit.AutoExecutor(folder=folder / "submitit", cluster=self.cluster, **self.constants())
-        made.update_parameters(**self.parameters())
-        with contextlib.closing(_Executor(made, gather_s=_GATHER_S if self.cluster == "slurm" else 0.0)) as executor:
-            yield executor.submit
+        executor = submitit.AutoExecutor(folder=folder / "submitit", cluster=self.cluster, **self.constants())
+        executor.update_parameters(**self.parameters())
+        submitted: list[Any] = []
+
+        def submit(jobs: Sequence[tuple[str, int]]) -> list[Handle]:  # the allocation fixes the resources
+            found = executor.map_array(run_described, [path for path, _ in jobs])
+            submitted.extend(found)
+            return [Handle(partial(_exit_code_of, job), partial(_cancel, job)) for job in found]
+
+        try:
+            yield submit
+        finally:
+            for job in submitted:
+                if not job.paths.result_pickle.exists():
+                    _cancel(job)
+
+
+def _exit_code_of(job: Any) -> int | None:
+    """Return the exit code that the first task has left; SLURM may no longer know finished jobs."""
+    with contextlib.suppress(subprocess.SubprocessError, OSError):
+        if not job.done():
+            return None
+    return int(job.task(0).result())
+
+
+def _cancel(job: Any) -> None:
+    with contextlib.suppress(subprocess.SubprocessError, OSError):
+        job.cancel(check=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,72 +464,6 @@ class SubmititSlurm(SubmititLocal):
     def constants(self) -> dict[str, Any]:
         """Return submitit's limit of requeues after the time limit."""
         return {"slurm_max_num_timeout": self.max_requeues}
-
-
-class _Executor:
-    """Submits jobs that arrive close together, as one array if the cluster supports arrays."""
-
-    def __init__(self, executor: Any, *, gather_s: float) -> None:
-        self._executor, self._gather_s = executor, gather_s
-        self._waiting, self._begun = SimpleQueue[_SubmittedJob](), 0.0
-        self._all: list[_SubmittedJob] = []
-
-    def submit(self, path: str, slots: int) -> Handle:  # noqa: ARG002 - the allocation fixes the resources
-        """Queue a job for submission."""
-        if self._waiting.empty():
-            self._begun = time.monotonic()
-        job = _SubmittedJob(path, self.submit_waiting)
-        self._waiting.put(job)
-        self._all.append(job)
-        return Handle(job.ended, job.cancel)
-
-    def submit_waiting(self) -> None:
-        """Submit the queued jobs, once the first has waited for others. Called by the thread that polls the jobs."""
-        if self._waiting.empty() or time.monotonic() - self._begun < self._gather_s:
-            return
-        jobs = [job for job in (self._waiting.get() for _ in range(self._waiting.qsize())) if job.wanted]
-        try:
-            found = self._executor.map_array(run_described, [job.path for job in jobs]) if jobs else []
-        except Exception as error:  # noqa: BLE001 - sbatch may fail with any error
-            for job in jobs:
-                job.refused = error
-            return
-        for job, one in zip(jobs, found, strict=True):
-            job.submitted = one
-
-    def close(self) -> None:
-        """Cancel the remaining jobs."""
-        for job in self._all:
-            if job.submitted is not None and not job.submitted.paths.result_pickle.exists():
-                job.cancel()
-
-
-@dataclass
-class _SubmittedJob:
-    path: str
-    submit_waiting: Callable[[], None]
-    submitted: Any = None
-    wanted: bool = True
-    refused: Exception | None = None
-
-    def ended(self) -> int | None:
-        """Return the exit code that the first task has left; SLURM may no longer know finished jobs."""
-        self.submit_waiting()
-        if self.refused is not None:
-            raise self.refused
-        if self.submitted is None:
-            return None if self.wanted else _CANCELLED
-        with contextlib.suppress(subprocess.SubprocessError, OSError):
-            if not self.submitted.done():
-                return None
-        return int(self.submitted.task(0).result())
-
-    def cancel(self) -> None:
-        """Remove the job from the queue, or end it."""
-        self.wanted = False
-        if self.submitted is not None:
-            with contextlib.suppress(subprocess.SubprocessError, OSError):
-                self.submitted.cancel(check=False)
 
 
 ENGINES: Final[Mapping[str, type[JobBackend]]] = {
