@@ -111,6 +111,9 @@ def test_a_sweep_has_a_page_with_its_swept_keys_and_the_command_of_each_job(runs
     assert (content["kind"], content["columns"]) == ("sweep", ["seed", "optimizer.lr"])  # not the steps: they are alike
     assert content["runs"][2]["settings"] == {"seed": "3", "optimizer.lr": "0.04"}
     assert "optimizer.lr=0.04" in content["runs"][2]["command"]
+    assert [run["command"].endswith(" -m steps=24 optimizer.lr=0.02 seed=3,1") for run in content["runs"]] == [
+        True, True, False,
+    ]  # fmt: skip  # no lucky seed
 
 
 def test_the_end_of_a_sweep_writes_the_spread_over_seeds_into_the_pages_of_its_jobs(runs: Path) -> None:

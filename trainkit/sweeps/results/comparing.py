@@ -78,13 +78,14 @@ def compare_sweep(folder: Path, board: Leaderboard) -> Comparison:
         board: its leaderboard, whose metric is the goal.
     """
     entries = read_entries(folder)
+    commands = {run.job: command_of(point) for point in by_point(entries) for run in point.runs or (point,)}
     keys = dict.fromkeys(key for entry in entries for key in entry.settings)
     cfg = first_config(entries)
     tags = {key: Tag.maths if cfg is None else tag_of(cfg, tuple(key.split("."))).tag for key in keys}
     return Comparison(
         title=f"sweep {folder.absolute().name}",
         goal=board.goal,
-        runs=[_compared(entry, settings=entry.settings, command=command_of(entry)) for entry in entries],
+        runs=[_compared(entry, settings=entry.settings, command=commands[entry.job]) for entry in entries],
         differences=[
             DifferingKey(key=key, tag=tags[key].value, values=[entry.settings.get(key, "") for entry in entries])
             for key in keys

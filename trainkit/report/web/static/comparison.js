@@ -28,13 +28,14 @@ function differences() {
     : el("p", {class: "soft"}, "No key differs."));
 }
 
-// Runs that differ in their seed alone are one row: mean and spread.
-const folded = columns.includes("seed") ? columns.filter((key) => key !== "seed" && !(data.tags[key] === "cosmetic")) : columns;
+// Runs that differ in their seed or fold alone are one row: mean and spread.
+const repeats = ["seed", "cv.fold"], repeated = columns.some((key) => repeats.includes(key));
+const folded = repeated ? columns.filter((key) => !repeats.includes(key) && !(data.tags[key] === "cosmetic")) : columns;
 function points(places) {
   const found = new Map();
   for (const at of places) {
     const run = runs[at], same = folded.map((key) => run.settings[key] ?? "");
-    const key = columns.includes("seed") && !run.faded ? JSON.stringify(same) : `${at}`;
+    const key = repeated && !run.faded ? JSON.stringify(same) : `${at}`;
     if (!found.has(key)) found.set(key, []);
     found.get(key).push(at);
   }
@@ -54,7 +55,7 @@ const named = (row) => text(row.members.map((at) => runs[at].name).join(", "));
 const spread = (row) => (row.mean === null ? "" : `${short(row.mean)}${row.deviation === null ? "" : ` ± ${Number(row.deviation.toPrecision(2))}`}`);
 const jobColumn = {name: isSweep ? "job" : "run", value: (row) => row.run.name, of: named, head: true};
 const metricColumn = {name: goal.metric, value: (row) => row.mean, number: true,
-  of: (row) => el("span", {title: exact(row.mean)}, spread(row), row.number > 1 ? el("span", {class: "soft"}, ` (${row.number} seeds)`) : "")};
+  of: (row) => el("span", {title: exact(row.mean)}, spread(row), row.number > 1 ? el("span", {class: "soft"}, `, n = ${row.number}`) : "")};
 const cells = [...(isSweep ? folded.map((key) => ({name: key, value: (row) => row.run.settings[key] ?? "", of: (row) => code(row.run.settings[key] ?? "")})) : [jobColumn]),
   metricColumn, {name: "steps", value: (row) => row.run.steps, of: (row) => whole(row.run.steps), number: true},
   {name: "seconds", value: (row) => row.seconds, of: (row) => seconds(row.seconds), number: true},
