@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.context_memory import LongCase
 from tests.contract.meshes import TOLERANCES, Mesh, Resumed, compare, resume_error
 from tests.contract.stepping import Case, train
 from tests.contract.test_mesh import GPT, NET, FrozenCase, check
 from tests.contract.test_tensor_parallel import GptCase
+from tests.support.counted import bytes_of_rank
 from tests.support.pool import Pool, TaskError
 from trainkit.objectives.base import Access
 from trainkit.objectives.language_modelling import LanguageModelling
@@ -76,6 +78,15 @@ def test_what_is_dropped_out_of_parts_is_that_of_one_device(cut: dict[str, Any],
     for rank in train(pool, replace(base, settings=cut)):
         for name, tensor in expected.weights.items():
             torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.slow
+def test_a_rank_keeps_the_activations_of_its_positions(pool: Pool) -> None:
+    base = LongCase(task="hidden", precision="fp32", num_steps=1, global_size=1, length=1024, width=16, blocks=2)
+    one, most = bytes_of_rank(None, base)
+    case = replace(base, strategy="mesh", settings=CUT | {"context": 4})
+    ranks = pool.run("tests.support.counted.bytes_of_rank", case, num_ranks=4)
+    assert max(peak - lasting for lasting, peak in ranks) <= 0.4 * (most - one)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class SequenceCut:
         return self.length > 0
 
     @property
-    def stretch(self) -> int:
+    def size(self) -> int:
         """Positions of a stretch; those after the last one of the sequence are filled up."""
         return -(-self.length // (2 * self.degree))
 
@@ -81,20 +81,21 @@ class SequenceCut:
         finally:
             self.length = 0
 
-    def starts(self) -> tuple[int, int]:
-        """Return the first positions of this rank's two stretches."""
-        return self.place * self.stretch, (2 * self.degree - 1 - self.place) * self.stretch
+    @property
+    def stretches(self) -> tuple[int, int]:
+        """The numbers of this rank's two stretches."""
+        return self.place, 2 * self.degree - 1 - self.place
 
     def positions(self, device: torch.device) -> Tensor:
         """Return (positions of this rank,) int64; of what is filled up, the last position of the sequence."""
-        whole = torch.arange(2 * self.degree * self.stretch, device=device).clamp_(max=self.length - 1)
-        return torch.cat([whole[start : start + self.stretch] for start in self.starts()])
+        whole = torch.arange(2 * self.degree * self.size, device=device).clamp_(max=self.length - 1)
+        return torch.cat([whole[number * self.size :][: self.size] for number in self.stretches])
 
     def part(self, whole: Tensor, dim: int = 1, fill: float = 0) -> Tensor:
         """Return this rank's positions of a tensor of a whole sequence."""
-        missing = 2 * self.degree * self.stretch - whole.shape[dim]
+        missing = 2 * self.degree * self.size - whole.shape[dim]
         padded = functional.pad(whole, (*(0, 0) * (whole.dim() - 1 - dim), 0, missing), value=fill)
-        return torch.cat([padded.narrow(dim, start, self.stretch) for start in self.starts()], dim)
+        return torch.cat([padded.narrow(dim, number * self.size, self.size) for number in self.stretches], dim)
 
     def part_of(self, batch: Batch, objective: Objective) -> Batch:
         """Return a batch with this rank's positions of its inputs and targets; what is filled up does not count.
@@ -150,26 +151,23 @@ class SequenceCut:
         mask = None
         if dropout:
             mask = self._mask((*queries.shape[:2], self.length, self.length), dropout, queries, 2)
-            mask = functional.pad(mask, (0, 2 * self.degree * self.stretch - self.length))
+            mask = functional.pad(mask, (0, 2 * self.degree * self.size - self.length))
         with torch.autocast(device, enabled=False):
             mixed: Tensor = _Attention.apply(queries, keys, values, mask, self, scale or queries.shape[-1] ** -0.5)  # type: ignore[no-untyped-call]
         return mixed
 
-    def gathered(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Return (2, samples, heads, all positions, size) keys and values of all ranks; collective."""
+    def gathered(self, keys: Tensor, values: Tensor) -> list[Tensor]:
+        """Return (2, samples, heads, positions of a rank, size) keys and values of each rank; collective."""
         own = torch.stack([keys, values])
         parts = [torch.empty_like(own) for _ in range(self.degree)]
         dist.all_gather(parts, own, group=self.group)
-        first, last = zip(*(one.chunk(2, 3) for one in parts), strict=True)
-        return torch.cat([*first, *reversed(last)], 3)
+        return parts
 
-    def scattered(self, whole: Tensor) -> Tensor:
-        """Return (2, samples, heads, positions of this rank, size) the sum over the ranks; collective."""
-        stretches = whole.chunk(2 * self.degree, 3)
-        pairs = [torch.cat([stretches[rank], stretches[-1 - rank]], 3) for rank in range(self.degree)]
-        total = torch.empty_like(pairs[0])
-        dist.reduce_scatter(total, pairs, group=self.group)
-        return total
+    def of_stretch(self, parts: Sequence[Tensor], number: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a stretch, as views."""
+        is_late = number >= self.degree
+        keys, values = parts[2 * self.degree - 1 - number if is_late else number].chunk(2, 3)[is_late]
+        return keys, values
 
     def summed(self, work: ShardStep) -> None:
         """Make loss, weight and terms of a step those of whole sequences, on every rank; collective."""
@@ -184,20 +182,24 @@ class SequenceCut:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of the stretches of one rank over the keys and values of all."""
+    """Attention of the stretches of one rank over the keys and values of all, stretch by stretch."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - `apply` passes by position
         ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cut: SequenceCut, scale: float
     ) -> Tensor:
         """Compute both stretches; `mask` has the factors of the weights in this rank's rows."""
-        ctx.heads = keys.shape[1], queries.shape[1] // keys.shape[1]
-        every_key, every_value = cut.gathered(keys, values).repeat_interleave(ctx.heads[1], 2)
-        found = []
-        for start, own, factors in zip(cut.starts(), queries.chunk(2, 2), _halves(mask), strict=True):
-            end = start + own.shape[2]
-            found.append(_attended(own, every_key[:, :, :end], every_value[:, :, :end], scale, factors))
-        out, log = (torch.cat(parts, 2) for parts in zip(*found, strict=True))
+        parts, found = cut.gathered(keys, values), []
+        for own, rows, factors in zip(cut.stretches, queries.chunk(2, 2), _halves(mask), strict=True):
+            out, log = torch.zeros_like(rows, dtype=_wide(rows)), rows.new_full((), -math.inf, dtype=_wide(rows))
+            for number in range(own + 1):
+                key, value = (_of_heads(one, rows) for one in cut.of_stretch(parts, number))
+                more, its_log = _block(rows, key, value, scale, number == own, _columns(factors, number, rows))
+                both = torch.logaddexp(log, its_log)
+                out.mul_((log - both).exp().unsqueeze(-1)).add_(more * (its_log - both).exp().unsqueeze(-1))
+                log = both
+            found.append((out.to(rows.dtype), log))
+        out, log = (torch.cat(halves, 2) for halves in zip(*found, strict=True))
         ctx.cut, ctx.scale = cut, scale
         ctx.save_for_backward(queries, keys, values, out, log, mask)
         return out
@@ -207,22 +209,44 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gather keys and values again, and return the gradients of this rank's positions."""
         queries, keys, values, out, log, mask = ctx.saved_tensors
-        whole = ctx.cut.gathered(keys, values).repeat_interleave(ctx.heads[1], 2)
-        total, by_queries = torch.zeros_like(whole), []
-        halves = (one.chunk(2, 2) for one in (queries, grad, out, log))
-        for start, own, given, mixed, logs, factors in zip(ctx.cut.starts(), *halves, _halves(mask), strict=True):
-            end = start + own.shape[2]
-            seen, its_values = whole[..., :end, :]
-            first, *others = _gradients(given, own, seen, its_values, mixed, logs, ctx.scale, factors)
-            by_queries.append(first)
-            total[..., :end, :] += torch.stack(others)
-        of_heads: Tensor = total.unflatten(2, ctx.heads).sum(3)  # type: ignore[no-untyped-call]
-        by_keys, by_values = ctx.cut.scattered(of_heads)
-        return torch.cat(by_queries, 2), by_keys, by_values, None, None, None
+        cut: SequenceCut = ctx.cut
+        parts = cut.gathered(keys, values)
+        grads, by_queries = [torch.zeros_like(one) for one in parts], []
+        halves = [one.chunk(2, 2) for one in (queries, grad, out, log)]
+        for own, rows, given, mixed, logs, factors in zip(cut.stretches, *halves, _halves(mask), strict=True):
+            total = torch.zeros_like(rows, dtype=_wide(rows))
+            for number in range(own + 1):
+                key, value = (_of_heads(one, rows) for one in cut.of_stretch(parts, number))
+                columns = _columns(factors, number, rows)
+                first, *others = _block_gradients(
+                    given, rows, key, value, mixed, logs, ctx.scale, number == own, columns
+                )
+                total += first
+                for of_ranks, one in zip(cut.of_stretch(grads, number), others, strict=True):
+                    of_ranks.add_(one.view(*of_ranks.shape[:2], -1, *one.shape[2:]).sum(2))
+            by_queries.append(total.to(rows.dtype))
+        del parts, key, value
+        sums = torch.empty_like(grads[0])
+        dist.reduce_scatter(sums, grads, group=cut.group)
+        return torch.cat(by_queries, 2), sums[0], sums[1], None, None, None
 
 
 def _halves(mask: Tensor | None) -> tuple[Tensor | None, ...]:
     return (None, None) if mask is None else mask.chunk(2, 2)
+
+
+def _columns(factors: Tensor | None, number: int, rows: Tensor) -> Tensor | None:
+    return None if factors is None else factors.narrow(3, number * rows.shape[2], rows.shape[2])
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
+
+
+def _of_heads(keys: Tensor, queries: Tensor) -> Tensor:
+    """Return keys or values for each head of the queries: several may share one."""
+    times = queries.shape[1] // keys.shape[1]
+    return keys.repeat_interleave(times, 1) if times > 1 else keys
 
 
 def _is_fused(queries: Tensor, mask: Tensor | None) -> bool:
@@ -231,70 +255,13 @@ def _is_fused(queries: Tensor, mask: Tensor | None) -> bool:
     return mask is None and (kind == "cpu" or on_gpu)
 
 
-def _attended(
-    queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
+def _block(  # noqa: PLR0917 - as the kernels take them
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention of a stretch over the keys up to its end, and the logarithm of each sum of weights."""
-    start = keys.shape[2] - queries.shape[2]
+    """Return the attention over the keys of a stretch, and the logarithm of the sum of its weights."""
     if not _is_fused(queries, mask):
-        weights, log, wide = _weights(queries, keys, scale)
-        dropped = weights if mask is None else weights * mask[..., : keys.shape[2]]
-        return (dropped @ values.to(wide)).to(queries.dtype), log
-    out, log = _kernel(queries, keys[:, :, start:], values[:, :, start:], scale, causal=True)
-    if not start:
-        return out, log
-    earlier, its_log = _kernel(queries, keys[:, :, :start], values[:, :, :start], scale, causal=False)
-    both = torch.logaddexp(log, its_log)
-    parts = ((out, log), (earlier, its_log))
-    total = sum(part * (logs - both).exp().unsqueeze(-1) for part, logs in parts)
-    assert isinstance(total, Tensor)
-    return total.to(queries.dtype), both
-
-
-def _gradients(  # noqa: PLR0917 - as the kernels take them
-    grad: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    log: Tensor,
-    scale: float,
-    mask: Tensor | None,
-) -> Sequence[Tensor]:
-    """Return the gradients of queries, keys and values of a stretch: kernels take the sums over all keys."""
-    start = keys.shape[2] - queries.shape[2]
-    if not _is_fused(queries, mask):
-        weights, _, wide = _weights(queries, keys, scale, log)
-        factors = torch.ones((), dtype=wide, device=grad.device) if mask is None else mask[..., : keys.shape[2]]
-        given, dtype = grad.to(wide), queries.dtype
-        by_weights = given @ values.to(wide).mT * factors
-        by_scores = weights * (by_weights - (given * out.to(wide)).sum(-1, keepdim=True)) * scale
-        found = by_scores @ keys.to(wide), by_scores.mT @ queries.to(wide), (weights * factors).mT @ given
-        return [one.to(dtype) for one in found]
-    by_queries, *own = _kernel_gradients(
-        grad, queries, keys[:, :, start:], values[:, :, start:], out, log, scale, causal=True
-    )
-    if not start:
-        return [by_queries, *own]
-    more, *earlier = _kernel_gradients(
-        grad, queries, keys[:, :, :start], values[:, :, :start], out, log, scale, causal=False
-    )
-    return [by_queries + more, *(torch.cat(pair, 2) for pair in zip(earlier, own, strict=True))]
-
-
-def _weights(
-    queries: Tensor, keys: Tensor, scale: float, log: Tensor | None = None
-) -> tuple[Tensor, Tensor, torch.dtype]:
-    """Return the weights of a stretch, the logarithm of their sums, and the dtype of both."""
-    wide = torch.float64 if queries.dtype is torch.float64 else torch.float32
-    scores = queries.to(wide) @ keys.to(wide).mT * scale
-    later = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device)
-    scores = scores.masked_fill(later.triu(keys.shape[2] - queries.shape[2] + 1), -math.inf)
-    log = scores.logsumexp(-1) if log is None else log
-    return (scores - log.unsqueeze(-1)).exp(), log, wide
-
-
-def _kernel(queries: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+        weights, log = _weights(queries, keys, scale, causal)
+        return (weights if mask is None else weights * mask) @ values.to(weights), log
     if queries.device.type == "cpu":
         out, log = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001 - sdpa hides the sums
             queries, keys, values, is_causal=causal, scale=scale
@@ -306,7 +273,7 @@ def _kernel(queries: Tensor, keys: Tensor, values: Tensor, scale: float, *, caus
     return out, log[..., : queries.shape[2]]  # it is filled up to a multiple of 32
 
 
-def _kernel_gradients(  # noqa: PLR0917 - as the kernels take them
+def _block_gradients(  # noqa: PLR0917 - as the kernels take them
     grad: Tensor,
     queries: Tensor,
     keys: Tensor,
@@ -314,9 +281,17 @@ def _kernel_gradients(  # noqa: PLR0917 - as the kernels take them
     out: Tensor,
     log: Tensor,
     scale: float,
-    *,
     causal: bool,
+    mask: Tensor | None,
 ) -> Sequence[Tensor]:
+    """Return the gradients of queries, and of keys and values of a stretch; `out` and `log` are those of all keys."""
+    if not _is_fused(queries, mask):
+        weights, _ = _weights(queries, keys, scale, causal, log)
+        factors = torch.ones_like(weights) if mask is None else mask
+        given = grad.to(weights)
+        by_weights = given @ values.to(weights).mT * factors
+        by_scores = weights * (by_weights - (given * out).sum(-1, keepdim=True)) * scale
+        return by_scores @ keys.to(weights), by_scores.mT @ queries.to(weights), (weights * factors).mT @ given
     if queries.device.type == "cpu":
         found: Sequence[Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # noqa: SLF001
             grad, queries, keys, values, out, log, 0.0, causal, scale=scale
@@ -327,6 +302,17 @@ def _kernel_gradients(  # noqa: PLR0917 - as the kernels take them
     return torch.ops.aten._scaled_dot_product_efficient_attention_backward(  # type: ignore[no-any-return]  # noqa: SLF001
         grad, queries, keys, values, None, out, filled, none, none, 0.0, [True, True, True, False], causal, scale=scale
     )[:3]
+
+
+def _weights(
+    queries: Tensor, keys: Tensor, scale: float, causal: bool, log: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    scores = queries.to(_wide(queries)) @ keys.to(_wide(queries)).mT * scale
+    if causal:
+        later = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
+    log = scores.logsumexp(-1) if log is None else log
+    return (scores - log.unsqueeze(-1)).exp(), log
 
 
 class CutStep(ShardStep):
