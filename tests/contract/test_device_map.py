@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,13 +16,11 @@ from torch import nn
 
 from tests.contract.running import run, weights
 from tests.contract.stepping import Case, oracle, train
-from tests.support import reference
+from tests.support import reference, second_device
 from tests.support.pool import Pool
-from tests.support.second_device import SecondDevice, fetch, send
+from tests.support.second_device import fetch
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.device_map import DeviceMap
-from trainkit.strategies.maps import layout as placing
-from trainkit.strategies.maps.layout import DeviceLayout, ModelMap
 
 pytestmark = pytest.mark.pairwise
 
@@ -35,15 +31,6 @@ TOKENS = Case(task="tokens", global_size=8, micro_size=8)
 def mapped(case: Case) -> Case:
     given = {"0": "cpu", "rest": "cpu"} if case.task == "classes" else {"embed": "cpu", "rest": "/cpu:0"}
     return replace(case, strategy="device_map", settings={"map": given})
-
-
-@pytest.mark.parametrize("micro_size", [3, 8])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("base", [CLASSES, TOKENS], ids=["classes", "tokens"])
-def test_six_steps_are_those_of_the_reference(base: Case, optimizer: str, micro_size: int, pool: Pool) -> None:
-    case = mapped(replace(base, optimizer=optimizer, micro_size=micro_size, max_norm=0.05))
-    (rank,) = train(pool, case)
-    assert reference.differences(rank.weights, oracle(case)) == []
 
 
 @pytest.mark.parametrize(
@@ -73,25 +60,9 @@ def test_a_run_evaluates_and_saves_what_one_device_does(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The first block of every device map is on a second device, and fused kernels run there too."""
-
-    def on_two(self: ModelMap, *args: Any) -> DeviceLayout:
-        layout = whole(self, *args)
-        rest = (None if place is None else 1 for place in layout.places[1:])
-        return replace(layout, group=("meta", "cpu"), places=(0, *rest))
-
-    def move(owner: nn.Module, device: torch.device, only: str | None) -> None:
-        del only
-        if device.type == "meta":
-            send(owner)
-
-    whole = ModelMap.layout
-    monkeypatch.setattr(ModelMap, "layout", on_two)
-    monkeypatch.setattr(placing, "_move", move)
-    for module in ("sgd", "adam"):  # know by name where their fused kernels run
-        monkeypatch.setattr(import_module(f"torch.optim.{module}"), "_device_dtype_check_for_fused", lambda *_: None)
-    with SecondDevice():
+def two_devices() -> Iterator[None]:
+    """The first block of every device map is on a second device."""
+    with second_device.two_devices(alone=True):
         yield
 
 

@@ -21,7 +21,7 @@ from tests.support import reference, zoo
 from tests.support.pool import Place, Pool
 from trainkit.models.gpt import Gpt
 from trainkit.strategies.core.replica import Replica
-from trainkit.strategies.mesh.pipe import replica as staged
+from trainkit.strategies.mesh.pipe import executor as staged
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 

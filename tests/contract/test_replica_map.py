@@ -6,26 +6,19 @@ A gradient in the second place of a replica that is not summed with that of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
 from typing import Any, get_args
-from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 from tests.contract.stepping import Case, Frozen, Trained, oracle, run_rank, train
 from tests.contract.test_optimizers import Match
 from tests.contract.test_sparse import Words
 from tests.support import reference
 from tests.support.pool import Place, Pool
-from tests.support.second_device import SecondDevice, fetch, send
+from tests.support.second_device import fetch, two_devices
 from trainkit.errors import ConfigError, TrainingError
-from trainkit.strategies.maps import layout as placing
-from trainkit.strategies.maps.layout import DeviceLayout, ModelMap
 from trainkit.strategies.model_transforms import ModelTransforms
 from trainkit.strategies.reducers.options import Reduce
 
@@ -171,30 +164,6 @@ def misplaced(place: Place, case: Case) -> str:
         torch.distributed.destroy_process_group()
         return str(error)
     return "nothing"
-
-
-@contextmanager
-def two_devices() -> Iterator[None]:
-    """The first place of every group is a second device, and fused kernels run there too."""
-
-    def on_two(self: ModelMap, *args: Any, **kwargs: Any) -> Any:
-        found = whole(self, *args, **kwargs)
-        return replace(found, group=("meta", "cpu")) if isinstance(found, DeviceLayout) else found
-
-    def move(owner: nn.Module, device: torch.device, only: str | None) -> None:
-        del only
-        if device.type == "meta":
-            send(owner)
-
-    whole = ModelMap.layout
-    fused = (
-        mock.patch.object(import_module(f"torch.optim.{name}"), "_device_dtype_check_for_fused")
-        for name in ("sgd", "adam")
-    )
-    first, second = fused
-    laid, moved = mock.patch.object(ModelMap, "layout", on_two), mock.patch.object(placing, "_move", move)
-    with laid, moved, first, second, SecondDevice():
-        yield
 
 
 def on_two_devices(place: Place, case: Case) -> Trained:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -16,9 +15,7 @@ import torch
 from torch import nn
 
 from tests.contract.running import run
-from tests.contract.stepping import Case, oracle, train
-from tests.support import reference, zoo
-from tests.support.pool import Pool
+from tests.support import zoo
 from tests.support.present import present
 from trainkit.models.gpt import Gpt
 from trainkit.models.mlp import Mlp
@@ -189,33 +186,6 @@ def test_a_recomputation_begins_with_the_buffers_of_the_first_computation() -> N
     (other,) = torch.autograd.grad(first.sum(), inputs)
     assert torch.equal(grad, 2 * other)
     assert float(inner.count) == 2.0
-
-
-RECOMPUTED = ModelTransforms(recompute=["Linear"])
-
-
-@pytest.mark.parametrize(
-    ("shaping", "settings"),
-    [
-        (RECOMPUTED, {"strategy": "one_device"}),
-        (COMPILED, {"strategy": "one_device"}),
-        (RECOMPUTED, {"strategy": "mirrored", "replicas": 2}),
-        pytest.param(COMPILED, {"strategy": "mirrored", "replicas": 2}, marks=pytest.mark.long),
-    ],
-    ids=["recomputed", "compiled", "recomputed_on_two", "compiled_on_two"],
-)
-@pytest.mark.slow
-def test_six_steps_are_those_of_the_reference(shaping: ModelTransforms, settings: dict[str, Any], pool: Pool) -> None:
-    """A ragged last batch and a step of unequal shards included."""
-    strategy, keys = settings["strategy"], {key: value for key, value in settings.items() if key != "strategy"}
-    case = replace(
-        Case(task="tokens", global_size=8, micro_size=3, max_norm=0.05),
-        strategy=strategy,
-        settings=keys,
-        shaping=shaping,
-    )
-    for rank in train(pool, case):
-        assert reference.differences(rank.weights, oracle(case)) == []
 
 
 def test_a_torch_that_compiles_no_gradients_compiles_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,8 @@ FULL = ModelTransforms(recompute="full")
 COMPILED = ModelTransforms(compile_mode="default", backend="aot_eager")
 BOTH = ModelTransforms(recompute="full", compile_mode="default", backend="aot_eager")
 SPREAD: dict[str, dict[str, Any]] = {
+    "one_device": {},
+    "mirrored": {"replicas": 2},
     "device_map": {"map": {"embed": "cpu", "rest": "/cpu:0"}},
     "fsdp": {"replicas": 2},
     "pipeline": {"stages": 2},

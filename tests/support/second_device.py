@@ -6,13 +6,20 @@ a tensor of the CPU, as two GPUs do. Backward passes and in-place updates work.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
 from typing import Any, Self
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from trainkit.strategies.maps import layout as placing
+from trainkit.strategies.maps.layout import DeviceLayout, ModelMap
 
 META = torch.device("meta")
 
@@ -104,3 +111,33 @@ def _refuse_strangers(name: str, args: Sequence[Any], leaves: Sequence[Tensor]) 
 
 def _wrapped(found: Any, *, there: bool) -> Any:
     return There(found) if there and isinstance(found, Tensor) else found
+
+
+@contextmanager
+def two_devices(*, alone: bool = False) -> Iterator[None]:
+    """The first place of every map is a second device, and fused kernels run there too.
+
+    Args:
+        alone: whether the map has one place, whose first block gets the second device.
+    """
+
+    def on_two(self: ModelMap, *args: Any, **kwargs: Any) -> Any:
+        found = whole(self, *args, **kwargs)
+        if alone:
+            rest = (None if place is None else 1 for place in found.places[1:])
+            return replace(found, group=("meta", "cpu"), places=(0, *rest))
+        return replace(found, group=("meta", "cpu")) if isinstance(found, DeviceLayout) else found
+
+    def move(owner: nn.Module, device: torch.device, only: str | None) -> None:
+        del only
+        if device.type == "meta":
+            send(owner)
+
+    whole = ModelMap.layout
+    first, second = (
+        mock.patch.object(import_module(f"torch.optim.{name}"), "_device_dtype_check_for_fused")
+        for name in ("sgd", "adam")
+    )  # know by name where their fused kernels run
+    laid, moved = mock.patch.object(ModelMap, "layout", on_two), mock.patch.object(placing, "_move", move)
+    with laid, moved, first, second, SecondDevice():
+        yield

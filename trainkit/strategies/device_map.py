@@ -80,18 +80,14 @@ class DeviceMap(OneProcess):
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return the memory of the device with the largest use, and the partial sums of a reproducible run."""
-        parts = self._parts(model, context)
-        if not parts:
-            return super().estimate_memory(model, context)
-        return max((part.memory for part in parts), key=lambda memory: sum(memory.resident.values()))
+        held = (part.memory for part in self.replica_parts(model, context, num_shards=1))
+        return max(held, key=lambda memory: sum(memory.resident.values()))
 
-    def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:
+    def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:  # noqa: ARG002
         """Return the blocks of each device; one part for all if the map does not fit the model."""
-        return self._parts(model, context) or super().replica_parts(model, context, num_shards=num_shards)
-
-    def _parts(self, model: nn.Module, context: PlanContext) -> tuple[ReplicaPart, ...]:
         copies = synchronous_gradient_copies(context.numerics, 1)
-        return self._map(context.num_gpus).held_parts(model, context, gradient_copies=copies)
+        found = self._map(context.num_gpus).held_parts(model, context, gradient_copies=copies)
+        return found or (ReplicaPart(modules=(), memory=super().estimate_memory(model, context)),)
 
     def num_slots(self, num_gpus: int) -> int:
         """Return the number of GPUs in the map; on the CPU the parts run one after another."""

@@ -152,33 +152,6 @@ def with_values(grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], li
     return coalesced, [values for values in held if values.numel()]
 
 
-def scatter_to_all_params(
-    replica: Replica, sums: Sequence[Tensor | None], sparse: Mapping[int, Tensor | None]
-) -> list[Tensor | None]:
-    """Return a gradient per parameter, then buffers and weight: reduced ones, sparse ones, None for unused ones.
-
-    Collective if there are sparse gradients.
-
-    Args:
-        replica: gives the indices.
-        sums: the result of the reducer: gradients of `replica.exchanged`, then the rest.
-        sparse: this rank's sums of sparse gradients, by index; empty if it had no shard.
-    """
-    exchanged = replica.exchanged or []
-    found: list[Tensor | None] = [None] * len(replica.params)
-    for place, total in zip(exchanged, sums, strict=False):
-        found[place] = total
-    if replica.sparse and replica.lanes is None:
-        masters, totals, sent = list(replica.masters.values()), {}, 0
-        for place, dims in replica.sparse.items():
-            like, collective = masters[place], replica.data_ranks
-            totals[place], size = gather_sparse(sparse.get(place), like, sparse_dim=dims, collective=collective)
-            found[place] = totals[place]
-            sent += size
-        replica.step_metrics.update(sparse_figures(totals, sent, replica.num_ranks))
-    return [*found, *sums[len(exchanged) :]]
-
-
 def cloned_batch(batch: Batch) -> Batch:
     """Copy a batch into separate memory.
 
@@ -283,7 +256,26 @@ class ShardStep:
         for lane, sums in self.partials():
             reducer.add(lane, sums)
         sums = reducer.finish()
-        return sums if self.replica.exchanged is None else scatter_to_all_params(self.replica, sums, self._sparse)
+        return sums if self.replica.exchanged is None else self._for_all_params(sums, self.replica.exchanged)
+
+    def _for_all_params(self, sums: Sequence[Tensor | None], exchanged: Sequence[int]) -> list[Tensor | None]:
+        """Return a gradient per parameter, then buffers and weight: reduced ones, sparse ones, None for unused ones.
+
+        Collective if there are sparse gradients.
+        """
+        replica = self.replica
+        found: list[Tensor | None] = [None] * len(replica.params)
+        for place, total in zip(exchanged, sums, strict=False):
+            found[place] = total
+        if replica.sparse and replica.lanes is None:
+            masters, totals, sent = list(replica.masters.values()), {}, 0
+            for place, dims in replica.sparse.items():
+                grad, collective = self._sparse.get(place), replica.data_ranks
+                totals[place], size = gather_sparse(grad, masters[place], sparse_dim=dims, collective=collective)
+                found[place] = totals[place]
+                sent += size
+            replica.step_metrics.update(sparse_figures(totals, sent, replica.num_ranks))
+        return [*found, *sums[len(exchanged) :]]
 
     def partials(self) -> Iterator[tuple[int, Sequence[Tensor | None]]]:
         """Yield (lane, its sums), computed on iteration: partial sums are combined before the next one exists."""
@@ -411,8 +403,7 @@ class ShardStep:
         where = [0] * len(names) if held is None else held.places
         rows = torch.stack(replica.data_ranks.gather(torch.tensor([*own, *where, *flags, *dims, *map(int, changed)])))
         count = len(names)
-        _refuse_other_layouts(names, rows[:, :count])
-        _refuse_other_places(names, rows[:, count : 2 * count])
+        _refuse_differences(names, rows[:, :count], rows[:, count : 2 * count])
         found: list[int] = rows[:, 2 * count :].amax(0).tolist()  # a rank without a shard finds nothing
         if exchanges:
             agree_on_exchanged_grads(replica, found[:count], found[count : 2 * count])
@@ -434,47 +425,27 @@ class ShardStep:
         return packing
 
 
-def _refuse_other_layouts(names: Sequence[str], marks: Tensor) -> None:
-    """Refuse parameters whose strides differ between ranks: gradients are exchanged in memory order.
-
-    Raises:
-        TrainingError: there is such a parameter.
-    """
-    if (found := _first_difference(names, marks)) is not None:
-        name, rank, _ = found
-        raise TrainingError(
-            f"the parameter {name} has different strides on rank {rank} and on rank 0. Give it one memory format on "
-            f"every "
-            "rank."
-        )
-
-
-def _refuse_other_places(names: Sequence[str], places: Tensor) -> None:
-    """Refuse parameters that two replicas have put on different devices of their groups.
-
-    Raises:
-        TrainingError: there is such a parameter.
-    """
-    if (found := _first_difference(names, places)) is not None:
-        name, rank, column = found
-        raise TrainingError(
-            f"the parameter {name} is on device {column[rank]} of its replica on rank {rank}, and on device "
-            f"{column[0]} on rank 0. Set the place of each block in strategy.map."
-        )
-
-
-def _first_difference(names: Sequence[str], values: Tensor) -> tuple[str, int, list[int]] | None:
-    """Return the first parameter whose value differs between ranks, with the rank and the values of all ranks.
+def _refuse_differences(names: Sequence[str], marks: Tensor, places: Tensor) -> None:
+    """Refuse parameters whose strides differ between ranks, because gradients are exchanged in memory order, or that
+    two replicas have put on different devices of their groups.
 
     Args:
         names: names of the parameters.
-        values: (ranks, parameters) int.
+        marks: (ranks, parameters) int, of their strides.
+        places: (ranks, parameters) int, of their devices.
+
+    Raises:
+        TrainingError: there is such a parameter.
     """
-    for name, column in zip(names, values.t().tolist(), strict=True):
-        for rank, value in enumerate(column):
-            if value != column[0]:
-                return name, rank, column
-    return None
+    for values in (marks, places):
+        for name, column in zip(names, values.t().tolist(), strict=True):
+            rank = next((rank for rank, value in enumerate(column) if value != column[0]), None)
+            if rank is not None and values is marks:
+                said = f"the parameter {name} has different strides on rank {rank} and on rank 0."
+                raise TrainingError(f"{said} Give it one memory format on every rank.")
+            if rank is not None:
+                said = f"the parameter {name} is on device {column[rank]} of its replica on rank {rank}, and on device "
+                raise TrainingError(f"{said}{column[0]} on rank 0. Set the place of each block in strategy.map.")
 
 
 def agree_on_exchanged_grads(replica: Replica, used: Sequence[int], sparse_dims: Sequence[int]) -> None:
@@ -526,11 +497,6 @@ Observe = Callable[[Sequence[Tensor | None]], None]
 """Function that receives the gradients of an update, in the order of the parameters."""
 
 
-def ignore_gradients(grads: Sequence[Tensor | None]) -> None:
-    """Do nothing: no listener looks at the gradients of this update."""
-    del grads
-
-
 def apply_update(
     replica: Replica,
     sums: Sequence[Tensor | None],
@@ -538,7 +504,7 @@ def apply_update(
     update: UpdateParams,
     *,
     loss_sum: Tensor | None = None,
-    observe: Observe = ignore_gradients,
+    observe: Observe | None = None,
 ) -> tuple[Status, Tensor | None]:
     """Update parameters, buffers and loss scale from the sums over all shards and ranks.
 
@@ -580,7 +546,8 @@ def apply_update(
             replica.buffers.reset()
         replica.set_loss_scale(scale.after(overflow=True) if status is Status.retry else scale.after_skip())
         return status, None
-    observe(grads)
+    if observe is not None:
+        observe(grads)
     norm = None if norms is None or update.max_norm is None else _clip(present, norms, update.max_norm)
     replica.stepper.step(grads, update.lr_factor)
     if replica.masters_apart:
@@ -592,11 +559,11 @@ def apply_update(
     return Status.applied, norm
 
 
-def observer(replica: Replica, training: StepContext, step: int) -> Observe:
+def observer(replica: Replica, training: StepContext, step: int) -> Observe | None:
     """Return a function that passes the gradients of a step to the listener of the training, if it wants them."""
     listener = training.on_gradients
     if listener is None or not listener.wants(step):
-        return ignore_gradients
+        return None
 
     def observe(grads: Sequence[Tensor | None]) -> None:
         named = zip(replica.params, grads, strict=True)

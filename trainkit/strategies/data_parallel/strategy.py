@@ -135,13 +135,10 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         if self.map is not None and self.compression == "powersgd":
             rule = "compresses all gradients of a replica at once, and strategy.map distributes them. Use bf16 or none."
             found.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
-        return [*found, *self._alone_problems(context), *self.reduction_problems(context, lambda: self.tasks(context))]
-
-    def _alone_problems(self, context: PlanContext) -> list[Problem]:
-        if not self.is_grouped or self.reduce != "shared_memory" or self.num_replicas(context) > 1:
-            return []
-        rule = "needs two replicas or more, and strategy.process_group=always has one. Use strategy.reduce=backend."
-        return [Problem(key="strategy.reduce", value=self.reduce, rule=rule)]
+        if self.is_grouped and self.reduce == "shared_memory" and self.num_replicas(context) == 1:
+            rule = "needs two replicas or more, and strategy.process_group=always has one. Use strategy.reduce=backend."
+            found.append(Problem(key="strategy.reduce", value=self.reduce, rule=rule))
+        return [*found, *self.reduction_problems(context, lambda: self.tasks(context))]
 
     def _replica_map(self, context: PlanContext) -> ReplicaMap | None:
         """Return the groups of devices and the map; None if a replica is on one device."""
@@ -201,25 +198,23 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         found = self._replica_map(context)
         return () if found is None else found.parts(model, context)
 
-    def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:
+    def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:  # noqa: ARG002
         """Return the blocks of each device of a replica with a map that fits; without one, one part for all."""
-        return self._parts(model, context) or super().replica_parts(model, context, num_shards=num_shards)
-
-    def _parts(self, model: nn.Module, context: PlanContext) -> tuple[ReplicaPart, ...]:
-        found = self._replica_map(context)
-        copies = self.gradient_copies(context)
-        return () if found is None else found.planned.held_parts(model, context, gradient_copies=copies)
+        if (found := self._replica_map(context)) is not None:
+            copies = self.gradient_copies(context)
+            if parts := found.planned.held_parts(model, context, gradient_copies=copies):
+                return parts
+        bucket = None
+        if self._takes_gradients(context.numerics, self.num_replicas(context)):
+            bucket = largest_bucket(model, precision_of(context).master_dtype, self.bucket_bytes)
+        whole = ModelMemory.whole(model, gradient_copies=self.gradient_copies(context), bucket=bucket)
+        return (ReplicaPart(modules=(), memory=whole),)
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return the memory of the device with the largest use: its part of a replica, the vector of the exchange, the
         memory of reducers.
         """
-        parts = self._parts(model, context)
-        bucket = None
-        if self._takes_gradients(context.numerics, self.num_replicas(context)):
-            bucket = largest_bucket(model, precision_of(context).master_dtype, self.bucket_bytes)
-        whole = ModelMemory.whole(model, gradient_copies=self.gradient_copies(context), bucket=bucket)
-        held = [part.memory for part in parts] or [whole]
+        held = (part.memory for part in self.replica_parts(model, context, num_shards=1))
         return max(held, key=lambda memory: sum(memory.resident.values()))
 
     def scaled(self, replicas: int, context: PlanContext) -> Scaled:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trainkit.strategies.mesh.sharding import Axes, blocks_of_model, modules_of_classes, without_shared
+from trainkit.numerics.precision import Precision
+from trainkit.strategies.mesh.sharding import Axes, Sharding, blocks_of_model, modules_of_classes, without_shared
 from trainkit.strategies.mesh.step import ShardSlice
 from trainkit.strategies.mesh.tensor_plan import MatchedPlan, match_plan
 from trainkit.strategies.tensors.layouts import SingleDevicePlacement
@@ -64,6 +65,16 @@ class Layout:
         here = {id(module) for module in stage.modules()}
         chosen = without_shared(stage, {name: one for name, one in modules.items() if id(one) in here})
         return [chosen[name] for name in sorted(chosen, key=lambda name: -name.count("."))]
+
+    def sharding(self, place: OnMesh, precision: Precision) -> Sharding:
+        """Return the way in which parameters are sharded at a place."""
+        return Sharding(
+            mesh=place.summing("shard") or place.mesh,
+            device=place.device,
+            precision=precision,
+            reshard_after_forward=self.reshard_after_forward,
+            offload=self.offload,
+        )
 
     def rank_elements(self, model: nn.Module) -> dict[str, int]:
         """Return the elements of each parameter that a rank computes with, by canonical name."""

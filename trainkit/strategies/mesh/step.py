@@ -385,45 +385,6 @@ class ShardedReplica(Replica):
         return {name: held[name] if name in held else local_part(self.owners[name]) for name in self.cuts}
 
 
-def sharded_pieces(replica: ShardedReplica) -> ShardedState:
-    """Return the tensors that this rank writes to a checkpoint: its shards, and, if it is the owner, the unsharded
-    tensors.
-    """
-    found: dict[str, tuple[TensorShard, ...]] = {}
-    for name, part in replica.parts.items():
-        _add(found, f"param/{name}", part, replica.cuts[name], replica.owns(name))
-    for key, tensor in replica.stepper.state(replica.masters).items():
-        _add(found, key, tensor, replica.cuts[name_in(key)], replica.owns(name_in(key)))
-    saved = replica.model.state_dict(keep_vars=True)
-    for name, buffer in replica.model.named_buffers():
-        if replica.owns(name) and name in saved:
-            found[f"buffer/{name}"] = (TensorShard.whole(local_part(buffer)),)
-    return found
-
-
-def restore_pieces(replica: ShardedReplica, tensors: Mapping[str, Tensor]) -> None:
-    """Load this rank's parts of the tensors of a checkpoint; no more is read.
-
-    Raises:
-        CheckpointError: a parameter or buffer is missing, unknown, or of another shape.
-    """
-    saved = replica.model.state_dict(keep_vars=True)
-    named = [(name, buffer) for name, buffer in replica.model.named_buffers() if not buffer.is_meta]
-    buffers = {f"buffer/{name}": local_part(buffer) for name, buffer in named if name in saved}
-    shapes = {f"param/{name}": cut.shape for name, cut in replica.cuts.items()}
-    refuse_mismatch({**shapes, **{key: tuple(buffer.shape) for key, buffer in buffers.items()}}, tensors)
-    parts = {f"param/{name}": part for name, part in replica.parts.items()}
-    with torch.no_grad():
-        for key, part in parts.items():
-            cut = replica.cuts[name_in(key)]
-            part.copy_(read_slice(tensors, key, cut.region))
-        for key, buffer in buffers.items():
-            buffer.copy_(tensors[key])
-    replica.refresh_params()
-    replica.stepper.restore(replica.masters, _Local(tensors, replica.cuts))
-    replica.reload()
-
-
 def _add(found: dict[str, tuple[TensorShard, ...]], key: str, part: Tensor, cut: ShardSlice, is_owner: bool) -> None:
     if tuple(part.shape) != cut.size:  # a step count: the same on every rank
         if is_owner:
@@ -665,28 +626,6 @@ def withheld_where_sharded(name: str) -> dict[Access, str]:
     }
 
 
-def drifted_part(replica: ShardedReplica) -> str | None:
-    """Return the first parameter whose same part has different bits on two ranks; collective."""
-    names, parts = list(replica.owners), replica.parts
-    rows = [
-        [int(bits_hash(parts[name])), hash64(*replica.cuts[name].offset) >> 1]  # a signed number holds 63 bits
-        if name in parts
-        else [0, -1]
-        for name in names
-    ]
-    gathered = torch.stack(replica.all_ranks.gather(torch.tensor(rows).unsqueeze(0))).squeeze(1).tolist()
-    for at, name in enumerate(names):
-        firsts: dict[int, int] = {}
-        for rank, row in enumerate(gathered):
-            bits, part = row[at]
-            first = firsts.setdefault(part, rank)
-            if gathered[first][at][0] != bits:
-                return (
-                    f"the parameter {name} differs on rank {rank} from rank {first}, which holds the same part of it."
-                )
-    return None
-
-
 SR = TypeVar("SR", bound=ShardedReplica)
 
 
@@ -694,8 +633,20 @@ class ShardedExecutor(SynchronousExecutor[SR], Generic[SR]):
     """A rank with parts of the parameters, or unsharded ones if the replica has no slices."""
 
     def sharded_state_dict(self) -> ShardedState:
-        """Return the shards of this rank; tensors that are whole on all ranks, on rank 0."""
-        return sharded_pieces(self._replica) if self._replica.cuts else super().sharded_state_dict()
+        """Return the shards of this rank, and the tensors that several hold whole, if it is their owner."""
+        replica = self._replica
+        if not replica.cuts:
+            return super().sharded_state_dict()
+        found: dict[str, tuple[TensorShard, ...]] = {}
+        for name, part in replica.parts.items():
+            _add(found, f"param/{name}", part, replica.cuts[name], replica.owns(name))
+        for key, tensor in replica.stepper.state(replica.masters).items():
+            _add(found, key, tensor, replica.cuts[name_in(key)], replica.owns(name_in(key)))
+        saved = replica.model.state_dict(keep_vars=True)
+        for name, buffer in replica.model.named_buffers():
+            if replica.owns(name) and name in saved:
+                found[f"buffer/{name}"] = (TensorShard.whole(local_part(buffer)),)
+        return found
 
     def state_dict(self) -> StateDict:
         """Return the whole state, gathered on every rank; collective."""
@@ -704,11 +655,30 @@ class ShardedExecutor(SynchronousExecutor[SR], Generic[SR]):
         return super().state_dict()
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Restore this rank's parts of the tensors of a checkpoint of any strategy."""
-        if self._replica.cuts:
-            restore_pieces(self._replica, state)
-        else:
+        """Restore this rank's parts of the tensors of a checkpoint of any strategy; no more is read.
+
+        Raises:
+            CheckpointError: a parameter or buffer is missing, unknown, or of another shape.
+        """
+        replica = self._replica
+        if not replica.cuts:
             super().load_state_dict(state)
+            return
+        saved = replica.model.state_dict(keep_vars=True)
+        named = [(name, buffer) for name, buffer in replica.model.named_buffers() if not buffer.is_meta]
+        buffers = {f"buffer/{name}": local_part(buffer) for name, buffer in named if name in saved}
+        shapes = {f"param/{name}": cut.shape for name, cut in replica.cuts.items()}
+        refuse_mismatch({**shapes, **{key: tuple(buffer.shape) for key, buffer in buffers.items()}}, state)
+        parts = {f"param/{name}": part for name, part in replica.parts.items()}
+        with torch.no_grad():
+            for key, part in parts.items():
+                cut = replica.cuts[name_in(key)]
+                part.copy_(read_slice(state, key, cut.region))
+            for key, buffer in buffers.items():
+                buffer.copy_(state[key])
+        replica.refresh_params()
+        replica.stepper.restore(replica.masters, _Local(state, replica.cuts))
+        replica.reload()
 
     def recover(self, step: int) -> bool:
         """Return False: other ranks hold parts, and may have begun an update."""
@@ -717,4 +687,23 @@ class ShardedExecutor(SynchronousExecutor[SR], Generic[SR]):
 
     def check_replicas(self) -> str | None:
         """Return a parameter whose same part has different bits on two ranks; collective."""
-        return drifted_part(self._replica) if self._replica.cuts else None
+        replica = self._replica
+        if not replica.cuts:
+            return None
+        names, parts = list(replica.owners), replica.parts
+        rows = [
+            [int(bits_hash(parts[name])), hash64(*replica.cuts[name].offset) >> 1]  # a signed number holds 63 bits
+            if name in parts
+            else [0, -1]
+            for name in names
+        ]
+        gathered = torch.stack(replica.all_ranks.gather(torch.tensor(rows).unsqueeze(0))).squeeze(1).tolist()
+        for at, name in enumerate(names):
+            firsts: dict[int, int] = {}
+            for rank, row in enumerate(gathered):
+                bits, part = row[at]
+                first = firsts.setdefault(part, rank)
+                if gathered[first][at][0] != bits:
+                    said = f"the parameter {name} differs on rank {rank} from rank {first}"
+                    return f"{said}, which holds the same part of it."
+        return None

@@ -53,7 +53,6 @@ from trainkit.strategies.mesh.pipe.plan import stage_passes, stage_transfers
 from trainkit.strategies.mesh.pipe.stages import ScheduleName, Stages
 from trainkit.strategies.mesh.sharding import (
     Axes,
-    Sharding,
     fully_sharded,
     gathers_anew,
     reduces_when,
@@ -528,7 +527,14 @@ def _move(
     is_first = copies is None or copies.get_local_rank() == 0
     outer = cut_parameters(model, fit, place=places["tensor"], degree=layout.axes.tensor, is_first=is_first)
     if layout.gathers:
-        held = _move_sharded(layout, place, model, precision)
+        make_dense(model)
+        model = fully_sharded(model, layout.units(model), layout.sharding(place, precision))
+        parts = {
+            name: nn.Parameter(local_part(param.detach()))
+            for name, param in model.named_parameters()
+            if param.requires_grad
+        }
+        held = PlacedModel(model=model, params=parts, masters=parts)
     else:
         held = move_and_cast(model, precision, placement)
     if fit.chosen:
@@ -541,25 +547,6 @@ def _move(
     for name, param in held.model.named_parameters():
         cuts[name] = place.within(outer[name], param)
     return held
-
-
-def _move_sharded(layout: Layout, place: OnMesh, model: nn.Module, precision: Precision) -> PlacedModel:
-    """Shard every parameter, and return this rank's parts as plain tensors; collective."""
-    make_dense(model)
-    sharding = Sharding(
-        mesh=place.summing("shard") or place.mesh,
-        device=place.device,
-        precision=precision,
-        reshard_after_forward=layout.reshard_after_forward,
-        offload=layout.offload,
-    )
-    model = fully_sharded(model, layout.units(model), sharding)
-    parts = {
-        name: nn.Parameter(local_part(param.detach()))
-        for name, param in model.named_parameters()
-        if param.requires_grad
-    }
-    return PlacedModel(model=model, params=parts, masters=parts)
 
 
 AXIS = Limit(rule="must be at least 1, which leaves the axis out.", low=1)

@@ -92,21 +92,6 @@ def apply_format(model: nn.Module, memory_format: MemoryFormat) -> None:
         model._apply(lambda one: one.to(memory_format=torch.channels_last) if one.dim() == 4 else one)  # type: ignore[no-untyped-call]  # noqa: SLF001
 
 
-def format_problems(model: nn.Module, memory_format: MemoryFormat) -> Iterator[Problem]:
-    """Yield the problem of a format that would change nothing."""
-    if memory_format == "channels_last" and not puts_channels_last(model, memory_format):
-        rule = "has no effect: the model has no nn.Conv2d. Leave it out."
-        yield Problem(key="memory_format", value=memory_format, rule=rule)
-
-
-def format_notes(model: nn.Module, memory_format: MemoryFormat) -> tuple[str, ...]:
-    """Return the note about the chosen format for the plan and the startup summary."""
-    if not puts_channels_last(model, memory_format):
-        return ()
-    chosen = " (auto: convolutions in 16 bits on CUDA)" if memory_format == "auto" else ""
-    return (f"memory_format: channels_last{chosen}. Results differ from contiguous ones by rounding.",)
-
-
 Compiles = Literal["model", "blocks", "nothing"]
 """Unit that a strategy can compile: the whole model, its blocks, or nothing."""
 
@@ -269,8 +254,12 @@ def apply_transforms(model: nn.Module, shaping: ModelTransforms, *, compiles: Co
 
 def shaping_problems(model: nn.Module, shaping: ModelTransforms, *, compiles: Compiles, strategy: str) -> list[Problem]:
     """Return config problems of the keys behind the transforms for this model, strategy and machine."""
+    found = []
+    if shaping.memory_format == "channels_last" and not puts_channels_last(model, "channels_last"):
+        rule = "has no effect: the model has no nn.Conv2d. Leave it out."
+        found.append(Problem(key="memory_format", value="channels_last", rule=rule))
     return [
-        *format_problems(model, shaping.memory_format),
+        *found,
         *_recompute_problems(model, shaping.recompute),
         *_compile_problems(model, shaping, compiles, strategy),
     ]
@@ -280,7 +269,11 @@ def shaping_notes(model: nn.Module, shaping: ModelTransforms) -> tuple[str, ...]
     """Return notes about the transforms for the plan and the startup summary."""
     drawing = shaping.compiles_modules and shaping.backend == _INDUCTOR and any(map(draws_at_random, model.modules()))
     note = "compile.mode: random numbers of the model differ from those of an eager run, with the same distribution."
-    return (*format_notes(model, shaping.memory_format), *((note,) if drawing else ()))
+    notes = [note] if drawing else []
+    if puts_channels_last(model, shaping.memory_format):
+        chosen = " (auto: convolutions in 16 bits on CUDA)" if shaping.memory_format == "auto" else ""
+        notes.insert(0, f"memory_format: channels_last{chosen}. Results differ from contiguous ones by rounding.")
+    return tuple(notes)
 
 
 def recomputed_modules(model: nn.Module, shaping: ModelTransforms) -> list[nn.Module]:

@@ -20,7 +20,7 @@ from trainkit.strategies.core.synchronous import move_and_cast
 from trainkit.strategies.mesh.layout import Layout, OnMesh
 from trainkit.strategies.mesh.pipe.forward import Blocks
 from trainkit.strategies.mesh.pipe.stages import StageAssignment
-from trainkit.strategies.mesh.sharding import Axes, Sharding, fully_sharded
+from trainkit.strategies.mesh.sharding import Axes, fully_sharded
 from trainkit.strategies.mesh.step import ShardSlice
 from trainkit.strategies.mesh.tensor import DrawWatch, Exchange, cut_parameters, exchange_activations
 from trainkit.strategies.tensors.layouts import FlatBuffer, Placement, local_part, make_dense, replace_tensors
@@ -93,13 +93,6 @@ class HeldStages(OnMesh):
 
     def _sharded(self, model: nn.Module, precision: Precision) -> PlacedModel:
         make_dense(model)
-        layout = self.layout
-        sharding = Sharding(
-            mesh=self.mesh["shard"],
-            device=self.device,
-            precision=precision,
-            reshard_after_forward=layout.reshard_after_forward,
-        )
         before = {id(param): list[tuple[nn.Module, str]]() for param in model.parameters()}
         for owner in model.modules():
             for leaf, param in owner._parameters.items():  # noqa: SLF001
@@ -107,7 +100,8 @@ class HeldStages(OnMesh):
                     before[id(param)].append((owner, leaf))
         inside = {id(one) for root in self.blocks.values() for one in root.modules()}
         for root in self.blocks.values():
-            fully_sharded(root, layout.units_in(model, root), sharding, is_stage=True)
+            sharding = self.layout.sharding(self, precision)
+            fully_sharded(root, self.layout.units_in(model, root), sharding, is_stage=True)
         for places in before.values():  # other names of a tied parameter, in blocks that are not here
             new = next((owner._parameters[leaf] for owner, leaf in places if id(owner) in inside), None)  # noqa: SLF001
             for owner, leaf in places if new is not None else ():

@@ -31,7 +31,6 @@ from trainkit.strategies.maps.layout import (
 )
 from trainkit.strategies.maps.syntax import (
     Block,
-    Place,
     assign,
     blocks_of,
     collapsed,
@@ -231,67 +230,6 @@ def _single(model: nn.Module) -> Iterator[Block]:
                 yield whole_block(names[id(entry)], entry)
 
 
-def cut_blocks(
-    model: nn.Module,
-    given: Mapping[str, Place] | None,
-    *,
-    num_stages: int,
-    precision: Precision,
-    context: PlanContext | None = None,
-    programs: Sequence[Program] = (),
-) -> StageAssignment | list[Problem]:
-    """Assign the blocks of a model, which may be on the meta device, to stages.
-
-    Args:
-        model: the model.
-        given: the user's map; None: balanced by bytes.
-        num_stages: number of stages.
-        precision: the precision of the run, which determines the bytes of a tensor.
-        context: used for the activations of a shard, which the balance counts; None: not counted.
-        programs: the recorded forward passes of the model; empty if unknown: blocks are then assumed to run in the
-            order of the model.
-
-    Returns:
-        The assignment, with the blocks in the order in which they run, or every problem of the map.
-    """
-    units = in_forward_order(blocks_to_cut(model), programs)
-    if given is None:
-        kept = activations_of(model, units, context, precision)
-        return _balanced(units, num_stages, model_bytes(precision), kept, leaders_among(units, programs))
-    assigned, right = assign(model, units, given), range(num_stages)
-    problems = assigned.problems or [
-        Problem(key=f"strategy.map.{word}", value=place, rule=f"no such stage: there are 0 to {num_stages - 1}.")
-        for word, place in given.items()
-        if isinstance(place, str) or place not in right
-    ]
-    if not problems and (missing := [str(stage) for stage in right if stage not in given.values()]):
-        many = "s" if len(missing) > 1 else ""
-        rule = f"puts no block on stage{many} {', '.join(missing)} of {num_stages}. Every stage needs a block."
-        problems = [Problem(key="strategy.map", rule=rule)]
-    if not assigned.problems:
-        problems += uncovered(units, assigned, noun="stage")
-    if problems:
-        return problems
-    # A key of a whole block, as `transformer` in {transformer:0,transformer.h.1:1}, names its first parts and its last
-    # norm at once, because a device map cuts between blocks only. A pipeline runs forwards: the norm moves to the stage
-    # of the previous layer. So do blocks without tensors that no key names.
-    whole, stages, furthest = {unit.name for unit in blocks_of(model)}, list[int](), 0
-    for unit, place, key in zip(units, assigned.places, assigned.keys, strict=True):
-        stage = (stages[-1] if stages else 0) if place is None else int(place)
-        stages.append(max(stage, furthest) if key in whole and unit.name not in whole else stage)
-        furthest = max(furthest, stages[-1])
-    cut = StageAssignment(units=units, stages=tuple(stages), num_stages=num_stages)
-    return [
-        Problem(
-            key="strategy.map",
-            rule=f"stage {stage} ({', '.join(collapsed([unit.name for unit in cut.members(stage)]))}) has no "
-            "parameter to train. Put a block with parameters there.",
-        )
-        for stage in right
-        if not any(_is_trained(unit) for unit in cut.members(stage))
-    ] or cut
-
-
 def _balanced(
     units: Sequence[Block],
     num_stages: int,
@@ -421,16 +359,56 @@ class Stages:
     def assigned(
         self, model: nn.Module, precision: Precision, context: PlanContext | None = None
     ) -> StageAssignment | list[Problem]:
-        """Return the stage of each block, or the problems of the map; without a context, only the map counts."""
-        programs = () if context is None else programs_of(model, blocks_to_cut(model), context)
-        return cut_blocks(
-            model,
-            self.map if isinstance(self.map, Mapping) else None,
-            num_stages=self.pipe * self.a_rank,
-            precision=precision,
-            context=context,
-            programs=() if isinstance(programs, list) else programs,
-        )
+        """Assign the blocks of a model, which may be on the meta device, to stages.
+
+        Args:
+            model: the model.
+            precision: the precision of the run, which determines the bytes of a tensor.
+            context: used for the recorded forward passes of the model and the activations of a shard, which the balance
+                counts; None: blocks are assumed to run in the order of the model.
+
+        Returns:
+            The assignment, with the blocks in the order in which they run, or every problem of the map.
+        """
+        given, num_stages = self.map if isinstance(self.map, Mapping) else None, self.pipe * self.a_rank
+        found = () if context is None else programs_of(model, blocks_to_cut(model), context)
+        programs = () if isinstance(found, list) else found
+        units = in_forward_order(blocks_to_cut(model), programs)
+        if given is None:
+            kept = activations_of(model, units, context, precision)
+            return _balanced(units, num_stages, model_bytes(precision), kept, leaders_among(units, programs))
+        assigned, right = assign(model, units, given), range(num_stages)
+        problems = assigned.problems or [
+            Problem(key=f"strategy.map.{word}", value=place, rule=f"no such stage: there are 0 to {num_stages - 1}.")
+            for word, place in given.items()
+            if isinstance(place, str) or place not in right
+        ]
+        if not problems and (missing := [str(stage) for stage in right if stage not in given.values()]):
+            many = "s" if len(missing) > 1 else ""
+            rule = f"puts no block on stage{many} {', '.join(missing)} of {num_stages}. Every stage needs a block."
+            problems = [Problem(key="strategy.map", rule=rule)]
+        if not assigned.problems:
+            problems += uncovered(units, assigned, noun="stage")
+        if problems:
+            return problems
+        # A key of a whole block, as `transformer` in {transformer:0,transformer.h.1:1}, names its first parts and its
+        # last norm at once, because a device map cuts between blocks only. A pipeline runs forwards: the norm moves to
+        # the stage of the previous layer. So do blocks without tensors that no key names.
+        whole, stages, furthest = {unit.name for unit in blocks_of(model)}, list[int](), 0
+        for unit, place, key in zip(units, assigned.places, assigned.keys, strict=True):
+            stage = (stages[-1] if stages else 0) if place is None else int(place)
+            stages.append(max(stage, furthest) if key in whole and unit.name not in whole else stage)
+            furthest = max(furthest, stages[-1])
+        cut = StageAssignment(units=units, stages=tuple(stages), num_stages=num_stages)
+        return [
+            Problem(
+                key="strategy.map",
+                rule=f"stage {stage} ({', '.join(collapsed([unit.name for unit in cut.members(stage)]))}) has no "
+                "parameter to train. Put a block with parameters there.",
+            )
+            for stage in right
+            if not any(_is_trained(unit) for unit in cut.members(stage))
+        ] or cut
 
     def model_problems(self, model: nn.Module, layout: Layout, context: PlanContext) -> list[Problem]:
         """Return the problems of the map for a model, and of the model for stages in a layout."""
