@@ -18,9 +18,6 @@ from tests.contract.stepping import Case, oracle, run_rank, train
 from tests.contract.test_sparse import Words
 from tests.support import apart, reference, zoo
 from tests.support.pool import Place, Pool
-from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.cluster.tasks import Task
-from trainkit.errors import ConfigError
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.local_sgd import LocalSgd, OuterOptimizer
 from trainkit.trainer.manifest import list_complete
@@ -236,16 +233,6 @@ def test_replicas_are_compared_where_they_are_alike(tmp_path: Path) -> None:
     assert (result["status"], result["steps"]) == ("finished", 10)
 
 
-@pytest.mark.slow
-def test_another_number_of_replicas_is_another_training(tmp_path: Path) -> None:
-    run(tmp_path / "run", *ALONE, "stop_at_step=4")
-    with pytest.raises(ConfigError) as raised:
-        run(tmp_path / "other", *ALONE, "strategy.replicas=2", f"resume={tmp_path / 'run'}")
-    assert str(raised.value.problems[0]) == (
-        f"strategy.replicas=2: the run to resume, {tmp_path / 'run'}, has 1. Give it the same value. (command line)"
-    )
-
-
 def said(strategy: LocalSgd, **facts: Any) -> list[str]:
     return [str(problem) for problem in strategy.validate(PlanContext(**facts))]
 
@@ -275,24 +262,3 @@ def test_a_setting_of_an_outer_optimizer_that_is_not_there_is_refused() -> None:
     expected = "has no effect without strategy.outer.lr: the average itself becomes the parameters."
     assert said(LocalSgd(outer=OuterOptimizer(momentum=0.5))) == [f"strategy.outer.momentum=0.5: {expected}"]
     assert said(LocalSgd(outer=OuterOptimizer(nesterov=False))) == [f"strategy.outer.nesterov=false: {expected}"]
-
-
-def test_a_launch_of_another_number_of_processes_is_refused() -> None:
-    tasks = tuple(Task(role="worker", index=rank, rank=rank) for rank in range(4))
-    launch = LaunchEnvironment(
-        kind="torchrun", tasks=tasks, rank=0, local_rank=0, num_local=2, num_hosts=2, store=("10.0.0.1", 29400)
-    )
-    assert said(LocalSgd(replicas=4), launch=launch) == []
-    assert said(LocalSgd(replicas=2), launch=launch) == [
-        "strategy.replicas=2: but torchrun started 4 processes, a replica each. Use 4, or start 2."
-    ]
-
-
-def test_the_plan_says_that_it_is_another_training() -> None:
-    strategy = LocalSgd(replicas=4, average_every=50, local_after=100, outer=OuterOptimizer(lr=0.7))
-    (line,) = strategy.notes(torch.nn.Identity(), PlanContext())
-    assert line == (
-        "local_sgd: 4 replicas step independently and average every 50 steps, after 100 steps as in mirrored, then an "
-        "outer "
-        "step at rate 0.7: a different training from that of one device."
-    )

@@ -240,10 +240,6 @@ def build_parts(
     )
 
 
-def _on(factor: Tensor | float, device: torch.device) -> Tensor | float:
-    return factor.to(device) if isinstance(factor, Tensor) else factor
-
-
 def make_stepper(request: SetupRequest, masters: Mapping[str, nn.Parameter]) -> OptimizerStepper:
     """Build the optimizer, or the several ones, over the parameters of a replica."""
     if request.optimizers:
@@ -368,7 +364,8 @@ class SynchronousExecutor(Executor, Generic[R]):
         factor: Tensor | float = 1.0 / replica.loss_scale.scale
         if divisor.counted and (counted := sums[-1]) is not None:
             factor = divisor.factor(counted) * factor
-        factors = {grad.device: _on(factor, grad.device) for grad in sums if grad is not None}
+        devices = {grad.device for grad in sums if grad is not None}
+        factors = {one: factor.to(one) if isinstance(factor, Tensor) else factor for one in devices}
         named = zip(replica.params, sums, strict=False)
         return {name: grad * factors[grad.device] for name, grad in named if grad is not None}
 

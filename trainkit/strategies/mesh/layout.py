@@ -9,7 +9,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.mesh.sharding import Axes, Sharding, blocks_of_model, modules_of_classes, without_shared
@@ -132,11 +132,16 @@ class OnMesh(SingleDevicePlacement):
             outer: the slice of this rank's part of the layer.
             part: a DTensor, sharded over the ranks of `summing("shard")`, or a plain tensor, which is the whole part.
         """
-        along = self.summing("shard")
-        is_first = along is None or along.get_local_rank() == 0
-        inner = ShardSlice.of(part, is_first=outer.is_written and (is_first or isinstance(part, DTensor)))
-        offset = tuple(start + more for start, more in zip(outer.offset, inner.offset, strict=True))
-        return ShardSlice(offset=offset, size=inner.size, shape=outer.shape, is_written=inner.is_written)
+        if not isinstance(part, DTensor):
+            along = self.summing("shard")
+            return replace(outer, is_written=outer.is_written and (along is None or along.get_local_rank() == 0))
+        (placement,), ranks, here = part.placements, part.device_mesh.size(), part.device_mesh.get_local_rank()
+        assert isinstance(placement, Shard)
+        offset, size, dim = list(outer.offset), list(part.shape), placement.dim
+        length = -(-size[dim] // ranks)  # as in torch.chunk: the last parts are short, or empty
+        start = min(length * here, size[dim])
+        offset[dim], size[dim] = offset[dim] + start, min(length, size[dim] - start)
+        return replace(outer, offset=tuple(offset), size=tuple(size))
 
     def summing(self, axis: str) -> DeviceMesh | None:
         """Return the ranks that sum gradients along `replicate` or `shard`; None if this is the only one."""

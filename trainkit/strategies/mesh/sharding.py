@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from datetime import timedelta
 from itertools import pairwise
 from math import prod
@@ -201,11 +201,14 @@ def fully_sharded(
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor")
     for module in [*units, model]:
         _move_and_cast(module, sharding, precision)
+        policy, dtype = MixedPrecisionPolicy(cast_forward_inputs=False), param_dtype(module, precision.model_dtype)
+        if dtype is not precision.master_dtype:  # autocast casts by itself
+            policy = replace(policy, param_dtype=dtype, reduce_dtype=precision.master_dtype)
         fully_shard(
             module,
             mesh=sharding.mesh,
             reshard_after_forward=sharding.reshard_after_forward and module is not model,  # backward starts with it
-            mp_policy=_policy(precision, param_dtype(module, precision.model_dtype)),
+            mp_policy=policy,
             offload_policy=offload,
         )
         if module is not model:
@@ -285,13 +288,6 @@ def gathers_anew(model: nn.Module) -> None:
 def sharded_units(model: nn.Module) -> list[Any]:
     """Return the modules that are gathered separately, and the model."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def _policy(precision: Precision, dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Return FSDP's precision policy for a module that computes in a dtype; autocast casts by itself."""
-    if dtype is precision.master_dtype:
-        return MixedPrecisionPolicy(cast_forward_inputs=False)
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=precision.master_dtype, cast_forward_inputs=False)
 
 
 @torch.no_grad()

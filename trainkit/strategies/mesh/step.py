@@ -189,57 +189,14 @@ class ShardSlice:
     is_written: bool
     """Whether this rank writes the part and counts it in sums; exactly one of the ranks with the same part does."""
 
-    @classmethod
-    def of(cls, tensor: Tensor, *, is_first: bool) -> Self:
-        """Return the part of a tensor on this rank.
-
-        Args:
-            tensor: a DTensor, sharded or replicated over its mesh; or a plain one, full on every rank.
-            is_first: whether this is the first of the ranks that hold copies outside of the tensor's mesh; for a plain
-                tensor, of all ranks.
-        """
-        if not isinstance(tensor, DTensor):
-            whole = tuple(tensor.shape)
-            return cls(offset=(0,) * len(whole), size=whole, shape=whole, is_written=is_first)
-        coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
-        offset, size, firsts = [0] * tensor.dim(), list(tensor.shape), [is_first]
-        for place in _order(tensor.placements):
-            placement, ranks, here = tensor.placements[place], tensor.device_mesh.size(place), coordinate[place]
-            dim = getattr(placement, "dim", None)
-            if dim is None:
-                firsts.append(here == 0)
-                continue
-            length = -(-size[dim] // ranks)  # as in torch.chunk: the last parts are short, or empty
-            start = min(length * here, size[dim])
-            offset[dim], size[dim] = offset[dim] + start, min(length, size[dim] - start)
-        return cls(offset=tuple(offset), size=tuple(size), shape=tuple(tensor.shape), is_written=all(firsts))
-
     @property
     def region(self) -> tuple[slice, ...]:
         """Region of the part in the full tensor."""
         return region(self.offset, self.size)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the part is empty."""
-        return 0 in self.size
-
     def piece(self, part: Tensor) -> TensorShard:
         """Return the part as a shard for a checkpoint."""
         return TensorShard(tensor=part.detach(), offset=self.offset, shape=self.shape)
-
-    def take(self, whole: Tensor) -> Tensor:
-        """Return a copy of the part of a full tensor; a tensor of another shape is not sharded and returned
-        unchanged.
-        """
-        return whole[self.region].clone() if tuple(whole.shape) == self.shape else whole
-
-
-def _order(placements: tuple[Any, ...]) -> list[int]:
-    """Return the mesh axes in the order in which they shard: an axis that shards the parts of another one comes
-    last.
-    """
-    return sorted(range(len(placements)), key=lambda place: hasattr(placements[place], "split_factor"))
 
 
 def joined_norms(cuts: Sequence[ShardSlice], device: torch.device, group: dist.ProcessGroup | None = None) -> JoinNorms:
@@ -389,7 +346,7 @@ def _add(found: dict[str, tuple[TensorShard, ...]], key: str, part: Tensor, cut:
     if tuple(part.shape) != cut.size:  # a step count: the same on every rank
         if is_owner:
             found[key] = (TensorShard.whole(part),)
-    elif cut.is_written and not cut.is_empty:
+    elif cut.is_written and part.numel():
         found[key] = (cut.piece(part),)
 
 

@@ -397,13 +397,9 @@ def quiet_autotuning() -> None:
         if hasattr(config, name) and f"TORCHINDUCTOR_{name.upper()}" not in os.environ:
             setattr(config, name, value)
     if "TORCH_LOGS" not in os.environ:
-        logging.getLogger("torch._inductor.select_algorithm").addFilter(_is_wanted)
+        logging.getLogger("torch._inductor.select_algorithm").addFilter(lambda record: record.msg != _UNFIT)
     # torch itself asks a tensor for its deprecated storage when it checks the arguments of a kernel
     warnings.filterwarnings("ignore", "TypedStorage is deprecated", module=r"torch\._inductor\.select_algorithm")
-
-
-def _is_wanted(record: logging.LogRecord) -> bool:
-    return record.msg != _UNFIT
 
 
 def why_untrainable(model: object) -> str | None:

@@ -133,12 +133,11 @@ def _changed(module: nn.Module, before: list[_Entry]) -> list[tuple[nn.Module, s
     return [
         (owner, name)
         for owner, name, buffer in now
-        if (earlier := held.get((id(owner), name))) is None or buffer is None or not _equal(buffer, earlier)
+        if (earlier := held.get((id(owner), name))) is None
+        or buffer is None
+        or buffer.shape != earlier.shape
+        or not torch.equal(buffer, earlier)
     ]
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
 
 
 @contextmanager

@@ -174,8 +174,8 @@ class ReductionOptions:
             on_gpus: whether any gradient is on a GPU.
             num_bytes: bytes of all gradients.
         """
-        ranks, hosts = collective.num_ranks, len(set(_hosts(collective)))
-        known, _ = self.rule(num_ranks=ranks, num_hosts=hosts, on_gpus=on_gpus)
+        hosts = set(torch.cat(collective.gather(torch.tensor([host_id()]))).tolist())
+        known, _ = self.rule(num_ranks=collective.num_ranks, num_hosts=len(hosts), on_gpus=on_gpus)
         if self.reduce != "auto" or known != "shared_memory":
             return self, None
         why = shared_memory_obstacle(collective, num_bytes)
@@ -195,8 +195,3 @@ class ReductionOptions:
                 self.compression, powersgd_rank=self.powersgd_rank, powersgd_after=self.powersgd_after, group=group
             )
         return BackendReducer(bucket_bytes=self.bucket_bytes, compressor=compressor, group=group)
-
-
-def _hosts(collective: Collective) -> list[int]:
-    """Return the host of every rank, as a number; collective."""
-    return [int(mark) for mark in torch.cat(collective.gather(torch.tensor([host_id()])))]

@@ -179,7 +179,8 @@ class Connection:
         unread, self._unread = self._unread, {}
         size = sum(kind.nbytes for kind in unread.values())
         known = {name: tensor for name, tensor in (into or {}).items() if name in unread}
-        if size > most_bytes or any(_kind(tensor) != unread[name] for name, tensor in known.items()):
+        kinds = {name: TensorKind(torch.Size([one.numel()]), one.dtype) for name, one in known.items()}
+        if size > most_bytes or any(kind != unread[name] for name, kind in kinds.items()):
             raise self._refusal(f"sent {size} unexpected bytes")
         rest = {name: kind for name, kind in unread.items() if name not in known}
         layout = ByteLayout(list(rest.values()))
@@ -225,10 +226,6 @@ class Connection:
         return LinkError(f"{self.peer} {why}")
 
 
-def _kind(tensor: Tensor) -> TensorKind:
-    return TensorKind(torch.Size([tensor.numel()]), tensor.dtype)
-
-
 def _memory_of(tensor: Tensor) -> memoryview:
     assert tensor.is_contiguous(), "the numbers would be those of a copy"
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
@@ -266,8 +263,6 @@ class AuthenticatedListener:
 
     def __init__(self, name: str, *, token: bytes, host: str = "127.0.0.1", timeout_s: float = 30.0) -> None:
         self.name, self.timeout_s = name, timeout_s
-        self.rejected = 0
-        """Number of connections that were dropped before their peer was authenticated."""
         self._token = token
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=128)
@@ -327,10 +322,9 @@ class AuthenticatedListener:
             except OSError:  # closed; or no more files can be opened, which is temporary
                 time.sleep(_RETRY_S)
                 continue
-            if not self._unauthenticated.acquire(blocking=False):
-                self.rejected += 1
-                connection.close()
-            elif not self._start(self._serve_connection, connection, f"{where[0]}:{where[1]}", handle):
+            peer = f"{where[0]}:{where[1]}"
+            may_begin = self._unauthenticated.acquire(blocking=False)
+            if not (may_begin and self._start(self._serve_connection, connection, peer, handle)):
                 connection.close()
 
     def _serve_connection(self, connection: socket.socket, where: str, handle: Callable[[Connection], None]) -> None:
@@ -346,7 +340,6 @@ class AuthenticatedListener:
                         link.close()
                 link.mark_authenticated(_client_of(link, self._token))
             except OSError:
-                self.rejected += 1
                 return
             finally:
                 self._unauthenticated.release()

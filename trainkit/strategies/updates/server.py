@@ -354,7 +354,8 @@ class VariableServer:
         found = {}
         if norms and present:
             grads = enumerate(self._total[: len(self._held.params)])
-            numbers = [number for number, grad in grads if grad is not None and _has_numbers(grad)]
+            held = ((n, grad.values() if grad.is_sparse else grad) for n, grad in grads if grad is not None)
+            numbers = [number for number, values in held if values.numel()]
             found = {"pieces": torch.tensor(numbers), "norms": torch.stack(_norms(present, 2.0))}
         request.answer({"finite": finite, "others": others}, found)
 
@@ -476,10 +477,6 @@ class VariableServer:
         grads, present = with_values(total[:count])
         self._total = [*grads, *total[count:]]
         return present
-
-
-def _has_numbers(grad: Tensor) -> bool:
-    return bool((grad.values() if grad.is_sparse else grad).numel())
 
 
 def _norms(present: list[Tensor], order: float) -> list[Tensor]:

@@ -59,7 +59,19 @@ def step_problems(
     """
     if transforms.compile_mode != "step":
         return []
-    rules = [*_of_strategy(facts, strategy), *_of_settings(context), *_of_model(model)]
+    rules, objective = list[str](), context.objective
+    if not facts.compiles_step:
+        other = "Leave it out" if facts.compiles == "nothing" else "Use compile.mode=default"
+        rules.append(f"{strategy} does not run steps as graphs. {other}, or use strategy=mirrored.")
+    if not compiles_gradients():
+        rules.append(f"needs torch 2.11 or newer, which compiles torch.autograd.grad. {_DEFAULT}")
+    if context.numerics.reproducible:
+        rules.append(f"does not work with numerics.reproducible=true, whose order of summation is fixed. {_DEFAULT}")
+    if context.optimizers:
+        rules.append(f"supports one update per step, and with optimizers there may be several. {_DEFAULT}")
+    if objective is not None and Access.derivatives in needs_of(objective):
+        rules.append(f"has no graph of {type(objective).__name__}, which {Access.derivatives.value}. {_DEFAULT}")
+    rules += _of_model(model)
     found = [Problem(key="compile.mode", value="step", rule=rule) for rule in rules]
     if transforms.cuda_graphs and not device.startswith("cuda"):
         rule = f"is for CUDA devices, and this run is on {device}. Leave it out."
@@ -87,24 +99,6 @@ def compiles_gradients() -> bool:
     from torch._dynamo import config  # noqa: PLC0415 - slow to import, and most runs compile nothing
 
     return hasattr(config, "trace_autograd_ops")
-
-
-def _of_strategy(facts: Facts, strategy: str) -> Iterator[str]:
-    if not facts.compiles_step:
-        other = "Leave it out" if facts.compiles == "nothing" else "Use compile.mode=default"
-        yield f"{strategy} does not run steps as graphs. {other}, or use strategy=mirrored."
-    if not compiles_gradients():
-        yield f"needs torch 2.11 or newer, which compiles torch.autograd.grad. {_DEFAULT}"
-
-
-def _of_settings(context: PlanContext) -> Iterator[str]:
-    if context.numerics.reproducible:
-        yield f"does not work with numerics.reproducible=true, whose order of summation is fixed. {_DEFAULT}"
-    if context.optimizers:
-        yield f"supports one update per step, and with optimizers there may be several. {_DEFAULT}"
-    objective = context.objective
-    if objective is not None and Access.derivatives in needs_of(objective):
-        yield f"has no graph of {type(objective).__name__}, which {Access.derivatives.value}. {_DEFAULT}"
 
 
 def _of_model(model: nn.Module) -> Iterator[str]:
