@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trainkit.callbacks.figures import images_of, inputs_at
-from trainkit.callbacks.tensorboard import grid, png_bytes
+from trainkit.callbacks.tensorboard import grid, write_png
 from trainkit.config.check import check_names, check_values
 from trainkit.config.compose import compose
 from trainkit.config.composition import Composition, Level
@@ -240,7 +240,7 @@ def _report(job: Job, content: Mapping[str, Any], folder: Path) -> Iterator[str]
         worst = inputs_at(job.dataset, places, getattr(job.parts.objective, "input", None))
         images = images_of(worst)
         if images and len({one.shape for one in images}) == 1:
-            (folder / "worst.png").write_bytes(png_bytes(grid(np.stack(images))))
+            write_png(folder / "worst.png", grid(np.stack(images)))
             yield from ("", "In the order of the table, eight in a row:", "", "![worst](worst.png)")
         decode = getattr(job.dataset, "decode", None)
         for place, sample in zip(places, worst, strict=True):

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -147,16 +147,22 @@ class MetricsFile(Callback):
     def _flush(self, run: Run) -> None:
         self._due = self._clock() + self._flush_s
         for name, waiting in self._waiting.items():
-            content = "".join(f"{json.dumps(json_value(one))}\n" for one in waiting).encode()
+            rows = list(waiting)
             waiting.clear()
-            if run.is_owner and content:
-                with naming(run.folder / name, needed=len(content)), open_regular(run.folder / name, "ab") as file:
-                    file.write(content)
+            if run.is_owner and rows:
+                append_rows(run.folder / name, rows)
 
 
 def _keep(run: Run) -> None:
     for name in ("metrics.jsonl", "tables.jsonl"):
         keep_until(run.folder / name, run.state.step)
+
+
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append rows to a file of JSON lines."""
+    content = "".join(f"{json.dumps(json_value(one))}\n" for one in rows).encode()
+    with naming(path, needed=len(content)), open_regular(path, "ab") as file:
+        file.write(content)
 
 
 def keep_until(path: Path, step: int, *, source: Path | None = None) -> None:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainkit.callbacks.tensorboard import EventFolder, grid, images_in, png_bytes
+from trainkit.callbacks.tensorboard import EventFolder, grid, images_in, write_png
 from trainkit.data.splits import read_sample
 from trainkit.errors import Problem
 from trainkit.files import naming
@@ -113,9 +113,7 @@ class SamplePictures(Callback):
             path = run.folder / "plots" / f"worst_{split.replace('/', '_')}.png"
             if images:
                 pixels = captioned(images, captions)
-                with naming(path):
-                    path.parent.mkdir(exist_ok=True)
-                    path.write_bytes(png_bytes(pixels))
+                write_png(path, pixels)
                 self._events.of(run).image(path.stem, pixels, step=run.state.step)
 
     def rolled_back(self, run: Run, step: int) -> None:

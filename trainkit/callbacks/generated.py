@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Final
 
 import torch
 
-from trainkit.callbacks.tensorboard import grid, png_bytes
+from trainkit.callbacks.tensorboard import grid, write_png
 from trainkit.errors import ConfigError, Problem, first_line
 from trainkit.fields import above, at_least, at_most, cosmetic, unit
 from trainkit.files import naming
@@ -120,11 +120,8 @@ class Pictures(Callback):
             return
         pixels = grid(images.float().cpu().numpy())
         size = max(1, _WIDTH // max(pixels.shape))
-        content = png_bytes(pixels.repeat(size, axis=0).repeat(size, axis=1))
         path = run.folder / "pictures" / f"step_{run.state.step:06d}.png"
-        path.parent.mkdir(exist_ok=True)
-        with naming(path, needed=len(content)):
-            path.write_bytes(content)
+        write_png(path, pixels.repeat(size, axis=0).repeat(size, axis=1))
 
     def _images(self, run: Run) -> torch.Tensor:
         generator = torch.Generator().manual_seed(run.cfg.seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from trainkit.callbacks.every_run import keep_until
+from trainkit.callbacks.every_run import append_rows, keep_until
 from trainkit.callbacks.tensorboard import EventFolder
 from trainkit.errors import Problem
 from trainkit.fields import at_least, cosmetic, unit
-from trainkit.files import naming, open_regular
 from trainkit.objectives.base import Collective
 from trainkit.objectives.linear_cross_entropy import offered_by
 from trainkit.report.numbers import evenly
@@ -378,10 +376,7 @@ class Histograms(Callback):
             said = ", ".join(f"{what} of {kind}" for kind, what in self._recorder.left_out.items())
             _log.warning("callbacks=[histograms] shows %s: callbacks.histograms.most_layers is the limit.", said)
         lines = {kind: {name: one.to_json() for name, one in named.items()} for kind, named in found.items()}
-        content = json.dumps({"step": step, **lines}) + "\n"
-        path = run.folder / FILE
-        with naming(path, needed=len(content)), open_regular(path, "ab") as file:
-            file.write(content.encode())
+        append_rows(run.folder / FILE, [{"step": step, **lines}])
 
 
 def summed(measured: _Measured, counted: Mapping[str, bool], ranks: Collective) -> _Measured:

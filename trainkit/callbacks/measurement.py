@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import time
@@ -112,10 +113,20 @@ class Measurement(Callback):
             self._end(run)
         if running.compiling is not None:
             running.compiling.close()
-        content = {**self._gathered(run), **self._outcome(run, result)}
+        content = {
+            **self._gathered(run),
+            "began_at": running.began_at,
+            "first_step_s": (running.first_step_at or running.began_at) - running.began_at,
+            "step_spread": _spread_of(running.ends),
+            "compile_s": running.compiling.seconds if running.compiling is not None else 0.0,
+            "replicas": run.collective.num_ranks,
+            "device": run.device.type,
+            "until": running.until,
+            "metric": result.get("metrics", {}).get(self.until) if self.until else None,
+            "trained_s": run.state.seconds,
+            "trained_steps": run.state.step,
+        }
         if run.is_owner:
-            import json  # noqa: PLC0415 - for one rank
-
             path = run.folder / FILE
             with naming(path):
                 path.write_text(json.dumps(content, indent=1), encoding="utf-8")
@@ -158,21 +169,6 @@ class Measurement(Callback):
             "joules": None if math.isnan(joules) else joules,
             "ranks": [dict(zip(PARTS, row[3 : 3 + len(PARTS)], strict=True)) for row in by_rank],
             "peak_bytes": int(max(row[-1] for row in by_rank)),
-        }
-
-    def _outcome(self, run: Run, result: Mapping[str, Any]) -> dict[str, Any]:
-        running = self._running
-        return {
-            "began_at": running.began_at,
-            "first_step_s": (running.first_step_at or running.began_at) - running.began_at,
-            "step_spread": _spread_of(running.ends),
-            "compile_s": running.compiling.seconds if running.compiling is not None else 0.0,
-            "replicas": run.collective.num_ranks,
-            "device": run.device.type,
-            "until": running.until,
-            "metric": result.get("metrics", {}).get(self.until) if self.until else None,
-            "trained_s": run.state.seconds,
-            "trained_steps": run.state.step,
         }
 
 

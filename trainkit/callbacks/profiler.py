@@ -57,7 +57,7 @@ class KernelTimes:
             steps: recorded steps.
             on_device: whether the kernels of a CUDA device count, or the operations of the CPU.
         """
-        compute = memory = 0.0
+        found = {True: 0.0, False: 0.0}
         for event in events:
             is_kernel = event.device_type.name != "CPU"
             if is_kernel is not on_device or _COMMUNICATES.search(event.key):
@@ -67,11 +67,8 @@ class KernelTimes:
             seconds = (event.self_device_time_total if on_device else event.self_cpu_time_total) / 1e6
             if not on_device and (not event.key.startswith("aten::") or seconds < _SHORT_S * event.count):
                 continue
-            if _MATRIX.search(event.key):
-                compute += seconds
-            else:
-                memory += seconds
-        return cls(compute_s=compute / steps, memory_s=memory / steps)
+            found[_MATRIX.search(event.key) is not None] += seconds
+        return cls(compute_s=found[True] / steps, memory_s=found[False] / steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -284,28 +281,22 @@ class Profiler(Callback):
             path.write_text(json.dumps(asdict(_times_in(laps))), encoding="utf-8")
 
     def _start(self, run: Run) -> None:
-        activities = [ProfilerActivity.CPU]
-        if run.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        recording = profile(
-            activities=activities,
+        recording = self._running.profile = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if run.device.type == "cuda" else [])],
             profile_memory=self.memory,
             with_stack=self.stacks,
             record_shapes=True,
             acc_events=True,  # there is one cycle; without it torch 2.11 warns that earlier ones are lost
         )
         recording.start()
-        self._running.profile = recording
 
     def _finish(self, run: Run) -> None:
         recording, self._running.profile = self._running.profile, None
         if recording is None:
             return
         recording.stop()
-        folder = run.folder / "profile"
-        on_device = run.device.type == "cuda"
+        folder, on_device, averages = run.folder / "profile", run.device.type == "cuda", recording.key_averages()
         order = "cuda_time_total" if on_device else "cpu_time_total"
-        averages = recording.key_averages()
         self._running.kernels = KernelTimes.of(averages, steps=max(self._running.recorded, 1), on_device=on_device)
         with naming(folder):
             folder.mkdir(exist_ok=True)

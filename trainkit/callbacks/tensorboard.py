@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
@@ -154,18 +154,15 @@ def images_in(batch: Any, *, most: int = 64) -> Iterator[Tensor]:
             yield from images_in(part, most=most)
 
 
-def png_bytes(pixels: NDArray[np.uint8]) -> bytes:
-    r"""Encode pixels as a PNG: (height, width, 1) grey or (height, width, 3) red, green, blue.
-
-    Example:
-        >>> png_bytes(np.zeros((2, 3, 1), np.uint8)).startswith(b"\x89PNG")
-        True
+def write_png(path: Path, pixels: NDArray[np.uint8]) -> None:
+    """Write pixels as a PNG, into a folder that is made: (height, width, 1) grey, or (height, width, 3) red, green,
+    blue.
     """
     from PIL import Image  # noqa: PLC0415 - 50 ms, where a picture is written only
 
-    content = io.BytesIO()
-    Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(content, "png")
-    return content.getvalue()
+    with naming(path):
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(path, "png")
 
 
 def grid(images: NDArray[np.floating], *, num_columns: int = 8) -> NDArray[np.uint8]:

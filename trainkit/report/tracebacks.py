@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import groupby, pairwise
 from typing import Final
 
 from trainkit.errors import is_library
 
-_FRAME: Final = re.compile(r'\s+File "(.+)", line \d+')
+_FRAME: Final = re.compile(r'\s+File "(.+)", line \d+.*')
 _LAST_FRAMES: Final = 3
 """Number of innermost frames that always stay."""
 
@@ -34,52 +35,28 @@ def one_screen(text: str, limit: int) -> str:
         19
     """
     lines = text.splitlines()
+    starts = [number for number, line in enumerate(lines) if _FRAME.match(line)]
     if len(lines) <= limit:
         return text
-    frames = [number for number, line in enumerate(lines) if _FRAME.match(line)]
-    if not frames:
+    if not starts:
         return "\n".join(_middle_cut(lines, limit))
     end = next(
-        (number for number in range(frames[-1] + 1, len(lines)) if not lines[number].startswith(" ")), len(lines)
+        (number for number in range(starts[-1] + 1, len(lines)) if not lines[number].startswith(" ")), len(lines)
     )
     message = _middle_cut(lines[end:], limit // 2)
-    return "\n".join([*_fewer_frames(lines[:end], frames, limit - len(message)), *message])
-
-
-def _fewer_frames(lines: Sequence[str], frames: Sequence[int], limit: int) -> list[str]:
-    """Keep the text before the first frame, the innermost frames, and those of the user."""
-    ends = [*frames[1:], len(lines)]
-    head = list(lines[: frames[0]])
-    kept = set(range(len(frames)))
-    size = len(lines)
-    for place in _in_order_of_cutting(lines, frames):
-        if size + 1 <= limit:
+    frames, room = [lines[start:stop] for start, stop in pairwise([*starts, end])], limit - len(message)
+    of_libraries = [is_library(_FRAME.sub(r"\1", frame[0])) for frame in frames]
+    # Frames of libraries go first, from the outermost on, then the others; the innermost never.
+    for place in sorted(range(len(frames) - _LAST_FRAMES), key=lambda place: not of_libraries[place]):
+        if starts[0] + sum(map(len, frames)) + 1 <= room:
             break
-        kept.discard(place)
-        size -= ends[place] - frames[place]
-    if len(kept) == len(frames):
-        return list(lines)
-    found, skipped = head, 0
-    for place, (start, stop) in enumerate(zip(frames, ends, strict=True)):
-        if place in kept:
-            found += _skipped(skipped)
-            found += lines[start:stop]
-        skipped = 0 if place in kept else skipped + 1
-    return _middle_cut(found, limit)
-
-
-def _in_order_of_cutting(lines: Sequence[str], frames: Sequence[int]) -> Iterable[int]:
-    """Return the indices of removable frames: those of libraries from the outermost on, then the others; never the
-    innermost.
-    """
-    inner = range(len(frames) - _LAST_FRAMES)
-    files = [match[1] for line in lines if (match := _FRAME.match(line))]
-    of_libraries = [place for place in inner if is_library(files[place])]
-    return [*of_libraries, *(place for place in inner if place not in of_libraries)]
-
-
-def _skipped(count: int) -> list[str]:
-    return [f"  ... {count} frame{'' if count == 1 else 's'} ..."] if count else []
+        frames[place] = []
+    found = lines[: starts[0]]
+    for is_kept, group in groupby(frames, key=bool):
+        shown = [*group]
+        cut = [f"  ... {len(shown)} frame{'' if len(shown) == 1 else 's'} ..."]
+        found += [line for frame in shown for line in frame] if is_kept else cut
+    return "\n".join([*(found if all(frames) else _middle_cut(found, room)), *message])
 
 
 def _middle_cut(lines: Sequence[str], limit: int) -> list[str]:
