@@ -311,6 +311,7 @@ LONG = "has a name of 300 bytes; a file system takes 255 at most."
         ((BRACKETS,), "model.hidden=[[["),
         (("name='a\x1b[31m'",), "name=a\\x1b[31m: may hold letters, digits,"),
         (("steps=9999999999999999999999",), "steps=9999999999999999999999: must fit into 64 bits"),
+        (("seed=9999999999999999999999",), "seed=9999999999999999999999: must be at least 0 and less than 9223"),
         (("hydra.run.dir=" + "x" * 300,), str(Problem(key="hydra.run.dir", value="x" * 300, rule=LONG))),
         (("strategy=mirrored", "strategy.replicas=1025"), "strategy.replicas=1025: must be 1,024 or less."),
         (
@@ -330,6 +331,7 @@ def test_an_argument_without_bound_is_refused_on_one_screen(
     problems = refuse("plan", "recipe=null", *arguments)
     assert max(map(len, problems)) < 1500
     assert problems[0].startswith(told)
+    assert len(problems) == 1
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,8 @@ def test_after_20_steps_the_plan_and_the_measured_step_stand_side_by_side(
     found = [one["per_cent"]["memory"] for one in (measured, measured["at_end"])]
     planned = [written["memory"]["step"], written["memory"]["evaluation"]]  # it evaluates after 23 steps
     assert found == [round(100 * (10**6 / size - 1), 1) for size in planned]
+    rehearsed = trained(tmp_path / "rehearsed", "steps=21", "hardware=h100_sxm", "quiet=true")
+    assert rehearsed["measured"]["per_cent"]["step_s"] is None, "a processor is not held against the plan of a GPU"
 
 
 def test_an_error_of_the_plan_is_recorded_and_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,8 @@ def check_names(composition: Composition, *, multirun: bool = False) -> list[Pro
     alternatives = OtherChoices(composition)
     for group in GROUPS:
         problems += _group(composition, group, alternatives)
-    problems += _leaf_problems(composition)
+    limited = {problem.key for problem in problems}  # a key with a limit of its own has said it
+    problems += (problem for problem in _leaf_problems(composition) if problem.key not in limited)
     problems += _unusable_folders(composition)
     problems += _hydra_problems(composition)
     given = {**composition.values, "hydra": composition.hydra}

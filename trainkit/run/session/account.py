@@ -142,6 +142,8 @@ class Account:
             write_json_atomically(run.folder / FILE, document)
         sent = None if outlook.traffic is None else outlook.traffic.mean_bytes(first.step, last.step, rank=0)
         time, work = outlook.time, outlook.work
+        if run.device.type == "cpu" and outlook.hardware is not None and not outlook.hardware.whole_host:
+            time = work = None  # the plan is for a GPU, and this is a trial of it
         if work is not None:
             self._instruments.know(counted_work(work, outlook.hardware or hardware_under(run.device), plan))
         self._planned = Figures(
