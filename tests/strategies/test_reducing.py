@@ -528,7 +528,7 @@ def test_a_ring_of_tensors_that_gloo_cannot_send_goes_through_the_host(pool: Poo
 def test_ranks_of_the_last_axis_are_neighbours_and_every_rank_has_coordinates_of_its_own() -> None:
     axes = Axes(replicate=2, shard=3, tensor=2)
     assert [axes.coordinates(rank)["tensor"] for rank in range(4)] == [0, 1, 0, 1]
-    assert axes.coordinates(5) == {"replicate": 0, "shard": 2, "pipe": 0, "tensor": 1}
+    assert axes.coordinates(5) == {"replicate": 0, "shard": 2, "pipe": 0, "context": 0, "tensor": 1}
     places = [tuple(axes.coordinates(rank).values()) for rank in range(axes.num_ranks)]
     assert places == sorted(set(places))
     assert len(places) == 12
