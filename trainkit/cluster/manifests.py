@@ -124,9 +124,16 @@ class ManifestJob:
             return None
         each = -(-len(tasks) // self.hosts)
         return LaunchEnvironment(
-            kind=kind, tasks=tasks, rank=0, local_rank=0, num_local=each, num_hosts=self.hosts, store=("127.0.0.1", 0),
-            takes_devices=each == 1 if self.roles else takes_devices, names_roles=bool(self.roles),
-        )  # fmt: skip
+            kind=kind,
+            tasks=tasks,
+            rank=0,
+            local_rank=0,
+            num_local=each,
+            num_hosts=self.hosts,
+            store=("127.0.0.1", 0),
+            takes_devices=each == 1 if self.roles else takes_devices,
+            names_roles=bool(self.roles),
+        )
 
 
 def _linking(mount_point: str) -> str:

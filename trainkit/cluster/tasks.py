@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from trainkit.errors import ConfigError, Problem
 
@@ -43,6 +43,10 @@ class Task:
         return f"{self.role}:{self.index}"
 
 
+_TEXTS: Final = ("prefix", "attempt", "life", "host", "token")
+"""Fields of an identity that are variables by their own name."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
     """The task of a process, and the addresses by which it reaches the others.
@@ -77,21 +81,11 @@ class Identity:
 
     def to_environ(self) -> dict[str, str]:
         """Return the environment variables that `from_environ` reads."""
-        store = {} if self.store is None else {"TRAINKIT_STORE": f"{self.store[0]}:{self.store[1]}"}
-        token = {"TRAINKIT_TOKEN": self.token} if self.token else {}
-        return {
-            "TRAINKIT_RANK": str(self.task.rank),
-            "TRAINKIT_RANKS": str(self.num_ranks),
-            "TRAINKIT_ROLE": self.task.role,
-            "TRAINKIT_INDEX": str(self.task.index),
-            "TRAINKIT_DEVICE": self.task.device,
-            "TRAINKIT_PREFIX": self.prefix,
-            "TRAINKIT_ATTEMPT": str(self.attempt),
-            "TRAINKIT_LIFE": str(self.life),
-            "TRAINKIT_HOST": self.host,
-            **store,
-            **token,
-        }
+        task = self.task
+        numbers = {"RANK": task.rank, "RANKS": self.num_ranks, "ROLE": task.role, "INDEX": task.index}
+        found = {**numbers, "DEVICE": task.device, **{name.upper(): getattr(self, name) for name in _TEXTS}}
+        found |= {} if self.store is None else {"STORE": f"{self.store[0]}:{self.store[1]}"}
+        return {f"TRAINKIT_{name}": str(value) for name, value in found.items() if name != "TOKEN" or value}
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Identity:

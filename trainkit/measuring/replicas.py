@@ -174,7 +174,10 @@ def measure(
         threads, size = max(1, what.cores // count) if what.on_cpu else None, what.share(count)
         beside = "" if threads is None else f", {threads} thread{'' if threads == 1 else 's'}"
         label = f"one replica, {size} sample{'' if size == 1 else 's'} a step{beside}"
-        one = Candidate(label=label, cfg=_share(what, count), num_steps=_STEPS)
+        micro = None if what.cut_is_free else what.plan.batch.micro_size
+        batch = replace(what.cfg.batch, global_size=size, micro_size=micro, accumulation=None)
+        cfg = replace(what.cfg, steps=_STEPS, strategy=_ONE_DEVICE, batch=batch)
+        one = Candidate(label=label, cfg=cfg, num_steps=_STEPS)
         alone = partial(start, threads=threads)
         shares[count] = bench([one], rounds=rounds, steps=steps, log=log, start=alone)[0]
     for count in what.measured_counts(target) if counts is None else counts:
@@ -182,13 +185,6 @@ def measure(
         one = Candidate(label=f"{count} replicas", cfg=cfg, num_steps=_STEPS)
         replicas[count] = bench([one], rounds=rounds, steps=steps, log=log, start=start)[0]
     return Measured(shares=shares, replicas=replicas)
-
-
-def _share(what: Scalable, count: int) -> RunConfig:
-    """Return the config of one device with the samples of one of `count` replicas."""
-    micro = None if what.cut_is_free else what.plan.batch.micro_size
-    batch = replace(what.cfg.batch, global_size=what.share(count), micro_size=micro, accumulation=None)
-    return replace(what.cfg, steps=_STEPS, strategy=_ONE_DEVICE, batch=batch)
 
 
 def workload(what: Scalable, measured: Measured, *, within: Link) -> Workload:
@@ -237,7 +233,12 @@ def exchange_of(transfers: Sequence[Transfer], *, waits: bool) -> Exchange:
         >>> exchange_of([ring], waits=True).own_bytes
         8.0
     """
-    by_rank = [_through_links(one) for one in transfers]
+    by_rank = []
+    for one in transfers:  # the bytes of the busier direction of each rank's link
+        found: dict[int, float] = {}
+        for (rank, _), size in _directions([one]).items():
+            found[rank] = max(found.get(rank, 0.0), size)
+        by_rank.append(found or {0: 0.0})
     own = math.fsum(median_low(found.values()) for found in by_rank)
     if waits:
         wall = math.fsum(max(found.values()) for found in by_rank)
@@ -260,14 +261,6 @@ def _directions(transfers: Sequence[Transfer]) -> dict[tuple[int, bool], float]:
             total[sender, True] = total.get((sender, True), 0.0) + size
             total[receiver, False] = total.get((receiver, False), 0.0) + size
     return total
-
-
-def _through_links(one: Transfer) -> dict[int, float]:
-    """Return the bytes of the busier direction of each rank's link."""
-    found: dict[int, float] = {}
-    for (rank, _), size in _directions([one]).items():
-        found[rank] = max(found.get(rank, 0.0), size)
-    return found or {0: 0.0}
 
 
 def measured_shares(measured: Measured) -> list[MeasuredShare]:

@@ -103,9 +103,12 @@ class Standing:
 
 
 def standings(
-    table: Mapping[str, Mapping[str, float]], alpha: float = ALPHA, *, lower_is_better: bool = True,
+    table: Mapping[str, Mapping[str, float]],
+    alpha: float = ALPHA,
+    *,
+    lower_is_better: bool = True,
     resolution: float = 0.0,
-) -> list[Standing]:  # fmt: skip
+) -> list[Standing]:
     """Return the candidates by their means; `table` has the value of each candidate for each of its seeds.
 
     Each of k is compared, over the seeds that both have, with all of better mean, at alpha / (k - 1), and is out if it

@@ -95,12 +95,10 @@ class Board:
         if self.clock() >= self._due:
             self._found = list(runs_below(self.root))
             self._due = self.clock() + _SEARCH_S
-        runs = sorted((watched(path, self.root) for path in self._newest()), key=_order)
+        newest = sorted(self._found, key=_touched, reverse=True)[:_MOST_RUNS]
+        runs = sorted((watched(path, self.root) for path in newest), key=_order)
         hidden = len(self._found) - len(runs)
         return {"version": 1, "root": _plain(str(self.root)), "runs": runs, "not_shown": hidden}
-
-    def _newest(self) -> list[Path]:
-        return sorted(self._found, key=_touched, reverse=True)[:_MOST_RUNS]
 
 
 def watched(folder: Path, root: Path) -> WatchedRun:
@@ -112,8 +110,9 @@ def watched(folder: Path, root: Path) -> WatchedRun:
     """
     found = read_status(RunFolder(folder))
     row, metrics = _last_rows(folder)
-    last_step, pace = _last_step(folder), row.get("seconds", 0.0) / max(1.0, row.get("step", 0.0))
-    remaining = None
+    last_step, remaining, pace = None, None, row.get("seconds", 0.0) / max(1.0, row.get("step", 0.0))
+    with suppress(UnreadableError):
+        last_step = read_map(folder / FILE, {}, optional={"last_step": (int, type(None))}).get("last_step")
     if found.state == "running" and found.step is not None and last_step is not None and pace > 0:
         remaining = max(0, last_step - found.step) * pace
     relative = folder.relative_to(root).as_posix()
@@ -129,13 +128,6 @@ def watched(folder: Path, root: Path) -> WatchedRun:
         "metrics": metrics,
         "updated": found.updated,
     }
-
-
-def _last_step(folder: Path) -> int | None:
-    with suppress(UnreadableError):
-        found = read_map(folder / FILE, {}, optional={"last_step": (int, type(None))}).get("last_step")
-        return found if isinstance(found, int) else None
-    return None
 
 
 def _last_rows(folder: Path) -> tuple[dict[str, float], dict[str, float]]:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Final
@@ -217,13 +217,9 @@ def read_entries(folder: Path) -> list[JobResult]:
         return [read_entry(run, job=relative(run, folder)) for run in found]
     labels = varied_overrides([row.overrides for row in rows])
     return [
-        read_entry(
-            row.folder,
-            job=row.job,
-            overrides=label,
-            exit_code=row.exit_code,
+        replace(
+            read_entry(row.folder, job=row.job, overrides=label, exit_code=row.exit_code, pruned=row.pruned),
             arguments=row.overrides,
-            pruned=row.pruned,
         )
         for row, label in zip(rows, labels, strict=True)
     ]
@@ -247,14 +243,8 @@ def read_jobs(folder: Path) -> list[Row]:
                 raise ValueError(f"an override of its job {job['job'][:40]!a} is not text")
     except ValueError as error:
         raise UnreadableError(path, str(error)) from None
-    keys = (*_JOB, *_LATER)
-    return [
-        Row(
-            **{name: value for name, value in job.items() if name in keys}
-            | {"folder": folder / job["folder"], "overrides": tuple(job["overrides"])}
-        )
-        for job in jobs
-    ]
+    own = [{name: job[name] for name in (*_JOB, *_LATER) if name in job} for job in jobs]
+    return [Row(**{**job, "folder": folder / job["folder"], "overrides": tuple(job["overrides"])}) for job in own]
 
 
 def relative(folder: Path, base: Path) -> str:

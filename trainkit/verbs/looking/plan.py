@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.local import launch_environment_of
@@ -34,8 +35,7 @@ from trainkit.verbs.support.call import Call, declared_for
 from trainkit.verbs.support.measured import line_printer
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Planned:
+class _Planned(NamedTuple):
     """A plan, with the results computed from it."""
 
     plan: RunPlan
@@ -139,29 +139,14 @@ def _planned(
     except ConfigError as error:
         raise composition.with_origins(error) from error
     notes = [*composition.notes, *notes, *outlook.memory.notes(), *outlook.notes()]
-    return _Planned(
-        plan=plan,
-        knows_length=data is None or data.knows_length,
-        outlook=outlook,
-        parts=parts,
-        verdict=verdict,
-        remedies=remedies,
-        notes=notes,
-    )
+    return _Planned(plan, data is None or data.knows_length, outlook, parts, verdict, remedies, notes)
 
 
 def _show(found: _Planned) -> None:
     plan, memory = found.plan, found.outlook.memory
-    rows = {
-        **plan.summary(memory.held.num_params),
-        **dict(where_rows(plan)),
-        **dict(_more(plan)),
-        **dict(memory.rows()),
-    }
+    rows = plan.summary(memory.held.num_params) | dict([*where_rows(plan), *_more(plan), *memory.rows()])
     rows = rows if found.knows_length else _without_length(rows, found)
-    if found.verdict is not None:
-        rows |= dict(found.verdict.rows())
-    rows |= dict(found.outlook.rows())
+    rows |= dict([*(found.verdict.rows() if found.verdict else ()), *found.outlook.rows()])
     print_summary(f"plan of {plan.cfg.name}", rows, notes=found.notes)
     if found.parts:
         rows_of_parts = [

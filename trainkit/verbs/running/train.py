@@ -137,7 +137,8 @@ def _sweep(call: Call) -> int:
             task=functools.partial(sweep_job, packages=call.packages),
             check=_check_point,
         )
-    return _exit_code(outcome)
+    codes = [job.return_value for batch in outcome or () for job in batch]  # the exit code of each
+    return int(any(isinstance(code, int) and code != 0 for code in codes))
 
 
 def _crowding(points: Sequence[Composition]) -> Callable[[RunPlan, nn.Module], Sequence[Problem]]:
@@ -190,13 +191,6 @@ def sweep_job(cfg: Any, *, packages: tuple[str, ...] = ()) -> int:
     if code != 0:
         sys.stderr.write(f"{folder}: exit code {code}\n")
     return code
-
-
-def _exit_code(outcome: Any) -> int:
-    """Return 0 if every job succeeded; the return value of a job is its exit code."""
-    jobs = [job for batch in outcome or () for job in batch]
-    codes = [job.return_value for job in jobs]
-    return 0 if all(code in (0, None) or not isinstance(code, int) for code in codes) else 1
 
 
 _LISTING: Final = ("basic", "grid", "random")
