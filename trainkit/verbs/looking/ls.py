@@ -17,7 +17,7 @@ from trainkit.errors import ConfigError
 from trainkit.report.numbers import compact, count
 from trainkit.report.tables import row_lines
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.folder.status import RunStatus, read_status
+from trainkit.run.folder.status import read_status
 from trainkit.verbs.support.call import Call
 from trainkit.watching.board import runs_below
 
@@ -77,24 +77,18 @@ def _listing(groups: Mapping[str, Mapping[str, Document]], text: str | None = No
 
 def _groups(call: Call) -> dict[str, dict[str, Document]]:
     """Return group -> choice -> file; the user's own folders come first."""
+    folders = (*call.config_dirs, shipped_conf())
+    files = [(file.parent.name, file.stem, file) for folder in folders for file in sorted(folder.glob("*/*.yaml"))]
+    files += [("recipe", file.parent.name, file) for file in sorted(shipped_recipes().glob("*/recipe.yaml"))]
     found: dict[str, dict[str, Document]] = {}
-    for folder in (*call.config_dirs, shipped_conf()):
-        for file in sorted(folder.glob("*/*.yaml")):
-            _add(found, file.parent.name, file.stem, file)
-    for file in sorted(shipped_recipes().glob("*/recipe.yaml")):
-        _add(found, "recipe", file.parent.name, file)
+    for group, name, file in files:
+        choices = found.setdefault(group, {})
+        try:
+            if name not in choices:
+                choices[name] = read_document(file)
+        except ConfigError as error:  # list the others despite one broken file
+            sys.stderr.write(f"{error.problems[0]}\n")
     return {group: dict(sorted(found[group].items())) for group in sorted(found)}
-
-
-def _add(found: dict[str, dict[str, Document]], group: str, name: str, file: Path) -> None:
-    choices = found.setdefault(group, {})
-    if name in choices:
-        return
-    try:
-        choices[name] = read_document(file)
-    except ConfigError as error:
-        # List the others despite one broken file.
-        sys.stderr.write(f"{error.problems[0]}\n")
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
@@ -112,16 +106,15 @@ def list_runs(call: Call, root: Path) -> int:
         for path, status in found
     ]
     header = ("run", "state", "step", "checkpoint", "updated", "process")
-    lines = row_lines(header, [_row(path, status) for path, status in found]) if found else [f"no runs in {root}"]
+    rows = []
+    for path, status in found:
+        name = "".join(letter if letter.isprintable() else "?" for letter in str(path))
+        step, checkpoint = "" if status.step is None else count(status.step), "yes" if status.resumable else "no"
+        process = f"{status.where} ({status.note})" if status.note else status.where
+        rows.append((name, status.state, step, checkpoint, _when(status.updated), process))
+    lines = row_lines(header, rows) if found else [f"no runs in {root}"]
     call.show({"version": 1, "choices": [], "text": None, "runs": runs}, lines)
     return 0
-
-
-def _row(path: Path, found: RunStatus) -> tuple[str, ...]:
-    note = f" ({found.note})" if found.note else ""
-    step = "" if found.step is None else count(found.step)
-    name = "".join(letter if letter.isprintable() else "?" for letter in str(path))
-    return name, found.state, step, "yes" if found.resumable else "no", _when(found.updated), f"{found.where}{note}"
 
 
 def _when(moment: float | None) -> str:

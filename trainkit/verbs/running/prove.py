@@ -10,7 +10,7 @@ from trainkit.config.composition import Composition
 from trainkit.config.door import advice
 from trainkit.config.values import whole_number
 from trainkit.errors import ConfigError, Problem
-from trainkit.prove.comparing import Comparison, Numbers, Proof, Sameness
+from trainkit.prove.comparing import Numbers, Proof
 from trainkit.prove.proving import prove
 from trainkit.verbs.support.call import Call
 from trainkit.verbs.support.measured import line_printer
@@ -80,17 +80,13 @@ def _label(point: Composition, common: Container[str]) -> str:
 def report_lines(proof: Proof, *, every: bool = False) -> Iterator[str]:
     """Yield the printed lines of a proof; with `every`, a line for each parameter."""
     yield f"{proof.label}, {proof.replicas} replica{'' if proof.replicas == 1 else 's'}"
-    if proof.sameness is not None:
-        yield from _first_answer(proof.sameness)
+    if (sameness := proof.sameness) is not None:
+        yield f"  the same training as one_device, as a user would start them: {_ANSWERS[sameness.verdict]}"
+        yield from (f"    {reason}" for reason in sameness.reasons)
+        if sameness.remedy is not None:
+            yield f"    both are the same training with {sameness.remedy}"
     yield from _second_answer(proof.numbers, every=every)
     yield from (f"  note: {note}" for note in proof.notes)
-
-
-def _first_answer(sameness: Sameness) -> Iterator[str]:
-    yield f"  the same training as one_device, as a user would start them: {_ANSWERS[sameness.verdict]}"
-    yield from (f"    {reason}" for reason in sameness.reasons)
-    if sameness.remedy is not None:
-        yield f"    both are the same training with {sameness.remedy}"
 
 
 def _second_answer(numbers: Numbers, *, every: bool) -> Iterator[str]:
@@ -105,7 +101,9 @@ def _second_answer(numbers: Numbers, *, every: bool) -> Iterator[str]:
     elif numbers.verdict == "rounding":
         yield f"    largest relative error {worst.error:.2g}, {worst.name}"
     yield from (f"    {line}" for line in numbers.explanation)
-    yield from _counts(numbers.comparisons, "parameters and buffers")
+    verdicts = [one.verdict for one in numbers.comparisons]
+    counts = (f"{verdicts.count(verdict)} {words}" for verdict, words in _WORDS.items() if verdict in verdicts)
+    yield f"    {len(verdicts)} parameters and buffers: {', '.join(counts)}"
     yield from _gradients(numbers)
     without = [one.name for one in numbers.comparisons if one.no_gradient]
     if without:
@@ -126,9 +124,3 @@ def _gradients(numbers: Numbers) -> Iterator[str]:
     found = f"{wrong} DIFFERENT" if wrong else "equal up to rounding"
     yield f"    {len(numbers.gradients)} gradients compared with a plain loop: {found}"
     yield f"      largest relative error {worst.error:.2g}, {worst.name}"
-
-
-def _counts(comparisons: Sequence[Comparison], words: str) -> Iterator[str]:
-    counts = {verdict: sum(one.verdict == verdict for one in comparisons) for verdict in _WORDS}
-    found = ", ".join(f"{count} {_WORDS[verdict]}" for verdict, count in counts.items() if count)
-    yield f"    {len(comparisons)} {words}: {found}"

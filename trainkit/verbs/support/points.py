@@ -29,7 +29,11 @@ def sweep_points(overrides: Sequence[str], config_dirs: Sequence[Path], packages
     from trainkit.sweeps.spaces.request import read_request  # noqa: PLC0415 - for sweeps only
 
     composer = Composer(config_dirs, packages)
-    _refuse_swept_settings(composer, overrides)
+    rule = "is about the sweep as a whole: give it one value."
+    items = [item for item in composer.parse(overrides)[0] if item.is_sweep_override()]
+    swept = [(one.key_or_group, one.get_value_string()) for one in items if one.key_or_group.startswith("sweep.")]
+    if swept:
+        raise ConfigError(Problem(key=key, value=text, rule=rule, origin=COMMAND_LINE) for key, text in swept)
     return _named(composer, read_request(composer, overrides).points)
 
 
@@ -49,19 +53,6 @@ def key_problems(
     except ConfigError as error:
         return [one for one in error.problems if not one.rule.startswith(NEEDS_VALUE)]
     return []
-
-
-def _refuse_swept_settings(composer: Composer, overrides: Sequence[str]) -> None:
-    """Refuse several values for a key about the sweep as a whole."""
-    rule = "is about the sweep as a whole: give it one value."
-    swept = [item for item in composer.parse(overrides)[0] if item.is_sweep_override()]
-    problems = [
-        Problem(key=item.key_or_group, value=item.get_value_string(), rule=rule, origin=COMMAND_LINE)
-        for item in swept
-        if item.key_or_group.startswith("sweep.")
-    ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def _named(composer: Composer, lines: Sequence[Sequence[str]]) -> list[Composition]:
