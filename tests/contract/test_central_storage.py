@@ -217,23 +217,15 @@ def test_variables_are_on_the_cpu_unless_one_device_computes_alone() -> None:
     assert home(parameter_device="/gpu:1") == "cuda:1"
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"compute_devices": ()}, "strategy.compute_devices=[]: names no device. Leave it out for all."),
-        ({"compute_devices": (0, 0)}, "strategy.compute_devices=[0, 0]: names cuda:0 twice. A GPU computes one copy."),
-        ({"compute_devices": (3,)}, "strategy.compute_devices=3: no such GPU: this host has 2, counted from 0."),
-        (
-            {"parameter_device": "gpu:x"},
-            "strategy.parameter_device=gpu:x: not the name of a device. Use cpu, cuda:0 or /gpu:0.",
-        ),
-        (
-            {"compute_devices": ("cpu",) * 9},
-            "strategy.compute_devices=9: more devices than numerics.lanes=8. Use at most that many, or more lanes.",
-        ),
-    ],
-)
-def test_devices_that_cannot_be_are_refused(settings: dict[str, object], expected: str) -> None:
+@pytest.mark.parametrize(("settings", "key", "word"), [
+    ({"compute_devices": ()}, "compute_devices=[]", "names no device"),
+    ({"compute_devices": (0, 0)}, "compute_devices=[0, 0]", "names cuda:0 twice. A GPU computes one copy."),
+    ({"compute_devices": (3,)}, "compute_devices=3", "this host has 2"),
+    ({"parameter_device": "gpu:x"}, "parameter_device=gpu:x", "not the name of a device"),
+    ({"compute_devices": ("cpu",) * 9}, "compute_devices=9", "more devices than numerics.lanes=8"),
+])  # fmt: skip
+def test_devices_that_cannot_be_are_refused(settings: dict[str, object], key: str, word: str) -> None:
     facts = PlanContext(num_gpus=2, numerics=Numerics(reproducible=True))
     (problem,) = CentralStorage(**settings).validate(facts)  # type: ignore[arg-type]
-    assert str(problem) == expected
+    assert str(problem).startswith(f"strategy.{key}: ")
+    assert word in str(problem)
