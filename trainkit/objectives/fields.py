@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import lru_cache
 from typing import Any, Final, cast
 
 import torch
@@ -47,9 +48,17 @@ def split_batch(batch: Any, input: Fields = None, target: Fields = None) -> tupl
     """
     if input is None and target is None and type(batch) in {tuple, list} and len(batch) == 2:
         return batch[0], batch[1]
+    if input is None and target is None and type(batch) is dict:
+        names = _common_names(tuple(batch))
+    else:
+        names = _chosen(batch, input, target)
     named = named_fields(batch)
-    names = _chosen(batch, input, target)
     return select(named, names[0], "objective.input"), select(named, names[1], "objective.target")
+
+
+@lru_cache
+def _common_names(fields: tuple[Field, ...]) -> tuple[Fields, Fields]:
+    return _chosen(dict.fromkeys(fields), None, None)
 
 
 def input_of(batch: Any, input: Fields = None) -> Any:  # noqa: A002 - the key's name

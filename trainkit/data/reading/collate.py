@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from itertools import accumulate, chain
@@ -173,10 +173,25 @@ def with_parts(batch: Any, change: Callable[[Any], Any]) -> Any:
     return batch
 
 
+def plain_parts(batch: Any) -> Collection[Tensor] | None:
+    """Return the tensors of a tuple or dict of nothing else; None for any other batch.
+
+    Most batches are such: of a small model, one call of a function for each part of a batch takes longer than the rest.
+    """
+    parts = batch if batch.__class__ is tuple else batch.values() if batch.__class__ is dict else ()
+    return parts if parts and [1 for one in parts if one.__class__ is not Tensor] == [] else None
+
+
+def _like(batch: Any, parts: Iterable[Tensor]) -> Any:
+    """Return other parts in the container of a batch that has `plain_parts`."""
+    return tuple(parts) if batch.__class__ is tuple else dict(zip(batch, parts, strict=True))
+
+
 def shards_of(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """Cut a batch into its shards, as views."""
-    if type(batch) is tuple and [1 for one in batch if type(one) is not Tensor] == []:  # a third of the time
-        return list(zip(*([part.data for part in one.split(sizes)] for one in batch), strict=True))
+    if (parts := plain_parts(batch)) is not None:
+        rows = zip(*([part.data for part in torch.split(one, [*sizes])] for one in parts), strict=True)
+        return [_like(batch, row) for row in rows]
     ends = accumulate(sizes)
     return [narrow(batch, end - size, size) for size, end in zip(sizes, ends, strict=True)]
 
@@ -225,6 +240,8 @@ def _mapped(batch: Any, change: Callable[[Tensor], Tensor], other: Callable[[Any
     """Return a batch in new containers, with its tensors changed by a function, and other leaves by another."""
     if isinstance(batch, Tensor):
         return change(batch)
+    if (tensors := plain_parts(batch)) is not None:
+        return _like(batch, map(change, tensors))
     parts = batch if moves_itself(batch) else with_parts(batch, lambda part: _mapped(part, change, other))
     return other(batch) if parts is batch else parts
 
@@ -418,12 +435,8 @@ class BatchesAsRead(Sequence[Any]):
             batch = self._batches[place]
             if self._keeps and self._kept is None:
                 self._kept = [_copied(one) for one in self._batches]
-            # Batches of small models are tuples of tensors: a call of a function for each takes more than the rest
-            plain = batch.__class__ is tuple
-            tensors = (
-                batch if plain and [1 for one in batch if one.__class__ is not Tensor] == [] else _all_tensors(batch)
-            )
             # `_version` has no public name
+            tensors = plain_parts(batch) or _all_tensors(batch)
             versions = [(tensor, tensor._version) for tensor in tensors]  # noqa: SLF001
             self._seen[place] = batch if tensors is batch else _mapped(batch, lambda tensor: tensor), versions
             return batch
