@@ -201,15 +201,15 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
     return (leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor))
 
 
-def immovable_in(batch: Any) -> list[Any]:
-    """Return the objects in a batch whose tensors `to_device` does not move: it does not know their class.
+def immovable_in(batch: Any) -> Iterator[Any]:
+    """Yield the objects in a batch whose tensors `to_device` does not move: it does not know their class.
 
     Example:
         >>> from types import SimpleNamespace
         >>> [type(one).__name__ for one in immovable_in([SimpleNamespace(x=torch.ones(2)), "text"])]
         ['SimpleNamespace']
     """
-    return [leaf for leaf in _leaves(batch) if not moves_itself(leaf) and _attributes(leaf)]
+    return (leaf for leaf in _leaves(batch) if not moves_itself(leaf) and _attributes(leaf))
 
 
 def _leaves(batch: Any) -> Iterator[Any]:
