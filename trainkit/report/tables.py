@@ -129,7 +129,7 @@ def _closing_rows(result: Mapping[str, Any], folder: Path) -> Iterator[tuple[str
         yield "restarts", f"{', '.join([*parts, *([f'{more:,} more'] if more else [])])}: restarts in result.json"
     yield "best", str(result.get("best") or "")
     if result.get("model"):
-        wrote = f"{num_bytes(result['model_bytes'])} in {result['model_seconds']:.2g} s"
+        wrote = f"{num_bytes(result['model_bytes'])} in {duration(result['model_seconds'])}"
         yield "model", f"{Path(result['model']) / 'model.safetensors'}  {wrote}"
     else:
         yield "model", str(result.get("model_note") or "")

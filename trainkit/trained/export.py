@@ -283,17 +283,13 @@ def _delete(folder: Path, owner: OwnershipToken, final: Path) -> None:
     """Delete an earlier export; files that no export wrote are kept in `NAME.aside`."""
     if not owner.owns(folder):
         return
-    left = [
-        f"{within}/{name}"
-        for within in _BESIDE
-        for name in owner.remove(folder / within, _written_names(folder / within))
-    ]
+    within = {f"{name}/": folder / name for name in _BESIDE}
+    left = [f"{prefix}{name}" for prefix, one in within.items() for name in owner.remove(one, _written_names(one))]
     left += [name for name in owner.remove(folder, _written_names(folder)) if name not in _BESIDE]
     if left:
         kept = folder.rename(free_name(final.with_name(f"{final.name}.aside")))
-        print_notice(
-            f"{kept} holds the files of {final} that this run did not write; {final} is replaced: {', '.join(left)}."
-        )
+        said = f"holds the files of {final} that this run did not write; {final} is replaced: {', '.join(left)}."
+        print_notice(f"{kept} {said}")
 
 
 def _written_names(folder: Path) -> re.Pattern[str]:

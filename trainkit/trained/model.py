@@ -79,10 +79,8 @@ def find_trained(path: Path, which: Which) -> Trained:
     elif not (file := folder / _MODEL).is_file():
         rule = "there is no such file or folder."
         if path.exists():
-            rule = (
-                "holds no model: it is neither a run, nor a checkpoint of one, nor a folder with a "
-                f"{WEIGHTS} and the {CONFIG} or {_MODEL} that builds its model."
-            )
+            files = f"a {WEIGHTS} and the {CONFIG} or {_MODEL} that builds its model"
+            rule = f"holds no model: it is neither a run, nor a checkpoint of one, nor a folder with {files}."
         raise ConfigError([Problem(key=str(path), rule=rule)])
     above = next((one for one in folder.absolute().parents[:3] if (one / "resolved.yaml").is_file()), None)
     label: str = which
@@ -130,11 +128,8 @@ def load_described(file: Path) -> nn.Module:
         refuse_foreign(cfg.model)
         return model_with(cfg, load(file.parent).tensors).eval()
     try:
-        described = expect_map(
-            parse_yaml(read_text(file, limit=MAX_YAML_BYTES)),
-            {"model": dict},
-            optional={"weights": dict, "tied": dict, "files": dict, QUANTIZED: dict},
-        )
+        more = dict.fromkeys(("weights", "tied", "files", QUANTIZED), dict)
+        described = expect_map(parse_yaml(read_text(file, limit=MAX_YAML_BYTES)), {"model": dict}, optional=more)
         kinds = {"num_bytes": int, "sha256": str}
         found = expect_map(described.get("files", {}).get(WEIGHTS, described.get("weights")), kinds)
         if not found["sha256"]:
@@ -226,17 +221,15 @@ class FileWeights(LazyStateDict):
         """
         names = checkpoint_keys(model)
         if names is None:
-            rule = "holds a state_dict, and hooks of the model change its state_dict: give a checkpoint"
-            raise CheckpointError(f"{path} {rule}.")
+            rule = "holds a state_dict, and hooks of the model change its state_dict: give a checkpoint."
+            raise CheckpointError(f"{path} {rule}")
         file = TensorFile.opened(path)
         keys = dict[str, str]()
         for name in file:
             tied = keys.setdefault(names.get(name, f"param/{name}"), name)
             if tied != name and bytes_of(file.read(tied)) != bytes_of(file.read(name)):
                 rule = f"holds other values for {tied} than for {name}, which are one tensor in the model"
-                raise CheckpointError(
-                    f"{path} {rule}. Leave the wrong one out of the file, or untie them in the model."
-                )
+                raise CheckpointError(f"{path} {rule}. Leave the wrong one out of the file, or untie them there.")
         return cls(file, keys)
 
     def __getitem__(self, name: str) -> Tensor:

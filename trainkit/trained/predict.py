@@ -166,11 +166,9 @@ def _write_header(file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype[Any])
 
 def uneven_rows(first: Sequence[int], other: Sequence[int], row: int) -> DataError:
     """Return the error of samples whose outputs differ in shape, from the sample `row` on."""
-    return DataError(
-        f"the outputs of a sample have the shape {tuple(first)} at the beginning, and {tuple(other)} from sample "
-        f"{row} "
-        "on. Pad the samples to one length, or ask for predict.outputs=classes of a model with one class per sample."
-    )
+    shapes = f"the shape {tuple(first)} at the beginning, and {tuple(other)} from sample {row} on"
+    remedy = "Pad the samples to one length, or ask for predict.outputs=classes of a model with one class per sample."
+    return DataError(f"the outputs of a sample have {shapes}. {remedy}")
 
 
 def check_format(path: Path) -> None:

@@ -126,9 +126,7 @@ def restored_model(config: Path, description: Mapping[str, Any], model: nn.Modul
         said = f"{config.parent} holds no quantized form of this model: {error}."
         if other:
             installed = " and ".join(f"{name} {version}" for name, version in now.items())
-            said += (
-                f" It was written with {' and '.join(other)}, and {installed} are installed: quantize the run again."
-            )
+            said += f" It was written with {' and '.join(other)}, and {installed} are installed: quantize it again."
         raise CheckpointError(said) from error
 
 
@@ -238,11 +236,8 @@ def _quantized_layers(model: nn.Module, to: str) -> Quantized:
     linear = {name: module.in_features for name, module in model.named_modules() if type(module) is nn.Linear}
     layers = tuple(name for name, size in linear.items() if to != "int4_weight" or size % _GROUP == 0)
     if not layers:
-        why = (
-            f"none whose inputs are a multiple of {_GROUP}."
-            if linear
-            else f"none. {STATIC} quantizes convolutions too."
-        )
+        others = f"none. {STATIC} quantizes convolutions too."
+        why = f"none whose inputs are a multiple of {_GROUP}." if linear else others
         raise refusal(f"--to {to}", f"quantizes linear layers, and the model has {why}")
     _quantize_layers(model, to, layers)
     tensors: dict[str, Tensor] = {}
