@@ -78,7 +78,7 @@ def test_workers_join_late_or_again_and_a_run_continues_after_its_chief_has_died
     wait_for(lambda: cluster.made_by("worker:0") > before)
     cluster.kill("chief:0")
     code, told = cluster.end_of("worker:0")
-    assert (code, "chief:0 (127.0.0.1:" in told, "resume=auto continues" in told) == (5, True, True)
+    assert (code, "chief:0 (127.0.0.1:" in told, "resume=auto continues" in told) == (5, True, True), told
     assert cluster.end_of("ps:0")[0] != 0
     newest = max(int(path.name[5:]) for path in cluster.runs("checkpoints/step_*"))
     for task in ROLES:

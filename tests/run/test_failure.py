@@ -80,7 +80,7 @@ def root_cause(
     overdue: OverdueRank | None = None,
 ) -> Failure:
     evidence = evidence or ProcessEvidence(folder)
-    return failure_of(folder, evidence, facts_of(folder, evidence, exits=exits, running=running, overdue=overdue))
+    return failure_of(evidence, facts_of(evidence, exits=exits, running=running, overdue=overdue))
 
 
 def raised_in_c(kind: type[Exception], text: str) -> Exception:

@@ -83,8 +83,8 @@ class Scene:
             found = self.monitor.look(self.ranks)
             if found is not None:
                 evidence = ProcessEvidence(self.folder)
-                facts = facts_of(self.folder, evidence, running=self.ranks, reports={}, overdue=found)
-                return failure_of(self.folder, evidence, facts).headline
+                facts = facts_of(evidence, running=self.ranks, reports={}, overdue=found)
+                return failure_of(evidence, facts).headline
         return None
 
 

@@ -29,7 +29,8 @@ from trainkit.config.values import leaves, path_rule
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import Tag
 from trainkit.redaction import redacted_argument, variable_of
-from trainkit.run.process.fork_server import JOB_IMPORTS, ForkedGroup, ForkServerClient
+from trainkit.run.process.fork_server import JOB_IMPORTS, ForkServerClient
+from trainkit.run.process.worker_group import WorkerGroup
 from trainkit.sweeps.job_sources import JobList, JobSource, SweepJob, job_return
 from trainkit.sweeps.loop import JobCommand, JobProcess, Slots, Sweep, start_fresh, started_in
 from trainkit.sweeps.results.job_results import SWEEP_FILE
@@ -54,7 +55,7 @@ class WarmStarter(ForkServerClient):
 
     def __call__(self, job: JobCommand) -> JobProcess:
         """Start a job."""
-        return started_in(ForkedGroup(self, job.number, job.report), job)
+        return started_in(WorkerGroup(job.number, job.report, fork=self.fork), job)
 
     def keep(self, data: Mapping[str, Any]) -> None:
         """Share a dataset between all later jobs if it can be shared; otherwise each job reads its own."""

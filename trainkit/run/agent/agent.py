@@ -238,8 +238,7 @@ class Agent:
     def _failure(
         self, *, exits: Sequence[ProcessExit] = (), running: Collection[int] = (), overdue: OverdueRank | None = None
     ) -> Failure:
-        facts = facts_of(self._folder, self._evidence, exits=exits, running=running, overdue=overdue)
-        return failure_of(self._folder, self._evidence, facts)
+        return failure_of(self._evidence, facts_of(self._evidence, exits=exits, running=running, overdue=overdue))
 
     def _lingering(self, group: WorkerGroup) -> list[int]:
         """Return the ranks that reported an error long ago and have not exited."""
@@ -326,10 +325,10 @@ class Agent:
         while True:
             ended = {one.rank for one in exits}
             running = [rank for rank in group.running if rank not in ended]
-            facts = facts_of(self._folder, self._evidence, exits=exits, running=running)
+            facts = facts_of(self._evidence, exits=exits, running=running)
             found = first_failure(facts, waited_s=time.monotonic() - begun)
             if isinstance(found, tuple) and self.events.empty():  # an exit that has been reported counts in any case
-                return failure_of(self._folder, self._evidence, facts), exits
+                return failure_of(self._evidence, facts), exits
             event = self._next_event(min(found, _LOOK_S) if isinstance(found, float) else 0.0)
             if event is not None and (exited := self._failed_exit(group, attempt, event)) is not None:
                 exits.append(exited)

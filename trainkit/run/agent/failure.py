@@ -108,7 +108,7 @@ class ProcessEvidence:
         known: Mapping[int, ErrorReport] | None = None,
         memory: MemoryEvents | None = None,
     ) -> None:
-        self._folder, self._marks = folder, marks
+        self.folder, self._marks = folder, marks
         self._away, self._known = away or {}, known or {}
         self._memory = memory or MemoryEvents()
         self._count = 0
@@ -117,11 +117,11 @@ class ProcessEvidence:
     def look(self, ranks: Iterable[int]) -> None:
         """Record the reports that have arrived since the last call, in the order in which they were written."""
         fresh: list[tuple[int, int]] = []
-        if self._folder is None:
+        if self.folder is None:
             return
         for rank in ranks:
             try:
-                written = self._folder.error_of(rank).stat().st_mtime_ns
+                written = self.folder.error_of(rank).stat().st_mtime_ns
             except OSError:
                 self._arrived.pop(rank, None)
                 continue
@@ -141,7 +141,7 @@ class ProcessEvidence:
 
     def report(self, rank: int) -> ErrorReport | None:
         """Return the report of a rank; None if it has written none."""
-        read = None if self._folder is None else read_error_report(self._folder.error_of(rank))
+        read = None if self.folder is None else read_error_report(self.folder.error_of(rank))
         return read or self._known.get(rank)
 
     def name(self, rank: int) -> str:
@@ -301,7 +301,6 @@ def _unresponsive(one: RankFacts) -> tuple[bool, tuple[int, int], bool, float]:
 
 
 def facts_of(
-    folder: RunFolder | None,
     evidence: ProcessEvidence,
     *,
     exits: Sequence[ProcessExit] = (),
@@ -312,14 +311,13 @@ def facts_of(
     """Return the facts about the ranks that have ended and the ranks that run.
 
     Args:
-        folder: holds heartbeats, reports and collectives; None: these ranks are processes that have none.
-        evidence: what was observed of the processes.
+        evidence: what was observed of the processes; without a folder they have no heartbeats, reports and collectives.
         exits: of processes that ended before their task was done, in the order of their arrival.
         running: ranks whose exit has not arrived.
         reports: the reports that count, in the order of their arrival; None: those in the folder.
         overdue: the rank that exceeded its limit: then no report counts.
     """
-    running = list(running)
+    running, folder = list(running), evidence.folder
     if overdue is not None:
         reports = {}
     ranks = [*(one.rank for one in exits), *(reports or ()), *running]
@@ -394,10 +392,11 @@ def is_clean(folder: RunFolder, exited: ProcessExit, *, stopping: bool) -> bool:
     return folder.done_of(exited.rank).exists() or (exited.code != 0 and stopping)
 
 
-def failure_of(folder: RunFolder, evidence: ProcessEvidence, facts: Collection[RankFacts]) -> Failure:
+def failure_of(evidence: ProcessEvidence, facts: Collection[RankFacts]) -> Failure:
     """Return the first failure of ranks of which one has failed or is overdue, with the text that names it."""
-    found = first_failure(facts)
+    found, folder = first_failure(facts), evidence.folder
     assert isinstance(found, tuple)
+    assert folder is not None
     one, verdict = found
     if verdict == "failed" and (report := one.report) is not None:
         when = " while starting" if report.step is None else f" in step {report.step} ({report.phase})"

@@ -192,8 +192,7 @@ class SelfWatch(ThreadWatch):
         if overdue is None:
             return None
         evidence, reason = ProcessEvidence(self._folder), self._requested()
-        facts = facts_of(self._folder, evidence, running=[0], overdue=overdue)
-        headline = failure_of(self._folder, evidence, facts).headline
+        headline = failure_of(evidence, facts_of(evidence, running=[0], overdue=overdue)).headline
         return HangError(headline) if reason is None else stop_error(reason, headline)
 
     def leave(self, error: TrainkitError, stack: str) -> None:

@@ -131,7 +131,7 @@ def failure_in(folder: RunFolder) -> Failure | None:
         return None
     exits = [ProcessExit(attempt=0, rank=rank, code=report.exit_code) for rank, report in found.items()]
     evidence = ProcessEvidence(folder)
-    failure = failure_of(folder, evidence, facts_of(folder, evidence, exits=exits))
+    failure = failure_of(evidence, facts_of(evidence, exits=exits))
     report = found[failure.rank]
     if report.is_secondary:
         return replace(

@@ -123,8 +123,7 @@ class _Others(ThreadWatch):
         if not self._failed:
             return None
         evidence = ProcessEvidence(self._folder)
-        facts = facts_of(self._folder, evidence, exits=[*self._failed], running=[self._rank])
-        return failure_of(self._folder, evidence, facts)
+        return failure_of(evidence, facts_of(evidence, exits=[*self._failed], running=[self._rank]))
 
     def look(self) -> TrainkitError | None:
         """Return the error of a rank that has failed, at the second look: this rank may report the same failure."""

@@ -39,7 +39,7 @@ from typing import Any, Final, Self
 
 from trainkit.cluster.host import ProcessId, num_cores
 from trainkit.cluster.tasks import Task
-from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
+from trainkit.run.process.worker_group import ProcessExit, WorkerGroup, is_ours
 from trainkit.run.signals import blocked_at_start
 
 HEADER: Final = struct.Struct("!I")
@@ -298,43 +298,6 @@ class ForkServerClient:
             fork.ended(-signal.SIGKILL)
 
 
-class ForkedGroup(WorkerGroup):
-    """Workers that are forked if possible; if the server has died, or for other commands, new interpreters."""
-
-    def __init__(
-        self,
-        server: ForkServerClient,
-        attempt: int,
-        report: Callable[[ProcessExit], None],
-        *,
-        pass_fds: Sequence[int] = (),
-    ) -> None:
-        super().__init__(attempt, report, pass_fds=pass_fds)
-        self._server = server
-
-    def start(
-        self,
-        rank: int,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        log: Path | None,
-        *,
-        cwd: Path | None = None,
-    ) -> None:
-        """Start a worker; its output goes to `log`, None: to the terminal or notebook."""
-        if cwd is None and _is_ours(command):
-            with contextlib.suppress(OSError):  # the server has died: without it workers only start later
-                self._workers[rank] = self._server.fork(
-                    command[2:], environ, log, lambda code: self._report_exit(rank, code)
-                )
-                return
-        super().start(rank, command, environ, log, cwd=cwd)
-
-
-def _is_ours(command: Sequence[str]) -> bool:
-    return tuple(command[:2]) == (sys.executable, "-m") and command[2].partition(".")[0] == "trainkit"
-
-
 ENTRY: Final = (sys.executable, "-m", "trainkit.run.worker_main")
 """The first words of a worker's command."""
 _SERVER: Final = "trainkit.run.fork_server_main"
@@ -348,7 +311,7 @@ def worker_group_factory(
     interpreters.
     """
     can_fork = ForkServerClient.is_possible() and all(task.device == "cpu" for task in tasks)  # no driver survives it
-    if not _is_ours(command) or len(tasks) < 2 or not can_fork:
+    if not is_ours(command) or len(tasks) < 2 or not can_fork:
         yield partial(WorkerGroup, pass_fds=pass_fds)
         return
     threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // len(tasks)))}  # read when libraries are loaded
@@ -361,7 +324,7 @@ def worker_group_factory(
                 stack.close()
                 environ = {**threads, **os.environ}
                 server = stack.enter_context(ForkServerClient(RANK_IMPORTS, environ, pass_fds=pass_fds))
-            return ForkedGroup(server, attempt, report, pass_fds=pass_fds)
+            return WorkerGroup(attempt, report, pass_fds=pass_fds, fork=server.fork)
 
         yield group
 

@@ -112,6 +112,15 @@ class Process(Protocol):
         """Wait until the exit has been reported."""
 
 
+Fork = Callable[[Sequence[str], Mapping[str, str], Path | None, Callable[[int], None]], Process]
+"""(module and arguments, environment, log, callback for the exit code) -> a forked worker."""
+
+
+def is_ours(command: Sequence[str]) -> bool:
+    """Return whether a command runs a module of trainkit in this interpreter."""
+    return tuple(command[:2]) == (sys.executable, "-m") and command[2].partition(".")[0] == "trainkit"
+
+
 class ChildProcess(Protocol):
     """What this module needs of a `subprocess.Popen`."""
 
@@ -131,11 +140,24 @@ class WorkerGroup:
     """Owns processes; leaving its block always ends them and everything they started.
 
     Each worker leads its own session and process group: a Ctrl-C at the terminal reaches only the supervisor.
+
+    Args:
+        attempt: the attempt of the run.
+        report: receives the exits, from other threads.
+        pass_fds: descriptors that the workers inherit.
+        fork: forks a worker (`ForkServerClient.fork`) if its command is of trainkit, in the folder of this process;
+            None, or an OSError because the server has died: a new interpreter, which only starts later.
     """
 
-    def __init__(self, attempt: int, report: Callable[[ProcessExit], None], *, pass_fds: Sequence[int] = ()) -> None:
-        self._attempt = attempt
-        self._report = report
+    def __init__(
+        self,
+        attempt: int,
+        report: Callable[[ProcessExit], None],
+        *,
+        pass_fds: Sequence[int] = (),
+        fork: Fork | None = None,
+    ) -> None:
+        self._attempt, self._report, self._fork = attempt, report, fork
         self._pass_fds = tuple(pass_fds)
         self._workers: dict[int, Process] = {}
 
@@ -149,6 +171,11 @@ class WorkerGroup:
         cwd: Path | None = None,
     ) -> None:
         """Start a worker; its output goes to `log`, None: to the terminal or notebook."""
+        exits = partial(self._report_exit, rank)
+        if self._fork is not None and cwd is None and is_ours(command):
+            with contextlib.suppress(OSError):
+                self._workers[rank] = self._fork(command[2:], environ, log, exits)
+                return
         reader, writer = os.pipe()
         try:
             with contextlib.ExitStack() as stack:
@@ -174,12 +201,12 @@ class WorkerGroup:
             raise
         finally:
             os.close(reader)
-        worker.watch(lambda code: self._report_exit(rank, code))
+        worker.watch(exits)
 
     def adopt(self, rank: int, process: ChildProcess, writer: int) -> None:
         """Own a child process that leads a process group; `writer` is the write end of its parent-death pipe."""
         worker = self._workers[rank] = _Worker(process, writer)
-        worker.watch(lambda code: self._report_exit(rank, code))
+        worker.watch(partial(self._report_exit, rank))
 
     def _report_exit(self, rank: int, code: int) -> None:
         self._report(ProcessExit(attempt=self._attempt, rank=rank, code=code))

@@ -138,7 +138,7 @@ def _first_failure(
         away = {rank: f"pid {one['pid']} on {one['host']}" for rank, one in barrier.processes.items() if rank in silent}
         evidence = ProcessEvidence(folder, lambda here=here: here, away=away, known=reports)  # type: ignore[misc]
         ordered = {rank: reports[rank] for rank in sorted(reports, key=arrivals.__getitem__)}
-        facts = facts_of(folder, evidence, running=silent, reports=ordered)
+        facts = facts_of(evidence, running=silent, reports=ordered)
         found = first_failure(facts, waited_s=time.monotonic() - begun, graces=AT_THE_STORE)
         if not isinstance(found, float):
             break
@@ -152,7 +152,7 @@ def _first_failure(
         first = first_failure([one for one in facts if one.report is not None])
         assert isinstance(first, tuple)
         return reports[first[0].rank].error(), silent
-    return failure_of(folder, evidence, facts).error(), silent
+    return failure_of(evidence, facts).error(), silent
 
 
 class PeerWatch(ThreadWatch):
