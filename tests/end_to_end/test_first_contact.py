@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import comparing, first_contact, save, speed
-from benchmarks.gpu.bench import ALONE, OVER, Bench
+from benchmarks.gpu.bench import ALONE, Bench
 from benchmarks.gpu.workloads import WORKLOADS
 from tests.support import quick
 from trainkit import api
@@ -69,22 +69,6 @@ def test_parts_that_do_not_begin_in_time_are_not_tried_and_one_that_fails_costs_
     page = (tmp_path / "first_contact.md").read_text()
     assert "FAILED: broken.\n\nmissed: one.\n\nnot tried: late.\n" in page
     assert "FAILED: 1, missed: 1, not tried: 1" in capsys.readouterr().out
-
-
-def ended(monkeypatch: pytest.MonkeyPatch, out: str, *, code: int = OVER) -> None:
-    """Let each process of a part end with an output and a code, by default those of one whose time was over."""
-    monkeypatch.setattr(Bench, "run", lambda *_, **__: subprocess.CompletedProcess([], code, out, ""))
-
-
-def test_turns_that_ended_in_time_are_rows_and_the_others_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = [("hand", 1.0), ("captured", 1.0), ("off", 4.0), ("hand", 1.0), ("captured", 1.0)]
-    lines = [json.dumps({"kind": kind, "step_s": [step_s], "flops": 1, "peak": None}) for kind, step_s in turns]
-    ended(monkeypatch, "\n".join(lines))
-    rows = list(speed.speed(Bench(small=False, deadline=0.0), name="mlp"))
-    assert [row[1] for row in rows] == ["-", "-", "ok", "-"]  # two captured turns beside one eager turn
-    ended(monkeypatch, lines[0])
-    rows = list(speed.speed(Bench(small=False, deadline=0.0), name="mlp"))
-    assert [row[1] for row in rows] == ["-", "not tried", "not tried"]
 
 
 def _mode(mode: str) -> str:

@@ -115,12 +115,6 @@ def test_restarts_that_get_no_further_are_given_up(folder: RunFolder, fake: Call
     assert result["resume"] == f"trainkit resume --allow-package tests {folder.path}"
 
 
-def test_no_restarts_means_none(folder: RunFolder, fake: Callable[..., None]) -> None:
-    fake("steps=6 save=1 pause=0.02", fail="rank=0,step=3,phase=forward,action=exit")
-    with pytest.raises(TrainingError, match=r"exited with code 7 in step 3 \(forward\) without an error report\.$"):
-        run_fakes(folder, 1, max_restarts=0)
-
-
 @pytest.mark.parametrize("kind", ["DataError", "ConfigError"])
 def test_an_error_of_ours_is_not_tried_again(folder: RunFolder, fake: Callable[..., None], kind: str) -> None:
     fake("steps=6 save=1", raising=f"1:{kind}:/gone")
@@ -163,14 +157,6 @@ def test_a_worker_that_hangs_is_ended_and_started_again_alone(folder: RunFolder,
     (line,) = map(plain, said)
     assert line.startswith("rank 1 has made no progress for 1 s in step 3 (forward). ")
     assert line.endswith(" Restarting only worker:0; the others continue.")
-
-
-def test_an_idle_task_does_not_hang(
-    folder: RunFolder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainkit.run.agent.agent._SHUTDOWN_GRACE_S", 0.2)
-    fake("steps=80 pause=0.02", fail="rank=1,step=3,phase=idle,action=hang")
-    assert run_roles(folder, "worker", hang_timeout_s=1, log=pytest.fail)["status"] == "finished"
 
 
 def test_a_worker_that_keeps_dying_without_progress_ends_it(folder: RunFolder, fake: Callable[..., None]) -> None:

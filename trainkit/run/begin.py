@@ -111,27 +111,6 @@ def refuse_small_disk(folder: Path, *, size: int, kept: int, steps_left: int, ex
     )
 
 
-def begin_folder(folder: RunFolder, plan: RunPlan, start: ResumePoint, *, notes: Sequence[str]) -> RunConfig:
-    """Write the initial files of a run folder, and return the config to run; the caller holds its lock.
-
-    The files that describe the run are written last, so that a folder that has them can be resumed.
-    """
-    folder.begin()
-    if start.checkpoints is not None:
-        note = bring_earlier_steps(folder, start.checkpoints, retention_of(plan.cfg))
-        start = replace(start, note=note)
-    resolved = resumed_from(plan.cfg, start.checkpoints)
-    write_resolved(folder, resolved)
-    shown = [*notes, *([start.note] if start.note else []), *start.changes]
-    write_environment(folder, cfg=plan.cfg, fingerprint=fingerprint(plan.cfg), notes=shown)
-    return resolved
-
-
-def resumed_from(cfg: RunConfig, checkpoints: Path | None) -> RunConfig:
-    """Return the config with `resume` set to the checkpoint of another run, if the run starts from one."""
-    return cfg if checkpoints is None else replace(cfg, resume=str(checkpoints))
-
-
 BREAKPOINT: Final = "PYTHONBREAKPOINT"
 """The variable of Python that says what `breakpoint()` calls; 0: nothing."""
 _SHOWN: Final = 3
@@ -276,6 +255,9 @@ def begun(
 
         plan, found = agree.everywhere(examined)
     locks: list[int] = []
+    # A run that starts from the checkpoint of another one names it, and has its earlier steps in its own folder.
+    source = start.checkpoints
+    resolved = plan.cfg if source is None else replace(plan.cfg, resume=str(source))
     with ExitStack() as stack:
 
         def begin() -> dict[str, str]:
@@ -284,7 +266,12 @@ def begun(
                 folder = start.folder or (create() if run_dir is None else RunFolder.claim(run_dir))
                 locks.append(stack.enter_context(agree.lock(folder, is_new=start.folder is None)))
                 known = agree.claim(folder, start)
-                begin_folder(folder, plan, start, notes=[*notes, *found])
+                folder.begin()
+                note = start.note if source is None else bring_earlier_steps(folder, source, retention_of(plan.cfg))
+                shown = [*notes, *found, *([note] if note else []), *start.changes]
+                # The files that describe the run are written last: a folder that has them can be resumed.
+                write_resolved(folder, resolved)
+                write_environment(folder, cfg=plan.cfg, fingerprint=fingerprint(plan.cfg), notes=shown)
                 if agree.launch is not None:
                     folder.open_live()  # with the token of the run, before another process writes into it
                 stack.callback(folder.release_reserve)
@@ -298,7 +285,6 @@ def begun(
             if agree.is_rank0 and start.folder is None:
                 folder.discard()
             raise
-        resolved = resumed_from(plan.cfg, start.checkpoints)
         yield BegunRun(plan=plan, folder=folder, resolved=resolved, lock=locks[0] if locks else None, fence=fence)
 
 

@@ -22,7 +22,7 @@ from trainkit.strategies.tensor_shards import model_weights
 from trainkit.trained.build import meta_model
 from trainkit.trained.model import WEIGHTS, FileWeights
 from trainkit.trainer.checkpoint.saving import bring
-from trainkit.trainer.checkpoint.tensors import Loaded, load, newest_valid
+from trainkit.trainer.checkpoint.tensors import load, newest_valid
 from trainkit.trainer.manifest import MANIFEST, EvaluatedIndex, Retention, list_complete
 
 _ROWS: Final = ("metrics.jsonl", "tables.jsonl", "evaluations.jsonl", HISTOGRAMS)
@@ -95,7 +95,10 @@ def starting_weights(cfg: RunConfig, *, report: Callable[[str], None]) -> Mappin
     path = _named(cfg)
     if (file := _file_of(path)).is_file():
         return FileWeights.of(file, meta_model(cfg))
-    return model_weights(load_checkpoint(path, report=report).tensors)
+    loaded = load(path) if (path / MANIFEST).is_file() else newest_valid(_root_of(path), report)
+    if loaded is None:
+        raise CheckpointError(f"{path} holds no checkpoint.")
+    return model_weights(loaded.tensors)
 
 
 def refuse_absent_weights(cfg: RunConfig) -> None:
@@ -163,21 +166,3 @@ def _named(cfg: RunConfig) -> Path:
 
 def _root_of(path: Path) -> Path:
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
-
-
-def load_checkpoint(
-    path: Path, *, report: Callable[[str], None], check: Callable[[Loaded], None] = lambda _: None
-) -> Loaded:
-    """Load a checkpoint folder, or the newest complete one of a run or `checkpoints` folder.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    if (path / MANIFEST).is_file():
-        loaded = load(path)
-        check(loaded)
-        return loaded
-    found = newest_valid(_root_of(path), report=report, check=check)
-    if found is None:
-        raise CheckpointError(f"{path} holds no checkpoint.")
-    return found

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trainkit.cluster.address import Address, is_loopback, own_address
-from trainkit.cluster.launch import LaunchEnvironment, socket_environ
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Identity
 from trainkit.files import open_regular
 from trainkit.run.planning.plan import RunPlan
@@ -28,12 +28,6 @@ def variables(values: Mapping[str, str], *, unless_set: bool = False) -> Iterato
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = earlier
-
-
-def configure_network(launch: LaunchEnvironment) -> None:
-    """Set the environment variables for the network of this process."""
-    for name, value in socket_environ(launch).items():
-        os.environ.setdefault(name, value)
 
 
 def identity_for(

@@ -262,14 +262,50 @@ class ProcessBarrier:
         with self._stack:
             self.store.open(self._stack, self._waiter(lambda: [0]))
             if self.launch.rank == 0:
-                self.prefix = accept_all(self.store, self.launch.num_ranks, self.ranks, self._waiter)
+                self._accept_all()
             else:
-                self.prefix = join(self.store, self.launch, self._stack, self._waiter(lambda: [0]))
+                self._announce()
             # Exchanged before a rank can be lost: the store may be lost with it.
             own = {**asdict(ProcessId.of(os.getpid())), "at": host_id(), "host": socket.gethostname()}
             self.processes = dict(zip(self.ranks, self.all_gather_object(own), strict=True))
             self._stack = self._stack.pop_all()
         return self
+
+    def _accept_all(self) -> None:
+        """Answer every announcement with the prefix of the group until all its ranks are present; for rank 0.
+
+        Raises:
+            HangError: a rank did not arrive.
+        """
+        self.prefix, missing, size = uuid.uuid4().hex, set(self.ranks) - {0}, self.launch.num_ranks
+        waiter = self._waiter(lambda: missing)
+        while missing:
+            for rank in missing:
+                if self.store.has(arrival := f"trainkit/arrival/{size}/{rank}"):  # perhaps of an earlier group, as yet
+                    self.store.set(f"trainkit/answer/{self.store.get(arrival).decode(errors='replace')}", self.prefix)
+            missing -= {rank for rank in missing if self.store.has(f"{self.prefix}/present/{rank}")}
+            if missing:
+                waiter.wait(_POLL_S)
+
+    def _announce(self) -> None:
+        """Announce this process, and take the prefix that rank 0 sends; for ranks above 0.
+
+        Raises:
+            HangError: rank 0 did not arrive.
+        """
+        waiter, place = self._waiter(lambda: [0]), f"{self.launch.num_ranks}/{self.launch.rank}"
+        while not self.prefix:
+            name = uuid.uuid4().hex
+            try:
+                self.store.set(f"trainkit/arrival/{place}", name)
+                while not self.store.has(f"trainkit/answer/{name}"):
+                    waiter.wait(_POLL_S)
+                prefix = self.store.get(f"trainkit/answer/{name}").decode(errors="replace")
+                self.store.set(f"{prefix}/present/{self.launch.rank}", "")
+                self.prefix = prefix
+            except RuntimeError:  # the store's DistError: rank 0 was closing the store of an earlier run
+                waiter.wait(_POLL_S)
+                self.store.open(self._stack, waiter)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -379,10 +415,6 @@ class ProcessBarrier:
         """Return the ranks whose process was on this host and has ended, in whatever way."""
         return [rank for rank, process in self.processes_here().items() if not process.lives]
 
-    def is_done(self, rank: int) -> bool:
-        """Return whether a rank has ended its part of the training regularly."""
-        return self.store.has(f"{self.prefix}/done/{rank}")
-
     def stopped_here(self, limit_s: Callable[[int], float]) -> int | None:
         """Return a rank whose process is on this host, and stopped by a signal for longer than its limit.
 
@@ -478,51 +510,6 @@ class ProcessBarrier:
             timeout_s=self._timeout_s,
             log=log or self._log,
         )
-
-
-def accept_all(
-    store: StoreClient,
-    num_ranks: int,
-    ranks: Iterable[int],
-    waiter_for: Callable[[Callable[[], Iterable[int]]], WaitReporter],
-) -> str:
-    """Answer every announcement until all ranks of this group are present, and return the prefix of the group; for rank
-    0.
-
-    Raises:
-        HangError: a rank did not arrive.
-    """
-    prefix, missing = uuid.uuid4().hex, set(ranks) - {0}
-    waiter = waiter_for(lambda: missing)
-    while missing:
-        for rank in missing:
-            if store.has(arrival := f"trainkit/arrival/{num_ranks}/{rank}"):  # perhaps of an earlier group, as yet
-                store.set(f"trainkit/answer/{store.get(arrival).decode(errors='replace')}", prefix)
-        missing -= {rank for rank in missing if store.has(f"{prefix}/present/{rank}")}
-        if missing:
-            waiter.wait(_POLL_S)
-    return prefix
-
-
-def join(store: StoreClient, launch: LaunchEnvironment, stack: ExitStack, waiter: WaitReporter) -> str:
-    """Announce this process, and return the prefix that rank 0 sends; for ranks above 0.
-
-    Raises:
-        HangError: rank 0 did not arrive.
-    """
-    while True:
-        name = uuid.uuid4().hex
-        try:
-            store.set(f"trainkit/arrival/{launch.num_ranks}/{launch.rank}", name)
-            while not store.has(f"trainkit/answer/{name}"):
-                waiter.wait(_POLL_S)
-            prefix = store.get(f"trainkit/answer/{name}").decode(errors="replace")
-            store.set(f"{prefix}/present/{launch.rank}", "")
-        except RuntimeError:  # the store's DistError: rank 0 was closing the store of an earlier run
-            waiter.wait(_POLL_S)
-            store.open(stack, waiter)
-        else:
-            return prefix
 
 
 _OWN_KEYS: Final = (("cluster", "task"),)

@@ -36,7 +36,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from trainkit.cluster.host import mig_instances, num_cores, own_cores, threads_of
-from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.cluster.launch import LaunchEnvironment, socket_environ
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.identity import fingerprint, run_config
 from trainkit.config.schema import RunConfig
@@ -75,7 +75,7 @@ from trainkit.run.planning.notes import is_never_given
 from trainkit.run.planning.plan import RunPlan, make_plan, plan_to_environ
 from trainkit.run.process.error_report import Reporter, error_report, report_from_json
 from trainkit.run.process.fork_server import ENTRY, worker_group_factory
-from trainkit.run.process.setup import announce_log, configure_network, identity_for, redirect_output
+from trainkit.run.process.setup import announce_log, identity_for, redirect_output
 from trainkit.run.process.worker_group import worker_environ
 from trainkit.run.record import recorded_run
 from trainkit.run.rendezvous.barrier import (
@@ -282,22 +282,6 @@ def resume_point_of_launch(cfg: RunConfig, run_dir: Path | None, barrier: Proces
     return find_start(cfg, run_dir)
 
 
-def record_run_folder(cfg: RunConfig, folder: RunFolder, barrier: ProcessBarrier) -> None:
-    """Record the folder for the next start of this launch."""
-    path = str(folder.path.absolute())
-    barrier.store.set(f"trainkit/{_KEY}", path)
-    if barrier.launch.name:
-        record = _record(cfg, barrier.launch)
-        record.parent.mkdir(parents=True, exist_ok=True)
-        write_json_atomically(record, {"launch": barrier.launch.name, "folder": path})
-
-
-def clear_run_folder(cfg: RunConfig, folder: RunFolder, barrier: ProcessBarrier) -> None:
-    """Delete the record of a launch that has ended and is not restarted; the record of another folder stays."""
-    if _recorded(cfg, barrier.launch) == str(folder.path.absolute()):
-        _record(cfg, barrier.launch).unlink(missing_ok=True)
-
-
 def _continued(cfg: RunConfig, path: Path) -> ResumePoint | None:
     """Return a start that continues in a folder, if it holds this training, and the training has not ended."""
     folder = RunFolder(path)
@@ -479,7 +463,9 @@ class JoinedGroup:
     def end(self, result: Mapping[str, Any]) -> None:
         """Clear the record of the folder of a run that has ended, so that a restart of the launch begins a new run."""
         if self.barrier.launch.rank == 0 and result.get("status") in ENDED:
-            clear_run_folder(self.plan.cfg, self.folder, self.barrier)
+            cfg, launch = self.plan.cfg, self.barrier.launch
+            if _recorded(cfg, launch) == str(self.folder.path.absolute()):  # the record of another folder stays
+                _record(cfg, launch).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -509,8 +495,12 @@ def joined(
             run = stack.enter_context(begin)
             plan, folder, fencing_token = run.plan, run.folder, run.fence
             assert fencing_token is not None
-            if launch.rank == 0:
-                record_run_folder(plan.cfg, folder, barrier)
+            if launch.rank == 0:  # for the next start of this launch
+                path = str(folder.path.absolute())
+                barrier.store.set(f"trainkit/{_KEY}", path)
+                if launch.name:
+                    (record := _record(plan.cfg, launch)).parent.mkdir(parents=True, exist_ok=True)
+                    write_json_atomically(record, {"launch": launch.name, "folder": path})
             # A token of the chief goes through the store, where any process that reaches its port can read it.
             made = barrier.run_on_rank0(lambda: token_hex(32)) if plan.auxiliary_ranks else ""
             token = os.environ.get(_TOKEN) or made if plan.auxiliary_ranks else ""
@@ -537,7 +527,8 @@ def joined(
 
 def announce(launch: LaunchEnvironment) -> None:
     """Set the environment variables for the network, and print the identity of this process."""
-    configure_network(launch)
+    for name, value in socket_environ(launch).items():
+        os.environ.setdefault(name, value)
     if launch.rank == 0 or launch.by_hand:
         print(launch.line(), file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
 

@@ -136,7 +136,7 @@ def _first_failure(
         # The known reports, and the processes of the other ranks: their states, if they are on this host.
         here = {rank: process for rank, process in barrier.processes_here().items() if rank in silent}
         away = {rank: f"pid {one['pid']} on {one['host']}" for rank, one in barrier.processes.items() if rank in silent}
-        evidence = ProcessEvidence(folder, lambda here=here: here, away=away, known=reports)  # type: ignore[misc]
+        evidence = ProcessEvidence(folder, here.copy, away=away, known=reports)
         ordered = {rank: reports[rank] for rank in sorted(reports, key=arrivals.__getitem__)}
         facts = facts_of(evidence, running=silent, reports=ordered)
         found = first_failure(facts, waited_s=time.monotonic() - begun, graces=AT_THE_STORE)
@@ -219,7 +219,8 @@ class PeerWatch(ThreadWatch):
 
     def _published(self) -> str:
         """Return what the store says of a failure; empty if there is none."""
-        ended = [rank for rank in self._barrier.ended_here() if not self._barrier.is_done(rank)]
+        store, done = self._barrier.store, f"{self._barrier.prefix}/done"
+        ended = [rank for rank in self._barrier.ended_here() if not store.has(f"{done}/{rank}")]
         failures = self._barrier.failures()  # after `ended`: a process writes its report before it ends
         if failures:
             return f"rank {failures[0].rank}: {failures[0].summary}"
