@@ -261,7 +261,7 @@ _LESS_IS_BETTER = frozenset({"loss", "perplexity", "error", "mse", "mae"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MonitoredMetric:
-    """The metric that selects the best checkpoint and drives early stopping and leaderboards."""
+    """The metric that selects the best checkpoint and drives early stopping, or that orders runs."""
 
     metric: str
     """Name of the metric, such as `val/accuracy`."""

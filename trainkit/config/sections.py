@@ -168,7 +168,7 @@ class EvalConfig:
     every_epochs: Annotated[float | None, cosmetic, above(0)] = 1
     """Evaluate every this many epochs; the end always evaluates."""
     metric: Annotated[str | None, cosmetic] = None
-    """The metric for the best checkpoint, early stopping and leaderboards, such as val/accuracy; null is val/loss."""
+    """The metric for the best checkpoint, early stopping and searches, such as val/accuracy; null is val/loss."""
     mode: Annotated[Literal["min", "max"] | None, cosmetic] = None
     """Whether lower or higher values of `metric` are better."""
     batch_size: Annotated[int | None, speed, at_least(1)] = None

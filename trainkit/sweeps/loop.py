@@ -39,7 +39,7 @@ from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 from trainkit.run.signals import is_ignored, stop_error, stop_signals
 from trainkit.sweeps.job_sources import JobSource, SweepJob, continued
 from trainkit.sweeps.results.comparing import page_at_end
-from trainkit.sweeps.results.job_results import PRUNED, SweepState, config_of, is_complete, last_line
+from trainkit.sweeps.results.job_results import SweepState, config_of, is_complete, last_line
 from trainkit.sweeps.results.leaderboard import collect, write
 from trainkit.sweeps.screen import JobLine, Screen, State, View, print_line, screen_for
 from trainkit.trainer.ownership import locked
@@ -372,7 +372,7 @@ class Sweep:
         counts = {
             "failed": len(codes) - stopped - codes.count(0),
             "stopped": stopped,
-            "pruned": sum(entry.status == PRUNED for entry in board.entries),
+            "pruned": sum(row.pruned for row in rows),
             "not run": sum(row.exit_code is None for row in rows),
         }
         head = f"{len(rows)} job{'' if len(rows) == 1 else 's'}"
