@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 import trainkit
 from tests.launchers.launches import launch_of
 from trainkit.cli import main
-from trainkit.cluster.host import keep_freed_memory
+from trainkit.cluster.host import count_gpus, keep_freed_memory
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.errors import ConfigError
 from trainkit.run.planning.plan import make_plan
@@ -65,6 +66,13 @@ def test_each_rank_gets_one_mig_instance() -> None:
     assert worker_environ(TWO, Identity.solo())["CUDA_VISIBLE_DEVICES"] == TWO["CUDA_VISIBLE_DEVICES"]
 
 
+def test_mig_instances_are_counted_where_cuda_shows_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", TWO["CUDA_VISIBLE_DEVICES"])
+    for shown, counted in ((1, 2), (0, 0)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda shown=shown: shown)
+        assert count_gpus() == counted
+
+
 def test_what_mig_instances_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", TWO["CUDA_VISIBLE_DEVICES"])
     for strategy in (["strategy=device_map"], ["strategy=one_device", "strategy.device=cuda:1"]):
@@ -87,7 +95,7 @@ def test_cublas_and_malloc_are_set_before_a_device_is_used(tmp_path: Path, monke
 
 STEPS = """
 import resource
-from trainkit.cluster.host import keep_freed_memory
+from trainkit.cluster.host import count_gpus, keep_freed_memory
 
 def new_pages():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -166,22 +166,15 @@ def mig_instances(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names)) if all(name.startswith("MIG-") for name in names) else ()
 
 
-def count_devices(seen: int, environ: Mapping[str, str]) -> int:
-    """Return the number of devices of this host; `seen` is the number that one process counts (1 with MIG).
-
-    Example:
-        >>> environ = {"CUDA_VISIBLE_DEVICES": "MIG-4e5f,MIG-77aa"}
-        >>> count_devices(1, environ), count_devices(0, environ), count_devices(4, {})
-        (2, 0, 4)
-    """
-    return max(seen, len(mig_instances(environ))) if seen else 0
-
-
 def count_gpus() -> int:
-    """Return the number of CUDA devices of this host for all processes of a run; initialises no device."""
+    """Return the number of CUDA devices of this host for all processes of a run; initialises no device.
+
+    One process counts 1 with MIG.
+    """
     import torch  # noqa: PLC0415 - commands that train nothing read this module
 
-    return count_devices(torch.cuda.device_count(), os.environ)
+    seen = torch.cuda.device_count()
+    return max(seen, len(mig_instances(os.environ))) if seen else 0
 
 
 def use_device(device: torch.device) -> None:

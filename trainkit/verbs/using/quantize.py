@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Final
 
 from trainkit.config.grammar import refusal
 from trainkit.files import quoted
 from trainkit.report.tables import print_rows
 from trainkit.trained.quantize import quantize_run
 from trainkit.verbs.support.call import Call
-
-_TO: Final = "the format: int8_weight, int8_dynamic, int4_weight or int8_static"
+from trainkit.verbs.support.table import QUANTIZED
 
 
 def run(call: Call) -> int:
     """Write the quantized model, and print its scores next to those of the original."""
     if "to" not in call.flags:
-        raise refusal("--to", f"is missing: {_TO}.")
+        raise refusal("--to", f"is missing: {QUANTIZED}.")
 
     done = quantize_run(
         Path(call.arguments[0]).expanduser(),
