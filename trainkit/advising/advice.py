@@ -21,7 +21,8 @@ from trainkit.run.estimates.passes import evaluated_samples
 from trainkit.run.planning.misfits import num_tried, refuse_misfits
 from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
-from trainkit.strategies.shipped import SpreadsOver, shipped_strategies
+from trainkit.strategies.base import Strategy
+from trainkit.strategies.shipped import shipped_strategies
 from trainkit.trained.build import meta_model
 
 NOT_TRIED: Final = (
@@ -36,9 +37,9 @@ _MOST_COUNTS: Final = 3
 
 
 @cache
-def _strategies() -> Mapping[str, type[SpreadsOver]]:
+def _strategies() -> Mapping[str, type[Strategy]]:
     """Return the strategies to try, the simplest first."""
-    return {one.name: one.kind for one in shipped_strategies() if issubclass(one.kind, SpreadsOver)}
+    return {one.name: one.kind for one in shipped_strategies() if one.kind.spread_over(1) is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +95,7 @@ def families(*, devices: int, strategy_given: bool, precisions: tuple[str, ...])
 
 def _on(name: str, count: int) -> tuple[str, ...]:
     """Return the overrides of a strategy on `count` devices."""
-    keys = _strategies()[name].spread_over(count)
+    keys = _strategies()[name].spread_over(count) or {}
     return f"strategy={name}", *(f"strategy.{key}={value}" for key, value in keys.items())
 
 

@@ -20,7 +20,7 @@ from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.scaling.answers import MeasuredShare
 from trainkit.scaling.fit import Fit, Point, fit
 from trainkit.scaling.model import Exchange, Exchanges, Interval, Link, Workload
-from trainkit.strategies.base import Scaled, ScalesOut, Strategy, scaled
+from trainkit.strategies.base import Scaled, Strategy
 from trainkit.strategies.shipped import names_of
 from trainkit.strategies.traffic import StepCut, Transfer, traffic_of
 from trainkit.trained.build import meta_model
@@ -73,7 +73,7 @@ class Scalable:
 
     def at(self, replicas: int) -> Scaled:
         """Return the strategy with this number of replicas."""
-        found = scaled(self.plan.components.strategy, replicas, self.plan.context)
+        found = self.plan.components.strategy.scaled(replicas, self.plan.context)
         assert found is not None, "checked by scalable()"
         return found
 
@@ -115,11 +115,11 @@ def scalable(cfg: RunConfig) -> Scalable:
         ConfigError: the config has problems, or its strategy cannot have other numbers of replicas.
     """
     plan = make_plan(cfg, launch=None)
-    if scaled(plan.components.strategy, 2, plan.context) is None:
+    if plan.components.strategy.scaled(2, plan.context) is None:
         name = cfg.strategy["_target_"].rpartition(".")[2]
         rule = (
             f"{name} has one replica, or an exchange that scale has no figures for. Use "
-            f"{names_of(lambda kind: issubclass(kind, ScalesOut))}; --simulate needs none of them."
+            f"{names_of(lambda kind: kind.scaled is not Strategy.scaled)}; --simulate needs none of them."
         )
         raise ConfigError([Problem(key="strategy", rule=rule)])
     what = Scalable(cfg=cfg, plan=plan, model=meta_model(plan.cfg), cores=num_cores())

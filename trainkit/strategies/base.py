@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter, is_
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Final, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -56,19 +56,6 @@ class Scaled:
     waits: bool = True
     """Whether a step ends only when all replicas have exchanged; they then share its samples."""
     remedies: Remedies = field(default_factory=Remedies)
-
-
-@runtime_checkable
-class ScalesOut(Protocol):
-    """A strategy that can have any number of replicas, each on one device."""
-
-    def scaled(self, replicas: int, context: PlanContext) -> Scaled:
-        """Return the strategy with `replicas` replicas; pure."""
-
-
-def scaled(strategy: Strategy, replicas: int, context: PlanContext) -> Scaled | None:
-    """Return a strategy with `replicas` replicas; None if it does not scale."""
-    return strategy.scaled(replicas, context) if isinstance(strategy, ScalesOut) else None
 
 
 Batch = object
@@ -998,6 +985,18 @@ class Strategy(ABC):
         Recommended to a run that ran out of memory.
         """
         return {}
+
+    @classmethod
+    def spread_over(cls, count: int) -> Mapping[str, int] | None:  # noqa: ARG003 - by default it cannot
+        """Return the keys of `strategy` that use `count` devices, for `advise`; empty for a strategy of one device.
+
+        None if keys alone cannot spread it; pure.
+        """
+        return None
+
+    def scaled(self, replicas: int, context: PlanContext) -> Scaled | None:  # noqa: ARG002 - by default it does not
+        """Return the strategy with `replicas` replicas, each on one device; None if it does not scale; pure."""
+        return None
 
     # In each process.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import resolve_target
@@ -20,15 +20,6 @@ class Shipped(NamedTuple):
     target: str
     """The `_target_` of its YAML."""
     kind: type[Strategy]
-
-
-@runtime_checkable
-class SpreadsOver(Protocol):
-    """A strategy that its keys alone can spread over any number of devices; `trainkit advise` tries it."""
-
-    @classmethod
-    def spread_over(cls, count: int) -> Mapping[str, int]:
-        """Return the keys of `strategy` that use `count` devices; empty for a strategy of one device; pure."""
 
 
 def shipped_strategies() -> Iterator[Shipped]:
