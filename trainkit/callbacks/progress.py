@@ -134,8 +134,7 @@ def _parts(reading: Reading, step: int, *, names_step: bool = False) -> Iterator
     if reading.skipped:
         yield same(f"{count(reading.skipped)} skipped", "yellow", 1)
     if reading.remaining_s < math.inf:
-        left = clock(reading.remaining_s)
-        yield _Part(f"{left} left", left, "magenta", 3)
+        yield same(f"{clock(reading.remaining_s)} left", "magenta", 3)
 
 
 def _fits(texts: list[str], width: int) -> bool:
