@@ -96,7 +96,8 @@ HEAD: Final = f"""# What each strategy takes
 A run with a feature that its strategy does not support is refused before it starts. This table is what the refusals
 say: each cell is a run that `python scripts/features.py --write` planned, on two or four ranks or devices of a CPU. The
 messages are below. `-` is a key that the strategy does not have. `multi_worker_mirrored` is as `mirrored`,
-`tensor_parallel` as `mesh: tensor`; on several axes of a [mesh](mesh.md), the refusals of each hold. The sizes of a
+`tensor_parallel` as `mesh: tensor`; on several axes of a [mesh](mesh.md), the refusals of each hold, and
+[`context`](mesh.md#context), which takes language models only, has its own table. The sizes of a
 mesh are numbers here: an axis of `auto` is [elastic](elastic.md).
 
 {MARK}
