@@ -31,8 +31,11 @@ class _Mix:
     target: Field | None = None
     """The field with the classes; null: as for `objective.target`."""
 
-    def _drawn(self, batch: Any) -> _Drawn:
-        """Draw the random numbers of a batch."""
+    def __call__(self, batch: Any) -> Any:
+        """Return the mixed batch; the given one stays as it is.
+
+        Random numbers are drawn on the host, so that they are the same for every device.
+        """
         names, named = chosen_fields(batch, self.input, self.target), named_fields(batch)
         inputs, targets = named[names[0]], named[names[1]]
         if not targets.is_floating_point():
@@ -47,7 +50,19 @@ class _Mix:
         mixes = np.random.random_sample() < self.share  # noqa: NPY002 - keyed by step and shard
         drawn = np.random.beta(self.alpha, self.alpha)  # noqa: NPY002
         order = sent_to(inputs.device, torch.randperm(len(inputs)))
-        return _Drawn(names=names, inputs=inputs, classes=targets, order=order, kept=float(drawn) if mixes else 1.0)
+        mixed, kept = self._mixed(inputs, inputs[order], targets, float(drawn) if mixes else 1.0)
+        return with_fields(batch, {names[0]: mixed, names[1]: targets * kept + targets[order] * (1 - kept)})
+
+    def _mixed(self, inputs: Tensor, others: Tensor, classes: Tensor, kept: float) -> tuple[Tensor, float]:
+        """Return the mixed inputs, and the weight of a sample itself in them.
+
+        Args:
+            inputs: (samples, ...).
+            others: the partner of each sample, of the same shape.
+            classes: (samples, classes) probabilities, (samples, classes, ...) for masks.
+            kept: the weight that was drawn.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +83,9 @@ class MixUp(_Mix):
     alpha: Annotated[float, above(0)] = 0.2
     """Parameter of the Beta distribution: small values mix little."""
 
-    def __call__(self, batch: Any) -> Any:
-        """Return the mixed batch; the given one stays as it is."""
-        drawn = self._drawn(batch)
-        mixed = drawn.inputs * drawn.kept + drawn.inputs[drawn.order] * (1 - drawn.kept)
-        return with_fields(batch, {drawn.names[0]: mixed, drawn.names[1]: drawn.targets(drawn.kept)})
+    def _mixed(self, inputs: Tensor, others: Tensor, classes: Tensor, kept: float) -> tuple[Tensor, float]:
+        del classes
+        return inputs * kept + others * (1 - kept), kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,23 +102,20 @@ class CutMix(_Mix):
     Source: Yun et al. 2019, arXiv:1905.04899.
     """
 
-    def __call__(self, batch: Any) -> Any:
-        """Return the mixed batch; the given one stays as it is."""
-        drawn = self._drawn(batch)
-        if drawn.inputs.dim() < 3:
-            raise DataError(f"CutMix cuts images (samples, ..., height, width), not {tuple(drawn.inputs.shape)}.")
-        if drawn.classes.dim() > 2:
+    def _mixed(self, inputs: Tensor, others: Tensor, classes: Tensor, kept: float) -> tuple[Tensor, float]:
+        if inputs.dim() < 3:
+            raise DataError(f"CutMix cuts images (samples, ..., height, width), not {tuple(inputs.shape)}.")
+        if classes.dim() > 2:
             raise DataError(
-                f"CutMix mixes one class of each image, and the targets are masks, {tuple(drawn.classes.shape)} as "
+                f"CutMix mixes one class of each image, and the targets are masks, {tuple(classes.shape)} as "
                 "probabilities. MixUp mixes the classes of each pixel."
             )
-        height, width = drawn.inputs.shape[-2:]
-        side = (1 - drawn.kept) ** 0.5
+        height, width = inputs.shape[-2:]
+        side = (1 - kept) ** 0.5
         rows, columns = _interval(height, side), _interval(width, side)
-        mixed = drawn.inputs.clone()
-        mixed[..., rows, columns] = drawn.inputs[drawn.order][..., rows, columns]
-        area = (rows.stop - rows.start) * (columns.stop - columns.start) / (height * width)
-        return with_fields(batch, {drawn.names[0]: mixed, drawn.names[1]: drawn.targets(1 - area)})
+        mixed = inputs.clone()
+        mixed[..., rows, columns] = others[..., rows, columns]
+        return mixed, 1 - (rows.stop - rows.start) * (columns.stop - columns.start) / (height * width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,24 +158,6 @@ class CropAndFlip:
     def _starts(self, count: int) -> Tensor:
         """Return (count, 1) first rows or columns within the padded images; drawn on the host, keyed."""
         return torch.from_numpy(np.random.randint(2 * self.padding + 1, size=(count, 1)))  # noqa: NPY002
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Drawn:
-    """The fields of a batch, and its random numbers; drawn on the host, so that they are the same for every device."""
-
-    names: tuple[Field, Field]
-    inputs: Tensor
-    classes: Tensor
-    """(samples, classes) probabilities, (samples, classes, ...) for masks."""
-    order: Tensor
-    """(samples,) the partner of each sample."""
-    kept: float
-    """Weight of the sample itself in the mixture."""
-
-    def targets(self, kept: float) -> Tensor:
-        """Return the mixed classes."""
-        return self.classes * kept + self.classes[self.order] * (1 - kept)
 
 
 def _interval(length: int, share: float) -> slice:
