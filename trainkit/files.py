@@ -484,65 +484,48 @@ def check_bounds(text: str) -> None:  # noqa: PLR0912 - one event after the othe
             anchor, or a tag of another type than plain values.
         yaml.YAMLError: the text is not YAML.
     """
-    open_: list[_Extent] = []
-    anchors: dict[str, _Extent] = {}
+    open_: list[tuple[str | None, int, int]] = []  # of each mapping and list: anchor, number of values, depth
+    anchors: dict[str | None, tuple[int, int]] = {}
     total = 0
 
     def broken(problem: str) -> UnreadableYAMLError:
         return UnreadableYAMLError(problem=problem, problem_mark=event.start_mark)
 
-    for event in _events(text):
-        if isinstance(event, yaml.CollectionEndEvent):
-            closed = open_.pop()
-            if open_:
-                open_[-1].add(closed)
-            continue
-        if isinstance(event, yaml.AliasEvent):
-            if event.anchor not in anchors:
-                raise broken(f"holds the alias *{event.anchor}, and no anchor &{event.anchor} before it")
-            extent = anchors[event.anchor]
-            if any(extent is one for one in open_):
-                raise broken(f"holds the alias *{event.anchor} inside its own anchor")
-        elif isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
-            if (tag := event.tag) not in (None, "!") and tag not in _TAGS:
-                shown = f"!!{tag.removeprefix(_PREFIX)}" if tag.startswith(_PREFIX) else tag
-                raise broken(f"holds the tag {shown}; a config holds plain values only")
-            extent = _Extent(depth=1, size=1)
-            if isinstance(event, yaml.ScalarEvent):
-                extent = _Extent(depth=0, size=1 + len(event.value) // 64)
-            if event.anchor is not None:
-                anchors[event.anchor] = extent
-        else:
-            continue
-        total += extent.size
-        if len(open_) + extent.depth > MAX_YAML_DEPTH:
-            raise broken(f"nests mappings and lists more than {MAX_YAML_DEPTH} deep")
-        if total > MAX_YAML_VALUES:
-            raise broken(f"holds more than {MAX_YAML_VALUES:,} values, aliases expanded")
-        if isinstance(event, yaml.CollectionStartEvent):
-            open_.append(extent)
-        elif open_:
-            open_[-1].add(extent)
-
-
-@dataclass
-class _Extent:
-    """The number of values below a node, and their depth."""
-
-    depth: int
-    """Depth of nested mappings and lists, including this one."""
-    size: int
-    """Number of values, including this one; each 64 characters of a text count as one more."""
-
-    def add(self, inner: _Extent) -> None:
-        """Add a node inside of this one."""
-        self.size += inner.size
-        self.depth = max(self.depth, 1 + inner.depth)
-
-
-def _events(text: str) -> Iterator[Any]:
     try:
-        yield from yaml.parse(text, Loader=_Base)
+        event: Any
+        for event in yaml.parse(text, Loader=_Base):
+            anchor = getattr(event, "anchor", None)
+            if isinstance(event, yaml.CollectionStartEvent | yaml.ScalarEvent):
+                if (tag := event.tag) not in (None, "!") and tag not in _TAGS:
+                    shown = f"!!{tag.removeprefix(_PREFIX)}" if tag.startswith(_PREFIX) else tag
+                    raise broken(f"holds the tag {shown}; a config holds plain values only")
+                size, depth = 1, 1
+                if isinstance(event, yaml.ScalarEvent):
+                    size, depth = 1 + len(event.value) // 64, 0
+            elif isinstance(event, yaml.AliasEvent):
+                if any(anchor == one for one, *_ in open_):
+                    raise broken(f"holds the alias *{anchor} inside its own anchor")
+                if anchor not in anchors:
+                    raise broken(f"holds the alias *{anchor}, and no anchor &{anchor} before it")
+                size, depth = anchors[anchor]
+            elif isinstance(event, yaml.CollectionEndEvent):
+                anchor, size, depth = open_.pop()
+            else:
+                continue
+            if not isinstance(event, yaml.CollectionEndEvent):
+                total += size
+                if len(open_) + depth > MAX_YAML_DEPTH:
+                    raise broken(f"nests mappings and lists more than {MAX_YAML_DEPTH} deep")
+                if total > MAX_YAML_VALUES:
+                    raise broken(f"holds more than {MAX_YAML_VALUES:,} values, aliases expanded")
+            if isinstance(event, yaml.CollectionStartEvent):
+                open_.append((anchor, size, depth))
+                continue
+            if not isinstance(event, yaml.AliasEvent):
+                anchors[anchor] = size, depth
+            if open_:
+                above, values, deepest = open_.pop()
+                open_.append((above, values + size, max(deepest, 1 + depth)))
     except yaml.reader.ReaderError as error:
         line = text.encode()[: error.position].count(b"\n")
         mark = yaml.Mark("", error.position, line, 0, None, 0)

@@ -8,7 +8,6 @@ A key of `data` that names code and is run before it was judged is caught here a
 from __future__ import annotations
 
 import enum
-import json
 import re
 import sys
 import types
@@ -25,13 +24,13 @@ import trainkit
 from tests.config.conftest import Refuse, Write
 from tests.support.attempts import ATTEMPTS, filled, set_up
 from trainkit.cli import main
-from trainkit.config.check import check_names, check_names_first, check_values, checked
+from trainkit.config.check import check_names, check_values, checked
 from trainkit.config.compose import compose
 from trainkit.config.composition import Composition
 from trainkit.config.identity import fingerprint
 from trainkit.config.schema import RunConfig
-from trainkit.config.targets.allowed import ALLOWED_PACKAGES, allow_packages, allowed_packages
-from trainkit.config.targets.build import build, build_callable, resolve_target, signature_of
+from trainkit.config.targets.allowed import allow_packages
+from trainkit.config.targets.build import build, resolve_target, signature_of
 from trainkit.config.targets.kinds import PLACES
 from trainkit.errors import ConfigError
 
@@ -189,11 +188,6 @@ def allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield "test_allowed_own"
 
 
-def test_an_allowed_package_gives_what_it_defines(allowed: str) -> None:
-    for name in ("make", "Net", "Net.small"):
-        assert isinstance(build({"_target_": f"{allowed}.{name}"}, "model"), nn.Module)
-
-
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
@@ -205,14 +199,6 @@ def test_an_allowed_package_gives_what_it_defines(allowed: str) -> None:
 )
 def test_an_allowed_package_gives_nothing_else(allowed: str, name: str, rule: str) -> None:
     assert problem(f"{allowed}.{name}").startswith(rule.format(allowed))
-
-
-def test_packages_are_allowed_while_a_block_is_open_and_not_longer() -> None:
-    before = allowed_packages()
-    with allow_packages(["fractions"]), allow_packages(["fractions"]):
-        pass
-    assert allowed_packages() == before
-    assert allowed_packages()[: len(ALLOWED_PACKAGES)] == ALLOWED_PACKAGES
 
 
 @pytest.mark.parametrize(
@@ -310,18 +296,6 @@ def test_nested_nodes_are_built_first_also_in_lists_and_mappings() -> None:
     assert build({"_target_": f"{HERE}.Outer", "inner": {"size": 4}}).inner == Inner(size=4)
 
 
-def test_injected_arguments_are_passed_and_nothing_is_dropped() -> None:
-    assert build({"_target_": f"{HERE}.Inner"}, size=5).size == 5
-    with pytest.raises(TypeError, match="colour"):
-        build({"_target_": f"{HERE}.Inner", "colour": "red"})
-
-
-def test_functions_and_inner_classes_are_targets_too() -> None:
-    with allow_packages(["json", "collections"]):
-        assert resolve_target("json.dumps") is json.dumps
-        assert build({"_target_": "collections.Counter", "a": 3})["a"] == 3
-
-
 @pytest.mark.parametrize(
     ("target", "words"),
     [
@@ -335,34 +309,6 @@ def test_a_target_that_is_none_is_named(target: str, words: str, monkeypatch: py
     with allow_packages(["collections", "math"]), pytest.raises(ConfigError) as caught:
         resolve_target(target)
     assert str(caught.value.problems[0]).startswith(f"_target_={target}: {words}")
-
-
-def test_a_module_that_needs_what_is_absent_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "needy.py").write_text("import absent_package\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with allow_packages(["needy"]), pytest.raises(ConfigError, match="its module needs absent_package, which is not"):
-        resolve_target("needy.Net")
-
-
-def test_a_node_without_target_is_refused() -> None:
-    with pytest.raises(ConfigError, match="_target_: is missing next to width"):
-        build({"width": 3})
-
-
-def test_a_signature_tells_keys_defaults_and_whether_there_may_be_more() -> None:
-    def make(size: int, *rest: int, rate: float = 0.5, **more: int) -> None: ...
-
-    signature = signature_of(make)
-    assert {name: key.required for name, key in signature.keys.items()} == {"size": True, "rate": False}
-    assert signature.takes_more
-    assert [*signature_of(Inner).keys] == ["size"]
-
-
-def test_a_class_whose_annotations_do_not_resolve_still_has_keys() -> None:
-    class Odd:
-        def __init__(self, size: Nowhere = 3) -> None: ...  # type: ignore[name-defined]  # noqa: F821
-
-    assert [*signature_of(Odd).keys] == ["size"]
 
 
 PACKAGE = """\
@@ -436,13 +382,6 @@ def test_its_signature_is_its_schema(own: Callable[..., Composition], argument: 
     assert found.startswith(problem)
 
 
-def test_problems_of_own_classes_are_reported_together_with_those_of_the_run(own: Callable[..., Composition]) -> None:
-    composed = own("model.wdth=3", "model.rates=a", "epochs=0", "model.kind=???")
-    assert [problem.key for problem in check_names_first(composed)] == [
-        "epochs", "model.kind", "model.wdth", "model.rates",
-    ]  # fmt: skip
-
-
 def test_keys_that_only_kwargs_take_are_accepted_and_said_to_be_unchecked(own: Callable[..., Composition]) -> None:
     composed = own("model._target_=test_own_nets.Loose", "model.anything=3")
     assert checked(composed).notes == ("model.anything: not checked, its class takes any key",)
@@ -494,11 +433,6 @@ def test_functions_and_classes_are_taken_by_name_or_as_a_node() -> None:
 )
 def test_what_cannot_be_called_there_is_refused_with_its_key(argument: str, said: str) -> None:
     assert problems_of(argument)[0].startswith(said)
-
-
-def test_a_name_in_the_file_of_a_run_obeys_the_same_rule() -> None:
-    with pytest.raises(ConfigError, match=r"data\.collate.*os is not among the packages"):
-        build_callable("os.system", "data.collate")
 
 
 def test_a_key_without_a_value_leaves_the_fingerprint_as_it_was() -> None:

@@ -79,14 +79,6 @@ def test_the_origin_of_a_key_is_the_line_that_set_it(with_recipe: Callable[..., 
     assert composed.origin("model.dropout").where.endswith("conf/model/mlp.yaml:7")
 
 
-def test_a_recipe_outranks_a_choice_whatever_the_order_of_the_defaults(write_conf: Write) -> None:
-    folder = write_conf(
-        {"recipe/mine.yaml": "seed: 5\n", "debug/fast.yaml": "# @package _global_\nseed: 9\nepochs: 2\n"}
-    )
-    values = compose(["recipe=mine", "+debug=fast"], config_dirs=[folder]).values
-    assert (values["seed"], values["epochs"]) == (5, 2)
-
-
 def test_a_swapped_choice_takes_along_what_the_recipe_set_in_its_group(with_recipe: Callable[..., Composition]) -> None:
     composed = with_recipe("optimizer=adamw")
     assert composed.values["optimizer"]["lr"] == 0.001
@@ -105,13 +97,6 @@ def test_naming_the_recipes_own_choices_drops_nothing_that_is_still_chosen(
     assert "progress" not in with_recipe("callbacks=[plots]").values["callbacks"]
 
 
-def test_a_recipe_may_start_from_another(write_conf: Write) -> None:
-    recipes = {"mine": RECIPE, "more": "defaults: [mine]\nsteps: 9\n", "broken": "a: [\n"}
-    folder = write_conf({f"recipe/{name}.yaml": text for name, text in recipes.items()})
-    values = compose(["recipe=more"], config_dirs=[folder]).values
-    assert (values["steps"], values["epochs"], values["optimizer"]["lr"]) == (9, None, 0.5)
-
-
 def test_a_users_folder_comes_first_and_what_it_hides_is_named(write_conf: Write) -> None:
     folder = write_conf({"model/mlp.yaml": "_target_: mine.Net\nhidden: [7]\n", "model/own.yaml": "width: 3\n"})
     composed = compose(["recipe=null"], config_dirs=[folder])
@@ -120,31 +105,10 @@ def test_a_users_folder_comes_first_and_what_it_hides_is_named(write_conf: Write
     assert compose(["recipe=null", "model=own"], config_dirs=[folder]).values["model"] == {"width": 3}
 
 
-def test_the_run_is_named_after_its_recipe(with_recipe: Callable[..., Composition]) -> None:
-    assert with_recipe().values["name"] == "mine"
-    assert compose(["recipe=null"]).values["name"] == "run"
-    assert with_recipe("name=x").values["name"] == "x"
-
-
 def test_home_is_expanded_in_paths_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     values = compose(["recipe=null", 'init_from="~/x"', 'name="~x"', '+data.path="~/y"']).values
     assert (values["init_from"], values["data"]["path"], values["name"]) == ("/home/me/x", "/home/me/y", "~x")
-
-
-def test_arguments_apply_in_order_and_mappings_are_merged() -> None:
-    values = compose(["recipe=null", "batch={micro_size:4}", "batch.micro_size=8", "+seed=1", "seed=2"]).values
-    assert values["batch"] == {"global_size": 64, "micro_size": 8, "accumulation": None, "drop_last": False}
-    assert values["seed"] == 2
-    composed = compose(["recipe=null", "callbacks=[]", "logger=null"])
-    assert (composed.values["callbacks"], composed.values["logger"], composed.problems) == ({}, {}, ())
-
-
-def test_callbacks_stand_under_their_names() -> None:
-    composed = compose(["recipe=null", "callbacks=[plots,early_stop]", "callbacks.early_stop.patience=2"])
-    assert list(composed.values["callbacks"]) == ["plots", "early_stop"]
-    assert composed.values["callbacks"]["early_stop"]["patience"] == 2
-    assert composed.choices["callbacks"] == ["plots", "early_stop"]
 
 
 def test_a_run_folder_given_on_the_command_line_differs_from_the_default() -> None:
@@ -155,17 +119,11 @@ def test_a_run_folder_given_on_the_command_line_differs_from_the_default() -> No
     assert not default.run_dir_given
 
 
-def test_problems_make_no_config() -> None:
-    with pytest.raises(ConfigError, match="seed=1,2: is a list of choices"):
-        _ = compose(["recipe=null", "seed=1,2"]).cfg
-
-
 @pytest.mark.parametrize(
     ("recipe", "arguments", "expected"),
     [
         ("epochs: 5\n", ["steps=3"], (None, 3)),
         ("steps: 5\n", ["epochs=3"], (3, None)),
-        ("steps: 5\n", [], (None, 5)),
         ("steps: 5\n", ["epochs=null"], (None, 5)),
     ],
 )
@@ -178,23 +136,13 @@ def test_the_length_given_at_the_higher_place_counts(
     assert composed.problems == ()
 
 
-def test_a_displaced_value_is_mentioned_unless_it_was_a_default(write_conf: Write, tmp_path: Path) -> None:
-    folder = write_conf({"recipe/mine.yaml": "steps: 5\n"})
-    composed = compose(["recipe=mine", "epochs=3"], config_dirs=[folder])
-    assert composed.notes == (f"epochs=3 (command line) replaces steps=5 ({tmp_path}/conf/recipe/mine.yaml:1)",)
-    assert compose(["recipe=null", "steps=3"]).notes == ()
-
-
 @pytest.mark.parametrize(
     ("recipe", "arguments", "expected"),
     [
         ("global_size: 96\n  micro_size: 16", ["batch.accumulation=4"], (96, None, 4)),
-        ("global_size: 96\n  accumulation: 2", ["batch.micro_size=8"], (96, 8, None)),
         ("micro_size: 16\n  accumulation: 2", [], (None, 16, 2)),
-        ("micro_size: 16\n  accumulation: 2", ["batch.global_size=128"], (128, 16, None)),
         ("global_size: 96", ["batch.micro_size=8", "batch.accumulation=2"], (None, 8, 2)),
         ("micro_size: 16", ["batch.accumulation=4"], (64, None, 4)),
-        ("global_size: 96\n  micro_size: 16", ["batch.global_size=32"], (32, 16, None)),
     ],
 )
 def test_of_the_batch_triple_global_size_is_displaced_last(
@@ -287,11 +235,6 @@ def test_an_experiment_wins_over_a_recipe_that_it_names(composed: Callable[..., 
     )
 
 
-def test_an_experiment_without_a_folder_says_where_it_belongs(refuse: Refuse) -> None:
-    (problem,) = refuse("experiment=small")
-    assert problem.startswith("experiment: there is no such folder of choices. Write DIR/experiment/NAME.yaml")
-
-
 SYNTHETIC = ("data=synthetic", "data.shape=[1,28,28]", "data.num_samples=64")
 
 
@@ -317,28 +260,9 @@ def test_the_value_of_the_choice_or_of_the_defaults_takes_its_place(
     assert sum("is left out of the recipe" in note for note in composed.notes) == 1
 
 
-def test_of_several_files_below_the_recipe_the_highest_gives_the_value(write_conf: Write) -> None:
-    folder = write_conf(
-        {
-            "recipe/mine.yaml": "batch: {micro_size: 64}\n",
-            "debug/small.yaml": "# @package _global_\nbatch: {micro_size: 4}\n",
-        }
-    )
-    composed = checked(compose(["recipe=mine", "+debug=small", "batch.global_size=32"], config_dirs=[folder]))
-    assert composed.values["batch"]["micro_size"] == 4
-
-
 def test_a_key_that_the_user_set_is_never_left_out() -> None:
     with pytest.raises(ConfigError, match=r"batch.micro_size=64: larger than batch.global_size=32"):
         checked(compose(["recipe=fashion_mnist", *SYNTHETIC, "batch.global_size=32", "batch.micro_size=64"]))
-
-
-def test_a_mistake_of_the_recipe_itself_is_refused(write_conf: Write) -> None:
-    recipe = "batch: {global_size: 32, micro_size: 64}\neval: {metric: val/accuracy}\n"
-    folder = write_conf({"recipe/mine.yaml": recipe})
-    with pytest.raises(ConfigError) as caught:
-        checked(compose(["recipe=mine", "objective=regression"], config_dirs=[folder]))
-    assert [problem.key for problem in caught.value.problems] == ["batch.micro_size"]
 
 
 def test_a_replaced_class_does_without_the_keys_of_the_class_before(cwd: Path) -> None:
@@ -417,14 +341,6 @@ def test_the_config_is_that_of_the_run(earlier: Path) -> None:
     assert composed.origin("optimizer").where.startswith(f"{earlier}/resolved.yaml:")
 
 
-def test_another_placement_is_taken(earlier: Path) -> None:
-    composed = compose_resumed(earlier, ["strategy=mirrored", "strategy.replicas=3", "stop_at_step=null"])
-    assert composed.values["strategy"]["replicas"] == 3
-    assert "device" not in composed.values["strategy"]
-    assert composed.values["stop_at_step"] is None
-    assert other_training(difference(load_resolved(earlier / "resolved.yaml"), composed.cfg), run=earlier) == []
-
-
 def test_another_training_is_refused_by_name(earlier: Path) -> None:
     composed = compose_resumed(earlier, ["optimizer.lr=0.1", "seed=1"])
     problems = other_training(difference(load_resolved(earlier / "resolved.yaml"), composed.cfg), run=earlier)
@@ -433,28 +349,9 @@ def test_another_training_is_refused_by_name(earlier: Path) -> None:
     assert told[1].startswith(f"optimizer.lr=0.1: the run to resume, {earlier}, has 0.3.")
 
 
-def test_what_ended_the_run_early_does_not_end_it_again(earlier: Path) -> None:
-    composed = checked(compose_resumed(earlier, ["recipe=shakespeare", "quiet=true"]))
-    assert (composed.values["stop_at_step"], composed.values["quiet"]) == (None, True)
-    assert composed.notes == ("recipe=shakespeare has no effect: the run keeps what its own recipe set",)
-    assert compose_resumed(earlier, ["stop_at_step=9"]).values["stop_at_step"] == 9
-
-
 def points(*arguments: str) -> list[Composition]:
     call, _ = parse(["-m", "recipe=null", *arguments])
     return call.compose_points()
-
-
-def test_comma_lists_are_multiplied_in_order() -> None:
-    found = [(one.values["seed"], one.values["optimizer"]["lr"]) for one in points("seed=1,2", "optimizer.lr=0.1,0.2")]
-    assert found == [(1, 0.1), (1, 0.2), (2, 0.1), (2, 0.2)]
-
-
-def test_every_countable_sweep_of_hydra_counts() -> None:
-    assert [one.values["seed"] for one in points("seed=range(1,4)", "sweep.name=mine")] == [1, 2, 3]
-    assert [one.values["seed"] for one in points("seed=choice(5,7)")] == [5, 7]
-    assert [one.values["seed"] for one in points("seed=3")] == [3]
-    assert [one.choices["schedule"] for one in points("schedule=glob(in*)")] == ["inverse_sqrt"]
 
 
 def test_a_key_of_a_group_applies_to_the_choices_that_have_it() -> None:
@@ -517,11 +414,6 @@ def test_folds_become_a_key_that_is_swept() -> None:
     assert overrides("cv.folds=2", "optimizer.lr=0.1,0.2") == ("cv.folds=2", "optimizer.lr=0.1,0.2", "cv.fold=range(2)")
 
 
-@pytest.mark.parametrize("given", [(), ("cv.folds=5", "cv.fold=1"), ("cv.folds=5", "cv.fold=1,2"), ("cv.folds=1",)])
-def test_a_run_that_names_its_fold_or_has_none_stays_as_it_is(given: tuple[str, ...]) -> None:
-    assert overrides(*given) == given
-
-
 def test_sweeps_whose_points_would_have_other_folds_are_refused(tmp_path: Path) -> None:
     assert refused(overrides, "cv.folds=3,5")[0].startswith("cv.folds: must be one number")
     assert refused(overrides, "cv.folds=3", "hydra/sweeper=optuna")[0].startswith("hydra/sweeper: optuna learns from")
@@ -544,8 +436,3 @@ def test_sweeps_whose_points_would_have_other_folds_are_refused(tmp_path: Path) 
 )
 def test_bad_folds_are_problems_before_anything_runs(given: list[str], told: list[str]) -> None:
     assert [line.removesuffix(" (command line)") for line in refused(trainkit.compose, given)] == told
-
-
-def test_python_trains_one_fold_at_a_time() -> None:
-    (line,) = refused(trainkit.train, trainkit.compose(["cv.folds=3"]))
-    assert line.startswith("cv.folds=3: starts a run per fold")

@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import yaml
@@ -15,10 +15,9 @@ from hydra.core.singleton import Singleton
 from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 
-from tests.config.conftest import Refuse, Write
-from trainkit.config.check.rules import unused_keys
+from tests.config.conftest import Write
 from trainkit.config.compose import compose
-from trainkit.config.compose.jobs import hydra_config, run_job
+from trainkit.config.compose.jobs import run_job
 from trainkit.config.yaml_files import shipped_conf
 
 
@@ -79,17 +78,6 @@ def test_a_job_has_one_hydra_folder_with_the_values_that_were_checked(tmp_path: 
     assert yaml.safe_load((tmp_path / ".hydra" / "config.yaml").read_text())["seed"] == 5, "the first job's stay"
 
 
-def test_what_a_job_raises_is_raised_unchanged(tmp_path: Path, handlers: None) -> None:
-    error = ValueError("the task's own")
-
-    def task() -> NoReturn:
-        raise error
-
-    with pytest.raises(ValueError, match="the task's own") as caught:
-        run_job(compose(["recipe=null"]), tmp_path, task)
-    assert caught.value is error
-
-
 def test_hydra_settings_of_files_apply_to_the_job(tmp_path: Path, handlers: None, write_conf: Write) -> None:
     folder = write_conf({"recipe/mine.yaml": "hydra:\n  job: {name: mine}\n  run: {dir: elsewhere}\n"})
     composed = compose(["recipe=mine", "+hydra.job.env_set.TRAINKIT_OF_THE_TEST=7"], config_dirs=[folder])
@@ -97,18 +85,3 @@ def test_hydra_settings_of_files_apply_to_the_job(tmp_path: Path, handlers: None
     assert (str(composed.run_dir), composed.run_dir_given) == ("elsewhere", True)
     assert run_job(composed, tmp_path, lambda: HydraConfig.get().job.name) == "mine"
     assert list(tmp_path.glob("*.log")) == []  # train.log takes what the console shows
-
-
-def test_the_cluster_chooses_the_launcher_and_the_command_line_another() -> None:
-    launchers = {"seed=1": "SlotsLauncher", "hydra/launcher=basic": "BasicLauncher", "cluster=null": "BasicLauncher"}
-    for argument, name in launchers.items():
-        chosen = hydra_config(compose(["recipe=null", argument])).hydra.launcher._target_
-        assert chosen.rpartition(".")[2] == name
-    (problem,) = unused_keys(compose(["recipe=null", "cluster=null", "sweep.retries=2"]), multirun=True)[0]
-    assert str(problem).startswith("sweep.retries=2: has no effect with hydra/launcher=basic: it is for slots.")
-
-
-def test_hydra_takes_no_typo_in_a_users_file(write_conf: Write, refuse: Refuse) -> None:
-    folder = write_conf({"recipe/mine.yaml": "hydra:\n  runn: {dir: x}\n"})
-    told = "hydra: Hydra does not take it: Key 'runn' not in 'HydraConf'"
-    assert refuse("--config-dir", str(folder), "recipe=mine")[0].startswith(told)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainkit.cli import main
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.errors import ConfigError, TrainingError
 from trainkit.objectives.per_sample import LossPerSample
@@ -63,15 +62,6 @@ def test_what_is_ambiguous_or_absent_is_refused(file: Path, text: str, told: str
     with pytest.raises(ConfigError) as refused:
         arguments_of("of_mine.py", [])
     assert told in str(refused.value)
-
-
-def test_a_file_outside_of_the_folder_is_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(file)]) == 2
-    assert main(["../of_mine.py", "epohs=3"]) == 2
-    assert main(["nothing.py"]) == 2
-    told = capsys.readouterr().err
-    assert told.count("must lie in the current folder or below") == 2
-    assert "nothing.py: it does not exist." in told
 
 
 def test_a_function_gives_the_loss_of_each_sample_and_no_mean(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ A secret in a file or in what a worker prints, and a special token that is hidde
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import typing
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ import pytest
 import yaml
 
 from tests.end_to_end.vault import Vault
-from tests.support.present import present
 from trainkit.config.annotations import misfit
 from trainkit.config.check import check_names, check_values
 from trainkit.config.compose import compose
@@ -32,7 +30,7 @@ from trainkit.config.yaml_files import read_document, shown_text
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import maths, placement
 from trainkit.redaction import mask, masked_output, remember
-from trainkit.run.begin import git_state, write_environment
+from trainkit.run.begin import write_environment
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import error_report
 from trainkit.sweeps.launching import identity
@@ -132,12 +130,6 @@ def test_a_run_survives_the_way_through_yaml(tmp_path: Path) -> None:
     assert load_resolved(tmp_path / "resolved.yaml") == run
 
 
-def test_a_resolved_file_that_is_none_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "resolved.yaml").write_text("sed: 3\nseed: x\n")
-    with pytest.raises(ConfigError, match=r"sed: no such key\. .*\n.*seed=x: must be a whole number\. \("):
-        load_resolved(tmp_path / "resolved.yaml")
-
-
 WORDS = "sqrt base skip max val/accuracy auto default other stop none contiguous"
 CANDIDATES = (False, True, 3, 16, 0.5, *WORDS.split(), ["new_schedule"])
 
@@ -190,43 +182,10 @@ def keys(values: dict[str, Any]) -> list[str]:
     return [problem.key for problem in literal_secrets(values)]
 
 
-def test_a_secret_is_known_by_its_key() -> None:
-    for key in ANYWHERE.split():
-        assert (redacted({"data": {key: "s3"}}), keys({"data": {key: "s3"}})) == (
-            {"data": {key: "(redacted)"}}, [f"data.{key}"]
-        )  # fmt: skip
-    for key in ("signing_key", "bos_token", "tokens", "headers", "x_headers", "X-Api-Key"):
-        assert keys({"logger": {"w": {key: "s3"}}}) == [f"logger.w.{key}"]
-    assert keys({"callbacks": {"w": {"pad_token": "x", "tokens": [5], "headers": {"A": "s3"}}}}) == [
-        "callbacks.w.headers"
-    ]
-    for key in NOWHERE.split():
-        values = {"data": {key: "s3"}, "logger": {"auth": {"image_key": "x", "special_tokens": ["y"]}}}
-        assert (redacted(values), keys(values)) == (values, [])
-
-
 def test_a_container_under_a_secret_key_is_a_secret_as_a_whole() -> None:
     values = {"data": {"auth": {"user": "me", "pin": 5}}, "logger": {"w": {"tokens": [7]}}}
     assert redacted(values) == {"data": {"auth": "(redacted)"}, "logger": {"w": {"tokens": "(redacted)"}}}
     assert keys(values) == ["data.auth", "logger.w.tokens"]
-
-
-def test_only_the_password_of_a_url_is_hidden() -> None:
-    values = {"logger": [{"uri": "http://me:pw@host/x"}], "data": {"url": "redis://:p@host"}}
-    shown = {"logger": [{"uri": "http://me:(redacted)@host/x"}], "data": {"url": "redis://:(redacted)@host"}}
-    assert redacted(values) == shown
-    assert keys(values) == ["logger.0.uri", "data.url"]
-
-
-def test_another_key_that_quotes_a_secret_hides_it() -> None:
-    shown = redacted({"data": {"token": "canary-alias", "call": "get ?k=canary-alias"}})
-    assert shown["data"]["call"] == "get ?k=(redacted)"
-
-
-def test_switches_references_and_absence_are_no_literal_secrets() -> None:
-    given: dict[str, Any] = {"token": None, "api_key": True, "secret": "", "auth": {}, "pat": "Bearer ${oc.env:X}"}
-    assert keys({"data": given}) == []
-    assert keys({"data": {"pat": "${oc.env:X,abc}"}}) == ["data.pat"]
 
 
 def test_what_a_class_marks_is_a_secret_also_in_its_parts() -> None:
@@ -258,13 +217,6 @@ def test_a_file_of_the_users_is_listed_without_its_secrets(tmp_path: Path) -> No
     assert shown_text(read_document(file), "logger") == (
         "# Mine\nname: x\napi_key: (redacted)\nheaders: (redacted)\n\n# more\nurl: http://a:(redacted)@c\n"
     )
-
-
-def test_a_problem_shows_no_secret_in_its_value_or_in_a_node() -> None:
-    node = {"api_key": "k7", "project": "p"}
-    assert str(Problem(key="+a.token", value=5, rule="is bad.")) == "+a.token=(redacted): is bad."
-    shown = str(Problem(key="logger.w", value=node, rule="is bad."))
-    assert shown == "logger.w={'api_key': '(redacted)', 'project': 'p'}: is bad."
 
 
 def test_a_secret_that_is_a_common_word_or_a_number_is_not_masked_in_other_texts(
@@ -301,14 +253,3 @@ def test_environment_json_contains_arguments_seed_packages_and_devices(tmp_path:
     assert (content["seed"], content["fingerprint"], content["notes"]) == (3, "f00", ["a note"])
     assert content["packages"]["torch"]
     assert content["devices"]["cores"] >= 1
-
-
-def test_a_repository_tells_commit_and_changes(cwd: Path) -> None:
-    assert git_state() is None
-    (cwd / "file").write_text("one")
-    for line in ("init -b main", "add file", "-c user.name=a -c user.email=a@b commit -m one"):
-        subprocess.run(["git", *line.split()], check=True, capture_output=True)
-    state = present(git_state())
-    assert (len(state["commit"]), state["branch"], state["dirty"]) == (40, "main", False)
-    (cwd / "file").write_text("two")
-    assert present(git_state())["dirty"]

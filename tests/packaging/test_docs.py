@@ -16,7 +16,6 @@ import pytest
 from tests.packaging.conftest import ROOT
 from tests.packaging.shown_commands import commands, importing_from, problem_of, write_files
 from tests.support import quick
-from trainkit.fields import Tag
 from trainkit.verbs.support.call import parser_of
 from trainkit.verbs.support.table import VERBS
 
@@ -129,12 +128,6 @@ def test_the_verbs_with_json_are_those_of_the_page() -> None:
     have = [verb for verb in VERBS if "json" in parser_of(verb)[1]]
     assert sorted(re.findall(r"`(\w+)`", names)) == sorted(have)
     assert len(have) * 2 > len(VERBS), "AGENTS.md says more than half"
-
-
-def test_the_glossary_names_every_tag() -> None:
-    page = (ROOT / "docs" / "glossary.md").read_text()
-    (row,) = (row for row in page.splitlines() if row.startswith("| tag |"))
-    assert [tag.name for tag in Tag] == re.findall(r"\*(\w+)\*", row)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """A checkout or an extra that installs another thing than it says is caught here alone."""
 
 import importlib.metadata
-import re
 import subprocess
 import sys
 import sysconfig
@@ -11,11 +10,6 @@ import pytest
 
 from tests.packaging.conftest import ROOT
 from trainkit import extras
-
-
-def test_constraints_name_no_machine() -> None:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    assert [line for line in lines if not re.fullmatch(r"(#.*)|[A-Za-z0-9_.-]+==[0-9a-z.]+", line)] == []
 
 
 def test_the_packages_of_an_extra_are_named_in_a_checkout_and_in_a_wheel(monkeypatch: pytest.MonkeyPatch) -> None:

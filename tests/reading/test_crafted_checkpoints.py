@@ -103,34 +103,23 @@ CRAFTED: Final[list[tuple[str, Callable[[Any], Any] | bytes, str]]] = [
     ("manifest.json", without("step"), "its key step is missing"),
     ("manifest.json", lambda content: content.update(position=json.loads("[" * 99 + "]" * 99)), "nested deeper"),
     ("manifest.json", lambda content: content.update(format=0), "its format is 0"),
-    ("manifest.json", lambda content: content.update(step=-2), "and its step -2"),
     ("manifest.json", lambda content: content.update(step=7), "its manifest.json is that of step 7"),
-    ("manifest.json", lambda content: content.update(metric="0.9"), "its key metric is a text"),
-    ("manifest.json", lambda content: content.update(owner=[]), "its key owner is a list"),
     ("manifest.json", lambda content: content.update(files={}), "index.json is not listed"),
-    ("manifest.json", lambda content: content["files"].update({"meta.json": {"bytes": 1}}), "sha256 is missing"),
     ("manifest.json", lambda content: content["files"]["meta.json"].update(bytes=-1), "it has no size and SHA-256 of"),
     ("manifest.json", lambda content: content["files"].update({"../x\u001b": {"bytes": 1, "sha256": ""}}), r"../x\x1b"),
     ("index.json", b"[]", "it is a list, and a map was expected"),
-    ("index.json", b'{"aliases": {}}', "its key tensors is missing"),
     ("index.json", lambda content: content.update(aliases={"a": "b"}), "does not fit"),
-    ("index.json", lambda content: content.update(aliases={"a": []}), "does not fit"),
     ("index.json", weight(shape=["4", "2"]), "whole numbers"),
     ("index.json", weight(shape=[2**40, 2**40]), "larger than any tensor"),
-    ("index.json", weight(pieces=[{**PIECE, "offset": [-1, 0]}]), "whole numbers from 0 on"),
     ("index.json", weight(pieces=[{**PIECE, "offset": [1, 0]}]), "a piece reaches beyond it"),
-    ("index.json", weight(dtype="F7"), "'F7'"),
     ("index.json", weight(dtype="F64"), "a piece of param/w is"),
     ("index.json", weight(pieces=[]), "hold 0 of 8 numbers"),
     ("index.json", weight(pieces=[PIECE] * 16_385), "has 16,385 pieces; the limit is 16,384"),
     ("index.json", weight(pieces=[{**PIECE, "file": "../x"}]), "'../x'"),
-    ("meta.json", DEEP, "its JSON is nested deeper than 64"),
     ("meta.json", without("state"), "its key state is missing"),
-    ("meta.json", lambda content: content["state"].update(step="2"), "its key step is a text"),
     ("meta.json", lambda content: content["state"].update(step=9), "its step is 9, and that of the manifest 2"),
     ("meta.json", lambda content: content["loss_scale"].update(scale=None), "its key scale is null"),
     ("meta.json", lambda content: content["state"]["left_out"].update(steps=[1]), "of item 1: it is an integer"),
-    ("meta.json", lambda content: content.update(data="x"), "its key data is a text"),
 ]
 
 
@@ -144,26 +133,17 @@ def test_crafted_json_of_a_checkpoint_is_passed_over(
 
 HEADERS: Final[dict[str, Callable[[Any], Any] | bytes]] = {
     "deep": DEEP,
-    "a list": b"[]",
     "shapes of floats": lambda content: content["param/w"].update(shape=[4.0, 2.0]),
     "a huge empty tensor": lambda content: content.update(
         {"e": {"dtype": "F32", "shape": [0, 2**62, 2**62], "data_offsets": [40, 40]}}
     ),
     "bytes that overlap": lambda content: content["param/w"].update(data_offsets=[0, 32]),
-    "an unknown dtype": lambda content: content["param/w"].update(dtype="F7"),
-    "an offset twice": lambda content: content["param/w"].update(data_offsets=[0, 32, 32]),
 }
 
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_crafted_tensors_of_a_checkpoint_are_passed_over(root: Path, name: str) -> None:
     forge_header(root / "step_00000002", HEADERS[name])
-    refuse(root, "rank_00000.safetensors has changed since it was written")
-
-
-def test_a_header_longer_than_its_file_is_passed_over(root: Path) -> None:
-    file = root / "step_00000002" / "rank_00000.safetensors"
-    file.write_bytes((2**63).to_bytes(8, "little") + file.read_bytes()[8:])
     refuse(root, "rank_00000.safetensors has changed since it was written")
 
 

@@ -12,7 +12,6 @@ import torch
 
 from tests.support.crafted import within
 from trainkit.errors import CheckpointError
-from trainkit.files import whole_numbers
 from trainkit.strategies.core.replica import refuse_mismatch
 from trainkit.strategies.tensor_shards import coverage_error
 from trainkit.trainer.checkpoint.tensors import header_of, listed
@@ -50,9 +49,3 @@ def test_thousands_of_pieces_are_compared_in_no_time(axis: int) -> None:
     with within(20):  # all pairs took minutes
         assert coverage_error(shape, cuts) is None
         assert coverage_error(shape, [*cuts[:-1], cuts[0]]) == "its pieces overlap"
-
-
-@pytest.mark.parametrize("content", [None, "12", {}, [True], [-1], [1.0], ["1"]])
-def test_steps_that_were_handed_out_are_whole_numbers(content: object) -> None:
-    with pytest.raises(ValueError, match="whole numbers"):
-        whole_numbers(content)

@@ -8,17 +8,14 @@ from typing import Literal
 import pytest
 
 from tests.support.crafted import KINDS, put, within
-from trainkit.errors import AbsentFileError, UnreadableError
+from trainkit.errors import UnreadableError
 from trainkit.files import (
     expect_map,
-    expect_maps,
     open_regular,
     parse_json,
     read_bytes,
     read_json,
     read_lines,
-    read_map,
-    read_tail,
     refuse_link,
 )
 
@@ -43,19 +40,6 @@ def test_a_file_beyond_the_bound_is_not_read(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     with pytest.raises(UnreadableError, match="it has 1,099,511,627,776 bytes, and at most 16,777,216 are read"):
         read_json(tmp_path / "file.json")
-
-
-def test_a_file_is_written_anew_or_at_its_end(tmp_path: Path) -> None:
-    steps: list[tuple[Literal["ab", "wb"], bytes]] = [("ab", b"1"), ("ab", b"12"), ("wb", b"2")]
-    for mode, content in steps:
-        with open_regular(tmp_path / "rows", mode) as file:
-            file.write(content[-1:])
-        assert (tmp_path / "rows").read_bytes() == content
-
-
-def test_an_absent_file_is_an_error_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(AbsentFileError, match=r"file cannot be read: it does not exist\."):
-        read_bytes(tmp_path / "file")
 
 
 def test_a_link_that_the_user_named_is_followed_but_not_to_a_device(tmp_path: Path) -> None:
@@ -117,19 +101,6 @@ def test_a_map_of_another_shape_is_refused(reason: str) -> None:
     assert str(caught.value) == reason
 
 
-def test_an_item_of_another_shape_is_named() -> None:
-    with pytest.raises(ValueError, match=r"^of item 2: its key job is missing$"):
-        expect_maps([{"job": "0"}, {}], {"job": str})
-
-
-def test_a_map_in_a_file_that_has_another_shape_is_named_with_the_file(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('{"step": 1.5}')
-    with pytest.raises(UnreadableError) as caught:
-        read_map(tmp_path / "a.json", {"step": int})
-    reason = "its key step is a number, and an integer was expected"
-    assert str(caught.value) == f"{tmp_path / 'a.json'} cannot be read: {reason}."
-
-
 def test_whole_lines_are_read_and_an_endless_one_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"one\ntwo\nthr")
@@ -137,9 +108,3 @@ def test_whole_lines_are_read_and_an_endless_one_is_refused(tmp_path: Path) -> N
     assert list(read_lines(path, start=4)) == [b"two\n"]
     with pytest.raises(UnreadableError, match="a line of it has more than 2 bytes"):
         list(read_lines(path, longest=2))
-
-
-def test_the_end_of_a_file_is_read(tmp_path: Path) -> None:
-    (tmp_path / "log").write_bytes(b"0123456789")
-    assert read_tail(tmp_path / "log", 3) == (b"789", False)
-    assert read_tail(tmp_path / "log", 10) == (b"0123456789", True)

@@ -104,11 +104,3 @@ class Addresses(HTMLParser):
         addresses = [given[name] for name in ("src", "href", "data", "poster", "action") if name in given]
         found = self.links if tag == "a" else self.loaded
         found += [address for address in addresses if not address.startswith("data:")]
-
-
-@pytest.mark.long
-def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").touch()
-    command = [sys.executable, str(SITE / "build.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, [path.name for path in tmp_path.iterdir()]) == (1, ["mine.txt"])

@@ -171,6 +171,15 @@ class Composition:
             if key[: len(path)] == path and origin.where and not origin.shipped:
                 yield key
 
+    def set_below_recipe(self, path: KeyPath) -> Iterator[tuple[int, ConfigFile, Any]]:
+        """Yield the files below the recipe that set a key, from the highest, each with its rank and the value."""
+        for rank, file in reversed(list(enumerate(self.files))):
+            inner = path[len(file.package) :]
+            node = lookup(file.document.values, inner[:-1])
+            own = inner and path[: len(file.package)] == file.package and file.level < Level.recipe
+            if own and isinstance(node, Mapping) and inner[-1] in node:
+                yield rank, file, node[inner[-1]]
+
     def problem(self, key: str | KeyPath, rule: str, *, value: Any = None, show_value: bool = True) -> Problem:
         """Return a problem of a key, with the place that set it."""
         where = self.origin(key).where

@@ -368,16 +368,9 @@ def _keys(composition: Composition, cfg: RunConfig) -> Iterator[SettingKey]:
 def _values_below(composition: Composition) -> Mapping[str, Any]:
     """Return the values that the files up to the recipe set, secrets redacted."""
     tree = TrackedTree()
-    _put(tree, (), RunConfig().to_dict())
+    tree.values = RunConfig().to_dict()
     for file in composition.files:
         if file.level <= Level.recipe and (file.shipped or file.level is Level.recipe):
-            _put(tree, file.package, file.document.values)
+            for name, value in file.document.values.items():
+                tree.put((*file.package, name), value, NOWHERE)
     return redacted(tree.values)
-
-
-def _put(tree: TrackedTree, package: KeyPath, values: Mapping[str, Any]) -> None:
-    if package:
-        tree.put(package, values, NOWHERE)
-        return
-    for name, value in values.items():
-        tree.put((str(name),), value, NOWHERE)

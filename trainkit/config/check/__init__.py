@@ -287,7 +287,9 @@ def _group(composition: Composition, group: str, alternatives: OtherChoices) -> 
         if not isinstance(node, Mapping) or (TARGET not in node and group not in _UNNAMED):
             yield from _no_target(composition, path, node, alternatives)
             continue
-        yield from _disallowed_targets(composition, path, node)
+        for inner, target in targets_in(node, path):  # by their text: classes of other packages, for example
+            if (refused := name_problem(target, (*ALLOWED_PACKAGES, *composition.packages))) is not None:
+                yield composition.problem(inner, refused, value=target)
         yield from _keys_of_shipped(composition, path, node, alternatives)
 
 
@@ -307,20 +309,11 @@ def _no_target(composition: Composition, path: KeyPath, node: Any, alternatives:
         yield composition.problem((*path, TARGET), "is missing: the class or function to build.", show_value=False)
 
 
-def _disallowed_targets(composition: Composition, path: KeyPath, node: Mapping[str, Any]) -> Iterator[Problem]:
-    """Check the text of targets and yield each that a config must not name, such as classes of other packages."""
-    allowed = (*ALLOWED_PACKAGES, *composition.packages)
-    for inner, value in targets_in(node, path):
-        rule = name_problem(value, allowed)
-        if rule is not None:
-            yield composition.problem(inner, rule, value=value)
-
-
 def _keys_of_shipped(
     composition: Composition, path: KeyPath, node: Mapping[str, Any], alternatives: OtherChoices
 ) -> Iterator[Problem]:
     """Yield unknown keys of a shipped choice, whose YAML lists every key that its class takes."""
-    file = _file_of(composition, path)
+    file = next((one for one in composition.files if one.package == path and one.group == path[0]), None)
     if file is None or not file.shipped or lookup(file.document.values, (TARGET,)) != node.get(TARGET):
         return
     known = tuple(dict.fromkeys((*file.document.values, *GROUP_KEYS.get(path[0], ()))))
@@ -331,11 +324,6 @@ def _keys_of_shipped(
             )
         elif name not in known and not alternatives.takes_more(file):
             yield alternatives.unknown(path, name, file.name, known)
-
-
-def _file_of(composition: Composition, path: KeyPath) -> ConfigFile | None:
-    """Return the choice file whose content was merged at `path`, if there is one."""
-    return next((file for file in composition.files if file.package == path and file.group == path[0]), None)
 
 
 def _hydra_problems(composition: Composition) -> list[Problem]:

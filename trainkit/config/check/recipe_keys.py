@@ -122,15 +122,9 @@ def _left_out(composition: Composition, impossible: Sequence[Problem]) -> Compos
 
 def _value_below(composition: Composition, path: KeyPath) -> tuple[Any, Origin] | None:
     """Return the value of a key, and its origin, that the files below the recipe set; None if they set none."""
-    for rank, file in reversed(list(enumerate(composition.files))):
-        inner = path[len(file.package) :]
-        if file.level >= Level.recipe or path[: len(file.package)] != file.package or not inner:
-            continue
-        node = lookup(file.document.values, inner[:-1])
-        if isinstance(node, dict) and inner[-1] in node:
-            where = f"{file.document.file}:{file.document.lines.get(inner, 1)}"
-            origin = Origin(level=file.level, where=where, file_rank=rank, shipped=file.shipped)
-            return copy.deepcopy(node[inner[-1]]), origin
+    for rank, file, value in composition.set_below_recipe(path):
+        where = f"{file.document.file}:{file.document.lines.get(path[len(file.package) :], 1)}"
+        return copy.deepcopy(value), Origin(level=file.level, where=where, file_rank=rank, shipped=file.shipped)
     above = lookup(RunConfig().to_dict(), path[:-1]) if path[0] not in GROUPS else {}
     return (above[path[-1]], DEFAULT) if isinstance(above, dict) and path[-1] in above else None
 

@@ -9,9 +9,8 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Any, Final
 
-from trainkit.config.annotations import expected
+from trainkit.config.annotations import expected, holds_quantity
 from trainkit.config.composition import Composition, KeyPath, Level, lookup
-from trainkit.config.described.units import NO_UNIT, unit_of
 from trainkit.config.docstrings import doc_line, summary
 from trainkit.config.identity import tag_of
 from trainkit.config.optimizers import OWN_KEYS, optimizer_node
@@ -21,7 +20,7 @@ from trainkit.config.targets.build import resolve_target, signature_of
 from trainkit.config.targets.kinds import ANY_KIND, PLACES, Expected
 from trainkit.config.values import plain
 from trainkit.errors import ConfigError
-from trainkit.fields import Tag, limits_in
+from trainkit.fields import Tag, Unit, limits_in
 
 REQUIRED: Final = "???"
 """The default, in a YAML file, of a key that the user must give."""
@@ -42,6 +41,53 @@ GROUP_KEY_DOCS: Final[Mapping[str, tuple[Any, str]]] = {
     "sampler": (str | dict[str, Any], "The function from a dataset to the weights of its samples."),
 }
 """Key that no class of the config takes as a parameter -> its annotation and its documentation."""
+
+
+NO_UNIT: Final = "none"
+"""The unit of a key that holds no quantity: text, a choice, a path, true or false, an index."""
+_ENDS: Final[Mapping[str, str]] = {
+    "gb_s": "10^9 bytes/s", "mb_s": "10^6 bytes/s", "s": "seconds", "us": "microseconds", "usd_h": "US dollars an hour",
+    "gib": "GiB", "mib": "MiB", "mb": "MiB", "bytes": "bytes", "epochs": "epochs", "steps": "steps", "every": "steps",
+    "after": "steps", "share": "a share, 0 to 1", "batch_size": "samples", "samples": "samples", "val_size": "samples",
+    "global_size": "samples", "micro_size": "samples", "reference_batch": "samples", "context": "tokens",
+    "replicas": "replicas",
+}  # fmt: skip
+"""Last words of the names of keys, of trainkit's classes and of torch's, and the unit of such keys."""
+_NAMES: Final[Mapping[str, str]] = {
+    "max_memory": "GiB", "tflops": "10^12 operations/s", "stop_at_step": "steps", "start_step": "steps",
+    "max_skips_in_a_row": "steps", "timescale": "steps", "growth_interval": "steps", "bound": "steps",
+    "dropout": "a share, 0 to 1", "label_smoothing": "a share, 0 to 1", "min_area": "a share, 0 to 1",
+    "milestones": "a share, 0 to 1", "decay": "a share, 0 to 1", "stride": "tokens", "vocab_size": "tokens",
+    "num_tokens": "tokens", "image_size": "pixels", "resize": "pixels", "channels": "channels",
+    "in_channels": "channels", "widths": "channels", "hidden": "units", "width": "units", "in_features": "features",
+    "out_features": "features", "num_classes": "classes", "num_images": "images", "num_layers": "blocks",
+    "num_heads": "heads", "latent": "numbers", "accumulation": "shards", "lanes": "sums", "prefetch": "batches",
+    "num_workers": "processes", "workers": "processes", "servers": "processes", "threads": "threads",
+    "cpus_per_replica": "cores", "replicate": "groups", "stages": "ranks", "degree": "ranks",
+    "virtual_stages": "stages", "devices_per_worker": "devices", "num_gpus": "GPUs", "reduction": "jobs",
+    "slots": "jobs", "jobs_per_device": "jobs", "trials": "points", "folds": "parts", "keep_last": "checkpoints",
+    "keep_best": "checkpoints", "patience": "evaluations", "cooldown": "evaluations", "max_overflows": "overflows",
+    "retries": "restarts", "max_restarts": "restarts",
+}  # fmt: skip
+"""The units of other keys that hold a quantity."""
+
+
+def unit_of(name: str, hint: Any) -> str:
+    """Return the unit of a key; `NO_UNIT` for a key that holds no quantity.
+
+    Args:
+        name: the last part of the key.
+        hint: its annotation, which may declare the unit: `Annotated[float, unit("GiB")]`.
+
+    Example:
+        >>> unit_of("timeout_s", float), unit_of("workers", int | None), unit_of("size", int), unit_of("path", str)
+        ('seconds', 'processes', 'a plain number', 'none')
+    """
+    declared = next((extra.name for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Unit)), None)
+    if declared is not None or not holds_quantity(hint):
+        return declared or NO_UNIT
+    ends = (unit for end, unit in _ENDS.items() if f"_{name}".endswith(f"_{end}"))
+    return _NAMES.get(name) or next(ends, "a plain number")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,13 +266,9 @@ def _default(composition: Composition, path: KeyPath, place: _Place) -> Any:
     """Return the value of the choice's file or of conf/config.yaml, else the default of the class."""
     size = 2 if path[0] in LIST_GROUPS else 1
     target = lookup(composition.values, (*path[:size], TARGET)) if path[0] in GROUPS else None
-    for file in reversed(composition.files):
-        own = path[: len(file.package)] == file.package and file.level in (Level.defaults, Level.choice)
-        if own and (file.level is Level.defaults or file.document.values.get(TARGET) == target):
-            values, rest = file.document.values, path[len(file.package) :]
-            if rest and isinstance(above := lookup(values, rest[:-1]), Mapping) and rest[-1] in above:
-                return above[rest[-1]]
-    return place.default
-
-
-__all__ = ["GROUP_KEY_DOCS", "NO_UNIT", "REQUIRED", "KeyFacts", "default_of", "facts_of", "plain_value", "type_text"]
+    found = (
+        value
+        for _, file, value in composition.set_below_recipe(path)
+        if file.level is Level.defaults or file.document.values.get(TARGET) == target
+    )
+    return next(found, place.default)

@@ -15,8 +15,16 @@ from typing import Any, Final
 
 from trainkit.config.annotations import DRAFT, Schema, schema_of
 from trainkit.config.composition import Composition
-from trainkit.config.described.key_facts import GROUP_KEY_DOCS, REQUIRED, default_of, plain_value, target_of, type_text
-from trainkit.config.described.units import NO_UNIT, unit_of
+from trainkit.config.described.key_facts import (
+    GROUP_KEY_DOCS,
+    NO_UNIT,
+    REQUIRED,
+    default_of,
+    plain_value,
+    target_of,
+    type_text,
+    unit_of,
+)
 from trainkit.config.docstrings import doc_line, doc_lines, summary
 from trainkit.config.identity import tag_of
 from trainkit.config.optimizers import OWN_KEYS

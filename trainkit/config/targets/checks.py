@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from typing import Any, Final
 
 from trainkit.config.annotations import misfit
@@ -67,17 +67,10 @@ def _hook_problems(
     composition: Composition, path: KeyPath, value: Any, alternatives: OtherChoices
 ) -> Iterator[Problem]:
     """Yield what is wrong with a key of `data` that names code: a dotted name, or a node with `_target_`."""
-    if isinstance(value, Mapping) and TARGET in value:
-        yield from target_problems(composition, path, value, alternatives, PLACES[dotted(path)])
-    elif isinstance(value, str):
-        try:
-            target = admitted({TARGET: value}, PLACES[dotted(path)])
-        except ConfigError as error:
-            yield from (composition.problem(path, item.rule, value=value) for item in error.problems)
-        except Exception as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
-            yield composition.problem(path, f"cannot be imported: {type(error).__name__}: {error}", value=value)
-        else:
-            yield from _against_signature(composition, path, {TARGET: value}, target, alternatives)
+    node = {TARGET: value} if isinstance(value, str) else value
+    if isinstance(node, Mapping) and TARGET in node:
+        for one in target_problems(composition, path, node, alternatives, PLACES[dotted(path)]):
+            yield replace(one, key=one.key.removesuffix(f".{TARGET}")) if isinstance(value, str) else one
     elif value is not None:
         rule = "must be the dotted name of a function or class, package.module.name, or a mapping with _target_."
         yield composition.problem(path, rule, value=value)
