@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import report
 from trainkit import api
-from trainkit.run.estimates.hardware import Hardware, Link
-from trainkit.run.estimates.outlook import Measured, StepTime, Work, rank_work, step_time, step_traffic
+from trainkit.run.estimates.hardware import Band, Hardware, Link
+from trainkit.run.estimates.outlook import StepTime, Work, rank_work, step_time, step_traffic
 from trainkit.run.estimates.this_machine import measured_link
 from trainkit.run.planning.plan import make_plan
 from trainkit.trained.build import meta_model
@@ -47,6 +47,8 @@ MODELS = {
 LINKS = {"full": "", "100 Mbit/s": "tc qdisc add dev lo root tbf rate 100mbit burst 256kb latency 50ms && "}
 ROUNDS = 3
 """Measurements of a point, of which the median counts."""
+SPREAD, TURNS = 1.1, 1.25
+"""Deviation of the time of a step; slowdown of processes that take turns on a core, which share its caches."""
 SHARDS = 8
 """Shards of the global batch of each model."""
 
@@ -93,28 +95,34 @@ def step_s(overrides: Sequence[str], steps: int) -> float:
     return found
 
 
-def one_replica(model: Sequence[str], steps: int) -> Measured:
-    """Measure a step of all shards and of half of them on one device: their difference is that of the shards."""
+def one_replica(model: Sequence[str], steps: int) -> tuple[float, float]:
+    """Measure a step of all shards and of half of them on one device: their difference is that of the shards.
+
+    Returns:
+        Seconds of a shard, and of everything that occurs once in a step.
+    """
     size = int(next(one for one in model if one.startswith("batch.global_size=")).partition("=")[2])
     rest = [one for one in model if not one.startswith("batch.global_size=")]
     sizes = [f"batch.global_size={size}", f"batch.global_size={size // 2}"]
     rounds = [[step_s([*rest, "strategy=one_device", one], steps) for one in sizes] for _ in range(ROUNDS)]
     whole, half = (statistics.median(column) for column in zip(*rounds, strict=True))
     shard_s = max(whole - half, 0.0) / (SHARDS / 2)
-    return Measured(shard_s=shard_s, update_s=max(half - shard_s * SHARDS / 2, 0.0), at_once=os.cpu_count() or 1)
+    return shard_s, max(half - shard_s * SHARDS / 2, 0.0)
 
 
-def predicted(overrides: Sequence[str], found: Measured, link: Link) -> StepTime:
-    """Return the planned time of a step of a training."""
+def predicted(overrides: Sequence[str], found: tuple[float, float], link: Link) -> StepTime:
+    """Return the planned time of a step of a training, whose operations take as long as one replica was measured."""
     plan = make_plan(api.compose([*COMMON, *overrides]).cfg)
     model = meta_model(plan.cfg)
     plan = plan.resolved(lambda: model)
     here = Hardware(
         name="here", memory_gib=1.0, memory_gb_s=1.0, tflops={"fp32": 1.0}, within_host=link, between_hosts=link,
-        whole_host=True,
+        whole_host=True, operation_us=0.0, reached=Band(low=1 / SPREAD / TURNS, high=SPREAD),
     )  # fmt: skip
-    work = rank_work(plan, model, Work())
-    return step_time(work, step_traffic(plan, model), here, "fp32", measured=found)
+    shard, update = (Work(operations={(round(seconds * 1e12), 0): 1}) for seconds in found)
+    work = rank_work(plan, model, shard)
+    crowd = max(work.tasks_a_host // (os.cpu_count() or 1), 1)
+    return step_time(replace(work, update=update, tasks_a_host=crowd), step_traffic(plan, model), here, "fp32")
 
 
 def inside(only: str, steps: int) -> list[dict[str, object]]:

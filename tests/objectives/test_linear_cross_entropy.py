@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.support.present import present
 from tests.support.scores import ScoreBytes
+from trainkit import api
 from trainkit.errors import ConfigError, TrainingError
 from trainkit.models.gpt import Gpt
 from trainkit.numerics.precision import Precision
@@ -25,8 +27,10 @@ from trainkit.objectives.base import Loss
 from trainkit.objectives.language_modelling import LanguageModelling
 from trainkit.objectives.linear_cross_entropy import score_rows
 from trainkit.objectives.own_loss import ModelComputesLoss
-from trainkit.run.estimates.passes import TracedPass
+from trainkit.run.estimates.memory import device_memory
+from trainkit.run.planning.plan import make_plan
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
+from trainkit.trained.build import meta_model
 
 ROWS, FEATURES, WORDS = 37, 6, 29
 
@@ -285,15 +289,18 @@ def test_a_causal_model_of_transformers_is_scored_inside_unless_it_changes_its_s
 def test_the_planned_peak_does_not_hold_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     words, rows = 8192, 4 * 64
     monkeypatch.setattr(chunked, "CHUNK_BYTES", 4 * words * 16)
-    model = gpt(vocab_size=words, context=64)
-    batch = (torch.zeros(4, 64, dtype=torch.long), torch.zeros(4, 64, dtype=torch.long))
+    keys = [
+        "recipe=null", "model=gpt", "data=synthetic_tokens", "objective=language_modelling", "batch.global_size=4",
+        f"model.vocab_size={words}", f"data.vocab_size={words}", "model.context=64", "data.context=64",
+        "model.width=16", "model.num_layers=1",
+    ]  # fmt: skip
 
-    def peak(objective: LanguageModelling) -> int:
-        passed = TracedPass(model=model, batch=batch, loss=objective.loss, precision=Precision())
-        return passed.run().peak().num_bytes
+    def peak(chosen: str) -> int:
+        plan = make_plan(api.compose([*keys, f"objective.cross_entropy={chosen}"]).cfg)
+        return present(device_memory(plan, meta_model(plan.cfg), evaluates=False).activations)
 
-    assert peak(PLAIN) > 2 * 4 * rows * words
-    assert peak(INSIDE) < 4 * rows * words / 2
+    assert peak("plain") > 2 * 4 * rows * words
+    assert peak("auto") < 4 * rows * words / 2
 
 
 def test_the_kernel_of_liger_gets_the_hidden_states_and_is_refused_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

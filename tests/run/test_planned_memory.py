@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch import nn
 
 from tests.support.pool import Place, Pool
 from tests.support.present import present
@@ -32,10 +31,8 @@ from trainkit.run.estimates import fake_run, this_machine
 from trainkit.run.estimates.fake_run import ObservedSteps, observe
 from trainkit.run.estimates.hardware import Link, hardware_of, hardware_under
 from trainkit.run.estimates.memory import DeviceMemory, device_memory, part_memories, verdict_of
-from trainkit.run.estimates.passes import Timeline, TracedPass
 from trainkit.run.estimates.this_machine import Machine, ThisMachine, calibration_file
 from trainkit.run.planning.plan import make_plan
-from trainkit.strategies.mesh.pipe.stages import most_in_flight
 from trainkit.trained.build import build_model, meta_model
 from trainkit.trainer.checkpoint.snapshot import Snapshot
 
@@ -46,6 +43,8 @@ GPT = (
     "recipe=python_source", "model.width=64", "model.num_layers=3", "model.context=32", "data.context=32",
     "data.max_bytes=20000",
 )  # fmt: skip
+STAGED = ("recipe=python_source", "model.width=128", "model.num_layers=4", *GPT[3:], "clip.max_norm=1.0",
+          "batch.global_size=16", "batch.micro_size=2")  # fmt: skip
 
 
 def planned(*arguments: str) -> DeviceMemory:
@@ -121,28 +120,6 @@ def test_a_run_copies_the_state_as_planned(
     assert (without.staging_bytes, held.total_bytes - without.total_bytes) == (0, held.staging_bytes)
 
 
-def summed(model: Model, batch: torch.Tensor) -> Loss:
-    return Loss(loss_sum=model(batch).sum(), weight=1.0)
-
-
-def traced(model: nn.Module, **settings: object) -> Timeline:
-    batch = torch.zeros(8, 4)
-    return TracedPass(model=model, batch=batch, loss=summed, precision=PRECISION, **settings).run()  # type: ignore[arg-type]
-
-
-PRECISION = make_plan(api.compose(["recipe=digits"]).cfg).components.precision
-
-
-def test_each_place_holds_what_its_modules_compute() -> None:
-    model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4), nn.Tanh())
-    line = traced(model, places={"0": 0, "1": 0, "2": 1, "3": 1})
-    assert line.stored(0) >= 8 * 64 * 4
-    assert line.stored(1) < 1000
-    assert line.stored(0) + line.stored(1) == line.stored()
-    assert line.gradient_bytes(0) == (4 * 64 + 64) * 4
-    assert line.gradient_bytes(1) == (4 * 64 + 4) * 4
-
-
 @pytest.mark.parametrize("trains", [True, False])
 def test_what_reads_numbers_is_unknown_and_nothing_else(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def reads(self: Classification, model: Model, batch: tuple[torch.Tensor, ...]) -> Loss:
@@ -184,17 +161,6 @@ def test_a_run_on_a_gpu_with_figures_counts_its_workspaces(monkeypatch: pytest.M
         assert device_memory(plan, model).held.workspace_bytes == mib * 2**20
 
 
-def test_gradients_of_an_earlier_shard_count_apart_and_microbatches_as_the_schedule_has_them_in_flight() -> None:
-    assert traced(nn.Linear(4, 4), accumulates=True).gradient_bytes() == 0
-    assert traced(nn.Linear(4, 4)).gradient_bytes() == (16 + 4) * 4
-
-    def counts(schedule: Any, count: int, v: int = 1) -> list[int]:
-        return [most_in_flight(schedule, count, place=place, num_ranks=2, stages_a_rank=v) for place in range(2)]
-
-    assert (counts("gpipe", 8), counts("1f1b", 8), counts("1f1b", 1)) == ([8, 8], [2, 1], [1, 1])
-    assert counts("interleaved", 8, 2) == [3, 2]
-
-
 ROOT = Path(__file__).resolve().parents[2]
 TENSOR_PARALLEL = ["strategy=tensor_parallel", "strategy.degree=2"]
 
@@ -206,6 +172,7 @@ def parts_planned(*arguments: str) -> list[DeviceMemory]:
 
 
 ACCUMULATED = ("batch.global_size=16", "batch.micro_size=2", "clip.max_norm=1.0")
+AVERAGED = ("strategy=local_sgd", "strategy.average_every=1")
 OBSERVED: dict[str, tuple[int, tuple[str, ...]]] = {
     "fsdp": (2, (*GPT, *ACCUMULATED, "strategy=fsdp", "precision=bf16_mixed", "activation_checkpointing=full")),
     "fsdp, sums last": (4, (*GPT, *ACCUMULATED, "strategy=fsdp", "strategy.sync=last", "precision=bf16")),
@@ -217,12 +184,29 @@ OBSERVED: dict[str, tuple[int, tuple[str, ...]]] = {
                      "numerics.on_nonfinite=skip", "precision=fp16_mixed")),
     "tensor_parallel": (2, (*GPT, *ACCUMULATED, "strategy=tensor_parallel", "strategy.degree=2",
                         "activation_checkpointing=full")),
+    "one_device": (1, (*GPT, *ACCUMULATED, "activation_checkpointing=selective", "precision=bf16_mixed")),
+    "one_device, masters": (1, ("recipe=digits", "model.hidden=[600,600]", "precision=bf16", "batch.micro_size=16")),
+    "one_device, convolutions": (1, ("recipe=cifar10", "data=synthetic", "data.shape=[3,32,32]", "data.num_samples=64",
+                                     "batch.global_size=8", "batch.micro_size=2")),
+    "mirrored": (2, (*GPT, *ACCUMULATED, "strategy=mirrored", "strategy.reduce=backend", "precision=bf16_mixed")),
+    "mirrored, buckets": (4, (*GPT, *ACCUMULATED, "strategy=mirrored", "strategy.bucket_mb=0.1")),
+    "mirrored, compressed": (2, (*GPT, *ACCUMULATED, "strategy=mirrored", "strategy.compression=bf16")),
+    "mirrored, lanes": (2, (*GPT, *ACCUMULATED, "strategy=mirrored", "numerics.reproducible=true")),
+    "local_sgd": (2, (*GPT, *ACCUMULATED, *AVERAGED, "strategy.outer.lr=0.7")),
+    "local_sgd, shards": (4, (*GPT, *ACCUMULATED, *AVERAGED, "strategy.shard=2")),
+    "pipeline": (2, (*STAGED, "strategy=pipeline", "strategy.stages=2")),
+    "pipeline, interleaved": (2, (*STAGED, "strategy=pipeline", "strategy.stages=2", "strategy.schedule=interleaved",
+                                  "precision=bf16_mixed")),
+    "mesh, cut stages": (4, (*STAGED, "strategy=mesh", "strategy.pipe=2", "strategy.tensor=2")),
+    "mesh, sharded stages": (4, (*STAGED, "strategy=mesh", "strategy.pipe=2", "strategy.shard=2")),
 }  # fmt: skip
 
 
 def observed(num_ranks: int, arguments: tuple[str, ...], rank: int = 0, *, has_data: bool = False) -> ObservedSteps:
-    ranks = ("strategy.replicas=1",) if "strategy=tensor_parallel" in arguments else (f"strategy.replicas={num_ranks}",)
-    cfg = api.compose([*arguments, *(() if "strategy=mesh" in arguments else ranks)]).cfg
+    one = {"strategy=tensor_parallel", "strategy=pipeline"} & {*arguments}
+    replicas = 1 if one else num_ranks // (2 if "strategy.shard=2" in arguments else 1)
+    is_given = "strategy=mesh" in arguments or not any(word.startswith("strategy=") for word in arguments)
+    cfg = api.compose([*arguments, *(() if is_given else [f"strategy.replicas={replicas}"])]).cfg
     plan = make_plan(cfg)
     model = meta_model(plan.cfg)
     return observe(plan.resolved(lambda: model), build_model(cfg) if has_data else model, rank=rank, has_data=has_data)
@@ -239,7 +223,11 @@ def test_a_step_without_data_has_the_bytes_and_the_collectives_of_one_with_data(
     found = pool.run(f"{__name__}.with_data", arguments, num_ranks=num_ranks, group=True)[0]
     planned_steps = observed(num_ranks, arguments)
     assert planned_steps.collectives == found.collectives
-    assert (max(planned_steps.peaks.values()), planned_steps.start) == (max(found.peaks.values()), found.start)
+    peaks = (max(planned_steps.peaks.values()), max(found.peaks.values()))
+    if "pipe" in name or "stages" in name:  # another thread frees what was sent
+        assert peaks[0] == pytest.approx(peaks[1], rel=0.005)
+    else:
+        assert (peaks[0], planned_steps.start) == (peaks[1], found.start)
 
 
 def test_ranks_on_gpus_gather_the_next_block_before_it_is_needed_and_copy_nothing() -> None:
@@ -255,6 +243,17 @@ def test_an_unknown_collective_is_refused_and_the_plan_says_so(monkeypatch: pyte
     found = planned("recipe=digits", "strategy=fsdp", "strategy.replicas=2")
     assert found.peak is None
     assert "the collective" in found.notes()[0]
+
+
+def test_each_device_of_a_map_holds_what_its_modules_compute() -> None:
+    arguments = ["recipe=digits", "model.hidden=[256,256]", "strategy=device_map", "strategy.map={layers.0:0,rest:1}"]
+    plan = make_plan(api.compose(arguments).cfg, num_gpus=2)
+    model = meta_model(plan.cfg)
+    first, second = part_memories(plan, model)
+    (alone,) = parts_planned("recipe=digits", "model.hidden=[256,256]")
+    assert first.held.parameter_bytes + second.held.parameter_bytes == alone.held.parameter_bytes
+    steps = [present(one.step) - one.held.staging_bytes * one.held.staged_here for one in (first, second, alone)]
+    assert 0.9 * steps[2] < steps[0] + steps[1] < 1.5 * steps[2]
 
 
 def test_each_rank_of_a_pipeline_has_its_own_memory() -> None:
@@ -289,21 +288,6 @@ def test_four_trainings_run_out_of_less_memory_than_planned_and_fit_into_more() 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     counts = ast.literal_eval(done.stdout.splitlines()[-1])
     assert counts == {("refused", "runs out"): 4, ("fits", "trains"): 4}, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize(("micro_size", "sums"), [("null", 0), ("16", 1)], ids=["one shard", "several shards"])
-def test_gradients_that_are_cast_for_the_masters_count_in_both_dtypes(micro_size: str, sums: int) -> None:
-    (found,) = parts_planned(
-        "recipe=digits", "precision=bf16", "model.hidden=[600,600]", "optimizer.fused=true",
-        f"batch.micro_size={micro_size}",
-    )  # fmt: skip
-    sizes = [64 * 600, 600, 600 * 600, 600, 600 * 10, 10]
-    lasting = found.held.total_bytes - found.held.gradient_bytes
-    # All in fp32, and those of the largest layer and of later ones in bf16 still.
-    one = 4 * sum(sizes[:3]) + 2 * sum(sizes[2:])
-    # The sums in fp32, the layer that is cast, the one that was cast before, and bf16.
-    several = 4 * sum(sizes) + 4 * (sizes[1] + sizes[2]) + 2 * sum(sizes[2:])
-    assert (found.moment, found.peak) == ("backward", lasting + (several if sums else one))
 
 
 LAPTOP = (

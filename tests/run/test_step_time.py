@@ -23,7 +23,6 @@ from trainkit.objectives.classification import Classification
 from trainkit.run.estimates import outlook
 from trainkit.run.estimates.hardware import Band, Hardware, Link
 from trainkit.run.estimates.outlook import (
-    Measured,
     RankWork,
     Traffic,
     Work,
@@ -104,12 +103,6 @@ def test_tasks_of_a_host_share_a_processor_and_pay_for_one() -> None:
     assert time.band.low == pytest.approx(0.2)
     budget = budget_of(time, num_steps=1000, num_devices=1, hardware=shared)
     assert present(budget.cost_usd).low == pytest.approx(0.2)
-
-
-def test_a_measured_replica_replaces_the_counted_operations() -> None:
-    found = Measured(shard_s=0.01, update_s=0.002, spread=0.1)
-    time = step_time(ranks(shards=4), exchange(1e8, overlaps=False), GPU, "fp32", measured=found)
-    assert (time.band.low, time.band.high) == pytest.approx((0.042 / 1.1 + 0.01 * 0.9, 0.042 * 1.1 + 0.01 * 1.15))
 
 
 def test_samples_are_waited_for_unless_other_processes_read_them() -> None:

@@ -297,7 +297,7 @@ def test_tied_weights_in_two_places_are_refused_and_auto_keeps_them_together() -
 
 def test_the_plan_counts_a_part_for_each_device_of_a_replica() -> None:
     model, strategy = gpt(), Mirrored(map={"embed": 0, "blocks.0-1": 0, "blocks.2-3": 1, "head": 0})
-    first, second = strategy.replica_parts(model, FACTS, num_shards=1)
+    first, second = strategy.replica_parts(model, FACTS)
     names = {name for name, _ in model.named_parameters() if name.startswith(("blocks.2", "blocks.3"))}
     assert set(second.memory.resident) == names
     assert first.memory.resident.keys().isdisjoint(second.memory.resident)

@@ -19,10 +19,8 @@ from trainkit.objectives.own_loss import ModelComputesLoss
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.mesh.pipe.forward import CannotCut, Program, TensorMeta, trace
 from trainkit.strategies.mesh.pipe.stages import (
-    ScheduleName,
     blocks_to_cut,
     ideal_bubble,
-    most_in_flight,
     padded_microbatches,
 )
 from trainkit.strategies.mesh.strategy import Pipeline
@@ -220,13 +218,3 @@ def test_a_microbatch_that_is_missing_is_filled_up_by_those_schedules_alone_that
     assert ideal_bubble("gpipe", 4, num_ranks=4, stages_a_rank=1) == pytest.approx(3 / 7)
     assert ideal_bubble("interleaved", 4, num_ranks=4, stages_a_rank=2) == pytest.approx(3 / 11)
     assert ideal_bubble("zero_bubble", 4, num_ranks=4, stages_a_rank=2) == pytest.approx(3 / 27)
-
-
-def test_the_plan_counts_the_microbatches_whose_activations_a_rank_holds() -> None:
-    def held(schedule: ScheduleName, count: int, stages_a_rank: int = 1) -> list[int]:
-        sizes = {"num_ranks": 4, "stages_a_rank": stages_a_rank}
-        return [most_in_flight(schedule, count, place=place, **sizes) for place in range(4)]
-
-    assert held("gpipe", 8) == [8] * 4
-    assert (held("1f1b", 8), held("1f1b", 3)) == ([4, 3, 2, 1], [3] * 4)
-    assert (held("interleaved", 8, 2), held("interleaved", 2, 2)) == ([6, 5, 4, 3], [2] * 4)

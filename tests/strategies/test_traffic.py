@@ -24,7 +24,7 @@ from trainkit.strategies.local_sgd import LocalSgd
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.parameter_server import ParameterServer
 from trainkit.strategies.reducers.options import Reducing
-from trainkit.strategies.traffic import AT_MOST, ModuleCall, StepCut, TensorFacts, traffic_of
+from trainkit.strategies.traffic import AT_MOST, CollectiveCall, StepCut, traffic_of
 from trainkit.trained.build import meta_model
 
 MODEL = nn.Linear(100, 50, bias=False)
@@ -112,19 +112,16 @@ def test_rows_of_sparse_tables_are_not_known_without_a_dry_run() -> None:
 class Shown:
     """A dry run with these results."""
 
-    lookups: Sequence[int] = ()
+    indices: Sequence[int] = ()
     """Indices of each lookup of a shard."""
-    slots: int = 0
+    averaged: int = 0
+    """Bytes of an average."""
 
-    def calls(self, names: Collection[str]) -> Sequence[ModuleCall]:
-        sizes = [TensorFacts(numel=numel, width=8) for numel in self.lookups]
-        return [ModuleCall(name=name, given=size) for name in names for size in sizes]
+    def lookups(self, names: Collection[str]) -> dict[str, list[tuple[int, bool]]]:
+        return {name: [(numel, False) for numel in self.indices] for name in names}
 
-    def state_elements(self) -> int:
-        return self.slots
-
-    def collectives(self) -> None:
-        return None
+    def collectives(self) -> dict[int, list[CollectiveCall]]:
+        return {0: [CollectiveCall(kind="all-reduce", ranks=(0, 1), num_bytes=self.averaged, shard=None)]}
 
 
 TABLES = nn.Sequential(nn.Embedding(1000, 25, sparse=True), nn.Linear(25, 4, bias=False))
@@ -132,7 +129,7 @@ ROW = 25 * 4
 
 
 def rows_sent(strategy: Strategy, lookups: Sequence[int]) -> dict[tuple[str, str], float]:
-    cut = StepCut(num_shards=4, num_replicas=2, dry_run=Shown(lookups=lookups))
+    cut = StepCut(num_shards=4, num_replicas=2, dry_run=Shown(indices=lookups))
     found = traffic_of(strategy, TABLES, PlanContext(), cut)
     assert found is not None
     assert {one.note for one in found if one.what.startswith("rows")} == {AT_MOST}
@@ -159,7 +156,7 @@ def test_workers_read_the_rows_of_each_lookup_and_push_those_of_a_work_order() -
 
 
 def test_an_average_sends_parameters_and_slots_in_the_last_step_of_its_window() -> None:
-    cut = StepCut(num_shards=4, num_replicas=2, dry_run=Shown(slots=2 * 5000))
+    cut = StepCut(num_shards=4, num_replicas=2, dry_run=Shown(averaged=3 * SIZE))
     found = traffic_of(LocalSgd(average_every=8, local_after=3), MODEL, PlanContext(), cut)
     traffic = Traffic(transfers=found or (), ranks_a_host=2)
     sent = {step: traffic.at(step).network_bytes() for step in range(20)}
@@ -192,9 +189,8 @@ def test_an_all_reduce_over_two_hosts_crosses_between_them_once_in_each_directio
 
 
 def test_a_pipeline_sends_what_its_stages_return_and_its_gradient() -> None:
-    forward, backward = planned([*SMALL, "strategy=pipeline", "batch.micro_size=8"]).transfers
-    assert forward.flows == {(0, 1): 64 * 512 * 4}
-    assert backward.flows == {(1, 0): 64 * 512 * 4}
+    sent, *_ = planned([*SMALL, "strategy=pipeline", "batch.micro_size=8"]).transfers
+    assert (sent.how, sent.flows) == ("point to point", {(0, 1): 64 * 512 * 4, (1, 0): 64 * 512 * 4})
 
 
 SMALL = ["recipe=null", "model.hidden=[512,512]", "data=synthetic", "data.num_samples=64000", "batch.global_size=64"]

@@ -461,53 +461,6 @@ class ReplicaPart:
     """Names of the modules that the device computes."""
     memory: ModelMemory
     """Memory of the device for parameters."""
-    in_flight: int = 1
-    """Largest number of shards whose tensors wait for their backward pass at once."""
-    received: int = 0
-    """Number of shards for which the device keeps buffers to receive inputs of its modules and gradients of their
-    outputs.
-    """
-
-
-class RankPass:
-    """Forward and backward of one shard on one rank, on a copy of the model without data; used once.
-
-    This class is the pass of a rank with a whole replica. Subclasses allocate the same tensors as their ranks, without
-    data, and the plan traces them.
-    """
-
-    received_bytes: int = 0
-    """Bytes of the receive buffers for tensors of other ranks for this shard; known after `loss`."""
-    once_bytes: int = 0
-    """Bytes that do not grow with the number of shards in flight; known after `loss`."""
-
-    def prepare(self, model: nn.Module) -> None:
-        """Change the model to the one of the rank."""
-
-    def keep_gradients(self, model: nn.Module) -> Sequence[Tensor]:
-        """Give parameters the gradients of an earlier shard; return the gradients that the plan counts itself."""
-        trained = [param for param in model.parameters() if param.requires_grad]
-        for param in trained:
-            param.grad = torch.empty_like(param)
-        return [param.grad for param in trained if param.grad is not None]
-
-    def loss(self, model: nn.Module, batch: Batch, loss: Callable[[Model, Batch], Loss]) -> Loss:
-        """Run the forward pass; `loss` is the objective's loss of a whole replica."""
-        return loss(model, batch)
-
-    def gradients(self, model: nn.Module) -> Sequence[Tensor]:
-        """End the backward pass; return the gradients that remain on the rank."""
-        return [param.grad for param in model.parameters() if param.grad is not None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedShard:
-    """A shard of a step, with or without data."""
-
-    batch: Batch
-    """Its collated samples."""
-    count: int
-    """Number of shards of the step that a replica computes."""
 
 
 __all__ = [
@@ -634,8 +587,6 @@ class Facts:
     """
     compiles_step: bool = False
     """Whether it may compute gradients and update of a step as graphs of torch.compile."""
-    observed: bool = False
-    """Whether a plan takes its steps without data and observes them, instead of `rank_passes`."""
     shows_gradients: bool = False
     """Whether its steps call `StepContext.on_gradients`."""
     runs_hooks: bool = False
@@ -955,24 +906,12 @@ class Strategy(ABC):
         """Return the memory of the device with the largest use; pure."""
         return ModelMemory.whole(model)
 
-    def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:  # noqa: ARG002
-        """Return the part of each device, if a replica has this many shards of a step; pure.
+    def replica_parts(self, model: nn.Module, context: PlanContext) -> tuple[ReplicaPart, ...]:
+        """Return the part of each device that computes a replica; pure.
 
         By default one device computes all, and the part names no modules.
         """
         return (ReplicaPart(modules=(), memory=self.estimate_memory(model, context)),)
-
-    def rank_passes(self, model: nn.Module, context: PlanContext, shard: PlannedShard) -> tuple[RankPass, ...]:  # noqa: ARG002
-        """Return the pass of each part of a replica, in the order of `replica_parts`; pure.
-
-        Empty if each device computes like a single device.
-
-        Args:
-            model: the model, with or without data; unchanged.
-            context: the context of the plan.
-            shard: a shard of the step.
-        """
-        return ()
 
     def describe_partition(self, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:  # noqa: ARG002
         """Return the parts of a replica that spans several devices, for the plan; empty if it is not split; pure."""
@@ -1009,8 +948,19 @@ class Strategy(ABC):
         """
         return self
 
+    def observed_ranks(self, context: PlanContext) -> tuple[int, ...]:  # noqa: ARG002 - by default none
+        """Return the ranks whose steps a plan observes without the others, one for each of `replica_parts`; pure.
+
+        Empty: a plan observes one device in their place.
+        """
+        return ()
+
+    def observed_shards(self, count: int) -> int:
+        """Return the number of shards of a rank that a plan observes in the place of `count`; pure."""
+        return min(count, 3)
+
     def as_observed(self) -> Strategy:
-        """Return the strategy whose step a plan observes without the other ranks (`Facts.observed`); pure."""
+        """Return the strategy whose step a plan observes without the other ranks; pure."""
         return self
 
     @abstractmethod

@@ -80,10 +80,10 @@ class DeviceMap(OneProcess):
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return the memory of the device with the largest use, and the partial sums of a reproducible run."""
-        held = (part.memory for part in self.replica_parts(model, context, num_shards=1))
+        held = (part.memory for part in self.replica_parts(model, context))
         return max(held, key=lambda memory: sum(memory.resident.values()))
 
-    def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:  # noqa: ARG002
+    def replica_parts(self, model: nn.Module, context: PlanContext) -> tuple[ReplicaPart, ...]:
         """Return the blocks of each device; one part for all if the map does not fit the model."""
         copies = synchronous_gradient_copies(context.numerics, 1)
         found = self._map(context.num_gpus).held_parts(model, context, gradient_copies=copies)

@@ -46,7 +46,6 @@ from trainkit.strategies.traffic import (
     StepCut,
     Transfer,
     Vector,
-    all_reduce,
     exchanged_elements,
     gathered_rows,
     joined,
@@ -213,38 +212,38 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         in each step.
 
         An average is one all-reduce of parameters, optimizer state and buffers, independent of the gradients; None if
-        the size of the optimizer's state is not known, or the step of a sharded replica cannot run without data.
+        the step cannot run without data.
         """
-        slots = None if cut.dry_run is None else cut.dry_run.state_elements()
+        step = self._mesh.traffic(model, context, cut)
         lookups = lookups_of(model, cut) if self.local_after else {}
-        if slots is None or lookups is None:
+        if step is None or lookups is None:
             return None
-        ranks, width = ranks_of(self, context), precision_of(context).master_dtype.itemsize
-        elements = exchanged_elements(model)
-        parts = [ranks[place :: self.shard] for place in range(self.shard)]  # ranks with the same part
-        average = Transfer(
-            what="parameters and optimizer state",
-            how="all-reduce",
-            flows=joined(*(all_reduce(part, (elements + slots) * width / self.shard) for part in parts)),
-            messages=2 * (len(parts[0]) - 1),
-            first_step=self.local_after,
-            every=self.average_every,
+        average, every = "parameters and optimizer state", self.average_every
+        found = tuple(  # each observed step averages
+            replace(one, what=average, overlaps=False, first_step=self.local_after, every=every)
+            if (one.what, one.how) == ("gradients", "all-reduce")
+            else one
+            for one in step
         )
-        if self.shard > 1:
-            step = self._mesh.traffic(model, context, cut)
-            if step is None:
-                return None
-            within = [one for one in step if one.how != "all-reduce"]
-            copies = [replace(one, end_step=self.local_after) for one in step if one.how == "all-reduce"]
-            return (*within, *(copies if self.local_after else ()), average)
         if not self.local_after:
-            return (average,)
-        dense = elements - sum(table.numel() for table in weights_of(lookups))
-        summed = (
-            *reduction("backend", ranks, Vector.of(dense, width), ranks_a_host=ranks_a_host(context, len(ranks))),
-            *gathered_rows(lookups, ranks, shards=cut.shards_a_replica, width=width),
-        )
-        return (*(replace(one, end_step=self.local_after) for one in summed), average)
+            return found
+        ranks, width = ranks_of(self, context), precision_of(context).master_dtype.itemsize
+        dense = exchanged_elements(model) - sum(table.numel() for table in weights_of(lookups))
+        vector = Vector.of(dense // self.shard, width)
+        parts = [ranks[place :: self.shard] for place in range(self.shard)]  # ranks with the same part
+        host = ranks_a_host(context, len(ranks))
+        each = [reduction("backend", part, vector, ranks_a_host=host)[0] for part in parts if len(part) > 1]
+        summed = [replace(each[0], flows=joined(*(one.flows for one in each)))] if each else []
+        summed += gathered_rows(lookups, ranks, shards=cut.shards_a_replica, width=width)
+        return (*found, *(replace(one, end_step=self.local_after) for one in summed))
+
+    def observed_ranks(self, context: PlanContext) -> tuple[int, ...]:  # noqa: ARG002 - the same in any
+        """Return the first rank."""
+        return (0,)
+
+    def as_observed(self) -> LocalSgd:
+        """Return the strategy with an average in each step."""
+        return replace(self, average_every=1, local_after=0)
 
     def next_sync_step(self, step: int) -> int:
         """Return the step of the next average, or the step itself before `local_after`."""

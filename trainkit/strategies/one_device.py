@@ -58,6 +58,10 @@ class OneDevice(OneProcess):
         device = fallback if self.device == "auto" else parse_device(self.device)
         return (Task(role="worker", index=0, rank=0, device=device or fallback),)
 
+    def observed_ranks(self, context: PlanContext) -> tuple[int, ...]:  # noqa: ARG002 - the same on any host
+        """Return the only rank."""
+        return (0,)
+
     def setup(self, request: SetupRequest) -> SynchronousExecutor[Replica]:
         """Move the model to the device."""
         replica = Replica(build_parts(request))

@@ -99,74 +99,36 @@ def times(flows: Flows, factor: float) -> Flows:
     return {pair: num_bytes * factor for pair, num_bytes in flows.items()}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorFacts:
-    """The size of a tensor in a dry run."""
-
-    numel: int
-    """Number of elements, in an unsharded replica."""
-    width: int
-    """Bytes of an element."""
-    requires_grad: bool = False
-    """Whether backward computes its gradient."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensor, which are also those of its gradient."""
-        return self.numel * self.width
-
-
-@dataclass(kw_only=True, slots=True)
-class ModuleCall:
-    """One call of a module in forward and backward of a shard."""
-
-    name: str
-    """The canonical name of the module."""
-    given: TensorFacts | None
-    """First argument of the call; None if it is not a tensor."""
-    returned: TensorFacts | None = None
-    """Output of the call; None if it is not a tensor, or if recomputation ended earlier."""
-    has_loss: bool = False
-    """Whether it returns the loss of its outputs instead of them (`trainkit.objectives.linear_cross_entropy`)."""
-    is_again: bool = False
-    """Whether backward recomputes it."""
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
+"""What ranks do together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveCall:
-    """A collective of the first rank in a step."""
+    """A collective of an observed rank in a step."""
 
-    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+    kind: Kind
     ranks: tuple[int, ...]
-    """The ranks that take part."""
+    """The ranks that take part; the sender and the receiver of a send."""
     num_bytes: int
     """Bytes of the whole tensor, of which each rank has a part before or after, or which is summed."""
     shard: int | None
     """Number of the observed shard of the rank; None: between the last backward pass and the next step."""
     is_in_update: bool = False
     """Whether the update makes it."""
-    times: int = 1
+    times: float = 1
     """Number of shards of the rank with the same one."""
 
 
 class DryRun(Protocol):
     """Runs the largest shard of a step, or an update, on tensors without data."""
 
-    def collectives(self) -> Sequence[CollectiveCall] | None:
-        """Return the collectives of the first rank in a step with the first two and the last of its shards, in order;
+    def collectives(self) -> Mapping[int, Sequence[CollectiveCall]] | None:
+        """Return the collectives of each of `Strategy.observed_ranks` in a step; None if it cannot run without data."""
+
+    def lookups(self, names: Collection[str]) -> Mapping[str, Sequence[tuple[int, bool]]] | None:
+        """Return (number of indices, whether backward recomputes it) of each lookup of a shard, by the names of tables;
         None if it cannot run without data.
-        """
-
-    def calls(self, names: Collection[str]) -> Sequence[ModuleCall] | None:
-        """Return the calls of modules in forward and backward of a shard, in order; None if it cannot run without data.
-
-        Args:
-            names: canonical names of the modules.
-        """
-
-    def state_elements(self) -> int | None:
-        """Return the elements of the optimizer's state of a whole model; None if the optimizer cannot run without
-        data.
         """
 
 
@@ -331,61 +293,64 @@ def exchanged_elements(model: nn.Module) -> int:
 
 
 def observed_transfers(
-    collectives: Sequence[CollectiveCall],
+    calls: Mapping[int, Sequence[CollectiveCall]],
     *,
-    num_ranks: int,
+    alike: Callable[[int], Sequence[int]],
     device_type: str,
-    purpose: Callable[[CollectiveCall], tuple[str, bool]],
+    purpose: Callable[[int, CollectiveCall], tuple[str, bool]],
     share: Callable[[int], float] = lambda _rank: 1.0,
 ) -> tuple[Transfer, ...]:
-    """Return the transfers of a step in which each group of ranks does what that of the first rank does.
+    """Return the transfers of a step in which each group of ranks does what that of an observed rank does.
 
     Args:
-        collectives: those of the first rank, with its first two shards and its last one.
-        num_ranks: number of ranks.
+        calls: the collectives of each observed rank.
+        alike: function that returns the ranks, in order, that do what an observed rank does.
         device_type: cpu or cuda.
-        purpose: function that returns what a collective serves, and whether ranks compute meanwhile.
-        share: function that returns the share of the first rank's shards that a rank computes.
+        purpose: function that returns what a collective of a rank serves, and whether ranks compute meanwhile.
+        share: function that returns the share of an observed rank's shards that a rank computes.
     """
-    found: dict[tuple[str, bool, str], tuple[Flows, int]] = {}
-    sizes: dict[tuple[str, bool, str, tuple[int, ...]], tuple[int, int]] = {}
-    for one in collectives:
-        key = *purpose(one), one.kind, one.ranks
-        size, messages = sizes.get(key, (0, 0))
-        sizes[key] = size + one.times * one.num_bytes, messages + one.times
-    for (what, overlaps, kind, ranks), (size, messages) in sizes.items():
-        groups = [
-            (times(_flows(kind, group, size, device_type), share(group[0]))) for group in _alike(ranks, num_ranks)
-        ]
+    found: dict[tuple[str, bool, str], Flows] = {}
+    messages: dict[tuple[str, bool, str], Counter[int]] = {}
+    sizes: dict[tuple[int, tuple[str, bool, str], tuple[int, ...]], tuple[float, float]] = {}
+    for rank, of_rank in calls.items():
+        for one in of_rank:
+            if one.kind != "send" and any(other < rank for other in calls if other in one.ranks):
+                continue  # counted for the other stage
+            at = rank, (*purpose(rank, one), one.kind), one.ranks
+            size, count = sizes.get(at, (0, 0))
+            sizes[at] = size + one.times * one.num_bytes, count + one.times
+    for (rank, key, ranks), (size, count) in sizes.items():
+        kind, groups, covered = key[-1], list[list[int]](), set[int]()
+        for other in alike(rank):
+            if other not in covered:
+                groups.append([one + other - rank for one in ranks])
+                covered.update(groups[-1])
+        each = [times(_flows(kind, group, size, device_type), share(group[0])) for group in groups]
         twice = kind == "all-reduce" or (kind == "reduce-scatter" and device_type == "cpu")
-        flows, before = found.get((what, overlaps, kind), ({}, 0))
-        more = messages * (len(ranks) - 1) * (2 if twice else 1)
-        found[what, overlaps, kind] = joined(flows, *groups), before + more
+        found[key] = joined(found.get(key, {}), *each)
+        rounds = 1 if kind == "send" else (len(ranks) - 1) * (2 if twice else 1)
+        messages.setdefault(key, Counter())[rank] += round(count) * rounds
     return tuple(
-        Transfer(what=what, how=kind, flows=flows, messages=messages, overlaps=overlaps)
-        for (what, overlaps, kind), (flows, messages) in found.items()
+        Transfer(
+            what=what,
+            how="point to point" if kind == "send" else kind,
+            flows=flows,
+            messages=max(messages[what, overlaps, kind].values()),
+            overlaps=overlaps,
+        )
+        for (what, overlaps, kind), flows in found.items()
         if flows
     )
 
 
-def _flows(kind: str, ranks: Sequence[int], size: int, device_type: str) -> Flows:
+def _flows(kind: str, ranks: Sequence[int], size: float, device_type: str) -> Flows:
+    if kind == "send":
+        return {(ranks[0], ranks[1]): size}
     if kind == "reduce-scatter":
         return reduce_scatter(ranks, size, device_type=device_type)
     if kind == "all-to-all":
         return {(one, other): size / len(ranks) for one in ranks for other in ranks if one != other}
     return all_reduce(ranks, size) if kind == "all-reduce" else all_gather(ranks, size)
-
-
-def _alike(ranks: Sequence[int], num_ranks: int) -> list[range]:
-    """Return all groups of ranks at the distances of a group with the first rank.
-
-    Example:
-        >>> [list(group) for group in _alike((0, 2), 4)]
-        [[0, 2], [1, 3]]
-    """
-    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    length = step * len(ranks)
-    return [range(at, at + length, step) for at in range(num_ranks) if at % length < step]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -566,19 +531,18 @@ def lookups_of(model: nn.Module, cut: StepCut) -> Mapping[str, Lookups] | None:
     tables = sparse_tables(model)
     if not tables:
         return {}
-    calls = None if cut.dry_run is None else cut.dry_run.calls(tables)
-    if calls is None or any(call.given is None for call in calls):
+    calls = None if cut.dry_run is None else cut.dry_run.lookups(tables)
+    if calls is None:
         return None
-    found = {}
-    for name, table in tables.items():
-        sizes = [(call.given.numel, call.is_again) for call in calls if call.name == name and call.given is not None]
-        found[name] = Lookups(
+    return {
+        name: Lookups(
             table=table,
-            indices=sum(size for size, is_again in sizes if not is_again),
-            reads=sum(size for size, _ in sizes),
-            calls=len(sizes),
+            indices=sum(size for size, is_again in calls[name] if not is_again),
+            reads=sum(size for size, _ in calls[name]),
+            calls=len(calls[name]),
         )
-    return found
+        for name, table in tables.items()
+    }
 
 
 def weights_of(lookups: Mapping[str, Lookups]) -> list[Tensor]:

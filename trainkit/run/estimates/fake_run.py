@@ -12,17 +12,16 @@ added by the caller. Small tensors that are made from nothing have data: the ran
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from types import SimpleNamespace
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Self
 from unittest import mock
 
 import torch
@@ -32,26 +31,36 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
-from trainkit.numerics.copies import computed_tensors
 from trainkit.numerics.generators import Untouched
 from trainkit.objectives.base import Access
-from trainkit.run.estimates.passes import evaluated_samples, example_batch, own_copy
-from trainkit.run.planning.build import make_optimizer, model_transforms_of, named_optimizers
+from trainkit.run.estimates.passes import (
+    evaluated_samples,
+    example_batch,
+    fake_of,
+    own_copy,
+    taking_data,
+    without_data,
+)
+from trainkit.run.planning.build import model_transforms_of
 from trainkit.run.planning.convolutions import workspace_of
+from trainkit.run.planning.memory import optimizers_of
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import Executor, SetupRequest, StepContext, UpdateParams
 from trainkit.strategies.model_transforms import apply_transforms
-from trainkit.strategies.traffic import CollectiveCall
+from trainkit.strategies.one_device import OneDevice
+from trainkit.strategies.traffic import CollectiveCall, Kind
 
 _SMALL: Final = 4096
 """Elements up to which a tensor that is made from nothing has data."""
-_KINDS: Final[Mapping[str, Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]]] = {
+_KINDS: Final[Mapping[str, Kind]] = {
+    "send": "send",
     "alltoall": "all-to-all",
     "reduce_scatter": "reduce-scatter",
     "gather": "all-gather",
@@ -60,7 +69,7 @@ _KINDS: Final[Mapping[str, Literal["all-gather", "reduce-scatter", "all-reduce",
 """Part of the name of a collective -> its kind; the first one counts."""
 _FREED_S: Final = 0.01
 """Seconds in which a thread of gloo frees what it has exchanged, in steps with data."""
-_SENDS_NOTHING: Final = ("wait_tensor", "barrier", "wrap_tensor_autograd")
+_SENDS_NOTHING: Final = ("wait_tensor", "barrier", "wrap_tensor_autograd", "recv")
 _GROUP_NUMBERS: Final = count(1_000_000, 1_000_000)
 """Numbers of the first group of each fake run: torch's caches must not find groups of an earlier one by name."""
 
@@ -94,11 +103,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fakes: the mode of the fake tensors; None: all tensors have data.
         by_gloo: whether collectives copy what they exchange, as gloo does.
         shards: number of shards that the rank computes in a step.
+        only_here: whether a storage counts only while `here`, and outside of passes only if it is made from counted
+            ones.
     """
 
-    def __init__(self, fakes: FakeTensorMode | None, *, by_gloo: bool, shards: int) -> None:
+    def __init__(self, fakes: FakeTensorMode | None, *, by_gloo: bool, shards: int, only_here: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fakes, self._by_gloo, self._shards = fakes, by_gloo, shards
+        self._only_here, self.here = only_here, True
         self.live, self.phase = 0, ""
         self.peaks: Counter[str] = Counter()
         self.first_forward = 0
@@ -129,7 +141,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def resized(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP frees and fills storages by this
             found = resize(storage, size)
             if weakref.ref(storage) in self._sizes:
-                self._see(storage)
+                self.see(storage)
             return found
 
         self._stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
@@ -153,13 +165,47 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if active is not None and active is not self._fakes:
             return func(*args, **kwargs)  # DTensor infers a shape
         found = func(*args, **kwargs) if self._fakes is None else self._without_data(self._fakes, func, args, kwargs)
-        for leaf in tree_iter(found):
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.device.type != "meta":
-                self._see(leaf.untyped_storage())
-        self._note(self.live + workspace_of(func, args, found))
+        if self._counts(args, kwargs):
+            for leaf in tree_iter(found):
+                if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.device.type != "meta":
+                    self.see(leaf.untyped_storage())
+            self._note(self.live + workspace_of(func, args, found))
         if func.namespace in ("c10d", "_c10d_functional"):
             self._record(func, args, found)
         return found
+
+    def _counts(self, args: Any, kwargs: Any) -> bool:
+        """Return whether the storages that an operation makes count."""
+        if not self._only_here or self.phase == "begin":
+            return True
+        if self.phase in ("forward", "backward", "evaluation"):
+            return self.here
+        given = (leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.is_sparse)
+        return any(weakref.ref(leaf.untyped_storage()) in self._sizes for leaf in given)
+
+    def follow(self, model: nn.Module, modules: Sequence[str]) -> None:
+        """Let only these modules of a model be `here`, with their parameters and buffers."""
+        own = {inner for name in modules for inner in model.get_submodule(name).modules()}
+
+        def enter(module: nn.Module, _args: object) -> None:
+            self.here = module in own
+
+        def leave(module: nn.Module, _args: object, outputs: object) -> None:
+            for leaf in tree_iter(outputs):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(lambda _: enter(module, ()))  # type: ignore[no-untyped-call]
+
+        for module in model.modules():
+            if module in own or not any(inner in own for inner in module.modules()):
+                module.register_forward_pre_hook(enter)
+                module.register_forward_hook(leave)
+        self.see_tensors(own)
+
+    def see_tensors(self, modules: Iterable[nn.Module]) -> None:
+        """Count the own parameters and buffers of modules."""
+        for module in modules:
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                self.see(tensor.untyped_storage())
 
     def _without_data(self, fakes: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -171,6 +217,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if made and all(leaf.numel() > _SMALL for leaf in made):
                 return found
         elif any(isinstance(leaf, FakeTensor) for leaf in tensors):
+            if name.startswith("aten::_fused_") and name.endswith("_"):
+                return None  # changes its arguments alone; torch would run some of them with data
             if "batch_norm" in name:
                 self._normed.update(leaf.untyped_storage()._cdata for leaf in tensors)
             if name == "aten::equal":  # asked of buffers, whose version batch normalisation does not count
@@ -188,12 +236,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.split("::")[1].strip("_")
         if self._fakes is None:
             time.sleep(_FREED_S)
+        if name == "recv" and self._fakes is not None and not isinstance(args[0][0], FakeTensor):
+            args[0][0].fill_(1)  # the vote of another stage
         if name in _SENDS_NOTHING:
             return
         kind = next((kind for part, kind in _KINDS.items() if part in name), None)
         if kind is None and name != "broadcast":
             raise NotImplementedError(f"the collective {name} is not known")
         ranks = next(dist.get_process_group_ranks(group) for group in map(_group_of, args) if group is not None)
+        if kind == "send":
+            ranks = [dist.get_rank(), ranks[args[2]]]
         leaves = [[leaf for leaf in tree_iter(arg) if isinstance(leaf, Tensor)] for arg in (*args, found)]
         size = max(sum(leaf.nbytes for leaf in tensors) for tensors in leaves)
         if kind is None:
@@ -204,10 +256,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 kind=kind, ranks=tuple(ranks), num_bytes=size, shard=shard, is_in_update=self.phase == "update"
             )
         )
-        if self._by_gloo:
+        if self._by_gloo and kind != "send":
             self._note(self.live + size)
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def see(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage from now on, or its new size."""
         key = weakref.ref(storage, self._forget)
         self.live += storage.nbytes() - self._sizes.get(key, 0)
         self._sizes[key] = storage.nbytes()
@@ -217,7 +270,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live -= self._sizes.pop(key, 0)
 
     def _note(self, size: int) -> None:
-        self.peaks[self.phase] = max(self.peaks[self.phase], size)
+        phase = self.phase
+        if phase == "forward" and torch._C._current_graph_task_id() != -1:  # a schedule of stages mixes the two
+            phase = "backward"
+        self.peaks[phase] = max(self.peaks[phase], size)
 
 
 def _group_of(arg: object) -> dist.ProcessGroup | None:
@@ -246,12 +302,16 @@ def _alone(rank: int, num_ranks: int, backend: str) -> Iterator[None]:
         mock.patch.object(dist.ProcessGroup, "set_timeout", _ignore),
         # else the groups of a run, within which this may happen, lose the names by which DTensor finds them
         mock.patch.object(distributed_c10d, "_unregister_all_process_groups", _ignore),
-        mock.patch.object(torch.utils, "swap_tensors", _take_data),  # a module refuses `data` of fake tensors
+        mock.patch.object(dist, "isend", _keep_sent),
+        mock.patch.object(distributed_c10d, "isend", _keep_sent),
+        taking_data(),
     ):
         dist.init_process_group(backend, rank=rank, world_size=num_ranks, store=FakeStore())
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call] # it holds meshes, and takes equal ones for the same
         try:
             yield
         finally:
+            _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
             names = list(world.pg_names.values())
             dist.destroy_process_group()
             for name in names:
@@ -262,70 +322,99 @@ def _ignore(*_: object) -> None:
     """Do nothing."""
 
 
-def _take_data(param: Tensor, converted: Tensor) -> None:
-    param.data = converted.data
+_isend: Final = dist.isend
+
+
+def _keep_sent(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Send a tensor, which is alive as long as the work, as with other backends."""
+    work = _isend(tensor, *args, **kwargs)
+    return work and SimpleNamespace(wait=work.wait, sent=tensor)
 
 
 def observe(
-    plan: RunPlan, model: nn.Module, *, rank: int = 0, evaluates: bool = False, has_data: bool = False
+    plan: RunPlan,
+    model: nn.Module,
+    *,
+    rank: int = 0,
+    modules: Sequence[str] = (),
+    evaluates: bool = False,
+    has_data: bool = False,
 ) -> ObservedSteps:
     """Take steps of one rank of a run, and observe the last one.
 
-    A step has the first two shards of the rank and its last one: those between are like the second.
+    A step has the first two shards of the rank and its last one: those between are like the second. A rank of several
+    stages has more, as many of them are in flight at once. Of a strategy that cannot be observed, one device is
+    observed, with the shards of a replica.
 
     Args:
         plan: the run, with the choices of its strategy resolved.
         model: the model, with or without data; unchanged unless `has_data`.
-        rank: the rank; the first one has no smaller part than another one.
+        rank: one of `Strategy.observed_ranks`.
+        modules: names of the modules whose tensors count; empty: all.
         evaluates: whether to observe an evaluation, too.
         has_data: take the steps with data, in the process group of this process, to compare.
 
     Raises:
         Exception: the model or the objective reads the data of a tensor, or the step cannot run without data.
     """
-    strategy, num_ranks, replicas = plan.components.strategy.as_observed(), plan.num_computing, plan.num_replicas
-    numerics = plan.components.numerics
+    strategy, num_ranks, replicas = plan.components.strategy, plan.num_computing, plan.num_replicas
+    stages = len(strategy.observed_ranks(plan.context))
+    if not stages:
+        strategy, num_ranks, replicas = OneDevice(), 1, 1
+    observed, numerics = strategy if has_data else strategy.as_observed(), plan.components.numerics
     lanes = numerics.lanes if numerics.reproducible else None
     own = shards_of_rank(
-        plan.batch.num_shards(0), rank=rank // (num_ranks // replicas), num_ranks=replicas, lanes=lanes
+        plan.batch.num_shards(0),
+        rank=rank // (num_ranks // replicas),
+        num_ranks=plan.num_replicas if lanes is None else replicas,
+        lanes=lanes,
     )
-    chosen = own if len(own) <= 3 or lanes is not None else (own[0], own[1], own[-1])
+    count = len(own) if lanes is not None else strategy.observed_shards(len(own))
+    chosen = own if count == len(own) else (*own[: count - 1], own[-1])
     fakes = None if has_data else FakeTensorMode(allow_non_fake_inputs=True)
-    by_gloo = plan.tasks[rank].device == "cpu"
-    watch = Watch(fakes, by_gloo=by_gloo, shards=len(chosen))
+    on_cpu = plan.tasks[rank].device == "cpu"
+    # reducers other than the backend's copy nothing
+    by_gloo = (
+        on_cpu and len({one.estimate_memory(model, plan.context).gradient_copies for one in (strategy, observed)}) == 1
+    )
+    watch = Watch(fakes, by_gloo=by_gloo, shards=len(chosen), only_here=bool(modules))
     with ExitStack() as stack:
         stack.enter_context(Untouched(seed=0))
         stack.enter_context(warnings.catch_warnings(action="ignore"))  # torch's, about its own calls
         if fakes is not None:
-            stack.enter_context(_alone(rank, num_ranks, "fake_gloo" if by_gloo else "fake"))
-            model = _without_data(model, fakes)
+            stack.enter_context(_alone(rank, num_ranks, "fake_gloo" if on_cpu else "fake"))
+            model = without_data(model, fakes)
         apply_transforms(model, replace(model_transforms_of(plan.cfg), compile_mode="off"))
         # the last step of this epoch has one shard a rank: it makes what outlives a step
-        batches = BatchPlan(num_samples=replicas * (len(chosen) + 1), global_size=replicas * len(chosen), micro_size=1)
-        steps = batches.steps_per_epoch - 1, batches.steps_per_epoch
+        size = plan.batch.shard_size(0, 0)
+        batches = BatchPlan(
+            num_samples=replicas * (len(chosen) + 1) * size, global_size=replicas * len(chosen) * size, micro_size=size
+        )
+        steps = [batches.steps_per_epoch - 1, *[batches.steps_per_epoch] * (2 if stages > 1 else 1)]
         if lanes is not None:  # the order of the lanes is that of all shards
-            batches, steps = plan.batch, (0, 0)
-        rate, max_norm = plan.rate, plan.cfg.clip.max_norm
+            batches, steps = plan.batch, [0, 0]
         training = StepContext(
             plan=batches,
             objective=own_copy(plan.components.objective),
             weighing=plan.components.weighing,
-            rule=lambda version: UpdateParams(rate.factor(version), max_norm),
+            rule=lambda version: UpdateParams(plan.rate.factor(version), plan.cfg.clip.max_norm),
             phases=plan.phases,
             on_gradients=None,
         )
         examples = [example_batch(plan, plan.batch.shard_size(0, shard)) for shard in chosen]
         evaluated = example_batch(plan, size) if evaluates and (size := evaluated_samples(plan)) else None
         stack.enter_context(watch)
+        watch.follow(model, modules) if modules else watch.see_tensors(model.modules())
         task = Task(role="worker", index=rank, rank=rank, device="cpu")
-        executor = strategy.setup(
+        make, named = optimizers_of(plan, model, {} if on_cpu else _at_once(plan))
+        executor = observed.setup(
             SetupRequest(
                 model=model,
                 identity=Identity(task=task, num_ranks=num_ranks, store=None if num_ranks == 1 else ("", 0)),
                 precision=plan.components.precision,
                 numerics=numerics,
-                make_optimizer=make_optimizer(plan.cfg, model),
-                optimizers=named_optimizers(plan.cfg, plan.optimizers, model) if plan.optimizers else (),
+                make_optimizer=make,
+                optimizers=named,
                 training=training,
                 open_data=_no_data,
                 on_phase=watch.enter,
@@ -344,14 +433,11 @@ def observe(
             start=start,
             first_forward=watch.first_forward,
             most=max(watch.peaks["forward"], watch.peaks["backward"]),
-            collectives=tuple(
-                replace(one, times=len(own) - 2) if one.shard == 1 and len(own) > len(chosen) else one
-                for one in watch.collectives
-            ),
+            collectives=_of_all_shards(watch.collectives, len(own), len(chosen), is_staged=stages > 1),
             num_batches=len(chosen),
         )
         del given
-        if evaluated is None:
+        if evaluated is None or stages > 1:
             return found
         try:
             watch.begin()
@@ -360,6 +446,25 @@ def observe(
         except Exception as error:  # noqa: BLE001 - the user's objective may fail in any way without data
             return replace(found, evaluation_error=error)
         return replace(found, evaluation=watch.peaks["evaluation"])
+
+
+def _at_once(plan: RunPlan) -> Mapping[str, bool]:
+    """Return the settings by which optimizers update several parameters at once, if the config leaves that open."""
+    nodes = [one.node for one in plan.optimizers] or [plan.cfg.optimizer]
+    is_open = plan.cfg.optimizer.get("foreach") is None and not all(node.get("fused") for node in nodes)
+    return {"fused": False, "foreach": True} if is_open else {}
+
+
+def _of_all_shards(
+    calls: Sequence[CollectiveCall], own: int, taken: int, *, is_staged: bool
+) -> tuple[CollectiveCall, ...]:
+    """Return collectives with the number of shards in which they occur, if a step takes only some of them."""
+    if own == taken:
+        return tuple(calls)
+    if not is_staged:
+        return tuple(replace(one, times=own - 2) if one.shard == 1 else one for one in calls)
+    counts = Counter(calls)  # what each shard repeats
+    return tuple(replace(one, times=own / taken) if counts[one] % taken == 0 else one for one in calls)
 
 
 def _evaluate(executor: Executor, plan: RunPlan, batch: Any) -> None:
@@ -373,19 +478,9 @@ def _no_data(device: torch.device) -> Any:
     raise NotImplementedError(f"no data is opened on {device} for a step without data")
 
 
-def _without_data(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
-    """Return a copy of a model whose tensors have no data."""
-    tensors = [*model.parameters(), *model.buffers(), *computed_tensors(model)]
-    return copy.deepcopy(model, {id(tensor): _fake(tensor, fakes) for tensor in tensors})
-
-
 def _batch(example: Any, fakes: FakeTensorMode | None) -> Any:
-    return tree_map(lambda leaf: _fake(leaf, fakes) if isinstance(leaf, Tensor) else leaf, example)
+    return tree_map(lambda leaf: _copied(leaf, fakes) if isinstance(leaf, Tensor) else leaf, example)
 
 
-def _fake(tensor: Tensor, fakes: FakeTensorMode | None) -> Tensor:
-    if fakes is None:
-        return tensor.clone()
-    with fakes:
-        made = torch.empty_like(tensor, device="cpu")
-    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+def _copied(tensor: Tensor, fakes: FakeTensorMode | None) -> Tensor:
+    return tensor.clone() if fakes is None else fake_of(tensor, fakes)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 from torch import nn
@@ -14,23 +14,18 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from trainkit.errors import TrainingError, named_first_line
 from trainkit.files import num_bytes
-from trainkit.numerics.precision import Precision
 from trainkit.run.estimates.hardware import Hardware, hardware_of, hardware_under
-from trainkit.run.estimates.passes import (
-    EvaluatedBatch,
-    Line,
-    LiveStorages,
-    Moment,
-    NoSampleError,
-    Peak,
-    Shard,
-    Timeline,
-    batch_bytes,
-)
-from trainkit.run.planning.memory import Memory, memory_of, stepped_optimizers
+from trainkit.run.estimates.passes import NoSampleError, batch_bytes, dry_pass
+from trainkit.run.planning.memory import Memory, memory_of
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import ReplicaPart
 from trainkit.strategies.traffic import CollectiveCall
+
+if TYPE_CHECKING:
+    from trainkit.run.estimates.fake_run import ObservedSteps
+
+Moment = Literal["forward", "backward", "exchange", "optimizer step", "evaluation"]
+"""The part of a step, or an evaluation, at which a device holds the most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +44,8 @@ class DeviceMemory:
     """The part of a step with the peak, or the evaluation if its peak is higher."""
     checkpoint: int = 0
     """Bytes while a checkpoint is copied: on the CPU with `checkpoint.background`, the state and its copy."""
-    collectives: Sequence[CollectiveCall] | None = None
-    """The collectives of the first rank in a step, if a plan observes them (`Facts.observed`)."""
+    collectives: Mapping[int, Sequence[CollectiveCall]] | None = None
+    """The collectives of each observed rank in a step; None if they are not known."""
     part: int = 0
     """Number of the device within a replica, if several compute one replica."""
     unknown_because: str | None = None
@@ -152,69 +147,62 @@ def part_memories(
         counter: context manager around forward and backward of a shard.
         evaluates: whether evaluations count; otherwise the steps alone.
     """
-    if plan.components.strategy.facts_in(plan.context).observed:
-        return [_observed(plan, model, counter, evaluates=evaluates)]
-    shards = -(-plan.batch.num_shards(0) // plan.num_replicas)  # of the replica with the most
-    parts = plan.components.strategy.replica_parts(model, plan.context, num_shards=shards)
-    workspaces = _workspace_bytes(plan)
-    try:
-        found = Shard(plan=plan, model=model, parts=parts, shards=shards, beside=counter or nullcontext()).lines()
-    except Exception as error:  # noqa: BLE001 - the user's model and objective may fail in any way without data
-        held = replace(memory_of(plan, model), workspace_bytes=workspaces)
-        return [DeviceMemory(held=held, checkpoint=_checkpoint_bytes(held), unknown_because=_reason(error))]
-    step = _Step(plan=plan, model=model, lines=found, shards=shards, workspaces=workspaces)
-    memories = [step.on_device(place, part) for place, part in enumerate(parts)]
-    if not evaluates:
-        return memories
-    try:
-        evaluated = EvaluatedBatch(plan=plan, model=model, parts=parts).lines()
-    except Exception as error:  # noqa: BLE001 - as above
-        return [replace(one, unknown_because=_reason(error)) for one in memories]
-    return [step.evaluated(*one) for one in zip(memories, evaluated, strict=True)] if evaluated else memories
-
-
-def _observed(
-    plan: RunPlan, model: nn.Module, counter: AbstractContextManager[object] | None, *, evaluates: bool
-) -> DeviceMemory:
-    """Return the memory of the first rank, whose steps are taken without data; no other rank has more."""
     from trainkit.run.estimates.fake_run import observe  # noqa: PLC0415 - imports torch's compiler: seconds
 
     strategy, shards = plan.components.strategy, -(-plan.batch.num_shards(0) // plan.num_replicas)
-    held = replace(memory_of(plan, model), workspace_bytes=_workspace_bytes(plan))
-    checkpoint = _checkpoint_bytes(held)
+    parts = strategy.replica_parts(model, plan.context)
+    ranks = strategy.observed_ranks(plan.context)
+    parts = parts if len(parts) == len(ranks) or not ranks else (parts[0],) * len(ranks)
+    workspaces = _workspace_bytes(plan)
+    held = [replace(memory_of(plan, model, part.memory), workspace_bytes=workspaces) for part in parts]
     try:
         if counter is not None:
-            parts = strategy.replica_parts(model, plan.context, num_shards=shards)
-            Shard(plan=plan, model=model, parts=parts, shards=shards, beside=counter).lines()
-        seen = observe(plan, model, evaluates=evaluates)
-        batch = batch_bytes(plan)
+            dry_pass(plan, model, beside=counter)
+        found, calls = list[DeviceMemory](), dict[int, Sequence[CollectiveCall]]()
+        for place, part in enumerate(parts):
+            rank = ranks[place] if ranks else 0
+            seen = observe(
+                plan,
+                model,
+                rank=rank,
+                modules=part.modules if len(parts) > 1 and not ranks else (),
+                evaluates=evaluates,
+            )
+            calls[rank] = seen.collectives
+            found.append(_of_device(plan, model, held[place], part, seen, shards=shards))
+        return [replace(one, part=place, collectives=calls) for place, one in enumerate(found)]
     except Exception as error:  # noqa: BLE001 - the user's model and objective may fail in any way without data
-        return DeviceMemory(held=held, checkpoint=checkpoint, unknown_because=_reason(error))
+        fullest = max(held, key=lambda one: one.total_bytes)
+        return [DeviceMemory(held=fullest, checkpoint=_checkpoint_bytes(fullest), unknown_because=_reason(error))]
+
+
+def _of_device(
+    plan: RunPlan, model: nn.Module, held: Memory, part: ReplicaPart, seen: ObservedSteps, *, shards: int
+) -> DeviceMemory:
+    """Return the memory of a device whose steps were observed."""
+    strategy, batch = plan.components.strategy, batch_bytes(plan)
+    other = strategy.as_observed().estimate_memory(model, plan.context)
+    beside = held.frozen_bytes + held.workspace_bytes + (held.staging_bytes if held.staged_here else 0)
+    # copies of a reducer that was not observed, or of a strategy in whose place one device was
+    is_observed, copies = bool(strategy.observed_ranks(plan.context)), held.exchange_bytes
+    if is_observed:
+        copies = round(held.gradient_bytes * max(part.memory.gradient_copies - other.gradient_copies, 0))
     # the batches of the other shards, and of the first step: a run keeps one, and they are views of one batch
     waiting = (2 * shards - seen.num_batches) * batch
-    beside = held.frozen_bytes + held.workspace_bytes + (held.staging_bytes if held.staged_here else 0)
-    peaks = dict(seen.peaks)
-    if any(task.device.startswith("cuda") for task in plan.tasks):
-        resident = strategy.estimate_memory(model, plan.context).resident
-        update = seen.start + held.gradient_bytes + _update_bytes(plan, model, resident)
-        peaks["update"] = max(peaks["update"], update)
+    peaks = {**seen.peaks, "reduce": seen.peaks.get("reduce", 0) + copies}
     phase = max(_MOMENTS, key=lambda one: peaks.get(one, 0))
     batches = seen.num_batches * batch
     active = max(seen.first_forward, seen.most - held.gradient_bytes) - seen.start + batches
+    step = peaks[phase] + waiting + beside
     found = DeviceMemory(
-        held=held,
-        activations=active + waiting,
-        step=peaks[phase] + waiting + beside,
-        moment=_MOMENTS[phase],
-        checkpoint=checkpoint,
-        collectives=seen.collectives,
+        held=held, activations=active + waiting, step=step, moment=_MOMENTS[phase], checkpoint=_checkpoint_bytes(held),
         unknown_because=None if seen.evaluation_error is None else _reason(seen.evaluation_error),
-    )
+    )  # fmt: skip
     if seen.evaluation is None:
         return found
-    size = seen.evaluation + 2 * shards * batch + beside
+    size = seen.evaluation + 2 * shards * batch + beside + (0 if is_observed else copies)
     return replace(
-        found, evaluation=size, moment="evaluation" if size > (found.step or 0) else found.moment,
+        found, evaluation=size, moment="evaluation" if size > step else found.moment,
         activations=max(active + waiting, seen.evaluation - seen.start + batches + 2 * shards * batch),
     )  # fmt: skip
 
@@ -242,131 +230,10 @@ def _reason(error: Exception) -> str:
     return f"the model or the objective cannot run without data ({named_first_line(error)})."
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """A step of a replica."""
-
-    plan: RunPlan
-    model: nn.Module
-    lines: Sequence[Sequence[Line]]
-    """Timelines of each part."""
-    shards: int
-    """The shards that the replica computes."""
-    workspaces: int
-    """Bytes of the workspaces of cuBLAS on each device."""
-
-    def on_device(self, place: int, part: ReplicaPart) -> DeviceMemory:
-        """Return the memory of the device of a part."""
-        precision = self.plan.components.precision
-        held = replace(memory_of(self.plan, self.model, part.memory), workspace_bytes=self.workspaces)
-        bucket = held.bucket_bytes
-        lasting = held.total_bytes - (held.gradient_bytes if bucket is None else 0)
-        in_backward = held.gradient_bytes if bucket is None else bucket
-        in_model_dtype = in_backward * precision.model_dtype.itemsize // precision.master_dtype.itemsize
-        # the batches of the other shards of the step, and of the first step: a run keeps one, and they are views of one
-        # batch
-        waiting = (2 * self.shards - 1) * batch_bytes(self.plan)
-        peaks = []
-        for line in self.lines[place]:
-            timeline, where = line.timeline, line.place
-            own = line.share * in_model_dtype / max(timeline.gradient_bytes(where), 1)
-            peak = timeline.peak(gradient_share=1.0 if line.of_rank else min(1.0, own), place=where)
-            more = waiting + (part.in_flight - 1) * (timeline.stored(where) - timeline.once)
-            buffers = part.received * _buffered_shards(self.plan) / self.shards
-            more += int(max(buffers - part.in_flight, 0) * timeline.received)
-            before = int(line.share * held.gradient_bytes) if self.shards > 1 and bucket is None else 0
-            gathered = held.gathered_bytes if line.of_rank else 0
-            most = lasting - gathered + before + peak.num_bytes + more
-            peaks.append(replace(peak, num_bytes=most, activations=peak.activations + more))
-        if bucket is None and not any(line.of_rank for line in self.lines[place]):
-            held_sizes, params = part.memory.resident, self.model.named_parameters()
-            trained = [held_sizes.get(name, 0) for name, param in params if param.requires_grad]
-            cast = lasting + _cast_bytes(trained, precision, several=self.shards > 1)
-            peaks.append(Peak(num_bytes=cast, moment="backward", activations=0))
-        share = max(line.share for line in self.lines[place])
-        update = lasting - held.gathered_bytes + (int(share * held.gradient_bytes) if bucket is None else 0)
-        update += _update_bytes(self.plan, self.model, part.memory.resident)
-        peaks.append(Peak(num_bytes=update, moment="optimizer step", activations=0))
-        best = max(peaks, key=lambda one: one.num_bytes)
-        activations = max(one.activations for one in peaks)
-        return DeviceMemory(
-            held=held,
-            activations=activations,
-            step=best.num_bytes,
-            moment=best.moment,
-            checkpoint=_checkpoint_bytes(held),
-            part=place,
-        )
-
-    def evaluated(self, memory: DeviceMemory, line: Line) -> DeviceMemory:
-        """Return the memory of a device, with the one of an evaluation: it has the batches of a step, and no gradients
-        unless they outlive the step.
-        """
-        found = line.timeline.peak(place=line.place)
-        batches = 2 * self.shards * batch_bytes(self.plan)
-        size = _checkpoint_bytes(memory.held) + batches + found.num_bytes
-        activations = max(memory.activations or 0, batches + found.activations)
-        most = memory.step or 0
-        moment: Moment | None = "evaluation" if size > most else memory.moment
-        return replace(memory, evaluation=size, activations=activations, moment=moment)
-
-
-def _cast_bytes(sizes: Sequence[int], precision: Precision, *, several: bool) -> int:
-    """Return the most bytes of gradients while they are cast to the dtype of separate masters, one parameter after the
-    other.
-
-    Args:
-        sizes: elements of the trained parameters, in their order.
-        precision: the number formats; without separate masters nothing is cast.
-        several: whether they are added to sums of earlier shards.
-    """
-    model, master = precision.model_dtype.itemsize, precision.master_dtype.itemsize
-    if precision.model_dtype is precision.master_dtype:
-        return 0
-    left, sums, before, most = sum(sizes) * model, sum(sizes) * master if several else 0, 0, 0
-    for size in sizes:
-        most = max(most, left + sums + size * master + before)
-        left -= size * model
-        if several:
-            before = size * master  # freed when the next one has been cast
-        else:
-            sums += size * master
-    return most
-
-
 def _checkpoint_bytes(held: Memory) -> int:
     """Return the bytes of a device while the state is copied for a checkpoint; gradients are freed if possible."""
     freed = held.gradient_bytes if held.bucket_bytes is None else 0
     return held.total_bytes - freed - held.gathered_bytes
-
-
-def _buffered_shards(plan: RunPlan) -> float:
-    """Return the number of shards for which a rank keeps receive buffers, in units of the largest shard.
-
-    The buffers for each size and number of shards are kept: those of a full step, and of the last step of an epoch.
-    """
-    batch, kinds = plan.batch, set[tuple[int, int]]()
-    for step in {0, batch.steps_per_epoch - 1}:
-        shards = range(0, batch.num_shards(step), plan.num_replicas)
-        kinds.update(Counter(batch.shard_size(step, shard) for shard in shards).items())
-    return sum(size * count for size, count in kinds) / batch.shard_size(0, 0)
-
-
-def _update_bytes(plan: RunPlan, model: nn.Module, resident: Mapping[str, int]) -> int:
-    """Return the bytes of the temporary tensors of an update; fused kernels need none."""
-    nodes = [one.node for one in plan.optimizers] or [plan.cfg.optimizer]
-    if all(node.get("fused") for node in nodes):
-        return 0
-    together = any(task.device.startswith("cuda") for task in plan.tasks)
-    settings = {"fused": False, "foreach": together} if plan.cfg.optimizer.get("foreach") is None else {}
-    optimizers = stepped_optimizers(plan, model, resident, **settings)
-    if optimizers is None:
-        return 0
-    live = LiveStorages()
-    with live:
-        for optimizer in optimizers:
-            optimizer.step()
-    return Timeline(events=live.events, backward_at=0, gradients=frozenset()).peak().num_bytes
 
 
 PROCESS_BYTES: Final = 320 * 2**20

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainkit.objectives.base import Loss, Model
 from trainkit.run.estimates.outlook import WorkCounter
-from trainkit.run.estimates.passes import TracedPass, example_batch, own_copy
+from trainkit.run.estimates.passes import dry_pass, own_copy
 from trainkit.run.planning.plan import RunPlan
 
 
@@ -75,10 +75,7 @@ def summary_of(plan: RunPlan, model: nn.Module) -> ModelSummary:
             for name, module in model.named_modules():
                 if not [*module.children()] or [*module.parameters(recurse=False)]:
                     watched.watch(name, module, stack)
-            TracedPass(
-                model=model, batch=example_batch(plan), loss=loss, precision=plan.components.precision,
-                recomputed=(), accumulates=True,
-            ).run()  # fmt: skip
+            dry_pass(plan, model, loss=loss)
         flops = watched.counter.work().flops
     except Exception as error:  # noqa: BLE001 - the user's model and objective may fail in any way without data
         note = f"it cannot run without data ({type(error).__name__}: {error}): no shapes and operations".splitlines()[0]

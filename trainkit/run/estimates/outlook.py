@@ -18,17 +18,14 @@ from torch.utils.flop_counter import flop_registry
 
 from trainkit.data.stored import travelling_bytes
 from trainkit.files import num_bytes
-from trainkit.objectives.base import Loss, Model
 from trainkit.run.estimates.hardware import Band, Hardware, hardware_of
 from trainkit.run.estimates.memory import DeviceMemory, device_memory
-from trainkit.run.estimates.passes import TracedPass, example_batch, own_copy, recomputed_names
-from trainkit.run.planning.memory import checkpoint_bytes, stepped_optimizers
+from trainkit.run.estimates.passes import dry_pass
+from trainkit.run.planning.memory import checkpoint_bytes
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.traffic import (
     CollectiveCall,
-    ModuleCall,
     StepCut,
-    TensorFacts,
     Transfer,
     ranks_a_host,
     times,
@@ -142,14 +139,14 @@ def _when(one: Transfer) -> str:
 
 
 def step_traffic(
-    plan: RunPlan, model: nn.Module, collectives: Sequence[CollectiveCall] | None = None
+    plan: RunPlan, model: nn.Module, collectives: Mapping[int, Sequence[CollectiveCall]] | None = None
 ) -> Traffic | None:
     """Return the traffic of a full step; None if that is not known before the run.
 
     Args:
         plan: the run, with the choices of its strategy resolved.
         model: the model, with or without data; unchanged.
-        collectives: those of the first rank, if its step was observed before; None: it is observed if necessary.
+        collectives: those of each observed rank, if they are known; None: they are observed if necessary.
     """
     cut = StepCut(
         num_shards=plan.batch.num_shards(0),
@@ -170,99 +167,39 @@ class PlannedDryRun:
     plan: RunPlan
     model: nn.Module
     """The model, with or without data; unchanged."""
-    observed: Sequence[CollectiveCall] | None = None
-    """The collectives of the first rank, if they are known already."""
+    observed: Mapping[int, Sequence[CollectiveCall]] | None = None
+    """The collectives of each observed rank, if they are known already."""
 
-    def calls(self, names: Collection[str]) -> Sequence[ModuleCall] | None:
-        """Return the calls of modules in forward and backward of the largest shard; None if it cannot run without
-        data.
-        """
-        recorder = _Recorder()
+    def lookups(self, names: Collection[str]) -> Mapping[str, Sequence[tuple[int, bool]]] | None:
+        """Return (number of indices, whether backward recomputes it) of each lookup of the largest shard, by table."""
+        found: dict[str, list[tuple[int, bool]]] = {name: [] for name in names}
+        has_ended: list[bool] = []  # hooks are functions: a copy of a table shares them, and so this list
+
+        def noted(name: str, given: tuple[Any, ...]) -> None:
+            found[name].append((given[0].numel(), bool(has_ended)))
+
         try:
             with ExitStack() as stack:
                 for name in names:
-                    recorder.watch(name, self.model.get_submodule(name), stack)
-                self._run(recorder)
+                    hook = lambda _, args, kwargs, name=name: noted(name, (*args, *kwargs.values()))  # noqa: E731
+                    table = self.model.get_submodule(name)
+                    stack.callback(table.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                dry_pass(self.plan, self.model, after_forward=lambda: has_ended.append(True))
         except Exception:  # noqa: BLE001 - the user's model and objective may fail in any way without data
             return None
-        return recorder.calls
+        return found
 
-    def _run(self, recorder: _Recorder) -> None:
-        """Run forward and backward.
-
-        Raises:
-            Exception: no sample is known, or model or objective cannot run without data.
-        """
-        plan = self.plan
-        objective = own_copy(plan.components.objective)
-
-        def loss(model: Model, batch: Any) -> Loss:
-            found = objective.loss(model, batch)
-            recorder.is_again = True
-            return found
-
-        TracedPass(
-            model=self.model,
-            batch=example_batch(plan),
-            loss=loss,
-            precision=plan.components.precision,
-            recomputed=recomputed_names(plan, self.model),
-            selective=plan.cfg.activation_checkpointing == "selective",
-            accumulates=True,  # make gradients dense: sparse ones have no storage to trace
-        ).run()
-
-    def collectives(self) -> Sequence[CollectiveCall] | None:
-        """Return the collectives of the first rank in a step; None if it cannot run without data."""
+    def collectives(self) -> Mapping[int, Sequence[CollectiveCall]] | None:
+        """Return the collectives of each observed rank in a step; None if it cannot run without data."""
         if self.observed is not None:
             return self.observed
         from trainkit.run.estimates.fake_run import observe  # noqa: PLC0415 - imports torch's compiler: seconds
 
+        ranks = self.plan.components.strategy.observed_ranks(self.plan.context)
         try:
-            return observe(self.plan, self.model).collectives
+            return {rank: observe(self.plan, self.model, rank=rank).collectives for rank in ranks}
         except Exception:  # noqa: BLE001 - the user's model and objective may fail in any way without data
             return None
-
-    def state_elements(self) -> int | None:
-        """Return the elements of the optimizer's state of a whole model; None if the optimizer cannot run without
-        data.
-        """
-        sizes = {name: param.numel() for name, param in self.model.named_parameters()}
-        optimizers = stepped_optimizers(self.plan, self.model, sizes, fused=False, foreach=False)
-        if optimizers is None:
-            return None
-        states = [state for optimizer in optimizers for state in optimizer.state.values()]
-        return sum(value.numel() for state in states for value in state.values() if isinstance(value, Tensor))
-
-
-@dataclass(kw_only=True)
-class _Recorder:
-    """Records the calls of watched modules, also those of copies of a model."""
-
-    calls: list[ModuleCall] = field(default_factory=list)
-    is_again: bool = False
-    """Whether forward has ended, so that a call is a recomputation."""
-
-    def watch(self, name: str, module: nn.Module, stack: ExitStack) -> None:
-        """Record the calls of a module until the stack closes."""
-
-        def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = next(iter((*args, *kwargs.values())), None)
-            self.calls.append(ModuleCall(name=name, given=_facts(given), is_again=self.is_again))
-
-        def end(_module: nn.Module, _args: object, outputs: object) -> None:
-            open_calls = (call for call in reversed(self.calls) if call.name == name and call.returned is None)
-            call = next(open_calls)
-            call.returned, call.has_loss = _facts(outputs), isinstance(outputs, Loss)
-
-        # Use functions: a copy of the module shares them, and so the same recorder.
-        stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
-        stack.callback(module.register_forward_hook(end).remove)
-
-
-def _facts(value: object) -> TensorFacts | None:
-    if not isinstance(value, Tensor):
-        return None
-    return TensorFacts(numel=value.numel(), width=value.element_size(), requires_grad=value.requires_grad)
 
 
 _ALLOCATE: Final = frozenset(
@@ -394,10 +331,6 @@ _MEMORY: Final = Band(low=0.6, high=0.9)
 """Shares of the memory bandwidth that simple operations reach; `hardware.reached` applies to matrix products."""
 _EXCHANGE: Final = Band(low=0.9, high=1.15)
 """Bounds of the time of an exchange, as factors of the time at the full rate of the link."""
-_TURNS: Final = Band(low=1.0, high=1.25)
-"""Bounds of the slowdown of processes that take turns on a core: they share its caches, and the last one ends later
-than the mean; `benchmarks/plan_time.py` shows 1.1 to 1.2 for four on two cores.
-"""
 _BACKWARD: Final = 2 / 3
 """The share of forward and backward during which gradients become final and can be sent."""
 
@@ -424,22 +357,6 @@ class RankWork:
     """Computing devices of the run."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """Seconds that one replica alone was measured to take, replacing counted operations."""
-
-    shard_s: float
-    """Seconds of forward and backward of one shard."""
-    update_s: float = 0.0
-    """Seconds of the update, and of everything else that occurs once per step."""
-    input_s: float = 0.0
-    """Seconds of waiting for samples."""
-    at_once: int = 1
-    """Number of replicas, with their threads, that the cores of a host compute at once; ignored for GPUs."""
-    spread: float = 0.1
-    """Relative deviation of the time of a step."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
     """The seconds of a full step."""
@@ -450,8 +367,6 @@ class StepTime:
     """Part of `PARTS` -> seconds that the step waits for it, in the middle of the band."""
     mfu: float | None
     """Share of the devices' peak that the operations of the model use, in the middle of the band."""
-    calibrated: str | None = None
-    """The calibration behind the times; None: they come from documents."""
 
     @property
     def step_s(self) -> float:
@@ -464,14 +379,7 @@ class StepTime:
         return {name: seconds / total for name, seconds in self.parts.items()} if total else {}
 
 
-def step_time(
-    work: RankWork,
-    traffic: Traffic | None,
-    hardware: Hardware,
-    precision: str,
-    *,
-    measured: Measured | None = None,
-) -> StepTime:
+def step_time(work: RankWork, traffic: Traffic | None, hardware: Hardware, precision: str) -> StepTime:
     """Return the time of a full step.
 
     Operations take the longer of arithmetic and memory, each at a share of its rate within `hardware.reached`; the host
@@ -483,37 +391,25 @@ def step_time(
         traffic: traffic of the step; None: unknown, counted as zero.
         hardware: figures of a device and its links.
         precision: the number formats.
-        measured: measured seconds of one replica, replacing those of the counted operations.
     """
-    crowd = float(work.tasks_a_host if hardware.whole_host else 1)
-    if measured is None:
-        bounds = [
-            _computed(work, hardware, precision, share, crowd)
-            for share in (hardware.reached.high, hardware.reached.low)
-        ]
-    else:
-        crowd = max(crowd / measured.at_once, 1.0)
-        turns = _TURNS if crowd > 1 else Band(low=1.0, high=1.0)
-        factors = (turns.low / (1 + measured.spread), turns.high * (1 + measured.spread))
-        bounds = [_repeated(work, measured, factor, crowd) for factor in factors]
     network = _network_s(traffic, hardware)
-    waiting = _input_s(work, hardware, measured)
     low, high = (
-        _joined(parts, network, waiting, hidden=hidden) for parts, hidden in zip(bounds, (True, False), strict=True)
+        _joined(_computed(work, hardware, precision, share), network, work, hardware, hidden=hidden)
+        for share, hidden in ((hardware.reached.high, True), (hardware.reached.low, False))
     )
     fastest, slowest = sorted(max(sum(parts.values()), 1e-9) for parts in (low, high))  # equal up to rounding
     band = Band(low=fastest, high=slowest)
-    names = dict.fromkeys((*low, *high))
     scale = band.middle / ((band.low + band.high) / 2)
-    middle = {name: (low.get(name, 0.0) + high.get(name, 0.0)) / 2 * scale for name in names}
+    middle = {name: (low[name] + high[name]) / 2 * scale for name in low}
     peak = hardware.peak_flops(precision)
     devices = work.num_devices / (work.tasks_a_host if hardware.whole_host else 1)
     mfu = None if peak is None else work.flops / (band.middle * peak * devices)
     return StepTime(band=band, parts=middle, mfu=mfu)
 
 
-def _computed(work: RankWork, hardware: Hardware, precision: str, share: float, crowd: float) -> Seconds:
+def _computed(work: RankWork, hardware: Hardware, precision: str, share: float) -> Seconds:
     """Return the seconds of the counted operations at a share of the rates."""
+    crowd = float(work.tasks_a_host if hardware.whole_host else 1)
     least = _MEMORY.low if share < hardware.reached.high else _MEMORY.high
     found = dict.fromkeys(("compute", "memory", "host"), 0.0)
     for part, count in ((work.shard, work.shards), (work.update, 1.0)):
@@ -525,10 +421,6 @@ def _computed(work: RankWork, hardware: Hardware, precision: str, share: float, 
         for name, seconds in (("compute", compute), ("memory", memory), ("host", host)):
             found[name] += seconds * count
     return found
-
-
-def _repeated(work: RankWork, measured: Measured, factor: float, crowd: float) -> Seconds:
-    return {"compute": (measured.shard_s * work.shards + measured.update_s) * factor * crowd}
 
 
 def _network_s(traffic: Traffic | None, hardware: Hardware) -> tuple[float, float]:
@@ -556,25 +448,19 @@ def _network_s(traffic: Traffic | None, hardware: Hardware) -> tuple[float, floa
     return hidden, shown
 
 
-def _input_s(work: RankWork, hardware: Hardware, measured: Measured | None) -> tuple[float, bool]:
-    """Return the seconds for reading samples, and whether other processes read them concurrently."""
-    if measured is not None:
-        return measured.input_s, False
-    if hardware.input_mb_s is None:
-        return 0.0, False
-    seconds = work.input_bytes / (hardware.input_mb_s * 1e6 * max(work.loaders, 1))
-    return seconds, work.loaders > 0
-
-
-def _joined(parts: Seconds, network: tuple[float, float], waiting: tuple[float, bool], *, hidden: bool) -> Seconds:
+def _joined(
+    parts: Seconds, network: tuple[float, float], work: RankWork, hardware: Hardware, *, hidden: bool
+) -> Seconds:
     """Add the time of exchange and input that computing does not hide."""
     computing = sum(parts.values())
     overlapping, shown = (seconds * (_EXCHANGE.low if hidden else _EXCHANGE.high) for seconds in network)
     if hidden:
         overlapping = max(overlapping - computing * _BACKWARD, 0.0)
-    samples, beside = waiting
     exchange = overlapping + shown
-    if beside:
+    samples = 0.0
+    if hardware.input_mb_s is not None:
+        samples = work.input_bytes / (hardware.input_mb_s * 1e6 * max(work.loaders, 1))
+    if work.loaders:  # other processes read them meanwhile
         samples = max(samples - computing - exchange, 0.0)
     return {**parts, "exchange": exchange, "input": samples}
 
@@ -772,7 +658,7 @@ def rank_work(plan: RunPlan, model: nn.Module, shard: Work, *, slots_bytes: int 
     strategy, batch = plan.components.strategy, plan.batch
     shards = batch.num_shards(0)
     cut = StepCut(num_shards=shards, num_replicas=plan.num_replicas)
-    parts = strategy.replica_parts(model, plan.context, num_shards=cut.shards_a_replica)
+    parts = strategy.replica_parts(model, plan.context)
     names = {name for name, param in model.named_parameters() if param.requires_grad}
     trained = max(sum(size for name, size in part.memory.resident.items() if name in names) for part in parts)
     width = plan.components.precision.master_dtype.itemsize

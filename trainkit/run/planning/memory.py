@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from trainkit.files import bytes_needed, num_bytes
 from trainkit.objectives.distillation import FrozenModel
 from trainkit.run.planning.build import make_optimizer, named_optimizers
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.base import ModelMemory
+from trainkit.strategies.base import ModelMemory, NamedOptimizer
 from trainkit.strategies.core.optimizer import NamedSteppers
 from trainkit.trained.build import frozen_models, meta_model
 
@@ -137,7 +137,7 @@ def refuse_small_host(plan: RunPlan, model: nn.Module, host_bytes: int) -> None:
 
 def _optimizer_bytes(plan: RunPlan, model: nn.Module, held: Mapping[str, int], width: int) -> int | None:
     """Count the optimizer state after one step on `meta` parameters; None if the optimizer cannot run on them."""
-    optimizers = stepped_optimizers(plan, model, held, fused=False, foreach=False)
+    optimizers = stepped_optimizers(plan, model, held)
     if optimizers is None:
         return None
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
@@ -145,8 +145,24 @@ def _optimizer_bytes(plan: RunPlan, model: nn.Module, held: Mapping[str, int], w
     return sum(value.numel() * (width if value.is_floating_point() else value.element_size()) for value in kept)
 
 
+def optimizers_of(
+    plan: RunPlan, model: nn.Module, settings: Mapping[str, bool]
+) -> tuple[Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer], tuple[NamedOptimizer, ...]]:
+    """Return the maker of the optimizer of a run, and those of several ones.
+
+    Args:
+        plan: the run.
+        model: the model, possibly without data.
+        settings: settings that replace those of the config, if an optimizer has them.
+    """
+    cfg, node = plan.cfg, plan.cfg.optimizer
+    known = {key: value for key, value in settings.items() if key in node}
+    named = named_optimizers(cfg, plan.optimizers, model, settings) if plan.optimizers else ()
+    return make_optimizer(replace(cfg, optimizer={**node, **known}), model), named
+
+
 def stepped_optimizers(
-    plan: RunPlan, model: nn.Module, held: Mapping[str, int], **settings: bool
+    plan: RunPlan, model: nn.Module, held: Mapping[str, int]
 ) -> Sequence[torch.optim.Optimizer] | None:
     """Return the optimizers of a run after one step on `meta` parameters; None if one of them cannot.
 
@@ -154,20 +170,15 @@ def stepped_optimizers(
         plan: the run.
         model: the model, possibly without data.
         held: elements of each parameter on the device.
-        settings: settings that replace those of the config, if an optimizer has them.
     """
     params = {
         name: nn.Parameter(_abstract(param, held[name]))
         for name, param in model.named_parameters()
         if param.requires_grad and held.get(name)
     }
-    known = {key: value for key, value in settings.items() if key in plan.cfg.optimizer}
     try:
-        if plan.optimizers:
-            named = named_optimizers(plan.cfg, plan.optimizers, model, settings)
-            optimizers = NamedSteppers.of(named, params).optimizers
-        else:
-            optimizers = (make_optimizer(replace(plan.cfg, optimizer={**plan.cfg.optimizer, **known}), model)(params),)
+        make, named = optimizers_of(plan, model, {"fused": False, "foreach": False})
+        optimizers = NamedSteppers.of(named, params).optimizers if named else (make(params),)
         for param in params.values():
             param.grad = torch.empty_like(param)
         for optimizer in optimizers:

@@ -198,7 +198,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         found = self._replica_map(context)
         return () if found is None else found.parts(model, context)
 
-    def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:  # noqa: ARG002
+    def replica_parts(self, model: nn.Module, context: PlanContext) -> tuple[ReplicaPart, ...]:
         """Return the blocks of each device of a replica with a map that fits; without one, one part for all."""
         if (found := self._replica_map(context)) is not None:
             copies = self.gradient_copies(context)
@@ -214,8 +214,17 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         """Return the memory of the device with the largest use: its part of a replica, the vector of the exchange, the
         memory of reducers.
         """
-        held = (part.memory for part in self.replica_parts(model, context, num_shards=1))
+        held = (part.memory for part in self.replica_parts(model, context))
         return max(held, key=lambda memory: sum(memory.resident.values()))
+
+    def observed_ranks(self, context: PlanContext) -> tuple[int, ...]:  # noqa: ARG002 - the same in any
+        """Return the first rank; none if a replica is on several devices."""
+        return (0,) if self.map is None else ()
+
+    def as_observed(self) -> Self:
+        """Return the strategy with the backend's sum: no other reducer works without the other ranks."""
+        sent = "none" if self.compression == "powersgd" else self.compression
+        return replace(self, reduce="backend", compression=sent)
 
     def scaled(self, replicas: int, context: PlanContext) -> Scaled:
         """Return the key for `replicas` replicas, and alternatives of compression and reducer."""

@@ -65,6 +65,10 @@ class Axes:
             rank, found[axis.name] = divmod(rank, getattr(self, axis.name))
         return dict(reversed(found.items()))
 
+    def stage_of(self, rank: int) -> int:
+        """Return the position of a rank along `pipe`."""
+        return rank // self.tensor % self.pipe
+
     def summed_with(self, axis: str) -> tuple[str, ...]:
         """Return the axes of several ranks over which gradients are summed with those of `replicate` or `shard`.
 

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.cluster.tasks import Identity
 from trainkit.config.values import MOST_PROCESSES, closest
-from trainkit.errors import ConfigError, Problem, TrainingError
+from trainkit.errors import ConfigError, Problem
 from trainkit.fields import Limit, above, at_least, at_most, maths, placement, speed
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.precision import Precision
@@ -25,8 +25,6 @@ from trainkit.strategies.base import (
     ModelMemory,
     Numerics,
     PlanContext,
-    PlannedShard,
-    RankPass,
     ReplicaPart,
     Scaled,
     SetupRequest,
@@ -49,7 +47,6 @@ from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroup, P
 from trainkit.strategies.mesh.context import CutShardedStep, CutStep, SequenceCut, cut_activations
 from trainkit.strategies.mesh.context import model_problems as cut_problems
 from trainkit.strategies.mesh.layout import Layout, OnMesh, TensorPlan, Wrap
-from trainkit.strategies.mesh.pipe.plan import stage_passes, stage_transfers
 from trainkit.strategies.mesh.pipe.stages import ScheduleName, Stages
 from trainkit.strategies.mesh.sharding import (
     Axes,
@@ -83,7 +80,6 @@ from trainkit.strategies.traffic import (
     joined,
     observed_transfers,
     ranks_a_host,
-    ranks_of,
     reduction,
 )
 
@@ -123,7 +119,6 @@ class MeshStrategy(ProcessGroup, Strategy):
         several_optimizers=True,
         keeps_memory_format=False,
         shows_gradients=True,
-        observed=True,
     )
 
     @property
@@ -145,11 +140,6 @@ class MeshStrategy(ProcessGroup, Strategy):
     def holds_whole(self) -> bool:
         """Whether each rank holds a whole replica on any number of ranks, as under `mirrored`."""
         return self.keeps_params_whole and self.pipe_stages is None and self.ranks_a_replica == 1
-
-    def whole_stages(self, context: PlanContext) -> Stages | None:
-        """Return the stages along `pipe` if they are whole, in copies; None otherwise."""
-        axes = self.layout_in(context).axes
-        return self.pipe_stages if axes.shard * axes.tensor * axes.context == 1 else None
 
     @abstractmethod
     def layout(self, num_ranks: int) -> Layout:
@@ -288,31 +278,13 @@ class MeshStrategy(ProcessGroup, Strategy):
         """Return the memory of the rank with the largest use, and the vector that copies exchange, unless backward sums
         in parts.
         """
-        parts = self._stage_parts(model, context, num_shards=1)
+        parts = self.replica_parts(model, context)
         return max((one.memory for one in parts), key=lambda memory: sum(memory.resident.values()))
 
-    def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:
-        """Return the stages of each rank, and its number of microbatches in flight; one part for all other ranks."""
-        if self.whole_stages(context) is None:
-            return super().replica_parts(model, context, num_shards=num_shards)
-        return self._stage_parts(model, context, num_shards=num_shards)
-
-    def rank_passes(self, model: nn.Module, context: PlanContext, shard: PlannedShard) -> tuple[RankPass, ...]:
-        """Return the pass of each rank through its stages.
-
-        Raises:
-            TrainingError: the stages are sharded or cut.
-        """
-        if self.pipe_stages is None:
-            return super().rank_passes(model, context, shard)
-        if self.whole_stages(context) is None:
-            raise TrainingError("stages are sharded or cut, and a plan knows those of whole stages only")
-        return stage_passes(self.pipe_stages, model, context, shard)
-
-    def _stage_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:
+    def replica_parts(self, model: nn.Module, context: PlanContext) -> tuple[ReplicaPart, ...]:
         """Return the stages of each rank along `pipe`, or all in one part."""
         memory, stages = self._memory(model, context), self.pipe_stages
-        parts = () if stages is None else stages.parts(model, context, memory, num_shards=num_shards)
+        parts = () if stages is None else stages.parts(model, context, memory)
         return parts or (ReplicaPart(modules=(), memory=memory),)
 
     def _memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
@@ -333,6 +305,16 @@ class MeshStrategy(ProcessGroup, Strategy):
             gradient_copies=copies,
         )
 
+    def observed_ranks(self, context: PlanContext) -> tuple[int, ...]:
+        """Return the first rank of each stage."""
+        return self.layout_in(context).axes.group_of_first("pipe")
+
+    def observed_shards(self, count: int) -> int:
+        """Return as many as are ever in flight on a rank of stages: all of them with gpipe."""
+        if self.pipe_stages is None:
+            return super().observed_shards(count)
+        return count if self.pipe_stages.schedule == "gpipe" else min(count, 2 * self.pipe_stages.pipe)
+
     def work_share(self, cut: StepCut) -> WorkShare:
         """Return the share of a rank in the operations, if all layers are cut, with the ideal bubble."""
         if self.pipe_stages is None:
@@ -344,13 +326,9 @@ class MeshStrategy(ProcessGroup, Strategy):
         return None if self.pipe_stages is None else self.pipe_stages.bubble(cut)
 
     def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
-        """Return the transfers that were observed on the first rank, for all; None if its step cannot run without
-        data, or stages are sharded or cut.
+        """Return the transfers that were observed on the first rank of each stage, for all; None if their steps cannot
+        run without data.
         """
-        if self.pipe_stages is not None:
-            ranks = ranks_of(self, context)
-            stages = self.whole_stages(context)
-            return None if stages is None else stage_transfers(stages, model, ranks, context, cut)
         layout = self.layout_in(context)
         axes = layout.axes
         calls = None if cut.dry_run is None or layout.fitted(model).problems else cut.dry_run.collectives()
@@ -359,7 +337,10 @@ class MeshStrategy(ProcessGroup, Strategy):
         of_axis = {axis: axes.group_of_first(axis) for axis in ("context", "tensor")}
         of_axis |= {axis: axes.group_of_first(*axes.summed_with(axis)) for axis in ("replicate", "shard")}
 
-        def purpose(one: CollectiveCall) -> tuple[str, bool]:
+        def purpose(observed: int, one: CollectiveCall) -> tuple[str, bool]:
+            if one.kind == "send":
+                return "activations and their gradients", True
+            one = replace(one, ranks=tuple(rank - observed for rank in one.ranks))
             if one.ranks == of_axis["tensor"] and one.shard is not None:
                 return "activations and their gradients", False
             if one.ranks == of_axis["context"] and one.kind != "all-reduce":
@@ -375,7 +356,7 @@ class MeshStrategy(ProcessGroup, Strategy):
 
         found = observed_transfers(
             calls,
-            num_ranks=axes.num_ranks,
+            alike=lambda rank: [one for one in range(axes.num_ranks) if axes.stage_of(one) == axes.stage_of(rank)],
             device_type=self.tasks(context)[0].device.partition(":")[0],
             purpose=purpose,
             share=share,
@@ -383,8 +364,8 @@ class MeshStrategy(ProcessGroup, Strategy):
         if (reducer := self.reduction.reduce) == "backend":
             return found
         # the observed copies sum by the backend, and exchange the same vector
-        summed = [one for one in calls if one.ranks == of_axis["replicate"] and purpose(one)[0] == "gradients"]
-        vector = Vector.of(sum(one.times * one.num_bytes for one in summed), 1)
+        summed = [one for one in calls[0] if one.ranks == of_axis["replicate"] and purpose(0, one)[0] == "gradients"]
+        vector = Vector(num_bytes=sum(one.times * one.num_bytes for one in summed), element_bytes=1)
         step = axes.shard * axes.tensor
         on_host = max(ranks_a_host(context, axes.num_ranks) // step, 1)
         groups = [range(at, axes.num_ranks, step) for at in range(step)]

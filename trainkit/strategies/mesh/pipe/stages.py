@@ -85,27 +85,6 @@ def ideal_bubble(schedule: ScheduleName, count: int, *, num_ranks: int, stages_a
     return (num_ranks - 1) / (work + num_ranks - 1)
 
 
-def most_in_flight(schedule: ScheduleName, count: int, *, place: int, num_ranks: int, stages_a_rank: int) -> int:
-    """Return the largest number of microbatches in flight on a rank, counted over all of its stages together.
-
-    GPipe keeps all. 1F1B begins with as many forward passes as there are ranks from this one on; an interleaved
-    schedule with 2 (p - 1 - place) + (v - 1) p more than one, each of one of its v stages.
-
-    Example:
-        >>> [most_in_flight("1f1b", 8, place=place, num_ranks=4, stages_a_rank=1) for place in range(4)]
-        [4, 3, 2, 1]
-
-    Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; torch.distributed.pipelining.schedules.
-    """
-    if schedule == "gpipe" or (schedule == "1f1b" and count < num_ranks):
-        return count
-    if schedule not in _SEVERAL:
-        return min(count, num_ranks - place)
-    padded = padded_microbatches(schedule, count, num_ranks)
-    chunks = min(padded * stages_a_rank, 2 * (num_ranks - 1 - place) + (stages_a_rank - 1) * num_ranks + 1)
-    return -(-chunks // stages_a_rank)
-
-
 def make_schedule(
     schedule: ScheduleName, stages: Sequence[PipelineStage], count: int, loss: Callable[[Any, Any], Any]
 ) -> Any:
@@ -473,16 +452,13 @@ class Stages:
             part_of(stage, cut.members(stage), bytes_of, devices[stage % self.pipe]) for stage in range(cut.num_stages)
         )
 
-    def parts(
-        self, model: nn.Module, context: PlanContext, memory: ModelMemory, *, num_shards: int
-    ) -> tuple[ReplicaPart, ...]:
-        """Return the stages of each rank, and its number of microbatches in flight; none if the map does not fit.
+    def parts(self, model: nn.Module, context: PlanContext, memory: ModelMemory) -> tuple[ReplicaPart, ...]:
+        """Return the stages of each rank; none if the map does not fit.
 
         Args:
             model: the model.
             context: the context of the plan.
             memory: of a rank that would hold all stages.
-            num_shards: number of shards of a step.
         """
         cut = self.assigned(model, precision_of(context), context)
         if not isinstance(cut, StageAssignment):
@@ -491,17 +467,8 @@ class Stages:
         for place in range(self.pipe):
             units = [unit for unit, stage in zip(cut.units, cut.stages, strict=True) if stage % self.pipe == place]
             resident = {name: size for name, size in memory.resident.items() if place in holders[name]}
-            in_flight = most_in_flight(
-                self.schedule, num_shards, place=place, num_ranks=self.pipe, stages_a_rank=self.a_rank
-            )
-            found.append(
-                ReplicaPart(
-                    modules=names_of(model, [entry for unit in units for entry in unit.entries]),
-                    memory=replace(memory, resident=resident),
-                    received=padded_microbatches(self.schedule, num_shards, self.pipe),
-                    in_flight=in_flight,
-                )
-            )
+            modules = names_of(model, [entry for unit in units for entry in unit.entries])
+            found.append(ReplicaPart(modules=modules, memory=replace(memory, resident=resident)))
         return tuple(found)
 
     def bubble(self, cut: StepCut) -> float:
