@@ -114,8 +114,9 @@ def _dispatch(arguments: Sequence[str]) -> int:
     code_of_project = importable(call.project.code if call.project else ())
     with code_of_project, allow_packages(call.packages), with_config_dirs(call.config_dirs):
         # A wrong key is refused before the verb imports classes, together with the rules that its flags break.
-        if VERBS[call.verb].composes and call.verb != "train" and (problems := call.key_problems()):
-            raise ConfigError([*getattr(module_of(call.verb), "problems", lambda _: ())(call), *problems])
+        about = VERBS[call.verb]
+        if about.composes and call.verb != "train" and (problems := call.key_problems()):
+            raise ConfigError([*(module_of(call.verb).problems(call) if about.combines else ()), *problems])
         try:
             code: int = module_of(call.verb).run(call)
         except SystemExit as error:  # of the user's code: Python would end with its code, often 0

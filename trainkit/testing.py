@@ -17,6 +17,7 @@ from trainkit.config.door import called_from
 from trainkit.config.grammar import key_of
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.config.yaml_files import with_config_dirs
+from trainkit.errors import ConfigError, Problem
 from trainkit.verbs.support.call import Call
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ def assert_same_training(
     """
     from trainkit.verbs.running.prove import prove_points, report_lines  # noqa: PLC0415 - the verb prints; here only for this function
 
+    if not 1 <= steps <= 1_000_000:
+        raise ConfigError([Problem(key="steps", value=steps, rule="must be a whole number, 1 to 1,000,000.")])
     folders = tuple(Path(folder).absolute() for folder in config_dirs)
     flags = {"same-cut": True} if same_cut else {}
     calls = [

@@ -274,7 +274,7 @@ def test_other_calls_refuse_what_their_verbs_refuse(cwd: Path) -> None:
     assert refused(trainkit.load, "file", checkpoint="bst") == ["checkpoint=bst: must be best or last."]
     assert refused(trainkit.train, run_dir="") == ["run_dir=: is empty. Name a folder."]
     assert refused(trainkit.session, run_dir="file/x") == ["run_dir=file/x: file is no folder."]
-    steps = ["steps=0: must be 1 or more steps, 1,000,000 at most. (command line)"]
+    steps = ["steps=0: must be a whole number, 1 to 1,000,000."]
     assert refused(assert_same_training, ["recipe=null"], strategies=["mirrored strategy.replicas=2"], steps=0) == steps
     assert [*cwd.iterdir()] == [cwd / "file"]
 

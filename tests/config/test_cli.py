@@ -127,10 +127,11 @@ def test_what_answers_at_once_imports_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from trainkit.cli import main\n"
-        "given = (['--help'], ['ls'], ['epohs=3'], ['-m', 'epohs=3'], ['plann'], ['model._target_=torch.os.system'])\n"
+        "given = (['--help'], ['ls'], ['epohs=3'], ['-m', 'epohs=3'], ['plann'], ['model._target_=torch.os.system'], \n"
+        "    ['plan', 'epohs=3'], ['prove', '--steps', '0'])\n"
         "codes = [main(arguments) for arguments in given]\n"
         "heavy = [name for name in ('torch', 'numpy', 'rich', 'matplotlib') if name in sys.modules]\n"
-        "sys.exit(0 if codes == [0, 0, 2, 2, 2, 2] and not heavy else f'{codes} {heavy}')\n"
+        "sys.exit(0 if codes == [0, 0, *[2] * 6] and not heavy else f'{codes} {heavy}')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr

@@ -7,24 +7,20 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Final
 
 from trainkit.config.composition import Composition
-from trainkit.config.door import advice
-from trainkit.config.values import whole_number
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError
 from trainkit.prove.comparing import Numbers, Proof
 from trainkit.prove.proving import prove
 from trainkit.verbs.support.call import Call
 from trainkit.verbs.support.measured import line_printer
 
-_MOST_STEPS: Final = 1_000_000
 _WORDS: Final = {"equal": "equal, every bit", "rounding": "equal up to rounding", "different": "DIFFERENT"}
 _ANSWERS: Final = {"yes": "yes", "no": "NO", "unknown": "NOT KNOWN"}
 
 
 def run(call: Call) -> int:
     """Print both answers about every strategy; return 0 if all are yes, else 1."""
-    steps = _steps(call.flags.get("steps", "10"))
     points = call.compose_points()
-    proofs = prove_points(call, points, steps=steps, log=line_printer("prove"))
+    proofs = prove_points(call, points, steps=call.flags.get("steps", 10), log=line_printer("prove"))
     composed = dict.fromkeys(note for point in points for note in point.notes)
     lines = [line for proof in proofs for line in report_lines(proof, every="all" in call.flags)]
     sys.stdout.write("\n".join([*lines, *(f"note: {note}" for note in composed)]) + "\n")
@@ -46,7 +42,6 @@ def prove_points(
         ConfigError: a candidate cannot run here, or is the reference itself; names the origins of the keys.
         TrainkitError: a candidate failed.
     """
-    steps = _steps(str(steps))
     common = set.intersection(*(set(point.overrides) for point in points))
     candidates = [(_label(point, common), point.cfg) for point in points]
     try:
@@ -60,14 +55,6 @@ def prove_points(
         )
     except ConfigError as error:
         raise points[0].with_origins(error) from error
-
-
-def _steps(text: str) -> int:
-    number = whole_number(text, low=1, high=_MOST_STEPS)
-    if number is not None:
-        return number
-    rule = f"must be 1 or more steps, {_MOST_STEPS:,} at most."
-    raise ConfigError([Problem(key=advice("--steps", "steps"), value=text, rule=rule, origin="command line")])
 
 
 def _label(point: Composition, common: Container[str]) -> str:

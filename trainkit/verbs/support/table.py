@@ -41,6 +41,8 @@ class Verb(NamedTuple):
     """Whether it takes key=value."""
     composes: bool = False
     """Whether they are those of a training; a comma list names several."""
+    combines: bool = False
+    """Whether its module has `problems`, the rules about several of its flags and arguments."""
 
 
 def whole(least: int, most: int = 10**9) -> Callable[[str], int]:
@@ -130,7 +132,7 @@ VERBS: Final[Mapping[str, Verb]] = {
         "running", "strategy=A[,B...] OVERRIDES", "strategy=mirrored",
         "compare strategies step by step with one device",
         (
-            Flag("--steps N", "optimizer steps to compare; 10 without it"),
+            Flag("--steps N", "optimizer steps to compare; 10 without it", whole(1, 1_000_000)),
             Flag("--same-cut", "compare only the numbers, with the same batch.micro_size"),
             Flag("--all", "print a line for every parameter, even if all are equal"),
         ), composes=True),
@@ -145,7 +147,7 @@ VERBS: Final[Mapping[str, Verb]] = {
                  "use"),
             _JSON,
             Flag("--out FOLDER", "folder of the results; without it, a new one below outputs/bench"),
-        ), composes=True),
+        ), composes=True, combines=True),
     "find": Verb(
         "measuring", "{lr,micro_size} OVERRIDES", "lr optimizer=adamw",
         "find a learning rate or a shard size by measurements",
@@ -157,7 +159,7 @@ VERBS: Final[Mapping[str, Verb]] = {
             Flag("--rounds N", "micro_size: turns of each size; 1 without it", whole(1, 1_000)),
             _JSON,
             Flag("--out FOLDER", "write the results into this new folder: a JSON file, and the curve of lr as PNG"),
-        ), None, words=("lr", "micro_size"), composes=True),
+        ), None, words=("lr", "micro_size"), composes=True, combines=True),
     "resume": Verb(
         "running", "RUN [strategy=... stop_at_step=... and other placement; epochs=... to train longer]",
         "RUN strategy=mirrored", "continue a run",
@@ -256,7 +258,7 @@ VERBS: Final[Mapping[str, Verb]] = {
             _TURN_STEPS,
             _JSON,
             Flag("--out FOLDER", "folder of scale.json and scale.png; without it, a new one below outputs/scale"),
-        ), None, composes=True),
+        ), None, composes=True, combines=True),
     "advise": Verb(
         "measuring", "[OVERRIDES]", "--devices 8 --hardware h100_sxm",
         "find the best valid way to train on some devices, by plans",
@@ -292,7 +294,7 @@ VERBS: Final[Mapping[str, Verb]] = {
             Flag("--namespace NAME", "kubernetes: the namespace", _word),
             Flag("--machine TYPE", "vertex: the machine type, n1-standard-8", _word),
             Flag("--accelerator TYPE", "vertex, skypilot: the GPU, NVIDIA_L4 or A100", _word),
-        ), None, words=ENGINES, composes=True),
+        ), None, words=ENGINES, composes=True, combines=True),
     "init": Verb(
         "starting", "NAME", "my_package", "write a package of your own that can train at once",
         arguments=(1, 1), overrides=False),
