@@ -69,6 +69,7 @@ ARGUMENTS = {
 }
 COMMANDS = {
     "plann": "plann: no such verb. Did you mean plan?",
+    "optimizer.lr": "optimizer.lr: needs a value: optimizer.lr=VALUE.",
     "--multrun": "--multrun: no such flag. Did you mean --multirun?",
     "--config-dir /nowhere": "--config-dir /nowhere: is not a folder.",
     "diff a b": "a: is neither a run folder nor a resolved.yaml.",

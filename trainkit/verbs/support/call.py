@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -218,7 +219,8 @@ def parse(words: Sequence[str]) -> tuple[Call, dict[str, Any]]:
     else:
         file = None
     if verb is None and bare and not problems:
-        rule = f"no such verb. {nearest(bare[0], VERBS)}"
+        is_key = re.fullmatch(r"[a-z_]+(\.\w+)+", bare[0]) is not None
+        rule = f"needs a value: {bare[0]}=VALUE." if is_key else f"no such verb. {nearest(bare[0], VERBS)}"
         problems.append(Problem(key=bare[0], rule=rule, origin=COMMAND_LINE))
     if "multirun" in found and verb not in (None, "train"):
         rule = f"belongs to train. {verb} compares the choices of a comma list without it."
