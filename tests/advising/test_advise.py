@@ -35,6 +35,7 @@ def test_a_small_model_needs_one_device_and_the_printed_command_plans(capsys: py
     assert "yes: needs" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_way_that_the_model_refuses_is_no_advice(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ class Rows:
         return X[index], int(X[index, 0] > 0)
 
 
+@pytest.mark.slow
 def test_a_model_whose_hooks_compute_a_weight_is_copied_for_each_thread(tmp_path: Path) -> None:
     given = net()
     prune.l1_unstructured(given.get_submodule("0"), "weight", amount=0.5)  # type: ignore[no-untyped-call]
@@ -302,6 +303,7 @@ def test_a_call_within_a_call_keeps_its_door() -> None:
         assert advice("flag", "name") == "name"
 
 
+@pytest.mark.slow
 def test_a_config_made_of_dataclasses_is_the_training_of_the_same_arguments(tmp_path: Path) -> None:
     model = {"_target_": "trainkit.models.Mlp", "in_features": 64, "hidden": [8], "out_features": 10}
     cfg = trainkit.RunConfig(steps=3, seed=5, model=model, quiet=True)

@@ -129,6 +129,7 @@ def test_a_resumed_run_drops_the_rows_to_come_and_what_is_no_row(tmp_path: Path)
     assert steps_in(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_the_end_of_a_compiled_run_says_how_long_compiling_took(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_double(Path("outputs/digits/1"))
     run.cfg = replace(run.cfg, compile=replace(run.cfg.compile, mode="step"))
@@ -167,6 +168,7 @@ def test_a_token_that_the_text_does_not_have_fails_no_training(
     assert message.startswith("sample: the dataset cannot decode the tokens of the model: ")
 
 
+@pytest.mark.slow
 def test_what_cannot_write_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"callbacks.sample: .* missing: generate, encode"):
         Sample().run_start(run_double(tmp_path))
@@ -279,6 +281,7 @@ def test_the_factors_of_a_plateau_are_those_of_torch(settings: dict[str, Any]) -
         assert ours.rate_factor(step) == pytest.approx(optimizer.param_groups[0]["lr"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "placement",
     [

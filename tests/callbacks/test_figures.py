@@ -142,6 +142,7 @@ def run_with_histograms(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "shown"
 
 
+@pytest.mark.slow
 def test_the_first_step_and_each_that_divides_are_recorded_and_shown_by_tensorboard(
     run_with_histograms: Path,
 ) -> None:

@@ -40,6 +40,7 @@ from trainkit.trainer.loop import CallbackHooks
 from trainkit.trainer.metrics_accumulator import PARTS, CountedWork, Instruments, PhaseClock
 
 
+@pytest.mark.slow
 def test_a_run_shows_what_its_steps_take(tmp_path: Path) -> None:
     run = ["recipe=digits", "steps=30", "log_every_steps=5", "hardware=laptop", "quiet=true", "checkpoint.export=false"]
     assert main([*run, "eval.every_epochs=null", f"hydra.run.dir={tmp_path}/run"]) == 0

@@ -205,6 +205,7 @@ def test_no_memory_to_prepare_is_left_to_the_save(monkeypatch: pytest.MonkeyPatc
     assert snapshot.take({"a": torch.ones(3)})["a"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_run_prepares_its_whole_state_once_if_it_saves_in_the_background(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def problem(target: str, place: str | None = None) -> str:
     return str(caught.value.problems[0]).removeprefix(f"_target_={target}: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ATTEMPTS)
 def test_an_attempt_is_refused_by_the_check_of_a_config_and_by_every_builder(canary: Path, name: str) -> None:
     group, node = ATTEMPTS[name]

@@ -171,6 +171,7 @@ def test_a_printed_command_names_its_folder_for_the_shell_and_for_the_command_li
         assert Path(call.arguments[0]).expanduser().samefile(cwd / NAMES[place // 2])
 
 
+@pytest.mark.slow
 def test_a_setting_is_read_back_as_the_same_text() -> None:
     for text in WORDS:
         (argument,) = shlex.split(shell_word(setting("data.path", text)))
@@ -272,6 +273,7 @@ def test_a_task_started_by_hand_prints_its_rank_and_log(own: Path) -> None:
 LONG = "has a name of 300 bytes; a file system takes 255 at most."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -265,6 +265,7 @@ def test_a_key_that_the_user_set_is_never_left_out() -> None:
         checked(compose(["recipe=fashion_mnist", *SYNTHETIC, "batch.global_size=32", "batch.micro_size=64"]))
 
 
+@pytest.mark.slow
 def test_a_replaced_class_does_without_the_keys_of_the_class_before(cwd: Path) -> None:
     own = ("steps=2", "optimizer._target_=torch.optim.RMSprop", "optimizer.momentum=0.5", "callbacks=[]", "logger=[]")
     assert main([*own, "hydra.run.dir=run"]) == 0

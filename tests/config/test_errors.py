@@ -245,6 +245,7 @@ def code(cwd: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", WORKS)
 def test_a_habit_works(line: str, code: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert code(line) == 0, capsys.readouterr().err

@@ -97,6 +97,7 @@ CHANGING = (
 )
 
 
+@pytest.mark.slow
 def test_what_can_change_the_result_alone_changes_the_fingerprint() -> None:
     plain = fingerprint(cfg())
     assert [argument for argument in KEEPING.split() if fingerprint(cfg(argument)) != plain] == []

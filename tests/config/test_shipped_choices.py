@@ -54,6 +54,7 @@ def test_every_copy_of_a_default_is_that_of_its_class() -> None:
         assert path[0] == "hydra" or lookup(RunConfig().to_dict(), path) != value, path
 
 
+@pytest.mark.slow
 def test_every_choice_of_these_groups_composes_cleanly() -> None:
     for file in CHOICES:
         if file.parent.name in ("optimizer", "schedule", "strategy"):

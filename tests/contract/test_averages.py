@@ -162,6 +162,7 @@ def test_batch_statistics_of_a_mean_of_weights_are_counted_over_the_training_dat
     assert torch.equal(raw, weights(run(tmp_path / "plain", *NORM))["1.running_mean"])
 
 
+@pytest.mark.slow
 def test_counting_batch_statistics_changes_no_other_buffer(tmp_path: Path) -> None:
     stepped = (*SWA, "model._target_=tests.support.zoo.Stepped")
     assert int(weights(run(tmp_path / "run", *stepped, "stop_at_step=4"))["steps"]) == 4  # which a resume continues

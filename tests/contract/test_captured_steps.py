@@ -112,6 +112,7 @@ def test_a_checked_step_needs_no_other_capture_and_moved_tensors_do() -> None:
     assert (summing.captures, summing.total.tolist()) == (2, [12.0, 12.0])
 
 
+@pytest.mark.slow
 def test_batches_of_another_shape_are_called_directly() -> None:
     summing = Summing()
     for step in range(1, 13):
@@ -128,6 +129,7 @@ class Refused(Repeats):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_captured_is_called_directly_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     summing = Summing(Refused)
     with caplog.at_level(logging.WARNING, "trainkit"):

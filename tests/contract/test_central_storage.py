@@ -188,6 +188,7 @@ def test_steps_that_were_unfinished_at_a_checkpoint_are_repeated_after_a_resume(
     assert len(applied) == 23
 
 
+@pytest.mark.slow
 def test_each_threads_optimizer_continues_its_own_state(tmp_path: Path) -> None:
     ended = run(tmp_path / "run", *ASYNC, "strategy.compute_devices=[cpu,cpu]")
     kept = load(Path(ended["last"])).tensors

@@ -43,6 +43,7 @@ FORWARD = ("one_device", "central_storage", "mirrored", "parameter_server")
 """One device, threads, ranks and workers; the test above has all strategies."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -57,6 +58,7 @@ def test_a_forward_pass_that_unfreezes_ends_the_run(strategy: str, tmp_path: Pat
         run(tmp_path / "run", *SAME, *changing, *STRATEGIES[strategy])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -71,6 +73,7 @@ def test_other_changes_of_what_is_trained_end_the_run_too(how: str, said: str, t
         run(tmp_path / "run", *SAME, *changing)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_at_the_same_step(tmp_path: Path) -> None:
     changing = (*SAME, "model=changes_itself", "callbacks=[changes_params]", "checkpoint.every_steps=1")
     for _ in range(2):
@@ -79,6 +82,7 @@ def test_a_resumed_run_ends_at_the_same_step(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == ["step_00000001"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["freeze", "unfreeze"])
 def test_a_change_after_the_last_step_loses_nothing(how: str, tmp_path: Path) -> None:
     model = "net" if how == "freeze" else "changes_itself"

@@ -58,6 +58,7 @@ def test_what_a_step_does_beside_is_that_of_the_reference(base: Case, pool: Pool
     check(base, pool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Llama", "GPT-2"])
 @pytest.mark.parametrize("mesh", [Mesh(1, 1, 1, context=4), Mesh(1, 2, 1, context=2)], ids=str)
 def test_a_model_of_transformers_is_that_of_the_reference(family: str, mesh: Mesh, pool: Pool) -> None:

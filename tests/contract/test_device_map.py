@@ -66,6 +66,7 @@ def two_devices() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_devices")
 @pytest.mark.parametrize("reproducible", [False, True], ids=["free", "lanes"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

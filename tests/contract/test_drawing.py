@@ -39,6 +39,7 @@ def check(case: Case, pool: Pool) -> None:
             torch.testing.assert_close(rank.weights[name], expected, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", MODELS)
 @pytest.mark.parametrize("strategy", PLACES)
 def test_a_model_that_draws_in_its_own_code_is_that_of_one_device(strategy: str, task: str, pool: Pool) -> None:

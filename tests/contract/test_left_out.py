@@ -75,6 +75,7 @@ def test_a_run_that_leaves_out_too_large_a_share_fails_at_step_100(tmp_path: Pat
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ALIKE)
 def test_a_bad_sample_costs_its_step_and_no_more(strategy: str, tmp_path: Path) -> None:
     result = run(
@@ -151,6 +152,7 @@ def test_a_rolled_back_run_logs_each_step_once(tmp_path: Path) -> None:
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loader", ["loader.num_workers=1", "data=stream_of_points"])
 def test_every_way_of_reading_can_go_back(loader: str, tmp_path: Path) -> None:
     settings: tuple[str, ...] = (*POISONED, "numerics.on_nonfinite=rollback", "steps=7", "checkpoint.every_steps=3")
@@ -167,6 +169,7 @@ def test_every_way_of_reading_can_go_back(loader: str, tmp_path: Path) -> None:
     assert len(result["rollbacks"]) == len(result["skipped_steps"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_loss_and_gradient_are_both_checked_on_all_ranks(kind: str, replicas: int, tmp_path: Path) -> None:
@@ -196,6 +199,7 @@ def test_no_checkpoint_holds_weights_that_are_not_finite(tmp_path: Path) -> None
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == ["step_00000001"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "where"), [(1, ""), (2, " on rank 0")])
 def test_a_run_that_stops_names_step_rank_and_samples(replicas: int, where: str, tmp_path: Path) -> None:
     with pytest.raises(TrainingError) as caught:

@@ -138,6 +138,7 @@ def test_copies_alone_take_what_needs_whole_parameters() -> None:
     assert "Adafactor uses whole parameters, and here a rank has only parts" in str(problem)
 
 
+@pytest.mark.slow
 def test_the_fused_layers_of_gpt2_are_not_cut_by_name() -> None:
     case = replace(case_of("GPT-2", Mesh(1, 1, 2)), settings={"shard": 1, "tensor": 2, "plan": {"c_attn": "colwise"}})
     (problem,) = case.make_strategy().validate_model(case.make_model(), PlanContext())

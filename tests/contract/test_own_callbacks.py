@@ -34,6 +34,7 @@ def test_a_callback_that_fails_is_named_with_its_hook(tmp_path: Path) -> None:
     assert result_of(tmp_path / "run")["steps"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["one_device", "mirrored"])
 def test_an_observer_that_fails_is_left_out_and_the_run_goes_on(strategy: str, tmp_path: Path) -> None:
     same = (*SAME, f"strategy={strategy}", "callbacks=[watches]", "callbacks.watches.hook=log")

@@ -42,6 +42,7 @@ def test_fields_that_are_not_known_are_refused_before_the_start(tmp_path: Path) 
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [(), ("strategy=mirrored", "strategy.replicas=2")], ids=["one", "mirrored"])
 def test_each_split_is_evaluated_under_its_name(
     tmp_path: Path, strategy: tuple[str, ...], capfd: pytest.CaptureFixture[str]
@@ -91,6 +92,7 @@ MIRRORED = ("strategy=mirrored", "strategy.replicas=2")
 FSDP = ("strategy=fsdp", "strategy.replicas=2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "workers"), [(ONE, 0), (ONE, 2), (MIRRORED, 2), (FSDP, 0)], ids=["one", "workers", "mirrored", "fsdp"]
 )

@@ -47,6 +47,7 @@ def test_two_devices_of_a_compiled_worker_train_as_the_reference(store: tuple[st
     assert reference.differences(found.weights, oracle(case)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "servers", "devices"),
     [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 3, 1), (2, 3, 1), (4, 3, 1), (1, 1, 4), (2, 1, 2), (2, 3, 3)],
@@ -64,6 +65,7 @@ def test_six_steps_are_those_of_the_reference(
     assert chief.losses == pytest.approx(expected.losses, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "servers", "devices"), [(1, 3, 1), (2, 1, 1), (4, 3, 1), (1, 1, 3), (2, 1, 2), (3, 2, 2)]
 )
@@ -132,6 +134,7 @@ def test_a_parameter_without_elements_counts_nothing_in_the_norm_of_gradients(st
     assert reference.differences(chief.weights, oracle(case)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_the_devices_of_a_worker_have_what_it_has_read(
     mode: str, store: tuple[str, int], monkeypatch: pytest.MonkeyPatch
@@ -224,6 +227,7 @@ def test_masks_and_statistics_are_those_of_one_device_in_processes_too(devices: 
     assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "workers", "devices"), [("sync", 2, 1), ("async", 1, 1), ("sync", 2, 2)])
 @pytest.mark.parametrize("optimizer", ["plain_sgd", "adagrad"])
 def test_only_the_rows_that_are_looked_up_are_pulled_and_the_numbers_are_those_of_one_device(

@@ -52,6 +52,7 @@ def interrupted(phase: str, place: str, *more: str) -> tuple[str, ...]:
     return (*GAN, f"objective={keys}", *more, *(TWO if place == "mirrored" else ()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["one_device", "mirrored"])
 @pytest.mark.parametrize(("phase", "updates"), [("discriminator", (4, 4)), ("generator", (5, 4))])
 def test_a_skipped_step_ends_at_its_phase_and_keeps_the_updates_before(

@@ -112,6 +112,7 @@ def test_evaluation_draws_no_dropout_and_leaves_batch_statistics_alone(tmp_path:
     assert done["metrics"]["val/loss"] == pytest.approx(loss, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_model_is_trained_in_training_mode_from_the_first_step(frozen: bool, tmp_path: Path) -> None:
     model = ("model=null", "model._target_=tests.support.zoo.Modes", f"model.frozen={str(frozen).lower()}")
@@ -140,6 +141,7 @@ def test_a_hook_on_a_gradient_that_a_run_does_not_call_is_refused(place: str, of
         run(tmp_path, *model, *POINTS[1:], place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [("strategy=mirrored", "strategy.replicas=2"), ("strategy=central_storage",)])
 def test_a_weight_that_a_forward_pass_changes_is_refused_for_several_copies(
     place: tuple[str, ...], tmp_path: Path

@@ -161,6 +161,7 @@ def test_code_that_cannot_be_traced_is_named(monkeypatch: pytest.MonkeyPatch, po
         train(pool, replace(POINTS, task="untraceable"))
 
 
+@pytest.mark.slow
 def test_a_hang_while_tracing_stays_a_hang(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
     def hangs(*_: object) -> None:
         raise HangError("rank 0 has made no progress")

@@ -88,8 +88,10 @@ LAUNCHES: Final[Mapping[str, Mapping[str, int]]] = {
     "local_sgd": {"forward": 76, "backward": 141, "reduce": 1, "update": 14},
 }
 """Strategy -> phase -> launches of a step in fp32, at most, on any rank."""
-BACKWARD_IN_BF16: Final = 222
-"""Launches of two shards on one device, at most: the second one adds its gradients without widening them first."""
+BACKWARD_IN_BF16: Final = 244
+"""Launches of two shards on one device, at most: the second one adds its gradients without widening them first. 22 of
+them are casts around the attention of two blocks, which a CPU computes in float32 because that takes less time.
+"""
 
 
 @pytest.mark.parametrize(("strategy", "precision"), CASES)
@@ -129,6 +131,7 @@ WORKER: Final[Mapping[Mode, Mapping[str, int]]] = {
 """Launches of a worker for a step in fp32, at most: servers update the variables, and clip where they sum a step."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_worker_reads_what_it_reports_and_copies_nothing_from_the_host(

@@ -211,6 +211,7 @@ class Counting(zoo.Net):
         return outputs
 
 
+@pytest.mark.slow
 def test_a_model_that_counts_in_python_is_compiled_by_blocks(
     made: list[ShardGraphs], monkeypatch: pytest.MonkeyPatch, pool: Pool
 ) -> None:

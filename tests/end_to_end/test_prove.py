@@ -71,6 +71,7 @@ def test_local_sgd_is_said_to_be_another_training_even_where_its_numbers_are_the
     assert out[second + 5].startswith("    first after step 3: param/layers.0.")
 
 
+@pytest.mark.slow
 def test_a_proof_of_nothing_is_refused(cwd: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert prove("strategy=mirrored,one_device") == 2
     shown = (

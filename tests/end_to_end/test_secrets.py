@@ -97,6 +97,7 @@ def test_a_literal_secret_is_refused_and_not_shown(
     assert [*cwd.iterdir()] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "key"),
     [

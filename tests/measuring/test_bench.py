@@ -41,6 +41,7 @@ SLOW_DATA = "data._target_=tests.measuring.slow.SlowSamples"
 SLEEPY = ("model._target_=tests.measuring.slow.Sleepy", SLOW_DATA, "data.ms=0", "batch.global_size=8")
 
 
+@pytest.mark.slow
 def test_the_choices_take_turns_and_nothing_of_a_turn_is_left() -> None:
     folders, lines = list[Path](), list[str]()
 
@@ -128,6 +129,7 @@ def test_bench_measures_in_processes_and_keeps_its_folder_alone(cwd: Path, capsy
     assert {path.name for path in (cwd / "found").iterdir()} == {"bench.json", "bench.png"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -159,6 +161,7 @@ def test_bad_input_is_refused_before_anything_runs(
     assert list(cwd.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_choices_that_a_dropped_key_makes_the_same_are_measured_once(
     cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,6 +243,7 @@ def test_the_verdict_stands_below_the_numbers(monkeypatch: pytest.MonkeyPatch) -
     assert lines[-1].startswith("  bound by its loader. loader.num_workers=1: a step is 4.0 times as fast")
 
 
+@pytest.mark.slow
 def test_a_run_chooses_its_workers_and_a_resumed_one_keeps_them(
     cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -274,6 +274,7 @@ def test_what_was_found_is_shown_and_has_its_schema() -> None:
 DEFAULTS = dict(searches.search_micro_size.__kwdefaults__ or {})
 
 
+@pytest.mark.slow
 def test_sizes_are_measured_by_trainings_of_the_config(
     cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

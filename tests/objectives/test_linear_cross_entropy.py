@@ -260,6 +260,7 @@ def test_a_model_that_loses_the_loss_of_its_layer_is_named() -> None:
         INSIDE.loss(model, BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["GPTJ", "Gemma2"])
 def test_a_causal_model_of_transformers_is_scored_inside_unless_it_changes_its_scores(
     family: str, monkeypatch: pytest.MonkeyPatch
@@ -286,6 +287,7 @@ def test_a_causal_model_of_transformers_is_scored_inside_unless_it_changes_its_s
     assert INSIDE.notes(model, (TOKENS, TOKENS)) == ([changed] if family == "Gemma2" else [])
 
 
+@pytest.mark.slow
 def test_the_planned_peak_does_not_hold_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     words, rows = 8192, 4 * 64
     monkeypatch.setattr(chunked, "CHUNK_BYTES", 4 * words * 16)

@@ -412,6 +412,7 @@ def test_a_torchmetrics_class_gets_the_targets_that_count(shape: tuple[int, ...]
     assert value(nothing, loss) == value(objective.metrics()["it"], loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", list(MANY_SCORES))
 @pytest.mark.parametrize("squared", [True, False])
 def test_a_teacher_teaches_where_a_target_counts_as_hinton_says(shape: tuple[int, ...], squared: bool) -> None:
@@ -468,6 +469,7 @@ def test_a_step_without_a_target_ends_the_run(tmp_path: Path) -> None:
         run(tmp_path / "run", *UNLABELLED, "data.every=1", "steps=1")
 
 
+@pytest.mark.slow
 def test_without_weights_the_weights_of_one_and_counting_give_the_same_training(tmp_path: Path) -> None:
     runs = {
         name: run(tmp_path / name, *UNLABELLED, "epochs=2", "batch.micro_size=3", *keys)
@@ -611,6 +613,7 @@ def test_a_teacher_from_a_run_teaches_the_same_on_every_placement(tmp_path: Path
     assert weights(teacher)["0.weight"].shape == (5, 6)
 
 
+@pytest.mark.slow
 def test_the_planned_memory_holds_the_teacher(tmp_path: Path) -> None:
     run(tmp_path / "teacher", "model=net", "data=points", "objective=classification", "epochs=1")
     bare, taught = (

@@ -199,6 +199,7 @@ DOCUMENTED: Final[list[tuple[str, Change, int, str]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("verb", "change", "code", "text"), DOCUMENTED, ids=["pipe", "link", "outside", "folder"])
 def test_the_documented_texts_are_those_of_the_verbs(
     runs: Path, capfd: pytest.CaptureFixture[str], verb: str, change: Change, code: int, text: str

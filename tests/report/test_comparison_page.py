@@ -48,6 +48,7 @@ def run_of(name: str, *lines: str, **options: Any) -> ComparedRun:
     return ComparedRun(name=name, folder=name, status="finished", rows=rows, **{"metrics": {}, **options})
 
 
+@pytest.mark.slow
 def test_a_comparison_shows_differing_keys_alone_with_their_tags(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     return capsys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "arguments"),
     [

@@ -15,6 +15,7 @@ def is_png(path: Path) -> bool:
     return path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_pictures_of_runs_and_measurements_are_drawn_with_any_text_and_with_gaps(tmp_path: Path) -> None:
     lines: dict[str, list[tuple[float, float | None]]] = {
         "train/loss": [(1, 2.0), (2, None), (3, 0.1)],

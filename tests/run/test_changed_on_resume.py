@@ -44,6 +44,7 @@ def test_a_longer_training_is_that_of_its_length_from_the_start(tmp_path: Path, 
     assert "changes" not in found
 
 
+@pytest.mark.slow
 def test_a_length_in_steps_replaces_one_in_epochs_if_not_below(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,6 +75,7 @@ def test_a_new_schedule_needs_its_flag_and_is_labelled(tmp_path: Path, capsys: p
     assert result(tmp_path / "run")["fingerprint"] == found["fingerprint"]
 
 
+@pytest.mark.slow
 def test_a_run_moves_anywhere_once_it_gives_up_the_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     exact = (*TINY, "epochs=2", "schedule=constant", "numerics.reproducible=true", "stop_at_step=3")
     run(tmp_path, *exact)
@@ -94,6 +96,7 @@ def edit(folder: Path, **changed: Any) -> None:
     (folder / "resolved.yaml").write_text(yaml.safe_dump(values))  # another order and format
 
 
+@pytest.mark.slow
 def test_a_key_that_was_edited_by_hand_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "run", *FLAT, "stop_at_step=3")
     edit(tmp_path / "run", lr=0.5)
@@ -111,6 +114,7 @@ def test_a_key_that_was_edited_by_hand_is_refused_by_name(tmp_path: Path, capsys
     assert resume(tmp_path / "run", "optimizer.lr=0.1") == 2
 
 
+@pytest.mark.slow
 def test_a_file_with_other_comments_order_and_numbers_of_the_same_value_resumes(tmp_path: Path) -> None:
     run(tmp_path, *FLAT, "stop_at_step=3")
     edit(tmp_path, lr=1.0e-1, momentum=0)
@@ -139,6 +143,7 @@ def steps(folder: Path) -> list[int]:
     return [row["step"] for line in lines if "train/loss" in (row := json.loads(line))]
 
 
+@pytest.mark.slow
 def test_a_run_continued_in_another_folder_is_the_whole_training(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", *RISING)
     run(tmp_path / "part", *RISING, "stop_at_step=8")
@@ -153,6 +158,7 @@ def test_a_run_continued_in_another_folder_is_the_whole_training(tmp_path: Path)
     assert [event.step for event in curve] == list(range(1, 19))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("links", [True, False])
 def test_the_other_folder_is_not_needed_later(tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -167,6 +173,7 @@ def test_the_other_folder_is_not_needed_later(tmp_path: Path, links: bool, monke
     assert index(tmp_path / "other")["best"] == "step_00000003"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_the_middle_brings_no_later_steps(tmp_path: Path) -> None:
     run(tmp_path / "part", *RISING, "checkpoint.every_steps=2", "checkpoint.keep_last=9")
     run(tmp_path / "other", *RISING, f"resume={tmp_path / 'part/checkpoints/step_00000006'}", "stop_at_step=7")
@@ -174,6 +181,7 @@ def test_a_checkpoint_in_the_middle_brings_no_later_steps(tmp_path: Path) -> Non
     assert index(tmp_path / "other") == {"last": "step_00000007", "best": "step_00000003"}
 
 
+@pytest.mark.slow
 def test_a_best_that_was_not_kept_is_said_and_the_best_of_the_kept_ones_counts(tmp_path: Path) -> None:
     run(tmp_path / "part", *RISING, "stop_at_step=8", "checkpoint.keep_best=0", "checkpoint.keep_last=1")
     run(tmp_path / "other", *RISING, f"resume={tmp_path / 'part'}", "quiet=false")

@@ -387,6 +387,7 @@ def check(*overrides: str) -> None:
         model_notes(plan, meta_model(plan.cfg))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "precision", "has_the_kernel", "refused"),
     [
@@ -467,6 +468,7 @@ def test_a_misfit_is_refused_by_its_key(overrides: tuple[str, ...], key: str, pa
     assert [(one.key, part in one.rule) for one in refused(*recipe, *overrides)] == [(key, True)]
 
 
+@pytest.mark.slow
 def test_a_strategy_takes_several_optimizers_or_refuses_them_by_name() -> None:
     taking = {"one_device", "device_map", "mirrored", "multi_worker_mirrored", "fsdp", "mesh", "tensor_parallel"}
     for strategy in sorted(path.stem for path in (CONF / "strategy").glob("*.yaml")):

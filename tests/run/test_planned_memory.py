@@ -141,6 +141,7 @@ def test_what_reads_numbers_is_unknown_and_nothing_else(trains: bool, monkeypatc
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hardware", "more", "mib"),
     [("h200", "seed=0", 64), ("a100_80gb", "seed=0", 16.25), ("a100_80gb", "numerics.reproducible=true", 64),
@@ -230,6 +231,7 @@ def test_a_step_without_data_has_the_bytes_and_the_collectives_of_one_with_data(
         assert (peaks[0], planned_steps.start) == (peaks[1], found.start)
 
 
+@pytest.mark.slow
 def test_ranks_on_gpus_gather_the_next_block_before_it_is_needed_and_copy_nothing() -> None:
     arguments = [*GPT, *ACCUMULATED, "strategy=fsdp", "strategy.replicas=2"]
     gpus, cpus = (make_plan(api.compose(arguments).cfg, num_gpus=count) for count in (2, 0))
@@ -256,6 +258,7 @@ def test_each_device_of_a_map_holds_what_its_modules_compute() -> None:
     assert 0.9 * steps[2] < steps[0] + steps[1] < 1.5 * steps[2]
 
 
+@pytest.mark.slow
 def test_each_rank_of_a_pipeline_has_its_own_memory() -> None:
     (alone,) = parts_planned("recipe=digits", "model.hidden=[256,256]")
     first, last = parts_planned("recipe=digits", "model.hidden=[256,256]", "strategy=pipeline", "strategy.stages=2")
@@ -361,6 +364,7 @@ def test_the_copy_of_a_checkpoint_counts_on_the_cpu(shown: Callable[..., dict[st
     assert found["remedies"][0]["overrides"] == "checkpoint.background=false"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "copies"), [("mirrored", 1), ("fsdp", 2)])
 def test_tasks_that_hold_the_whole_state_have_one_copy_of_it_together(strategy: str, copies: int) -> None:
     def needs(on: str) -> tuple[int, int]:
@@ -384,6 +388,7 @@ def test_tasks_of_a_host_share_its_memory(replicas: int, fits: bool) -> None:
     assert verdict_of(plan, memory, present(hardware_of(plan.cfg))).fits is fits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "tasks"),
     [

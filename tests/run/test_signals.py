@@ -269,6 +269,7 @@ def test_one_process_agrees_with_itself_and_asks_at_most_twice_as_many_steps_lat
     assert intervals == [2, 4, 8, 16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every_s", "saves"), [("1e-9", True), ("null", False)])
 def test_a_run_saves_when_its_time_has_come(tmp_path: Path, every_s: str, saves: bool) -> None:
     keys = ("recipe=null", "steps=20", "callbacks=[]", "logger=[]", "eval.every_epochs=null", "checkpoint.keep_last=99")

@@ -133,6 +133,7 @@ def trained(folder: Path, *overrides: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_after_20_steps_the_plan_and_the_measured_step_stand_side_by_side(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

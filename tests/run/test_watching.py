@@ -512,6 +512,7 @@ def test_processes_that_share_a_file_do_not_mix_their_words(tmp_path: Path) -> N
     assert stacks.count("<module>") == 4
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_be_asked_or_does_not_write_costs_no_answer_of_others(tmp_path: Path) -> None:
     file = tmp_path / "stacks"
 

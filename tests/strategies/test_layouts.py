@@ -128,6 +128,7 @@ def inline(_copies: ComputingCopies, compute: Any, work: Any) -> Future[Any]:
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", CASES.values(), ids=CASES)
 @sdpa_kernel(SDPBackend.MATH)  # a fused one of the CPU differs by rounding, and the second device has none
 def test_a_step_of_central_storage_crosses_once_a_direction(base: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,7 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert [key for key in found if not torch.equal(found[key], expected[key])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("servers", COUNTS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_updates_on_servers_are_those_of_one_optimizer_bit_for_bit(optimizer: str, servers: int) -> None:

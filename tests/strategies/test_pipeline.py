@@ -44,6 +44,7 @@ def stages(strategy: Pipeline, model: nn.Module, sample: Any = None) -> list[str
     return [part.modules for part in strategy.describe_partition(model, PlanContext(sample=sample))]
 
 
+@pytest.mark.slow
 def test_auto_fills_every_stage_with_runs_of_blocks_balanced_by_bytes() -> None:
     assert stages(Pipeline(stages=2), gpt(), TOKENS) == ["embed, blocks.0-1", "blocks.2-3, head"]
     alone = ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]

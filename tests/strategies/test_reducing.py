@@ -430,6 +430,7 @@ DEEP = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("strategy.compression=bf16", "batch.micro_size=16")], ids=["", "compressed"])
 def test_thirteen_of_fourteen_exchanges_begin_while_backward_computes(
     more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

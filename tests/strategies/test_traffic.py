@@ -73,6 +73,7 @@ def of_each(traffic: Traffic) -> dict[tuple[str, str], float]:
     return {(one.what, one.how): one.num_bytes for one in traffic.transfers if one.what != SUMS}
 
 
+@pytest.mark.slow
 def test_fsdp_gathers_all_but_the_last_block_twice_a_shard_and_gloo_sums_whole_vectors() -> None:
     assert of_each(planned([*SHARDED, "strategy.replicas=2"])) == {
         ("parameters", "all-gather"): 8 * (2 * FIRST + LAST),
@@ -82,6 +83,7 @@ def test_fsdp_gathers_all_but_the_last_block_twice_a_shard_and_gloo_sums_whole_v
     assert of_each(planned(kept))["gradients", "reduce-scatter"] == 2 * (FIRST + LAST)
 
 
+@pytest.mark.slow
 def test_hybrid_groups_sum_the_part_of_a_rank_between_them() -> None:
     traffic = planned([*SHARDED, "strategy.replicas=4", "strategy.replicate=2"])
     (summed,) = [one.flows for one in traffic.transfers if (one.what, one.how) == ("gradients", "all-reduce")]
@@ -166,6 +168,7 @@ def test_an_average_sends_parameters_and_slots_in_the_last_step_of_its_window() 
     assert traffic.mean_bytes(3, 19, rank=0) == 2 * 2 * 3 * SIZE / 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recompute", "sums"), [("none", 4), ("full", 5)])
 def test_a_cut_block_sums_activations_twice_in_each_direction_and_once_more_where_it_is_recomputed(
     recompute: str, sums: int

@@ -176,6 +176,7 @@ def test_an_engine_that_is_not_installed_says_how_to_install_it(monkeypatch: pyt
     assert "no sbatch here" in refused(kind().require)
 
 
+@pytest.mark.slow
 def test_a_cluster_with_a_launcher_is_handed_a_single_run_too_and_its_job_trains() -> None:
     run = trainkit.compose(["cluster=slurm", "hydra.launcher.partition=gpu", "sweep.retries=1"])
     assert (run.is_sweep, run.launcher) == (True, "submitit_slurm")

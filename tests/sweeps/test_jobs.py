@@ -338,6 +338,7 @@ def test_jobs_of_one_process_and_of_two_share_the_slots_and_the_same_point_runs_
     assert "strategy=mirrored seed=1: equals job 2, which runs only once\n" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [

@@ -285,6 +285,7 @@ def test_what_top_cannot_do_is_refused_by_its_flag(stopped: Path, tmp_path: Path
         assert text in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_best_is_trained_anew_whole_and_on_all_samples(
     stopped: Path, cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -333,6 +334,7 @@ def figures(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_members_are_scored_as_they_were_in_training_and_the_ensemble_beside_them(
     two: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,7 @@ def test_a_search_proposes_points_of_its_space_until_it_has_tried_enough(tmp_pat
         assert 0.001 <= float(rate.partition("=")[2]) <= 0.1
 
 
+@pytest.mark.slow
 def test_a_point_that_does_not_fit_waits_while_a_narrower_one_runs(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer, trials=3)
     bench.slots = [2, 1, 1]
@@ -108,6 +109,7 @@ def test_a_point_that_does_not_fit_waits_while_a_narrower_one_runs(tmp_path: Pat
     assert names == ["1", "0", "2", None]
 
 
+@pytest.mark.slow
 def test_a_job_below_the_median_of_its_step_is_pruned(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer)
     whole(bench, [0.3, 0.2, 0.1])
@@ -118,6 +120,7 @@ def test_a_job_below_the_median_of_its_step_is_pruned(tmp_path: Path, composer: 
     assert bench.states == [TrialState.COMPLETE] * 3 + [TrialState.PRUNED]
 
 
+@pytest.mark.slow
 def test_a_trial_reports_a_row_once_and_is_not_pruned_before_its_first_steps(
     tmp_path: Path, composer: Composer
 ) -> None:
@@ -144,6 +147,7 @@ def test_a_job_is_pruned_at_a_rung_of_the_longest_training(tmp_path: Path, compo
     assert 0 < bench.states.count(TrialState.PRUNED) < 20
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_or_has_no_figure_is_no_result(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer)
     bench.ended(present(bench.source.next(1)), 0.5, code=1)
@@ -151,6 +155,7 @@ def test_a_job_that_fails_or_has_no_figure_is_no_result(tmp_path: Path, composer
     assert bench.states == [TrialState.FAIL] * 2
 
 
+@pytest.mark.slow
 def test_a_killed_search_goes_on_with_what_it_had_begun(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer, trials=4)
     whole(bench, [0.3])
@@ -170,6 +175,7 @@ def test_a_killed_search_goes_on_with_what_it_had_begun(tmp_path: Path, composer
     assert len({trial.params["optimizer.lr"] for trial in again.study.trials}) == 4  # no point of the first process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("former", "current"),
     [

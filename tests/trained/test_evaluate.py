@@ -105,6 +105,7 @@ def test_tables_agree_with_the_predictions(run: Path, capsys: pytest.CaptureFixt
     assert recall == pytest.approx((confusion.diagonal() / confusion.sum(1)).tolist())
 
 
+@pytest.mark.slow
 def test_calibration_is_the_distance_of_confidence_from_accuracy(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = metrics(run, capsys)["metrics"]["val/calibration_error"]
     images, labels = Digits(split="val").tensors()

@@ -188,6 +188,7 @@ def test_the_number_of_tokens_is_free_where_the_model_allows_it_and_a_note_says_
             )
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_ends_the_command_with_exit_code_4_and_leaves_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -300,6 +301,7 @@ def test_a_model_that_draws_in_evaluation_mode_is_refused_by_name(how: str, said
     refuse_draws(nn.Sequential(Noisy("never", 3), nn.Dropout(0.5)).eval(), {"input": torch.ones(4, 3)})
 
 
+@pytest.mark.slow
 def test_no_format_takes_a_run_whose_model_draws(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], in_this_process: None
 ) -> None:

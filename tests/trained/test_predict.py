@@ -73,6 +73,7 @@ def plain(run: Path) -> torch.Tensor:
         return torch.cat([model(images[start : start + 64]) for start in range(0, len(images), 64)])
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_a_plain_loop_in_the_order_of_the_dataset(run: Path, cwd: Path) -> None:
     assert predict(run, "out.npy") == 0
     assert (np.load("out.npy") == plain(run).numpy()).all()
@@ -93,6 +94,7 @@ def test_probabilities_classes_and_an_embedding_are_those_of_a_plain_loop(run: P
     assert (np.load("e.npy")[:64] == expected.numpy()).all()
 
 
+@pytest.mark.slow
 def test_an_output_is_taken_by_its_name_with_an_objective_of_ones_own(cwd: Path) -> None:
     run = trainkit.train(RUN, run_dir="own", model=Pair, objective=OwnLoss).folder
     assert predict(run, "boxes.jsonl", "predict.outputs=output:boxes") == 0

@@ -184,6 +184,7 @@ def test_a_changed_file_and_a_description_of_another_model_are_refused(conv: Pat
             trainkit.load(folder)
 
 
+@pytest.mark.slow
 @needs_torchao
 @pytest.mark.parametrize(
     ("kind", "arguments", "code", "text"),

@@ -84,6 +84,7 @@ def test_tied_tensors_stand_in_the_file_under_each_of_their_names(tmp_path: Path
     assert {name: tensor.dtype for name, tensor in state.items()} == dict.fromkeys(model.state_dict(), torch.float64)
 
 
+@pytest.mark.slow
 def test_the_best_weights_stand_beside_the_last_where_they_are_others(plain_run: tuple[Path, dict[str, Any]]) -> None:
     folder, result = plain_run
     assert Path(result["best"]) != Path(result["last"])
@@ -119,6 +120,7 @@ def test_the_model_is_never_whole_while_it_is_written(
     assert record.num_bytes == (tmp_path / "model.safetensors").stat().st_size
 
 
+@pytest.mark.slow
 def test_a_state_dict_of_a_hook_is_written_as_it_is_and_extra_state_is_not_exported(tmp_path: Path) -> None:
     run(tmp_path / "run", *PLAIN, TARGET % "Renamed")
     assert "own.0.weight" in load_file(tmp_path / "run/model/model.safetensors")
@@ -176,6 +178,7 @@ def test_a_training_starts_from_an_exported_file_as_from_the_checkpoint(
     assert hashes != {first["weights_sha256"]}
 
 
+@pytest.mark.slow
 def test_a_file_that_is_not_of_the_model_starts_no_training(tmp_path: Path) -> None:
     state = plain.Plain().state_dict()
     save_file(state | {"0.bais": state.pop("0.bias")}, tmp_path / "other.safetensors")
