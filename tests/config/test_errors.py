@@ -65,6 +65,9 @@ ARGUMENTS = {
         "strategy.map.layer.2=cpu: no such module. Did you mean layers.2? (command line)"
     ),
     "strategy=device_map strategy.map=atuo": "strategy.map=atuo: must be a mapping or auto. Did you mean auto?",
+    "optimizer..lr=3": "optimizer..lr=3: is not key=value: a key is made of letters, digits, _ and dots.",
+    "optimizer.lr=[1,2]": "optimizer.lr=[1, 2]: must be a number.",
+    "optimizer.lr=${optimizer.betas}": "optimizer.lr=[0.9, 0.999]: must be a number.",
     "device_map=auto": "device_map: no such key. Did you mean strategy.map? It is a key of strategy=device_map",
 }
 COMMANDS = {

@@ -190,7 +190,7 @@ class Advice:
         best = self.ranking[0]
         ratio = metric(tried, self.goal) / metric(best, self.goal)
         if ratio > NEAR:
-            return f"{ratio:.2g} times {_OF[self.goal]}"
+            return f"{round(ratio) if ratio >= 10 else round(ratio, 1):,} times {_OF[self.goal]}"
         harder = "a more complex strategy" if tried.way.strategy != best.way.strategy else "in another precision"
         harder = harder if tried.way.devices == best.way.devices else f"on {tried.way.devices} devices"
         return f"{_AS[self.goal]} within {NEAR - 1:.0%}, and {harder}"

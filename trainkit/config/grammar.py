@@ -113,7 +113,7 @@ def unreadable(argument: str) -> Problem:
         rule = f"is not key=value. {advice(verbs, 'Flags have names in Python: packages=[...], config_dirs=[...].')}"
     elif not key.lstrip("+~"):
         rule = "names no key. Write key=value."
-    elif not _OVERRIDE.fullmatch(f"{key}="):
+    elif not _OVERRIDE.fullmatch(f"{key}=") or "" in key.split("."):
         rule = "is not key=value: a key is made of letters, digits, _ and dots."
     elif "@" in key:
         rule = f"takes no @package: the choice of a group stands at its own key. Write {key.partition('@')[0]}={value}."

@@ -267,6 +267,8 @@ def optimizer_limits(composition: Composition, path: KeyPath, node: Mapping[str,
         path: the path of the node.
         node: the optimizer.
     """
+    if isinstance(rate := node.get("lr"), list | Mapping):  # torch's annotation, `float | Tensor`, may mean a list
+        yield composition.problem((*path, "lr"), "must be a number.", value=rate)
     for name in _NOT_NEGATIVE:
         value = node.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
