@@ -99,8 +99,8 @@ def test_a_run_killed_at_random_moments_sees_the_same_samples_and_ends_in_the_sa
     subprocess.run(command(conf, "hydra.run.dir=whole"), env=environ(whole), check=True, stdout=subprocess.DEVNULL)
     begun = killed_runs(conf, parts, kills)
     is_over = Path("run/result.json").exists() and finished(Path("run"))["status"] == "finished"
-    last = subprocess.run(command(conf, "resume=auto"), env=environ(parts), check=True, capture_output=True, text=True)
-    assert last.stderr == ""
+    last = subprocess.run(command(conf, "resume=auto"), env=environ(parts), check=False, capture_output=True, text=True)
+    assert (last.returncode, last.stderr) == (0, "")
     assert parts.read_text().count("start") == begun + (0 if is_over else 1)
     assert finished(Path("run"))["weights_sha256"] == finished(Path("whole"))["weights_sha256"]
     seen = samples_by_step(parts, num_samples=37, global_size=8)

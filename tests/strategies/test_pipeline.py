@@ -23,7 +23,7 @@ from trainkit.strategies.mesh.pipe.stages import (
     ideal_bubble,
     padded_microbatches,
 )
-from trainkit.strategies.mesh.strategy import Pipeline
+from trainkit.strategies.mesh.strategy import Mesh, Pipeline
 
 TOKENS = (torch.zeros(4, dtype=torch.long), torch.zeros(4, dtype=torch.long))
 
@@ -33,7 +33,7 @@ def gpt() -> nn.Module:
         return Gpt(vocab_size=11, context=4, num_layers=4, num_heads=2, width=8)
 
 
-def refusals(strategy: Pipeline, model: nn.Module, sample: Any = None, **facts: Any) -> list[str]:
+def refusals(strategy: Mesh | Pipeline, model: nn.Module, sample: Any = None, **facts: Any) -> list[str]:
     known = PlanContext(sample=sample, **facts)
     found = [*strategy.validate(known), *strategy.access_problems(known)]
     return [str(problem) for problem in found or strategy.validate_model(model, known)]
@@ -83,6 +83,8 @@ def test_maps_and_settings_that_do_not_go_together_are_refused() -> None:
         (said,) = refusals(Pipeline(**settings), gpt(), **facts)
         assert said.startswith(f"{key}: ")
         assert word in said
+    (said,) = refusals(Mesh(pipe=7, shard=1), gpt())
+    assert said.startswith("strategy.pipe=7: "), "each strategy names its own key"
 
 
 class Branches(nn.Module):

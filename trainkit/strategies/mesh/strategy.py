@@ -841,6 +841,7 @@ class Pipeline(ProcessGroupOptions, StagedMesh):
             virtual_stages=self.virtual_stages,
             map=self.map,
             max_memory=self.max_memory,
+            key="strategy.stages",
         )
 
     @property

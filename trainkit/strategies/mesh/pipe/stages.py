@@ -215,6 +215,8 @@ def _balanced(
     bytes_of: Callable[[Tensor], int],
     kept: Sequence[int] | None,
     leaders: Sequence[int],
+    *,
+    key: str,
 ) -> StageAssignment | list[Problem]:
     # every stage must contain trained parameters, so untrained blocks count as zero
     counted = [sum(map(bytes_of, distinct_tensors([unit]))) if _is_trained(unit) else 0 for unit in units]
@@ -230,7 +232,7 @@ def _balanced(
     if found is None:
         most = sum(size > 0 for size in counted)
         rule = f"the model has {most} blocks with parameters to train. Use {most} stages or fewer in all."
-        return [Problem(key="strategy.stages", value=num_stages, rule=rule)]
+        return [Problem(key=key, value=num_stages, rule=rule)]
     return StageAssignment(units=tuple(units), stages=tuple(found), num_stages=num_stages)
 
 
@@ -296,6 +298,8 @@ class Stages:
     map: Mapping[str, int | str] | Literal["auto"] = "auto"
     max_memory: float | Mapping[str, float] | None = None
     """GiB that a rank takes."""
+    key: str = "strategy.pipe"
+    """The key that sets `pipe`."""
 
     @property
     def a_rank(self) -> int:
@@ -355,7 +359,9 @@ class Stages:
         units = in_forward_order(blocks_to_cut(model), programs)
         if given is None:
             kept = activations_of(model, units, context, precision)
-            return _balanced(units, num_stages, model_bytes(precision), kept, leaders_among(units, programs))
+            return _balanced(
+                units, num_stages, model_bytes(precision), kept, leaders_among(units, programs), key=self.key
+            )
         assigned, right = assign(model, units, given), range(num_stages)
         problems = assigned.problems or [
             Problem(key=f"strategy.map.{word}", value=place, rule=f"no such stage: there are 0 to {num_stages - 1}.")
