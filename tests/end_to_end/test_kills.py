@@ -29,6 +29,7 @@ from tests.support.waiting import wait_for
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import read_status
 from trainkit.trainer.checkpoint.tensors import load, weights_sha256
+from trainkit.trainer.ownership import owner_lives
 
 ROOT = Path(__file__).parents[2]
 STEPS = 240
@@ -88,7 +89,10 @@ def killed_runs(conf: Path, log: Path, kills: int) -> int:
             time.sleep(0.01)
         time.sleep(moments.uniform(0.0, 0.25))
         process.kill()
-        if process.wait() == 0:
+        ended = process.wait()
+        while owner_lives(Path("run/.lock")):  # what was killed stands for the run, which ends a moment later
+            time.sleep(0.01)
+        if ended == 0:
             return number + 1
     return kills
 

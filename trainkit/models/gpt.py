@@ -307,13 +307,13 @@ class _Head(nn.Module):
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, *, dropout: float, cut: _CutDropout | None) -> Tensor:
     """Compute causal attention over (samples, heads, length, size).
 
-    On the CPU it computes in float32 also where the model is in bfloat16: the backward of flash attention in bfloat16
-    takes up to three times as long there, two fifths of a step of a small model.
+    On the CPU inside autocast it stays in float32: the backward of flash attention in bf16 would take half the step
+    there, and cost all that autocast gains (measured: 1.04 times the speed of float32, against 1.69).
     """
-    if queries.device.type == "cpu" and queries.dtype.itemsize == 2:
+    if queries.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         with torch.autocast("cpu", enabled=False):
-            mixed = _attend(queries.float(), keys.float(), values.float(), dropout=dropout, cut=cut)
-        return mixed.to(queries.dtype)
+            queries, keys, values = queries.float(), keys.float(), values.float()
+            return _attend(queries, keys, values, dropout=dropout, cut=cut)
     if dropout and cut is not None:  # torch's kernels would draw for the heads of this rank alone
         scores = queries @ keys.transpose(2, 3) / math.sqrt(queries.shape[-1])
         later = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
