@@ -190,7 +190,7 @@ def test_a_point_that_lacks_a_fold_is_not_compared(tmp_path: Path) -> None:
     ]
 
 
-def seeded(root: Path, losses: Mapping[str, Sequence[float | None]]) -> Leaderboard:
+def seeded(root: Path, losses: Mapping[str, Sequence[float | None]], *more: str) -> Leaderboard:
     """A sweep over rates, each with the losses of its seeds; None: the job has failed."""
     rows = list[dict[str, Any]]()
     for rate, values in losses.items():
@@ -198,7 +198,7 @@ def seeded(root: Path, losses: Mapping[str, Sequence[float | None]]) -> Leaderbo
             name = str(len(rows))
             failed = {"status": "failed"} if loss is None else {}
             made(root, name, accuracy=0.5, loss=loss, **failed)
-            keys = ["steps=9", f"clip.max_norm={rate}", f"seed={seed}"]
+            keys = ["steps=9", f"clip.max_norm={rate}", *more, f"seed={seed}"]
             rows.append({"job": name, "folder": name, "overrides": keys, "exit_code": int(loss is None)})
     (root / "sweep.json").write_text(json.dumps({"jobs": rows}))
     return collect(root)
@@ -212,6 +212,12 @@ def test_seeds_are_repeats_of_a_point_that_is_ranked_by_its_mean_loss(tmp_path: 
     ]  # fmt: skip
     (_, again), _ = board.commands(tmp_path)
     assert again == "trainkit --allow-package tests -m steps=9 clip.max_norm=0.2 seed=0,1"  # no lucky seed
+
+
+def test_a_failed_seed_of_one_fold_leaves_the_point_its_other_seeds(tmp_path: Path) -> None:
+    (entry,) = seeded(tmp_path, {"0.1": [0.2, None, 0.4]}, "cv.folds=5", "cv.fold=2").entries
+    assert entry.status == "2 of 3 runs, failed"
+    assert entry.metrics["val/loss"] == pytest.approx(0.3)
 
 
 def test_the_board_says_which_points_may_be_best_and_which_are_worse(tmp_path: Path) -> None:

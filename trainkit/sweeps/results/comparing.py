@@ -20,7 +20,15 @@ from trainkit.report.web.page import repeating_command
 from trainkit.report.web.run_document import Spread
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.record import write_page, write_run_page
-from trainkit.sweeps.results.job_results import JobResult, by_point, config_of, first_config, read_entries, read_entry
+from trainkit.sweeps.results.job_results import (
+    FOLD,
+    JobResult,
+    by_point,
+    config_of,
+    first_config,
+    read_entries,
+    read_entry,
+)
 from trainkit.sweeps.results.leaderboard import Leaderboard, command_of
 
 _MOST_DEVICES: Final = 1e6
@@ -146,7 +154,7 @@ def spreads_of(entries: Sequence[JobResult], metric: str) -> dict[Path, Spread]:
     found = {}
     for point in by_point(entries):
         values = [run.metrics[metric] for run in point.runs if run.status == "finished" and metric in run.metrics]
-        if len(values) > 1 and len(point.repeats("cv.fold")) == 1:
+        if len(values) > 1 and len(point.repeats(FOLD)) == 1:
             spread = Spread(mean=fmean(values), deviation=stdev(values), num_seeds=len(values))
             found.update({run.folder.absolute(): spread for run in point.runs})
     return found

@@ -262,16 +262,26 @@ def by_point(entries: Iterable[JobResult]) -> list[JobResult]:
     """
     points: dict[tuple[str, ...], list[JobResult]] = {}
     for entry in entries:
-        own = tuple(text for text in entry.arguments if key_value(text)[0] not in (SEED, FOLD))
-        points.setdefault(own if entry.arguments else (str(entry.folder),), []).append(entry)
+        point = without_repeats(entry.arguments) if entry.arguments else (str(entry.folder),)
+        points.setdefault(point, []).append(entry)
     return [_combine(runs) if len(runs) > 1 else runs[0] for runs in points.values()]
+
+
+def without_repeats(arguments: Iterable[str]) -> tuple[str, ...]:
+    """Return the arguments that all runs of a point share.
+
+    Example:
+        >>> without_repeats(["cv.folds=5", "cv.fold=0", "seed=3", "optimizer.lr=0.1"])
+        ('cv.folds=5', 'optimizer.lr=0.1')
+    """
+    return tuple(text for text in arguments if key_value(text)[0] not in (SEED, FOLD))
 
 
 def _combine(runs: Sequence[JobResult]) -> JobResult:
     first, jobs, seconds = runs[0], [run.job for run in runs], [run.seconds for run in runs if run.seconds is not None]
     ended = [run for run in runs if run.status in COMPLETE]
     others = [run.status for run in runs if run.status not in COMPLETE]
-    has_folds = len(dict.fromkeys(key_value(text)[1] for run in runs for text in run.arguments if FOLD in text)) > 1
+    has_folds = len(dict.fromkeys(fold for run in runs for fold in run.repeats(FOLD))) > 1
     counted = [] if has_folds and others else ended
     names = set.intersection(*(set(run.metrics) for run in counted)) if counted else set()
     values = {name: [run.metrics[name] for run in counted] for name in sorted(names)}
@@ -282,11 +292,11 @@ def _combine(runs: Sequence[JobResult]) -> JobResult:
         status=f"{len(ended)} of {len(runs)} {'folds' if has_folds else 'runs'}, {others[0]}" if others else "finished",
         metrics={name: fmean(found) for name, found in values.items()},
         spread={name: _spread(found) for name, found in values.items()},
-        overrides=tuple(text for text in first.overrides if key_value(text)[0] not in (SEED, FOLD)),
+        overrides=without_repeats(first.overrides),
         seconds=sum(seconds) if seconds else None,
         folder=first.folder,
         steps=steps.pop() if len(steps) == 1 else None,
-        arguments=tuple(text for text in first.arguments if key_value(text)[0] not in (SEED, FOLD)),
+        arguments=without_repeats(first.arguments),
         runs=tuple(runs),
     )
 

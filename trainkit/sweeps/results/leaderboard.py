@@ -223,9 +223,11 @@ class Leaderboard:
 
 def command_of(entry: JobResult) -> str:
     """Return the command that trains a job, or all seeds and folds of a point, again; empty if it is unknown."""
-    seeds = [f"{SEED}={','.join(seed for seed in entry.repeats(SEED))}"] if any(entry.repeats(SEED)) else []
-    several = ["-m"] if len(entry.repeats(SEED)) > 1 else []
-    return _command([*entry.arguments, *(seeds if entry.runs else [])], entry, *several) if entry.arguments else ""
+    if not entry.arguments:
+        return ""
+    seeds = entry.repeats(SEED)
+    given = [f"{SEED}={','.join(seeds)}"] if entry.runs and any(seeds) else []
+    return _command([*entry.arguments, *given], entry, *(["-m"] if len(seeds) > 1 else []))
 
 
 def _command(arguments: Sequence[str], entry: JobResult, *flags: str) -> str:
