@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from trainkit.config.commands import printed_command
 from trainkit.config.schema import MonitoredMetric, RunConfig
+from trainkit.config.sections import EvalConfig
 from trainkit.errors import AbsentFileError, UnreadableError
 from trainkit.files import Kind, expect_map, parse_json, read_bytes, read_lines, read_map, read_tail
 from trainkit.numerics.batch import AT_EQUAL_CUT, CUT_UNKNOWN
@@ -202,7 +203,7 @@ class RunFacts:
     @property
     def goal(self) -> MonitoredMetric:
         """The monitored metric."""
-        return MonitoredMetric(metric="val/loss", mode="min") if self.cfg is None else MonitoredMetric.of(self.cfg.eval)
+        return MonitoredMetric.of(EvalConfig() if self.cfg is None else self.cfg.eval)
 
 
 def run_page(facts: RunFacts) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -17,8 +17,6 @@ from trainkit.config.identity import difference, run_config
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import build
-from trainkit.data.hooks import DataHooks, Reading
-from trainkit.data.reading.loader import EvalBatches
 from trainkit.data.splits import build_splits, folded, test_splits, validation_splits
 from trainkit.errors import ConfigError, Problem
 from trainkit.models.ensemble import Ensemble
@@ -30,6 +28,7 @@ from trainkit.strategies.collectives import LocalCollective
 from trainkit.sweeps.results.job_results import FOLD, JobResult
 from trainkit.sweeps.results.leaderboard import Leaderboard
 from trainkit.trained.build import Which
+from trainkit.trained.checking import batches_of
 from trainkit.trained.model import load_model, write_model
 from trainkit.trainer.evaluate import evaluate
 
@@ -154,15 +153,11 @@ def score(
     splits, objective = folded(build_splits(cfg.data), cfg.cv), _objective(cfg)
     precision: Precision = build(cfg.precision, "precision")
     precision.apply_globally(devices[0].type)  # by default torch rounds the products of a convolution to ten bits
-    reading = Reading(device=devices[0], settings=cfg.loader, hooks=DataHooks.of(cfg.data))
-
-    def batches(split: str, device: torch.device) -> EvalBatches:
-        size, own = cfg.eval.batch_size or _BATCH, replace(reading, device=device)
-        return EvalBatches(splits[split], own, batch_size=size, rank=0, num_ranks=1)
-
+    size = cfg.eval.batch_size or _BATCH
     for one in candidates:
         if one.name == _AVERAGED:  # the batch statistics of the members are wrong for the averaged weights
-            update_bn((objective.split_batch(batch)[0] for batch in batches("train", devices[0])), one.model)
+            counted = batches_of(cfg, splits["train"], size, devices[0])
+            update_bn((objective.split_batch(batch)[0] for batch in counted), one.model)
             one.model.eval()
     if precision.model_dtype is not precision.master_dtype:  # the written model keeps the master weights
         candidates = copy.deepcopy(candidates)
@@ -176,7 +171,8 @@ def score(
         device, figures = next(one.model.parameters()).device, dict[str, float]()
         local = LocalModel(model=one.model, device=device, data_ranks=LocalCollective(), precision=precision)
         for split in (*validation_splits(splits), *test_splits(splits)):
-            figures |= evaluate(local, objective, batches(split, device), split=split).figures
+            batches = batches_of(cfg, splits[split], size, device)
+            figures |= evaluate(local, objective, batches, split=split).figures
         found.append((one, figures))
     return found
 
