@@ -374,8 +374,9 @@ def observe(
     fakes = None if has_data else FakeTensorMode(allow_non_fake_inputs=True)
     on_cpu = plan.tasks[rank].device == "cpu"
     # reducers other than the backend's copy nothing
-    by_gloo = (
-        on_cpu and len({one.estimate_memory(model, plan.context).gradient_copies for one in (strategy, observed)}) == 1
+    by_gloo = on_cpu and (
+        observed is strategy
+        or len({one.estimate_memory(model, plan.context).gradient_copies for one in (strategy, observed)}) == 1
     )
     watch = Watch(fakes, by_gloo=by_gloo, shards=len(chosen), only_here=bool(modules))
     with ExitStack() as stack:

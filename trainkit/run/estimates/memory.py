@@ -181,12 +181,14 @@ def _of_device(
 ) -> DeviceMemory:
     """Return the memory of a device whose steps were observed."""
     strategy, batch = plan.components.strategy, batch_bytes(plan)
-    other = strategy.as_observed().estimate_memory(model, plan.context)
     beside = held.frozen_bytes + held.workspace_bytes + (held.staging_bytes if held.staged_here else 0)
     # copies of a reducer that was not observed, or of a strategy in whose place one device was
     is_observed, copies = bool(strategy.observed_ranks(plan.context)), held.exchange_bytes
-    if is_observed:
-        copies = round(held.gradient_bytes * max(part.memory.gradient_copies - other.gradient_copies, 0))
+    if is_observed and (other := strategy.as_observed()) is strategy:
+        copies = 0
+    elif is_observed:
+        seen_copies = other.estimate_memory(model, plan.context).gradient_copies
+        copies = round(held.gradient_bytes * max(part.memory.gradient_copies - seen_copies, 0))
     # the batches of the other shards, and of the first step: a run keeps one, and they are views of one batch
     waiting = (2 * shards - seen.num_batches) * batch
     peaks = {**seen.peaks, "reduce": seen.peaks.get("reduce", 0) + copies}
