@@ -241,9 +241,10 @@ class Remote:
                     for job in waiting:
                         job.lose(error)
                     continue
-                for job, job.handle in zip(waiting, handles, strict=True):
-                    if job.over.is_set() and job.handle is not None:  # killed meanwhile
-                        job.handle.cancel()
+                for job, handle in zip(waiting, handles, strict=True):
+                    job.handle = handle
+                    if job.over.is_set():  # killed meanwhile
+                        handle.cancel()
             seen = len(waiting)
             for job in running:
                 if not job.over.is_set():

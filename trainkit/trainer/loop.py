@@ -113,7 +113,7 @@ class TrainingLoop:
     """Updates after which the loop ends."""
     next_sync_step: Callable[[int], int]
     interrupted: Callable[[], StopKind | None]
-    """Returns the reason to stop if this process is the only one; the ranks of a group agree by a trigger."""
+    """Returns how this process was asked to stop if it is the only one; the ranks of a group agree by a trigger."""
     on_phase: PhaseListener
     expect_unchanged: Callable[[], None]
     """Called before a step if no action has run since the previous one."""

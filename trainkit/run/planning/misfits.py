@@ -102,10 +102,7 @@ def _try(plan: RunPlan, model: nn.Module, places: Sequence[int]) -> TrainkitErro
     """Run samples once; return the error of a misfit."""
     samples = [read_sample(plan.components.datasets["train"], place) for place in places]
     batch = to_device(plan.components.hooks.collate_function(samples, places), _HOST)
-    if (
-        any(task.device != _HOST.type for task in plan.tasks)
-        and (fixed := next(iter(immovable_in(batch)), None)) is not None
-    ):
+    if any(task.device != _HOST.type for task in plan.tasks) and (fixed := next(immovable_in(batch), None)) is not None:
         return ConfigError([_immovable(plan, fixed)])
     most = _CHEAP_MADE if getattr(plan.components.datasets["train"], "is_declared", False) else _CHEAP
     numbers = sum(param.numel() for param in model.parameters()) <= most

@@ -31,6 +31,7 @@ from trainkit.objectives.base import Loss, Objective, Supervised
 from trainkit.objectives.fields import IGNORED
 from trainkit.strategies.base import Batch, StepContext
 from trainkit.strategies.collectives import GroupCollective
+from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep, weight_on
 from trainkit.strategies.mesh.step import ShardedWork
 from trainkit.strategies.mesh.tensor import DrawWatch
@@ -325,7 +326,7 @@ class CutStep(ShardStep):
 
     def __init__(
         self,
-        replica: Any,
+        replica: Replica,
         ticket: Ticket,
         batches: Sequence[Batch],
         training: StepContext,
