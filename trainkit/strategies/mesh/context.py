@@ -355,7 +355,9 @@ class CutStep(ShardStep):
     def _forward(self, shard: int, batch: Batch) -> Loss:
         loss = super()._forward(shard, self._cut.part_of(batch, self.training.objective))
         if loss.extra is not None:
-            raise TrainingError("the objective adds a mean over the shard, of parts of sequences. Use context=1.")
+            raise TrainingError(
+                "the objective adds a mean over the shard, of parts of sequences. Use strategy.context=1."
+            )
         return loss
 
 

@@ -224,7 +224,9 @@ class MeshStrategy(ProcessGroup, Strategy):
             return [Problem(key="numerics.reproducible", value=True, rule=rule)]
         if objective is None or vars(type(objective)).get("by_position", False):
             return []
-        rule = "does not declare by_position, and strategy.context scores parts of each sequence. Use context=1."
+        rule = (
+            "does not declare by_position, and strategy.context scores parts of each sequence. Use strategy.context=1."
+        )
         return [Problem(key="objective", value=type(objective).__name__, rule=rule)]
 
     def _offload_problems(self, context: PlanContext) -> list[Problem]:
@@ -241,7 +243,8 @@ class MeshStrategy(ProcessGroup, Strategy):
         if layout.axes.context > 1:
             problems += cut_problems(model, layout.axes.context)
             if layout.axes.tensor > 1 and not draws_nothing(model):
-                rule = "and strategy.context cut activations that random numbers are drawn for. Use one of the two."
+                rule = "cuts activations for which random numbers are drawn, and so does strategy.context. "
+                rule += "Use one of the two."
                 problems.append(Problem(key="strategy.tensor", value=layout.axes.tensor, rule=rule))
         if self.pipe_stages is not None and not problems:
             problems = self.pipe_stages.model_problems(model, layout, context)
