@@ -48,9 +48,20 @@ def launch_at(address: tuple[str, int]) -> LaunchEnvironment:
 def test_a_launch_gives_up_a_store_that_accepts_and_never_answers(
     silent: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(boards, "_ANSWER_S", 0.5)  # how long torch tries again, once the socket is closed
+    monkeypatch.setattr(boards, "_CONNECT_S", 0.5)  # how long torch tries again, once the socket is closed
     with ExitStack() as stack, pytest.raises(HangError, match=r"waited 1 s \(supervisor.join_timeout_s\) for"):
         StoreClient(launch_at(silent)).open(stack, WaitReporter(lambda: "rank 0", timeout_s=1, log=lambda _: None))
+
+
+@pytest.mark.slow
+def test_a_store_that_closes_while_a_task_connects_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boards, "reachable", lambda *_: True)  # it was, a moment ago
+    monkeypatch.setattr(boards, "_CONNECT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as ended:
+        address = ended.getsockname()
+    waiter = WaitReporter(lambda: "the chief", timeout_s=1, log=lambda _: None)
+    with ExitStack() as stack, pytest.raises(HangError, match="for the chief"):
+        StoreClient(launch_at(address)).open(stack, waiter)
 
 
 def test_a_rank_gives_up_a_store_that_accepts_and_never_answers(

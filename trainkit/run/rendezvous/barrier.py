@@ -82,6 +82,8 @@ class WaitReporter:
 
 
 _CONNECT_POLL_S: Final = 0.2
+_CONNECT_S: Final = 30.0
+"""Seconds of one attempt to connect to the store."""
 _ANSWER_S: Final = 300.0
 """Seconds that the store may take to answer; its process may be stopped, or the machine loaded."""
 _ANSWER_AFTER_FAILURE_S: Final = 5.0
@@ -119,16 +121,20 @@ class StoreClient:
             hosted = stack.enter_context(store_of_launch(self._launch))
             hosted.open()
             self.address = hosted.address
-        while not reachable(*self.address):
-            waiter.wait(_CONNECT_POLL_S)
-        connecting = Pending(
-            lambda: TCPStore(
-                *self.address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_ANSWER_S)
+        self._store = None
+        # torch tries a refused connection again until its timeout: that of the store of a run that has just ended
+        timeout = timedelta(seconds=_CONNECT_S)
+        while self._store is None:
+            while not reachable(*self.address):
+                waiter.wait(_CONNECT_POLL_S)
+            connecting = Pending(
+                lambda: TCPStore(*self.address, is_master=False, wait_for_workers=False, timeout=timeout)
             )
-        )
-        while not connecting.wait(_CONNECT_POLL_S):  # a server that listens but never answers would block for ever
-            waiter.wait(0)
-        self._store = connecting.result()
+            while not connecting.wait(_CONNECT_POLL_S):  # a server that listens but never answers would block for ever
+                waiter.wait(0)
+            with contextlib.suppress(RuntimeError):  # the store's DistError
+                self._store = connecting.result()
+        self._store.set_timeout(timedelta(seconds=_ANSWER_S))
 
     def close(self) -> None:
         """Drop the connection to the store."""
