@@ -1,9 +1,10 @@
 """Test the lowest and the newest versions that pyproject.toml allows: the fast lane, and the contract of strategies.
 
-python scripts/floors.py [lowest] [newest] [--folder FOLDER]
+python scripts/floors.py [lowest] [newest] [prerelease] [--folder FOLDER]
 
 Each resolution gets its own virtual environment: direct dependencies, including those of the extra `test`, at their
-lowest (or newest) allowed versions, and indirect ones as new as possible. Exits with 1 if a test fails on one. `uv`
+lowest (or newest) allowed versions, and indirect ones as new as possible. `prerelease` is the newest with pre-releases
+of Hydra and OmegaConf, which pyproject.toml does not allow yet. Exits with 1 if a test fails on one. `uv`
 resolves: the one on PATH, or else one that pip installs for this run. Its variables apply: without need of a CUDA build
 of PyTorch, UV_TORCH_BACKEND=cpu uses the index of the CPU builds (a CUDA build downloads 3 GB).
 """
@@ -24,9 +25,15 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-STRATEGIES: Final = {"lowest": "lowest-direct", "newest": "highest"}
+STRATEGIES: Final = {"lowest": "lowest-direct", "newest": "highest", "prerelease": "highest"}
 LANES: Final = (["--fast"], ["tests/contract/test_strategies.py", "tests/contract/test_shaping.py"])
 """Arguments of pytest: the fast lane trains in one process, and hardly compiles."""
+
+TOLERATED: Final = [
+    "-Wignore:The version_base parameter is deprecated",
+    "-Wignore:register_new_resolver",
+]
+"""What tests do as users of Hydra 1.3 do, and a later Hydra warns about."""
 
 
 def run(*command: str | Path) -> None:
@@ -73,15 +80,20 @@ def install(uv: Path, resolution: str, folder: Path) -> Path:
         run(uv, "venv", *options, folder / resolution)
     run(uv, "pip", "sync", "--quiet", "--python", python, pins)
     run(uv, "pip", "install", "--quiet", "--python", python, "--no-deps", "--editable", ".")
-    versions = dict(re.findall(r"^([\w.-]+)==(\S+)", pins.read_text(), re.MULTILINE))
+    if resolution == "prerelease":
+        early = ("--prerelease=allow", "--upgrade", "--no-deps", "hydra-core", "omegaconf")
+        run(uv, "pip", "install", "--quiet", "--python", python, *early)
+    freeze: list[str | Path] = [uv, "pip", "freeze", "--python", python]
+    installed = subprocess.run(freeze, capture_output=True, text=True, check=True).stdout
+    versions = dict(re.findall(r"^([\w.-]+)==(\S+)", installed, re.MULTILINE))
     print(f"{resolution}: {', '.join(f'{name} {versions[name]}' for name in direct_names())}", flush=True)
     return python
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Test each resolution that is named, or both."""
+    """Test each resolution that is named, or all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("resolutions", nargs="*", help="lowest, newest; both where none is named")
+    parser.add_argument("resolutions", nargs="*", help=f"{', '.join(STRATEGIES)}; all where none is named")
     parser.add_argument("--folder", type=Path, help="where the environments are made, and kept")
     options = parser.parse_args(arguments)
     unknown = set(options.resolutions) - set(STRATEGIES)
@@ -95,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
         for resolution in options.resolutions or STRATEGIES:
             python, start = install(uv, resolution, folder), time.monotonic()
             environment = os.environ | {"VIRTUAL_ENV": str(python.parents[1])}
-            tests: list[str | Path] = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE"]
+            tests: list[str | Path] = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", *TOLERATED]
             runs = [subprocess.run([*tests, *lane], cwd=ROOT, env=environment, check=False) for lane in LANES]
             codes = [one.returncode for one in runs]
             print(f"{resolution}: exit codes {codes} after {time.monotonic() - start:.0f} s", flush=True)

@@ -85,7 +85,8 @@ def hydra_state() -> Iterator[None]:
     previous = base.getbase() if base is not None else None  # type: ignore[attr-defined]
     try:
         setup_globals()
-        hydra_version.setbase("1.3")
+        version = hydra_version._get_version("1.3")  # noqa: SLF001 - the public `setbase` warns in Hydra 1.4
+        hydra_version.VersionBase.instance().setbase(version)
         Plugins.instance()
         yield
     finally:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from hydra._internal.callbacks import Callbacks
-from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra.core import utils as hydra_utils
 from hydra.core.hydra_config import HydraConfig
@@ -118,14 +118,14 @@ class ComposedConfigLoader(ConfigLoaderImpl):
             if folder and not any(item.key_or_group == "hydra.sweep.dir" for item in parsed):
                 cfg.hydra.sweep.dir = folder
             naming = cfg.hydra.job.config.override_dirname
-            single = [item for item in task if not item.is_sweep_override()]
-            cfg.hydra.job.override_dirname = get_overrides_dirname(
-                # OmegaConf would resolve a reference to a variable, also to that of a secret
-                overrides=[item for item in single if "${oc." not in (item.input_line or "")],
-                kv_sep=naming.kv_sep,
-                item_sep=naming.item_sep,
-                exclude_keys=naming.exclude_keys,
-            )
+            lines = [
+                item.input_line or ""
+                for item in task
+                if not item.is_sweep_override() and item.key_or_group not in naming.exclude_keys
+            ]
+            # OmegaConf would resolve a reference to a variable, also to that of a secret
+            texts = sorted(line for line in lines if "${oc." not in line)
+            cfg.hydra.job.override_dirname = naming.item_sep.join(texts).replace("=", naming.kv_sep)
         return cfg
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
@@ -150,9 +150,9 @@ class ComposedConfigLoader(ConfigLoaderImpl):
         return (sys.executable, "-m", "trainkit", *flags, *applicable, setting("hydra.run.dir", folder))
 
     def _parse_overrides_and_create_caching_repo(
-        self, config_name: str | None, overrides: list[str]
+        self, config_name: str | None, overrides: list[str], parsed_overrides: list[Override] | None = None
     ) -> tuple[list[Override], CachingConfigRepository]:
-        del config_name
+        del config_name, parsed_overrides  # the second is of Hydra 1.4
         return self.composer.parse(overrides)[0], _HydraFiles(self.composer.loader.repository, self._composition)
 
 
