@@ -41,7 +41,7 @@ from trainkit.sweeps.job_sources import JobSource, SweepJob, continued
 from trainkit.sweeps.results.comparing import page_at_end
 from trainkit.sweeps.results.job_results import SweepState, config_of, is_complete, last_line
 from trainkit.sweeps.results.leaderboard import collect, write
-from trainkit.sweeps.screen import JobLine, Screen, State, View, print_line, screen_for
+from trainkit.sweeps.screen import TERSE, JobLine, Screen, State, View, print_line, screen_for
 from trainkit.trainer.ownership import locked
 from trainkit.watching.board import watched
 
@@ -359,13 +359,15 @@ class Sweep:
         write(collect(self.folder), self.folder, is_end=False)
 
     def finish(self) -> None:
-        """Write the leaderboard and the page; print the leaderboard."""
+        """Write the leaderboard and the page; print the leaderboard unless the caller prints the results."""
         self.record.forget_others(self.requested)
         with reporting(self.folder):
             self.record.write()
             board = collect(self.folder)
             write(board, self.folder)
             page = page_at_end(self.folder, board)
+        if TERSE.get():
+            return
         rows = self.record.rows.values()
         codes = [row.exit_code for row in rows if row.exit_code is not None and not row.pruned]
         stopped = sum(code in STOPPED for code in codes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -164,6 +165,10 @@ def screen_for() -> Screen:
     from rich.console import Console  # noqa: PLC0415 - a terminal only
 
     return TableScreen(Console(highlight=False))
+
+
+TERSE: Final = ContextVar("terse", default=False)
+"""Whether the caller of a sweep prints its results, and its end does not."""
 
 
 def print_line(line: str) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from statistics import fmean, variance
+from statistics import fmean, stdev, variance
 from typing import Final, Literal
 
 G: Final = 4.0
@@ -31,7 +31,10 @@ FEWEST: Final = 4
 ALPHA: Final = 0.05
 """Bound on the probability that any answer, at any time, is wrong."""
 
-Answer = Literal["better", "worse", "not distinguishable yet"]
+BUDGET: Final = 30
+"""Pairs in all, beyond which no number of missing pairs is named."""
+
+Answer = Literal["better", "worse", "the same", "the same bits", "the same within delta", "not distinguishable yet"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +49,8 @@ class Verdict:
     """Lower bound of that mean."""
     high: float
     """Upper bound of that mean."""
+    more_pairs: int | None = None
+    """Pairs that are missing if mean and deviation stay as they are; None: more than the budget."""
 
 
 @cache
@@ -65,7 +70,13 @@ def t_bound(pairs: int, alpha: float = ALPHA, g: float = G) -> float:
 
 
 def verdict(
-    differences: Sequence[float], alpha: float = ALPHA, *, lower_is_better: bool = True, resolution: float = 0.0
+    differences: Sequence[float],
+    alpha: float = ALPHA,
+    *,
+    lower_is_better: bool = True,
+    resolution: float = 0.0,
+    delta: float | None = None,
+    budget: int = BUDGET,
 ) -> Verdict:
     """Judge the differences B - A of all pairs so far.
 
@@ -75,18 +86,50 @@ def verdict(
         lower_is_better: the direction of the metric.
         resolution: the smallest step of the metric, 1/360 for an accuracy over 360 samples. Its square / 4 is added to
             the variance: equal small differences would otherwise have a deviation of 0, and t would be infinite.
+        delta: a mean that is nearer to 0 does not matter: "the same within delta" once the interval lies inside.
+        budget: pairs in all, beyond which `more_pairs` is None.
 
     Example:
         >>> verdict([0.2, 0.21, 0.19, 0.2]).answer, verdict([0.2, -0.1, 0.3, 0.1]).answer
         ('worse', 'not distinguishable yet')
+        >>> verdict([0.2, -0.1, 0.3, 0.1, 0.2]).more_pairs, verdict([0.2, 0.21, 0.19, 0.2], delta=0.5).answer
+        (12, 'worse')
     """
     pairs, mean = len(differences), fmean(differences)
     deviation = math.sqrt((variance(differences) if pairs > 1 else 0.0) + resolution**2 / 4) or math.ulp(0.0)
-    radius = t_bound(pairs, alpha) * deviation / math.sqrt(pairs)
-    answer: Answer = "not distinguishable yet"
-    if pairs >= FEWEST and abs(mean) > radius:
-        answer = "better" if (mean < 0) == lower_is_better else "worse"
-    return Verdict(answer=answer, difference=mean, low=mean - radius, high=mean + radius)
+
+    def radius(total: int) -> float:
+        return t_bound(total, alpha) * deviation / math.sqrt(total)
+
+    def answer(total: int) -> Answer:
+        if total >= FEWEST and abs(mean) > radius(total):
+            return "better" if (mean < 0) == lower_is_better else "worse"
+        within = total >= FEWEST and delta is not None and abs(mean) + radius(total) < delta
+        return "the same within delta" if within else "not distinguishable yet"
+
+    totals = range(pairs, max(budget, pairs) + 1)
+    more = next((total - pairs for total in totals if answer(total) != "not distinguishable yet"), None)
+    low, high = mean - radius(pairs), mean + radius(pairs)
+    return Verdict(answer=answer(pairs), difference=mean, low=low, high=high, more_pairs=more)
+
+
+def far_pair(differences: Sequence[float]) -> int | None:
+    """Return the place of a difference that is too far from the mean of the others to be a normal one; None without.
+
+    The bound is 3.6 + 15 / (n - 3) deviations of the others, which about one of 100 sets of n normal differences passes
+    (Grubbs 1950: 11.4 for n = 5, 5.3 for 10, 4.1 for 30).
+
+    Example:
+        >>> far_pair([0.1, 0.12, 0.11, 3.0, 0.09]), far_pair([0.1, 0.2, 0.05, 0.3, 0.15])
+        (3, None)
+    """
+    if len(differences) < FEWEST:
+        return None
+    mean = fmean(differences)
+    place = max(range(len(differences)), key=lambda at: abs(differences[at] - mean))
+    others = [*differences[:place], *differences[place + 1 :]]
+    far = 3.6 + 15 / (len(differences) - 3)
+    return place if abs(differences[place] - fmean(others)) > far * stdev(others) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

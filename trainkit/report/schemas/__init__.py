@@ -36,6 +36,11 @@ DOCUMENTS: Final[Mapping[str, Document]] = {
     "model": Document(about="trainkit ls --model --json", kind="trainkit.run.estimates.model_summary.ModelSummary"),
     "top": Document(about="trainkit top DIR --json", kind="trainkit.report.schemas.looking.Ranking"),
     "diff": Document(about="trainkit diff RUN RUN --json", kind="trainkit.report.schemas.looking.Comparison"),
+    "compare": Document(
+        about="trainkit compare A B --json, and a line of outputs/comparisons.jsonl",
+        kind="trainkit.report.schemas.looking.PairedComparison",
+    ),
+    "comparisons": Document(about="trainkit compare --json", kind="trainkit.report.schemas.looking.Comparisons"),
     "bench": Document(about="trainkit bench --json, and bench.json", kind="trainkit.measuring.tables.BenchDocument"),
     "find_lr": Document(
         about="trainkit find lr --json, and find_lr.json", kind="trainkit.measuring.range_test.FindLrDocument"

@@ -1,4 +1,4 @@
-"""Outputs of `explain`, `ls`, `top`, `diff` and `advise` with `--json`."""
+"""Outputs of `explain`, `ls`, `top`, `diff`, `compare` and `advise` with `--json`."""
 
 from __future__ import annotations
 
@@ -162,6 +162,84 @@ class Comparison(TypedDict):
     """The differences; differences that can change the result come first."""
     can_change_result: int
     """Number of differences that can change the result."""
+
+
+class ComparedSide(TypedDict):
+    """One side of a comparison."""
+
+    name: str
+    """The folder or the overrides, as given."""
+    folder: str
+    """The folder of its runs."""
+    state: str
+    """Hash of config, sources, data, package versions and threads of its runs; empty if not recorded."""
+    diverged: int
+    """Runs that diverged or failed; their pairs do not count."""
+
+
+class ComparedPair(TypedDict):
+    """The two runs of one seed."""
+
+    seed: int
+    """The seed."""
+    a: float | None
+    """Metric of A, over folds the mean; null if it diverged."""
+    b: float | None
+    """Metric of B."""
+    sha256_a: list[str]
+    """SHA-256 of the weights of A, one for each fold."""
+    sha256_b: list[str]
+    """SHA-256 of the weights of B."""
+
+
+class PairedComparison(TypedDict):
+    """Output of `trainkit compare A B --json`, and a line of outputs/comparisons.jsonl."""
+
+    version: Literal[1]
+    """Version of this document."""
+    time: str
+    """End of the comparison, ISO 8601."""
+    a: ComparedSide
+    """The side that is compared with."""
+    b: ComparedSide
+    """The side that is judged."""
+    differences: list[ChangedKey]
+    """Keys in which they differ, without the seed; those that can change the result come first."""
+    metric: str
+    """The metric."""
+    mode: Literal["min", "max"]
+    """Whether lower or higher values are better."""
+    answer: str
+    """better, worse, the same, the same bits, the same within DELTA, or not distinguishable yet."""
+    difference: float | None
+    """Mean of B - A; null without a pair that counts."""
+    interval: list[float | None]
+    """Bounds of that mean; null: none."""
+    alpha: float
+    """Bound on the probability that the interval, at any time, misses the mean."""
+    more_pairs: int | None
+    """Pairs that are missing if mean and deviation stay as they are; null: more than the budget, or unknown."""
+    pairs: list[ComparedPair]
+    """The pairs, by seed."""
+    gain_of_pairing: float | None
+    """Variance of a difference of unequal seeds over that of a pair; null with fewer than 4 pairs."""
+    unpaired: list[str]
+    """Why runs of one seed begin differently; empty if they do not."""
+    remarks: list[str]
+    """What weakens the answer, or gives its reason."""
+    seconds: float
+    """Seconds of training of the runs of all pairs."""
+    line: str
+    """The answer in one line."""
+
+
+class Comparisons(TypedDict):
+    """Output of `trainkit compare --json`: the ledger."""
+
+    version: Literal[1]
+    """Version of this document."""
+    comparisons: list[PairedComparison]
+    """The comparisons that were made here, the first one first."""
 
 
 class AdvisedWay(TypedDict):

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 def run(call: Call) -> int:
     """Train; return the exit code."""
     if call.multirun:
-        return _sweep(call)
+        return sweep(call)
     from trainkit.api import choose_workers  # noqa: PLC0415 - nothing is imported to refuse an argument
     from trainkit.config.check import checked_names, checked_values  # noqa: PLC0415 - the same
     from trainkit.config.compose import compose  # noqa: PLC0415 - the same
 
     composition = compose(call.overrides, config_dirs=call.config_dirs, packages=call.packages)
     if composition.is_sweep:
-        return _sweep(call)
+        return sweep(call)
     refuse_environment(composition)
     composition = checked_names(composition)
     with template_of(composition):
@@ -104,7 +104,7 @@ def exit_code(result: Mapping[str, Any]) -> int:
     return int(result.get("exit_code", 1))
 
 
-def _sweep(call: Call) -> int:
+def sweep(call: Call) -> int:
     """Check every point, then pass the sweep to Hydra's sweeper and the cluster's launcher."""
     from trainkit.config.compose.jobs import multirun  # noqa: PLC0415 - for sweeps only
     from trainkit.report.train_log import lasting_output  # noqa: PLC0415 - the same

@@ -193,7 +193,8 @@ def parse(words: Sequence[str]) -> tuple[Call, dict[str, Any]]:
     found, others, problems = parsed(verb, rest[:end])
     bare, overrides = list[str](), list[str]()
     for word in others:
-        if is_override(word) and not (verb and len(bare) < VERBS[verb].paths and os.path.lexists(word)):
+        is_side = not word and verb == "compare"  # a set without overrides
+        if (is_override(word) or is_side) and not (verb and len(bare) < VERBS[verb].paths and os.path.lexists(word)):
             overrides.append(word)
         else:
             literal = str(Path(word)).startswith("~") and os.path.lexists(word)  # no user's home

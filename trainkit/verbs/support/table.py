@@ -136,6 +136,19 @@ VERBS: Final[Mapping[str, Verb]] = {
             Flag("--same-cut", "compare only the numbers, with the same batch.micro_size"),
             Flag("--all", "print a line for every parameter, even if all are equal"),
         ), composes=True),
+    "compare": Verb(
+        "running", "A B [OVERRIDES of both]   (A, B: folders of runs, or quoted sets of overrides)",
+        "optimizer.lr=0.01 optimizer.lr=0.02 recipe=digits",
+        "is B better than A? Reads runs of both, or trains them with equal seeds; alone: list the answers",
+        (
+            Flag("--pairs N", "seeds to train of each; 5 without it", whole(1, 10_000)),
+            Flag("--until-sure", "add pairs until the answer holds, or more than --max-pairs would be needed"),
+            Flag("--max-pairs N", "pairs in all; 30 without it", whole(1, 10_000)),
+            Flag("--delta X", "differences that do not matter: may answer the same within X", _rate),
+            Flag("--edits N", "comparisons of a series: each is wrong with a probability of 5 % / N", whole(1)),
+            *_ORDER,
+            _JSON,
+        ), None, paths=2),
     "bench": Verb(
         "measuring", "KEY=A,B[,C...] OVERRIDES", "strategy=one_device,mirrored",
         "measure the same training with several choices, in turns",

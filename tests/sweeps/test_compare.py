@@ -1,0 +1,205 @@
+"""An answer of `trainkit compare` that chance or a divergence gave, and two trainings that are called one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainkit.cli import main
+from trainkit.config.schema import RunConfig
+from trainkit.errors import ConfigError
+from trainkit.sweeps.results import pairs
+from trainkit.sweeps.results.pairs import Side, compare, goal_of, read_side
+from trainkit.sweeps.results.states import state_of
+from trainkit.sweeps.verdict import verdict
+from trainkit.verbs.running import compare as verb
+from trainkit.verbs.support.call import parse
+
+POOL = json.loads((Path(__file__).parent / "digits.json").read_text())
+
+
+def side(root: Path, values: Sequence[float | None], metric: str = "val/loss", **config: Any) -> Side:
+    """Return a side with a run for each seed; None has failed."""
+    for seed, value in enumerate(values):
+        folder = root / str(seed)
+        folder.mkdir(parents=True)
+        cfg = {"seed": seed, **config}
+        (folder / "resolved.yaml").write_text(yaml.dump(cfg))
+        status = "failed" if value is None else "finished"
+        result = {"status": status, "metrics": {metric: value}, "seconds": 1.5, "weights_sha256": f"{root.name}{seed}"}
+        (folder / "result.json").write_text(json.dumps(result))
+        (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.3}\n')
+    return read_side(str(root))
+
+
+def judged(a: Side, b: Side, metric: str | None = None, **settings: Any) -> Any:
+    return compare(a, b, goal_of(a, metric, None), **settings)
+
+
+def test_five_pairs_of_digits_tell_two_weight_decays_apart(tmp_path: Path) -> None:
+    b = side(tmp_path / "b", POOL["loss"][:5])
+    found = judged(side(tmp_path / "a", POOL["loss_of_decay_0.1"][:5], clip={"max_norm": 1.0}), b)
+    assert found["line"].startswith("better  val/loss -0.00"), found["line"]
+    assert found["line"].endswith("], 95 % at any look, 5 pairs, this validation set")
+    assert found["gain_of_pairing"] > 1
+    assert [one["key"] for one in found["differences"]] == ["clip.max_norm"]
+    assert judged(b, read_side(str(tmp_path / "a")))["answer"] == "worse"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "resolution"), [("loss", 0.0), ("correct", 1.0)])
+def test_of_400_equal_trainings_looked_at_after_each_pair_few_are_told_apart(kind: str, resolution: float) -> None:
+    chance, wins = random.Random(0), 0
+    for _ in range(400):
+        seeds = chance.sample(range(200), 60)
+        gaps = [POOL[kind][one] - POOL[kind][other] for one, other in zip(seeds[:30], seeds[30:], strict=True)]
+        looks = (verdict(gaps[:pairs], resolution=resolution, budget=0).answer for pairs in range(4, 31))
+        wins += any(answer in ("better", "worse") for answer in looks)
+    assert wins <= 20  # 5 %
+
+
+def test_fewer_than_four_pairs_answer_nothing_and_say_how_many_are_missing(tmp_path: Path) -> None:
+    a, b = side(tmp_path / "a", [0.5, 0.6, 0.55]), side(tmp_path / "b", [0.4, 0.5, 0.46])
+    found = judged(a, b)
+    assert found["answer"] == "not distinguishable yet"
+    assert found["more_pairs"] == 1
+    assert found["line"].endswith("3 pairs: nothing is concluded from fewer than 4")
+
+
+def test_the_side_with_more_divergences_is_never_better(tmp_path: Path) -> None:
+    a = side(tmp_path / "a", [0.5, 0.6, 0.55, 0.52, 0.58, 0.53])
+    b = side(tmp_path / "b", [0.4, 0.5, 0.45, 0.42, 0.481, None])
+    found = judged(a, b)
+    assert (found["a"]["diverged"], found["b"]["diverged"]) == (0, 1)
+    assert found["answer"] == "not distinguishable yet"
+    assert any("more of its runs diverged" in text for text in found["remarks"])
+    assert judged(b, a)["answer"] == "not distinguishable yet"  # A may not be the better one either
+    exploded = side(tmp_path / "c", [0.4, 0.5, 0.45, 0.42, 0.481, 9.0])
+    assert judged(a, exploded)["b"]["diverged"] == 1
+
+
+def test_a_tie_by_one_sample_is_called_a_tie(tmp_path: Path) -> None:
+    a = side(tmp_path / "a", [350 / 360] * 5 + [349 / 360], "val/accuracy")
+    b = side(tmp_path / "b", [351 / 360] * 5 + [350 / 360], "val/accuracy")
+    found = judged(a, b, "val/accuracy")
+    assert found["answer"] == "not distinguishable yet"
+    assert found["remarks"] == ["a tie: the means differ by one step of val/accuracy, 0.002778, or less"]
+
+
+def test_skewed_differences_are_said(tmp_path: Path) -> None:
+    a = side(tmp_path / "a", [0.5, 0.6, 0.55, 0.52, 0.58])
+    b = side(tmp_path / "b", [0.49, 0.591, 0.539, 0.511, 2.1])
+    assert any(text.startswith("skewed: the difference 1.52") for text in judged(a, b)["remarks"])
+
+
+def test_a_delta_and_a_series_of_edits_change_what_is_sure(tmp_path: Path) -> None:
+    a = side(tmp_path / "a", [0.5, 0.6, 0.55, 0.52, 0.58])
+    b = side(tmp_path / "b", [0.501, 0.6, 0.549, 0.52, 0.58])
+    assert judged(a, b)["answer"] == "not distinguishable yet"
+    assert judged(a, b, delta=0.01)["answer"] == "the same within 0.01"
+    better = side(tmp_path / "c", [0.45, 0.56, 0.505, 0.475, 0.528])
+    assert judged(a, better)["answer"] == "better"
+    assert judged(a, better, edits=200)["answer"] == "not distinguishable yet"
+
+
+def test_equal_hashes_are_the_same_bits(tmp_path: Path) -> None:
+    a = side(tmp_path / "a", [0.5, 0.6])
+    assert judged(a, a)["answer"] == "the same bits"
+
+
+@pytest.mark.slow
+def test_a_pairing_with_other_samples_is_said_to_be_broken(tmp_path: Path) -> None:
+    a = side(tmp_path / "a", [0.5, 0.6], loader={"shuffle": False})
+    assert judged(a, side(tmp_path / "b", [0.5, 0.6]))["unpaired"] == ["another order of samples (loader.shuffle)"]
+
+
+def test_a_folder_of_several_points_is_refused_and_one_of_its_runs_stands_for_its_point(tmp_path: Path) -> None:
+    for name, decay in (("x", 0.0), ("y", 1.0)):
+        side(tmp_path / name, [0.5, 0.6], clip={"max_norm": decay + 1})
+    rows = [
+        {"job": f"{name}{seed}", "folder": f"{name}/{seed}", "overrides": [], "exit_code": 0}
+        for name in "xy"
+        for seed in (0, 1)
+    ]
+    (tmp_path / "sweep.json").write_text(json.dumps({"jobs": rows}))
+    with pytest.raises(ConfigError, match="holds several points"):
+        read_side(str(tmp_path))
+
+
+def test_comparisons_are_listed_from_the_ledger(tmp_path: Path, cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "ab":
+        side(tmp_path / name, [0.5, 0.6])
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert main(["compare", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["comparisons"] == [shown]
+    with pairs.LEDGER.open("a") as file:
+        file.write("half a li")
+    assert main(["compare"]) == 0
+    assert shown["line"] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["optimizer.lr=1"], "Give A and B"),
+        (["recipe=digits", "optimizer.lr=1", "optimizer.lr=2"], "is given for both sides, and again"),
+        (["optimizer.lr=1 seed=3", "optimizer.lr=2"], "is set by compare itself"),
+        (["a", "b", "optimizer.lr=2"], "takes two folders"),
+        (["a", "b", "--pairs", "6"], "is about runs that compare starts"),
+    ],
+)
+def test_words_that_name_no_two_sides_are_refused(words: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        verb.run(parse(["compare", *words])[0])
+
+
+def test_an_empty_side_keeps_its_place() -> None:
+    assert parse(["compare", "optimizer.lr=1", "", "epochs=1"])[0].overrides == ("optimizer.lr=1", "", "epochs=1")
+
+
+@pytest.mark.slow
+def test_a_comment_changes_no_state_and_a_digit_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = tmp_path / "edited_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "net.py").write_text("WIDTH = 8\n")
+    data = tmp_path / "rows.csv"
+    data.write_text("1")
+    cfg = RunConfig(model={"_target_": "edited_package.net.Net"}, data={"_target_": "x.Y", "path": str(data)})
+    before = state_of(cfg)
+    (package / "net.py").write_text("# a comment\nWIDTH  =  8\n")
+    assert state_of(cfg) == before
+    (package / "net.py").write_text("WIDTH = 9\n")
+    assert state_of(cfg).differing(before) == ["sources"]
+    (package / "net.py").write_text("WIDTH = 8\n")
+    os.utime(data, (0, 0))
+    assert state_of(cfg).differing(before) == ["data"]
+    assert state_of(RunConfig(seed=3)) == state_of(RunConfig(seed=4))
+    sys.modules.pop("edited_package", None)
+
+
+@pytest.mark.long
+def test_compare_trains_what_is_missing_and_nothing_for_a_null_edit(
+    cwd: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    decays = ["optimizer.weight_decay=0.1", "optimizer.weight_decay=0.01"]
+    short = ["recipe=digits", "epochs=10", "callbacks=[]", "logger=[]"]
+    assert main(["compare", *decays, *short]) == 0
+    assert capfd.readouterr().out.splitlines()[-1].startswith("better  val/loss -0.00")
+    folders = sorted(path.parent for path in Path("outputs/compare").rglob("result.json"))
+    assert len(folders) == 10
+    assert main(["compare", *reversed(decays), *short]) == 0  # both are known
+    assert capfd.readouterr().out.splitlines()[-1].startswith("worse  val/loss 0.00")
+    assert main(["compare", str(folders[0].parent), "loader.prefetch=4"]) == 0
+    assert capfd.readouterr().out.splitlines()[-1] == "the same"
+    assert len([*Path("outputs/compare").rglob("result.json")]) == 10

@@ -1,0 +1,393 @@
+"""Compare two sides, each the runs of one config with several seeds, pair by pair: `trainkit compare`.
+
+A run that diverged has no value: it failed, its metric is not finite, or its loss ended above the first one that it
+logged. Its pair does not count, and the side with more of them is never better.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean, variance
+from typing import Any, Final
+
+from trainkit.config.grammar import refusal
+from trainkit.config.identity import difference
+from trainkit.config.schema import NO_RUN, MonitoredMetric, RunConfig
+from trainkit.config.sections import CvConfig
+from trainkit.errors import CheckpointError, UnreadableError
+from trainkit.files import json_value, parse_json, read_lines, reporting
+from trainkit.report.curves import number
+from trainkit.report.numbers import figure
+from trainkit.report.schemas.looking import ComparedPair, ComparedSide, PairedComparison
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.sweeps.results.job_results import COMPLETE, SWEEP_FILE, JobResult, config_of, read_entries, read_entry
+from trainkit.sweeps.results.states import read_state
+from trainkit.sweeps.verdict import ALPHA, BUDGET, FEWEST, Verdict, far_pair, resolution_of, verdict
+
+LEDGER: Final = Path("outputs/comparisons.jsonl")
+"""Every comparison of this folder, one JSON document a line."""
+_ORDER: Final = ("data", "cv", "loader.shuffle", "batch.drop_last")
+"""Keys that change which samples a step reads, besides the seed."""
+_WEIGHTS: Final = ("model", "convert", "init_from")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training of a side."""
+
+    result: JobResult
+    cfg: RunConfig
+
+    def value(self, goal: MonitoredMetric) -> float | None:
+        """Return its metric; None if it diverged."""
+        value = self.result.metrics.get(goal.metric, math.nan)
+        if self.result.status not in COMPLETE or not math.isfinite(value):
+            return None
+        first = math.inf
+        with suppress(UnreadableError, ValueError, TypeError, AttributeError):
+            line = next(read_lines(self.result.folder / "metrics.jsonl"), b"{}")
+            first = number(parse_json(line).get("train/loss")) or math.inf
+        return None if goal.metric == "val/loss" and value > first else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """The runs of one config with several seeds."""
+
+    name: str
+    """As the user gave it: a folder, or overrides."""
+    folder: Path
+    cfg: RunConfig
+    """The config of the first run."""
+    runs: tuple[Run, ...] = ()
+    state: str = ""
+    """`State.sha256` of their training; empty: not recorded."""
+
+    def by_seed(self, goal: MonitoredMetric) -> dict[int, float | None]:
+        """Return the value of each seed, over folds the mean; None if one of its runs diverged."""
+        found: dict[int, list[float | None]] = {}
+        for run in self.runs:
+            found.setdefault(run.cfg.seed, []).append(run.value(goal))
+        return {
+            seed: None if None in values else fmean(value for value in values if value is not None)
+            for seed, values in found.items()
+        }
+
+    def hashes(self) -> dict[int, list[str]]:
+        """Return the SHA-256 of the weights of each seed, one for each fold; a run without one is left out."""
+        found: dict[int, list[str]] = {}
+        for run in self.runs:
+            sha256 = (RunFolder(run.result.folder).read_result() or {}).get("weights_sha256")
+            found.setdefault(run.cfg.seed, []).extend([sha256] if isinstance(sha256, str) else [])
+        return found
+
+
+def read_side(name: str) -> Side:
+    """Return the runs of a folder: of a run, or of a sweep of seeds.
+
+    A run of a sweep stands for its point: all runs of the sweep that differ from it in seed or fold alone.
+
+    Raises:
+        ConfigError: there is no run, or there are those of several points.
+    """
+    folder = Path(name).expanduser()
+    is_run = (folder / "resolved.yaml").is_file()
+    base = folder.parent if is_run and (folder.parent / SWEEP_FILE).is_file() else folder
+    state = read_state(base)
+    if is_run and base == folder:
+        entries = [read_entry(folder, job=folder.name)]
+    elif state is not None:  # a continued sweep forgets its failed jobs
+        entries = [read_entry(file.parent, job=file.parent.name) for file in base.rglob("result.json")]
+    else:
+        entries = read_entries(base)
+    found = [
+        Run(result=entry, cfg=cfg)
+        for entry in entries
+        if entry.status in (*COMPLETE, "failed") or entry.status.startswith(("exit ", "signal "))
+        if (cfg := config_of(entry.folder)) is not None
+    ]
+    if is_run:
+        found.sort(key=lambda run: run.result.folder.absolute() != folder.absolute())
+        if found and found[0].result.folder.absolute() != folder.absolute():
+            raise refusal(name, "holds a run that has not ended.")
+    if not found:
+        raise refusal(name, f"{NO_RUN} Give the folder of a run or of a sweep." if not is_run else "has not ended.")
+    alike = [run for run in found if not _matters(found[0].cfg, run.cfg)]
+    if not is_run and len(alike) < len(found):
+        other = next(run for run in found if run not in alike)
+        rule = f"holds several points. Give a run of each: {found[0].result.folder} {other.result.folder}"
+        raise refusal(name, rule)
+    alike.sort(key=lambda run: (run.cfg.seed, run.cfg.cv.fold or 0))
+    return Side(name=name, folder=folder, cfg=alike[0].cfg, runs=tuple(alike), state=state.sha256 if state else "")
+
+
+def _matters(one: RunConfig, other: RunConfig) -> bool:
+    """Return whether two configs differ in more than seed, fold and what changes no result."""
+    same = [replace(cfg, seed=0, cv=replace(cfg.cv, fold=None) if cfg.cv.folds else CvConfig()) for cfg in (one, other)]
+    return any(item.matters for item in difference(*same))
+
+
+def goal_of(side: Side, metric: str | None, mode: str | None) -> MonitoredMetric:
+    """Return the metric to compare by: the loss of the objective unless another is named."""
+    return MonitoredMetric.of(replace(side.cfg.eval, metric=metric or "val/loss", mode=mode))  # type: ignore[arg-type]
+
+
+def compare(
+    a: Side,
+    b: Side,
+    goal: MonitoredMetric,
+    *,
+    edits: int = 1,
+    delta: float | None = None,
+    budget: int = BUDGET,
+    same: str = "",
+    notes: Sequence[str] = (),
+) -> PairedComparison:
+    """Return the comparison of two sides over the seeds that both have.
+
+    Args:
+        a: the side to compare with.
+        b: the side that is judged.
+        goal: the metric.
+        edits: number of comparisons of a series; each gets this share of alpha.
+        delta: differences that do not matter.
+        budget: pairs in all.
+        same: why both are one training, if that is known without a run.
+        notes: further remarks.
+
+    Raises:
+        ConfigError: no seed is in both, or no run has the metric.
+    """
+    alpha = ALPHA / edits
+    values, hashes = (a.by_seed(goal), b.by_seed(goal)), (a.hashes(), b.hashes())
+    seeds = [seed for seed in values[0] if seed in values[1]]
+    if not seeds and not same:
+        rule = f"has no seed in common with {a.name}: {_some(values[1])} and {_some(values[0])}. Train both with equal"
+        raise refusal(b.name, f"{rule} seeds.")
+    known = sorted({name for run in (*a.runs, *b.runs) for name in run.result.metrics})
+    if goal.metric not in known and known:
+        raise refusal(f"--metric {goal.metric}", f"no run has it. There are: {', '.join(known)}.")
+    pairs = [
+        ComparedPair(
+            seed=seed,
+            a=values[0][seed],
+            b=values[1][seed],
+            sha256_a=hashes[0][seed],
+            sha256_b=hashes[1][seed],
+        )
+        for seed in seeds
+    ]
+    whole = [(one["seed"], one["a"], one["b"]) for one in pairs if one["a"] is not None and one["b"] is not None]
+    gaps = [later - earlier for _, earlier, later in whole if earlier is not None and later is not None]
+    column = [{str(seed): pair[at] for seed, *pair in whole} for at in (0, 1)]
+    table = {"a": column[0], "b": column[1]}
+    resolution = 0.0 if goal.metric.endswith("loss") else resolution_of(table)
+    found = Verdict(answer="not distinguishable yet", difference=math.nan, low=-math.inf, high=math.inf)
+    if gaps:
+        found = verdict(
+            gaps, alpha, lower_is_better=goal.mode == "min", resolution=resolution, delta=delta, budget=budget
+        )
+    diverged = [sum(one[key] is None for one in pairs) for key in ("a", "b")]
+    remarks, more = [*notes, *_remarks(a, b, gaps, seeds, diverged)], found.more_pairs
+    is_tie = bool(gaps) and resolution > 0 and abs(found.difference) <= resolution * 1.001
+    if same or (pairs and all(_same_bits(a, b, seed, hashes) for seed in seeds)):
+        found, more = replace(found, answer="the same" if same else "the same bits", low=0.0, high=0.0), 0
+        remarks = [*notes, *([same] if same else [])]
+    elif diverged[found.answer == "better"] > diverged[found.answer != "better"] and found.answer in _SIDED:
+        side = "B" if found.answer == "better" else "A"
+        remarks.append(f"{side} has the better values where both end, and is not better, as more of its runs diverged")
+        found, more = replace(found, answer="not distinguishable yet"), None
+    elif is_tie and found.answer in (*_SIDED, "not distinguishable yet"):
+        remarks.append(f"a tie: the means differ by one step of {goal.metric}, {figure(resolution)}, or less")
+        found, more = replace(found, answer="not distinguishable yet"), None
+    spent = [run.result.seconds or 0.0 for side in (a, b) for run in side.runs if run.cfg.seed in seeds]
+    gain = _gain(whole)
+    document = PairedComparison(
+        version=1,
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        a=ComparedSide(name=a.name, folder=str(a.folder), state=a.state, diverged=diverged[0]),
+        b=ComparedSide(name=b.name, folder=str(b.folder), state=b.state, diverged=diverged[1]),
+        differences=[{**asdict(one), "tag": one.tag.value} for one in _differences(a, b)],  # type: ignore[typeddict-item]
+        metric=goal.metric,
+        mode=goal.mode,
+        answer=found.answer if found.answer != "the same within delta" else f"the same within {figure(delta or 0.0)}",
+        difference=None if same or not gaps else found.difference,
+        interval=[found.low, found.high],
+        alpha=alpha,
+        more_pairs=more,
+        pairs=pairs,
+        gain_of_pairing=gain,
+        unpaired=[] if same else [*_unpaired(a, b)],
+        remarks=remarks,
+        seconds=sum(spent),
+        line="",
+    )
+    return PairedComparison(**{**document, "line": _line(document, len(gaps))})
+
+
+_SIDED: Final = ("better", "worse")
+
+
+def _line(found: PairedComparison, counted: int) -> str:
+    """Return the answer in one line."""
+    answer, metric = found["answer"], found["metric"]
+    if answer == "not distinguishable yet" and counted:
+        more = found["more_pairs"]
+        answer += f": about {more} more pair{'' if more == 1 else 's'}" if more else ""
+    pairs = f"{counted} pair{'' if counted == 1 else 's'}"
+    if answer == "the same":
+        return answer
+    if answer == "the same bits":
+        return f"{answer}  equal SHA-256 of the weights, {len(found['pairs'])} pairs"
+    if found["difference"] is None:
+        return f"{answer}  every pair has a run that diverged"
+    mean = f"{answer}  {metric} {figure(found['difference'])}"
+    if counted < FEWEST:
+        return f"{mean}, {pairs}: nothing is concluded from fewer than {FEWEST}"
+    low, high = (figure(bound) for bound in found["interval"] if bound is not None)
+    where = {"val": ", this validation set", "test": ", this test set"}.get(metric.partition("/")[0], "")
+    return f"{mean} [{low}, {high}], {100 * (1 - found['alpha']):.5g} % at any look, {pairs}{where}"
+
+
+def lines_of(found: PairedComparison) -> Iterator[str]:
+    """Yield the comparison as lines: the sides, the differing keys by tag, the pairs, and the answer."""
+    for name in ("a", "b"):
+        side: ComparedSide = found[name]
+        yield f"{name.upper()}  {side['name']}" + (f"  {side['folder']}" if side["folder"] != side["name"] else "")
+    width = max((len(one["key"]) for one in found["differences"]), default=0)
+    for one in found["differences"]:
+        yield f"  {one['tag']:<9}  {one['key']:<{width}}  {one['left']} -> {one['right']}"
+    if not found["differences"]:
+        yield "  no key differs"
+    if found["pairs"]:
+        yield f"  {'seed':>6}  {'A':>10}  {'B':>10}  {'B - A':>11}"
+    for pair in found["pairs"]:
+        a, b = pair["a"], pair["b"]
+        cells = ["diverged" if value is None else figure(value) for value in (a, b)]
+        gap = "" if a is None or b is None else figure(b - a)
+        yield f"  {pair['seed']:>6}  {cells[0]:>10}  {cells[1]:>10}  {gap:>11}"
+    if (gain := found["gain_of_pairing"]) is not None:
+        times = "more" if gain < 1 else "less"
+        yield f"  pairing: the difference varies {figure(max(gain, 1 / gain))} times {times} than that of unequal seeds"
+    yield from (f"  pairing is broken: {text}" for text in found["unpaired"])
+    yield from (f"  {text}" for text in found["remarks"])
+    yield found["line"]
+
+
+def record(found: PairedComparison, ledger: Path = LEDGER) -> None:
+    """Add a comparison to the ledger, in one write: others may add theirs meanwhile."""
+    with reporting(ledger.parent):
+        ledger.parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps(json_value(found), ensure_ascii=False) + "\n"
+        descriptor = os.open(ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+
+def recorded(ledger: Path = LEDGER) -> list[PairedComparison]:
+    """Return the comparisons of the ledger, the first one first; lines that are none are skipped."""
+    found = []
+    with suppress(UnreadableError):
+        for line in read_lines(ledger) if ledger.exists() else ():
+            with suppress(ValueError):
+                row: Any = parse_json(line)
+                if isinstance(row, Mapping) and row.get("version") == 1 and isinstance(row.get("line"), str):
+                    found.append(row)
+    return found  # type: ignore[return-value]
+
+
+def _differences(a: Side, b: Side) -> list[Any]:
+    """Return the differing keys of two sides without those of the seed and of the place of a run."""
+    return [one for one in difference(a.cfg, b.cfg) if one.key not in ("seed", "cv.fold", "name", "sweep.name")]
+
+
+def _gain(whole: Sequence[tuple[int, float, float]]) -> float | None:
+    """Return the variance of a difference of unequal seeds over that of pairs; None: unknown."""
+    if len(whole) < FEWEST:
+        return None
+    _, a, b = zip(*whole, strict=True)
+    paired = variance([later - earlier for _, earlier, later in whole])
+    return (variance(a) + variance(b)) / paired if paired > 0 else None
+
+
+def _same_bits(a: Side, b: Side, seed: int, hashes: tuple[Mapping[int, list[str]], Mapping[int, list[str]]]) -> bool:
+    """Return whether the weights of a seed are equal, whatever their names: a renamed layer is sorted elsewhere."""
+    one, other = hashes[0][seed], hashes[1][seed]
+    runs = [[run for run in side.runs if run.cfg.seed == seed] for side in (a, b)]
+    if not one or len(one) != len(other) or len(one) != len(runs[0]) or len(other) != len(runs[1]):
+        return False
+    pairs = zip(*runs, strict=True)
+    return one == other or all(
+        left.result.metrics == right.result.metrics and (bits := _bits(left)) is not None and bits == _bits(right)
+        for left, right in pairs
+    )
+
+
+def _bits(run: Run) -> list[str] | None:
+    """Return the SHA-256 of each tensor of the written model, sorted; None if there is none."""
+    from trainkit.trainer.checkpoint.tensors import TensorFile, bytes_of  # noqa: PLC0415 - imports torch
+
+    with suppress(CheckpointError):
+        file = TensorFile.opened(run.result.folder / "model" / "model.safetensors")
+        return sorted(hashlib.sha256(bytes_of(file.read(name))).hexdigest() for name in file)
+    return None
+
+
+def _unpaired(a: Side, b: Side) -> Iterator[str]:
+    """Yield why runs of one seed begin differently."""
+    keys = [one.key for one in difference(a.cfg, b.cfg) if one.matters]
+    order = [key for key in keys if key.startswith(_ORDER) and key != "cv.fold"]
+    if order:
+        yield f"another order of samples ({_some(order)})"
+    if any(key.startswith(_WEIGHTS) for key in keys) and (shapes := _other_shapes(a.runs[0], b.runs[0])):
+        yield shapes
+
+
+def _other_shapes(one: Run, other: Run) -> str:
+    """Return which weights of two runs have unequal names or shapes; empty: none."""
+    from trainkit.trainer.checkpoint.tensors import TensorFile  # noqa: PLC0415 - imports torch
+
+    try:
+        files = [TensorFile.opened(run.result.folder / "model" / "model.safetensors") for run in (one, other)]
+    except CheckpointError:
+        return "the shapes of the weights are unknown: no model was written (checkpoint.export)"
+    shapes = [{name: [*file.kind_of(name)[1]] for name in file} for file in files]
+    unequal = [name for name in sorted({*shapes[0], *shapes[1]}) if shapes[0].get(name) != shapes[1].get(name)]
+    if not unequal:
+        return ""
+    texts = [f"{name} {shapes[0].get(name, 'none')} and {shapes[1].get(name, 'none')}" for name in unequal]
+    return f"other shapes of weights ({_some(texts)})"
+
+
+def _remarks(
+    a: Side,
+    b: Side,
+    gaps: Sequence[float],
+    seeds: Sequence[int],
+    diverged: Sequence[int],
+) -> Iterator[str]:
+    """Yield what weakens the answer."""
+    if any(diverged):
+        yield f"diverged or failed: {diverged[0]} of {len(seeds)} of A, {diverged[1]} of B; these pairs do not count"
+    if (place := far_pair(gaps)) is not None:
+        far = f"the difference {figure(gaps[place])} lies far from all others"
+        yield f"skewed: {far}, so they are not normal, and the interval may miss their mean"
+    lengths = [{run.result.steps for run in side.runs if run.result.status in COMPLETE} for side in (a, b)]
+    if lengths[0] != lengths[1]:
+        yield f"other numbers of steps: {_some(lengths[0])} and {_some(lengths[1])}"
+
+
+def _some(items: Any, most: int = 4) -> str:
+    """Return the first of some items as text."""
+    texts = [str(item) for item in items]
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")

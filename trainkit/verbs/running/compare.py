@@ -1,0 +1,213 @@
+"""`trainkit compare A B`: is B better than A? Paired by seed, and valid at any look."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from trainkit.config.grammar import COMMAND_LINE, is_override, key_of, refusal, replacing, setting
+from trainkit.config.schema import RunConfig
+from trainkit.errors import ConfigError, Problem, UnreadableError
+from trainkit.files import read_map
+from trainkit.report.numbers import duration
+from trainkit.report.schemas.looking import PairedComparison
+from trainkit.sweeps.results import pairs
+from trainkit.sweeps.results.pairs import Side, read_side
+from trainkit.sweeps.results.states import State, forget_state, read_state, state_of, write_state
+from trainkit.sweeps.screen import TERSE
+from trainkit.sweeps.verdict import BUDGET
+from trainkit.trainer.ownership import free_name
+from trainkit.verbs.support.call import Call
+
+_PAIRS: Final = 5
+_ROOT: Final = Path("outputs/compare")
+_OWN: Final = ("seed", "cv.fold", "sweep.name", "sweep.resume", "hydra.run.dir", "hydra.sweep.dir")
+"""Keys that compare sets for each run."""
+
+
+def run(call: Call) -> int:
+    """Compare, print the answer and add it to the ledger; without A and B, print the ledger."""
+    if not call.arguments and not call.overrides:
+        rows = pairs.recorded()
+        call.show({"version": 1, "comparisons": rows}, _table(rows))
+        return 0
+    _refuse(call)
+    read = [read_side(name) for name in call.arguments]
+    found = _judged(call, *read) if len(read) == 2 else _trained(call, read)
+    pairs.record(found)
+    call.show(found, pairs.lines_of(found))
+    return 0
+
+
+def _refuse(call: Call) -> None:
+    """Refuse arguments and flags that do not go together.
+
+    Raises:
+        ConfigError: every such problem.
+    """
+    folders, sets, problems = call.arguments, call.overrides, []
+    if len(folders) > 2 or (len(folders) == 2 and sets):
+        rule = "takes two folders, or a folder and key=value, or two sets of key=value and those of both."
+        problems.append(Problem(key="compare", value=" ".join(map(str, folders)), rule=rule, origin=COMMAND_LINE))
+    if not folders and len(sets) < 2:
+        rule = f"is one side. Give A and B: trainkit compare '' {sets[0]}"
+        problems.append(Problem(key="compare", value=sets[0], rule=rule, origin=COMMAND_LINE))
+    if len(folders) == 2 and (useless := [name for name in ("pairs", "until-sure", "max-pairs") if name in call.flags]):
+        problems.append(call.problem(useless[0], "is about runs that compare starts; these folders hold theirs."))
+    if len(folders) == 1 and (useless := [name for name in ("pairs", "until-sure") if name in call.flags]):
+        rule = f"has no effect: B is trained with the seeds of {folders[0]}. Train more seeds of A before the change."
+        problems.append(call.problem(useless[0], rule))
+    if call.flags.get("pairs", 0) > call.flags.get("max-pairs", 30):
+        problems.append(call.problem("pairs", "must not exceed --max-pairs, 30 without it."))
+    a, b, shared = ([], [], _split(sets)) if folders else (_split(sets[:1]), _split(sets[1:2]), _split(sets[2:]))
+    keys = [[key_of(line) for line in lines] for lines in (a, b, shared)]
+    own = [key for key in (*keys[0], *keys[1], *keys[2]) if key in _OWN]
+    problems += [Problem(key=key, rule="is set by compare itself.", origin=COMMAND_LINE) for key in dict.fromkeys(own)]
+    if twice := [key for key in keys[2] if key in (*keys[0], *keys[1]) or keys[2].count(key) > 1]:
+        rule = "is given for both sides, and again: the first two words are A and B, and all others hold for both."
+        problems.append(Problem(key=twice[0], rule=rule, origin=COMMAND_LINE))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _split(words: Sequence[str]) -> list[str]:
+    """Return the overrides in some words, each of which may hold several.
+
+    Example:
+        >>> _split(["optimizer.lr=0.1 model.hidden=[1, 2]", "", "~clip"])
+        ['optimizer.lr=0.1', 'model.hidden=[1, 2]', '~clip']
+    """
+    parts = (re.split(r"\s+(?=\+{0,2}[A-Za-z_][\w./@-]*=|~[A-Za-z_])", word.strip()) for word in words)
+    return [text for found in parts for text in found if text]
+
+
+def _trained(call: Call, sides: list[Side]) -> PairedComparison:
+    """Train what is missing of the sides, of which the first may be given, and return their comparison."""
+    from trainkit.cluster.host import count_gpus, num_cores  # noqa: PLC0415 - imports torch
+
+    most: int = call.flags.get("max-pairs", BUDGET)
+    if sides:
+        changes = _split(call.overrides)
+        named = {" ".join(changes) or "as it is now": [*_arguments(sides[0]), *changes]}
+        seeds = [run.cfg.seed for run in sides[0].runs]
+    else:
+        shared = _split(call.overrides[2:])
+        named = {word or "as it is": [*shared, *_split([word])] for word in call.overrides[:2]}
+        seeds = [*range(min(call.flags.get("pairs", _PAIRS), most))]
+    trained = {}
+    for name, lines in named.items():
+        cfg = _planned(call, lines)
+        state = state_of(cfg)
+        trained[len(sides)] = (lines, state)
+        sides.append(_side(name, cfg, state))
+    if len(sides) == 1 or sides[0].state == sides[1].state:
+        why = "config, sources, data, packages and threads are equal: nothing was run; another placement only rounds"
+        return _judged(call, sides[0], sides[-1], same=why)
+    earlier = read_state(sides[0].runs[0].result.folder.parent) if call.arguments else None
+    notes = [f"other {part} than A" for part in trained[1][1].differing(earlier) if part != "config"] if earlier else []
+    while True:
+        for place, (lines, state) in trained.items():
+            sides[place] = _with_runs(call, sides[place], lines, seeds)
+            if changed := state_of(sides[place].cfg).differing(state):
+                forget_state(sides[place].folder)
+                notes.append(f"{', '.join(changed)} changed while the runs trained: compare again")
+        found = _judged(call, *sides, notes=notes)
+        more = found["more_pairs"]
+        if "until-sure" not in call.flags or not more or len(seeds) >= most:
+            return found
+        sys.stderr.write(f"{found['line']}\n")
+        at_once = max(1, count_gpus() or num_cores())
+        seeds = [*range(min(most, len(seeds) + min(more, at_once)))]
+
+
+def _arguments(side: Side) -> list[str]:
+    """Return the overrides of the runs of a side, without those that compare sets."""
+    given: Sequence[str] = side.runs[0].result.arguments
+    if not given:
+        try:
+            about = read_map(side.runs[0].result.folder / "environment.json", {"argv": list}, optional={"begun": dict})
+        except UnreadableError as error:
+            raise refusal(side.name, f"does not record its command: {error}.") from error
+        words = (about.get("begun") or about).get("argv", [])[1:]
+        given = [word for word in words if isinstance(word, str) and is_override(word)]
+    return [line for line in given if key_of(line) not in _OWN and not line.startswith(("sweep.", "hydra."))]
+
+
+def _planned(call: Call, lines: Sequence[str]) -> RunConfig:
+    """Return the config of a side as it is planned.
+
+    Raises:
+        ConfigError: it has problems, or is several points.
+    """
+    from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - imports torch
+    from trainkit.verbs.support.points import checked_points  # noqa: PLC0415 - the same
+
+    points = checked_points(lines, call.config_dirs, call.packages)
+    if len(points) > 1:
+        raise refusal("compare", f"takes one value of each key, and not {len(points)} points. Compare two of them.")
+    try:
+        return make_plan(points[0].cfg).cfg
+    except ConfigError as error:
+        raise points[0].with_origins(error) from error
+
+
+def _side(name: str, cfg: RunConfig, state: State) -> Side:
+    """Return a side with the runs that its folder holds, which is named by all that decides them."""
+    from trainkit.sweeps.launching import identity  # noqa: PLC0415 - imports torch
+
+    folder = _ROOT / f"{state.sha256[:10]}-{identity(replace(cfg, seed=0))[:6]}"
+    side = Side(name=name, folder=folder, cfg=cfg, state=state.sha256)
+    if folder.exists() and read_state(folder) != state:  # what changed while they trained
+        side = replace(side, folder=free_name(folder))
+    elif any(folder.rglob("result.json")):
+        side = replace(side, runs=read_side(str(folder)).runs)
+    write_state(side.folder, state)
+    return side
+
+
+def _with_runs(call: Call, side: Side, lines: Sequence[str], seeds: Sequence[int]) -> Side:
+    """Train the seeds that a side lacks; return it with all its runs."""
+    from trainkit.verbs.running.train import sweep  # noqa: PLC0415 - for trainings only
+
+    lacking = sorted({*seeds} - {run.cfg.seed for run in side.runs})
+    if not lacking:
+        return side
+    quiet = [] if any(key_of(line) == "report_page" for line in lines) else ["report_page=false"]
+    own = (f"seed={','.join(map(str, lacking))}", setting("hydra.sweep.dir", side.folder))
+    overrides = replacing([*lines, *quiet], *own)
+    token = TERSE.set(True)
+    try:
+        with redirect_stdout(sys.stderr):
+            sweep(replace(call, verb="train", arguments=(), flags={}, multirun=True, overrides=overrides))
+    finally:
+        TERSE.reset(token)
+    return replace(side, runs=read_side(str(side.folder)).runs)
+
+
+def _judged(call: Call, a: Side, b: Side, *, same: str = "", notes: Sequence[str] = ()) -> PairedComparison:
+    flags = call.flags
+    return pairs.compare(
+        a,
+        b,
+        pairs.goal_of(a, flags.get("metric"), flags.get("mode")),
+        edits=flags.get("edits", 1),
+        delta=flags.get("delta"),
+        budget=flags.get("max-pairs", BUDGET),
+        same=same,
+        notes=notes,
+    )
+
+
+def _table(rows: Sequence[PairedComparison]) -> Iterator[str]:
+    """Yield the lines of the ledger."""
+    if not rows:
+        yield "no comparison was made here: outputs/comparisons.jsonl is absent. trainkit compare A B makes one."
+    for row in rows:
+        sides = " | ".join(row[name]["name"] for name in ("a", "b"))
+        yield f"{row['time'][:16]}  {duration(row['seconds'])}  {sides}"
+        yield f"    {row['line']}"
