@@ -1,16 +1,18 @@
-"""A user's strategy with the oldest bug of the field, the mean of the means of unequal shards; bad models."""
+"""Users' strategies with the oldest bugs of the field, means of means and sums of sums; bad models."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from trainkit.models.mlp import Mlp
-from trainkit.strategies.base import Batch
+from trainkit.strategies.base import Batch, SetupRequest
 from trainkit.strategies.core.step import LossDivisor, ShardStep
+from trainkit.strategies.mesh.step import ShardedExecutor
+from trainkit.strategies.mesh.strategy import Mesh
 from trainkit.strategies.one_device import OneDevice
 
 
@@ -48,3 +50,14 @@ class Mixing(Mlp):
     def forward(self, inputs: Tensor) -> Tensor:
         outputs = super().forward(inputs)
         return outputs - outputs.mean(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doubled(Mesh):
+    """A mesh that adds the gradients of cut layers up twice."""
+
+    def setup(self, request: SetupRequest) -> ShardedExecutor[Any]:
+        executor = super().setup(request)
+        for param in executor.local.model.parameters() if self.tensor > 1 else ():
+            param.register_hook(lambda grad: 2 * grad)
+        return executor

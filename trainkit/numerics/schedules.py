@@ -274,13 +274,15 @@ class TorchSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class RateRange:
-    """Grow by the same ratio each step: first^(1 - x) last^x, x the completed share of the steps.
+    """Grow by the same ratio each step: first^(1 - x) last^x, x the completed share of the steps; then stay.
 
-    The schedule of `trainkit find lr`.
+    The schedule of `trainkit find lr`; `prove --layouts` begins with a rate of 0.
 
     Example:
         >>> [round(RateRange(first=0.01, last=1.0, steps=3)(step, 100), 12) for step in range(3)]
         [0.01, 0.1, 1.0]
+        >>> [RateRange(first=0.0, last=1.0, steps=2)(step, 100) for step in range(3)]
+        [0.0, 1.0, 1.0]
 
     Source: Smith 2015, arXiv:1506.01186, section 3.3, with an exponential instead of a linear growth.
     """
@@ -294,7 +296,7 @@ class RateRange:
 
     def __call__(self, step: int, num_steps: int) -> float:  # noqa: ARG002 - the signature of every schedule
         """Return the factor of a step."""
-        share = step / (self.steps - 1)
+        share = min(step / (self.steps - 1), 1.0)
         return float(self.first ** (1 - share) * self.last**share)
 
 

@@ -199,11 +199,16 @@ class Numbers:
     """The gradients of a probe compared with a plain loop's; empty if the strategy is another training by design."""
     explanation: tuple[str, ...] = ()
     """Lines that name the rule which the candidate breaks; empty if it breaks none."""
+    losses: Comparison | None = None
+    """The losses of all steps; None: not compared."""
+    begins: Comparison | None = None
+    """The first initial weight whose bits differ, or the last weight; None: not compared."""
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of the comparisons; gradients that differ make the numbers differ."""
-        return worst([*self.comparisons, *(one for one in self.gradients if one.verdict == "different")])
+        """The worst of the comparisons; gradients and losses that differ make the numbers differ."""
+        others = [*self.gradients, *(one for one in (self.losses, self.begins) if one is not None)]
+        return worst([*self.comparisons, *(one for one in others if one.verdict == "different")])
 
     @property
     def first(self) -> Comparison | None:

@@ -647,14 +647,21 @@ def probe_rate(expected: Expected, params: Iterable[Tensor]) -> float:
     return float(2.0 ** math.floor(math.log2(_MOVE * size / gradient)))
 
 
-def probe_config(cfg: RunConfig, *, rate: float, momentum: float = MOMENTUM) -> RunConfig:
-    """Return the config with plain SGD at a constant rate: no decay, clipping, warmup or schedule."""
+def probe_config(cfg: RunConfig, *, rate: float, momentum: float = MOMENTUM, first: float = 1.0) -> RunConfig:
+    """Return the config with plain SGD at a constant rate: no decay, clipping or warmup.
+
+    Args:
+        cfg: the config.
+        rate: the learning rate.
+        momentum: of SGD.
+        first: factor on the rate of the first step.
+    """
     fused = {"fused": True} if cfg.optimizer.get("fused") else {}
     optimizer = {"_target_": "torch.optim.SGD", "lr": rate, "momentum": momentum, **fused}
     return replace(
         cfg,
         optimizer=optimizer,
-        schedule={"_target_": "trainkit.schedules.Constant"},
+        schedule={"_target_": "trainkit.schedules.RateRange", "first": first, "last": 1.0, "steps": 2},
         clip=replace(cfg.clip, max_norm=None),
         warmup=replace(cfg.warmup, steps=None, epochs=None),
         lr_scaling=replace(cfg.lr_scaling, reference_batch=None),
@@ -716,6 +723,10 @@ class Probed:
     """The causes of differing gradients."""
     buffers: Matching = field(default_factory=Matching)
     """The causes of differing buffers."""
+    difference: Difference | None = None
+    """The gradients that differ in the first step in which some do."""
+    begins: Comparison | None = None
+    """The first initial weight whose bits differ, or the last weight; None: not compared."""
 
     @property
     def comparisons(self) -> list[Comparison]:
@@ -757,12 +768,24 @@ class Examiner:
         others are not.
         """
 
-    def probe(self, candidate: RunConfig, *, num_replicas: int, folder: Path) -> Probed:
-        """Train a candidate a few steps under plain SGD, and compare every step's gradients and buffers."""
+    def probe(self, candidate: RunConfig, *, num_replicas: int, folder: Path, begins: bool = False) -> Probed:
+        """Train a candidate a few steps under plain SGD, and compare every step's gradients and buffers.
+
+        Args:
+            candidate: its config.
+            num_replicas: its replicas.
+            folder: a new folder.
+            begins: compare the initial weights as well, bit by bit, by a first step with rate 0; sparse gradients,
+                which are read from the move of the weights, leave it out.
+        """
         loop, sparse, probed = self._loop, self._loop.sparse, Probed()
-        train(probe_config(candidate, rate=self._rate, momentum=0.0 if sparse else MOMENTUM), run_dir=folder)
+        begins = begins and not sparse
+        momentum, first = 0.0 if sparse else MOMENTUM, 0.0 if begins else 1.0
+        train(probe_config(candidate, rate=self._rate, momentum=momentum, first=first), run_dir=folder)
         with loop.reading():
             for step, before, after in transitions(folder, self._initial):
+                if begins and step == 0:
+                    probed.begins = bitwise(_below(self._initial, "param/"), _below(after, "param/"))
                 loop.load(before)
                 expected = add_up(loop.shards(step), loop.buffers(), loop.per_sample)
                 found, errors = gradient_between(before, after, loop.params, rate=self._rate), dict[str, float]()
@@ -772,6 +795,7 @@ class Examiner:
                     probed.errors[name] = max(probed.errors.get(name, 0.0), error)
                 for name in () if wrong is None else wrong.found:
                     probed.first.setdefault(name, step + 1)
+                probed.difference = probed.difference or wrong
                 of_gradients = partial(gradient_hypotheses, rate_is_apart=not sparse)
                 moved = differing_buffers(step, expected.buffers, _below(after, "buffer/"))
                 for matching, one, hypotheses in (
@@ -804,6 +828,49 @@ class Examiner:
                 if matching.differences == _STEPS:
                     break
         return matching
+
+
+def bitwise(expected: Tensors, found: Tensors) -> Comparison:
+    """Return the comparison of the first tensor whose bits differ, or of the last one.
+
+    Example:
+        >>> bitwise({"w": torch.ones(2)}, {"w": torch.tensor([1.0, 1.5])})
+        Comparison(name='initial/w', verdict='different', error=0.35..., first_step=0, no_gradient=False)
+    """
+    for name, one in expected.items():
+        if not torch.equal(one, found[name]):
+            error = distance(one, found[name]) / (norm(one) or 1.0)
+            return Comparison(name=f"initial/{name}", verdict="different", error=error, first_step=0)
+    return Comparison(name=f"initial/{name}", verdict="equal", error=0.0, first_step=None)
+
+
+def ratio_of(difference: Difference, sizes: Mapping[str, int]) -> str:
+    """Say by which number the first differing tensor differs from the plain loop's, and which axes have that size.
+
+    Example:
+        >>> one, two = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([2.0, 4.0])}
+        >>> ratio_of(Difference(step=0, found=two, expected=one, allowed={"w": 1e-6}), {"shard": 1, "tensor": 2})
+        'gradient/w of step 1 is exactly 2 times that of one device, the size of tensor'
+    """
+    name, found = next(iter(difference.found.items()))
+    expected, allowed = difference.expected[name].double(), difference.allowed[name]
+    found = found.double()
+    said = f"gradient/{name} of step {difference.step + 1}"
+    ratio = float((found * expected).sum() / (expected * expected).sum()) if norm(expected) else math.nan
+    if distance(found, expected * ratio) <= allowed * max(abs(ratio), 1.0):
+        whole = ratio if abs(ratio) >= 1 else 1 / ratio if ratio else 0.0
+        near = round(whole)
+        if not math.isclose(whole, near, rel_tol=1e-9):
+            return f"{said} is {ratio:.6g} times that of one device"
+        axes = " and of ".join(axis for axis, size in sizes.items() if size == near > 1)
+        text = f"{near}" if abs(ratio) >= 1 or not near else f"1/{near}"
+        return f"{said} is exactly {text} times that of one device" + (f", the size of {axes}" if axes else "")
+    ordered = [one.flatten().sort().values for one in (found, expected)]
+    if distance(*ordered) <= allowed:
+        return f"{said} has the elements of that of one device, permuted"
+    return (
+        f"{said} is no multiple of that of one device: relative error {distance(found, expected) / norm(expected):.2g}"
+    )
 
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import torch
 from torch import Tensor, nn
 
 from trainkit.config.identity import difference
@@ -30,7 +31,7 @@ from trainkit.prove.comparing import (
     same_training,
     worst,
 )
-from trainkit.prove.examining import ORDERED, Examiner, explain_probe, explain_updates
+from trainkit.prove.examining import ORDERED, Examiner, Probed, explain_probe, explain_updates
 from trainkit.run.planning.notes import Coupling, coupling_of, cut_notes, model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.planning.proof_records import keep_proof
@@ -112,7 +113,7 @@ def _weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Candidate:
+class Candidate:
     """A candidate before it is trained."""
 
     label: str
@@ -155,65 +156,109 @@ def prove(
         TrainkitError: a candidate failed.
     """
     judged = _judged(candidates, steps=steps, same_cut=same_cut, located=located)
-    sizes = replace(min(judged, key=lambda one: one.plan.batch.micro_size).plan.cfg.batch, accumulation=None)
-    micro_size = sizes.micro_size
-    assert micro_size is not None, "each plan has one"
-    # A candidate whose replicas diverge between synchronisations ends later, at the next synchronisation.
-    last = max(one.plan.last_step for one in judged)
-    reference = replace(_on_one_device(judged[0].plan.cfg), batch=sizes, stop_at_step=last)
     proofs = []
-    with _scratch() as folder:
-        precision, expected = _reference_weights(reference, folder, log)
-        reference = with_precision(reference, precision)
-        examiner = None if reference.optimizers else Examiner(reference)
+    with scratch() as folder:
+        reference = Reference.of(judged, folder, log)
         for number, one in enumerate(judged):
             log(f"{one.label} on {one.plan.num_replicas} replica{'' if one.plan.num_replicas == 1 else 's'}")
-            candidate = with_precision(replace(one.plan.cfg, batch=sizes), precision)
-            where = folder / str(number)
-            found = _weights_by_step(candidate, where)
-            masks = examiner.elements_without_gradient if examiner else {}
-            comparisons = compare(
-                expected,
-                found,
-                no_gradient=frozenset(f"param/{name}" for name in (examiner.without_gradient if examiner else ())),
-                without_gradient={f"param/{name}": mask for name, mask in masks.items()},
-                allowed=moved_by_rounding(map(one.plan.highest_rate, range(one.plan.last_step))),
-                exact=candidate.numerics.reproducible,
-            )
-            numbers = Numbers(
-                precision=precision, micro_size=micro_size, steps=tuple(found), comparisons=tuple(comparisons)
-            )
-            if not one.plan.components.strategy.facts_in(one.plan.context).changes_maths:
-                numbers = _diagnosed(
-                    numbers,
-                    candidate,
-                    reference,
-                    plan=one.plan,
-                    examiner=examiner,
-                    folder=where,
-                    only_rounded=candidate.numerics.reproducible and is_rounding(expected, found),
-                )
-            proofs.append(
-                Proof(
-                    label=one.label,
-                    replicas=one.plan.num_replicas,
-                    sameness=one.sameness,
-                    numbers=numbers,
-                    notes=one.notes,
-                )
-            )
-            kept = {
-                "command": command,
-                "same_training": None if one.sameness is None else one.sameness.verdict,
-                "same_numbers": numbers.verdict,
-                "micro_size": micro_size,
-                "steps": max(numbers.steps),
-                "precision": precision,
-                "largest_error": max(each.error for each in numbers.comparisons),
-            }
-            if (failure := keep_proof(one.started, kept)) is not None:
-                log(f"the proof could not be saved: {failure}")
+            proofs.append(reference.proof(one, folder / str(number), command=command, log=log))
     return proofs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The training of one device with which candidates are compared."""
+
+    cfg: RunConfig
+    precision: str
+    expected: Weights
+    losses: Tensor
+    """(steps,) float64, the loss of every step."""
+    examiner: Examiner | None
+    """None if the run has several optimizers: a plain loop has one."""
+
+    @classmethod
+    def of(cls, judged: Sequence[Candidate], folder: Path, log: Callable[[str], None]) -> Reference:
+        """Train the reference with the config of the first candidate and the smallest cut of all."""
+        sizes = replace(min(judged, key=lambda one: one.plan.batch.micro_size).plan.cfg.batch, accumulation=None)
+        # A candidate whose replicas diverge between synchronisations ends later, at the next synchronisation.
+        last = max(one.plan.last_step for one in judged)
+        cfg = replace(_on_one_device(judged[0].plan.cfg), batch=sizes, stop_at_step=last)
+        precision, expected = _reference_weights(cfg, folder, log)
+        cfg = with_precision(cfg, precision)
+        return cls(
+            cfg=cfg,
+            precision=precision,
+            expected=expected,
+            losses=_losses(folder / f"reference_{precision}"),
+            examiner=None if cfg.optimizers else Examiner(cfg),
+        )
+
+    def numbers(self, one: Candidate, folder: Path, *, is_layout: bool = False) -> tuple[Numbers, Probed | None]:
+        """Train a candidate, and compare its numbers; a layout also by losses and initial weights.
+
+        Raises:
+            TrainkitError: the candidate failed.
+        """
+        examiner, batch = self.examiner, self.cfg.batch
+        assert batch.micro_size is not None, "each plan has one"
+        candidate = with_precision(replace(one.plan.cfg, batch=batch), self.precision)
+        found = _weights_by_step(candidate, folder)
+        masks = examiner.elements_without_gradient if examiner else {}
+        comparisons = compare(
+            self.expected,
+            found,
+            no_gradient=frozenset(f"param/{name}" for name in (examiner.without_gradient if examiner else ())),
+            without_gradient={f"param/{name}": mask for name, mask in masks.items()},
+            allowed=moved_by_rounding(map(one.plan.highest_rate, range(one.plan.last_step))),
+            exact=candidate.numerics.reproducible,
+        )
+        numbers = Numbers(
+            precision=self.precision, micro_size=batch.micro_size, steps=tuple(found), comparisons=tuple(comparisons)
+        )
+        if is_layout:
+            losses = compare({0: {"loss": self.losses}}, {0: {"loss": _losses(folder)}})
+            numbers = replace(numbers, losses=next(losses))
+        if one.plan.components.strategy.facts_in(one.plan.context).changes_maths:
+            return numbers, None
+        return _diagnosed(
+            numbers,
+            candidate,
+            self.cfg,
+            plan=one.plan,
+            examiner=examiner,
+            folder=folder,
+            only_rounded=candidate.numerics.reproducible and is_rounding(self.expected, found),
+            is_layout=is_layout,
+        )
+
+    def proof(self, one: Candidate, folder: Path, *, command: str, log: Callable[[str], None]) -> Proof:
+        """Return and store the proof of a candidate."""
+        numbers, _ = self.numbers(one, folder)
+        kept = {
+            "command": command,
+            "same_training": None if one.sameness is None else one.sameness.verdict,
+            "same_numbers": numbers.verdict,
+            "micro_size": numbers.micro_size,
+            "steps": max(numbers.steps),
+            "precision": self.precision,
+            "largest_error": max(each.error for each in numbers.comparisons),
+        }
+        if (failure := keep_proof(one.started, kept)) is not None:
+            log(f"the proof could not be saved: {failure}")
+        return Proof(
+            label=one.label,
+            replicas=one.plan.num_replicas,
+            sameness=one.sameness,
+            numbers=numbers,
+            notes=one.notes,
+        )
+
+
+def _losses(folder: Path) -> Tensor:
+    """Return (steps,) float64, the losses of a run folder whose rows are those of single steps."""
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return torch.tensor([row["train/loss"] for row in rows if "train/loss" in row], dtype=torch.float64)
 
 
 def _diagnosed(
@@ -225,29 +270,34 @@ def _diagnosed(
     examiner: Examiner | None,
     folder: Path,
     only_rounded: bool,
-) -> Numbers:
-    """Return the numbers with the gradients of a probe and, if they differ, the rule that the candidate breaks.
-
-    There is no examiner if the run has several optimizers: a plain loop has one.
+    is_layout: bool,
+) -> tuple[Numbers, Probed | None]:
+    """Return the numbers with the gradients of a probe and, if they differ, the rule that the candidate breaks; and
+    what the probe found.
 
     Raises:
         TrainkitError: the probe failed.
     """
     differs = worst(numbers.comparisons) == "different"
     if examiner is None:
-        return replace(numbers, explanation=("not explained: the run has several optimizers",) if differs else ())
+        return replace(numbers, explanation=("not explained: the run has several optimizers",) if differs else ()), None
     own = replace(candidate, strategy=reference.strategy)
     apart = [one for one in difference(reference, own) if one.matters]
     if apart:  # the rules are applied at the candidate's own settings
         examiner = Examiner(own)
-    probed = examiner.probe(candidate, num_replicas=plan.num_replicas, folder=folder.with_name(f"{folder.name}_probe"))
-    numbers = replace(numbers, gradients=tuple(probed.comparisons))
+    probed = examiner.probe(
+        candidate,
+        num_replicas=plan.num_replicas,
+        folder=folder.with_name(f"{folder.name}_probe"),
+        begins=is_layout,
+    )
+    numbers = replace(numbers, gradients=tuple(probed.comparisons), begins=probed.begins)
     if probed.differs:
-        return replace(numbers, explanation=tuple(explain_probe(probed)))
+        return replace(numbers, explanation=tuple(explain_probe(probed))), probed
     if not differs:
-        return numbers
+        return numbers, probed
     if only_rounded:
-        return replace(numbers, explanation=(ORDERED,))
+        return replace(numbers, explanation=(ORDERED,)), probed
     try:
         updates = examiner.replay(num_replicas=plan.num_replicas, folder=folder)
     except Exception as error:  # noqa: BLE001 - a user's optimizer may fail in any way outside of its strategy
@@ -256,11 +306,11 @@ def _diagnosed(
         keys = ", ".join(f"{one.key} is {one.right} here and {one.left} in the reference" for one in apart)
         is_config = bool(apart and not updates.differences)
         lines = [f"explained by: the config: {keys}"] if is_config else explain_updates(updates)
-    return replace(numbers, explanation=tuple(lines))
+    return replace(numbers, explanation=tuple(lines)), probed
 
 
 @contextmanager
-def _scratch() -> Iterator[Path]:
+def scratch() -> Iterator[Path]:
     """Make a temporary folder for the weights of all trainings.
 
     Raises:
@@ -284,7 +334,7 @@ def _judged(
     steps: int,
     same_cut: bool,
     located: Callable[[int, ConfigError], ConfigError],
-) -> list[_Candidate]:
+) -> list[Candidate]:
     """Plan every candidate, refuse a candidate that proves nothing, and compute the first answer; train nothing."""
     plans, problems = [], list[Problem]()
     for number, (_, cfg) in enumerate(candidates):
@@ -308,7 +358,7 @@ def _judged(
         sameness = None if same_cut else same_training(reference, plan, coupling, accumulates=accumulates)
         notes += cut_notes(plan, coupling)
         started = replace(plan, cfg=replace(cfg, batch=plan.cfg.batch, cluster=plan.cfg.cluster))
-        judged.append(_Candidate(label=label, plan=plan, started=started, sameness=sameness, notes=tuple(notes)))
+        judged.append(Candidate(label=label, plan=plan, started=started, sameness=sameness, notes=tuple(notes)))
     return judged
 
 

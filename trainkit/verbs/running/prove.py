@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from trainkit.config.composition import Composition
-from trainkit.errors import ConfigError
+from trainkit.config.grammar import COMMAND_LINE, key_of
+from trainkit.config.schema import RunConfig
+from trainkit.errors import ConfigError, Problem
 from trainkit.prove.comparing import Numbers, Proof
+from trainkit.prove.layouts import (
+    AXES,
+    LayoutProof,
+    LayoutsDocument,
+    differing_axes,
+    mesh_text,
+    meshes,
+    prove_layouts,
+    row_of,
+)
 from trainkit.prove.proving import prove
+from trainkit.report.tables import row_lines
 from trainkit.verbs.support.call import Call
 from trainkit.verbs.support.measured import line_printer
 
@@ -17,8 +31,20 @@ _WORDS: Final = {"equal": "equal, every bit", "rounding": "equal up to rounding"
 _ANSWERS: Final = {"yes": "yes", "no": "NO", "unknown": "NOT KNOWN"}
 
 
+_OF_AXIS: Final = {
+    "plan": "tensor", "reduce": "replicate", "compression": "replicate",
+    **dict.fromkeys(("wrap", "reshard_after_forward", "sync", "offload"), "shard"),
+    **dict.fromkeys(("schedule", "virtual_stages", "map"), "pipe"),
+}  # fmt: skip
+"""Key of strategy=mesh -> the axis without which it has no effect."""
+
+
 def run(call: Call) -> int:
     """Print both answers about every strategy; return 0 if all are yes, else 1."""
+    if found := list(problems(call)):
+        raise ConfigError(found)
+    if "layouts" in call.flags:
+        return _run_layouts(call)
     points = call.compose_points()
     proofs = prove_points(call, points, steps=call.flags.get("steps", 10), log=line_printer("prove"))
     composed = dict.fromkeys(note for point in points for note in point.notes)
@@ -55,6 +81,87 @@ def prove_points(
         )
     except ConfigError as error:
         raise points[0].with_origins(error) from error
+
+
+def problems(call: Call) -> Iterator[Problem]:
+    """Yield the problems of flags together, and of keys that a flag sets."""
+    if "layouts" not in call.flags:
+        if "json" in call.flags:
+            yield call.problem("json", "prints the document of --layouts. Give it too, or leave it out.")
+        return
+    for name in ("same-cut", "all"):
+        if name in call.flags:
+            yield call.problem(name, "has no effect with --layouts: every layout has the same cut, in one line.")
+    for line in call.overrides:
+        key, value = key_of(line), line.partition("=")[2]
+        if key == "strategy" and value != "mesh":
+            rule = "is strategy=mesh in every layout. Leave it out."
+            yield Problem(key=key, value=value, rule=rule, origin=COMMAND_LINE)
+        elif key.removeprefix("strategy.") in AXES and key.startswith("strategy."):
+            rule = "is set by --layouts to every size. Leave it out."
+            yield Problem(key=key, value=value, rule=rule, origin=COMMAND_LINE)
+
+
+def _run_layouts(call: Call) -> int:
+    """Prove every mesh; return 0 if none differs or fails, else 1."""
+    ranks, steps, given = call.flags["layouts"], call.flags.get("steps", 4), call.overrides
+
+    def composed(mesh: Mapping[str, int]) -> RunConfig | ConfigError:
+        idle = {f"strategy.{key}" for key, axis in _OF_AXIS.items() if mesh[axis] == 1}
+        own = [line for line in given if key_of(line) not in {"strategy", *idle}]
+        sizes = [f"strategy.{axis}={size}" for axis, size in mesh.items()]
+        try:
+            return replace(call, overrides=(*own, "strategy=mesh", *sizes)).compose().cfg
+        except ConfigError as error:
+            return error
+
+    layouts = [(mesh, composed(mesh)) for mesh in meshes(ranks)]
+    proofs = list(prove_layouts(layouts, steps=steps, log=line_printer("prove")))
+    rows = [row_of(one) for one in proofs]
+    document = LayoutsDocument(
+        version=1, command=call.command, ranks=ranks, steps=steps, holds=not any(one.differs for one in proofs),
+        differing_axes=list(differing_axes(proofs)), layouts=rows,
+    )  # fmt: skip
+    call.show(document, _layout_lines(document, proofs))
+    return int(not document["holds"])
+
+
+_SAID: Final = {**_WORDS, "refused": "refused", "failed": "FAILED"}
+
+
+def _layout_lines(document: LayoutsDocument, proofs: Sequence[LayoutProof]) -> Iterator[str]:
+    """Yield one table with a line for each layout, the refusals, and the explanation of the first that differs."""
+    rows = document["layouts"]
+    numbers = next((one.numbers for one in proofs if one.numbers is not None), None)
+    cut = "" if numbers is None else f" in {numbers.precision}, all with batch.micro_size={numbers.micro_size}"
+    steps = f"{document['steps']} steps{cut}"
+    yield f"{len(rows)} layouts of {document['ranks']} ranks, each compared with one_device: {steps}"
+    names = ("initial", "losses", "gradients", "weights")
+    header = ["layout", "initial weights", *names[1:], "verdict"]
+    cells = ([_cell(row[name]) for name in names] for row in rows)  # type: ignore[literal-required]
+    table = [[mesh_text(row["mesh"]), *cell, _SAID[row["verdict"]]] for row, cell in zip(rows, cells, strict=True)]
+    yield from row_lines(header, table)
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row["reason"] is not None:
+            reasons.setdefault(f"{row['verdict']}: {row['reason']}", []).append(mesh_text(row["mesh"]))
+    for reason, which in reasons.items():
+        yield f"  {reason}"
+        yield f"    {len(which)} layout{'' if len(which) == 1 else 's'}: {', '.join(which)}"
+    if document["holds"]:
+        yield "  every layout that is not refused trains as one device does: yes"
+        return
+    wrong = [row for row in rows if row["verdict"] in ("different", "failed")]
+    first, axes = wrong[0], document["differing_axes"]
+    yield f"  {len(wrong)} of {sum(row['verdict'] != 'refused' for row in rows)} layouts differ"
+    if axes:
+        yield f"  the axis: every layout with {' and '.join(axes)} above 1 differs, and no other"
+    yield f"  the first one: {mesh_text(first['mesh'])}, in {first['first'] or 'its training'}"
+    yield from (f"    {line}" for line in (first["ratio"], *first["explanation"]) if line)
+
+
+def _cell(error: float | None) -> str:
+    return "" if error is None else "equal" if error == 0 else f"{error:.1e}"
 
 
 def _label(point: Composition, common: Container[str]) -> str:

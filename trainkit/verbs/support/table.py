@@ -129,13 +129,15 @@ VERBS: Final[Mapping[str, Verb]] = {
             _JSON,
         ), composes=True),
     "prove": Verb(
-        "running", "strategy=A[,B...] OVERRIDES", "strategy=mirrored",
-        "compare strategies step by step with one device",
+        "running", "strategy=A[,B...] OVERRIDES, or --layouts N OVERRIDES", "strategy=mirrored",
+        "compare strategies, or every mesh of N ranks, step by step with one device",
         (
-            Flag("--steps N", "optimizer steps to compare; 10 without it", whole(1, 1_000_000)),
+            Flag("--steps N", "optimizer steps to compare; 10 without it, 4 with --layouts", whole(1, 1_000_000)),
+            Flag("--layouts N", "compare every mesh of this many ranks, 2 to 8", whole(2, 8)),
             Flag("--same-cut", "compare only the numbers, with the same batch.micro_size"),
             Flag("--all", "print a line for every parameter, even if all are equal"),
-        ), composes=True),
+            _JSON._replace(about="with --layouts: print one JSON document, whose schema trainkit schema prints"),
+        ), composes=True, combines=True),
     "compare": Verb(
         "running", "A B [OVERRIDES of both]   (A, B: folders of runs, or quoted sets of overrides)",
         "optimizer.lr=0.01 optimizer.lr=0.02 recipe=digits",
