@@ -125,12 +125,14 @@ class Bench:
         for process in tuple(self.running):
             _kill(process)
 
-    def train(self, folder: Path, *overrides: str, fail: str = "") -> tuple[subprocess.CompletedProcess[str], Any]:
+    def train(
+        self, folder: Path, *overrides: str, fail: str = "", environ: Mapping[str, str] | None = None
+    ) -> tuple[subprocess.CompletedProcess[str], Any]:
         """Train by the command; return the process, and what result.json holds, None if it failed."""
         callbacks = () if any(one.startswith("callbacks=") for one in overrides) else ("callbacks=[]",)
         done = self.run(
             "-m", "trainkit", *OWN, *QUIET, *callbacks, *overrides, f"hydra.run.dir={folder}",
-            environ={"TRAINKIT_FAIL": fail} if fail else {},
+            environ={**({"TRAINKIT_FAIL": fail} if fail else {}), **(environ or {})},
         )  # fmt: skip
         path = folder / "result.json"
         ended_well = path.is_file() and (bool(fail) or done.returncode == 0)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+import statistics
 import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +26,19 @@ DIGITS: Final = ("recipe=digits", "steps=20", "clip.max_norm=1.0")
 DRAWING: Final = ("batch.micro_size=16", "model.dropout=0.1")
 ALONE_CHOICES: Final = (("strategy=mirrored", *ALONE), ("strategy=fsdp", *ALONE))
 PAIRS: Final = tuple(("strategy=pair_on_one_device", f"strategy.reduce={one}") for one in ("backend", "ring"))
+AXES: Final = (
+    "context=2", "pipe=2", "tensor=2", "shard=2", "replicate=2", "replicate=2 strategy.shard=2",
+)  # fmt: skip
+"""Meshes of two ranks on one device, one axis each; in the last, the copies exchange parts while backward computes."""
+TEXT: Final = (
+    "recipe=null", "model=gpt", "model.num_layers=2", "model.num_heads=2", "model.width=64", "model.context=64",
+    "model.vocab_size=256", "data=synthetic_tokens", "data.vocab_size=256", "data.context=64", "data.num_samples=192",
+    "data.val_samples=1", "objective=language_modelling", "objective.padding=false", "steps=24", "clip.max_norm=1.0",
+    "batch.global_size=8", "batch.micro_size=2", "precision=fp64", "optimizer=sgd", "optimizer.lr=0.1",
+)  # fmt: skip
+"""A training of full, equal steps, whose bytes the plan counts."""
+SENT: Final = 3.0
+"""Per cent by which the bytes of a step may differ from the plan: packets have headers."""
 MODES: Final = ("captured", "step", "default")
 SHARDS: Final = (4, 1)
 FAILURES: Final = ("raise", "kill")
@@ -100,6 +116,34 @@ def pair(bench: Bench) -> Iterator[Row]:
     yield from _compared(bench, bench.tried(PAIRS))
 
 
+def mesh(bench: Bench) -> Iterator[Row]:
+    """Compare each axis of the mesh, its ranks on one device, with one device, and its bytes with the plan."""
+    meshes = {f"strategy.{axis}": (*TEXT, *of_mesh(axis), "callbacks=[loopback]") for axis in bench.tried(AXES)}
+    yield from _all_against(bench, [((*TEXT, "strategy=one_device"), list(meshes.values()), "fp64")])
+    for title, arguments in meshes.items():
+        if (found := bench.kept.get(("bytes", *arguments))) is None:
+            continue  # it failed, and has a row
+        sent, planned = found
+        judged, target = bench.judged(abs(100 * (sent / planned - 1)), most=SENT)
+        text = f"{sent / 1e6:.2f} MB a step over the loopback device, planned {planned / 1e6:.2f} ({target} %)"
+        yield f"{title}: bytes", judged, text
+
+
+def of_mesh(axis: str) -> tuple[str, ...]:
+    """Return the arguments of a mesh on one device."""
+    return "strategy=mesh_on_one_device", *f"strategy.{axis}".split()
+
+
+def _sent_and_planned(run: Path) -> tuple[float, float] | None:
+    """Return bytes of a step over the loopback device and in the plan of a run; None if it has not counted them."""
+    counts, plan = run / "loopback", run / "plan.json"
+    if not (counts.is_file() and plan.is_file()):
+        return None
+    totals = [int(line) for line in counts.read_text().splitlines()]
+    steps = [later - one for one, later in pairwise(totals[5:20])]
+    return statistics.median(steps), sum(json.loads(plan.read_text())["traffic"]["links"].values())
+
+
 def mapped(bench: Bench) -> Iterator[Row]:
     """Compare a model over the GPU and the CPU with one device."""
     yield from _compared(bench, bench.tried(maps(small=bench.small)))
@@ -153,7 +197,7 @@ def _against(bench: Bench, base: Sequence[str], others: Sequence[Sequence[str]],
         return
     tolerance = {**COMPILED, **TOLERANCES}[precision]
     for other in others:
-        name = " ".join(one for one in other if one not in DIGITS)
+        name = " ".join(one for one in other if one not in (*DIGITS, *TEXT))
         found = _weights(bench, other)
         if isinstance(found, subprocess.CompletedProcess):
             yield failed(name, found)
@@ -175,6 +219,7 @@ def _weights(bench: Bench, overrides: Sequence[str]) -> dict[str, torch.Tensor] 
         done, result = bench.train(Path(folder) / "run", *overrides)
         if result is not None:
             tensors = load(Path(result["last"])).tensors
+            bench.kept["bytes", *overrides] = _sent_and_planned(Path(folder) / "run")
             bench.kept[key] = found = {name: tensors[name].clone() for name in tensors if name.startswith("param/")}
             return found
     if done.returncode != OVER:  # another part may have the time for it

@@ -1,43 +1,54 @@
-"""Try trainkit on a GPU for the first time: tests, numbers, exchanges, failures, then speed beside hand-written loops.
+"""Try trainkit on a GPU for the first time: numbers, failures, tests, exchanges, speed beside hand-written loops.
 
-    python benchmarks/gpu/first_contact.py [PART ...] [--out FOLDER] [--part-s 540] [--rounds 3] [--at-once N] [--small]
+    python benchmarks/gpu/first_contact.py [PART ...] [--out FOLDER] [--part-s 150] [--rounds 3] [--at-once N] [--small]
 
-Each part takes at most 9 minutes on one device, and all of them at most 45; without PART all run, one after the other.
-`--part-s` and `--rounds` make a part shorter: its seconds at most, and its turns with a hand-written loop at most.
+Each part takes at most 150 s on one device, and all of them at most 50 minutes; without PART all run, one after the
+other. `--part-s` and `--rounds` change the seconds of a part, and its turns with a hand-written loop at most.
 Trainings whose time is not measured run at the same time: as many as a quarter of the processor cores.
 A part writes OUT/PART.json, and OUT/first_contact.md shows all parts that OUT holds; each row is written as soon as it
 is known. A part that fails says so there, and the others run; what did not fit into the time of a part, and a part that
-has not begun after 45 minutes, are written down as not tried. A figure below its target is `missed`. `--small` tries
-this script: it runs all parts on the CPU with tiny trainings in at most 5 minutes, judges no figure, and of the
-precisions, strategies and failures of a part runs the first alone.
+has not begun after 50 minutes, are written down as not tried. A figure below its target is `missed`. `--small` tries
+this script: it runs all parts on the CPU with tiny trainings, two at the same time, in at most 3 minutes of two cores,
+judges no figure, and of the choices of a part runs the first alone.
 
 tests       the tests that need a GPU
 alone       weights after a training in a process group of one rank (NCCL on a GPU) against those of one_device
 gpt, resnet, resnet_shards, mlp    steps a second in turns with a hand-written loop; MFU
-gpt_large   MFU and memory of a GPT of 1.3 B parameters under fsdp in a world of one, in bf16 and in float8
+gpt_large   MFU and memory of a GPT of 1.3 B parameters under fsdp in a world of one, in bf16 and in float8, beside a
+            hand-written loop
 save        how long a save of 18 GiB keeps the training
 overlap     exchanges that begin inside of backward, by precision, and a picture of a step
 modes       weights after compiled steps against eager ones: accumulation x precision x mode
 mapped      the same of a model over the GPU and the CPU, alone and as a replica of mirrored
 prove       the numbers of mirrored and fsdp, each alone in a process group, and of two ranks on one device, in fp64
 pair        weights of two ranks on one device, over gloo
+mesh        the same of each axis of the mesh: context, pipe, tensor, shard, replicate; and the bytes of the plan
 failures    a rank that raises and a rank that is killed are named
+oom         a training that does not fit ends in its first step, with remedies
+memory      the peak of the allocator against the plan, beside that of a hand-written loop
+images      images a second of worker processes, beside torch's DataLoader
+energy      joules of a sample by `bench`, beside nvidia-smi
+hardware    the planned step by `hardware=this`, beside the file of the device, against a measured one
 
-With a quarter of an hour, the order is: prove failures pair mlp resnet tests, then gpt_large modes resnet_shards, with
-`--rounds 1 --part-s 150` (docs/gpus.md).
+With a quarter of an hour, the order is: prove failures oom pair mlp resnet tests, then alone gpt overlap mesh memory,
+with `--rounds 1` (docs/gpus.md).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import resource
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,33 +57,42 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from benchmarks import report
-from benchmarks.gpu import comparing, overlap, save, speed
+from benchmarks.gpu import comparing, holding, overlap, save, speed
 from benchmarks.gpu.bench import Bench, Row
 
-PART_S: Final = 540
+PART_S: Final = 150
 """Seconds of a part, at most."""
-ALL_S: Final = 45 * 60
+ALL_S: Final = 50 * 60
 """Seconds of all parts, at most; a part that has not begun by then is not tried."""
 AT_ONCE: Final = "trainings that run at the same time where no time is measured"
-SMALL_S: Final = 300
-"""The same of `--small`."""
+SMALL_S: Final = 180
+"""Seconds of `--small`, at most, on two cores that nothing else uses."""
+SMALL_AT_ONCE: Final = 2
+"""Parts that run at the same time with `--small`, which measures no time."""
 
 PARTS: Final[Mapping[str, Callable[[Bench], Iterable[Row]]]] = {
+    "prove": comparing.prove,
+    "failures": comparing.failures,
+    "oom": holding.oom,
+    "pair": comparing.pair,
+    "mlp": partial(speed.speed, name="mlp"),
+    "resnet": partial(speed.speed, name="resnet"),
     "tests": comparing.tests,
     "alone": comparing.alone,
     "gpt": partial(speed.speed, name="gpt"),
-    "resnet": partial(speed.speed, name="resnet"),
-    "gpt_large": speed.large,
-    "resnet_shards": partial(speed.speed, name="resnet_shards"),
-    "mlp": partial(speed.speed, name="mlp"),
-    "save": save.saves,
     "overlap": overlap.overlap,
+    "mesh": comparing.mesh,
+    "memory": holding.memory,
+    "gpt_large": speed.large,
     "modes": comparing.modes,
+    "resnet_shards": partial(speed.speed, name="resnet_shards"),
+    "images": holding.images,
+    "energy": holding.energy,
+    "hardware": holding.hardware,
+    "save": save.saves,
     "mapped": comparing.mapped,
-    "prove": comparing.prove,
-    "pair": comparing.pair,
-    "failures": comparing.failures,
 }
+"""In the order in which they run without PART: what little time is worth most for comes first."""
 
 BAD: Final = ("FAILED", "missed", "not tried")
 """Results that a page begins with."""
@@ -86,21 +106,24 @@ def rows_of(name: str, bench: Bench) -> Iterator[Row]:
         yield name, "FAILED", f"{type(error).__name__}: {error}".replace("\n", " ").replace("|", "\\|")[:600]
 
 
-def run_part(name: str, options: argparse.Namespace, *, end: float, kept: dict[Any, Any]) -> list[Row]:
+def run_part(
+    name: str, options: argparse.Namespace, *, end: float, kept: dict[Any, Any], running: set[Any]
+) -> list[Row]:
     """Run a part, unless all parts have had their time; write each row as soon as it is known, and return all."""
     begun, rows, small, out = time.monotonic(), list[Row](), options.small, options.out
     device = "CPU" if small or not torch.cuda.is_available() else torch.cuda.get_device_name(0)
     bench = Bench(
         small=small, deadline=min(begun + options.part_s, end), rounds=1 if small else options.rounds,
-        at_once=1 if small else options.at_once, out=out, device_name=device, kept=kept,
+        at_once=1 if small else options.at_once, out=out, device_name=device, kept=kept, running=running,
     )  # fmt: skip
     content = {"part": name, "device": device, "machine": report.machine(), "date": time.strftime("%Y-%m-%d")}
 
     def write() -> None:
         shown = rows or [(name, "not tried", "the script was ended in this part")]
         text = json.dumps({**content, "seconds": time.monotonic() - begun, "rows": shown}, indent=1)
-        (out / f"{name}.json").write_text(text)
-        write_page(out)
+        with _WRITES:
+            (out / f"{name}.json").write_text(text)
+            write_page(out)
 
     print(f"{name} ...", flush=True)
     write()
@@ -110,6 +133,15 @@ def run_part(name: str, options: argparse.Namespace, *, end: float, kept: dict[A
         write()
     write()
     return rows
+
+
+_WRITES: Final = Lock()
+
+
+def processors_s() -> float:
+    """Return the processor seconds of this process and of those that it has waited for."""
+    both = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return sum(one.ru_utime + one.ru_stime for one in both)
 
 
 def write_page(out: Path) -> Path:
@@ -150,10 +182,19 @@ def main() -> int:
     if not options.small and not torch.cuda.is_available():
         parser.error("torch sees no GPU here. --small tries the script on the CPU.")
     options.out.mkdir(parents=True, exist_ok=True)
-    begun, limit = time.monotonic(), SMALL_S if options.small else ALL_S
-    kept: dict[Any, Any] = {}
-    rows = [row for name in options.parts or PARTS for row in run_part(name, options, end=begun + limit, kept=kept)]
+    begun, limit, used = time.monotonic(), SMALL_S if options.small else ALL_S, processors_s()
+    end, running = begun + (math.inf if options.small else limit), set[Any]()
+    one = partial(run_part, options=options, end=end, kept={}, running=running)
+    with ThreadPoolExecutor(SMALL_AT_ONCE if options.small else 1) as pool:
+        try:
+            rows = [row for found in pool.map(one, options.parts or PARTS) for row in found]
+        except BaseException:  # Ctrl-C: do not wait for the rest
+            pool.shutdown(wait=False, cancel_futures=True)
+            Bench(small=options.small, deadline=0, running=running).end()
+            raise
     took = time.monotonic() - begun
+    if options.small:  # other programs may use the cores
+        took = min(took, (processors_s() - used) / SMALL_AT_ONCE)
     counts = ", ".join(f"{result}: {sum(row[1] == result for row in rows)}" for result in BAD)
     print(f"written to {write_page(options.out)} after {took:.0f} s; {counts}")
     if took > limit:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from benchmarks import report
 from benchmarks.gpu.bench import ALONE, OVER, Bench, Row, failed, rows_of
+from benchmarks.gpu.holding import memory_row
 from benchmarks.gpu.turns import HAND
 from benchmarks.gpu.workloads import WORKLOADS, Workload
 from trainkit.run.estimates.hardware import recognised
@@ -122,6 +123,7 @@ def _tokens(bench: Bench, workload: Workload, step_s: float) -> Row:
 def large(bench: Bench) -> Iterator[Row]:
     """Train a GPT of 1.3 B parameters under fsdp in a world of one, in bf16 and with products in float8."""
     workload = WORKLOADS["gpt_large"](bench.small)
+    yield from _by_hand(bench, workload)
     hardware = ("hardware=laptop",) if bench.small else ()
     eight = ("convert=float8", *(("convert.emulate=true",) if bench.small else ()))
     for kind, more in bench.tried((("bf16", ()), ("float8", eight))):
@@ -137,7 +139,19 @@ def large(bench: Bench) -> Iterator[Row]:
             yield failed(title, done)
             continue
         yield from _large_rows(bench, title, rows, workload)
-        yield failed(f"{title}: memory", done) if result is None else _memory_row(bench, title, result)
+        yield failed(f"{title}: memory", done) if result is None else memory_row(bench, title, result, most=PLANNED)
+
+
+def _by_hand(bench: Bench, workload: Workload) -> Iterator[Row]:
+    """Yield the row of the hand-written loop, whose model is whole and compiled with the loss."""
+    title, small = f"{workload.title}: hand-written loop", ("--small",) if bench.small else ()
+    done = bench.run("-m", "benchmarks.gpu.turns", "gpt_large", HAND, "--rounds", "1", *small)
+    turns = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"kind"')]
+    if not turns or "step_s" not in turns[0]:
+        yield failed(title, done, error=_error_of(turns, HAND))
+        return
+    step_s, peak = statistics.median(turns[0]["step_s"]), peak_of(bench, workload.precision)
+    yield title, "-", _pace(step_s, workload, turns[0]["flops"], peak) + _memory(turns, HAND)
 
 
 def _large_rows(bench: Bench, title: str, rows: Sequence[Mapping[str, Any]], workload: Workload) -> Iterator[Row]:
@@ -149,16 +163,6 @@ def _large_rows(bench: Bench, title: str, rows: Sequence[Mapping[str, Any]], wor
         yield f"{title}: MFU", judged, f"{statistics.median(used):.1%} ({target}), {rate:,.0f} tokens/s"
     else:
         yield f"{title}: MFU", "-", f"the peak of {bench.device_name} is not known; {rate:,.0f} tokens/s"
-
-
-def _memory_row(bench: Bench, title: str, result: Mapping[str, Any]) -> Row:
-    """Return the row of the peak of memory beside the plan."""
-    at_end = (result.get("measured") or {}).get("at_end", {})
-    differs = at_end.get("per_cent", {}).get("memory")
-    if differs is None:
-        return f"{title}: memory", "-", "the plan of so small a run has no figure to compare"
-    judged, target = bench.judged(abs(differs), most=PLANNED)
-    return f"{title}: memory", judged, f"{at_end['memory'] / 2**30:.1f} GiB, {differs:+.1f} % of the plan ({target} %)"
 
 
 def _trained(

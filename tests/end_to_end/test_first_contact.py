@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import comparing, first_contact, save, speed
+from benchmarks.gpu import comparing, first_contact, holding, save, speed
 from benchmarks.gpu.bench import ALONE, Bench
 from benchmarks.gpu.workloads import WORKLOADS
 from tests.support import quick
@@ -82,6 +82,7 @@ SIZED = {
     if name in speed.GOALS
 }
 LARGE = [*WORKLOADS["gpt_large"](False).overrides, *WORKLOADS["gpt_large"](False).sizes, "strategy=fsdp", *ALONE]
+SIZED_GPT = ["recipe=null", "steps=24", *WORKLOADS["gpt"](False).overrides, *WORKLOADS["gpt"](False).sizes]
 PLANNED: dict[str, Sequence[str]] = {
     **{one[1]: [*comparing.DIGITS, *one, "precision=bf16_mixed"] for one in comparing.PAIRS},
     **{f"alone {one[0]}": [*comparing.DIGITS, *comparing.DRAWING, *one, "precision=fp64"]
@@ -89,6 +90,8 @@ PLANNED: dict[str, Sequence[str]] = {
     **{f"map {one[0]}": [*comparing.DIGITS, *comparing.DRAWING, *one] for one in comparing.maps(small=True)},
     **{mode: [*comparing.DIGITS, _mode(mode), "precision=fp16_mixed"] for mode in comparing.MODES},
     **{name: ["recipe=null", "steps=60", *arguments] for name, arguments in SIZED.items()},
+    **{axis: [*comparing.TEXT, *comparing.of_mesh(axis)] for axis in comparing.AXES},
+    **{name: [*SIZED_GPT, *more] for name, more in holding.MEMORY_CHOICES},
     "gpt_large": ["recipe=null", "steps=40", *LARGE, "compile.mode=default"],
     "gpt_large float8": ["recipe=null", "steps=40", *LARGE, "convert=float8", "convert.emulate=true"],
     "overlap": ["recipe=digits", "strategy=mirrored", *ALONE, "precision=bf16_mixed", "callbacks=[profiler]"],

@@ -38,6 +38,7 @@ from trainkit.run.session.restore import (
     setup_request,
     unprefetched_loader,
 )
+from trainkit.run.session.syncs import SyncWatch
 from trainkit.strategies.base import Executor, PhaseListener, ignore_phase
 from trainkit.strategies.tensor_shards import TensorShard
 from trainkit.trained.build import meta_model
@@ -92,7 +93,7 @@ class TaskSession:
         if (factor := self.callbacks.rate_factor()) is not None:
             plan = plan.with_rate_factor(factor)
         self.plan = plan.resolved(lambda: meta_model(plan.cfg))
-        self._account = Account(self.plan, identity)
+        self._account, self._waits = Account(self.plan, identity), SyncWatch()
         self.cfg, self.parts = self.plan.cfg, self.plan.components
         snapshot = snapshot_beside_steps(self.cfg, identity.task.device, own_loop=given_loss is not None)
         # With a snapshot, a GPU waits for its copies before a step changes the copied tensors.
@@ -101,6 +102,7 @@ class TaskSession:
         self._on_phase = self._account.heard(on_phase)
         self._data_state: dict[str, Any] | None = None
         self._evaluation_due, self._failed, self._cleanup = False, False, ExitStack()
+        self._cleanup.callback(self._waits.close)
         strategy = self.parts.strategy
         training = make_step_context(self.plan, self.callbacks.gradient_listener())
         self._training = training if given_loss is None else given_loss.context_of(training)
@@ -297,7 +299,8 @@ class TaskSession:
             found.append(Trigger(act=self._check_replicas, next_after=every_n_steps(cfg.numerics.check_replicas_every)))
         found.append(Trigger(act=self._sync_stop_and_save, next_after=lambda step: step + self._agreement.interval))
         later = [at_sync_points(one, self.plan.next_sync_step) for one in found[1:]]
-        return [found[0], *self._account.triggers(self.run, self._journal, self._scorer), *later]
+        before, after = self._waits.triggers(self.run)
+        return [*before, found[0], *self._account.triggers(self.run, self._journal, self._scorer), *later, *after]
 
     def flush(self, *, is_last: bool = False) -> None:
         """Aggregate the steps since the last row into one row, and pass it to the callbacks; collective."""
