@@ -1,8 +1,9 @@
-"""Train on every mesh of 2, 4 and 8 ranks, and resume on another mesh: `python benchmarks/meshes.py [--seed N]`.
+"""Train on every mesh of 2, 4 and 8 ranks, and resume on another mesh: `python benchmarks/meshes.py [--ranks 2 4]`.
 
 Three language models of two blocks, each on every mesh that it can have, in three precisions; then random pairs of
 meshes, from one of which a training goes to the other in the middle of an epoch. The results are written into
-`benchmarks/results/meshes.md`; exits with 1 if one is not the training of one device.
+`benchmarks/results/meshes.md`, where meshes that were not tried keep their line; exits with 1 if one is not the
+training of one device.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,14 +24,14 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from tests.contract.meshes import LAYOUTS, STEPS, TOLERANCES, compare, draw_pairs, resume_error
+from tests.contract.meshes import LAYOUTS, SIZES, STEPS, TOLERANCES, compare, draw_pairs, resume_error
 from tests.support.pool import Pool
 
 RESULTS: Final = ROOT / "benchmarks/results/meshes.md"
 TEXT: Final = f"""# Every mesh of 2, 4 and 8 ranks
 
-`python benchmarks/meshes.py --seed {{seed}}`, {{date}}, commit {{commit}}, {{cores}} cores ({{machine}}), Gloo.
-{{verdict}}
+`python benchmarks/meshes.py --ranks {{ranks}} --pairs {{pairs}} --seed {{seed}}`, {{cores}} cores ({{machine}}), Gloo.
+Each line has its date and commit. The last run: {{verdict}}
 
 Three language models of two blocks: `Gpt`, and a Llama and a GPT-2 that transformers makes from their configs, with
 `use_cache=false`, and with `nn.RMSNorm` in the place of Llama's norms, which compute in float32 in any precision.
@@ -43,8 +45,8 @@ half epochs. The layers of GPT-2 that compute queries, keys and values at once a
 - *fp32*, *bf16_mixed*: the same against one device in that precision, with SGD: AdamW makes steps of the rounding of
   gradients near zero. Held to 8 eps sqrt(steps): {TOLERANCES["fp32"]:.1e} and {TOLERANCES["bf16_mixed"]:.1e}.
 
-| model | ranks | replicate x shard x tensor, stages | begins | fp64 | fp32 | bf16_mixed |
-|---|---:|---|---|---:|---:|---:|
+| model | ranks | replicate x shard x tensor, stages, context | begins | fp64 | fp32 | bf16_mixed | date | commit |
+|---|---:|---|---|---:|---:|---:|---|---|
 """
 RESUMED: Final = f"""
 ## From one mesh to another
@@ -60,39 +62,45 @@ fp64; the error is that against the plain loop, which nobody stopped. Random pai
 def main() -> int:
     """Train, resume, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", choices=SIZES, default=SIZES, help="sizes of the meshes")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of meshes")
     parser.add_argument("--seed", type=int, default=datetime.now().astimezone().date().toordinal(), help="of the pairs")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    layouts, resumed, failed = list[str](), list[str](), 0
+    before = RESULTS.read_text() if RESULTS.exists() else ""
+    earlier = re.finditer(r"^\| (\S+) \| \d \| ([^|]+) \|.*\n", before, re.MULTILINE)
+    rows = {(found[1], found[2]): found[0] for found in earlier}
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    tried, resumed, failed, today = 0, list[str](), 0, datetime.now().astimezone().date()
     with Pool() as pool:
-        for family, mesh in LAYOUTS:
+        for family, mesh in (one for one in LAYOUTS if one[1].ranks in options.ranks):
             found = {precision: compare(pool, family, mesh, precision) for precision in TOLERANCES}
             begins = all(one.begins_alike for one in found.values())
             failed += not begins or any(one.error > TOLERANCES[name] for name, one in found.items())
             errors = " | ".join(f"{one.error:.1e}" for one in found.values())
-            row = f"| {family} | {mesh.ranks} | {mesh} | {'alike' if begins else 'OTHERWISE'} | {errors} |"
-            layouts.append(row)
+            row = f"| {family} | {mesh.ranks} | {mesh} | {'alike' if begins else 'OTHERWISE'} | {errors} "
+            rows[family, str(mesh)] = f"{row}| {today} | {commit} |\n"
+            tried += 1
             print(row, flush=True)
-        for pair in draw_pairs(options.pairs, options.seed):
+        for pair in draw_pairs(options.pairs, options.seed, tuple(options.ranks)):
             with tempfile.TemporaryDirectory() as folder:
                 error = resume_error(pool, pair, Path(folder))
             failed += error > TOLERANCES["fp64"]
             row = f"| {pair.family} | {pair.before} | {pair.after} | {pair.step} | {error:.1e} |"
             resumed.append(row)
             print(row, flush=True)
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    verdict = f"{len(layouts)} meshes and {len(resumed)} resumes, {failed or 'none'} of which failed."
+    verdict = f"{tried} meshes and {len(resumed)} resumes, {failed or 'none'} of which failed."
     head = TEXT.format(
+        ranks=" ".join(map(str, options.ranks)),
+        pairs=options.pairs,
         seed=options.seed,
-        date=datetime.now().astimezone().date(),
-        commit=commit,
         cores=os.cpu_count(),
         machine=platform.machine(),
         verdict=verdict,
     )
-    RESULTS.write_text(head + "".join(f"{row}\n" for row in layouts) + RESUMED + "".join(f"{row}\n" for row in resumed))
+    layouts = [rows[key] for family, mesh in LAYOUTS if (key := (family, str(mesh))) in rows]
+    RESULTS.write_text(head + "".join(layouts) + RESUMED + "".join(f"{row}\n" for row in resumed))
     print(verdict)
     return int(failed > 0)
 

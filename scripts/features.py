@@ -30,6 +30,8 @@ STRATEGIES: Final[dict[str, tuple[str, ...]]] = {
     "mesh: shard": ("strategy=mesh", "strategy.shard=2"),
     "mesh: tensor": ("strategy=mesh", "strategy.shard=1", "strategy.tensor=2"),
     "mesh: pipe x shard": ("strategy=mesh", "strategy.pipe=2", "strategy.shard=2"),
+    "mesh: context": ("strategy=mesh", "strategy.shard=1", "strategy.context=2"),
+    "mesh: pipe x context": ("strategy=mesh", "strategy.shard=1", "strategy.pipe=2", "strategy.context=2"),
     "fsdp": ("strategy=fsdp", "strategy.replicas=2"),
     "pipeline": ("strategy=pipeline", "strategy.stages=2"),
     "device_map": ("strategy=device_map", "strategy.devices=[cpu,cpu]"),
@@ -55,7 +57,7 @@ TEXT: Final = (
 )  # fmt: skip
 OBJECTIVE: Final = "objective={{_target_:tests.support.{}}}"
 FEATURES: Final[dict[str, tuple[str, ...]]] = {
-    "accumulation (`batch.micro_size`)": ("batch.micro_size=8",),
+    "accumulation (`batch.micro_size`)": ("batch.micro_size=2",),
     "clipping": ("clip.max_norm=1.0",),
     "`precision=bf16`, with masters": ("precision=bf16",),
     "`precision=fp16_mixed`, a scaled loss": ("precision=fp16_mixed",),
@@ -86,19 +88,21 @@ BESIDE: Final[dict[tuple[str, str], str]] = {
     ("an objective with phases", "mesh: tensor"): "strategy.plan={generator.0:rowwise_scattered}",
     ("rows of a sparse embedding", "mesh: tensor"): "strategy.plan={head:rowwise_scattered}",
     ("`memory_format=channels_last`", "mesh: tensor"): "strategy.plan={head:rowwise_scattered}",
+    ("several optimizers", "mesh: context"): "optimizers.first.match=['blocks.*'] optimizers.rest.match=['[eh]*']",
+    ("`strategy.map`", "mesh: pipe x context"): "strategy.map={embed:0,rest:1}",
     ("`strategy.map`", "mirrored"): "strategy.devices=[[cpu,cpu],[cpu,cpu]]",
     ("`strategy.map`", "device_map"): "strategy.map=auto",
 }
-"""Row and column -> an argument that the model needs there."""
+"""Row and column -> the arguments that the model needs there."""
 NO_KEY: Final = "no such key in "
 HEAD: Final = f"""# What each strategy takes
 
 A run with a feature that its strategy does not support is refused before it starts. This table is what the refusals
 say: each cell is a run that `python scripts/features.py --write` planned, on two or four ranks or devices of a CPU. The
-messages are below. `-` is a key that the strategy does not have. `multi_worker_mirrored` is as `mirrored`,
-`tensor_parallel` as `mesh: tensor`; on several axes of a [mesh](mesh.md), the refusals of each hold, and
-[`context`](mesh.md#context), which takes language models only, has its own table. The sizes of a
-mesh are numbers here: an axis of `auto` is [elastic](elastic.md).
+messages are below. `-` is a key that the strategy or its model lacks. `multi_worker_mirrored` is as `mirrored`,
+`tensor_parallel` as `mesh: tensor`; on several axes of a [mesh](mesh.md), the refusals of each hold.
+[`context`](mesh.md#context) takes language models only: its columns are runs of one, or say that the model is none. The
+sizes of a mesh are numbers here: an axis of `auto` is [elastic](elastic.md).
 
 {MARK}
 """
@@ -126,8 +130,9 @@ def page() -> str:
     for feature, wanted in FEATURES.items():
         cells, said = [], dict[str, list[str]]()
         for name, strategy in STRATEGIES.items():
-            beside = BESIDE.get((feature, name))
-            message = refusal(*wanted, *strategy, *([beside] if beside else []))
+            text = TEXT if name.endswith("context") and not wanted[0].startswith("recipe=") else ()
+            given = (*text, *wanted, *strategy, *BESIDE.get((feature, name), "").split())
+            message = refusal(*{one.partition("=")[0]: one for one in given}.values())
             if message is not None and NO_KEY not in message:
                 said.setdefault(message, []).append(name)
             cells.append("yes" if message is None else "-" if NO_KEY in message else "**no**")

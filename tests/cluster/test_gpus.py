@@ -79,7 +79,7 @@ def test_what_mig_instances_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(ConfigError, match="strategy: a process uses one MIG instance, and CUDA_VISIBLE_DEVICES"):
             make_plan(trainkit.compose(["recipe=digits", *strategy]).cfg, num_gpus=2)
     (problem,) = Pipeline(stages=2).validate(PlanContext(num_gpus=1))
-    assert str(problem).startswith("strategy=pipeline: sends tensors between GPUs, which MIG instances cannot")
+    assert str(problem).startswith("strategy.stages=2: sends tensors between GPUs, which MIG instances cannot")
 
 
 def test_cublas_and_malloc_are_set_before_a_device_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from math import prod
 from pathlib import Path
 from random import Random
@@ -118,13 +119,10 @@ def meshes(family: str, sizes: tuple[int, ...] = SIZES) -> Iterator[Mesh]:
     """
     powers = (1, 2, 4, 8)
     for size in sizes:
-        for pipe in powers[:3]:
-            for tensor in powers if family != "GPT-2" else (1,):
-                yield from (
-                    Mesh(size // tensor // shard // pipe, shard, tensor, pipe)
-                    for shard in powers
-                    if size % (tensor * shard * pipe) == 0
-                )
+        for context, pipe, tensor, shard in product(powers, powers[:3], powers, powers):
+            inner = shard * tensor * pipe * context
+            if size % inner == 0 and (tensor == 1 or family != "GPT-2"):
+                yield Mesh(size // inner, shard, tensor, pipe, context)
 
 
 FAMILIES: Final = ("Gpt", "Llama", "GPT-2")
@@ -201,13 +199,13 @@ class Resumed(NamedTuple):
     step: int
 
 
-def draw_pairs(count: int, seed: int) -> list[Resumed]:
-    """Draw pairs of meshes; an epoch has four steps."""
+def draw_pairs(count: int, seed: int, sizes: tuple[int, ...] = SIZES) -> list[Resumed]:
+    """Draw pairs of meshes of these numbers of ranks; an epoch has four steps."""
     numbers, found = Random(seed), list[Resumed]()
     middles = [step for step in range(1, STEPS) if step % 4]
     for _ in range(count):
         family = numbers.choice(FAMILIES)
-        before, after = numbers.sample(list(meshes(family)), 2)
+        before, after = numbers.sample(list(meshes(family, sizes)), 2)
         found.append(Resumed(family, before, after, numbers.choice(middles)))
     return found
 

@@ -35,7 +35,12 @@ AXES: dict[str, dict[str, Any]] = {
     "replicate, shard": {"replicate": 2, "shard": 2, "context": 2},
     "tensor": CUT | {"tensor": 2},
     "shard, tensor": {"shard": 2, "context": 2, "tensor": 2},
+    "pipe": CUT | {"pipe": 2},
+    "pipe, replicate": CUT | {"pipe": 2, "replicate": 2},
+    "pipe, shard": {"shard": 2, "context": 2, "pipe": 2},
+    "pipe, tensor": CUT | {"pipe": 2, "tensor": 2},
 }
+STAGES, SHARDED_STAGES = AXES["pipe"], AXES["pipe, shard"]
 
 
 @pytest.mark.parametrize("axes", AXES)
@@ -58,6 +63,25 @@ def test_what_a_step_does_beside_is_that_of_the_reference(base: Case, pool: Pool
     check(base, pool)
 
 
+@pytest.mark.parametrize(
+    "base",
+    [
+        replace(GPT, settings=STAGES | {"schedule": "gpipe"}, micro_size=2),
+        replace(GPT, settings=STAGES | {"schedule": "interleaved"}, micro_size=1),
+        replace(GPT, settings=STAGES | {"schedule": "zero_bubble"}, micro_size=1),
+        replace(GPT, settings=SHARDED_STAGES | {"schedule": "interleaved"}, micro_size=2),
+        replace(GPT, settings=STAGES, task="hidden", global_size=10, micro_size=3, num_steps=5),
+        replace(GPT, settings=SHARDED_STAGES, global_size=10, micro_size=1, num_steps=5),
+        replace(GPT, settings=SHARDED_STAGES, global_size=4, micro_size=4, num_steps=5),
+        replace(GPT, settings=STAGES, shaping=ModelTransforms(recompute="full"), micro_size=2, num_steps=4),
+        FrozenCase(settings=STAGES, micro_size=2, resume_at=2),
+        FrozenCase(settings=SHARDED_STAGES, micro_size=2),
+    ],
+)
+def test_stages_of_cut_sequences_train_as_the_reference(base: Case, pool: Pool) -> None:
+    check(base, pool)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Llama", "GPT-2"])
 @pytest.mark.parametrize("mesh", [Mesh(1, 1, 1, context=4), Mesh(1, 2, 1, context=2)], ids=str)
@@ -72,9 +96,15 @@ def test_in_bf16_mixed_it_is_that_of_one_device_up_to_rounding(family: str, pool
     assert compare(pool, family, Mesh(1, 1, 1, context=2), "bf16_mixed").error <= TOLERANCES["bf16_mixed"]
 
 
-@pytest.mark.parametrize("cut", [CUT, {"context": 2, "shard": 2}], ids=["whole", "sharded"])
-def test_what_is_dropped_out_of_parts_is_that_of_one_device(cut: dict[str, Any], pool: Pool) -> None:
-    base = replace(GPT, model={"bias": False, "dropout": 0.3}, num_steps=4)
+@pytest.mark.parametrize(
+    ("cut", "even"),
+    [(CUT, {}), ({"context": 2, "shard": 2}, {}), (STAGES, {}), (SHARDED_STAGES, {"micro_size": 2, "num_steps": 2})],
+    ids=["whole", "sharded", "stages", "both"],
+)
+def test_what_is_dropped_out_of_parts_is_that_of_one_device(
+    cut: dict[str, Any], even: dict[str, Any], pool: Pool
+) -> None:
+    base = replace(GPT, **{"model": {"bias": False, "dropout": 0.3}, "num_steps": 4, **even})
     (expected,) = train(pool, replace(base, strategy="one_device", settings={}))
     for rank in train(pool, replace(base, settings=cut)):
         for name, tensor in expected.weights.items():
@@ -121,9 +151,10 @@ class NoisyCase(GptCase):
         return made  # type: ignore[no-any-return]
 
 
-def test_code_that_draws_for_its_part_without_saying_so_is_refused(pool: Pool) -> None:
+@pytest.mark.parametrize("cut", [CUT, STAGES | {"schedule": "interleaved"}], ids=["alone", "in the last stage"])
+def test_code_that_draws_for_its_part_without_saying_so_is_refused(cut: dict[str, Any], pool: Pool) -> None:
     with pytest.raises(TaskError, match=re.escape("blocks.1.dropout (Noisy) draws random numbers")):
-        train(pool, NoisyCase(settings=CUT))
+        train(pool, NoisyCase(settings=cut))
 
 
 def test_what_a_cut_sequence_does_not_take_is_refused_by_name() -> None:
@@ -137,8 +168,6 @@ def test_what_a_cut_sequence_does_not_take_is_refused_by_name() -> None:
 
     (problem,) = strategy.validate(PlanContext(objective=Own()))
     assert "objective=Own: does not declare by_position" in str(problem)
-    (problem,) = MeshOfRanks(context=2, shard=1, pipe=2).validate(tokens)
-    assert "strategy.context=2: does not cut sequences between stages" in str(problem)
     (problem,) = strategy.validate_model(NET.make_model(), tokens)
     assert "needs a model that declares set_sequence_cut, or one of transformers, and Net is neither" in str(problem)
     dropping = replace(GPT, model={"dropout": 0.1}).make_model()

@@ -28,12 +28,12 @@ from trainkit.strategies.reducers.options import Reducing
 GATE = [
     ("Gpt", Mesh(2, 2, 2)),
     ("Gpt", Mesh(1, 1, 2)),
-    ("Gpt", Mesh(2, 1, 2)),
+    ("Gpt", Mesh(1, 2, 1, 2, 2)),
     ("Gpt", Mesh(1, 2, 2, 2)),
     ("Llama", Mesh(2, 1, 1, 2)),
-    ("Llama", Mesh(1, 2, 2)),
+    ("Llama", Mesh(1, 1, 2, 1, 2)),
     ("GPT-2", Mesh(1, 2, 1)),
-    ("GPT-2", Mesh(2, 2, 1, 2)),
+    ("GPT-2", Mesh(2, 1, 1, 1, 2)),
 ]
 """Eight of the layouts that `benchmarks/meshes.py` tries: each axis, each pair of axes, each model."""
 ALL_AXES = {"replicate": 2, "shard": 2, "tensor": 2}

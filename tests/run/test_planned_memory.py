@@ -200,6 +200,8 @@ OBSERVED: dict[str, tuple[int, tuple[str, ...]]] = {
                                   "precision=bf16_mixed")),
     "mesh, cut stages": (4, (*STAGED, "strategy=mesh", "strategy.pipe=2", "strategy.tensor=2")),
     "mesh, sharded stages": (4, (*STAGED, "strategy=mesh", "strategy.pipe=2", "strategy.shard=2")),
+    "mesh, stages of cut sequences": (4, (*STAGED, "strategy=mesh", "strategy.shard=1", "strategy.pipe=2",
+                                          "strategy.context=2")),
 }  # fmt: skip
 
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from trainkit.errors import CollectiveMismatchError
-from trainkit.strategies import flight_recorder
+from trainkit.strategies import collectives, flight_recorder
+from trainkit.strategies.collectives import GroupCollective
 from trainkit.strategies.flight_recorder import FlightRecorder, read_collectives, waited_for
 
 WORLD: Any = SimpleNamespace(group_name="0")
@@ -99,6 +100,15 @@ def test_each_group_counts_for_itself(ranks: Ranks) -> None:
     ranks[0].record(HALF, "broadcast", torch.ones(2))
     ranks[1].record(HALF, "broadcast", torch.ones(2))
     ranks[1].record(WORLD, "all_reduce", torch.ones(5))
+
+
+def test_a_sum_over_some_ranks_is_recorded_as_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[object] = []
+    monkeypatch.setattr(collectives, "note_exchange", lambda *_, group: found.append(group))
+    monkeypatch.setattr(GroupCollective, "_exchange_all", lambda _, tensor: [tensor])
+    some: Any = object()
+    GroupCollective(rank=0, num_ranks=1, device=torch.device("cpu"), group=some).sum(torch.ones(1))
+    assert found == [some]
 
 
 def test_an_entry_that_is_half_written_and_one_of_another_host_are_not_compared(

@@ -80,7 +80,7 @@ class GroupCollective:
         same on all ranks and in every run. No sizes are exchanged, so the host does not wait.
         """
         here = tensor.detach().to(self.device)
-        note_exchange(here, "sum")
+        note_exchange(here, "sum", group=self.group)
         total = torch.zeros_like(tensor)
         for part in self._of_data_ranks(self._exchange_all(here)):
             total += part.to(tensor.device)

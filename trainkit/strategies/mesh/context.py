@@ -33,8 +33,10 @@ from trainkit.strategies.base import Batch, StepContext
 from trainkit.strategies.collectives import GroupCollective
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep, weight_on
+from trainkit.strategies.mesh.layout import OnMesh
 from trainkit.strategies.mesh.step import ShardedWork
-from trainkit.strategies.mesh.tensor import DrawWatch
+from trainkit.strategies.mesh.tensor import DrawWatch, Exchange, exchange_activations
+from trainkit.strategies.mesh.tensor_plan import MatchedPlan
 
 _NAME: Final = "trainkit_context"
 """The name of our attention and of our mask in the registers of transformers."""
@@ -59,6 +61,11 @@ class SequenceCut:
         """What looks for random numbers in the first forward pass; None after it, and while a whole mask is drawn."""
         self.length = 0
         """Positions of the sequences of the shard that is computed; 0: none is cut."""
+
+    @classmethod
+    def of(cls, place: OnMesh) -> SequenceCut | None:
+        """Return the stretches of a rank; None if sequences are whole."""
+        return cls(place.mesh["context"]) if place.axes.context > 1 else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceCut:
         """Return this object: a copy of the model is on the same ranks."""
@@ -170,8 +177,28 @@ class SequenceCut:
         keys, values = parts[2 * self.degree - 1 - number if is_late else number].chunk(2, 3)[is_late]
         return keys, values
 
+    def scored(self, loss: Loss) -> Loss:
+        """Return the loss of this rank's positions.
+
+        Raises:
+            TrainingError: it has a mean over the shard.
+        """
+        if loss.extra is not None:
+            raise TrainingError(
+                "the objective adds a mean over the shard, of parts of sequences. Use strategy.context=1."
+            )
+        return loss
+
     def summed(self, work: ShardStep) -> None:
-        """Make loss, weight and terms of a step those of whole sequences, on every rank; collective."""
+        """Make loss, weight and terms of a step those of whole sequences, on every rank; collective.
+
+        Raises:
+            TrainingError: forward updates a buffer.
+        """
+        if names := work.replica.buffers.kept_names():
+            raise TrainingError(
+                f"the forward pass updates the buffer {names[0]}, from a part of each sequence. Use strategy.context=1."
+            )
         if work.loss_sum is None:
             return
         device = work.loss_sum.device
@@ -338,35 +365,54 @@ class CutStep(ShardStep):
         self._cut = cut
 
     def run(self) -> Sequence[Tensor | None]:
-        """Return the sums of the step, and make loss and weight those of whole sequences; collective.
-
-        Raises:
-            TrainingError: forward updates a buffer.
-        """
+        """Return the sums of the step, and make loss and weight those of whole sequences; collective."""
         with self._cut.in_step():
             sums = super().run()
-        if names := self.replica.buffers.kept_names():
-            raise TrainingError(
-                f"the forward pass updates the buffer {names[0]}, from a part of each sequence. Use strategy.context=1."
-            )
         self._cut.summed(self)
         return sums
 
     def _forward(self, shard: int, batch: Batch) -> Loss:
-        loss = super()._forward(shard, self._cut.part_of(batch, self.training.objective))
-        if loss.extra is not None:
-            raise TrainingError(
-                "the objective adds a mean over the shard, of parts of sequences. Use strategy.context=1."
-            )
-        return loss
+        return self._cut.scored(super()._forward(shard, self._cut.part_of(batch, self.training.objective)))
 
 
 class CutShardedStep(CutStep, ShardedWork):
     """One with sharded parameters."""
 
 
-def cut_activations(model: nn.Module, cut: SequenceCut, devices: Sequence[torch.device], *, draws: bool) -> None:
-    """Give a model the positions of this rank, and attention over all; watch its first pass if it may draw."""
+def cut_activations(
+    model: nn.Module,
+    fit: MatchedPlan,
+    place: OnMesh,
+    sequences: SequenceCut | None,
+    *,
+    draws: bool,
+    passes_of: Sequence[nn.Module] = (),
+) -> None:
+    """Cut activations along `tensor` by a plan, and along `context`.
+
+    Args:
+        model: the model.
+        fit: the modules that are cut along `tensor`.
+        place: the place of this rank.
+        sequences: the stretches of this rank; None: sequences are whole.
+        draws: whether the model may draw random numbers, so that first passes are watched.
+        passes_of: the modules, one for each stage, that compute a part of the model at a time; empty: the model.
+    """
+    watched = (passes_of or [model]) if draws else []
+    if fit.chosen:
+        exchange = Exchange(place.mesh["tensor"])
+        exchange_activations(model, fit, exchange)
+        for part in watched:
+            DrawWatch(model, exchange, place.devices, part=part)
+    if sequences is not None:
+        _cut_sequences(model, sequences)
+        remedy = "Use dropout() of what set_sequence_cut gets (docs/mesh.md#context), or strategy.context=1."
+        for part in watched:
+            DrawWatch(model, sequences, place.devices, part=part, cut_by="strategy.context", remedy=remedy)
+
+
+def _cut_sequences(model: nn.Module, cut: SequenceCut) -> None:
+    """Give a model the positions of this rank, and attention over all."""
     for module in model.modules():
         if (declares := getattr(module, "set_sequence_cut", None)) is not None:
             declares(cut)
@@ -374,9 +420,6 @@ def cut_activations(model: nn.Module, cut: SequenceCut, devices: Sequence[torch.
             module.forward = partial(_dropout, module, cut)  # type: ignore[method-assign]
     for module in _of_transformers(model):
         _register_attention(module, cut)
-    if draws:
-        remedy = "Use dropout() of what set_sequence_cut gets (docs/mesh.md#context), or strategy.context=1."
-        DrawWatch(model, cut, devices, cut_by="strategy.context", remedy=remedy)
 
 
 def _dropout(module: nn.Dropout, cut: SequenceCut, given: Tensor) -> Tensor:

@@ -125,6 +125,12 @@ class OnMesh(SingleDevicePlacement):
         """Axis -> this rank's place on it."""
         return self.axes.coordinates(self.rank)
 
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank is the first of those with the same parts, which differ along `tensor` alone."""
+        copies = self.summing("replicate")
+        return copies is None or copies.get_local_rank() == 0
+
     def within(self, outer: ShardSlice, part: Tensor) -> ShardSlice:
         """Return the slice of the full tensor that a part of a part is.
 

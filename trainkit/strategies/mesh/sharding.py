@@ -67,7 +67,7 @@ class Axes:
 
     def stage_of(self, rank: int) -> int:
         """Return the position of a rank along `pipe`."""
-        return rank // self.tensor % self.pipe
+        return self.coordinates(rank)["pipe"]
 
     def summed_with(self, axis: str) -> tuple[str, ...]:
         """Return the axes of several ranks over which gradients are summed with those of `replicate` or `shard`.

@@ -66,7 +66,7 @@ from trainkit.strategies.mesh.step import (
     unsharded_model_problems,
     withheld_where_sharded,
 )
-from trainkit.strategies.mesh.tensor import DrawWatch, Exchange, cut_parameters, exchange_activations
+from trainkit.strategies.mesh.tensor import cut_parameters
 from trainkit.strategies.mesh.tensor_plan import described
 from trainkit.strategies.reducers.options import Reducing, ReductionOptions
 from trainkit.strategies.reducers.vector import Compression, LocalReducer, Reducer
@@ -160,6 +160,7 @@ class MeshStrategy(ProcessGroup, Strategy):
         if self.pipe_stages is not None:
             reason = "a pipeline has outputs on its last stage only. Use a Supervised objective that keeps the default "
             return Facts(
+                compiles="nothing" if layout.axes.context > 1 else "blocks",
                 place=self.facts.place,
                 supports_meta_init=self.facts.supports_meta_init,
                 is_sharded=True,
@@ -274,8 +275,11 @@ class MeshStrategy(ProcessGroup, Strategy):
         """Return the stages of the first replica, with the device of the first rank of each."""
         if self.pipe_stages is None:
             return ()
-        devices = [task.device for task in self.tasks(replace(context, launch=None))]
-        return self.pipe_stages.described(model, context, devices[:: self.layout_in(context).axes.tensor])
+        devices, axes = (
+            [task.device for task in self.tasks(replace(context, launch=None))],
+            self.layout_in(context).axes,
+        )
+        return self.pipe_stages.described(model, context, devices[:: axes.context * axes.tensor])
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return the memory of the rank with the largest use, and the vector that copies exchange, unless backward sums
@@ -443,7 +447,7 @@ class MeshStrategy(ProcessGroup, Strategy):
                 group=group,
             )()
 
-        sequences = SequenceCut(place.mesh["context"]) if layout.axes.context > 1 else None
+        sequences = SequenceCut.of(place)
         move = partial(_move, layout=layout, place=place, cuts=cuts, sequences=sequences)
         parts = build_parts(request, ranks=ranks, placement=place, make_reducer=reducer, move=move)
         parts = replace(parts, join_norms=joined_norms([cuts[name] for name in parts.held.params], parts.device))
@@ -507,9 +511,7 @@ def _move(
     fit, places, draws = layout.fitted(model), place.places, not draws_nothing(model)
     if fit.problems:
         raise ConfigError(list(fit.problems))
-    copies = place.summing("replicate")
-    is_first = copies is None or copies.get_local_rank() == 0
-    outer = cut_parameters(model, fit, place=places["tensor"], degree=layout.axes.tensor, is_first=is_first)
+    outer = cut_parameters(model, fit, place=places["tensor"], degree=layout.axes.tensor, is_first=place.is_first_copy)
     if layout.gathers:
         make_dense(model)
         model = fully_sharded(model, layout.units(model), layout.sharding(place, precision))
@@ -521,13 +523,7 @@ def _move(
         held = PlacedModel(model=model, params=parts, masters=parts)
     else:
         held = move_and_cast(model, precision, placement)
-    if fit.chosen:
-        exchange = Exchange(place.mesh["tensor"])
-        exchange_activations(held.model, fit, exchange)
-        if draws:
-            DrawWatch(held.model, exchange, placement.devices)
-    if sequences is not None:
-        cut_activations(held.model, sequences, placement.devices, draws=draws)
+    cut_activations(held.model, fit, place, sequences, draws=draws)
     for name, param in held.model.named_parameters():
         cuts[name] = place.within(outer[name], param)
     return held
@@ -633,9 +629,6 @@ class Mesh(StagedMesh):
     def _pipe_problems(self, context: PlanContext) -> list[Problem]:
         """Return problems of what stages do not take."""
         axes, found = self.layout_in(context).axes, list[Problem]()
-        if axes.context > 1:
-            rule = "does not cut sequences between stages. Use strategy.pipe=1, or strategy.context=1."
-            found.append(Problem(key="strategy.context", value=axes.context, rule=rule))
         if context.optimizers or (context.objective is not None and context.objective.phases):
             rule = "has several optimizers or phases, and stages have one optimizer. Use strategy.pipe=1."
             found.append(Problem(key="optimizers" if context.optimizers else "objective", rule=rule))

@@ -177,6 +177,7 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         exchange: what draws whole masks.
         devices: the devices whose generators the model uses.
+        part: the part of the model whose first pass is seen, a stage; None: the model.
         cut_by: initial value of the attribute.
         remedy: sentence for the message.
     """
@@ -187,6 +188,7 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         exchange: DrawsWhole,
         devices: Sequence[torch.device],
         *,
+        part: nn.Module | None = None,
         cut_by: str = "",
         remedy: str = _REMEDY,
     ) -> None:
@@ -194,17 +196,19 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.cut_by, self._remedy = cut_by, remedy
         """The module since whose output activations are in parts; empty: they are whole."""
         self._model, self._exchange, self._generators = model, exchange, generators_of(devices)
-        self._begins = model.register_forward_pre_hook(self._begin)
+        self._begins = (part or model).register_forward_pre_hook(self._begin)
         self._active, self._eager, self._has_seen = ExitStack(), ExitStack(), False
 
-    def _begin(self, model: nn.Module, _args: object) -> None:
+    def _begin(self, part: nn.Module, _args: object) -> None:
+        model = self._model
         if self._has_seen:  # backward has recomputed the blocks of the first pass, eagerly too
             self._begins.remove()
             self._eager.close()
         elif model.training:
             self._has_seen = True
-            ends = model.register_forward_hook(lambda *_: self._active.close(), always_call=True)
-            self._active.callback(ends.remove)
+            # removed later: after an error torch calls hooks from the dict itself
+            ends = part.register_forward_hook(lambda *_: self._active.close(), always_call=True)
+            self._eager.callback(ends.remove)
             self._active.callback(setattr, self._exchange, "watch", None)
             self._exchange.watch = self
             if is_compiled(model):

@@ -29,6 +29,7 @@ from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.replica import ReplicaParts
 from trainkit.strategies.core.step import ShardStep, added, cloned_batch, weight_on
 from trainkit.strategies.core.synchronous import build_parts, no_reducer
+from trainkit.strategies.mesh.context import SequenceCut
 from trainkit.strategies.mesh.layout import Layout, OnMesh
 from trainkit.strategies.mesh.pipe.forward import CannotCut, Program, StageModule, is_fake, trace
 from trainkit.strategies.mesh.pipe.held import Alike, HeldStages, groups_alike, sum_alike, without_data
@@ -48,6 +49,8 @@ from trainkit.strategies.reducers.vector import BackendReducer
 from trainkit.strategies.tensor_shards import name_in, select
 from trainkit.strategies.tensors.layouts import FlatBuffer, in_layout
 
+ShapeKey = tuple[Any, ...]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
@@ -63,6 +66,13 @@ class Chunk:
     """False for a repetition, which has no effect on the result."""
     rows: int | None = None
     """Samples that count: later rows only fill a shape; None: all."""
+    length: int = 0
+    """Positions of the sequences of which these are parts; 0: they are whole."""
+
+    @property
+    def shape(self) -> ShapeKey:
+        """What all microbatches of a schedule share."""
+        return self.length, shape_key(self.inputs)
 
     def with_rows(self, count: int) -> Chunk:
         """Return the microbatch with so many rows; the last one is repeated, and counts once."""
@@ -306,9 +316,6 @@ def _unwrapped() -> Iterator[None]:
         raise
 
 
-ShapeKey = tuple[Any, ...]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Traced:
     """The computation of the model for inputs of one shape, cut into stages."""
@@ -407,7 +414,7 @@ class PipelineReplica(ShardedReplica):
     def owns(self, name: str) -> bool:
         """Return whether this rank writes a tensor that several hold whole."""
         held = self.held
-        others = (held.places[axis] for axis in ("replicate", "shard", "tensor"))
+        others = (place for axis, place in held.places.items() if axis != "pipe")
         return held.holders[name][0] == held.position and not any(others)
 
     def trace(self, inputs: Any) -> Traced:
@@ -531,11 +538,11 @@ class StagedForward:
     def __init__(self, replica: PipelineReplica) -> None:
         self._replica, self._whole = replica, replica.model.forward
 
-    def __call__(self, inputs: Any) -> Any:
-        """Run the model on its inputs."""
+    def __call__(self, inputs: Any, **named: Any) -> Any:
+        """Run the model on its inputs; `named` is what hooks add for a part of a sequence."""
         replica = self._replica
         if replica.runs_stage or any(map(is_fake, tree_flatten(inputs)[0])):
-            return self._whole(inputs)
+            return self._whole(inputs, **named)
         group, ranks, last = replica.pipeline, replica.held.axes.pipe, replica.held.cut.num_stages - 1
         outputs: tuple[Tensor, ...] = ()
         with torch.no_grad(), replica.keys.at(replica.keys.beginning):
@@ -575,8 +582,9 @@ def stage_executor(
     cut = stages.assigned(model, precision)
     if not isinstance(cut, StageAssignment):
         raise ConfigError(cut)
-    held = HeldStages(**vars(place), layout=layout, cut=cut, holders=cut.holders(model, stages.pipe))
-    is_cut = axes.shard * axes.tensor > 1
+    holders, sequences = cut.holders(model, stages.pipe), SequenceCut.of(place)
+    held = HeldStages(**vars(place), layout=layout, cut=cut, holders=holders, sequences=sequences)
+    is_cut = axes.shard * axes.context * axes.tensor > 1
     traced = precision.adapt(without_data(model)) if is_cut else model
     parts = build_parts(request, ranks=ranks, placement=held, make_reducer=no_reducer, move=held.keep)
     buffers = StepBuffers(nn.ModuleList(held.blocks.values()), parts.precision.master_dtype)
@@ -608,16 +616,19 @@ class PipelineWork(ShardStep):
 
     def run(self) -> list[Tensor | None]:
         """Return the step's gradients, updated buffers and counted weight, summed over shards and ranks; collective."""
-        replica = self.replica
+        replica, sequences = self.replica, self.replica.held.sequences
         replica.begin_step(self)
         if replica.buffers.names:
             replica.buffers.begin_step()
         self._enter("forward")
-        self._measured(self._groups())
+        with nullcontext() if sequences is None else sequences.in_step():
+            self._measured(self._groups())
         self._enter("reduce")
         grads, summed = replica.take_grads(), replica.finish_sums()
         if not replica.settled:
             _settle(replica, grads)
+        if sequences is not None:
+            sequences.summed(self)
         names, held = list(replica.params), replica.held
         parts = [
             None if name in summed else _zeros_where_used(grad, used, master)
@@ -640,29 +651,33 @@ class PipelineWork(ShardStep):
         Where parameters are gathered to compute, all ranks have as many, of one shape: rows and microbatches that are
         missing are filled up with real ones that count nothing.
         """
-        groups: dict[Any, list[Chunk]] = {}
-        objective = self.training.objective
-        assert isinstance(objective, Supervised)
+        groups: dict[ShapeKey, list[Chunk]] = {}
         for shard, batch in zip(self.ticket.shards, self.batches, strict=True):
-            inputs, targets = objective.split_batch(batch)
-            chunk = Chunk(shard=shard, inputs=inputs, targets=targets, share=self._shard_fraction(shard))
-            groups.setdefault(shape_key(inputs), []).append(chunk)
+            chunk = self._chunk(shard, batch, self._shard_fraction(shard))
+            groups.setdefault(chunk.shape, []).append(chunk)
         gathers = self.replica.shards is not None
         return [self._filled([*chain(*groups.values())])] if gathers else list(groups.values())
+
+    def _chunk(self, shard: int, batch: Batch, share: float) -> Chunk:
+        """Return the microbatch of a shard, of this rank's positions."""
+        objective, sequences = self.training.objective, self.replica.held.sequences
+        assert isinstance(objective, Supervised)
+        if sequences is not None:
+            batch = sequences.part_of(batch, objective)
+        inputs, targets = objective.split_batch(batch)
+        length = 0 if sequences is None else sequences.length
+        return Chunk(shard=shard, inputs=inputs, targets=targets, share=share, length=length)
 
     def _filled(self, chunks: list[Chunk]) -> list[Chunk]:
         """Return microbatches of equal shapes, as many as on every other rank; collective if one has none."""
         plan, replica, step = self.training.plan, self.replica, self.ticket.step
         count, ranks = plan.num_shards(step), replica.num_ranks
         replica.provide_stand_in(plan, step, self.batches)
-        objective = self.training.objective
-        assert isinstance(objective, Supervised)
         if not chunks:
-            inputs, targets = objective.split_batch(cloned_batch(replica.stand_in))
-            chunks = [Chunk(shard=0, inputs=inputs, targets=targets, share=0.0, counts=False)]
+            chunks = [self._chunk(0, cloned_batch(replica.stand_in), 0.0).repeated()]
         size = plan.shard_size(step, 0)  # the largest
         chunks = [one.with_rows(size) for one in chunks]
-        if len({shape_key(one.inputs) for one in chunks}) > 1:
+        if len({one.shape for one in chunks}) > 1:
             raise TrainingError(
                 "microbatches of a step have inputs of several shapes, and the ranks along shard need one. Use samples "
                 "of one shape, or strategy.shard=1."
@@ -692,6 +707,8 @@ class PipelineWork(ShardStep):
     def _through_the_stages(self, chunks: Sequence[Chunk]) -> int:
         """Run forward and backward of microbatches of one shape; return their number, with repetitions."""
         replica = self.replica
+        if replica.held.sequences is not None:
+            replica.held.sequences.length = chunks[0].length
         traced = replica.trace(chunks[0].inputs)
         count = padded_microbatches(replica.schedule, len(chunks), replica.held.axes.pipe)
         if count not in traced.schedules:
@@ -743,6 +760,8 @@ class PipelineWork(ShardStep):
             if loss is None:
                 found = tuple(one[: chunk.rows] for one in outputs) if chunk.rows is not None else outputs
                 loss = objective.score(self._program.filled(found), chunk.targets)
+            if replica.held.sequences is not None:
+                replica.held.sequences.scored(loss)
             total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
             if not chunk.counts:
                 return total * 0.0

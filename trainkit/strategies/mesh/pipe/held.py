@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from datetime import timedelta
 from itertools import chain
 
@@ -14,15 +14,17 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from trainkit.numerics.precision import Precision, buffer_dtype
+from trainkit.numerics.randomness import draws_nothing
 from trainkit.strategies.collectives import broadcast_values
 from trainkit.strategies.core.replica import PlacedModel
 from trainkit.strategies.core.synchronous import move_and_cast
+from trainkit.strategies.mesh.context import SequenceCut, cut_activations
 from trainkit.strategies.mesh.layout import Layout, OnMesh
 from trainkit.strategies.mesh.pipe.forward import Blocks
 from trainkit.strategies.mesh.pipe.stages import StageAssignment
 from trainkit.strategies.mesh.sharding import Axes, fully_sharded
 from trainkit.strategies.mesh.step import ShardSlice
-from trainkit.strategies.mesh.tensor import DrawWatch, Exchange, cut_parameters, exchange_activations
+from trainkit.strategies.mesh.tensor import cut_parameters
 from trainkit.strategies.tensors.layouts import FlatBuffer, Placement, local_part, make_dense, replace_tensors
 
 
@@ -39,6 +41,8 @@ class HeldStages(OnMesh):
     """Stage -> its modules, for the stages of this rank."""
     cuts: dict[str, ShardSlice] = field(default_factory=dict)
     """The slice of each parameter of these stages."""
+    sequences: SequenceCut | None = None
+    """The stretches of this rank; None: sequences are whole."""
 
     @property
     def position(self) -> int:
@@ -75,13 +79,10 @@ class HeldStages(OnMesh):
         cut, axes, places = self.cut, self.axes, self.places
         for stage in range(self.position, cut.num_stages, axes.pipe):
             self.blocks[stage] = Blocks(model, cut.units, cut.members(stage))
-        fit, is_first = self.layout.fitted(model), places["replicate"] == 0
-        outer = cut_parameters(model, fit, place=places["tensor"], degree=axes.tensor, is_first=is_first)
+        fit, draws = self.layout.fitted(model), not draws_nothing(model)
+        outer = cut_parameters(model, fit, place=places["tensor"], degree=axes.tensor, is_first=self.is_first_copy)
         held = self._sharded(model, precision) if self.layout.gathers else move_and_cast(model, precision, self)
-        if fit.chosen:
-            exchange = Exchange(self.mesh["tensor"])
-            exchange_activations(model, fit, exchange)
-            DrawWatch(model, exchange, [self.device])
+        cut_activations(model, fit, self, self.sequences, draws=draws, passes_of=[*self.blocks.values()])
         for name, param in model.named_parameters():
             if self.position in self.holders[name]:
                 found = self.within(outer[name], param)
@@ -143,11 +144,13 @@ def groups_alike(held: Sequence[tuple[int, ...]], axes: Axes, *, rank: int, time
     """Create the groups of these positions, in whose exchanges a rank waits for `timeout_s`; collective over all
     ranks.
     """
-    grid = torch.arange(axes.num_ranks).view(axes.replicate, axes.shard, axes.pipe, axes.tensor)
+    grid = torch.arange(axes.num_ranks).view(astuple(axes)).permute(1, 4, 0, 3, 2)
+    if axes.shard > 1:  # the backward pass sums over `context` and `shard`
+        grid = grid.permute(0, 3, 1, 2, 4).reshape(-1, axes.tensor, axes.replicate, 1, axes.pipe)
     alike: Alike = {}
     # Sets of one position first, which are disjoint, then those of shared tensors, in the same order on all ranks.
     for places in sorted(set(held), key=lambda one: (len(one), one)):
-        same: list[list[int]] = grid[:, :, list(places)].permute(1, 3, 0, 2).flatten(0, 1).flatten(1).tolist()
+        same: list[list[int]] = grid[..., list(places)].flatten(0, 1).flatten(1).tolist()
         for ranks in same if len(same[0]) > 1 else ():
             group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
             if rank in ranks:

@@ -317,11 +317,11 @@ class Stages:
         found, several = list[Problem](), self.schedule in _SEVERAL
         if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):  # its schedules need a microbatch per stage
             rule = f"needs torch 2.11 or newer, and this is {torch.__version__}."
-            found.append(Problem(key="strategy", value="pipeline", rule=rule))
+            found.append(Problem(key=self.key, value=self.pipe, rule=rule))
         if context.num_gpus and mig_instances(os.environ):
             rule = "sends tensors between GPUs, which MIG instances cannot: NCCL does not support them, and gloo sends "
             rule += "memory of the host alone. Use whole GPUs, or another strategy."
-            found.append(Problem(key="strategy", value="pipeline", rule=rule))
+            found.append(Problem(key=self.key, value=self.pipe, rule=rule))
         if not several and self.a_rank > 1:
             rule = f"schedule={self.schedule} has one stage per rank. Use interleaved, or leave it out."
             found.append(Problem(key="strategy.virtual_stages", value=self.virtual_stages, rule=rule))
