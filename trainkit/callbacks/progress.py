@@ -232,7 +232,7 @@ class Pace:
 
     def __init__(self, *, last_step: int, step: int, moment: float) -> None:
         """Measure from a step and its moment on the clock."""
-        self._last_step, self._base = last_step, (step, moment)
+        self.last_step, self._base = last_step, (step, moment)
         self._first_at = math.inf
         self._marks: deque[tuple[int, float]] = deque()
 
@@ -252,11 +252,11 @@ class Pace:
     def remaining_s(self, *, now: float) -> float:
         """Return the seconds until the run ends; infinite as long as no step has been timed."""
         (first, begun), (step, moment) = self._base, self._marks[-1] if self._marks else self._base
-        if step >= self._last_step:
+        if step >= self.last_step:
             return 0.0
         if step <= first:
             return math.inf
-        return max((self._last_step - step) * (moment - begun) / (step - first) - (now - moment), 0.0)
+        return max((self.last_step - step) * (moment - begun) / (step - first) - (now - moment), 0.0)
 
 
 class TerminalLine:
@@ -356,6 +356,7 @@ class Progress(Callback):
         if self._pace is None:
             self._pace = Pace(last_step=_last_step(run), step=run.begun_at, moment=run.begun_moment)
         self._pace.row(int(row["step"]), now=time.monotonic())
+        self._pace.last_step = _last_step(run)
         self._show(run)
 
     def eval_end(self, run: Run, metrics: Row) -> None:
@@ -387,7 +388,7 @@ class Progress(Callback):
         self._line.update(
             Reading(
                 step=run.state.step,
-                num_steps=run.num_steps,
+                num_steps=run.expected_steps,
                 row=self._row,
                 metric=self._metric,
                 metric_step=self._metric_step,
@@ -398,4 +399,5 @@ class Progress(Callback):
 
 
 def _last_step(run: Run) -> int:
-    return run.num_steps if run.cfg.stop_at_step is None else min(run.num_steps, run.cfg.stop_at_step)
+    steps, stop_at = run.expected_steps, run.cfg.stop_at_step
+    return steps if stop_at is None else min(steps, stop_at)

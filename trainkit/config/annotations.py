@@ -19,7 +19,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from trainkit.config.docstrings import doc_lines, summary
 from trainkit.config.values import closest, either
 from trainkit.errors import ConfigError, yaml_text
-from trainkit.fields import BROKEN
+from trainkit.fields import BROKEN, limits_in
 
 DRAFT: Final = GenerateJsonSchema.schema_dialect
 """The edition of JSON Schema."""
@@ -79,6 +79,9 @@ def _rule(value: Any, hint: Any, errors: Sequence[Mapping[str, Any]]) -> str | N
         return next(str(one["msg"]) for one in errors if one["type"] == BROKEN)
     if "finite_number" in kinds:
         return "must be finite."
+    forms = [one.rule for one in limits_in(hint) if one.regex is not None and one.rule.startswith("must be")]
+    if forms and isinstance(value, int | float):
+        return forms[0]  # a time without its unit is a number
     quoted = "is text: it " if isinstance(value, str) and _reads_as_number(value) else ""
     near = closest(value, map(yaml_text, _choices_in(schema_of(hint)))) if isinstance(value, str) else None
     return f"{quoted}must be {expected(hint)}." + (f" Did you mean {near}?" if near else "")

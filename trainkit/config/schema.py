@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from trainkit.config.sections import (
+    DURATION,
     FOLDER_NAME,
     MOST_EPOCHS,
     BatchConfig,
@@ -33,7 +34,7 @@ from trainkit.config.sections import (
 )
 from trainkit.config.values import plain
 from trainkit.errors import MISSING, ConfigError, Problem
-from trainkit.fields import Reads, above, at_least, at_most, below, cosmetic, maths, placement, speed
+from trainkit.fields import Reads, a_file, above, at_least, at_most, below, cosmetic, maths, placement, speed
 from trainkit.files import MAX_YAML_BYTES, parse_yaml, read_text
 from trainkit.names import NAMES
 
@@ -73,6 +74,13 @@ class RunConfig:
     """Length in updates."""
     stop_at_step: Annotated[int | None, placement, at_least(1)] = None
     """End early after this step; the schedule keeps its length."""
+    stop_after: Annotated[str | None, maths(neutral=None), DURATION] = None
+    """End after this time of training, as 90s, 5min or 2h, at the latest at the end of epochs or steps.
+
+    Start, compilation, evaluation and saves do not count. The schedule follows the share of the time that is used.
+    """
+    stop_after_record: Annotated[str | None, placement, a_file] = None
+    """stop_after.json of a run with the same stop_after, whose rates and end are repeated: no clock is read."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     """The samples of one update."""
     lr_scaling: LrScalingConfig = field(default_factory=LrScalingConfig)

@@ -14,6 +14,10 @@ from trainkit.fields import above, at_least, at_most, below, cosmetic, maths, pa
 MOST_JOBS: Final = 10_000
 """Jobs of one sweep."""
 MOST_EPOCHS: Final = 10**12
+DURATION: Final = pattern(
+    r"(?=.*[1-9])[0-9]{1,9}(\.[0-9]{1,6})?(s|min|h)", "must be a number above 0 with its unit: 90s, 5min or 2h."
+)
+"""Times that a person gives with their unit."""
 FOLDER_NAME: Final = pattern(
     r"(?!\.+$)[A-Za-z0-9._-]{1,200}", "may hold letters, digits, . _ and - only, 200 at most, and not dots alone."
 )

@@ -61,6 +61,17 @@ def whole_number(text: str, *, low: int, high: int) -> int | None:
     return number if low <= number <= high else None
 
 
+def seconds_of(duration: str) -> float:
+    """Return the seconds of a time with its unit.
+
+    Example:
+        >>> seconds_of("90s"), seconds_of("5min"), seconds_of("1.5h")
+        (90.0, 300.0, 5400.0)
+    """
+    number = duration.rstrip("sminh")
+    return float(number) * {"s": 1, "min": 60, "h": 3600}[duration[len(number) :]]
+
+
 def expanded(path: str) -> str:
     """Return a path with the home folder in place of `~`; a name that only begins with `~` becomes absolute.
 

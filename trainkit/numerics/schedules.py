@@ -364,6 +364,12 @@ class LearningRate:
     """The factor on the peak over the steps after warmup."""
     reduced: Callable[[int], float] = unreduced
     """Factor of an update by the metrics of evaluations so far; 1 without `callbacks=[plateau]`."""
+    length: Callable[[int], int] | None = None
+    """Updates of the whole training as estimated before an update, with `stop_after`; None: `num_steps`."""
+
+    def total(self, step: int) -> int:
+        """Return the updates of the whole training as known before update `step`; `step` is one of them."""
+        return self.num_steps if self.length is None else max(self.length(step), step + 1)
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of update `step`, from 0."""
@@ -372,7 +378,7 @@ class LearningRate:
             # Not start + (peak - start) * share: that misses the peak by a rounding at share = 1.
             rate = self.start * (1.0 - share) + self.peak * share
         else:
-            rate = self.peak * self.schedule(step - self.warmup_steps, self.num_steps - self.warmup_steps)
+            rate = self.peak * self.schedule(step - self.warmup_steps, self.total(step) - self.warmup_steps)
         return rate * self.reduced(step)
 
     def factor(self, step: int) -> float:

@@ -399,7 +399,7 @@ def continued(cfg: RunConfig, run: Path, checkpoints: Path) -> tuple[RunConfig, 
     others: list[Difference] = []
     for one in difference(earlier, cfg):
         if one.matters:
-            of_schedule = one.key in ("epochs", "steps") or one.key.partition(".")[0] in ("schedule", "warmup")
+            of_schedule = one.key.partition(".")[0] in ("epochs", "steps", "stop_after", "schedule", "warmup")
             (schedule if of_schedule else others).append(one)
     changes = [one for one in others if one.key == "numerics.reproducible" and one.left is True]
     problems = other_training([one for one in others if one not in changes], run=run)
@@ -425,8 +425,9 @@ def continued(cfg: RunConfig, run: Path, checkpoints: Path) -> tuple[RunConfig, 
             lines.append(f"{key}={value}: the learning rates of the {step:,} steps done are the same with this length")
         elif "new_schedule" in allowed:
             changes += schedule
-            rates = f"the learning rate goes from {before[0](max(step - 1, 0)):g} to {after[0](step):g}"
-            lines.append(f"from step {step:,} on this is another training, with a new schedule: {rates}")
+            rates = f": the learning rate goes from {before[0](max(step - 1, 0)):g} to {after[0](step):g}"
+            rates = rates if earlier.stop_after is cfg.stop_after is None else ""
+            lines.append(f"from step {step:,} on this is another training, with a new schedule{rates}")
         else:
             rule = (
                 f"With it, the learning rates of the {step:,} steps done would have been others. To continue with a "

@@ -205,8 +205,8 @@ class StatusFile:
         self._step_now = step_now
         self._changed.set()
 
-    def aim_at(self, last_step: int) -> None:
-        """Set the number of updates after which the run ends."""
+    def aim_at(self, last_step: int | None) -> None:
+        """Set the number of updates after which the run ends; None: a time ends it."""
         self._last_step = last_step
 
     def __enter__(self) -> Self:

@@ -171,7 +171,7 @@ def _recorded(begun_run: BegunRun) -> Iterator[RunRecord]:
     """Record the output and the status of a run that this process began alone."""
     plan, folder = begun_run.plan, begun_run.folder
     with ended_hooks(plan.cfg, folder.path, folder.read_result), recorded_run(folder) as record:
-        record.status.aim_at(plan.last_step)
+        record.status.aim_at(plan.known_last_step)
         if not plan.is_measurement:
             record.page.follow(begun_run.resolved)
         record.follow_heartbeat()

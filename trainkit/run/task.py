@@ -152,7 +152,7 @@ class TaskRun:
                     self.follow(self.step)
                     if self.beats is not None:
                         self.beats.follow(self.step)
-                    with report_compiling(heartbeat):
+                    with report_compiling(heartbeat, session.count_compiling):
                         yield session
                 total = time.perf_counter() - self.begun
                 self.trained = {**self.trained, "seconds_total": total, **_checkpoint_paths(folder, plan)}
@@ -302,8 +302,10 @@ def explain_oom(plan: RunPlan, task: Task, step: Callable[[], int | None]) -> It
 
 
 @contextlib.contextmanager
-def report_compiling(beats: Heartbeat | BeatCounter | None) -> Iterator[None]:
-    """Enter the phase `compile` whenever torch.compile works, for the duration of the block.
+def report_compiling(
+    beats: Heartbeat | BeatCounter | None, count: Callable[[float], None] = lambda _: None
+) -> Iterator[None]:
+    """Enter the phase `compile` whenever torch.compile works, and give its seconds to `count`, within the block.
 
     Does nothing if torch.compile was not imported: creating any optimizer of torch imports it.
     """
@@ -311,14 +313,16 @@ def report_compiling(beats: Heartbeat | BeatCounter | None) -> Iterator[None]:
     if beats is None or handler is None:
         yield
         return
-    before = [(beats.phase, beats.step)]
+    before, begun = [(beats.phase, beats.step)], [0.0]
 
     def begins(*_: Any) -> None:
+        begun[0] = time.perf_counter()
         step = beats.step  # call it first: it may begin the phase of another step
         before[0] = (beats.phase, step)
         beats("compile", step)
 
     def ends(*_: Any) -> None:
+        count(time.perf_counter() - begun[0])
         if beats.phase == "compile":
             beats(*before[0])
 

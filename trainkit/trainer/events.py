@@ -42,6 +42,7 @@ from trainkit.numerics.schedules import LearningRate
 from trainkit.objectives.base import Collective, Objective
 from trainkit.objectives.tables import Table
 from trainkit.strategies.base import Facts, GradientListener, LeftOut, PhaseListener, Status, StepOutcome
+from trainkit.trainer.time_limit import Lengths
 
 REMEDY: Final = "Lower optimizer.lr, set clip.max_norm or add warmup.steps"
 """Remedy for losses or gradients that are not finite; the beginning of a sentence."""
@@ -194,6 +195,10 @@ class State:
     """Whether the user's own loop has computed the loss of a step, so the config alone cannot continue the run."""
     left_out: LeftOutSteps = field(default_factory=lambda: LeftOutSteps(NumericsConfig(), lambda _ticket: ()))
     """Steps that were skipped because their values are not finite."""
+    lengths: Lengths = field(default_factory=list)
+    """The estimates of the length of the training, with `stop_after`."""
+    compile_s: float = 0.0
+    """Seconds of `seconds` in which torch.compile worked."""
 
     @property
     def epoch(self) -> float:
@@ -243,7 +248,9 @@ class State:
     def to_json(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         counted = {name: getattr(self, name) for name in _COUNTED}
-        own = {"own_loss": True} if self.own_loss else {}
+        own: dict[str, Any] = {"own_loss": True} if self.own_loss else {}
+        if self.lengths or self.compile_s:
+            own |= {"lengths": [*self.lengths], "compile_s": self.compile_s}
         return {**counted, **own, "left_out": self.left_out.to_json()}
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -251,6 +258,7 @@ class State:
         for name in _COUNTED:
             setattr(self, name, saved[name])
         self.own_loss = saved.get("own_loss", False)
+        self.lengths[:], self.compile_s = saved.get("lengths", []), saved.get("compile_s", 0.0)
         self.left_out.restore(saved["left_out"])
 
 
@@ -329,6 +337,11 @@ class Run:
             TrainingError: not allowed in this hook or in an observer, or the split does not exist.
         """
         return self.measure(split, dataset)
+
+    @property
+    def expected_steps(self) -> int:
+        """Steps of the whole training as known now: with `stop_after`, an estimate."""
+        return self.num_steps if self.rate.length is None else max(self.rate.length(self.state.step), self.state.step)
 
     def add_note(self, message: str) -> None:
         """Add a line to the startup summary, before it is printed."""

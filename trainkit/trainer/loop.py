@@ -31,6 +31,7 @@ from trainkit.strategies.base import (
 )
 from trainkit.trainer.events import Callback, Row, Run
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator, each_of
+from trainkit.trainer.time_limit import TimeLimit
 
 
 class Trigger(NamedTuple):
@@ -181,13 +182,16 @@ class StopSaveDecision(NamedTuple):
     """How some rank was asked to stop; None: continue."""
     save: bool
     """Whether a save is due, as decided by rank 0."""
+    length: int = 0
+    """The length of the training in updates, as estimated by rank 0; 0 without a time limit."""
 
 
 class StopSaveConsensus:
     """Exchanges at intervals whether any rank was asked to stop, and whether rank 0 decides to save.
 
     An exchange at every step would be expensive. Rank 0 chooses the number of steps until the next one, about half a
-    second, and includes it in each exchange, so that every rank takes part after the same step.
+    second, and includes it in each exchange, so that every rank takes part after the same step. With a time limit it
+    also estimates the length of the training, and chooses fewer steps near its end.
     """
 
     def __init__(
@@ -195,23 +199,30 @@ class StopSaveConsensus:
         collective: Collective,
         requested: Callable[[], StopKind | None],
         save_due: Callable[[], bool] = lambda: False,
+        limit: TimeLimit | None = None,
     ) -> None:
         self._collective, self._requested, self._save_due = collective, requested, save_due
+        self._limit = limit
         self.interval = 1
         """Steps until the next exchange; the same on every rank."""
         self._exchanged_at = time.perf_counter()
 
-    def ask(self) -> StopSaveDecision:
-        """Return the decision after this step, the same on every rank. Collective."""
+    def ask(self, step: int = 0, used: float = 0.0) -> StopSaveDecision:
+        """Return the decision after `step` updates in `used` seconds, the same on every rank. Collective."""
         reason = self._requested()
-        own = [float(reason == known) for known in _KINDS] + [0.0, 0.0]
+        own = [float(reason == known) for known in _KINDS] + [0.0, 0.0, 0.0]
         if self._collective.rank == 0:
             per_step = (time.perf_counter() - self._exchanged_at) / self.interval
-            own[-2:] = self._save_due(), max(1, min(int(_INTERVAL_S / max(per_step, 1e-9)), 2 * self.interval))
-        *asked, save, interval = self._collective.sum(torch.tensor(own, dtype=torch.float64)).tolist()
+            interval = max(1, min(int(_INTERVAL_S / max(per_step, 1e-9)), 2 * self.interval))
+            length = 0
+            if self._limit is not None:
+                length = self._limit.estimate(step, used)
+                interval = min(interval, self._limit.steps_to_next(step, used, length))
+            own[-3:] = self._save_due(), interval, length
+        *asked, save, interval, length = self._collective.sum(torch.tensor(own, dtype=torch.float64)).tolist()
         self.interval, self._exchanged_at = int(interval), time.perf_counter()
         stop = next((known for known, count in zip(_KINDS, asked, strict=True) if count), None)
-        return StopSaveDecision(stop=stop, save=bool(save))
+        return StopSaveDecision(stop=stop, save=bool(save), length=int(length))
 
 
 _log = logging.getLogger(__name__)

@@ -289,6 +289,12 @@ class MetricsAccumulator:
         """Start the clock of the training again."""
         self._mark, self.is_paused = time.perf_counter(), False
 
+    @property
+    def training_s(self) -> float:
+        """Seconds of training so far, without the compilation of torch.compile."""
+        state = self._run.state
+        return state.seconds - state.compile_s + (0.0 if self.is_paused else time.perf_counter() - self._mark)
+
     def is_sound(self) -> bool:
         """Return whether this rank has no step since the last row that `flush` would refuse; waits for the device."""
         applied = [one for one in self._outcomes if one.status is not Status.skipped]

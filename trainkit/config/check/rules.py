@@ -26,11 +26,12 @@ from trainkit.numerics.loss_scaling import KEYS as SCALING_KEYS
 
 _ALSO_READ: Final[Mapping[str, tuple[str, ...]]] = {
     "elastic": ("supervisor",),
-    "epochs": ("steps",),
+    "epochs": ("steps", "stop_after"),
     "init_from": ("resume",),
     "optimizer": ("optimizers",),
     "optimizers": ("optimizer",),
     "schedule": ("optimizers",),
+    "stop_after_record": ("stop_after",),
     "stop_at_step": ("steps",),
     "sweep": ("cv",),
     "warmup": ("lr_scaling",),
@@ -57,6 +58,7 @@ def _has_warmup(run: Values) -> bool:
 
 
 _NO_EFFECT: Final[Sequence[tuple[str, str, Callable[[Values], object]]]] = (
+    ("stop_after_record", "without stop_after.", lambda run: run["stop_after"] is None),
     ("compile.backend", "with compile.mode=off.", lambda run: run["compile"]["mode"] == "off"),
     ("eval.mode", "without eval.metric.", lambda run: run["eval"]["metric"] is None),
     ("loader.prefetch", "without workers. Give loader.num_workers.", lambda run: run["loader"]["num_workers"] == 0),
@@ -130,8 +132,8 @@ def section_of(problem: Problem) -> str:
 
 @_RULES.append
 def _length(composition: Composition) -> Iterator[Problem]:
-    if composition.values["epochs"] is None and composition.values["steps"] is None:
-        yield Problem(key="epochs", rule="a run needs a length. Give epochs or steps.")
+    if all(composition.values[key] is None for key in ("epochs", "steps", "stop_after")):
+        yield Problem(key="epochs", rule="a run needs a length. Give epochs, steps or stop_after.")
 
 
 @_RULES.append

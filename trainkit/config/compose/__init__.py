@@ -383,7 +383,8 @@ def resolve_exclusive(tree: TrackedTree) -> tuple[list[str], list[Problem]]:
     """Displace keys that a key of a higher level contradicts, in the tree itself.
 
     The sets of exclusive keys are {epochs, steps}; {warmup.epochs, warmup.steps}; and any two of {batch.global_size,
-    batch.micro_size, batch.accumulation}. Of these three, `global_size` is displaced last.
+    batch.micro_size, batch.accumulation}. Of these three, `global_size` is displaced last. `stop_after` displaces
+    epochs and steps of a lower level, and bounds those of its own.
 
     Returns:
         Notes on displaced values that the user had set, and problems of two keys at the same level.
@@ -415,6 +416,10 @@ def resolve_exclusive(tree: TrackedTree) -> tuple[list[str], list[Problem]]:
             displace(low, high)
         else:
             refuse(pair[1], f"sets the same as {dotted(pair[0])}, set at the same place. Give one of the two.")
+    time = ("stop_after",)
+    for path in _PAIRS[0]:
+        if value(time) is not None and value(path) is not None and rank(path) < rank(time):
+            displace(path, time)
     if all(value(path) is not None for path in _BATCH):
         if rank(_MICRO) != rank(_SHARDS):
             displace(*sorted((_MICRO, _SHARDS), key=rank))

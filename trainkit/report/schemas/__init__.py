@@ -58,6 +58,7 @@ DOCUMENTS: Final[Mapping[str, Document]] = {
     "generate": Document(about="trainkit generate RUN --json", kind="trainkit.report.schemas.files.Generation"),
     "result": Document(about="RUN/result.json", kind="trainkit.report.schemas.files.Result", is_open=True),
     "status": Document(about="RUN/status.json", kind="trainkit.report.schemas.files.Status"),
+    "stop_after": Document(about="RUN/stop_after.json", kind="trainkit.report.schemas.files.StopAfter"),
     "environment": Document(
         about="RUN/environment.json", kind="trainkit.report.schemas.files.Environment", is_open=True
     ),

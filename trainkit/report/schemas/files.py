@@ -17,7 +17,7 @@ class Result(TypedDict):
     reason: str
     """The reason for the end, in words."""
     exit_code: NotRequired[int]
-    """Exit code of the command: 0 for a run that reached its end or `stop_at_step`."""
+    """Exit code of the command: 0 for a run that reached its end, `stop_after` or `stop_at_step`."""
     steps: NotRequired[int]
     """Updates of the whole training."""
     samples: NotRequired[int]
@@ -80,7 +80,7 @@ class Status(TypedDict):
     step: int | None
     """Updates done; null before the first."""
     last_step: NotRequired[int | None]
-    """Updates after which the run ends; null before it is planned."""
+    """Updates after which the run ends; null before it is planned, and with `stop_after`."""
     resumable: bool
     """Whether there is a complete checkpoint."""
     updated: float
@@ -99,6 +99,17 @@ class Status(TypedDict):
     """Time of that boot, in seconds since 1970."""
     processes: str
     """The namespace of processes that `pid` belongs to."""
+
+
+class StopAfter(TypedDict):
+    """`RUN/stop_after.json`: the estimated lengths of a run with `stop_after`, for its schedule."""
+
+    version: Literal[1]
+    """Version of this document."""
+    stop_after: str
+    """The time of training, as in the config."""
+    lengths: list[list[int]]
+    """Pairs of a step and the updates of the whole training, as estimated before it; of equal numbers: the end."""
 
 
 class BegunBy(TypedDict):

@@ -4,6 +4,7 @@ and cost.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from trainkit.config.values import seconds_of
 from trainkit.data.stored import travelling_bytes
 from trainkit.files import num_bytes
 from trainkit.run.estimates.hardware import Band, Hardware, hardware_of
@@ -477,8 +479,11 @@ class Budget:
     """US dollars; None: the hardware has no price."""
 
 
-def budget_of(time: StepTime, *, num_steps: int, num_devices: int, hardware: Hardware) -> Budget:
-    """Return hours and cost of `num_steps` steps on `num_devices` devices (or hosts, if a device is a host).
+def budget_of(
+    time: StepTime, *, num_steps: int, num_devices: int, hardware: Hardware, most_s: float = math.inf
+) -> Budget:
+    """Return hours and cost of `num_steps` steps, in `most_s` seconds at most, on `num_devices` devices (or hosts, if a
+    device is a host).
 
     Example:
         >>> from trainkit.run.estimates.hardware import Link
@@ -490,7 +495,8 @@ def budget_of(time: StepTime, *, num_steps: int, num_devices: int, hardware: Har
         >>> budget.hours, budget.device_hours, budget.cost_usd
         (Band(low=1.0, high=4.0), 16.0, Band(low=16.0, high=64.0))
     """
-    hours = time.band.times(num_steps / 3600)
+    whole = time.band.times(num_steps / 3600)
+    hours = Band(low=min(whole.low, most_s / 3600), high=min(whole.high, most_s / 3600))
     price = hardware.price_usd_h
     cost = None if not price else hours.times(price * num_devices)
     return Budget(hours=hours, device_hours=hours.middle * num_devices, cost_usd=cost)
@@ -630,7 +636,13 @@ def outlook_of(plan: RunPlan, model: nn.Module, *, ends: bool = True) -> Outlook
         time = step_time(work, lasting, hardware, plan.components.precision.value)
         devices = _num_hosts(plan) if hardware.whole_host else work.num_devices
         if ends:
-            budget = budget_of(time, num_steps=plan.num_steps, num_devices=devices, hardware=hardware)
+            budget = budget_of(
+                time,
+                num_steps=plan.num_steps,
+                num_devices=devices,
+                hardware=hardware,
+                most_s=math.inf if plan.cfg.stop_after is None else seconds_of(plan.cfg.stop_after),
+            )
     return Outlook(
         memory=memory,
         traffic=traffic,

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -372,7 +372,14 @@ class PlannedOptimizer:
 
 
 def learning_rate_of(cfg: RunConfig, batch: BatchPlan, num_steps: int, base: float, schedule: Schedule) -> LearningRate:
-    """Return the learning rate of every step, from the base rate of an optimizer and a schedule."""
+    """Return the learning rate of every step, from the base rate of an optimizer and a schedule.
+
+    Raises:
+        ConfigError: the schedule does not suit the run.
+    """
+    if cfg.stop_after is not None and isinstance(schedule, TorchSchedule):
+        rule = "fixes its rates by the number of steps, which stop_after leaves open. Use a schedule of trainkit."
+        raise ConfigError([Problem(key="schedule._target_", value=schedule.name, rule=rule)])
     peak = scale_lr(
         base,
         global_size=batch.global_size,
@@ -389,8 +396,14 @@ def learning_rate_of(cfg: RunConfig, batch: BatchPlan, num_steps: int, base: flo
     return LearningRate(base=base, peak=peak, start=start, warmup_steps=warmup, num_steps=num_steps, schedule=schedule)
 
 
+_OPEN_END: Final = 10**9
+"""Updates that no training reaches in the time of its `stop_after`."""
+
+
 def num_steps_of(cfg: RunConfig, batch: BatchPlan) -> int:
-    """Return the updates of the whole training."""
+    """Return the updates of the whole training; with `stop_after`, those after which it ends in any case."""
+    if cfg.stop_after is not None and cfg.epochs is None and cfg.steps is None:
+        return _OPEN_END
     return cfg.steps or max(1, round((cfg.epochs or 1) * batch.steps_per_epoch))
 
 

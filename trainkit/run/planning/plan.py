@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from torch import device, nn
@@ -32,7 +33,7 @@ from trainkit.data.splits import size_of, validation_splits
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError, together
 from trainkit.files import parse_json
 from trainkit.numerics.batch import BatchPlan, resolve_batch
-from trainkit.numerics.schedules import LearningRate
+from trainkit.numerics.schedules import LearningRate, unreduced
 from trainkit.run.planning.build import (
     Components,
     PlannedOptimizer,
@@ -51,6 +52,7 @@ from trainkit.strategies.base import Phase, PlanContext, Strategy
 from trainkit.strategies.core.refusals import MakeOptimizer
 from trainkit.strategies.traffic import StepCut, bubble_of
 from trainkit.trainer.events import callback_problems
+from trainkit.trainer.time_limit import read_record
 
 _EVALUATOR: Final = "trainkit.run.session.evaluator_main"
 
@@ -218,6 +220,11 @@ class RunPlan:
         return self.num_steps if asked is None else min(self.num_steps, self.next_sync_step(asked))
 
     @property
+    def known_last_step(self) -> int | None:
+        """The same if it is known before the run; None: a time ends it."""
+        return self.last_step if self.cfg.stop_after is None else None
+
+    @property
     def auxiliary_ranks(self) -> tuple[int, ...]:
         """Ranks that do not run the training loop."""
         strategy = self.components.strategy
@@ -269,10 +276,15 @@ class RunPlan:
         strategy = self.components.strategy.resolve(build, self.context)
         return replace(self, components=replace(self.components, strategy=strategy))
 
-    def with_rate_factor(self, factor: Callable[[int], float]) -> RunPlan:
-        """Return the plan with another factor on the learning rate of every update, of all optimizers."""
-        optimizers = tuple(replace(one, rate=replace(one.rate, reduced=factor)) for one in self.optimizers)
-        return replace(self, rate=replace(self.rate, reduced=factor), optimizers=optimizers)
+    def with_rates(
+        self, *, reduced: Callable[[int], float] = unreduced, length: Callable[[int], int] | None = None
+    ) -> RunPlan:
+        """Return the plan with a factor on the learning rate of every update, and an estimated length of the training,
+        of all optimizers.
+        """
+        of = partial(replace, reduced=reduced, length=length)
+        optimizers = tuple(replace(one, rate=of(one.rate)) for one in self.optimizers)
+        return replace(self, rate=of(self.rate), optimizers=optimizers)
 
     def summary(self, num_params: int) -> dict[str, str]:
         """Return the effective values for the user, label -> text."""
@@ -296,7 +308,7 @@ class RunPlan:
             "replicas": f"{self.num_replicas} on {', '.join(devices)}",
             "samples": f"{batch.num_samples:,} for training{_drawn_text(self.components.hooks)}",
             "global batch": f"{batch.global_size} = {factors} on {replicas}",
-            "steps": f"{self.num_steps:,} ({batch.steps_per_epoch:,} an epoch)",
+            "steps": f"{_steps_text(cfg, self.num_steps)} ({batch.steps_per_epoch:,} an epoch)",
             "optimizers": ", ".join(one.text for one in self.optimizers) or None,
             "learning rate": ", ".join(f"{one.name} {one.rate.peak:g}" for one in self.optimizers) or peak,
             "warmup": warmup,
@@ -313,6 +325,14 @@ class RunPlan:
             "reproducible": f"yes, {cfg.numerics.lanes} lanes" if cfg.numerics.reproducible else None,
         }
         return {label: text for label, text in rows.items() if text}
+
+
+def _steps_text(cfg: RunConfig, num_steps: int) -> str:
+    """Return the length of a training in updates, or in time."""
+    if cfg.stop_after is None:
+        return f"{num_steps:,}"
+    most = "" if cfg.epochs is None and cfg.steps is None else f", {num_steps:,} at most"
+    return f"those of {cfg.stop_after} of training{most}"
 
 
 def _roles_text(tasks: Sequence[Task]) -> str | None:
@@ -377,10 +397,24 @@ def make_plan(
     plan = _plan_of(resolved, parts, context, tasks, num_replicas=replicas, batch=batch, given=cfg.batch)
     found = phase_problems(plan.optimizers, parts.objective) if plan.optimizers or parts.objective.phases else []
     found += average_problems(context.average, parts.datasets, plan.num_steps) if context.average else []
+    found += _time_problems(plan)
     _refuse(found)
     if debug is not None:
         debug.refuse_absent_rank(tasks)
     return replace(plan, backend=backend, debugged_rank=None if debug is None else debug.rank)
+
+
+def _time_problems(plan: RunPlan) -> Iterator[Problem]:
+    """Yield why a training cannot end after a time, or repeat one that did."""
+    cfg = plan.cfg
+    if cfg.stop_after is None:
+        return
+    if cfg.stop_after_record is not None:
+        read_record(Path(cfg.stop_after_record).expanduser(), cfg.stop_after)
+    servers = any(not task.is_evaluator and task.rank in plan.auxiliary_ranks for task in plan.tasks)
+    if plan.optimizers and servers:
+        rule = "servers compute the rates of several optimizers by the step. Use steps=N, or another strategy."
+        yield Problem(key="stop_after", value=cfg.stop_after, rule=rule)
 
 
 def _plan_of(

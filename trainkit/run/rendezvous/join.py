@@ -418,7 +418,7 @@ class JoinedGroup:
         confirm = self.fencing_token.check
         ended = ended_hooks(self.resolved, self.folder.path, self.folder.read_result)
         with ended, recorded_run(self.folder, confirm=confirm) as record:
-            record.status.aim_at(self.plan.last_step)
+            record.status.aim_at(self.plan.known_last_step)
             record.log.write([launch.line()])  # printed before the folder existed
             record.follow_heartbeat()
             record.page.follow(self.resolved)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from trainkit.cluster.tasks import Identity
+from trainkit.config.values import seconds_of
 from trainkit.data.reading.loader import Loader
 from trainkit.errors import CheckpointError, ConfigError, Problem
 from trainkit.files import Kind, expect_map, expect_maps
@@ -33,6 +34,7 @@ from trainkit.trainer.checkpoint.tensors import Loaded, meta_of
 from trainkit.trainer.events import LeftOutSteps, Measure, Run, State
 from trainkit.trainer.manifest import MANIFEST, damaged, list_complete, read_manifest
 from trainkit.trainer.ownership import OwnershipToken
+from trainkit.trainer.time_limit import TimeLimit, expect_lengths, read_record
 
 _META: Final[Mapping[str, Kind]] = {"state": dict, "loss_scale": dict, "callbacks": dict}
 _LATER: Final[Mapping[str, Kind]] = {"data": (dict, type(None)), "strategy": dict, "evaluation_due": bool}
@@ -54,7 +56,8 @@ def refuse_malformed(loaded: Loaded) -> None:
     meta, step = loaded.meta, loaded.checkpoint.step
     try:
         expect_map(meta, _META, optional=_LATER)
-        state = expect_map(meta["state"], _STATE, optional={"own_loss": bool})
+        state = expect_map(meta["state"], _STATE, optional={"own_loss": bool, "lengths": list, "compile_s": float})
+        expect_lengths(state.get("lengths", []))
         expect_map(meta["loss_scale"], _LOSS_SCALE)
         expect_maps(expect_map(state["left_out"], _LEFT_OUT)["steps"], {"step": int})
         if meta.get("data") is not None:
@@ -90,6 +93,15 @@ def make_run_view(plan: RunPlan, executor: Executor, folder: Path, notes: tuple[
         findings=executor.result_extra,
         measure=measure,
     )
+
+
+def time_limit_of(plan: RunPlan) -> TimeLimit | None:
+    """Return the time limit of a run, or the record that takes its place; None without `stop_after`."""
+    given, record = plan.cfg.stop_after, plan.cfg.stop_after_record
+    if given is None:
+        return None
+    lengths = [] if record is None else read_record(Path(record).expanduser(), given)
+    return TimeLimit(seconds=seconds_of(given), most=plan.num_steps, lengths=lengths, repeats=record is not None)
 
 
 def samples_of(plan: RunPlan) -> Callable[[Ticket], Sequence[int]]:

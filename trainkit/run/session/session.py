@@ -19,6 +19,7 @@ from trainkit.data.reading.loader import Loader
 from trainkit.data.splits import test_splits, validation_splits
 from trainkit.errors import NonFiniteError, StopKind, TrainingError
 from trainkit.files import Presence
+from trainkit.numerics.schedules import unreduced
 from trainkit.run.folder.continued import starting_weights
 from trainkit.run.folder.run_result import RunResult, record_rollback, suspect_checkpoint_of
 from trainkit.run.planning.build import model_transforms_of, transformed_model
@@ -36,6 +37,7 @@ from trainkit.run.session.restore import (
     refuse_foreign,
     refuse_other_steps,
     setup_request,
+    time_limit_of,
     unprefetched_loader,
 )
 from trainkit.run.session.syncs import SyncWatch
@@ -54,7 +56,8 @@ from trainkit.trainer.loop import (
     every_n_steps,
     every_steps_or_epochs,
 )
-from trainkit.trainer.metrics_accumulator import LoggedFigures, each_of
+from trainkit.trainer.metrics_accumulator import LoggedFigures, each_of, wait_for
+from trainkit.trainer.time_limit import write_record
 
 
 class TaskSession:
@@ -90,8 +93,9 @@ class TaskSession:
         self._presence, self._check_fence = Presence(folder), check_fence
         self._stop_requested = stop_requested
         self.callbacks = CallbackHooks(callbacks, observers_end_run=plan.cfg.observer_errors == "stop")
-        if (factor := self.callbacks.rate_factor()) is not None:
-            plan = plan.with_rate_factor(factor)
+        self._limit = time_limit_of(plan)
+        length = None if self._limit is None else self._limit.length
+        plan = plan.with_rates(reduced=self.callbacks.rate_factor() or unreduced, length=length)
         self.plan = plan.resolved(lambda: meta_model(plan.cfg))
         self._account, self._waits = Account(self.plan, identity), SyncWatch()
         self.cfg, self.parts = self.plan.cfg, self.plan.components
@@ -124,6 +128,8 @@ class TaskSession:
         )
         self._cleanup.callback(lambda: self.executor.close(failed=self._failed))
         self.run = make_run_view(self.plan, self.executor, folder, notes, measure=self._measure)
+        if self._limit is not None:
+            self.run.state.lengths = self._limit.lengths
         self._scorer = EvalRunner(
             plan=self.plan, run=self.run, executor=self.executor, callbacks=self.callbacks, enter=self.enter
         )
@@ -138,7 +144,8 @@ class TaskSession:
             snapshot=snapshot,
         )
         self._last = LastSave(self.run, self._keeper, self._scorer)
-        self._agreement = StopSaveConsensus(self.executor.local.all_ranks, stop_requested, lambda: self._keeper.is_due)
+        ranks, save_due = self.executor.local.all_ranks, lambda: self._keeper.is_due
+        self._agreement = StopSaveConsensus(ranks, stop_requested, save_due, self._limit)
 
     def check_fence(self) -> None:
         """Check that the run folder exists and still belongs to this group.
@@ -189,6 +196,9 @@ class TaskSession:
         if there:
             note_foreign(checkpoints, run.state.step, self.warn)
         refuse_other_steps(run.state.step, self.executor.local.all_ranks)
+        if self._limit is not None:  # the seconds of a checkpoint are the same on every rank
+            state = run.state
+            self._keep_time(self._limit.estimate(state.step, state.seconds - state.compile_s))
         if self.cfg.numerics.on_nonfinite == "rollback":
             run.state.left_out.train_again(suspect_checkpoint_of(run.folder, checkpoint=run.state.step))
 
@@ -213,6 +223,7 @@ class TaskSession:
             self.warn(line)
         self.run.begin_steps()
         self.callbacks.call("run_start", self.run)
+        self._journal.proceed()  # the start is no time of training
         # Objects that exist now live to the end; garbage collections over them took 5 to 10 % of a small model's step.
         gc.freeze()
         self._cleanup.callback(gc.unfreeze)
@@ -254,9 +265,9 @@ class TaskSession:
             step_end=self.callbacks.of("step_end"),
             journal=self._journal,
             timeline=timeline,
-            last_step=self.plan.last_step,
+            last_step=self.run.state.step if self.run.stop_reason is not None else self.plan.last_step,
             next_sync_step=self.plan.next_sync_step,
-            interrupted=self._stop_requested if self.executor.local.all_ranks.num_ranks == 1 else lambda: None,
+            interrupted=self._interrupted if self.executor.local.all_ranks.num_ranks == 1 else lambda: None,
             on_phase=self._step_phase,
             expect_unchanged=(lambda: None) if checks_always else self.executor.expect_unchanged,
             on_acted=lambda: self.enter("data"),
@@ -369,6 +380,8 @@ class TaskSession:
             kept = {**kept, **{name: (TensorShard.whole(tensor),) for name, tensor in counted.items()}}
         self._keeper.refuse_nonfinite(kept)
         self._keeper.mark_saved()
+        if self._limit is not None and self.run.is_owner:
+            write_record(self.run.folder, str(self.cfg.stop_after), self._limit.lengths)
         if self._keeper.writes_here:
             data = self._loader.state() if self._data_state is None else self._data_state
             self._keeper.save(kept, data=data, metric=self._scorer.metric)
@@ -382,12 +395,35 @@ class TaskSession:
 
     def _sync_stop_and_save(self) -> None:
         self._refuse_absent_folder()
-        answer = self._agreement.ask()
+        if self._limit is not None:
+            wait_for(self.run.device)  # a GPU may be many steps behind the clock
+        answer = self._agreement.ask(self.run.state.step, self._journal.training_s)
+        self._keep_time(answer.length)
         self._keeper.notify_saved()
         if answer.save:
             self.save()
         if answer.stop is not None:
             self.run.request_stop(answer.stop, kind=answer.stop)
+
+    def _interrupted(self) -> StopKind | None:
+        """Return how the only process was asked to stop; also end the training if its time is used up."""
+        limit = self._limit
+        if limit is not None and not limit.repeats and self._journal.training_s >= limit.seconds:
+            self._keep_time(self.run.state.step)
+        return self._stop_requested()
+
+    def _keep_time(self, length: int) -> None:
+        """Record the estimated length of the training, and end it if its time is used up; the same on every rank."""
+        run, limit = self.run, self._limit
+        if limit is not None:
+            limit.take(run.state.step, length)
+            if limit.is_over(run.state.step):
+                run.request_stop(f"stop_after={self.cfg.stop_after}")
+
+    def count_compiling(self, seconds: float) -> None:
+        """Count a time in which torch.compile worked, if the clock of the training ran."""
+        if not self._journal.is_paused:
+            self.run.state.compile_s += seconds
 
     def finish(self) -> dict[str, Any]:
         """End a training regularly: evaluate, save, and leave the process group together; return the content of
@@ -404,6 +440,7 @@ class TaskSession:
             self._scorer.forget()
             self._keeper.save_again()
         watched = (self.cfg.eval.every_steps, self.cfg.eval.every_epochs) != (None, None)
+        watched = watched or (self._limit is not None and self._limit.is_over(state.step))
         if not asked and (watched or state.step == self.plan.num_steps):
             if self.validated:
                 self.evaluate()

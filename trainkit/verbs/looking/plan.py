@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from trainkit.cluster.local import launch_environment_of
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import refusal
 from trainkit.config.identity import fingerprint
-from trainkit.config.values import MOST_PROCESSES
+from trainkit.config.values import MOST_PROCESSES, seconds_of
 from trainkit.errors import ConfigError, Problem, together
 from trainkit.files import num_bytes, reporting
 from trainkit.numerics.schedules import LearningRate
@@ -52,8 +52,19 @@ class _Planned(NamedTuple):
 
     @property
     def num_steps(self) -> int | None:
-        """Steps of the training; None if they depend on an unknown length of the data."""
-        return self.plan.num_steps if self.knows_length or self.plan.cfg.steps is not None else None
+        """Steps of the training; None if they depend on an unknown length of the data, or time of a step."""
+        cfg, time, steps = self.plan.cfg, self.outlook.time, self.plan.num_steps
+        bounded = cfg.stop_after is None or cfg.epochs is not None or cfg.steps is not None
+        known = steps if bounded and (self.knows_length or cfg.steps is not None) else None
+        if cfg.stop_after is None or time is None:
+            return known
+        return max(1, min(round(seconds_of(cfg.stop_after) / time.step_s), steps if known is None else known))
+
+    @property
+    def rates(self) -> dict[str, LearningRate]:
+        """The learning rate of each optimizer; with `stop_after`, over the planned number of steps."""
+        found = {one.name: one.rate for one in self.plan.optimizers} or {"": self.plan.rate}
+        return {name: replace(rate, num_steps=self.num_steps or rate.num_steps) for name, rate in found.items()}
 
 
 def _hosts(call: Call) -> tuple[int | None, LaunchEnvironment | None]:
@@ -100,12 +111,14 @@ def _draw(found: _Planned, name: str) -> None:
     rule = None if name.endswith(".png") else "must end in .png."
     if found.num_steps is None:
         rule = "needs the number of steps, and the length of the data is unknown: give --num-samples N."
+        if found.plan.cfg.stop_after is not None:
+            rule = "needs the time of a step, to know the steps of stop_after. Give hardware=this."
     if rule:
         raise ConfigError([Problem(key="--rate-png", value=name, rule=rule, origin="command line")])
     from trainkit.numerics.schedules import lr_points  # noqa: PLC0415 - not for --help
     from trainkit.report.plots import draw_rates  # noqa: PLC0415 - imports matplotlib
 
-    rates = {label: lr_points(rate, rate.num_steps) for label, rate in _rates(found.plan).items()}
+    rates = {label: lr_points(rate, rate.num_steps) for label, rate in found.rates.items()}
     path = Path(name).expanduser()
     with reporting(path):
         draw_rates(path, title=found.plan.cfg.name, rates=rates)
@@ -144,7 +157,7 @@ def _planned(
 
 def _show(found: _Planned) -> None:
     plan, memory = found.plan, found.outlook.memory
-    rows = plan.summary(memory.held.num_params) | dict([*where_rows(plan), *_more(plan), *memory.rows()])
+    rows = plan.summary(memory.held.num_params) | dict([*where_rows(plan), *_more(found), *memory.rows()])
     rows = rows if found.knows_length else _without_length(rows, found)
     rows |= dict([*(found.verdict.rows() if found.verdict else ()), *found.outlook.rows()])
     print_summary(f"plan of {plan.cfg.name}", rows, notes=found.notes)
@@ -163,7 +176,7 @@ def _show(found: _Planned) -> None:
 
 def _without_length(rows: Mapping[str, str], found: _Planned) -> dict[str, str]:
     """Return the rows that do not depend on the length of the data."""
-    curves = {f"rate {name}".strip() for name in _rates(found.plan)} | {"rate curve"}
+    curves = {f"rate {name}".strip() for name in found.rates} | {"rate curve"}
     unknown = {"samples", "last batch", *(() if found.plan.cfg.warmup.epochs is None else ("warmup", *curves))}
     if found.num_steps is None:
         unknown |= {"steps", *curves}
@@ -196,16 +209,18 @@ def _document(found: _Planned) -> dict[str, object]:
     }
 
 
-def _more(plan: RunPlan) -> Iterator[tuple[str, str]]:
+def _more(found: _Planned) -> Iterator[tuple[str, str]]:
+    plan = found.plan
     last = plan.batch.batch_size(plan.batch.steps_per_epoch - 1)
     if last < plan.batch.global_size:
         shards = plan.batch.num_shards(plan.batch.steps_per_epoch - 1)
         yield "last batch", f"{last} samples in {shards} shard{'' if shards == 1 else 's'}"
-    rates = _rates(plan)
+    if (steps := found.num_steps) is None and plan.cfg.stop_after is not None:
+        yield "rate curve", "follows the share of the time that is used"
+        return
+    if plan.cfg.stop_after is not None and steps is not None and steps < plan.num_steps:
+        yield "steps", f"about {steps:,} in {plan.cfg.stop_after} of training ({plan.batch.steps_per_epoch:,} an epoch)"
+    rates = found.rates
     yield "rate curve", "; ".join(f"{name} {corners(rate)}".strip() for name, rate in rates.items())
     for name, rate in rates.items():
         yield f"rate {name}".strip(), curve_line(rate, encoding=sys.stdout.encoding)
-
-
-def _rates(plan: RunPlan) -> dict[str, LearningRate]:
-    return {one.name: one.rate for one in plan.optimizers} or {"": plan.rate}

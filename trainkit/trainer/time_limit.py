@@ -1,0 +1,137 @@
+"""End a training after a time: its length in updates is estimated while it runs, so that the schedule ends with it.
+
+The estimates are recorded, in checkpoints and in `stop_after.json`. With that record, the same training repeats without
+a clock, to the bit.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from trainkit.errors import AbsentFileError, ConfigError, Problem, UnreadableError
+from trainkit.files import read_map, write_json_atomically
+
+RECORD: Final = "stop_after.json"
+"""Name of the record in the run folder."""
+_ENTRIES: Final = 1000
+"""Largest number of estimates of one training: a later one follows after this share of the time at the earliest."""
+
+Lengths = list[list[int]]
+"""Pairs (step, length), by step: from update `step` on, the training is estimated to have `length` updates."""
+
+
+def length_at(lengths: Sequence[Sequence[int]], step: int, *, most: int) -> int:
+    """Return the length that was estimated before an update; `most` before the first estimate.
+
+    Example:
+        >>> length_at([[2, 40], [8, 50]], 1, most=900), length_at([[2, 40], [8, 50]], 7, most=900)
+        (900, 40)
+    """
+    place = bisect_right(lengths, step, key=lambda one: one[0])
+    return lengths[place - 1][1] if place else most
+
+
+@dataclass(kw_only=True)
+class TimeLimit:
+    """The time that a training may take, and what its steps have taken so far.
+
+    The schedule sees a training of step * seconds / used updates: an update's share of the length is the share of the
+    time that is used. Rank 0 estimates, and the exchange of a stop or save carries the estimate to all ranks.
+
+    Example:
+        >>> limit = TimeLimit(seconds=10.0, most=1_000_000)
+        >>> limit.take(20, limit.estimate(20, used=2.5)), limit.lengths, limit.is_over(20)
+        (None, [[20, 80]], False)
+        >>> limit.take(81, limit.estimate(81, used=10.1)), limit.lengths, limit.is_over(81)
+        (None, [[20, 80], [81, 81]], True)
+    """
+
+    seconds: float
+    """Seconds of training."""
+    most: int
+    """Updates after which the training ends in any case."""
+    lengths: Lengths = field(default_factory=list)
+    """The estimates, the same on every rank; the last one of a training whose time is used up is its own step."""
+    repeats: bool = False
+    """Whether `lengths` is a record to repeat: nothing is estimated."""
+    _read: tuple[int, float] = (0, 0.0)
+    _recorded: float = 0.0
+
+    def length(self, step: int) -> int:
+        """Return the length for update `step`."""
+        return length_at(self.lengths, step, most=self.most)
+
+    def is_over(self, step: int) -> bool:
+        """Return whether the time is used up after `step` updates, before the last one of all."""
+        return bool(self.lengths) and self.lengths[-1][0] == self.lengths[-1][1] <= step < self.most
+
+    def estimate(self, step: int, used: float) -> int:
+        """Return the length after `used` seconds: `step` if that is all, the last estimate while it is young."""
+        if self.repeats:
+            return self.length(step)
+        if used >= self.seconds:
+            return step
+        if step == 0 or self._is_young(used):
+            return max(self.length(step), step + 1)
+        self._recorded = used
+        return min(max(round(step * self.seconds / used), step + 1), self.most)
+
+    def take(self, step: int, length: int) -> None:
+        """Record an estimate, for update `step` and later ones."""
+        if not self.repeats and (length == step or length != self.length(step)):
+            if self.lengths and self.lengths[-1][0] == step:
+                self.lengths.pop()  # the end of a run that is continued with more time
+            self.lengths.append([step, length])
+
+    def steps_to_next(self, step: int, used: float, length: int) -> int:
+        """Return the steps until the next estimate: a quarter of those that remain, at the pace since the last call."""
+        if self.repeats:
+            return max(1, self.lengths[-1][0] - step if self.lengths else 1)
+        before, self._read = self._read, (step, used)
+        pace = (used - before[1]) / max(step - before[0], 1)
+        return max(1, min(int((self.seconds - used) / max(4 * pace, 1e-9)), (length - step) // 4))
+
+    def _is_young(self, used: float) -> bool:
+        return bool(self.lengths) and 0 <= used - self._recorded < self.seconds / _ENTRIES
+
+
+def write_record(folder: Path, stop_after: str, lengths: Lengths) -> None:
+    """Write the record of a run."""
+    write_json_atomically(folder / RECORD, {"version": 1, "stop_after": stop_after, "lengths": lengths})
+
+
+def read_record(path: Path, stop_after: str) -> Lengths:
+    """Return the lengths of a record.
+
+    Raises:
+        ConfigError: it is not a record, or one of another time.
+    """
+    try:
+        found = read_map(path, {"version": int, "stop_after": str, "lengths": list})
+        expect_lengths(found["lengths"])
+    except (AbsentFileError, UnreadableError, ValueError) as error:
+        reason = error.reason if isinstance(error, UnreadableError) else error
+        raise _problem(path, f"is not the record of a run with stop_after: {reason}.") from None
+    if found["stop_after"] != stop_after:
+        raise _problem(path, f"is of a run with stop_after={found['stop_after']}. Give the same time.")
+    lengths: Lengths = found["lengths"]
+    return lengths
+
+
+def expect_lengths(lengths: Sequence[object]) -> None:
+    """Raise a ValueError unless these are estimates in the order of their steps."""
+    before = -1
+    for one in lengths:
+        match one:
+            case [int(step), int(length)] if before < step <= length:
+                before = step
+            case _:
+                raise ValueError(f"{str(one)[:40]} is no step with a length")
+
+
+def _problem(path: Path, rule: str) -> ConfigError:
+    return ConfigError([Problem(key="stop_after_record", value=str(path), rule=rule)])
