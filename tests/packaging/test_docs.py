@@ -23,6 +23,7 @@ PAGES = [
     "README.md",
     "AGENTS.md",
     "CONTRIBUTING.md",
+    "skills/trainkit/SKILL.md",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
 ]
 BLOCK = re.compile(

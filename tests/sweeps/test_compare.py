@@ -86,6 +86,15 @@ def test_the_side_with_more_divergences_is_never_better(tmp_path: Path) -> None:
     assert judged(a, exploded)["b"]["diverged"] == 1
 
 
+def test_a_run_that_was_interrupted_is_no_pair(tmp_path: Path) -> None:
+    a = side(tmp_path / "a", [0.5, 0.6])
+    (tmp_path / "a" / "1" / "result.json").write_text(
+        json.dumps({"status": "stopped", "exit_code": 130, "metrics": {"val/loss": 9.0}})
+    )
+    assert [run.cfg.seed for run in read_side(str(tmp_path / "a")).runs] == [0]
+    assert [run.cfg.seed for run in a.runs] == [0, 1]
+
+
 def test_a_tie_by_one_sample_is_called_a_tie(tmp_path: Path) -> None:
     a = side(tmp_path / "a", [350 / 360] * 5 + [349 / 360], "val/accuracy")
     b = side(tmp_path / "b", [351 / 360] * 5 + [350 / 360], "val/accuracy")
@@ -200,6 +209,6 @@ def test_compare_trains_what_is_missing_and_nothing_for_a_null_edit(
     assert len(folders) == 10
     assert main(["compare", *reversed(decays), *short]) == 0  # both are known
     assert capfd.readouterr().out.splitlines()[-1].startswith("worse  val/loss 0.00")
-    assert main(["compare", str(folders[0].parent), "loader.prefetch=4"]) == 0
+    assert main(["compare", str(folders[0].parent), "log_every_steps=5"]) == 0
     assert capfd.readouterr().out.splitlines()[-1] == "the same"
     assert len([*Path("outputs/compare").rglob("result.json")]) == 10

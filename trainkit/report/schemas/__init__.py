@@ -41,6 +41,7 @@ DOCUMENTS: Final[Mapping[str, Document]] = {
         kind="trainkit.report.schemas.looking.PairedComparison",
     ),
     "comparisons": Document(about="trainkit compare --json", kind="trainkit.report.schemas.looking.Comparisons"),
+    "capabilities": Document(about="trainkit capabilities --json", kind="trainkit.report.schemas.looking.Capabilities"),
     "bench": Document(about="trainkit bench --json, and bench.json", kind="trainkit.measuring.tables.BenchDocument"),
     "find_lr": Document(
         about="trainkit find lr --json, and find_lr.json", kind="trainkit.measuring.range_test.FindLrDocument"

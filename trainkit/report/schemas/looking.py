@@ -1,4 +1,4 @@
-"""Outputs of `explain`, `ls`, `top`, `diff`, `compare` and `advise` with `--json`."""
+"""Outputs of `explain`, `ls`, `top`, `diff`, `compare`, `capabilities` and `advise` with `--json`."""
 
 from __future__ import annotations
 
@@ -240,6 +240,32 @@ class Comparisons(TypedDict):
     """Version of this document."""
     comparisons: list[PairedComparison]
     """The comparisons that were made here, the first one first."""
+
+
+class Capability(TypedDict):
+    """What a strategy answers to a feature."""
+
+    feature: str
+    """The feature, as in docs/features.md."""
+    strategy: str
+    """The strategy, or an axis of the mesh."""
+    supported: bool | None
+    """Whether a run with both is planned; null: the strategy, or its model, has no such key."""
+    reason: str | None
+    """The message that refuses it; null if it is planned."""
+
+
+class Capabilities(TypedDict):
+    """Output of `trainkit capabilities --json`."""
+
+    version: Literal[1]
+    """Version of this document."""
+    strategies: dict[str, list[str]]
+    """Strategy -> the arguments with which it was planned."""
+    features: dict[str, list[str]]
+    """Feature -> its arguments."""
+    capabilities: list[Capability]
+    """One for each feature and strategy."""
 
 
 class AdvisedWay(TypedDict):

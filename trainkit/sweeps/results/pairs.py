@@ -109,10 +109,7 @@ def read_side(name: str) -> Side:
     else:
         entries = read_entries(base)
     found = [
-        Run(result=entry, cfg=cfg)
-        for entry in entries
-        if entry.status in (*COMPLETE, "failed") or entry.status.startswith(("exit ", "signal "))
-        if (cfg := config_of(entry.folder)) is not None
+        Run(result=entry, cfg=cfg) for entry in entries if _ended(entry) if (cfg := config_of(entry.folder)) is not None
     ]
     if is_run:
         found.sort(key=lambda run: run.result.folder.absolute() != folder.absolute())
@@ -127,6 +124,13 @@ def read_side(name: str) -> Side:
         raise refusal(name, rule)
     alike.sort(key=lambda run: (run.cfg.seed, run.cfg.cv.fold or 0))
     return Side(name=name, folder=folder, cfg=alike[0].cfg, runs=tuple(alike), state=state.sha256 if state else "")
+
+
+def _ended(entry: JobResult) -> bool:
+    """Return whether a run has reached its end or has failed; one that was interrupted has not."""
+    result = RunFolder(entry.folder).read_result() or {}
+    reached = entry.status == "finished" or (entry.status == "stopped" and result.get("exit_code", 0) == 0)
+    return reached or entry.status.startswith(("failed", "exit ", "signal "))
 
 
 def _matters(one: RunConfig, other: RunConfig) -> bool:

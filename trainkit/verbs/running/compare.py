@@ -12,7 +12,7 @@ from typing import Final
 
 from trainkit.config.grammar import COMMAND_LINE, is_override, key_of, refusal, replacing, setting
 from trainkit.config.schema import RunConfig
-from trainkit.errors import ConfigError, Problem, UnreadableError
+from trainkit.errors import ConfigError, HangupError, Problem, StoppedError, TerminatedError, UnreadableError
 from trainkit.files import read_map
 from trainkit.report.numbers import duration
 from trainkit.report.schemas.looking import PairedComparison
@@ -184,6 +184,8 @@ def _with_runs(call: Call, side: Side, lines: Sequence[str], seeds: Sequence[int
     try:
         with redirect_stdout(sys.stderr):
             sweep(replace(call, verb="train", arguments=(), flags={}, multirun=True, overrides=overrides))
+    except (StoppedError, TerminatedError, HangupError) as error:
+        raise type(error)("the comparison was stopped: the same command continues it") from error
     finally:
         TERSE.reset(token)
     return replace(side, runs=read_side(str(side.folder)).runs)

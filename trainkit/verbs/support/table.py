@@ -285,6 +285,10 @@ VERBS: Final[Mapping[str, Verb]] = {
             *_DATA,
             _JSON,
         ), composes=True),
+    "capabilities": Verb(
+        "looking", "[STRATEGY ...]", "fsdp pipeline --json",
+        "which features each strategy takes, and why it refuses the others: planned, not run",
+        (_JSON,), (0, math.inf), overrides=False),
     "emit": Verb(
         "starting", f"{{{','.join(ENGINES)}}} [--hosts N] [--flags] OVERRIDES", "slurm --hosts 2 --gpus-per-host 4",
         "print the script or manifest that starts a run on an engine",

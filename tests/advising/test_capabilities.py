@@ -1,0 +1,34 @@
+"""`trainkit capabilities`: an answer that is not that of a planned run is caught here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trainkit.advising.capabilities import FEATURES, STRATEGIES, capabilities
+from trainkit.cli import main
+
+
+@pytest.mark.slow
+def test_an_answer_is_what_a_planned_run_says() -> None:
+    features = {name: FEATURES[name] for name in ("clipping", "`average=ema`", "`strategy.map`")}
+    found = [*capabilities({"local_sgd": STRATEGIES["local_sgd"]}, features)]
+    assert [(one["feature"], one["supported"]) for one in found] == [
+        ("clipping", True), ("average=ema", False), ("strategy.map", None),
+    ]  # fmt: skip
+    assert str(found[1]["reason"]).startswith("`average`: averages weights")
+
+
+@pytest.mark.slow
+def test_the_document_has_the_asked_strategies_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "trainkit.verbs.looking.capabilities.capabilities", lambda chosen: [{"strategy": one} for one in chosen]
+    )
+    assert main(["capabilities", "tensor_parallel", "pipeline", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [*document["strategies"]] == ["mesh: tensor", "pipeline"]
+    assert main(["capabilities", "pipelin"]) == 2
+    assert "Did you mean pipeline?" in capsys.readouterr().err

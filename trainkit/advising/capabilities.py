@@ -1,0 +1,129 @@
+"""Which features each strategy takes: every pair is planned as a run, and what refuses one is the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from trainkit.config.check import checked
+from trainkit.config.compose import compose
+from trainkit.config.grammar import key_of
+from trainkit.config.targets.allowed import allow_packages
+from trainkit.errors import ConfigError
+from trainkit.report.schemas.looking import Capability
+from trainkit.run.planning.notes import model_notes
+from trainkit.run.planning.plan import make_plan
+from trainkit.trained.build import meta_model
+
+STRATEGIES: Final[dict[str, tuple[str, ...]]] = {
+    "one_device": ("strategy=one_device",),
+    "mirrored": ("strategy=mirrored", "strategy.replicas=2"),
+    "mesh: replicate": ("strategy=mesh", "strategy.replicate=2", "strategy.shard=1"),
+    "mesh: shard": ("strategy=mesh", "strategy.shard=2"),
+    "mesh: tensor": ("strategy=mesh", "strategy.shard=1", "strategy.tensor=2"),
+    "mesh: pipe x shard": ("strategy=mesh", "strategy.pipe=2", "strategy.shard=2"),
+    "mesh: context": ("strategy=mesh", "strategy.shard=1", "strategy.context=2"),
+    "mesh: pipe x context": ("strategy=mesh", "strategy.shard=1", "strategy.pipe=2", "strategy.context=2"),
+    "fsdp": ("strategy=fsdp", "strategy.replicas=2"),
+    "pipeline": ("strategy=pipeline", "strategy.stages=2"),
+    "device_map": ("strategy=device_map", "strategy.devices=[cpu,cpu]"),
+    "local_sgd": ("strategy=local_sgd", "strategy.replicas=2"),
+    "central_storage": ("strategy=central_storage", "strategy.compute_devices=[cpu,cpu]"),
+    "parameter_server": ("strategy=parameter_server", "strategy.workers=2", "strategy.servers=1"),
+    "parameter_server, async": (
+        "strategy=parameter_server", "strategy.workers=2", "strategy.servers=1", "strategy.mode=async",
+    ),
+}  # fmt: skip
+"""Column -> its arguments."""
+IMAGES: Final = (
+    "recipe=null", "data=synthetic", "data.shape=[3,16,16]", "model=convnet", "model.in_channels=3",
+    "model.image_size=16", "model.widths=[8,8]",
+)  # fmt: skip
+TEXT: Final = (
+    "recipe=python_source", "model.dropout=0.0", "model.num_layers=1", "model.width=16",
+    "batch.global_size=4",
+)  # fmt: skip
+FEATURES: Final[dict[str, tuple[str, ...]]] = {
+    "accumulation (`batch.micro_size`)": ("batch.micro_size=2",),
+    "clipping": ("clip.max_norm=1.0",),
+    "`precision=bf16`, with masters": ("precision=bf16",),
+    "`precision=fp16_mixed`, a scaled loss": ("precision=fp16_mixed",),
+    "`average=ema`": ("average=ema",),
+    "`average=swa`, with batch normalisation": ("average=swa", "model.batch_norm=true"),
+    "batch normalisation": ("model.batch_norm=true",),
+    "several optimizers": ("optimizers.first.match=['layers.0.*']", "optimizers.rest.match=['layers.2.*']"),
+    "an objective with phases": ("recipe=gan",),
+    "an optimizer of whole parameters": ("optimizer={_target_:torch.optim.Adafactor,lr:0.01}",),
+    "`activation_checkpointing=full`": (*TEXT, "activation_checkpointing=full"),
+    "`compile.mode=default`": (*TEXT, "compile.mode=default"),
+    "`compile.mode=step`": ("compile.mode=step",),
+    "`convert=float8`": (*TEXT, "convert=float8", "convert.emulate=true", "precision=bf16_mixed"),
+    "`memory_format=channels_last`": (*IMAGES, "memory_format=channels_last"),
+    "`numerics.reproducible`, with `optimizer.fused=false`": ("numerics.reproducible=true", "optimizer.fused=false"),
+    "`numerics.on_nonfinite=skip`": ("numerics.on_nonfinite=skip",),
+    "`numerics.on_nonfinite=rollback`": ("numerics.on_nonfinite=rollback",),
+    "`strategy.compression`": ("strategy.compression=bf16",),
+    "`strategy.map`": ("strategy.map={layers.0-1:0,rest:1}",),
+    "`elastic.min_replicas`": ("elastic.min_replicas=1",),
+}
+"""Row -> its arguments."""
+BESIDE: Final[dict[tuple[str, str], str]] = {
+    ("an objective with phases", "mesh: tensor"): "strategy.plan={generator.0:rowwise_scattered}",
+    ("`memory_format=channels_last`", "mesh: tensor"): "strategy.plan={head:rowwise_scattered}",
+    ("several optimizers", "mesh: context"): "optimizers.first.match=['blocks.*'] optimizers.rest.match=['[eh]*']",
+    ("`strategy.map`", "mesh: pipe x context"): "strategy.map={embed:0,rest:1}",
+    ("`strategy.map`", "mirrored"): "strategy.devices=[[cpu,cpu],[cpu,cpu]]",
+    ("`strategy.map`", "device_map"): "strategy.map=auto",
+}
+"""Row and column -> the arguments that the model needs there."""
+ALIASES: Final = {"multi_worker_mirrored": "mirrored", "tensor_parallel": "mesh: tensor"}
+"""Strategy -> the column that stands for it."""
+_NO_KEY: Final = "no such key in "
+
+
+def refusal(overrides: Sequence[str], *, packages: Sequence[str] = ()) -> str | None:
+    """Return the message that refuses a run, of its first problem; None if it is planned.
+
+    Raises:
+        ValueError: the strategy, or its model, has no such key.
+    """
+    try:
+        composition = checked(compose(overrides, packages=packages))
+        with allow_packages(composition.packages):
+            plan = make_plan(composition.cfg, num_gpus=0)
+            model_notes(plan, meta_model(plan.cfg), composition.is_given)
+    except ConfigError as error:
+        problem = error.problems[0]
+        if _NO_KEY in problem.rule:
+            raise ValueError(problem.rule) from error
+        given = isinstance(problem.value, str | int | float)
+        return f"`{problem.key}{f'={problem.value}' if given else ''}`: {problem.rule}"
+    return None
+
+
+def capabilities(
+    strategies: Mapping[str, Sequence[str]] = STRATEGIES,
+    features: Mapping[str, Sequence[str]] = FEATURES,
+    beside: Mapping[tuple[str, str], str] = BESIDE,
+    *,
+    packages: Sequence[str] = (),
+) -> Iterator[Capability]:
+    """Yield for each feature what each strategy answers; takes about a tenth of a second for each.
+
+    Args:
+        strategies: name -> its arguments, for two or four ranks of a CPU.
+        features: name -> its arguments.
+        beside: feature and strategy -> the arguments that the model needs there.
+        packages: packages of the classes that the arguments name.
+    """
+    for feature, wanted in features.items():
+        for name, strategy in strategies.items():
+            text = TEXT if name.endswith("context") and not wanted[0].startswith("recipe=") else ()
+            given = (*text, *wanted, *strategy, *beside.get((feature, name), "").split())
+            found = Capability(feature=feature.replace("`", ""), strategy=name, supported=None, reason=None)
+            try:
+                reason = refusal([*{key_of(one): one for one in given}.values()], packages=packages)
+                found = Capability(**{**found, "supported": reason is None, "reason": reason})
+            except ValueError as error:
+                found["reason"] = str(error)
+            yield found
