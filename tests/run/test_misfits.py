@@ -590,3 +590,17 @@ def test_a_rank_without_a_plan_makes_its_own_and_a_malformed_one_is_refused() ->
     for text in ("{", "[]", '{"tasks": 1}'):
         with pytest.raises(TrainkitError, match=f"^{VARIABLE} holds no plan: "):
             plan_from_environ({VARIABLE: text}, cfg)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "has", "noted"), [
+    ("bf16_mixed", False, True), ("bf16", False, True), ("bf16_mixed", True, False), ("fp32", False, False),
+])  # fmt: skip
+def test_a_processor_without_instructions_for_bfloat16_is_noted(
+    precision: str, has: bool, noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    able = {"architecture": "x86_64", "avx512_bf16": has, "amx_bf16": False}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able, raising=False)
+    plan = make_plan(compose(["recipe=digits", f"precision={precision}"]).cfg, num_gpus=0)
+    notes = model_notes(plan, meta_model(plan.cfg))
+    assert noted == any(one.startswith(f"precision={precision}: this processor has no inst") for one in notes)

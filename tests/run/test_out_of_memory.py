@@ -7,16 +7,21 @@ The texts are quoted from public issues of the projects named.
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
 from weakref import ref
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed import DistBackendError
 
+from trainkit.cli import main
 from trainkit.config.check import checked
 from trainkit.config.compose import compose
 from trainkit.errors import OutOfMemoryError, TrainingError
@@ -24,6 +29,7 @@ from trainkit.run.estimates import remedies
 from trainkit.run.estimates.remedies import MemoryKind, Saving, largest_savings, memory_kind
 from trainkit.run.planning import convolutions
 from trainkit.run.planning.plan import RunPlan, make_plan
+from trainkit.run.session.session import TaskSession
 from trainkit.run.task import explain_oom
 from trainkit.trained.build import meta_model
 
@@ -108,6 +114,51 @@ def test_what_is_done_already_is_not_named_and_the_largest_part_comes_first() ->
     lines = told("activation_checkpointing=full", "batch.micro_size=1", "precision=bf16_mixed")
     assert lines[1].split()[0] == "checkpoint.background=false"
     assert not any("activation_checkpointing" in line or "micro" in line or "precision" in line for line in lines[1:])
+
+
+class Full(nn.Linear):
+    """A layer on a device with room for the activations of 256 samples."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        has_data = type(inputs) is Tensor  # a plan takes the step without any
+        if has_data and self.training and len(inputs) > 256 and Full.counts:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().forward(inputs.flatten(1))
+
+    counts: ClassVar[bool] = False
+    draws_nothing: ClassVar[bool] = True
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_fit_ends_in_its_first_step_and_its_remedy_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reason_of(*more: str) -> str:
+        run = tmp_path / str(len([*tmp_path.iterdir()]))
+        monkeypatch.setattr(TaskSession, "train", begun)
+        code = main([*FULL, *more, f"hydra.run.dir={run}"])
+        held: dict[str, str] = json.loads((run / "result.json").read_text())
+        assert code == (held["status"] == "failed")
+        return held["reason"]
+
+    train = TaskSession.train
+
+    def begun(session: TaskSession) -> dict[str, object]:
+        monkeypatch.setattr(Full, "counts", True)  # what comes before the steps has fewer samples
+        return train(session)
+
+    lines = reason_of().splitlines()
+    assert lines[0].startswith("rank 0, step 0: ")
+    (smaller,) = (line.split()[0] for line in lines[1:] if line.startswith("  batch.micro_size="))
+    monkeypatch.setattr(Full, "counts", False)
+    assert reason_of(smaller) == "all steps done"
+
+
+FULL = (
+    "--allow-package", "tests", "recipe=digits", "steps=2", "batch.global_size=512", "callbacks=[]", "logger=[]",
+    "quiet=true", "checkpoint.export=false",
+    "model={_target_: tests.run.test_out_of_memory.Full, in_features: 64, out_features: 4096}",
+)  # fmt: skip
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from trainkit.run.estimates.hardware import Link, hardware_of, hardware_under
 from trainkit.run.estimates.memory import DeviceMemory, device_memory, part_memories, verdict_of
 from trainkit.run.estimates.this_machine import Machine, ThisMachine, calibration_file
 from trainkit.run.planning.plan import make_plan
+from trainkit.run.session.account import evaluation_misfit
 from trainkit.trained.build import build_model, meta_model
 from trainkit.trainer.checkpoint.snapshot import Snapshot
 
@@ -354,6 +355,20 @@ def test_an_evaluation_that_alone_does_not_fit_gets_smaller_batches(shown: Calla
     assert (found["fits"], found["memory"]["moment"]) == (False, "evaluation")
     (only,) = found["remedies"]
     assert (only["overrides"], only["fits"]) == ("eval.batch_size=8", True)
+
+
+@pytest.mark.slow
+def test_a_run_whose_evaluation_will_not_fit_says_so_after_its_first_steps() -> None:
+    said = {}
+    for gib in (0.3186, 1.0):
+        arguments = (*LAPTOP, "batch.global_size=2", "eval.batch_size=16", f"hardware.memory_gib={gib}")
+        plan = make_plan(api.compose(arguments).cfg, num_gpus=0)
+        model = meta_model(plan.cfg)
+        said[gib] = evaluation_misfit(plan, model, device_memory(plan, model), present(hardware_of(plan.cfg)))
+    text = str(said[0.3186])
+    assert text.startswith("an evaluation will run out of memory: it needs ")
+    assert text.endswith(" Resume with eval.batch_size=8.")
+    assert said[1.0] is None
 
 
 @pytest.mark.slow

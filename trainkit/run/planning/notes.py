@@ -427,6 +427,7 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
     if not validation_splits(plan.components.datasets):
         notes.append("the data has no validation split: nothing is evaluated, and no checkpoint is the best")
     notes += [
+        *_slower_than_fp32(plan),
         *_members(plan, model),
         *_fields_left_out(plan.components),
         *_splits_left_out(plan.components.datasets),
@@ -443,6 +444,18 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
 def _shaping_of(plan: RunPlan) -> ModelTransforms:
     keeps = plan.components.strategy.facts_in(plan.context).keeps_memory_format
     return model_transforms_of(plan.cfg, plan.tasks[0].device, keeps_format=keeps)
+
+
+def _slower_than_fp32(plan: RunPlan) -> Iterator[str]:
+    """Yield that the processor of a run has no instructions for bfloat16; torch older than 2.13 does not say."""
+    able: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    lacks = able.get("architecture") == "x86_64" and not (able["avx512_bf16"] or able["amx_bf16"])
+    precision = plan.components.precision
+    if lacks and precision.compute_dtype is torch.bfloat16 and all(task.device == "cpu" for task in plan.tasks):
+        yield (
+            f"precision={precision.value}: this processor has no instructions for bfloat16, and a step takes several "
+            "times as long as with precision=fp32."
+        )
 
 
 def _single_samples(plan: RunPlan, statistics: Sequence[nn.Module]) -> Iterator[Problem]:

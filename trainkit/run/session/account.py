@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import nn
 
 from trainkit.cluster.host import peak_resident_bytes
 from trainkit.cluster.tasks import Identity
@@ -142,6 +143,10 @@ class Account:
             write_json_atomically(run.folder / FILE, document)
         sent = None if outlook.traffic is None else outlook.traffic.mean_bytes(first.step, last.step, rank=0)
         time, work = outlook.time, outlook.work
+        gpu = hardware_under(run.device)
+        if gpu is not None and (said := evaluation_misfit(plan, model, outlook.memory, gpu)) is not None:
+            run.add_note(said)
+            _log.warning("%s", said)
         if run.device.type == "cpu" and outlook.hardware is not None and not outlook.hardware.whole_host:
             time = work = None  # the plan is for a GPU, and this is a trial of it
         if work is not None:
@@ -188,6 +193,26 @@ class Figures:
     """Seconds of a step."""
     bytes_a_step: float | None = None
     """Bytes that rank 0 sends and receives in a step."""
+
+
+def evaluation_misfit(plan: RunPlan, model: nn.Module, memory: DeviceMemory, hardware: Hardware) -> str | None:
+    """Return that the evaluations of a run, whose steps fit, do not fit, with the remedy; None if they do.
+
+    Args:
+        plan: the run, with the choices of its strategy resolved.
+        model: the model, with or without data; unchanged.
+        memory: the planned memory of its device with the largest use.
+        hardware: that device.
+    """
+    from trainkit.run.estimates.memory import verdict_of  # noqa: PLC0415 - a short run plans nothing
+    from trainkit.run.estimates.remedies import remedies_for  # noqa: PLC0415 - a short run plans nothing
+
+    verdict = verdict_of(plan, memory, hardware)
+    if memory.moment != "evaluation" or verdict.fits is not False:
+        return None
+    tried = ", ".join(one.overrides for one in remedies_for(plan, model, hardware))
+    needs, has = num_bytes(verdict.needs), num_bytes(verdict.has)
+    return f"an evaluation will run out of memory: it needs {needs}, {verdict.name} has {has}. Resume with {tried}."
 
 
 def counted_work(work: RankWork, hardware: Hardware | None, plan: RunPlan) -> CountedWork:
