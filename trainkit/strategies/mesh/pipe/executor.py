@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -43,6 +42,7 @@ from trainkit.strategies.mesh.pipe.stages import (
     padded_microbatches,
     run_problems,
 )
+from trainkit.strategies.mesh.pipe.weights import SplitStage
 from trainkit.strategies.mesh.sharding import gathers_anew
 from trainkit.strategies.mesh.step import ShardedExecutor, ShardedReplica
 from trainkit.strategies.reducers.vector import BackendReducer
@@ -95,66 +95,6 @@ class Chunk:
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors among the inputs of the model."""
         return tuple(leaf for leaf in tree_flatten(self.inputs)[0] if isinstance(leaf, Tensor))
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightPass:
-    """Where a pass for weights starts, and which of them it reaches."""
-
-    edges: tuple[GradientEdge, ...]
-    grads: tuple[Tensor | None, ...]
-    """The gradient of each edge; None starts from a loss."""
-    params: tuple[nn.Parameter, ...]
-
-    @classmethod
-    def of_outputs(
-        cls, outputs: Sequence[Tensor], grads: Sequence[Tensor] | None, params: Sequence[nn.Parameter]
-    ) -> WeightPass:
-        """Return the pass from the outputs of a stage, which also computes gradients between its layers again.
-
-        Args:
-            outputs: the outputs, or the loss.
-            grads: the gradients of the outputs; None for a loss.
-            params: the parameters of the stage with gradients.
-        """
-        pairs = zip(outputs, [None] * len(outputs) if grads is None else grads, strict=True)
-        found = [(get_gradient_edge(output), grad) for output, grad in pairs if output.requires_grad]
-        edges, starts = zip(*found, strict=True) if found else ((), ())
-        return cls(edges=edges, grads=starts, params=tuple(params))
-
-    def run(self) -> None:
-        """Add the gradients to those of the parameters; the hooks of the parameters are called."""
-        if self.edges and self.params:
-            torch.autograd.backward(self.edges, self.grads, inputs=self.params)
-
-
-def passes_of(groups: Sequence[Mapping[str, Any]], whole: WeightPass) -> Sequence[WeightPass]:
-    """Return the passes that give each parameter its gradient once: those of torch, or only the whole one.
-
-    Torch starts at each layer with the gradient of its output. This fails for a weight that is used twice, because the
-    pass through the layers in between frees them, or adds its gradient twice; and a weight that no input of the stage
-    reaches has no layer to start at.
-
-    Args:
-        groups: what `torch.distributed.pipelining` found in the pass for inputs: the layers and their weights.
-        whole: the pass from the outputs.
-    """
-    found = list(_passes_of_layers(groups))
-    reached = [id(param) for one in found for param in one.params]
-    once = len(reached) == len(set(reached)) and len(reached) == len(whole.params)
-    return found if once and all(len(group["intermediates"]) == 1 for group in groups) else [whole]
-
-
-def _passes_of_layers(groups: Sequence[Mapping[str, Any]]) -> Iterator[WeightPass]:
-    for group in groups:
-        starts = [
-            (GradientEdge(layer, place), grad)
-            for layer, grads in zip(group["intermediates"], group.get("grads") or [], strict=False)
-            for place, grad in enumerate(grads or ())
-            if grad is not None
-        ]
-        edges, grads = zip(*starts, strict=True) if starts else ((), ())
-        yield WeightPass(edges=edges, grads=grads, params=tuple(node.variable for node in group["params"]))
 
 
 BUCKET_BYTES: int = 25 * 2**20
@@ -231,17 +171,19 @@ class ChunkStage(PipelineStage):
     """
 
     def __init__(self, traced: Traced, stage: int, around: PipelineReplica) -> None:
-        span, meta = traced.segments[stage].span, torch.device("meta")
+        segment, meta = traced.segments[stage], torch.device("meta")
+        span, split = segment.span, SplitStage(segment) if around.schedule == "zero_bubble" else None
         super().__init__(
-            traced.segments[stage],
+            split or segment,
             stage,
             around.held.cut.num_stages,
             around.device,
             input_args=tuple(one.meta.empty(meta) for one in span.received) if stage else traced.inputs,
             output_args=tuple(one.empty(meta) for one in span.made),
             group=around.pipeline,
+            dw_builder=split and split.weights,
         )
-        self._segment, self._around = traced.segments[stage], around
+        self._segment, self._around = segment, around
         self._microbatches: Sequence[Chunk] = ()
 
     def take(self, microbatches: Sequence[Chunk]) -> None:
@@ -279,24 +221,6 @@ class ChunkStage(PipelineStage):
             # Tensors are sent in their memory layout, and received as contiguous ones.
             found = self.bwd_cache.get(bwd_chunk_id, ())
             self.bwd_cache[bwd_chunk_id] = tuple(None if grad is None else grad.contiguous() for grad in found)
-
-    def backward_maybe_with_nosync(
-        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> tuple[tuple[Tensor | None, ...], Any]:
-        """Run a backward pass, or one of its two parts; the first returns the passes of the second."""
-        if backward_type == "full":
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        if backward_type == "weight":
-            for one in bwd_kwargs["param_groups"]:
-                one.run()
-            return (), None
-        outputs, params = bwd_kwargs["stage_output"], [one for one in self.submod.parameters() if one.requires_grad]
-        whole = WeightPass.of_outputs(outputs, bwd_kwargs["output_grads"], params)
-        # torch detaches the outputs in place, which views refuse
-        copied = tuple(one.clone() if one._is_view() else one for one in outputs)  # noqa: SLF001 - torch's name
-        kwargs = bwd_kwargs | {"stage_output": copied}
-        found, groups = super().backward_maybe_with_nosync(backward_type, kwargs, last_backward)
-        return found, passes_of(groups or (), whole)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the rest of a split backward pass."""
