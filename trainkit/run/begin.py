@@ -476,7 +476,7 @@ def write_environment(
             "python": platform.python_version(),
             "git": git_state(),
             "packages": packages(cfg.to_dict()),
-            "devices": {"cores": num_cores(), "cuda": torch.version.cuda, "gpus": torch.cuda.device_count()},
+            "devices": devices(),
             "seed": cfg.seed,
             "fingerprint": fingerprint,
             "config": cfg.to_dict(),
@@ -484,6 +484,19 @@ def write_environment(
             **first_command(folder.environment),
         },
     )
+
+
+def devices() -> dict[str, Any]:
+    """Return what of this host decides the bits of a sum: cores and threads, vector instructions, and GPUs."""
+    gpus = torch.cuda.device_count()
+    return {
+        "cores": num_cores(),
+        "threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "cuda": torch.version.cuda,
+        "gpus": gpus,
+        **({"gpu": torch.cuda.get_device_name(0)} if gpus else {}),
+    }
 
 
 def git_state() -> dict[str, Any] | None:

@@ -35,6 +35,7 @@ DOCUMENTS: Final[Mapping[str, Document]] = {
     "ls": Document(about="trainkit ls --json", kind="trainkit.report.schemas.looking.Listing"),
     "model": Document(about="trainkit ls --model --json", kind="trainkit.run.estimates.model_summary.ModelSummary"),
     "top": Document(about="trainkit top DIR --json", kind="trainkit.report.schemas.looking.Ranking"),
+    "replay": Document(about="trainkit replay RUN --json", kind="trainkit.report.schemas.looking.Replay"),
     "diff": Document(about="trainkit diff RUN RUN --json", kind="trainkit.report.schemas.looking.Comparison"),
     "compare": Document(
         about="trainkit compare A B --json, and a line of outputs/comparisons.jsonl",

@@ -143,7 +143,7 @@ class Environment(TypedDict):
     packages: dict[str, str]
     """Package -> version."""
     devices: dict[str, Any]
-    """Cores, CUDA and GPUs of the host."""
+    """Cores, threads, instruction set, CUDA and GPUs of the host."""
     seed: int
     """The seed of the run."""
     fingerprint: str

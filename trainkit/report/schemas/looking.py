@@ -268,6 +268,44 @@ class Capabilities(TypedDict):
     """One for each feature and strategy."""
 
 
+class FirstDifference(TypedDict):
+    """The first metric of a replay that is another."""
+
+    step: int
+    """The step of the row."""
+    name: str
+    """The metric."""
+    recorded: float | None
+    """Its value in the run; null for one that is not finite."""
+    replayed: float | None
+    """Its value in the replay."""
+
+
+class Replay(TypedDict):
+    """Output of `trainkit replay RUN --json`."""
+
+    version: Literal[1]
+    """Version of this document."""
+    run: str
+    """Folder of the run."""
+    folder: str
+    """Folder of the replay."""
+    same: bool
+    """Whether the weights and all metrics in common are the same bits."""
+    steps: int
+    """Updates of both."""
+    rows: int
+    """Number of rows of metrics about the same steps."""
+    weights_sha256: str
+    """Hash of the weights of the run."""
+    replayed_sha256: str
+    """Hash of the weights of the replay."""
+    first: FirstDifference | None
+    """The first difference; null if all metrics are equal."""
+    differing: list[str]
+    """What is known to differ between the place of the run and this one: versions, hardware, threads, sources."""
+
+
 class AdvisedWay(TypedDict):
     """One way to train."""
 

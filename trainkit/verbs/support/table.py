@@ -184,6 +184,10 @@ VERBS: Final[Mapping[str, Verb]] = {
             Flag("--give-up-reproducible", "continue a run with numerics.reproducible=true without that guarantee, on "
                  "any strategy"),
         ), (1, 1), paths=1),
+    "replay": Verb(
+        "running", "RUN", "RUN", "train a run again from its record, and compare it bit for bit",
+        (Flag("--out FOLDER", "the folder of the replay; without it, a new one below outputs"), _JSON),
+        (1, 1), paths=1, overrides=False),
     "explain": Verb(
         "looking", "KEY OVERRIDES, or errors.SECTION", "optimizer.lr",
         "print a key's value, its origin, and the effect of a change", (_JSON,), None, composes=True),
