@@ -5,21 +5,28 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import variance
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from trainkit.cli import main
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError
 from trainkit.sweeps.results import pairs
 from trainkit.sweeps.results.pairs import Side, compare, goal_of, read_side
+from trainkit.sweeps.results.starts import shapes_differ, write_start
 from trainkit.sweeps.results.states import state_of
 from trainkit.sweeps.verdict import verdict
+from trainkit.trained.build import build_model
 from trainkit.verbs.running import compare as verb
 from trainkit.verbs.support.call import parse
 
@@ -46,7 +53,7 @@ def judged(a: Side, b: Side, metric: str | None = None, **settings: Any) -> Any:
 
 def test_five_pairs_of_digits_tell_two_weight_decays_apart(tmp_path: Path) -> None:
     b = side(tmp_path / "b", POOL["loss"][:5])
-    found = judged(side(tmp_path / "a", POOL["loss_of_decay_0.1"][:5], clip={"max_norm": 1.0}), b)
+    found = judged(side(tmp_path / "a", POOL["changed"]["optimizer.weight_decay=0.1"][:5], clip={"max_norm": 1.0}), b)
     assert found["line"].startswith("better  val/loss -0.00"), found["line"]
     assert found["line"].endswith("], 95 % at any look, 5 pairs, this validation set")
     assert found["gain_of_pairing"] > 1
@@ -64,6 +71,38 @@ def test_of_400_equal_trainings_looked_at_after_each_pair_few_are_told_apart(kin
         looks = (verdict(gaps[:pairs], resolution=resolution, budget=0).answer for pairs in range(4, 31))
         wins += any(answer in ("better", "worse") for answer in looks)
     assert wins <= 20  # 5 %
+
+
+def test_pairing_gains_what_the_page_says() -> None:
+    page = (Path(__file__).parents[2] / "docs/noise.md").read_text()
+    gains = {
+        "`optimizer.weight_decay=0.1`": "optimizer.weight_decay=0.1",
+        "`model.activation=gelu`": "model.activation=gelu",
+        "`model.hidden=[136]`, equal parts start equal": "model.hidden=[136], equal start",
+    }
+    for title, name in gains.items():
+        pairs = [*zip(POOL["loss"], POOL["changed"][name], strict=False)]
+        gain = sum(map(variance, zip(*pairs, strict=True))) / variance([later - earlier for earlier, later in pairs])
+        told = re.search(rf"^\| {re.escape(title)} \| [^|]+ \| ([\d.]+) \|", page, re.MULTILINE)
+        assert told is not None
+        assert f"{gain:.2g}" == told[1]
+
+
+@pytest.mark.slow
+def test_a_layer_that_grew_starts_with_the_weights_of_the_smaller_one(tmp_path: Path) -> None:
+    a, b, other = (
+        RunConfig(model={"_target_": "trainkit.models.Mlp", "in_features": 4, "hidden": [hidden], "out_features": 2})
+        for hidden in (3, 5, 3)
+    )
+    assert shapes_differ(a, b)
+    assert not shapes_differ(a, other)
+    write_start(a, b, 7, tmp_path / "starts" / "seed_7.safetensors")
+    found = load_file(tmp_path / "starts" / "seed_7.safetensors")
+    small, large = (build_model(replace(cfg, seed=7)).state_dict() for cfg in (a, b))
+    assert torch.equal(found["layers.0.weight"][:3], small["layers.0.weight"])
+    assert torch.equal(found["layers.0.weight"][3:], large["layers.0.weight"][3:])
+    assert torch.equal(found["layers.2.weight"][:, :3], small["layers.2.weight"])
+    assert torch.equal(found["layers.2.bias"], small["layers.2.bias"])
 
 
 def test_fewer_than_four_pairs_answer_nothing_and_say_how_many_are_missing(tmp_path: Path) -> None:

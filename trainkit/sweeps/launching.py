@@ -205,7 +205,8 @@ class Launching:
         return strategy.num_slots(slots.count if slots.on_gpus else 0)
 
     def _label(self, overrides: Sequence[str]) -> str:
-        fixed = set(self._config.hydra.overrides.task)
+        # as it was given: ${seed} stays
+        fixed: Any = OmegaConf.to_container(self._config.hydra.overrides.task, resolve=False)
         return " ".join(line for line in overrides if line not in fixed)
 
 

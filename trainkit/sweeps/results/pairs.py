@@ -36,6 +36,8 @@ LEDGER: Final = Path("outputs/comparisons.jsonl")
 """Every comparison of this folder, one JSON document a line."""
 _ORDER: Final = ("data", "cv", "loader.shuffle", "batch.drop_last")
 """Keys that change which samples a step reads, besides the seed."""
+STARTS: Final = "starts"
+"""Folder below that of a side with the initial weights that it shares with the other side."""
 _WEIGHTS: Final = ("model", "convert", "init_from")
 
 
@@ -135,8 +137,18 @@ def _ended(entry: JobResult) -> bool:
 
 def _matters(one: RunConfig, other: RunConfig) -> bool:
     """Return whether two configs differ in more than seed, fold and what changes no result."""
-    same = [replace(cfg, seed=0, cv=replace(cfg.cv, fold=None) if cfg.cv.folds else CvConfig()) for cfg in (one, other)]
+    same = [_of_any_seed(cfg) for cfg in (one, other)]
     return any(item.matters for item in difference(*same))
+
+
+def _of_any_seed(cfg: RunConfig) -> RunConfig:
+    """Return a config without its seed, its fold, and the initial weights that it shares with another side."""
+    cv = replace(cfg.cv, fold=None) if cfg.cv.folds else CvConfig()
+    return replace(cfg, seed=0, cv=cv, init_from=None if _shares_start(cfg) else cfg.init_from)
+
+
+def _shares_start(cfg: RunConfig) -> bool:
+    return (cfg.init_from or "").endswith(f"/{STARTS}/seed_{cfg.seed}.safetensors")
 
 
 def goal_of(side: Side, metric: str | None, mode: str | None) -> MonitoredMetric:
@@ -312,7 +324,8 @@ def recorded(ledger: Path = LEDGER) -> list[PairedComparison]:
 
 def _differences(a: Side, b: Side) -> list[Any]:
     """Return the differing keys of two sides without those of the seed and of the place of a run."""
-    return [one for one in difference(a.cfg, b.cfg) if one.key not in ("seed", "cv.fold", "name", "sweep.name")]
+    found = difference(*(_of_any_seed(side.cfg) for side in (a, b)))
+    return [one for one in found if one.key not in ("name", "sweep.name")]
 
 
 def _gain(whole: Sequence[tuple[int, float, float]]) -> float | None:
@@ -349,11 +362,12 @@ def _bits(run: Run) -> list[str] | None:
 
 def _unpaired(a: Side, b: Side) -> Iterator[str]:
     """Yield why runs of one seed begin differently."""
-    keys = [one.key for one in difference(a.cfg, b.cfg) if one.matters]
+    keys = [one.key for one in _differences(a, b) if one.matters]
     order = [key for key in keys if key.startswith(_ORDER) and key != "cv.fold"]
     if order:
         yield f"another order of samples ({_some(order)})"
-    if any(key.startswith(_WEIGHTS) for key in keys) and (shapes := _other_shapes(a.runs[0], b.runs[0])):
+    shares = bool(b.runs) and _shares_start(b.runs[0].cfg)
+    if not shares and any(key.startswith(_WEIGHTS) for key in keys) and (shapes := _other_shapes(a.runs[0], b.runs[0])):
         yield shapes
 
 
@@ -381,6 +395,8 @@ def _remarks(
     diverged: Sequence[int],
 ) -> Iterator[str]:
     """Yield what weakens the answer."""
+    if b.runs and _shares_start(b.runs[0].cfg):
+        yield f"B starts with the weights of A in the first units of each layer: {b.folder / STARTS}"
     if any(diverged):
         yield f"diverged or failed: {diverged[0]} of {len(seeds)} of A, {diverged[1]} of B; these pairs do not count"
     if (place := far_pair(gaps)) is not None:

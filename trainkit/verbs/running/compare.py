@@ -17,7 +17,7 @@ from trainkit.files import read_map
 from trainkit.report.numbers import duration
 from trainkit.report.schemas.looking import PairedComparison
 from trainkit.sweeps.results import pairs
-from trainkit.sweeps.results.pairs import Side, read_side
+from trainkit.sweeps.results.pairs import STARTS, Side, read_side
 from trainkit.sweeps.results.states import State, forget_state, read_state, state_of, write_state
 from trainkit.sweeps.screen import TERSE
 from trainkit.sweeps.verdict import BUDGET
@@ -89,6 +89,7 @@ def _split(words: Sequence[str]) -> list[str]:
 def _trained(call: Call, sides: list[Side]) -> PairedComparison:
     """Train what is missing of the sides, of which the first may be given, and return their comparison."""
     from trainkit.cluster.host import count_gpus, num_cores  # noqa: PLC0415 - imports torch
+    from trainkit.sweeps.results.starts import shapes_differ, write_start  # noqa: PLC0415 - the same
 
     most: int = call.flags.get("max-pairs", BUDGET)
     if sides:
@@ -99,12 +100,18 @@ def _trained(call: Call, sides: list[Side]) -> PairedComparison:
         shared = _split(call.overrides[2:])
         named = {word or "as it is": [*shared, *_split([word])] for word in call.overrides[:2]}
         seeds = [*range(min(call.flags.get("pairs", _PAIRS), most))]
-    trained = {}
+    trained, start = {}, Path()
     for name, lines in named.items():
         cfg = _planned(call, lines)
         state = state_of(cfg)
-        trained[len(sides)] = (lines, state)
-        sides.append(_side(name, cfg, state))
+        grows = bool(sides) and sides[0].cfg.init_from is None is cfg.init_from and shapes_differ(sides[0].cfg, cfg)
+        if grows:  # then what A is decides how B starts
+            state = replace(state, config=f"{state.config} from {sides[0].cfg.model} of {sides[0].state}")
+        side = _side(name, cfg, state)
+        start = side.folder / STARTS if grows else start
+        own = [f"init_from={start}/seed_${{seed}}.safetensors"] if grows else []
+        trained[len(sides)] = ([*lines, *own], state)
+        sides.append(side)
     if len(sides) == 1 or sides[0].state == sides[1].state:
         why = "config, sources, data, packages and threads are equal: nothing was run; another placement only rounds"
         return _judged(call, sides[0], sides[-1], same=why)
@@ -112,8 +119,10 @@ def _trained(call: Call, sides: list[Side]) -> PairedComparison:
     notes = [f"other {part} than A" for part in trained[1][1].differing(earlier) if part != "config"] if earlier else []
     while True:
         for place, (lines, state) in trained.items():
+            for seed in seeds if place == 1 and start.name else ():
+                write_start(sides[0].cfg, sides[1].cfg, seed, start / f"seed_{seed}.safetensors")
             sides[place] = _with_runs(call, sides[place], lines, seeds)
-            if changed := state_of(sides[place].cfg).differing(state):
+            if changed := [part for part in state_of(sides[place].cfg).differing(state) if part != "config"]:
                 forget_state(sides[place].folder)
                 notes.append(f"{', '.join(changed)} changed while the runs trained: compare again")
         found = _judged(call, *sides, notes=notes)
