@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Final, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from trainkit.errors import TrainingError, named_first_line
 from trainkit.files import num_bytes
 from trainkit.run.estimates.hardware import Hardware, hardware_of, hardware_under
-from trainkit.run.estimates.passes import NoSampleError, batch_bytes, dry_pass
+from trainkit.run.estimates.passes import NoSampleError, batch_bytes, dry_pass, example_batch
 from trainkit.run.planning.memory import Memory, memory_of
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import ReplicaPart
@@ -158,6 +159,7 @@ def part_memories(
     try:
         if counter is not None:
             dry_pass(plan, model, beside=counter)
+        batch_of = cache(partial(example_batch, plan))
         found, calls = list[DeviceMemory](), dict[int, Sequence[CollectiveCall]]()
         for place, part in enumerate(parts):
             rank = ranks[place] if ranks else 0
@@ -167,6 +169,7 @@ def part_memories(
                 rank=rank,
                 modules=part.modules if len(parts) > 1 and not ranks else (),
                 evaluates=evaluates,
+                batch_of=batch_of,
             )
             calls[rank] = seen.collectives
             found.append(_of_device(plan, model, held[place], part, seen, shards=shards))
