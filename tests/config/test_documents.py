@@ -80,7 +80,6 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, content: bytes, wor
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 9)
 )
-CHAIN = "".join(f"a{level}: ${{a{level + 1}}}\n" for level in range(60))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from trainkit.config.values import plain
 from trainkit.config.yaml_files import read_document, shown_text
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import maths, placement
-from trainkit.redaction import mask, masked_output, remember
+from trainkit.redaction import is_secret_name, mask, masked_output, remember
 from trainkit.run.begin import write_environment
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import error_report
@@ -181,6 +181,11 @@ authored"""
 
 def keys(values: dict[str, Any]) -> list[str]:
     return [problem.key for problem in literal_secrets(values)]
+
+
+def test_a_secret_is_known_by_its_name() -> None:
+    assert [name for name in ANYWHERE.split() if not is_secret_name(name)] == []
+    assert [name for name in NOWHERE.split() if is_secret_name(name)] == []
 
 
 def test_a_container_under_a_secret_key_is_a_secret_as_a_whole() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.contract.running import run, weights
 from tests.support import reference, zoo
+from tests.support.results import result_of
 from trainkit.callbacks.every_run import MetricsFile
 from trainkit.errors import ConfigError, NonFiniteError, TrainingError
 from trainkit.trainer.checkpoint.tensors import load
@@ -43,11 +44,6 @@ def expected(*, leave_out: tuple[int, ...], num_steps: int = 3) -> reference.Tra
         zoo.Net(), [data[index] for index in range(37)], zoo.classes_sum, optimizer=reference.sgd(),
         rate=lambda _: 0.1, num_steps=num_steps, global_size=16, micro_size=8, seed=3, leave_out=leave_out,
     )  # fmt: skip
-
-
-def result_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return found
 
 
 @pytest.mark.slow

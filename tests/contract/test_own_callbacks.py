@@ -5,12 +5,12 @@ A callback whose tensors a resume forgets, or whose evaluation changes the train
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.contract.running import run, weights
+from tests.support.results import result_of
 from trainkit.errors import TrainingError
 from trainkit.trainer.checkpoint.tensors import load
 
@@ -18,11 +18,6 @@ SAME = (
     "model=net", "data=points", "objective=classification", "optimizer=sgd", "batch.global_size=16",
     "batch.micro_size=4", "steps=6", "log_every_steps=2", "eval.batch_size=4",
 )  # fmt: skip
-
-
-def result_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return found
 
 
 def test_a_callback_that_fails_is_named_with_its_hook(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from tests.contract.running import run, weights
 from tests.end_to_end.recording import LOG, samples_by_step
 from tests.support import quick
 from tests.support.present import present
+from tests.support.results import result_of
 from tests.support.settings import latest
 from tests.support.verdicts import plain
 from tests.support.waiting import wait_for
@@ -65,11 +66,6 @@ def environ(log: Path, **more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), LOG: str(log), **more}
 
 
-def finished(folder: Path) -> dict[str, object]:
-    result: dict[str, object] = json.loads((folder / "result.json").read_text())
-    return result
-
-
 def killed_runs(conf: Path, log: Path, kills: int) -> int:
     """Start the run again and again, killed at random moments of its training, the first one in a save.
 
@@ -102,11 +98,11 @@ def test_a_run_killed_at_random_moments_sees_the_same_samples_and_ends_in_the_sa
     whole, parts = conf.parent / "whole.log", conf.parent / "parts.log"
     subprocess.run(command(conf, "hydra.run.dir=whole"), env=environ(whole), check=True, stdout=subprocess.DEVNULL)
     begun = killed_runs(conf, parts, kills)
-    is_over = Path("run/result.json").exists() and finished(Path("run"))["status"] == "finished"
+    is_over = Path("run/result.json").exists() and result_of("run")["status"] == "finished"
     last = subprocess.run(command(conf, "resume=auto"), env=environ(parts), check=False, capture_output=True, text=True)
     assert (last.returncode, last.stderr) == (0, "")
     assert parts.read_text().count("start") == begun + (0 if is_over else 1)
-    assert finished(Path("run"))["weights_sha256"] == finished(Path("whole"))["weights_sha256"]
+    assert result_of("run")["weights_sha256"] == result_of("whole")["weights_sha256"]
     seen = samples_by_step(parts, num_samples=37, global_size=8)
     assert seen == samples_by_step(whole, num_samples=37, global_size=8)
     assert sorted(seen) == list(range(STEPS))
@@ -122,7 +118,7 @@ def test_a_replica_killed_in_the_middle_of_an_exchange_costs_no_bit_and_leaves_n
     planted = {"TRAINKIT_FAIL": "rank=1,step=30,phase=reduce,action=kill,attempt=0"}
     ended = subprocess.run(mirrored, env=environ(log, **planted), check=True, capture_output=True, text=True)
     assert "rank 1 was ended by SIGKILL in step 30 (reduce)" in plain(ended.stderr)
-    assert finished(Path("mirrored"))["weights_sha256"] == finished(Path("alone"))["weights_sha256"]
+    assert result_of("mirrored")["weights_sha256"] == result_of("alone")["weights_sha256"]
     assert {*Path("/dev/shm").iterdir()} <= shared
 
 
@@ -150,11 +146,11 @@ def test_ctrl_c_saves_and_stops_and_the_rest_is_the_same(conf: Path) -> None:
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate()
     assert process.returncode == 130
-    assert finished(Path("run"))["status"] == "stopped"
+    assert result_of("run")["status"] == "stopped"
     assert "resume" in out.splitlines()[-1]
     resume = quick.command("resume", "run", "--allow-package=tests")
     subprocess.run(resume, env=environ(log), check=True, stdout=subprocess.DEVNULL)
-    assert finished(Path("run"))["weights_sha256"] == finished(Path("whole"))["weights_sha256"]
+    assert result_of("run")["weights_sha256"] == result_of("whole")["weights_sha256"]
 
 
 DIGITS = (
@@ -166,11 +162,6 @@ DIGITS = (
 
 def elastic(*more: str) -> list[str]:
     return quick.command(*DIGITS, *more)
-
-
-def result(folder: str) -> dict[str, object]:
-    found: dict[str, object] = json.loads((Path(folder) / "result.json").read_text())
-    return found
 
 
 def broken(index: int, marker: str) -> list[str]:
@@ -207,7 +198,7 @@ def test_two_of_four_are_lost_and_return_and_no_bit_differs(cwd: Path, monkeypat
     counts = replicas_by_row("elastic")
     assert sorted(set(counts)) == [2, 4]
     assert (counts[0], counts[-1]) == (4, 4)
-    assert result("elastic")["weights_sha256"] == result("alone")["weights_sha256"]
+    assert result_of("elastic")["weights_sha256"] == result_of("alone")["weights_sha256"]
 
 
 POINTS = ("model=net", "model.width=8", "data=points", "batch.global_size=16", "batch.micro_size=4", "optimizer=adamw",

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.end_to_end.test_roles import tasks
 from tests.support import quick
+from tests.support.results import result_of
 from tests.support.verdicts import plain
 from tests.support.waiting import wait_for
 
@@ -43,11 +42,6 @@ def has_saved(folder: str) -> bool:
     return any(Path(folder).glob("checkpoints/step_*"))
 
 
-def result(folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(folder, "result.json").read_text())
-    return found
-
-
 @pytest.mark.parametrize("axis", AXES)
 def test_a_rank_that_is_killed_or_stopped_is_named_and_costs_no_bit(axis: str, cwd: Path) -> None:
     subprocess.run(command("whole", *AXES[axis]), check=True, stdout=subprocess.DEVNULL)
@@ -65,7 +59,7 @@ def test_a_rank_that_is_killed_or_stopped_is_named_and_costs_no_bit(axis: str, c
         assert process.returncode == 0, told
         assert said in told
         assert "Restarting from the checkpoint of step" in told
-        assert result(folder)["weights_sha256"] == result("whole")["weights_sha256"]
+        assert result_of(folder)["weights_sha256"] == result_of("whole")["weights_sha256"]
         assert tasks(cwd / folder) == {}
 
 
@@ -82,5 +76,5 @@ def test_a_run_continues_on_the_ranks_that_are_left_of_auto(
     elastic = ("elastic.min_replicas=1", "elastic.retry_s=600", "precision=fp64")
     done = subprocess.run(command("fewer", *keys, *elastic), check=True, capture_output=True, text=True)
     assert "worker:1 (cpu) is lost: the run continues with 1 of 2 replicas" in done.stderr
-    assert (result("fewer")["status"], result("fewer")["steps"]) == ("finished", 200)
-    assert result("fewer")["metrics"] == pytest.approx(result("whole")["metrics"], rel=1e-9)
+    assert (result_of("fewer")["status"], result_of("fewer")["steps"]) == ("finished", 200)
+    assert result_of("fewer")["metrics"] == pytest.approx(result_of("whole")["metrics"], rel=1e-9)

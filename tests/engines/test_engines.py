@@ -1,7 +1,6 @@
 """A replica that real Ray or Spark loses and that changes a bit of the run, or leaves a folder, is caught here."""
 
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import quick
+from tests.support.results import sha256
 from tests.support.verdicts import plain
 
 OVERRIDES = (
@@ -32,10 +32,6 @@ def needs(*packages: str) -> None:
 def train(folder: str, *more: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trainkit", *OVERRIDES, f"hydra.run.dir={folder}", *more]
     return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
-
-
-def sha256(folder: str) -> object:
-    return json.loads((Path(folder) / "result.json").read_text())["weights_sha256"]
 
 
 def loses_a_replica_and_ends_in_the_same_bits(engine: str, name: str) -> None:

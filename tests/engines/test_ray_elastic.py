@@ -11,16 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.test_engines import needs, sha256
+from tests.engines.test_engines import needs
 from tests.support import quick
 from tests.support.present import present
+from tests.support.results import sha256
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 RUN = (
-    "recipe=digits", "epochs=60", "numerics.reproducible=true", "batch.micro_size=16", "checkpoint.every_steps=100",
-    "model.dropout=0.1", "log_every_steps=100", "eval.every_epochs=null", "callbacks=[]", "logger=[]",
+    "recipe=digits", "epochs=60", "numerics.reproducible=true", "batch.micro_size=16", "checkpoint.every_steps=50",
+    "model.dropout=0.1", "log_every_steps=20", "eval.every_epochs=null", "callbacks=[]", "logger=[]",
 )  # fmt: skip
 ELASTIC = ("strategy=mirrored", "strategy.replicas=2", "elastic.min_replicas=1", "elastic.retry_s=3")
 
@@ -69,7 +70,7 @@ def test_a_node_is_lost_and_another_comes_and_no_bit_is_another(cwd: Path, monke
     with ray_cluster() as (cluster, address):
         tell(cluster, "add")
         process = train("run", "cluster=ray", f"cluster.address={address}", *ELASTIC)
-        wait_for(lambda: newest() >= 300, process)
+        wait_for(lambda: newest() >= 100, process)
         slow.touch()
         tell(cluster, "remove")
         wait_for(lambda: sizes() == [2, 1], process)

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,6 +15,7 @@ from tests.engines.test_engines import needs
 from tests.launchers.one_node_slurm import program, slurm
 from tests.support import quick
 from tests.support.present import present
+from tests.support.results import result_of
 from tests.support.settings import latest
 from tests.support.waiting import wait_for
 
@@ -28,11 +28,6 @@ PACKAGES = {"submitit_local": ("submitit",), "ray": ("ray",), "spark": ("pyspark
 def trainkit(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = quick.command(*arguments)
     return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
-
-
-def result(folder: str | Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
-    return found
 
 
 def below(cwd: Path) -> list[str]:
@@ -48,11 +43,11 @@ def below(cwd: Path) -> list[str]:
 @pytest.mark.parametrize("launcher", PACKAGES)
 def test_jobs_of_one_process_and_of_several_end_in_a_folder_each(launcher: str, cwd: Path) -> None:
     needs(*PACKAGES[launcher])
-    grid = ("strategy=one_device,mirrored", "strategy.replicas=2", "seed=1,2", "hydra.sweep.dir=sweep")
+    grid = ("strategy=one_device,mirrored,central_storage", "strategy.replicas=2", "hydra.sweep.dir=sweep")
     done = trainkit("-m", *JOB, *grid, f"hydra/launcher={launcher}", "hydra.launcher.jobs_at_once=2")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(path.name for path in Path("sweep").iterdir() if path.name.isdecimal()) == list("0123")
-    assert {result(f"sweep/{number}")["status"] for number in range(4)} == {"finished"}
+    assert sorted(path.name for path in Path("sweep").iterdir() if path.name.isdecimal()) == list("012")
+    assert {result_of(f"sweep/{number}")["status"] for number in range(3)} == {"finished"}
     wait_for(lambda: not below(cwd))
 
 
@@ -79,7 +74,7 @@ def one_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_run_on_slurm_is_a_job_of_an_array(cwd: Path, one_node: None) -> None:
     done = trainkit(*JOB, "cluster=slurm", "hydra.sweep.dir=sweep")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert result("sweep/0")["status"] == "finished"
+    assert result_of("sweep/0")["status"] == "finished"
     assert [path.name for path in Path("sweep/.jobs/submitit").glob("*_0_result.pkl")]
 
 
@@ -94,7 +89,7 @@ def test_a_job_that_is_preempted_saves_and_goes_on(cwd: Path, one_node: None) ->
     job = submitted.name.removesuffix("_submitted.pkl")
     subprocess.run([present(program("scancel")), "--signal=USR2", job], check=True)
     wait_for(Path("sweep/0/result.json").exists)
-    assert result("sweep/0")["status"] == "preempted"
+    assert result_of("sweep/0")["status"] == "preempted"
     Path("slow").unlink()
     now = [present(program("scontrol")), "update", f"JobId={job}", "StartTime=now"]
     while sweep.poll() is None:  # what is queued again waits for two minutes, unless it is told not to
@@ -102,7 +97,7 @@ def test_a_job_that_is_preempted_saves_and_goes_on(cwd: Path, one_node: None) ->
         time.sleep(1)
     out, _ = sweep.communicate()
     assert sweep.returncode == 0, out
-    told = result("sweep/0")
+    told = result_of("sweep/0")
     assert (told["status"], told["steps"]) == ("finished", 920)
     rows = [json.loads(line) for line in Path("sweep/0/metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if "loss" in row]

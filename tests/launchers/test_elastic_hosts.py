@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.test_launchers import FIXED, TORCHRUN, environ, sha256
+from tests.launchers.test_launchers import FIXED, TORCHRUN, environ
 from tests.launchers.two_hosts import Host, two_hosts
 from tests.support import quick
 from tests.support.descendants import descendants
+from tests.support.results import sha256
 from tests.support.settings import latest
 from tests.support.verdicts import plain
 from tests.support.waiting import wait_for

@@ -15,6 +15,7 @@ import pytest
 from tests.launchers.joining import free_port, free_ports
 from tests.support.pool import Pool
 from tests.support.present import present
+from tests.support.results import result_of, sha256
 from tests.support.verdicts import plain
 from trainkit.cli import main
 from trainkit.errors import ConfigError, DataError
@@ -230,10 +231,6 @@ def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(pool.run(f"{HERE}.train", *args, num_ranks=1)[0][0]["weights_sha256"])
 
 
-def sha256(folder: Path) -> str:
-    return str(json.loads((folder / "run/result.json").read_text())["weights_sha256"])
-
-
 @pytest.mark.parametrize(
     ("strategy", "roles"),
     [
@@ -248,11 +245,11 @@ def test_a_right_cluster_ends_with_the_bits_of_one_device(
     start_tasks: Callable[..., list[Any]], alone: str, tmp_path: Path, strategy: str, roles: dict[str, int]
 ) -> None:
     assert [error for _, error, _ in start_tasks(roles, strategy, *SAVING)] == [None] * sum(roles.values())
-    assert sha256(tmp_path) == alone
+    assert sha256(tmp_path / "run") == alone
     if "evaluator" in roles:
         rows = map(json.loads, (tmp_path / "run/evaluations.jsonl").read_text().splitlines())
         assert [row["step"] for row in rows] == [6, 12]
-        evaluator = json.loads((tmp_path / "run/result.json").read_text())["evaluator"]
+        evaluator = result_of(tmp_path / "run")["evaluator"]
         assert (evaluator["status"], evaluator["evaluated"]) == ("finished", 2)
 
 
@@ -260,7 +257,7 @@ def test_a_right_cluster_ends_with_the_bits_of_one_device(
 def test_a_launch_without_roles_has_a_chief_and_a_server(pool: Pool, alone: str, tmp_path: Path) -> None:
     args = (str(tmp_path), free_port(), {"TORCHELASTIC_RUN_ID": "job"}, (PS,))
     assert [error for _, error, _ in pool.run(f"{HERE}.train_as", *args, num_ranks=3)] == [None] * 3
-    assert sha256(tmp_path) == alone
+    assert sha256(tmp_path / "run") == alone
 
 
 @pytest.mark.slow

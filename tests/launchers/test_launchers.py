@@ -15,6 +15,7 @@ from tests.launchers.joining import free_port
 from tests.launchers.one_node_slurm import slurm
 from tests.launchers.two_hosts import two_hosts
 from tests.support import quick
+from tests.support.results import sha256
 from tests.support.settings import latest
 from tests.support.verdicts import plain
 from tests.support.waiting import wait_for
@@ -54,10 +55,6 @@ def detected(text: str) -> str:
     """The line that says what was found, without what differs from run to run."""
     (line,) = [line for line in text.splitlines() if line.startswith("launch by")]
     return line.partition(", rendezvous at")[0]
-
-
-def sha256(folder: str | Path) -> str:
-    return str(json.loads((Path(folder) / "result.json").read_text())["weights_sha256"])
 
 
 @pytest.fixture(scope="module")

@@ -100,9 +100,6 @@ def test_the_evaluator_of_a_cluster_is_none_of_the_ranks_that_train() -> None:
     assert problems(Mirrored(), seen[0]) == []
 
 
-SPEC = ("cluster=spec", "cluster.worker=[a:1,b:1]", "cluster.task=worker:0", "strategy=multi_worker_mirrored")
-
-
 class Clock:
     """Time that passes during sleeps only."""
 

@@ -67,15 +67,6 @@ def test_a_package_that_cannot_be_written_whole_is_not_begun(
     assert list(cwd.iterdir()) == []
 
 
-def test_it_trains_as_it_is_written(cwd: Path) -> None:
-    assert main(["init", "garden"]) == 0
-    own = ["--config-dir", "conf", "--allow-package", "garden", "recipe=spirals", "epochs=5", "hydra.run.dir=run"]
-    done = subprocess.run(quick.command(*own), cwd=cwd / "garden", capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "val/correct" in done.stdout
-    assert (cwd / "garden" / "run" / "milestones.txt").is_file()
-
-
 @pytest.mark.long
 def test_every_command_of_its_readme_runs_in_the_folder_itself(cwd: Path) -> None:
     assert main(["init", "garden"]) == 0

@@ -1,15 +1,14 @@
 """An own package that trains in a checkout but not beside an installed wheel is caught here alone."""
 
-import json
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support import quick
+from tests.support.results import result_of
 
 PROJECT = Path(__file__).parent / "newcomer"
 OWN = ("--config-dir", "my_conf", "--allow-package", "newcomer")
@@ -31,11 +30,6 @@ def trainkit(
     return run
 
 
-def result(folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(folder, "result.json").read_text())
-    return found
-
-
 def test_a_users_strategy_trains_their_model_on_their_data_to_the_same_weights(
     trainkit: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
@@ -43,9 +37,9 @@ def test_a_users_strategy_trains_their_model_on_their_data_to_the_same_weights(
         settings = (f"strategy={strategy}", "numerics.reproducible=true", f"hydra.run.dir={strategy}")
         done = trainkit(*OWN, "recipe=sides", *settings)
         assert done.returncode == 0, done.stderr
-        assert (result(strategy)["status"], result(strategy)["steps"]) == ("finished", 6)
-        assert {"val/loss", "val/accuracy"} <= result(strategy)["metrics"].keys()
-    assert result("pair")["weights_sha256"] == result("one_device")["weights_sha256"]
+        assert (result_of(strategy)["status"], result_of(strategy)["steps"]) == ("finished", 6)
+        assert {"val/loss", "val/accuracy"} <= result_of(strategy)["metrics"].keys()
+    assert result_of("pair")["weights_sha256"] == result_of("one_device")["weights_sha256"]
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ import yaml
 import trainkit
 from tests.callbacks.test_tensorboard import read as read_events
 from tests.contract.running import CONF, run
+from tests.support.results import result_of
 from trainkit.cli import main
 from trainkit.errors import ConfigError
 
@@ -27,18 +28,13 @@ def resume(folder: Path, *arguments: str) -> int:
     )
 
 
-def result(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return found
-
-
 @pytest.mark.parametrize("stop", [(), ("stop_at_step=3",)], ids=["ended", "stopped"])
 @pytest.mark.slow
 def test_a_longer_training_is_that_of_its_length_from_the_start(tmp_path: Path, stop: tuple[str, ...]) -> None:
     whole = run(tmp_path / "whole", *TINY, "schedule=constant", "epochs=4")
     run(tmp_path / "parts", *FLAT, *stop)
     assert resume(tmp_path / "parts", "epochs=4") == 0
-    found = result(tmp_path / "parts")
+    found = result_of(tmp_path / "parts")
     assert (found["weights_sha256"], found["fingerprint"]) == (whole["weights_sha256"], whole["fingerprint"])
     assert found["steps"] == 12
     assert "changes" not in found
@@ -54,7 +50,7 @@ def test_a_length_in_steps_replaces_one_in_epochs_if_not_below(
     assert resume(tmp_path, "optimizer=adamw") == 2, "under the name that was given"
     assert "optimizer: sets optimizer._target_=torch.optim.AdamW: the run to resume," in capsys.readouterr().err
     assert resume(tmp_path, "steps=7") == 0
-    assert result(tmp_path)["steps"] == 7
+    assert result_of(tmp_path)["steps"] == 7
 
 
 @pytest.mark.slow
@@ -66,13 +62,13 @@ def test_a_new_schedule_needs_its_flag_and_is_labelled(tmp_path: Path, capsys: p
     assert "  epochs=4: " in said
     assert "--new-schedule" in said
     assert resume(tmp_path / "run", "epochs=4", "--new-schedule") == 0
-    found = result(tmp_path / "run")
+    found = result_of(tmp_path / "run")
     assert (found["steps"], found["changes"]) == (12, ["after step 6: epochs=2 became 4"])
     assert found["fingerprint"] != scratch["fingerprint"]
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["lr"] for row in rows if row["step"] == 12 and "lr" in row] == [pytest.approx(0.1 * 0.017037, rel=1e-3)]
     assert resume(tmp_path / "run") == 0
-    assert result(tmp_path / "run")["fingerprint"] == found["fingerprint"]
+    assert result_of(tmp_path / "run")["fingerprint"] == found["fingerprint"]
 
 
 @pytest.mark.slow
@@ -83,11 +79,11 @@ def test_a_run_moves_anywhere_once_it_gives_up_the_bits(tmp_path: Path, capsys: 
     assert resume(tmp_path, "numerics.reproducible=false") == 2
     assert capsys.readouterr().err.count("--give-up-reproducible") == 2
     assert resume(tmp_path, "strategy=fsdp", "strategy.replicas=2", "--give-up-reproducible") == 0
-    assert result(tmp_path)["changes"] == ["after step 3: numerics.reproducible=True became False"]
+    assert result_of(tmp_path)["changes"] == ["after step 3: numerics.reproducible=True became False"]
     notes = json.loads((tmp_path / "environment.json").read_text())["notes"]  # those of the summary on the screen
     assert "from here on the run is not reproducible to the bit" in notes
     assert resume(tmp_path, "strategy=mirrored", "strategy.replicas=2", "epochs=3", "numerics.reproducible=false") == 0
-    assert len(result(tmp_path)["changes"]) == 1
+    assert len(result_of(tmp_path)["changes"]) == 1
 
 
 def edit(folder: Path, **changed: Any) -> None:

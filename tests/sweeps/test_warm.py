@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.results import result_of
 from tests.support.settings import latest
 from tests.support.waiting import wait_for
 from tests.sweeps.support import assert_ends, run, sweep_in
@@ -39,11 +40,6 @@ def order(folder: Path, news: SimpleQueue[Any], *arguments: str) -> JobCommand:
     return JobCommand(number=1, command=command, environ={}, log=folder / LOG, report=news.put)
 
 
-def result_of(folder: Path, name: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((folder / name / "result.json").read_text())
-    return result
-
-
 @pytest.mark.long
 def test_a_fork_computes_what_a_fresh_process_does(tmp_path: Path) -> None:
     slots = Slots(count=1, num_threads=1)
@@ -53,8 +49,8 @@ def test_a_fork_computes_what_a_fresh_process_does(tmp_path: Path) -> None:
         sweep = sweep_in(tmp_path, slots=slots, start=start)
         assert run(sweep, before, training(tmp_path, "fork", "seed=3")) == {"before": 0, "fork": 0}
     run(sweep_in(tmp_path / "other", slots=slots), training(tmp_path / "other", "fresh", "seed=3"))
-    fork, fresh = result_of(tmp_path, "fork"), result_of(tmp_path / "other", "fresh")
-    assert fork["weights_sha256"] == fresh["weights_sha256"] != result_of(tmp_path, "before")["weights_sha256"]
+    fork, fresh = result_of(tmp_path / "fork"), result_of(tmp_path / "other" / "fresh")
+    assert fork["weights_sha256"] == fresh["weights_sha256"] != result_of(tmp_path / "before")["weights_sha256"]
     assert fork["metrics"] == fresh["metrics"]
 
 
