@@ -32,7 +32,8 @@ from benchmarks import report
 from benchmarks.stepping import RECIPES, plain_loop, trainkit_loop
 from trainkit.strategies.model_transforms import ModelTransforms
 
-TURNS: Mapping[str, tuple[int, int, int]] = {"digits": (300, 10, 200), "convnet": (18, 12, 2), "gpt": (6, 9, 2)}
+Turns = tuple[int, int, int]
+TURNS: Mapping[str, Turns] = {"digits": (300, 10, 200), "convnet": (18, 12, 2), "gpt": (6, 9, 2)}
 """Steps before the first that counts; turns, and steps of a turn."""
 BY_HAND = "hand-written loop"
 EAGER = "compile.mode=off"
@@ -53,10 +54,17 @@ def contenders(key: str) -> list[str]:
     return [BY_HAND, *TRANSFORMS, *(CHANNELS_LAST if key == "convnet" else ())]
 
 
-def measured(key: str, contender: str) -> float:
+def apart(key: str, contender: str, turns: Turns | None = None) -> float:
+    """Return the seconds of processor time of a step in a process of its own."""
+    own = [sys.executable, __file__, "--one", key, contender, "--turns", *map(str, turns or TURNS[key])]
+    done = subprocess.run(own, check=True, stdout=subprocess.PIPE, text=True)
+    return float(done.stdout.split()[-1])
+
+
+def measured(key: str, contender: str, counts: Turns) -> float:
     """Return the seconds of processor time of a step in this process."""
     torch.set_num_threads(1)
-    recipe, (before, turns, steps) = RECIPES[key], TURNS[key]
+    recipe, (before, turns, steps) = RECIPES[key], counts
     if contender == BY_HAND:
         step = plain_loop(recipe)
     else:
@@ -79,18 +87,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--recipes", nargs="+", default=list(TURNS), choices=list(TURNS))
     parser.add_argument("--one", nargs=2, help="print the seconds of one training of a recipe, in this process")
+    parser.add_argument("--turns", nargs=3, type=int, help="with --one: steps before, turns, and steps of a turn")
     given = parser.parse_args()
     if given.one:
-        print(measured(*given.one))
+        key, contender = given.one
+        print(measured(key, contender, given.turns or TURNS[key]))
         return
     rows = []
     for key in given.recipes:
         found: dict[str, list[float]] = {contender: [] for contender in contenders(key)}
         for _ in range(given.rounds):
             for contender, seconds in found.items():
-                own = [sys.executable, __file__, "--one", key, contender]
-                done = subprocess.run(own, check=True, stdout=subprocess.PIPE, text=True)
-                seconds.append(float(done.stdout.split()[-1]))
+                seconds.append(apart(key, contender))
         for name, seconds in found.items():
             eager = found[EAGER + (", channels_last" if "channels_last" in name else "")]
             per_step = f"{statistics.median(seconds) * 1e6:,.0f}"

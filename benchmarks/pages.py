@@ -47,11 +47,11 @@ def write_rows(path: Path, number: int, names: tuple[str, ...]) -> None:
             file.write(json.dumps({"step": step, "samples": step * 64, "seconds": step / 9, **values}) + "\n")
 
 
-def sweep_page(folder: Path) -> str:
-    """Return the page of 200 jobs."""
-    write_rows(folder / "metrics.jsonl", 2_000, ("val/loss", "train/loss"))
-    rows = MetricsReader(folder / "metrics.jsonl").read()
-    runs = [
+def sweep_page(folder: Path, *, runs: int = 200, rows: int = 2_000) -> str:
+    """Return the page of jobs that have the same rows."""
+    write_rows(folder / "metrics.jsonl", rows, ("val/loss", "train/loss"))
+    curves = MetricsReader(folder / "metrics.jsonl").read()
+    jobs = [
         ComparedRun(
             name=str(number),
             folder=f"outputs/sweeps/rates/{number}",
@@ -59,13 +59,13 @@ def sweep_page(folder: Path) -> str:
             command=f"trainkit recipe=digits optimizer.lr={number / 1000} seed={number % 5}",
             metrics={"val/loss": number / 7},
             settings={"optimizer.lr": str(number // 5 / 1000), "seed": str(number % 5)},
-            rows=rows,
+            rows=curves,
         )
-        for number in range(200)
+        for number in range(runs)
     ]
     keys = [DifferingKey(key=key, tag="maths", values=[]) for key in ("optimizer.lr", "seed")]
     goal = MonitoredMetric(metric="val/loss", mode="min")
-    return comparison_page(Comparison(title="rates", goal=goal, runs=runs, differences=keys, is_sweep=True))
+    return comparison_page(Comparison(title="rates", goal=goal, runs=jobs, differences=keys, is_sweep=True))
 
 
 def timed(act: Callable[[], Any], rounds: int) -> float:
