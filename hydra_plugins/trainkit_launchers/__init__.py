@@ -33,7 +33,9 @@ class SlotsLauncher(Launcher):
         del sweep
         if launcher != "slots":
             reason = f"has no effect with hydra/launcher={launcher}: it is for slots."
-            yield from ((name, reason) for name in ("resume", "slots", "jobs_per_device", "retries", "on_error"))
+            yield from (
+                (name, reason) for name in ("resume", "slots", "jobs_per_device", "retries", "on_error", "budget")
+            )
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Store what the jobs need; a job is a command, so the task function is not used."""
@@ -60,6 +62,7 @@ class EngineLauncher(SlotsLauncher):
         if launcher in _KEYS:
             reason = f"has no effect with hydra/launcher={launcher}: it is for slots. Give hydra.launcher.jobs_at_once."
             yield from ((name, reason) for name in ("slots", "jobs_per_device"))
+            yield "budget", f"has no effect with hydra/launcher={launcher}: it is for slots."
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Store what the jobs need."""

@@ -18,6 +18,10 @@ DURATION: Final = pattern(
     r"(?=.*[1-9])[0-9]{1,9}(\.[0-9]{1,6})?(s|min|h)", "must be a number above 0 with its unit: 90s, 5min or 2h."
 )
 """Times that a person gives with their unit."""
+BUDGET: Final = pattern(
+    r"(?=.*[1-9])[0-9]{1,9}(\.[0-9]{1,6})?(gpu_hours|usd|s|min|h)",
+    "must be a number above 0 with its unit: 4gpu_hours, 20usd or 30min.",
+)
 FOLDER_NAME: Final = pattern(
     r"(?!\.+$)[A-Za-z0-9._-]{1,200}", "may hold letters, digits, . _ and - only, 200 at most, and not dots alone."
 )
@@ -268,6 +272,8 @@ class SweepConfig:
     """Number of times that a failed job is retried, from its checkpoint."""
     on_error: Annotated[Literal["continue", "stop"], placement] = "continue"
     """Reaction to a failed job: the others continue, or the running ones save and stop and no other starts."""
+    budget: Annotated[str | None, placement, BUDGET] = None
+    """What all jobs may use, as 4gpu_hours, 20usd or 30min: then running jobs save and stop, and no other starts."""
     trials: Annotated[int | None, cosmetic, at_least(1), at_most(MOST_JOBS)] = None
     """Points that hydra/sweeper=random or optuna tries."""
     seed: Annotated[int, cosmetic, below(0, 2**32)] = 0

@@ -31,6 +31,7 @@ from trainkit.fields import Tag
 from trainkit.redaction import redacted_argument, variable_of
 from trainkit.run.process.fork_server import JOB_IMPORTS, ForkServerClient
 from trainkit.run.process.worker_group import WorkerGroup
+from trainkit.sweeps.budget import Budget
 from trainkit.sweeps.job_sources import JobList, JobSource, SweepJob, job_return
 from trainkit.sweeps.loop import JobCommand, JobProcess, Slots, Sweep, start_fresh, started_in
 from trainkit.sweeps.results.job_results import SWEEP_FILE
@@ -89,11 +90,16 @@ class Launching:
         """The sweep that runs the jobs; created for the first job, because it queries torch for GPUs."""
         return Sweep(
             folder=self._folder,
-            slots=self._make_slots(),
+            slots=self._slots,
             retries=self.settings.retries,
             on_error=self.settings.on_error,
             command=tuple(map(redacted_argument, sys.argv[1:])),
+            budget=budget_of(_run_config(self._config), on_gpus=self._slots.on_gpus) if self.runs_here else None,
         )
+
+    @cached_property
+    def _slots(self) -> Slots:
+        return self._make_slots()
 
     def _make_slots(self) -> Slots:
         return Slots.of(self.settings, num_gpus=count_gpus(), num_cores=num_cores(), environ=os.environ)
@@ -208,6 +214,17 @@ class Launching:
         # as it was given: ${seed} stays
         fixed: Any = OmegaConf.to_container(self._config.hydra.overrides.task, resolve=False)
         return " ".join(line for line in overrides if line not in fixed)
+
+
+def budget_of(cfg: RunConfig, *, on_gpus: bool) -> Budget | None:
+    """Return the budget of a sweep, at the price of the hardware that its config names; None without one.
+
+    Raises:
+        ConfigError: as in `Budget.of`.
+    """
+    if cfg.sweep.budget is None:
+        return None
+    return Budget.of(cfg.sweep.budget, price_usd_h=cfg.hardware.get("price_usd_h"), on_gpus=on_gpus)
 
 
 def _subfolder(text: str) -> str:

@@ -37,6 +37,7 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import read_status
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 from trainkit.run.signals import is_ignored, stop_error, stop_signals
+from trainkit.sweeps.budget import Budget
 from trainkit.sweeps.job_sources import JobSource, SweepJob, continued
 from trainkit.sweeps.results.comparing import page_at_end
 from trainkit.sweeps.results.job_results import SweepState, config_of, is_complete, last_line
@@ -265,6 +266,8 @@ LOG: Final = "output.log"
 """The file for the output of a job, in its folder."""
 
 _LOOK_S: Final = 0.5
+_WRITE_S: Final = 10.0
+"""Time between two records of what a sweep with a budget has used."""
 _GRACE_S: Final = 3.0
 """Time for jobs to exit after a second Ctrl-C."""
 _MOST_SIGNALS: Final = 2
@@ -299,14 +302,16 @@ class Sweep:
         start: Starter = start_fresh,
         screen: Callable[[], Screen] = screen_for,
         command: tuple[str, ...] = (),
+        budget: Budget | None = None,
     ) -> None:
-        self.folder = folder
+        self.folder, self.budget = folder, budget
         self.slots = slots or Slots(count=1)
         self.record = SweepState.read(folder, command=command)
+        self.record.budget = None if budget is None else budget.text
         self.requested: set[str] = set()
         """Names of the jobs of this sweep, without those of an earlier one in its folder."""
         self.halted = False
-        """Whether a failure has ended the sweep."""
+        """Whether a failure, or its budget, has ended the sweep."""
         self.retries, self.on_error, self.start = retries, on_error, start
         self._make_screen = screen
 
@@ -314,6 +319,11 @@ class Sweep:
     def exit_codes(self) -> dict[str, int]:
         """Name of the job -> exit code, for the jobs that have ended."""
         return {name: row.exit_code for name, row in self.record.rows.items() if row.exit_code is not None}
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the budget is used up."""
+        return self.budget is not None and self.budget.share(**self.record.spent) >= 1
 
     def run(self, source: JobSource) -> None:
         """Run all jobs of a source; after a failure the other jobs continue, unless `on_error` is `stop`.
@@ -339,7 +349,7 @@ class Sweep:
                     round_.run()
                 finally:
                     round_.end_all()
-        self.halted = round_.failed is not None
+        self.halted = round_.failed is not None or self.is_spent
         if round_.signals:
             ended = len(self.requested & self.exit_codes.keys())
             known = f" of {source.total}" if source.total is not None else ""
@@ -386,6 +396,10 @@ class Sweep:
             print_line(f"  {what}: {command}")
         if page is not None:
             print_line(f"  page  {page}")
+        if self.budget is not None:
+            share = self.budget.share(**self.record.spent)
+            more = f"; go on with {shell_word(setting('sweep.resume', self.folder))} and a larger one"
+            print_line(f"  budget  {share:.1%} of {self.budget.text} is used{more if share >= 1 else ''}")
         print_line(f"  leaderboard  {self.folder / 'leaderboard.md'}")
 
 
@@ -401,6 +415,8 @@ class SweepLoop:
         self._number = 0
         self._kill_at = float("inf")
         self._look_at = 0.0
+        self._counted_at = self._written_at = time.monotonic()
+        self._is_told = False
         self._metric: str | None = None
         """The monitored metric, once a job has written its config."""
         self.signals: list[int] = []
@@ -412,7 +428,7 @@ class SweepLoop:
         """Run all jobs of the source to their ends, or until a signal."""
         with signals_to(self._news.put):
             while True:
-                if not self.signals and self.failed is None:
+                if not self.signals and self.failed is None and not self._sweep.is_spent:
                     self._fill()
                 self._show()
                 if not self._running:
@@ -505,12 +521,34 @@ class SweepLoop:
             event = self._news.get(timeout=_LOOK_S)
         except Empty:
             return
+        finally:
+            self._count()
         if not isinstance(event, ProcessExit):
             self._forward_signal(event)
         elif (one := self._running.pop(event.attempt, None)) is not None:
             one.process.kill()
             self._sweep.slots.give_back(one.grant)
             self._end(one, event.code)
+
+    def _count(self) -> None:
+        """Add the time since the last call to what the sweep has used, and stop its jobs if that is its budget."""
+        sweep, now = self._sweep, time.monotonic()
+        passed, self._counted_at = now - self._counted_at, now
+        sweep.record.spent["elapsed_s"] += passed * bool(self._running)
+        sweep.record.spent["device_s"] += passed * sweep.slots.in_use / sweep.slots.jobs_per_device
+        if sweep.budget is None:
+            return
+        if now - self._written_at > _WRITE_S:  # what a killed sweep has used counts for the next one
+            self._written_at = now
+            sweep.record.write()
+        if sweep.is_spent and not self._is_told:
+            self._is_told = True
+            text = (
+                f"stopping: sweep.budget={sweep.budget.text} is used up; {len(self._running)} running, each saves first"
+            )
+            self._screen.report(text)
+            for one in self._running.values():
+                one.process.signal(signal.SIGINT)
 
     def _poll(self) -> None:
         """Update the progress of the running jobs."""
@@ -553,7 +591,7 @@ class SweepLoop:
         one.line.seconds = time.monotonic() - one.begun
         self._look(one)
         pruned = one.stopped_by_search and code in STOPPED
-        may = not self.signals and not pruned and code not in NOT_TRIED_AGAIN
+        may = not self.signals and not pruned and code not in NOT_TRIED_AGAIN and not self._sweep.is_spent
         if may and self._tries[job.name] <= self._sweep.retries:
             self._screen.report(f"{_named(job)}: {died(code)}; it is tried again")
             self._begin(job)  # at once: its slots are free, and it precedes jobs that have not started

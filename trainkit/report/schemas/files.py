@@ -246,6 +246,10 @@ class Sweep(TypedDict):
     """Version of this document; files of earlier versions of trainkit have none."""
     command: list[str]
     """The command of the sweep; secrets are masked."""
+    budget: NotRequired[str]
+    """`sweep.budget`; absent without one."""
+    spent: NotRequired[dict[str, float]]
+    """What counts for it: `elapsed_s`, seconds in which a job ran, and `device_s`, seconds of all devices."""
     jobs: list[SweepJobEntry]
     """The jobs, in their order."""
 

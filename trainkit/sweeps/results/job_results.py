@@ -314,6 +314,10 @@ class SweepState:
     rows: dict[str, Row] = field(default_factory=dict)
     command: tuple[str, ...] = ()
     """The command line of the user."""
+    budget: str | None = None
+    """`sweep.budget`."""
+    spent: dict[str, float] = field(default_factory=lambda: {"elapsed_s": 0.0, "device_s": 0.0})
+    """Seconds in which a job ran, and seconds of all devices of the jobs, over all starts of the sweep."""
 
     @classmethod
     def read(cls, folder: Path, *, command: Sequence[str] = ()) -> SweepState:
@@ -329,7 +333,13 @@ class SweepState:
             rows = []
             if other := next(folder.glob("leaderboard.*"), None):
                 raise refusal(str(other), "was not written by a sweep, which would replace it. Move it.") from None
-        return cls(folder=folder, rows={row.job: row for row in rows}, command=tuple(command))
+        found = cls(folder=folder, rows={row.job: row for row in rows}, command=tuple(command))
+        if rows:
+            before = read_map(folder / SWEEP_FILE, {}, optional={"spent": dict}, limit=_MAX_BYTES).get("spent", {})
+            found.spent |= {
+                name: float(before[name]) for name in found.spent if isinstance(before.get(name), int | float)
+            }
+        return found
 
     def of(self, config: str) -> Row | None:
         """Return the job with this config."""
@@ -351,7 +361,8 @@ class SweepState:
     def write(self) -> None:
         """Write the file atomically: after a crash it is the previous one or this one."""
         rows = [{**asdict(row), "folder": os.path.relpath(row.folder, self.folder)} for row in self.rows.values()]
-        content = {"version": 1, "command": list(self.command), "jobs": rows}
+        used = {} if self.budget is None else {"budget": self.budget, "spent": self.spent}
+        content = {"version": 1, "command": list(self.command), **used, "jobs": rows}
         write_atomically(self.folder / SWEEP_FILE, json.dumps(content, indent=2) + "\n")
 
 

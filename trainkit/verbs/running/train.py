@@ -127,7 +127,11 @@ def sweep(call: Call) -> int:
             refuse_open_folds(points)
             from trainkit.run.planning.notes import plan_all_points  # noqa: PLC0415 - imports torch
 
-            plan_all_points(points, num_gpus=_gpus_elsewhere(points[0]), check=_crowding(points))
+            num_gpus, crowding = _gpus_elsewhere(points[0]), _crowding(points)
+            if points[0].cfg.sweep.budget is None or points[0].launcher != "slots":
+                plan_all_points(points, num_gpus=num_gpus, check=crowding)
+            else:
+                _plan_within_budget(points, crowding)
             notes = dict.fromkeys(note for point in points for note in point.notes)
             sys.stdout.writelines(f"note: {note}\n" for note in notes)
         outcome = multirun(
@@ -138,7 +142,44 @@ def sweep(call: Call) -> int:
             check=_check_point,
         )
     codes = [job.return_value for batch in outcome or () for job in batch]  # the exit code of each
-    return int(any(isinstance(code, int) and code != 0 for code in codes))
+    return int(any(code is None or (isinstance(code, int) and code != 0) for code in codes))  # None: not run
+
+
+def _plan_within_budget(
+    points: Sequence[Composition], check: Callable[[RunPlan, nn.Module], Sequence[Problem]]
+) -> None:
+    """Plan all points, and refuse a sweep whose planned times pass its budget; a resumed one is only stopped by it.
+
+    Raises:
+        ConfigError: every problem of every plan, or the budget.
+    """
+    from trainkit.cluster.host import count_gpus, num_cores  # noqa: PLC0415 - imports torch
+    from trainkit.config.values import seconds_of  # noqa: PLC0415
+    from trainkit.run.estimates.outlook import outlook_of  # noqa: PLC0415
+    from trainkit.run.planning.notes import plan_all_points  # noqa: PLC0415
+    from trainkit.sweeps.launching import budget_of  # noqa: PLC0415 - for sweeps only
+    from trainkit.sweeps.loop import Slots  # noqa: PLC0415
+
+    cfg = points[0].cfg
+    slots = Slots.of(cfg.sweep, num_gpus=count_gpus(), num_cores=num_cores(), environ=os.environ)
+    budget = budget_of(cfg, on_gpus=slots.on_gpus)
+    planned: list[tuple[float, float]] = []
+
+    def checked(plan: RunPlan, model: nn.Module) -> Sequence[Problem]:
+        found, outlook = check(plan, model), outlook_of(plan, model)
+        seconds = None if plan.cfg.stop_after is None else seconds_of(plan.cfg.stop_after)
+        seconds = seconds if outlook.budget is None else outlook.budget.hours.middle * 3600
+        if seconds is not None:
+            devices = plan.components.strategy.num_slots(slots.count if slots.on_gpus else 0)
+            planned.append((seconds, devices / slots.jobs_per_device))
+        return found
+
+    plan_all_points(points, check=checked)
+    if budget is not None and planned and cfg.sweep.resume is None:
+        budget.refuse(planned, slots=slots.count, jobs=cfg.sweep.trials or len(points))
+    if len(planned) < len(points):
+        text = "is not held against plans: the time of a job is not known. Give hardware=this"
+        sys.stdout.write(f"note: sweep.budget={cfg.sweep.budget} {text}\n")
 
 
 def _crowding(points: Sequence[Composition]) -> Callable[[RunPlan, nn.Module], Sequence[Problem]]:
