@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import variance
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 import yaml
@@ -27,6 +28,7 @@ from trainkit.sweeps.results.starts import shapes_differ, write_start
 from trainkit.sweeps.results.states import state_of
 from trainkit.sweeps.verdict import verdict
 from trainkit.trained.build import build_model
+from trainkit.verbs.looking.schema import schema_of
 from trainkit.verbs.running import compare as verb
 from trainkit.verbs.support.call import parse
 
@@ -187,6 +189,7 @@ def test_comparisons_are_listed_from_the_ledger(tmp_path: Path, cwd: Path, capsy
         side(tmp_path / name, [0.5, 0.6])
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator(schema_of("compare")).validate(shown)
     assert main(["compare", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["comparisons"] == [shown]
     with pairs.LEDGER.open("a") as file:

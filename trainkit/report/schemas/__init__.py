@@ -81,6 +81,7 @@ DOCUMENTS: Final[Mapping[str, Document]] = {
     "checkpoints": Document(about="RUN/checkpoints/index.json", kind="trainkit.report.schemas.checkpoints.Names"),
     "evaluated": Document(about="RUN/checkpoints/evaluated.json", kind="trainkit.trainer.manifest.EvaluatedIndex"),
     "sweep": Document(about="SWEEP/sweep.json", kind="trainkit.report.schemas.files.Sweep", is_open=True),
+    "state": Document(about="outputs/compare/SIDE/state.json", kind="trainkit.sweeps.results.states.State"),
     "tracking": Document(about="RUN/tracking/TRACKER.json", kind="trainkit.tracking.sending.TrackingState"),
     "prediction": Document(
         about="OUT.parts/prediction.json of trainkit predict", kind="trainkit.report.schemas.files.Prediction"

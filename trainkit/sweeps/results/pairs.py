@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +22,7 @@ from trainkit.config.identity import difference
 from trainkit.config.schema import NO_RUN, MonitoredMetric, RunConfig
 from trainkit.config.sections import CvConfig
 from trainkit.errors import CheckpointError, UnreadableError
-from trainkit.files import json_value, parse_json, read_lines, reporting
+from trainkit.files import json_value, open_regular, parse_json, read_lines, reporting
 from trainkit.report.curves import number
 from trainkit.report.numbers import figure
 from trainkit.report.schemas.looking import ComparedPair, ComparedSide, PairedComparison
@@ -303,11 +302,8 @@ def record(found: PairedComparison, ledger: Path = LEDGER) -> None:
     with reporting(ledger.parent):
         ledger.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps(json_value(found), ensure_ascii=False) + "\n"
-        descriptor = os.open(ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)
+        with open_regular(ledger, "ab", follow=True, buffering=0) as file:
+            file.write(line.encode())
 
 
 def recorded(ledger: Path = LEDGER) -> list[PairedComparison]:

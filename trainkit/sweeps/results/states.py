@@ -24,7 +24,7 @@ from trainkit.config.identity import fingerprint, maths_keys
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import root_of, targets_in
 from trainkit.errors import UnreadableError
-from trainkit.files import read_map, write_atomically
+from trainkit.files import read_map, read_text, write_atomically
 
 FILE: Final = "state.json"
 _LIMIT: Final = 1 << 16
@@ -116,11 +116,11 @@ def _trees(roots: Iterable[str]) -> Iterator[str]:
             continue  # its version stands for it
         is_package = bool(spec.submodule_search_locations)
         for path in sorted(file.parent.rglob("*.py") if is_package else file.parent.glob("*.py")):
-            content = path.read_bytes()
             try:
-                tree = _hash(content.decode()) if root == "trainkit" else ast.dump(ast.parse(content))
-            except (SyntaxError, ValueError):
-                tree = hashlib.sha256(content).hexdigest()
+                content = read_text(path, follow=True)
+                tree = _hash(content) if root == "trainkit" else ast.dump(ast.parse(content))
+            except (UnreadableError, SyntaxError, ValueError):  # no source of Python in UTF-8
+                tree = "\n".join(_stats([str(path)]))
             yield f"{path.relative_to(file.parent)} {tree}"
 
 
