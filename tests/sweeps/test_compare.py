@@ -23,7 +23,7 @@ from trainkit.cli import main
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError
 from trainkit.sweeps.results import pairs
-from trainkit.sweeps.results.pairs import Side, compare, goal_of, read_side
+from trainkit.sweeps.results.pairs import Side, compare, ended_runs, goal_of, read_side
 from trainkit.sweeps.results.starts import shapes_differ, write_start
 from trainkit.sweeps.results.states import state_of
 from trainkit.sweeps.verdict import verdict
@@ -133,6 +133,8 @@ def test_a_run_that_was_interrupted_is_no_pair(tmp_path: Path) -> None:
         json.dumps({"status": "stopped", "exit_code": 130, "metrics": {"val/loss": 9.0}})
     )
     assert [run.cfg.seed for run in read_side(str(tmp_path / "a")).runs] == [0]
+    (tmp_path / "a" / "0" / "result.json").unlink()
+    assert ended_runs(tmp_path / "a") == []
     assert [run.cfg.seed for run in a.runs] == [0, 1]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -103,15 +103,8 @@ def read_side(name: str) -> Side:
     is_run = (folder / "resolved.yaml").is_file()
     base = folder.parent if is_run and (folder.parent / SWEEP_FILE).is_file() else folder
     state = read_state(base)
-    if is_run and base == folder:
-        entries = [read_entry(folder, job=folder.name)]
-    elif state is not None:  # a continued sweep forgets its failed jobs
-        entries = [read_entry(file.parent, job=file.parent.name) for file in base.rglob("result.json")]
-    else:
-        entries = read_entries(base)
-    found = [
-        Run(result=entry, cfg=cfg) for entry in entries if _ended(entry) if (cfg := config_of(entry.folder)) is not None
-    ]
+    alone = is_run and base == folder
+    found = list(_with_configs([read_entry(folder, job=folder.name)])) if alone else ended_runs(base)
     if is_run:
         found.sort(key=lambda run: run.result.folder.absolute() != folder.absolute())
         if found and found[0].result.folder.absolute() != folder.absolute():
@@ -125,6 +118,21 @@ def read_side(name: str) -> Side:
         raise refusal(name, rule)
     alike.sort(key=lambda run: (run.cfg.seed, run.cfg.cv.fold or 0))
     return Side(name=name, folder=folder, cfg=alike[0].cfg, runs=tuple(alike), state=state.sha256 if state else "")
+
+
+def ended_runs(folder: Path) -> list[Run]:
+    """Return the runs below a folder, or of its sweep, that have ended."""
+    if read_state(folder) is None:
+        return list(_with_configs(read_entries(folder)))
+    # a sweep that compare continues forgets its failed jobs
+    files = sorted(folder.rglob("result.json"))
+    return list(_with_configs(read_entry(file.parent, job=file.parent.name) for file in files))
+
+
+def _with_configs(entries: Iterable[JobResult]) -> Iterator[Run]:
+    for entry in entries:
+        if _ended(entry) and (cfg := config_of(entry.folder)) is not None:
+            yield Run(result=entry, cfg=cfg)
 
 
 def _ended(entry: JobResult) -> bool:
@@ -183,7 +191,7 @@ def compare(
     """
     alpha = ALPHA / edits
     values, hashes = (a.by_seed(goal), b.by_seed(goal)), (a.hashes(), b.hashes())
-    seeds = [seed for seed in values[0] if seed in values[1]]
+    seeds = sorted(seed for seed in values[0] if seed in values[1])
     if not seeds and not same:
         rule = f"has no seed in common with {a.name}: {_some(values[1])} and {_some(values[0])}. Train both with equal"
         raise refusal(b.name, f"{rule} seeds.")

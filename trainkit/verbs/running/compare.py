@@ -12,12 +12,20 @@ from typing import Final
 
 from trainkit.config.grammar import COMMAND_LINE, is_override, key_of, refusal, replacing, setting
 from trainkit.config.schema import RunConfig
-from trainkit.errors import ConfigError, HangupError, Problem, StoppedError, TerminatedError, UnreadableError
+from trainkit.errors import (
+    ConfigError,
+    HangupError,
+    Problem,
+    StoppedError,
+    TerminatedError,
+    TrainkitError,
+    UnreadableError,
+)
 from trainkit.files import read_map
 from trainkit.report.numbers import duration
 from trainkit.report.schemas.looking import PairedComparison
 from trainkit.sweeps.results import pairs
-from trainkit.sweeps.results.pairs import STARTS, Side, read_side
+from trainkit.sweeps.results.pairs import STARTS, Side, ended_runs, read_side
 from trainkit.sweeps.results.states import State, forget_state, read_state, state_of, write_state
 from trainkit.sweeps.screen import TERSE
 from trainkit.sweeps.verdict import BUDGET
@@ -173,15 +181,16 @@ def _side(name: str, cfg: RunConfig, state: State) -> Side:
     side = Side(name=name, folder=folder, cfg=cfg, state=state.sha256)
     if folder.exists() and read_state(folder) != state:  # what changed while they trained
         side = replace(side, folder=free_name(folder))
-    elif any(folder.rglob("result.json")):
-        side = replace(side, runs=read_side(str(folder)).runs)
+    elif folder.exists():
+        side = replace(side, runs=tuple(ended_runs(folder)))
     write_state(side.folder, state)
     return side
 
 
 def _with_runs(call: Call, side: Side, lines: Sequence[str], seeds: Sequence[int]) -> Side:
     """Train the seeds that a side lacks; return it with all its runs."""
-    from trainkit.verbs.running.train import sweep  # noqa: PLC0415 - for trainings only
+    from trainkit.sweeps.loop import LOG  # noqa: PLC0415 - for trainings only
+    from trainkit.verbs.running.train import sweep  # noqa: PLC0415 - the same
 
     lacking = sorted({*seeds} - {run.cfg.seed for run in side.runs})
     if not lacking:
@@ -197,7 +206,9 @@ def _with_runs(call: Call, side: Side, lines: Sequence[str], seeds: Sequence[int
         raise type(error)("the comparison was stopped: the same command continues it") from error
     finally:
         TERSE.reset(token)
-    return replace(side, runs=read_side(str(side.folder)).runs)
+    if not (runs := ended_runs(side.folder)):
+        raise TrainkitError(f"no run of {side.name} has ended. The first one printed into {side.folder}/0/{LOG}.")
+    return replace(side, runs=tuple(runs))
 
 
 def _judged(call: Call, a: Side, b: Side, *, same: str = "", notes: Sequence[str] = ()) -> PairedComparison:
