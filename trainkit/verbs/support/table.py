@@ -147,7 +147,7 @@ VERBS: Final[Mapping[str, Verb]] = {
             Flag("--until-sure", "add pairs until the answer holds, or more than --max-pairs would be needed"),
             Flag("--max-pairs N", "pairs in all; 30 without it", whole(1, 10_000)),
             Flag("--delta X", "differences that do not matter: may answer the same within X", _rate),
-            Flag("--edits N", "comparisons of a series: each is wrong with a probability of 5 % / N", whole(1)),
+            Flag("--edits N", "comparisons of a series: each is wrong with a probability of 0.05 / N", whole(1)),
             *_ORDER,
             _JSON,
         ), None, paths=2),
