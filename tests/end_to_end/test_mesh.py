@@ -63,12 +63,13 @@ def test_a_rank_that_is_killed_or_stopped_is_named_and_costs_no_bit(axis: str, c
         assert tasks(cwd / folder) == {}
 
 
-@pytest.mark.parametrize("axis", ["replicate", "shard"])
+@pytest.mark.parametrize(("axis", "tensor"), [("replicate", 1), ("shard", 1), ("replicate", 2), ("shard", 2)])
 def test_a_run_continues_on_the_ranks_that_are_left_of_auto(
-    axis: str, cwd: Path, monkeypatch: pytest.MonkeyPatch
+    axis: str, tensor: int, cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = "replicate" if axis == "shard" else "shard"
-    keys = (f"strategy.{other}=1", f"strategy.{axis}=auto", "strategy.devices=[cpu,cpu]")
+    other, devices = "replicate" if axis == "shard" else "shard", ",".join(["cpu"] * 2 * tensor)
+    plan = ["strategy.tensor=2", "strategy.plan={layers.0:colwise,layers.2:rowwise}"] if tensor > 1 else []
+    keys = (f"strategy.{other}=1", f"strategy.{axis}=auto", f"strategy.devices=[{devices}]", *plan)
     subprocess.run(command("whole", *keys, "precision=fp64"), check=True, stdout=subprocess.DEVNULL)
     (cwd / "gone").touch()
     starts = [f"index=1,phase=start,attempt={number},while=gone,action=kill" for number in range(1, 9)]

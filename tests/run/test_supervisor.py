@@ -347,6 +347,24 @@ def test_the_wait_doubles_until_a_checkpoint_was_made_with_it() -> None:
     assert waits == ["60 s.", "120 s.", "240 s.", "60 s."]
 
 
+def test_ranks_that_are_left_over_by_a_replica_wait_for_the_lost_one() -> None:
+    clock = Clock()
+    tasks = [Task(role="worker", index=rank, rank=rank, device="cpu") for rank in range(6)]
+    membership = ReplicaMembership(tasks, min_replicas=1, ranks_a_replica=2, clock=clock)
+    told = membership.record_failure(1, at_start=True)
+    assert told == "worker:1 (cpu) is lost: the run continues with 2 of 3 replicas, and retries it in 60 s."
+    assert (indices(membership), membership.at_minimum) == ([0, 2, 3, 4], False)  # and 5 waits
+    assert membership.record_failure(3, at_start=True) is not None
+    assert (indices(membership), membership.at_minimum) == ([0, 2, 3, 5], False)
+    assert membership.record_failure(3, at_start=True) is not None
+    assert (indices(membership), membership.at_minimum) == ([0, 2], False)  # and 3 waits
+    assert membership.record_failure(0, at_start=True) is not None
+    assert (indices(membership), membership.at_minimum) == ([2, 3], True)
+    clock.now = 60.0
+    membership.next_members()
+    assert indices(membership) == list(range(6))
+
+
 @pytest.mark.parametrize("fewest", [None, 3])
 def test_without_elasticity_or_at_the_minimum_no_replica_is_removed(fewest: int | None) -> None:
     membership = membership_of(3, Clock(), min_replicas=fewest)
@@ -355,6 +373,10 @@ def test_without_elasticity_or_at_the_minimum_no_replica_is_removed(fewest: int 
 
 
 MIRRORED = ("recipe=null", "strategy=mirrored", "strategy.replicas=2")
+CUT = (
+    "recipe=python_source", "strategy=mesh", "strategy.tensor=2", "strategy.shard=auto",
+    "strategy.devices=[cpu,cpu,cpu,cpu]",
+)  # fmt: skip
 
 
 def plan(*overrides: str, launch: LaunchEnvironment | None = None) -> RunPlan:
@@ -370,6 +392,8 @@ def plan(*overrides: str, launch: LaunchEnvironment | None = None) -> RunPlan:
         ((*MIRRORED, "elastic.min_replicas=1", "supervisor.max_restarts=0"), "elastic.min_replicas=1: has no effect"),
         ((*MIRRORED, "cluster=spark", "cluster.num_gpus=0", "elastic.min_replicas=1"),
          "elastic.min_replicas=1: has no effect: Spark starts all processes or none."),
+        ((*CUT, "elastic.min_replicas=3"), "elastic.min_replicas=3: more than the 2 replicas of this run"),
+        ((*CUT[:3], "strategy.shard=2", "elastic.min_replicas=1"), "elastic.min_replicas=1: has no effect: this"),
         ((*MIRRORED, "elastic.min_replicas=0"), "elastic.min_replicas=0: must be at least 1"),
     ],
 )  # fmt: skip

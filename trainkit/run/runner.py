@@ -153,6 +153,7 @@ def _train(begun_run: BegunRun, record: RunRecord, job: Job | None) -> dict[str,
         settings = AgentSettings(
             max_restarts=cfg.supervisor.max_restarts,
             min_replicas=cfg.elastic.min_replicas,
+            ranks_a_replica=plan.components.strategy.facts_in(plan.context).ranks_a_replica,
             retry_s=cfg.elastic.retry_s,
             limits=TimeLimits.of(cfg.supervisor),
             pass_fds=pass_fds,

@@ -190,7 +190,9 @@ class TaskRun:
             notes = [one for one in read_map(self.folder.environment, {"notes": list})["notes"] if isinstance(one, str)]
         planned, present = len(plan.training_tasks), self.identity.num_ranks
         if present < planned:
-            notes += [f"continues with {present} of {planned} replicas: they share the shards of each step"]
+            each = plan.components.strategy.facts_in(plan.context).ranks_a_replica
+            count = f"{present // each} of {planned // each}"
+            notes += [f"continues with {count} replicas: they share the shards of each step"]
         session = TaskSession(
             plan,
             self.identity,

@@ -570,7 +570,9 @@ class Facts:
     place: int = 9
     """Position in texts that list strategies: smaller numbers first, from the simplest strategy on."""
     elastic: bool = False
-    """Whether a run may continue with any number of its tasks, and later with all: a checkpoint has the whole state."""
+    """Whether a run may continue with some of its replicas, and later with all: a checkpoint has the whole state."""
+    ranks_a_replica: int = 1
+    """Tasks that compute a replica together; an elastic run has a multiple of them."""
     compiles: Compiles = "blocks"
     """Unit that torch.compile may compile: the whole model, its blocks, or nothing."""
     supports_meta_init: bool = False

@@ -268,9 +268,7 @@ class LocalSgd(ProcessGroupOptions, Strategy):
             data_ranks=own,
             all_ranks=own,
             reducer=LocalReducer(),
-            join_norms=joined_norms(
-                [replace(cuts[name], is_written=True) for name in replica.params], replica.device, group
-            ),
+            join_norms=joined_norms(dict.fromkeys(replica.params, True), replica.device, group),
         )
         apart = ShardedReplica(parts, cuts=cuts, expect=replica.expect, reload=replica.reload)
         return LocalSgdExecutor(

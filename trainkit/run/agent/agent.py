@@ -50,6 +50,8 @@ class AgentSettings:
     """Bounds the restarts, see `trainkit.run.agent.policy`; 0 never restarts."""
     min_replicas: int | None = None
     """The run continues without lost replicas as long as this many are left; None: only with all."""
+    ranks_a_replica: int = 1
+    """Tasks that a replica consists of."""
     retry_s: float = 60.0
     """Seconds until a lost replica is tried again."""
     limits: TimeLimits = TimeLimits()  # noqa: RUF009 - frozen

@@ -179,6 +179,7 @@ class ReplicaMembership:
     Args:
         tasks: all tasks, as planned.
         min_replicas: the run does not continue with fewer; None: no replica is ever lost, however often it fails.
+        ranks_a_replica: tasks that a replica consists of; those that are left over wait for a lost one.
         retry_s: seconds until a lost replica is tried again; doubled by each further loss without a completed step.
         clock: returns monotonic seconds.
 
@@ -198,19 +199,21 @@ class ReplicaMembership:
         tasks: Sequence[Task],
         *,
         min_replicas: int | None = None,
+        ranks_a_replica: int = 1,
         retry_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._members = [_Member(task) for task in tasks]
         self._present = list(self._members)
-        self._min_replicas = min_replicas
+        self._min_replicas, self._each = min_replicas, ranks_a_replica
         self._retry_s = retry_s
         self._clock = clock
 
     @property
     def tasks(self) -> tuple[Task, ...]:
         """The tasks of the current attempt: devices and indices as planned, ranks from 0 without gaps."""
-        return tuple(replace(member.task, rank=rank) for rank, member in enumerate(self._present))
+        members = self._present[: len(self._present) // self._each * self._each]
+        return tuple(replace(member.task, rank=rank) for rank, member in enumerate(members))
 
     @property
     def is_due(self) -> bool:
@@ -220,7 +223,7 @@ class ReplicaMembership:
     @property
     def at_minimum(self) -> bool:
         """Whether a further loss would leave fewer than allowed."""
-        return self._min_replicas is not None and len(self._present) <= self._min_replicas
+        return self._min_replicas is not None and (len(self._present) - 1) // self._each < self._min_replicas
 
     def next_members(self) -> tuple[str, ...]:
         """Select the replicas of the next attempt: all that are not lost, and all that are due again.
@@ -264,7 +267,7 @@ class ReplicaMembership:
 
     @property
     def _counted(self) -> str:
-        return f"{len(self._present)} of {len(self._members)}"
+        return f"{len(self._present) // self._each} of {len(self._members) // self._each}"
 
 
 def _name(task: Task) -> str:

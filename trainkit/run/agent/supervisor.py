@@ -100,7 +100,12 @@ def supervise(
     """
     command = command or [*ENTRY, str(resolved)]
     with ExitStack() as stack:
-        membership = ReplicaMembership(tasks, min_replicas=settings.min_replicas, retry_s=settings.retry_s)
+        membership = ReplicaMembership(
+            tasks,
+            min_replicas=settings.min_replicas,
+            ranks_a_replica=settings.ranks_a_replica,
+            retry_s=settings.retry_s,
+        )
         groups = stack.enter_context(worker_group_factory(command, tasks, pass_fds=settings.pass_fds))
         agent = Agent(
             membership.tasks,
@@ -160,7 +165,7 @@ def _until_done(
             fault = fault_of(folder, membership.tasks, failure.rank, begun_at=best, reached=reached)
             at_start = attempt > 0 and not agent.has_progressed(failure.rank, best)
             lost = membership.record_failure(failure.rank, at_start=at_start)
-            remark = f", with elastic.min_replicas={len(membership.tasks)} left" if membership.at_minimum else ""
+            remark = f", with elastic.min_replicas={settings.min_replicas} left" if membership.at_minimum else ""
             refusal = rule.refuse(fault, lost=lost is not None, remark=remark)
             if refusal is not None:
                 raise CrashLoopError(f"{refusal}: {failure.error()}")

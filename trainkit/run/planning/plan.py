@@ -108,17 +108,22 @@ def _elastic_problems(
 ) -> list[Problem]:
     """Return why the run cannot continue with fewer tasks, as `elastic.min_replicas` asks."""
     fewest = cfg.elastic.min_replicas
-    count = len(parts.strategy.tasks(facts))
+    count, of_strategy = len(parts.strategy.tasks(facts)), parts.strategy.facts_in(facts)
+    replicas = count // of_strategy.ranks_a_replica
     if fewest is None or count == 1:  # the config check has already reported that a single process ignores the key
         return []
     if facts.launch is not None:
         rule = f"has no effect under {facts.launch.kind}, which restarts processes itself: set the number there."
     elif backend is not None and not backend.elastic:
         rule = f"has no effect: {backend.name} starts all processes or none."
-    elif not parts.strategy.facts_in(facts).elastic:
+    elif not of_strategy.elastic or (count == of_strategy.ranks_a_replica):
         rule = "has no effect: this strategy needs all its processes."
-    elif fewest > count:
-        rule = f"more than the {count} replicas of this run. Use {count} or fewer."
+    elif backend is not None and of_strategy.ranks_a_replica > 1:
+        rule = (
+            f"has no effect: {backend.name} loses ranks one by one, and {of_strategy.ranks_a_replica} make a replica."
+        )
+    elif fewest > replicas:
+        rule = f"more than the {replicas} replicas of this run. Use {replicas} or fewer."
     else:
         return []
     return [Problem(key="elastic.min_replicas", value=fewest, rule=rule)]

@@ -199,28 +199,44 @@ class ShardSlice:
         return TensorShard(tensor=part.detach(), offset=self.offset, shape=self.shape)
 
 
-def joined_norms(cuts: Sequence[ShardSlice], device: torch.device, group: dist.ProcessGroup | None = None) -> JoinNorms:
-    """Return a function that combines norms of shards into norms of full tensors, over a group; None: all ranks."""
-    counts = [float(cut.is_written) for cut in cuts]
+def joined_norms(
+    counted: Mapping[str, bool],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    *,
+    among: Sequence[str] = (),
+    are_whole: bool = False,
+) -> JoinNorms:
+    """Return a function that combines norms of parts into norms of full tensors.
+
+    Args:
+        counted: parameters of this rank -> whether its part counts here.
+        device: the device for collectives.
+        group: the ranks that hold parts; None: all.
+        among: all parameters with gradients, where ranks have some of them: then the norms of all are returned.
+        are_whole: whether each counted gradient is whole, so that its norm needs no power.
+    """
+    names, here = list(among or counted), list(counted)
+    numbers, counts = {name: at for at, name in enumerate(names)}, list(counted.values())
 
     @lru_cache(maxsize=4)
-    def on_device(places: tuple[int, ...], like: tuple[torch.dtype, torch.device]) -> tuple[Tensor, Tensor]:
-        """Return (present gradients,) their indices, and 1 for those counted here: copied to the device once."""
-        dtype, here = like
-        written = torch.tensor([counts[place] for place in places], dtype=dtype, device=here)
-        return torch.tensor(places, device=device), written
+    def on_device(places: tuple[int, ...], own: torch.device) -> tuple[Tensor, Tensor]:
+        """Return (present gradients,) their indices, and whether they count here: copied to the device once."""
+        written = torch.tensor([counts[place] for place in places], dtype=torch.bool, device=own)
+        return torch.tensor([numbers[here[place]] for place in places], dtype=torch.int64, device=device), written
 
     def join(norms: Tensor, places: Sequence[int], order: float) -> Tensor:
-        """Return (number of present gradients,) their norms; collective, without synchronisation with the device."""
-        found = torch.zeros(len(cuts), dtype=norms.dtype, device=device)
-        chosen, written = on_device(tuple(places), (norms.dtype, norms.device))
+        """Return the norms; collective, without synchronisation with the device."""
+        found = torch.zeros(len(names), dtype=norms.dtype, device=device)
+        chosen, written = on_device(tuple(places), norms.device)
         if order == float("inf"):  # values that are not finite must remain, and a maximum may drop a NaN
             found[chosen] = torch.where(torch.isfinite(norms), norms, order).to(device)
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-            return found[chosen]
-        found[chosen] = (norms**order * written).to(device)
+            return found if among else found[chosen]
+        power = 1.0 if are_whole else order
+        found[chosen] = torch.where(written, norms**power, 0.0).to(device)
         dist.all_reduce(found, group=group)
-        joined: Tensor = found[chosen] ** (1 / order)
+        joined: Tensor = (found if among else found[chosen]) ** (1 / power)
         return joined
 
     return join
@@ -259,8 +275,8 @@ class ShardedReplica(Replica):
         """Return a replica of the same parts of a model that computes and updates some of its parameters."""
         parts = self._restricted_parts(names, stepper)
         if self.cuts:
-            cuts = [self.cuts[name] for name in parts.held.params]
-            parts = replace(parts, join_norms=joined_norms(cuts, self.device))
+            counted = {name: self.cuts[name].is_written for name in parts.held.params}
+            parts = replace(parts, join_norms=joined_norms(counted, self.device))
         return type(self)(parts, cuts=self.cuts, expect=self.expect, reload=self.reload)
 
     @property

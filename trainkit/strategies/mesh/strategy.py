@@ -170,14 +170,15 @@ class MeshStrategy(ProcessGroup, Strategy):
                 withheld=dict.fromkeys(Access, f"{reason}`loss`."),
             )
         withheld = withheld_where_sharded(choice_of(type(self))) if is_cut else {}
-        fewer = range(1, layout.axes.num_ranks)
+        each = self.ranks_a_replica
+        fewer = range(each, layout.axes.num_ranks, each)
         if is_cut and not layout.gathers:  # modules of cut layers compute outside of forward too
             del withheld[Access.methods]
             withheld[Access.derivatives] = (
                 "the exchanges between cut layers have no second derivatives. Use strategy=mirrored."
             )
         elastic = all(not self.layout(count).axes.problems(count) for count in fewer)
-        facts = replace(super().facts_in(context), withheld=withheld, elastic=elastic)
+        facts = replace(super().facts_in(context), withheld=withheld, elastic=elastic, ranks_a_replica=each)
         if self.holds_whole:
             facts = replace(facts, compiles="model", compiles_step=True, keeps_memory_format=True)
         if layout.axes.context > 1:
@@ -450,7 +451,8 @@ class MeshStrategy(ProcessGroup, Strategy):
         sequences = SequenceCut.of(place)
         move = partial(_move, layout=layout, place=place, cuts=cuts, sequences=sequences)
         parts = build_parts(request, ranks=ranks, placement=place, make_reducer=reducer, move=move)
-        parts = replace(parts, join_norms=joined_norms([cuts[name] for name in parts.held.params], parts.device))
+        counted = {name: cuts[name].is_written for name in parts.held.params}
+        parts = replace(parts, join_norms=joined_norms(counted, parts.device))
         parts = replace(parts, is_grouped=copies is not None and not layout.gathers)
         model, gathers, numerics = parts.held.model, layout.gathers, request.numerics
         lanes = None

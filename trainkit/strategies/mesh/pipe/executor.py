@@ -44,7 +44,7 @@ from trainkit.strategies.mesh.pipe.stages import (
 )
 from trainkit.strategies.mesh.pipe.weights import SplitStage
 from trainkit.strategies.mesh.sharding import gathers_anew
-from trainkit.strategies.mesh.step import ShardedExecutor, ShardedReplica
+from trainkit.strategies.mesh.step import ShardedExecutor, ShardedReplica, joined_norms
 from trainkit.strategies.reducers.vector import BackendReducer
 from trainkit.strategies.tensor_shards import name_in, select
 from trainkit.strategies.tensors.layouts import FlatBuffer, in_layout
@@ -267,8 +267,15 @@ class PipelineReplica(ShardedReplica):
     def __init__(
         self, parts: ReplicaParts, held: HeldStages, *, alike: Alike, schedule: ScheduleName, traced: nn.Module
     ) -> None:
-        reload = partial(gathers_anew, parts.held.model)
-        super().__init__(replace(parts, join_norms=self._join_norms), cuts=held.cuts, reload=reload)
+        model, axes = parts.held.model, held.axes
+        join = joined_norms(
+            {name: held.cuts[name].is_written for name in parts.held.params},
+            parts.device,
+            among=[name for name, param in model.named_parameters() if param.requires_grad],
+            are_whole=axes.shard * axes.tensor == 1,
+        )
+        reload = partial(gathers_anew, model)
+        super().__init__(replace(parts, join_norms=join), cuts=held.cuts, reload=reload)
         self.held, self.alike, self.schedule = held, alike, schedule
         self.pipeline: dist.ProcessGroup = held.mesh.get_group("pipe")
         """The ranks of the replica, in the order of the stages."""
@@ -284,8 +291,6 @@ class PipelineReplica(ShardedReplica):
         """A flag per buffer of this rank: whether a forward pass of the first step has updated it."""
         self._model_without_data = traced
         self._traced: dict[ShapeKey, Traced] = {}
-        self._norms: tuple[tuple[Any, ...], Tensor, Tensor] | None = None
-        """Indices of this rank's gradients -> their indices among all of the model, and whether they count here."""
         self.work: PipelineWork
         """The step that is computed."""
         self._stage_sums: dict[int, StageSums] = {}
@@ -418,28 +423,6 @@ class PipelineReplica(ShardedReplica):
             sums.end_backward()
         if self.masters_apart:
             self.accumulate_in_masters()
-
-    def _join_norms(self, norms: Tensor, held: Sequence[int], order: float) -> Tensor:
-        """Return the norms of all gradients of the model, from those that this rank holds, or parts of them; collective
-        over all ranks.
-        """
-        key, axes = (*held, norms.dtype), self.held.axes
-        if self._norms is None or self._norms[0] != key:
-            trained = [name for name, param in self.owners.items() if param.requires_grad]
-            numbers, names = {name: at for at, name in enumerate(trained)}, list(self.params)
-            chosen = torch.tensor([numbers[names[at]] for at in held], dtype=torch.int64, device=norms.device)
-            counts = torch.tensor([self.cuts[names[at]].is_written for at in held], device=norms.device)
-            self._norms = key, chosen, counts
-        _, chosen, counts = self._norms
-        found = norms.new_zeros(sum(param.requires_grad for param in self.owners.values()))
-        if order == float("inf"):
-            found[chosen] = torch.where(torch.isfinite(norms), norms, order)
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
-            return found
-        power = order if axes.shard * axes.tensor > 1 else 1.0  # each whole norm counts on one rank
-        found[chosen] = torch.where(counts, norms**power, 0.0)
-        dist.all_reduce(found)
-        return found ** (1 / power)
 
 
 def shape_key(inputs: Any) -> ShapeKey:
