@@ -17,7 +17,7 @@ import jsonschema
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from trainkit.cli import main
 from trainkit.config.schema import RunConfig
@@ -165,6 +165,18 @@ def test_a_delta_and_a_series_of_edits_change_what_is_sure(tmp_path: Path) -> No
 def test_equal_hashes_are_the_same_bits(tmp_path: Path) -> None:
     a = side(tmp_path / "a", [0.5, 0.6])
     assert judged(a, a)["answer"] == "the same bits"
+
+
+def test_a_renamed_layer_is_the_same_bits(tmp_path: Path) -> None:
+    sides = [side(tmp_path / name, [0.5]) for name in "ab"]
+    first, second = torch.arange(6.0), torch.ones(2, 3)
+    for one, names in zip(sides, (("body", "head"), ("zebra", "head")), strict=True):
+        folder = one.folder / "0" / "model"
+        folder.mkdir()
+        save_file(dict(zip(names, (first, second), strict=True)), folder / "model.safetensors")
+    assert judged(*sides)["answer"] == "the same bits"
+    save_file({"body": first + 1, "head": second}, sides[1].folder / "0" / "model" / "model.safetensors")
+    assert judged(*sides)["answer"] == "not distinguishable yet"
 
 
 @pytest.mark.slow
