@@ -183,7 +183,7 @@ def main() -> None:
         head, *table = PARTS[name](10 if options.quick else 1)
         sections.append(report.table(head, table))
         print(f"{sections[-1]}\n", file=sys.stderr, flush=True)
-    load = f"Load of the machine at the end: {os.getloadavg()[0]:.1f}."
+    load = f"Steps are timed by the clock. Load of the machine at the end: {os.getloadavg()[0]:.1f}."
     if not options.quick:
         command = f"python benchmarks/growth.py --only {' '.join(options.only)}"
         report.write("growth", "What grows", command, "\n\n".join([*sections, load]))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from benchmarks import report
 from benchmarks.gpu.bench import ALONE, OVER, Bench, Row, failed, rows_of
@@ -120,26 +120,30 @@ def _tokens(bench: Bench, workload: Workload, step_s: float) -> Row:
     return f"{workload.title}: tokens/s", result if judges else "-", f"{rate:,.0f} ({target} on an H100)"
 
 
-def large(bench: Bench) -> Iterator[Row]:
-    """Train a GPT of 1.3 B parameters under fsdp in a world of one, in bf16 and with products in float8."""
+def large(bench: Bench, *, kind: Literal["bf16", "float8"]) -> Iterator[Row]:
+    """Train a GPT of 1.3 B parameters under fsdp in a world of one, in bf16, beside a loop by hand, or with products in
+    float8.
+    """
     workload = WORKLOADS["gpt_large"](bench.small)
-    yield from _by_hand(bench, workload)
+    if kind == "bf16":
+        yield from _by_hand(bench, workload)
     hardware = ("hardware=laptop",) if bench.small else ()
-    eight = ("convert=float8", *(("convert.emulate=true",) if bench.small else ()))
-    for kind, more in bench.tried((("bf16", ()), ("float8", eight))):
-        title = f"{workload.title}, fsdp in a world of one, {kind}"
-        if kind == "float8" and find_spec("torchao") is None:
-            yield title, "not tried", "torchao is not installed"
-            continue
-        arguments = [*workload.overrides, *workload.sizes, *bench.compiled("default"), *hardware, *more]
-        arguments += ["strategy=fsdp", *ALONE]
-        with tempfile.TemporaryDirectory() as folder:
-            done, rows, result = _trained(bench, Path(folder) / "run", arguments, steps=24 if bench.small else 40)
-        if result is None and not (done.returncode == OVER and any("mfu" in row for row in rows)):
-            yield failed(title, done)
-            continue
-        yield from _large_rows(bench, title, rows, workload)
-        yield failed(f"{title}: memory", done) if result is None else memory_row(bench, title, result, most=PLANNED)
+    emulated = ("convert.emulate=true",) if bench.small else ()
+    more = () if kind == "bf16" else ("convert=float8", *emulated)
+    title = f"{workload.title}, fsdp in a world of one, {kind}"
+    if kind == "float8" and find_spec("torchao") is None:
+        yield title, "not tried", "torchao is not installed"
+        return
+    arguments = [*workload.overrides, *workload.sizes, *bench.compiled("default"), *hardware, *more]
+    arguments += ["strategy=fsdp", *ALONE]
+    with tempfile.TemporaryDirectory() as folder:
+        done, rows, result = _trained(bench, Path(folder) / "run", arguments, steps=24 if bench.small else 40)
+    if result is None and not (done.returncode == OVER and any("mfu" in row for row in rows)):
+        yield failed(title, done)
+        return
+    yield from _large_rows(bench, title, rows, workload)
+    title = f"{title}: memory"
+    yield failed(title, done) if result is None else memory_row(bench, title, result, most=PLANNED)
 
 
 def _by_hand(bench: Bench, workload: Workload) -> Iterator[Row]:

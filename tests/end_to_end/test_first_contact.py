@@ -61,7 +61,8 @@ def test_parts_that_do_not_begin_in_time_are_not_tried_and_one_that_fails_costs_
         return [("one", "missed", "0.9 (target >= 1)")]
 
     monkeypatch.setattr(first_contact, "PARTS", {"broken": breaks, "last": holds, "late": holds})
-    assert contact(monkeypatch, "--small", "--out", str(tmp_path)) == 1
+    monkeypatch.setattr(first_contact, "SMALL_AT_ONCE", 1)
+    assert contact(monkeypatch, "--small", "--part-s", "9999", "--out", str(tmp_path)) == 1
     rows = [json.loads((tmp_path / f"{part}.json").read_text())["rows"][0] for part in ("broken", "last", "late")]
     assert [row[1:] for row in rows] == [
         ["FAILED", "ValueError: no such thing"], ["missed", "0.9 (target >= 1)"], ["not tried", "no time was left"],
