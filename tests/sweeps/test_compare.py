@@ -174,9 +174,9 @@ def test_a_renamed_layer_is_the_same_bits(tmp_path: Path) -> None:
         folder = one.folder / "0" / "model"
         folder.mkdir()
         save_file(dict(zip(names, (first, second), strict=True)), folder / "model.safetensors")
-    assert judged(*sides)["answer"] == "the same bits"
+    assert judged(sides[0], sides[1])["answer"] == "the same bits"
     save_file({"body": first + 1, "head": second}, sides[1].folder / "0" / "model" / "model.safetensors")
-    assert judged(*sides)["answer"] == "not distinguishable yet"
+    assert judged(sides[0], sides[1])["answer"] == "not distinguishable yet"
 
 
 @pytest.mark.slow
