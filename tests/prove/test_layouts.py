@@ -76,9 +76,11 @@ def test_initial_weights_are_compared_bit_by_bit() -> None:
     [
         (["--layouts", "9"], "--layouts=9: must be a whole number, 2 to 8."),
         (["--layouts", "2", "--all"], "--all: has no effect with --layouts"),
-        (["--layouts", "2", "strategy=fsdp"], "strategy=fsdp: is strategy=mesh in every layout. Leave it out."),
+        (["--layouts", "2", "strategy=fsdp"], "strategy=fsdp: is strategy=mesh with --layouts. Leave it out."),
         (["--layouts", "2", "strategy.shard=2"], "strategy.shard=2: is set by --layouts to every size. Leave it out."),
-        (["strategy=mirrored", "--json"], "--json: prints the document of --layouts. Give it too, or leave it out."),
+        (["--static", "--steps", "3"], "--steps=3: has no effect with --static: which trains nothing."),
+        (["strategy=mirrored", "--world", "8"], "--world=8: belongs to --static. Give it too, or leave it out."),
+        (["strategy=mirrored", "--json"], "--json: belongs to --layouts and --static. Give it too, or leave it out."),
     ],
 )
 @pytest.mark.slow

@@ -56,6 +56,7 @@ DOCUMENTS: Final[Mapping[str, Document]] = {
     ),
     "advise": Document(about="trainkit advise --json", kind="trainkit.report.schemas.looking.AdviceDocument"),
     "prove_layouts": Document(about="trainkit prove --layouts N --json", kind="trainkit.prove.layouts.LayoutsDocument"),
+    "prove_static": Document(about="trainkit prove --static --json", kind="trainkit.prove.static.StaticDocument"),
     "watch": Document(about="trainkit watch --json", kind="trainkit.watching.board.Watched"),
     "generate": Document(about="trainkit generate RUN --json", kind="trainkit.report.schemas.files.Generation"),
     "result": Document(about="RUN/result.json", kind="trainkit.report.schemas.files.Result", is_open=True),

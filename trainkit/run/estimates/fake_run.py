@@ -53,7 +53,7 @@ from trainkit.run.planning.build import model_transforms_of
 from trainkit.run.planning.convolutions import workspace_of
 from trainkit.run.planning.memory import optimizers_of
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.base import Executor, SetupRequest, StepContext, UpdateParams
+from trainkit.strategies.base import Executor, GradientListener, SetupRequest, StepContext, UpdateParams
 from trainkit.strategies.model_transforms import apply_transforms
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.traffic import CollectiveCall, Kind
@@ -156,14 +156,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation and count what it makes; a DTensor comes back with its local tensors."""
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # two of three calls
+        if is_asked_device(func) and isinstance(args[0], FakeTensor):  # two of three calls
             inside = args[0].fake_mode.in_kernel_invocation
             return torch.device("meta") if inside else args[0].fake_device
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-        if active is not None and active is not self._fakes:
+        if not self.is_own:
             return func(*args, **kwargs)  # DTensor infers a shape
         found = func(*args, **kwargs) if self._fakes is None else self._without_data(self._fakes, func, args, kwargs)
         if self._counts(args, kwargs):
@@ -174,6 +173,21 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace in ("c10d", "_c10d_functional"):
             self._record(func, args, found)
         return found
+
+    @property
+    def listener(self) -> GradientListener | None:
+        """What receives the gradients of updates."""
+        return None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether an operation is one of the step; else DTensor infers a shape."""
+        active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        return active is None or active is self._fakes
+
+    def peer(self, args: Sequence[Any]) -> int:
+        """Return the rank to which, or from which, a call sends."""
+        return int(group_ranks(args)[args[2]])
 
     def _counts(self, args: Any, kwargs: Any) -> bool:
         """Return whether the storages that an operation makes count."""
@@ -249,7 +263,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = next((kind for part, kind in _KINDS.items() if part in name), None)
         if kind is None and name != "broadcast":
             raise NotImplementedError(f"the collective {name} is not known")
-        ranks = next(dist.get_process_group_ranks(group) for group in map(_group_of, args) if group is not None)
+        ranks = group_ranks(args)
         if kind == "send":
             ranks = [dist.get_rank(), ranks[args[2]]]
         leaves = [[leaf for leaf in tree_iter(arg) if isinstance(leaf, Tensor)] for arg in (*args, found)]
@@ -277,7 +291,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, size: int) -> None:
         phase = self.phase
-        if phase == "forward" and torch._C._current_graph_task_id() != -1:  # a schedule of stages mixes the two
+        if phase == "forward" and in_backward():  # a schedule of stages mixes the two
             phase = "backward"
         self.peaks[phase] = max(self.peaks[phase], size)
 
@@ -295,6 +309,36 @@ def _group_of(arg: object) -> dist.ProcessGroup | None:
     if isinstance(arg, str) and arg not in ("sum", "avg", "max", "min", "product"):
         return torch._C._distributed_c10d._resolve_process_group(GroupName(arg))
     return None
+
+
+def own_rank() -> int:
+    """Return the rank whose steps are observed."""
+    return dist.get_rank()
+
+
+def group_ranks(args: Sequence[Any]) -> list[int]:
+    """Return the ranks that take part in a collective."""
+    return dist.get_process_group_ranks(next(group for group in map(_group_of, args) if group is not None))
+
+
+def reduction_of(args: Sequence[Any]) -> tuple[list[int], str]:
+    """Return the ranks of a reduction, and its operation: sum, avg, or another one by number."""
+    ops: list[Any] = [
+        arg for arg in args if isinstance(arg, torch.ScriptObject) and str(arg._type()).endswith(".ReduceOp")
+    ]
+    name = next((arg for arg in args if arg in ("sum", "avg", "max", "min", "product")), None) if not ops else None
+    number = int(ops[0].op()) if ops else -1
+    return group_ranks(args), name or {0: "sum", 1: "avg"}.get(number, f"operation {number}")
+
+
+def in_backward() -> bool:
+    """Return whether autograd computes a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_asked_device(func: Any) -> bool:
+    """Return whether an operation only asks for the device of a tensor."""
+    return func is torch.ops.prim.device.default
 
 
 # a strategy asks for gloo by name
@@ -352,6 +396,7 @@ def observe(
     evaluates: bool = False,
     has_data: bool = False,
     batch_of: Callable[[int], Any] | None = None,
+    watching: Callable[..., Watch] = Watch,
 ) -> ObservedSteps:
     """Take steps of one rank of a run, and observe the last one.
 
@@ -367,6 +412,7 @@ def observe(
         evaluates: whether to observe an evaluation, too.
         has_data: take the steps with data, in the process group of this process, to compare.
         batch_of: returns a batch of so many samples, as `example_batch`, for several calls; None: it is made here.
+        watching: makes what watches; its `listener` receives the gradients.
 
     Raises:
         Exception: the model or the objective reads the data of a tensor, or the step cannot run without data.
@@ -392,7 +438,7 @@ def observe(
         observed is strategy
         or len({one.estimate_memory(model, plan.context).gradient_copies for one in (strategy, observed)}) == 1
     )
-    watch = Watch(fakes, by_gloo=by_gloo, shards=len(chosen), only_here=bool(modules))
+    watch = watching(fakes, by_gloo=by_gloo, shards=len(chosen), only_here=bool(modules))
     with ExitStack() as stack:
         stack.enter_context(Untouched(seed=0))
         stack.enter_context(warnings.catch_warnings(action="ignore"))  # torch's, about its own calls
@@ -414,7 +460,7 @@ def observe(
             weighing=plan.components.weighing,
             rule=lambda version: UpdateParams(plan.rate.factor(version), plan.cfg.clip.max_norm),
             phases=plan.phases,
-            on_gradients=None,
+            on_gradients=watch.listener,
         )
         made = batch_of or cache(partial(example_batch, plan))
         examples = [made(plan.batch.shard_size(0, shard)) for shard in chosen]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE, key_of
 from trainkit.config.schema import RunConfig
+from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import ConfigError, Problem
 from trainkit.prove.comparing import Numbers, Proof
 from trainkit.prove.layouts import (
@@ -26,6 +29,9 @@ from trainkit.prove.proving import prove
 from trainkit.report.tables import row_lines
 from trainkit.verbs.support.call import Call
 from trainkit.verbs.support.measured import line_printer
+
+if TYPE_CHECKING:
+    from trainkit.prove.static import StaticDocument
 
 _WORDS: Final = {"equal": "equal, every bit", "rounding": "equal up to rounding", "different": "DIFFERENT"}
 _ANSWERS: Final = {"yes": "yes", "no": "NO", "unknown": "NOT KNOWN"}
@@ -45,6 +51,8 @@ def run(call: Call) -> int:
         raise ConfigError(found)
     if "layouts" in call.flags:
         return _run_layouts(call)
+    if "static" in call.flags:
+        return _run_static(call)
     points = call.compose_points()
     proofs = prove_points(call, points, steps=call.flags.get("steps", 10), log=line_printer("prove"))
     composed = dict.fromkeys(note for point in points for note in point.notes)
@@ -85,33 +93,105 @@ def prove_points(
 
 def problems(call: Call) -> Iterator[Problem]:
     """Yield the problems of flags together, and of keys that a flag sets."""
-    if "layouts" not in call.flags:
-        if "json" in call.flags:
-            yield call.problem("json", "prints the document of --layouts. Give it too, or leave it out.")
+    flag = next((name for name in ("layouts", "static") if name in call.flags), None)
+    if flag is None:
+        for name, of in (("json", "--layouts and --static"), ("world", "--static")):
+            if name in call.flags:
+                yield call.problem(name, f"belongs to {of}. Give it too, or leave it out.")
         return
-    for name in ("same-cut", "all"):
-        if name in call.flags:
-            yield call.problem(name, "has no effect with --layouts: every layout has the same cut, in one line.")
+    if flag == "layouts":
+        idle = {"same-cut": "every layout has the same cut", "all": "a layout is one line"}
+        idle |= {"static": "which trains. Give one of the two", "world": "whose number is that of the ranks"}
+    else:
+        idle = dict.fromkeys(("same-cut", "all", "steps"), "which trains nothing")
+    for name in idle.keys() & call.flags.keys():
+        yield call.problem(name, f"has no effect with --{flag}: {idle[name]}.")
     for line in call.overrides:
         key, value = key_of(line), line.partition("=")[2]
         if key == "strategy" and value != "mesh":
-            rule = "is strategy=mesh in every layout. Leave it out."
+            rule = f"is strategy=mesh with --{flag}. Leave it out."
             yield Problem(key=key, value=value, rule=rule, origin=COMMAND_LINE)
         elif key.removeprefix("strategy.") in AXES and key.startswith("strategy."):
-            rule = "is set by --layouts to every size. Leave it out."
+            rule = f"is set by --{flag} to every size. Leave it out."
             yield Problem(key=key, value=value, rule=rule, origin=COMMAND_LINE)
+
+
+def _config_on(call: Call, mesh: Mapping[str, int]) -> RunConfig:
+    """Return the config of a call on a mesh; keys that have no effect there are left out.
+
+    Raises:
+        ConfigError: it is refused.
+    """
+    idle = {f"strategy.{key}" for key, axis in _OF_AXIS.items() if mesh[axis] == 1}
+    own = [line for line in call.overrides if key_of(line) not in {"strategy", *idle}]
+    sizes = [f"strategy.{axis}={size}" for axis, size in mesh.items()]
+    return replace(call, overrides=(*own, "strategy=mesh", *sizes)).compose().cfg
+
+
+def _run_static(call: Call) -> int:
+    """Prove order and count of every reduction without training; return 0 if nothing is wrong or unknown, else 1."""
+    from trainkit.prove import static  # noqa: PLC0415 - imports torch's compiler: seconds
+
+    world, start = call.flags.get("world", MOST_PROCESSES), time.monotonic()
+    proofs, refused = static.prove_static(partial(_config_on, call), world=world, log=line_printer("prove"))
+    rows = [
+        static.SetRow(
+            axes=list(one.axes), verdict=one.verdict, sizes=one.sizes, gradients=one.gradients, bytes=one.num_bytes,
+            findings=one.findings, reason=one.refused or one.unknown,
+        )
+        for one in proofs
+    ]  # fmt: skip
+    meshes = static.verdicts(proofs, refused, world)
+    document = static.StaticDocument(
+        version=1, command=call.command, world=world, meshes={str(word): count for word, count in meshes.items()},
+        traces=sum(size.get("pipe", 1) for one in proofs for size in one.sizes), seconds=time.monotonic() - start,
+        holds=not meshes["wrong"] + meshes["unknown"], sets=rows, refused_sizes=dict(refused),
+    )  # fmt: skip
+    call.show(document, _static_lines(document))
+    return int(not document["holds"])
+
+
+def _static_lines(document: StaticDocument) -> Iterator[str]:
+    """Yield one table with a line for each set of axes, the refusals, the findings, and what is proven."""
+    rows, meshes = document["sets"], document["meshes"]
+    traced = f"{document['traces']} steps traced in {document['seconds']:.0f} s"
+    yield f"{traced}, of {len(rows)} sets of axes at sizes 2 and 4"
+    table = [
+        [
+            " x ".join(row["axes"]),
+            f"{row['gradients']:,}" if row["sizes"] else "",
+            "; ".join(f"{along} {' '.join(f'{one:,}' for one in sizes)}" for along, sizes in row["bytes"].items()),
+            f"{len(row['findings']):,}" if row["sizes"] else "",
+            row["verdict"] if row["verdict"] in ("proven", "refused") else row["verdict"].upper(),
+        ]
+        for row in rows
+    ]
+    yield from row_lines(["axes", "gradients", "bytes summed over, by a rank", "findings", "verdict"], table)
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row["reason"] is not None:
+            reasons.setdefault(f"{row['verdict']}: {row['reason']}", []).append(" x ".join(row["axes"]))
+    for size, reason in document["refused_sizes"].items():
+        reasons.setdefault(f"refused: {reason}", []).append(size)
+    for reason, which in reasons.items():
+        yield f"  {reason}"
+        yield f"    {', '.join(which)}"
+    for row in rows:
+        yield from (f"  {line}" for line in row["findings"][:_SHOWN])
+        if len(row["findings"]) > _SHOWN:
+            yield f"  ... and {len(row['findings']) - _SHOWN:,} more of {' x '.join(row['axes'])}"
+    counts = ", ".join(f"{count:,} {word}" for word, count in meshes.items() if count)
+    yield f"  meshes of powers of two, up to {document['world']:,} ranks: {counts}"
+    yield "  order and count of the sums are proven, not values: prove --layouts N compares these on up to 8 ranks"
 
 
 def _run_layouts(call: Call) -> int:
     """Prove every mesh; return 0 if none differs or fails, else 1."""
-    ranks, steps, given = call.flags["layouts"], call.flags.get("steps", 4), call.overrides
+    ranks, steps = call.flags["layouts"], call.flags.get("steps", 4)
 
     def composed(mesh: Mapping[str, int]) -> RunConfig | ConfigError:
-        idle = {f"strategy.{key}" for key, axis in _OF_AXIS.items() if mesh[axis] == 1}
-        own = [line for line in given if key_of(line) not in {"strategy", *idle}]
-        sizes = [f"strategy.{axis}={size}" for axis, size in mesh.items()]
         try:
-            return replace(call, overrides=(*own, "strategy=mesh", *sizes)).compose().cfg
+            return _config_on(call, mesh)
         except ConfigError as error:
             return error
 
@@ -126,6 +206,8 @@ def _run_layouts(call: Call) -> int:
     return int(not document["holds"])
 
 
+_SHOWN: Final = 5
+"""Findings of a set of axes that are shown; `--json` has all."""
 _SAID: Final = {**_WORDS, "refused": "refused", "failed": "FAILED"}
 
 

@@ -1,0 +1,382 @@
+"""Read from a step without data what happens to each gradient: the sums over ranks, the factors, the division by the
+count of targets.
+
+Events are attached to regions of memory. They follow a gradient through copies, views and sums of equal stories, and
+end where it is used otherwise: in a product of matrices, in a norm of a layer. Values are not read, but for numbers on
+the way from the loss.
+"""
+
+# ruff: noqa: SLF001 - names of operations and identities of storages, as in `fake_run`
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_iter
+
+from trainkit.run.estimates.fake_run import (
+    Watch,
+    group_ranks,
+    in_backward,
+    is_asked_device,
+    own_rank,
+    reduction_of,
+)
+from trainkit.strategies.base import GradientListener, UpdateTensors
+
+_NUMBERS: Final = count()
+_COPIES: Final = frozenset(
+    (
+        "copy", "clone", "_to_copy", "cat", "stack", "_chunk_cat", "chunk_cat", "split_with_sizes_copy", "lift_fresh",
+        "contiguous", "wait_tensor", "constant_pad_nd",
+    )
+)  # fmt: skip
+"""Operations whose result has the elements of what they are given."""
+_FILLS: Final = frozenset(["full", "full_like", "new_full", "scalar_tensor", "ones_like", "ones", "fill"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One thing that happened to a tensor."""
+
+    kind: str
+    """`sum`, `scatter` (a sum of which a rank keeps a part), `part` (a number of a rank that all gather), `factor`,
+    `count` (divided by a count), `mixed`.
+    """
+    ranks: tuple[int, ...] = ()
+    """The ranks of a sum; those that are summed into a count, group by group."""
+    op: str = "sum"
+    factor: float | None = None
+    number: int = field(default_factory=lambda: next(_NUMBERS))
+    """Two events with the same number are one."""
+
+    @property
+    def told(self) -> tuple[Any, ...]:
+        """What it is, whichever call it was."""
+        return self.kind, self.ranks, self.op, self.factor
+
+
+Events = frozenset[Event]
+_NONE: Final[Events] = frozenset()
+
+
+def told(events: Iterable[Event]) -> Counter[tuple[Any, ...]]:
+    """Return how often each thing happened."""
+    return Counter(one.told for one in events)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """The story of one gradient up to its update."""
+
+    events: tuple[Event, ...]
+    counts: tuple[tuple[Event, ...], ...]
+    """Of each count by which it is divided, the sums over ranks."""
+    num_elements: int
+    """Elements of this rank's part."""
+
+
+class Story(Watch):  # type: ignore[no-untyped-call]
+    """A watch that attaches to gradients what happens to them, and listens to the update."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._regions: dict[weakref.ref[torch.UntypedStorage], list[tuple[int, int, Events]]] = {}
+        self._scales: dict[weakref.ref[torch.UntypedStorage], float | None] = {}
+        self._summed_counts: dict[int, tuple[Event, ...]] = {}
+        self.gradients: dict[str, Told] = {}
+        self.seeds: set[float | None] = set()
+        """The factors with which losses begin backward; None: unknown."""
+        self.received: Counter[int] = Counter()
+        """Rank -> elements that were received from it."""
+        self.sent: Counter[int] = Counter()
+        self.lost: Counter[str] = Counter()
+        """Operations at which the story of a summed tensor ended, in the update of which nothing is known."""
+
+    def begin(self) -> None:
+        """Forget what was recorded in earlier steps."""
+        super().begin()
+        self.seeds, self.gradients = set(), {}
+        for counter in (self.received, self.sent, self.lost):
+            counter.clear()
+
+    @property
+    def listener(self) -> GradientListener:
+        """Itself."""
+        return self
+
+    def wants(self, step: int) -> bool:  # noqa: ARG002 - each of the few steps
+        """Return True."""
+        return True
+
+    def take(self, step: int, tensors: UpdateTensors) -> None:  # noqa: ARG002 - the last one counts
+        """Read the stories of the gradients of an update."""
+        for name, grad in tensors.grads.items():
+            events = tuple(self._of(grad))
+            counts = tuple(self._summed_counts[one.number] for one in events if one.kind == "count")
+            self.gradients[name] = Told(events=events, counts=counts, num_elements=grad.numel())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and let stories follow."""
+        found = super().__torch_dispatch__(func, types, args, kwargs)
+        if found is NotImplemented or is_asked_device(func) or not self.is_own:
+            return found
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._exchanged(func, args, found)
+        elif self._regions or self._scales or in_backward() or func._schema.name.split("::")[1] in _FILLS:
+            self._followed(func, args, kwargs or {}, found)
+        return found
+
+    def _forget(self, key: weakref.ref[torch.UntypedStorage]) -> None:
+        super()._forget(key)
+        self._regions.pop(key, None)
+        self._scales.pop(key, None)
+
+    def _key(self, tensor: Tensor) -> weakref.ref[torch.UntypedStorage]:
+        storage = tensor.untyped_storage()
+        self.see(storage)
+        return weakref.ref(storage)
+
+    def _of(self, tensor: Tensor) -> Events:
+        """Return the events that all of a tensor has; `mixed` for those of a part."""
+        regions = self._regions.get(weakref.ref(tensor.untyped_storage()))
+        if not regions or not tensor.numel():
+            return _NONE
+        start, end = _span(tensor)
+        covered: Counter[Event] = Counter()
+        for low, high, events in regions:
+            size = min(high, end) - max(low, start)
+            if size > 0:
+                covered.update(dict.fromkeys(events, size))
+        whole = frozenset(event for event, size in covered.items() if size == end - start)
+        return whole | frozenset(Event(kind="mixed") for size in covered.values() if size != end - start)
+
+    def _put(self, tensor: Tensor, events: Events, *, adds: bool = False) -> None:
+        """Let a tensor have these events, in addition to its own ones or instead."""
+        if not tensor.numel() or tensor.layout is not torch.strided or tensor.is_meta:
+            return
+        self._put_span(self._key(tensor), _span(tensor), events, adds=adds)
+
+    def _put_span(
+        self,
+        key: weakref.ref[torch.UntypedStorage],
+        span: tuple[int, int],
+        events: Events,
+        *,
+        adds: bool = False,
+    ) -> None:
+        """Let a range of bytes have these events."""
+        start, end = span
+        if not events and key not in self._regions:
+            return
+        kept, inside = list[tuple[int, int, Events]](), list[tuple[int, int, Events]]()
+        for low, high, own in self._regions.get(key, ()):
+            kept += [(a, b, own) for a, b in ((low, min(high, start)), (max(low, end), high)) if a < b]
+            inside += [(max(low, start), min(high, end), own)] if max(low, start) < min(high, end) else []
+        place = start
+        for low, high, own in sorted(inside, key=lambda one: one[0]) if adds else ():
+            kept += [(place, low, events)] if place < low else []
+            kept.append((low, high, own | events))
+            place = high
+        if place < end:
+            kept.append((place, end, events))
+        self._regions[key] = [one for one in kept if one[2]]
+        if not self._regions[key]:
+            del self._regions[key]
+
+    def _exchanged(self, func: Any, args: Sequence[Any], found: Any) -> None:
+        """Follow a collective."""
+        name = func._schema.name.split("::")[1].strip("_")
+        tensors = [leaf for leaf in tree_iter(args[0]) if isinstance(leaf, Tensor)]
+        if name in ("send", "recv"):
+            counter = self.sent if name == "send" else self.received
+            counter[self.peer(args)] += sum(one.numel() for one in tensors)
+            return
+        if name in ("wait_tensor", "wrap_tensor_autograd"):
+            self._put(found, self._of(args[0]))
+            return
+        outs = [leaf for leaf in tree_iter(found) if isinstance(leaf, Tensor)]
+        if "reduce" not in name:
+            for one in outs if func.namespace == "_c10d_functional" else tensors:
+                if name != "broadcast":
+                    self._put(one, _NONE)
+            if name == "allgather":  # of numbers, which are then added up
+                for rank, one in zip(group_ranks(args), tensors, strict=True):
+                    if one.numel() == 1:
+                        self._put(one, frozenset([Event(kind="part", ranks=(rank,))]))
+            return
+        ranks, op = reduction_of(args)
+        scatters = "scatter" in name
+        event = frozenset([Event(kind="scatter" if scatters else "sum", ranks=tuple(ranks), op=op)])
+        if not scatters and func.namespace == "c10d":
+            for one in tensors:
+                self._put(one, event, adds=True)
+            return
+        given = tensors if func.namespace != "c10d" else [one for one in tree_iter(args[1]) if isinstance(one, Tensor)]
+        if len(given) == len(tensors) == 1 and given[0].numel() == len(ranks) * tensors[0].numel():
+            self._put_scattered(given[0], tensors[0], event, ranks)
+            return
+        before = self._merged([self._of(one) for one in given])
+        for one in outs if func.namespace != "c10d" else tensors:
+            self._put(one, before | event)
+
+    def _put_scattered(self, given: Tensor, out: Tensor, event: Events, ranks: Sequence[int]) -> None:
+        """Let the result of a scattered sum have the stories of this rank's part, range by range."""
+        (start, end), (first, _) = _span(given), _span(out)
+        size = (end - start) // len(ranks)
+        start += size * list(ranks).index(own_rank())
+        self._put(out, event)
+        for low, high, events in self._regions.get(self._key(given), ()):
+            span = max(low, start) - start + first, min(high, start + size) - start + first
+            if span[0] < span[1]:
+                self._put_span(self._key(out), span, events | event)
+
+    def _put_chunks(self, tensors: Sequence[Tensor], num_chunks: int, out: Tensor) -> None:
+        """Let the vector that fully_shard sends have the stories of its gradients: a row of parts for each rank."""
+        item, place = out.element_size(), _span(out)[0]
+        sizes = [-(-one.shape[0] // num_chunks) * (one.numel() // one.shape[0]) * item for one in tensors]
+        stories = [self._of(one) for one in tensors]
+        for _ in range(num_chunks):
+            for size, events in zip(sizes, stories, strict=True):
+                self._put_span(self._key(out), (place, place + size), events)
+                place += size
+
+    def _merged(self, stories: Sequence[Events], *, is_number: bool = False) -> Events:
+        """Return the story of a sum, or of a copy of several: all must be alike, but those of numbers."""
+        first = stories[0] if stories else _NONE
+        if all(one == first or told(one) == told(first) for one in stories[1:]):
+            return first
+        if is_number:
+            return first.union(*stories)
+        return first | {Event(kind="mixed")}
+
+    def _followed(  # noqa: PLR0912 - one case for each kind of operation
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Any
+    ) -> None:
+        """Follow an operation of this rank alone."""
+        name: str = func._schema.name.split("::")[1]
+        base = name.rstrip("_").removeprefix("_foreach_")
+        written = list(_written(func, args, kwargs))
+        owned = {id(one) for one in written}
+        leaves = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in leaves if id(leaf) not in owned]
+        self._scaled(base, args, leaves, found, written)
+        if not self._regions:
+            return
+        held = {leaf.untyped_storage()._cdata for leaf in leaves if _is_plain(leaf)}
+        outs = written or [
+            leaf
+            for leaf in tree_iter(found)
+            if isinstance(leaf, Tensor) and _is_plain(leaf) and leaf.untyped_storage()._cdata not in held
+        ]
+        if not outs:
+            return
+        if base == "chunk_cat" and args[1] == 0:
+            self._put_chunks(args[0], args[2], outs[0])
+        elif base in ("mul", "div"):
+            rows = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            event = self._factor(base, args[1], rows)
+            for source, out in zip(rows, outs, strict=False):
+                own = self._of(source) if isinstance(source, Tensor) else _NONE
+                if out.numel() == 1 and not own and isinstance(args[1], Tensor):  # a number made of a count
+                    self._put(out, self._of(args[1]))
+                else:
+                    self._put(out, own | event)
+        elif base == "add" and isinstance(args[0], (list, tuple)):
+            others = args[1] if isinstance(args[1], (list, tuple)) else [None] * len(args[0])
+            for source, other, out in zip(args[0], others, outs, strict=False):
+                self._put(out, self._merged([self._of(source), *([] if other is None else [self._of(other)])]))
+        elif base == "add":
+            parts = [self._of(one) for one in args[:2] if isinstance(one, Tensor)]
+            self._put(outs[0], self._merged(parts, is_number=outs[0].numel() == 1))
+        elif base == "copy" and len(written) > 1:
+            for source, out in zip(args[1], written, strict=True):
+                self._put(out, self._of(source))
+        elif base in _COPIES:
+            parts = [self._of(one) for one in given if _is_plain(one)]
+            for out in outs:
+                self._put(out, self._merged(parts))
+        else:
+            before = frozenset[Event]().union(*(self._of(one) for one in leaves if _is_plain(one)))
+            for out in outs:
+                keeps = out.numel() <= 1 and base not in _FILLS | {"zero"}
+                self._put(out, before if keeps else _NONE)
+            if before and self.phase == "reduce" and base not in _FILLS | {"zero", "empty_like", "zeros_like"}:
+                self.lost[base] += 1
+
+    def _factor(self, base: str, by: Any, rows: Sequence[Any]) -> Events:
+        """Return the event of a product with a number, or with a count that was summed over ranks."""
+        if isinstance(by, (list, tuple)):
+            by = by[0] if by else 1.0
+        if not isinstance(by, Tensor):
+            number = float(by) if base == "mul" else 1 / float(by) if by else float("inf")
+            return _NONE if number == 1.0 else frozenset([Event(kind="factor", factor=number)])
+        if by.numel() != 1 or not any(isinstance(one, Tensor) and one.numel() >= 1 for one in rows):
+            return _NONE
+        counted = tuple(one for one in self._of(by) if one.kind in ("sum", "scatter"))
+        if ranks := sorted(rank for one in self._of(by) if one.kind == "part" for rank in one.ranks):
+            counted = (*counted, Event(kind="sum", ranks=tuple(ranks)))
+        known = self._scales.get(weakref.ref(by.untyped_storage()))
+        if counted:
+            event = Event(kind="count")
+            self._summed_counts[event.number] = counted
+            return frozenset([event])
+        if known is None or known == 1.0 or in_backward():  # there it begins a gradient
+            return _NONE
+        return frozenset([Event(kind="factor", factor=known)])
+
+    def _scaled(
+        self, base: str, args: Sequence[Any], leaves: Sequence[Tensor], found: Any, written: Sequence[Tensor]
+    ) -> None:
+        """Follow numbers from the loss on: the factor with which its gradient begins."""
+        out = next((leaf for leaf in tree_iter(found) if isinstance(leaf, Tensor)), None)
+        if base in _FILLS and out is not None and out.numel() == 1 and out.is_floating_point():
+            given = (float(one) for one in reversed(args) if isinstance(one, (int, float)))
+            self._scales[self._key(out)] = next(given, 1.0)
+            return
+        scaled = [leaf for leaf in leaves if leaf.numel() and _is_plain(leaf) and self._key_of(leaf) in self._scales]
+        if not scaled or out is None:
+            return
+        if _is_plain(out) and out.untyped_storage()._cdata in {one.untyped_storage()._cdata for one in scaled}:
+            if written:  # it is overwritten
+                self._scales.pop(self._key(out), None)
+            return
+        mine = number = self._scales[self._key_of(scaled[0])]
+        if out.numel() == 1 and base in ("mul", "div", "neg", "_to_copy", "clone"):
+            others = [one for one in args if one is not scaled[0] and not isinstance(one, (torch.dtype, str))]
+            for one in others[:1] if base in ("mul", "div") else ():
+                known = float(one) if isinstance(one, (int, float)) else self._scales.get(self._key_of(one))
+                number = None if known is None or mine is None else mine * known if base == "mul" else mine / known
+            self._scales[self._key(out)] = -number if base == "neg" and number is not None else number
+        elif in_backward():
+            self.seeds.add(mine)
+
+    def _key_of(self, tensor: Tensor) -> weakref.ref[torch.UntypedStorage]:
+        return weakref.ref(tensor.untyped_storage())
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and (isinstance(tensor, FakeTensor) or not tensor.is_meta)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the one after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset())
+    return start * tensor.element_size(), (start + int(last) + 1) * tensor.element_size()
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that an operation changes."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor))
