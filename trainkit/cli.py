@@ -56,6 +56,11 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         return _dispatch(arguments)
     except TrainkitError as error:
+        if "--json" in arguments:
+            from trainkit.report.error_address import error_document  # noqa: PLC0415 - for an error only
+            from trainkit.report.json_output import print_json  # noqa: PLC0415
+
+            print_json(error_document(error))
         _print_error(_told(error))
         return error.exit_code
     except KeyboardInterrupt:

@@ -62,6 +62,12 @@ def test_a_document_without_a_key_is_refused_and_a_result_needs_status_and_reaso
     refuse_invalid("result", {"status": "failed", "reason": "no space"})
 
 
+def test_an_error_is_a_document_that_names_every_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "error", "plan", "seed=-1", "optimizer.lrr=3", code=2)
+    assert [(one["key"], one["value"]) for one in found["problems"]] == [("seed", "-1"), ("optimizer.lrr", None)]
+    assert (found["exit_code"], found["sections"][1]) == (2, "optimizer-and-learning-rate")
+
+
 @pytest.mark.parametrize("key", ["batch", "seed", "optimizer.groups", "callbacks"])
 def test_explain(capsys: pytest.CaptureFixture[str], key: str) -> None:
     printed(capsys, "explain", "explain", key)

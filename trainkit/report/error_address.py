@@ -13,7 +13,8 @@ from typing import Final
 
 from trainkit.config.values import closest
 from trainkit.config.yaml_files import shipped_docs
-from trainkit.errors import ConfigError, MissingExtraError, Problem, TrainkitError
+from trainkit.errors import MISSING, ConfigError, MissingExtraError, Problem, TrainkitError, yaml_text
+from trainkit.report.schemas.looking import ErrorDocument, ToldProblem
 
 PREFIX: Final = "errors"
 """Prefix of the word that names a section: `trainkit explain errors.SECTION`."""
@@ -46,6 +47,33 @@ SECTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 _SECTION_OF: Final = {first: section for section, keys in SECTIONS.items() for first in keys}
 _MOST: Final = 3
 """Number of sections that one line names."""
+
+
+def error_document(error: TrainkitError) -> ErrorDocument:
+    """Return an error as a verb with `--json` prints it.
+
+    Example:
+        >>> found = error_document(ConfigError([Problem(key="seed", value=-1, rule="must not be negative.")]))
+        >>> found["exit_code"], found["problems"][0]["value"], found["sections"]
+        (2, '-1', ['precision-and-reproducibility'])
+    """
+    problems = error.problems if isinstance(error, ConfigError) else ()
+    return ErrorDocument(
+        version=1,
+        error=type(error).__name__,
+        exit_code=error.exit_code,
+        message=str(error),
+        problems=[
+            ToldProblem(
+                key=one.key,
+                value=None if one.value is MISSING else yaml_text(one.shown_value),
+                rule=one.rule,
+                origin=one.origin,
+            )
+            for one in problems
+        ],
+        sections=anchors(error),
+    )
 
 
 def address_line(error: TrainkitError) -> str:

@@ -30,6 +30,7 @@ class Document:
 
 
 DOCUMENTS: Final[Mapping[str, Document]] = {
+    "error": Document(about="an error of a verb with --json", kind="trainkit.report.schemas.looking.ErrorDocument"),
     "explain": Document(about="trainkit explain KEY --json", kind="trainkit.report.schemas.looking.Explanation"),
     "plan": Document(about="trainkit plan --json", kind="trainkit.report.schemas.planning.Plan"),
     "ls": Document(about="trainkit ls --json", kind="trainkit.report.schemas.looking.Listing"),

@@ -1,4 +1,4 @@
-"""Outputs of `explain`, `ls`, `top`, `diff`, `compare`, `capabilities` and `advise` with `--json`."""
+"""Outputs of `explain`, `ls`, `top`, `diff`, `compare`, `capabilities` and `advise` with `--json`, and of an error."""
 
 from __future__ import annotations
 
@@ -344,3 +344,33 @@ class AdviceDocument(TypedDict):
     """The second best."""
     ways: list[AdvisedWay]
     """All ways: the ranking, then the ways that cannot be chosen."""
+
+
+class ToldProblem(TypedDict):
+    """One problem of a config."""
+
+    key: str
+    """The key, or another subject: an argument, a file."""
+    value: str | None
+    """Its value as YAML; null if the key itself is the problem. Secrets are redacted."""
+    rule: str
+    """The violated rule, and the remedy."""
+    origin: str
+    """The place that set it: `command line`, `FILE:LINE`; empty if unknown."""
+
+
+class ErrorDocument(TypedDict):
+    """Output of any verb with `--json` that ends with an error; standard error has the same as text."""
+
+    version: Literal[1]
+    """Version of this document."""
+    error: str
+    """Class of the error in `trainkit.errors`."""
+    exit_code: int
+    """Exit code of the command."""
+    message: str
+    """The error as text."""
+    problems: list[ToldProblem]
+    """All problems of a config; empty for other errors."""
+    sections: list[str]
+    """`trainkit explain errors.SECTION` explains it."""

@@ -122,6 +122,7 @@ def _trained(call: Call, sides: list[Side]) -> PairedComparison:
         sides.append(side)
     if len(sides) == 1 or sides[0].state == sides[1].state:
         why = "config, sources, data, packages and threads are equal: nothing was run; another placement only rounds"
+        why += "" if sides[0].cfg.stop_after is None else "; where stop_after ends a run follows the clock"
         return _judged(call, sides[0], sides[-1], same=why)
     earlier = read_state(sides[0].runs[0].result.folder.parent) if call.arguments else None
     notes = [f"other {part} than A" for part in trained[1][1].differing(earlier) if part != "config"] if earlier else []
