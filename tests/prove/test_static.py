@@ -51,6 +51,7 @@ def found(*words: str, **axes: int) -> list[str]:
     [
         {"replicate": 2, "shard": 2},
         {"shard": 2, "context": 2},
+        {"pipe": 2, "context": 2},
         {"shard": 2, "pipe": 2, "tensor": 2},
         {"replicate": 4, "context": 2, "tensor": 2},
     ],

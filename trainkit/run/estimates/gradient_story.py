@@ -33,6 +33,8 @@ from trainkit.run.estimates.fake_run import (
 from trainkit.strategies.base import GradientListener, UpdateTensors
 
 _NUMBERS: Final = count()
+_FEW: Final = 64
+"""Elements of the largest tensor of losses and counts that all ranks gather, to add them up."""
 _COPIES: Final = frozenset(
     (
         "copy", "clone", "_to_copy", "cat", "stack", "_chunk_cat", "chunk_cat", "split_with_sizes_copy", "lift_fresh",
@@ -41,6 +43,9 @@ _COPIES: Final = frozenset(
 )  # fmt: skip
 """Operations whose result has the elements of what they are given."""
 _FILLS: Final = frozenset(["full", "full_like", "new_full", "scalar_tensor", "ones_like", "ones", "fill"])
+
+_MADE: Final = _FILLS | {"zero", "zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty"}
+"""Operations whose result has nothing of what they are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,9 +214,11 @@ class Story(Watch):  # type: ignore[no-untyped-call]
                 if name != "broadcast":
                     self._put(one, _NONE)
             if name == "allgather":  # of numbers, which are then added up
+                own = self._of(next(leaf for leaf in tree_iter(args[1]) if isinstance(leaf, Tensor)))
+                before = frozenset(_with_sums(own))
                 for rank, one in zip(group_ranks(args), tensors, strict=True):
-                    if one.numel() == 1:
-                        self._put(one, frozenset([Event(kind="part", ranks=(rank,))]))
+                    if one.numel() <= _FEW:
+                        self._put(one, before | {Event(kind="part", ranks=(rank,))})
             return
         ranks, op = reduction_of(args)
         scatters = "scatter" in name
@@ -254,7 +261,7 @@ class Story(Watch):  # type: ignore[no-untyped-call]
         first = stories[0] if stories else _NONE
         if all(one == first or told(one) == told(first) for one in stories[1:]):
             return first
-        if is_number:
+        if is_number or any(event.kind == "part" for one in stories for event in one):
             return first.union(*stories)
         return first | {Event(kind="mixed")}
 
@@ -307,9 +314,9 @@ class Story(Watch):  # type: ignore[no-untyped-call]
         else:
             before = frozenset[Event]().union(*(self._of(one) for one in leaves if _is_plain(one)))
             for out in outs:
-                keeps = out.numel() <= 1 and base not in _FILLS | {"zero"}
+                keeps = out.numel() <= 1 and base not in _MADE
                 self._put(out, before if keeps else _NONE)
-            if before and self.phase == "reduce" and base not in _FILLS | {"zero", "empty_like", "zeros_like"}:
+            if before and self.phase == "reduce" and base not in _MADE:
                 self.lost[base] += 1
 
     def _factor(self, base: str, by: Any, rows: Sequence[Any]) -> Events:
@@ -321,9 +328,7 @@ class Story(Watch):  # type: ignore[no-untyped-call]
             return _NONE if number == 1.0 else frozenset([Event(kind="factor", factor=number)])
         if by.numel() != 1 or not any(isinstance(one, Tensor) and one.numel() >= 1 for one in rows):
             return _NONE
-        counted = tuple(one for one in self._of(by) if one.kind in ("sum", "scatter"))
-        if ranks := sorted(rank for one in self._of(by) if one.kind == "part" for rank in one.ranks):
-            counted = (*counted, Event(kind="sum", ranks=tuple(ranks)))
+        counted = tuple(one for one in _with_sums(self._of(by)) if one.kind in ("sum", "scatter"))
         known = self._scales.get(weakref.ref(by.untyped_storage()))
         if counted:
             event = Event(kind="count")
@@ -361,6 +366,13 @@ class Story(Watch):  # type: ignore[no-untyped-call]
 
     def _key_of(self, tensor: Tensor) -> weakref.ref[torch.UntypedStorage]:
         return weakref.ref(tensor.untyped_storage())
+
+
+def _with_sums(events: Events) -> Iterator[Event]:
+    """Yield events, with one sum in the place of the parts of ranks that were added up."""
+    yield from (one for one in events if one.kind != "part")
+    if ranks := sorted(rank for one in events if one.kind == "part" for rank in one.ranks):
+        yield Event(kind="sum", ranks=tuple(ranks))
 
 
 def _is_plain(tensor: Tensor) -> bool:
