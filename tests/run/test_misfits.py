@@ -431,6 +431,7 @@ def test_volumes_smaller_than_a_kernel_and_outputs_smaller_than_a_stride_are_ref
 GAN = ("recipe=gan", "callbacks=[]", "logger=[]")
 LINEAR = "{_target_:trainkit.schedules.Linear}"
 BODY = "optimizers.body.match=['layers.0.*']"
+ON_SERVERS = ("strategy=parameter_server", BODY, "optimizers.head.match=['layers.2.*']")
 
 
 def planned(*overrides: str) -> RunPlan:
@@ -461,6 +462,8 @@ def refused(*overrides: str) -> list[Problem]:
         (("recipe=gan", "optimizers.critic.lr=1"), "optimizers.critic", "no such phase"),
         (("recipe=gan", "optimizers.generator.ratio=1/2", "optimizers.discriminator.ratio=1/3"), "optimizers", "no ph"),
         ((*GAN, "optimizers.generator.lr=1", "optimizer.lr=2"), "optimizer.lr", "has no effect"),
+        ((*ON_SERVERS, "callbacks=[plateau]"), "callbacks.plateau", "servers compute the rates"),
+        ((*ON_SERVERS, "stop_after=1min"), "stop_after", "servers compute the rates"),
     ],
 )
 def test_a_misfit_is_refused_by_its_key(overrides: tuple[str, ...], key: str, part: str) -> None:

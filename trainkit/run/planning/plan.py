@@ -51,7 +51,7 @@ from trainkit.run.process_backend import ProcessBackend
 from trainkit.strategies.base import Phase, PlanContext, Strategy
 from trainkit.strategies.core.refusals import MakeOptimizer
 from trainkit.strategies.traffic import StepCut, bubble_of
-from trainkit.trainer.events import callback_problems
+from trainkit.trainer.events import Callback, callback_problems
 from trainkit.trainer.time_limit import read_record
 
 _EVALUATOR: Final = "trainkit.run.session.evaluator_main"
@@ -402,24 +402,28 @@ def make_plan(
     plan = _plan_of(resolved, parts, context, tasks, num_replicas=replicas, batch=batch, given=cfg.batch)
     found = phase_problems(plan.optimizers, parts.objective) if plan.optimizers or parts.objective.phases else []
     found += average_problems(context.average, parts.datasets, plan.num_steps) if context.average else []
-    found += _time_problems(plan)
+    found += _rate_problems(plan)
     _refuse(found)
     if debug is not None:
         debug.refuse_absent_rank(tasks)
     return replace(plan, backend=backend, debugged_rank=None if debug is None else debug.rank)
 
 
-def _time_problems(plan: RunPlan) -> Iterator[Problem]:
-    """Yield why a training cannot end after a time, or repeat one that did."""
+def _rate_problems(plan: RunPlan) -> Iterator[Problem]:
+    """Yield why a training cannot have rates that are known only while it runs, or repeat those of another."""
     cfg = plan.cfg
-    if cfg.stop_after is None:
-        return
-    if cfg.stop_after_record is not None:
+    if cfg.stop_after is not None and cfg.stop_after_record is not None:
         read_record(Path(cfg.stop_after_record).expanduser(), cfg.stop_after)
     servers = any(not task.is_evaluator and task.rank in plan.auxiliary_ranks for task in plan.tasks)
-    if plan.optimizers and servers:
-        rule = "servers compute the rates of several optimizers by the step. Use steps=N, or another strategy."
-        yield Problem(key="stop_after", value=cfg.stop_after, rule=rule)
+    if not plan.optimizers or not servers:
+        return
+    rule = "servers compute the rates of several optimizers by the step."
+    if cfg.stop_after is not None:
+        yield Problem(key="stop_after", value=cfg.stop_after, rule=f"{rule} Use steps=N, or another strategy.")
+    for name, node in cfg.callbacks.items():
+        kind = class_built_by(node)
+        if isinstance(kind, type) and issubclass(kind, Callback) and kind.rate_factor is not Callback.rate_factor:
+            yield Problem(key=f"callbacks.{name}", rule=f"{rule} Leave it out, or use another strategy.")
 
 
 def _plan_of(
