@@ -59,7 +59,7 @@ def test_a_budget_that_is_used_up_stops_running_jobs_starts_no_other_and_counts_
     sweep = sweep_in(tmp_path, slots=Slots(count=2), budget=budget, retries=3)
     codes = run(sweep, *jobs)
     sweep.finish()
-    assert (codes.keys(), all(code in STOPPED for code in codes.values())) == ({"0", "1"}, True)
+    assert ({*codes}, all(code in STOPPED for code in codes.values())) == ({"0", "1"}, True)
     out = capfd.readouterr().out
     assert "stopping: sweep.budget=1s is used up; 2 running, each saves first\n" in out
     assert " of 1s is used; go on with sweep.resume=" in out

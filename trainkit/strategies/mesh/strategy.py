@@ -276,10 +276,8 @@ class MeshStrategy(ProcessGroup, Strategy):
         """Return the stages of the first replica, with the device of the first rank of each."""
         if self.pipe_stages is None:
             return ()
-        devices, axes = (
-            [task.device for task in self.tasks(replace(context, launch=None))],
-            self.layout_in(context).axes,
-        )
+        devices = [task.device for task in self.tasks(replace(context, launch=None))]
+        axes = self.layout_in(context).axes
         return self.pipe_stages.described(model, context, devices[:: axes.context * axes.tensor])
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
