@@ -335,7 +335,10 @@ def prove_static(
     for axis, size in product(("pipe", "context", "tensor"), powers):
         try:
             cfg = config({**alone, axis: size})
-            make_plan(replace(bare(cfg, 1), batch=replace(cfg.batch, global_size=_SHARDS * _MICRO, micro_size=_MICRO)))
+            batch = replace(cfg.batch, global_size=_SHARDS * _MICRO, micro_size=_MICRO, accumulation=None)
+            plan = make_plan(replace(bare(cfg, 1), batch=batch))
+            if problems := plan.components.strategy.validate_model(meta_model(plan.cfg), plan.context):
+                raise ConfigError(problems)
         except ConfigError as error:
             refused[f"{axis}={size}"] = "; ".join(map(str, error.problems))
     reference: Trace | None = None
