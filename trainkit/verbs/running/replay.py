@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.config.grammar import refusal
 from trainkit.errors import AbsentFileError, UnreadableError
-from trainkit.files import parse_json, read_lines, read_map
+from trainkit.files import parse_json, read_bytes, read_lines, read_map
 from trainkit.report.schemas.looking import FirstDifference, Replay
 from trainkit.verbs.support.call import Call
 
@@ -138,7 +138,7 @@ def _elsewhere(folder: Path, cfg: RunConfig) -> Iterator[str]:
         yield "sources: tracked files of this folder are, or were, changed since their commit"
     for path in sorted((folder / "code").rglob("*.py")):
         other = Path(path.relative_to(folder / "code"))
-        if other.is_file() and other.read_bytes() != path.read_bytes():
+        if other.is_file() and read_bytes(other, follow=True) != read_bytes(path):
             yield f"sources: {other} has changed; the copy in the run is used"
 
 
