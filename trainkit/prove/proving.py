@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trainkit.config.identity import difference
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, DataError, Problem, StorageError, first_line
-from trainkit.files import reporting
+from trainkit.files import parse_json, read_lines, reporting
 from trainkit.prove.comparing import (
     Numbers,
     Proof,
@@ -257,7 +257,7 @@ class Reference:
 
 def _losses(folder: Path) -> Tensor:
     """Return (steps,) float64, the losses of a run folder whose rows are those of single steps."""
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    rows = [parse_json(line) for line in read_lines(folder / "metrics.jsonl")]
     return torch.tensor([row["train/loss"] for row in rows if "train/loss" in row], dtype=torch.float64)
 
 

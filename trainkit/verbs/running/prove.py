@@ -26,6 +26,7 @@ from trainkit.prove.layouts import (
     row_of,
 )
 from trainkit.prove.proving import prove
+from trainkit.prove.resuming import prove_resume
 from trainkit.report.tables import row_lines
 from trainkit.verbs.support.call import Call
 from trainkit.verbs.support.measured import line_printer
@@ -54,6 +55,8 @@ def run(call: Call) -> int:
     if "static" in call.flags:
         return _run_static(call)
     points = call.compose_points()
+    if "resume" in call.flags:
+        return _run_resume(call, points)
     proofs = prove_points(call, points, steps=call.flags.get("steps", 10), log=line_printer("prove"))
     composed = dict.fromkeys(note for point in points for note in point.notes)
     lines = [line for proof in proofs for line in report_lines(proof, every="all" in call.flags)]
@@ -91,9 +94,32 @@ def prove_points(
         raise points[0].with_origins(error) from error
 
 
+def _run_resume(call: Call, points: Sequence[Composition]) -> int:
+    """Interrupt and resume a training; return 0 if it ends as the undisturbed one on every placement, else 1."""
+    common, steps = set.intersection(*(set(point.overrides) for point in points)), call.flags.get("steps", 10)
+    labelled = [(_label(point, common), point.cfg) for point in points]
+    try:
+        proof = prove_resume(labelled, steps=steps, log=line_printer("prove"))
+    except ConfigError as error:
+        raise points[0].with_origins(error) from error
+    begun = f"{steps} steps in {proof.precision}; {proof.disturbance}; resumed from step {proof.saved}"
+    rows = []
+    for one in proof.resumed:
+        worst = max(one.comparisons, key=lambda each: each.error)
+        largest = "" if one.verdict == "equal" else f"{worst.error:.1e} {worst.name}"
+        rows.append([one.label, _WORDS[one.verdict], largest])
+    end = f"  the training ends as the undisturbed one: {'yes' if proof.holds else 'NO'}"
+    lines = [begun, *row_lines(["resumed on", "weights", "largest error"], rows), end]
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+    return int(not proof.holds)
+
+
 def problems(call: Call) -> Iterator[Problem]:
     """Yield the problems of flags together, and of keys that a flag sets."""
     flag = next((name for name in ("layouts", "static") if name in call.flags), None)
+    if "resume" in call.flags:
+        for name in {"layouts", "static", "same-cut", "all"} & call.flags.keys():
+            yield call.problem(name, "has no effect with --resume. Give one of the two.")
     if flag is None:
         for name, of in (("json", "--layouts and --static"), ("world", "--static")):
             if name in call.flags:

@@ -129,13 +129,14 @@ VERBS: Final[Mapping[str, Verb]] = {
             _JSON,
         ), composes=True),
     "prove": Verb(
-        "running", "strategy=A[,B...] OVERRIDES, or --layouts N OVERRIDES, or --static OVERRIDES", "strategy=mirrored",
+        "running", "strategy=A[,B...] OVERRIDES, or --layouts N, --static or --resume OVERRIDES", "strategy=mirrored",
         "compare strategies, or every mesh of N ranks, step by step with one device",
         (
             Flag("--steps N", "optimizer steps to compare; 10 without it, 4 with --layouts", whole(1, 1_000_000)),
             Flag("--layouts N", "compare every mesh of this many ranks, 2 to 8", whole(2, 8)),
             Flag("--static", "read without training how often every mesh sums each gradient, and over which ranks"),
             Flag("--world N", "with --static: the largest number of ranks; 1024 without it", whole(2, MOST_PROCESSES)),
+            Flag("--resume", "interrupt the first training at a random step, resume it on each strategy, and compare"),
             Flag("--same-cut", "compare only the numbers, with the same batch.micro_size"),
             Flag("--all", "print a line for every parameter, even if all are equal"),
             _JSON._replace(about="with --layouts or --static: " + _JSON.about),
