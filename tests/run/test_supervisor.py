@@ -426,7 +426,7 @@ def test_a_launcher_that_restarts_and_a_strategy_that_needs_all_are_refused(monk
         (("strategy=fsdp", "strategy.replicas=4"), True),
         (("strategy=mesh", "strategy.shard=4"), False),
         (("strategy=mesh", "strategy.replicate=2"), False),
-        (("strategy=mesh", "strategy.tensor=2"), False),
+        (("strategy=mesh", "strategy.tensor=2"), True),
         (("strategy=fsdp", "strategy.replicas=4", "strategy.replicate=2"), False),
     ],
 )

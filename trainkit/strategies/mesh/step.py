@@ -234,7 +234,7 @@ def joined_norms(
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
             return found if among else found[chosen]
         power = 1.0 if are_whole else order
-        found[chosen] = torch.where(written, norms**power, 0.0).to(device)
+        found[chosen] = (norms**power * written).to(device)
         dist.all_reduce(found, group=group)
         joined: Tensor = (found if among else found[chosen]) ** (1 / power)
         return joined
