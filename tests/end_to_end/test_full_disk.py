@@ -143,8 +143,8 @@ LIMIT = 1000 * 2**20
 """Bytes that a process may have; it has about 300 MiB before there is a model."""
 
 GPT = (
-    "recipe=null", "model=gpt", "model.vocab_size=64", "model.context=16", "model.num_layers=6", "model.num_heads=4",
-    "model.width=1024", "data=synthetic_tokens", "data.vocab_size=64", "data.context=16",
+    "recipe=null", "model=gpt", "model.vocab_size=64", "model.context=16", "model.num_layers=24", "model.num_heads=4",
+    "model.width=512", "data=synthetic_tokens", "data.vocab_size=64", "data.context=16",
     "objective=language_modelling", "batch.global_size=4", "batch.micro_size=1", "steps=2", "eval.every_epochs=null",
     "checkpoint.background=false", "callbacks=[]", "logger=[]", "hydra.run.dir=run",
 )  # fmt: skip

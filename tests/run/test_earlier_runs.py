@@ -11,6 +11,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import quick
 
@@ -32,4 +33,6 @@ def test_a_run_of_earlier_code_ends_in_the_weights_of_that_code_or_names_the_key
         assert "strategy.shard: no such key in TensorParallel. It belongs to local_sgd, mesh" in done.stderr
         return
     assert done.returncode == 0, done.stderr
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("the hashes are those of a processor with AVX-512; with other instructions sums round otherwise")
     assert json.loads((tmp_path / name / "result.json").read_text())["weights_sha256"] == WEIGHTS[name]
