@@ -6,6 +6,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 
 from tests.contract.running import QUIET, run
 from trainkit.cli import main
@@ -43,7 +44,7 @@ def test_rows_are_compared_by_their_steps_and_without_clocks() -> None:
 
 @pytest.mark.slow
 def test_a_replay_is_the_same_bits_and_a_changed_record_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = run(tmp_path / "run", *NET)
     code, found = replayed(capsys, tmp_path / "run", "--out", tmp_path / "a")
@@ -53,10 +54,14 @@ def test_a_replay_is_the_same_bits_and_a_changed_record_is_named(
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     changed = {**json.loads(rows[1]), "train/loss": 0.125}
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([rows[0], json.dumps(changed), *rows[2:], ""]))
-    edited(tmp_path / "run" / "environment.json", python="2.7")
+    environment, threads = tmp_path / "run" / "environment.json", list[int]()
+    devices = json.loads(environment.read_text())["devices"]
+    edited(environment, python="2.7", devices={**devices, "threads": 3})
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     code, found = replayed(capsys, tmp_path / "run", "--out", tmp_path / "b")
     assert (code, found["first"]["step"], found["first"]["name"]) == (1, changed["step"], "train/loss")
-    assert [line.partition(",")[0] for line in found["differing"]] == ["python was 2.7"]
+    assert [line.partition(",")[0] for line in found["differing"]] == ["python was 2.7", "threads was 3"]
+    assert threads[0] == 3, "a job of a sweep has a share of the cores"
 
 
 @pytest.mark.slow

@@ -7,12 +7,13 @@ import platform
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.config.grammar import refusal
+from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import AbsentFileError, UnreadableError
 from trainkit.files import parse_json, read_bytes, read_lines, read_map
 from trainkit.report.schemas.looking import FirstDifference, Replay
@@ -48,7 +49,7 @@ def run(call: Call) -> int:
         found = "there is none" if isinstance(error, AbsentFileError) else error.reason
         rule = f"has no result with the hash of its weights: {found}. A run must end, or be stopped by Ctrl-C, first."
         raise refusal(str(folder), rule) from None
-    with _saved_sources(folder) as packages:
+    with _saved_sources(folder) as packages, _threads_of(folder):
         cfg = run_config(folder)
         if result.get("own_loss"):
             raise refusal(str(folder), "has losses of its own loop (trainkit.session). Run its script again.")
@@ -114,6 +115,21 @@ def _saved_sources(folder: Path) -> Iterator[list[str]]:
             yield sorted({path.stem for path in code.iterdir() if path.is_dir() or path.suffix == ".py"})
     finally:
         sys.path.remove(str(code))
+
+
+@contextmanager
+def _threads_of(folder: Path) -> Iterator[None]:
+    """Compute with the threads of torch that a run had: a job of a sweep has a share of the cores."""
+    import torch  # noqa: PLC0415 - nothing is imported to refuse an argument
+
+    before, threads = torch.get_num_threads(), None
+    with suppress(UnreadableError):
+        threads = read_map(folder / "environment.json", {"devices": dict})["devices"].get("threads")
+    torch.set_num_threads(threads if isinstance(threads, int) and 0 < threads <= MOST_PROCESSES else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _elsewhere(folder: Path, cfg: RunConfig) -> Iterator[str]:
