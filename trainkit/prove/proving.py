@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,8 @@ from trainkit.run.runner import train
 from trainkit.trained.build import meta_model
 from trainkit.trainer.checkpoint.tensors import load
 from trainkit.trainer.manifest import list_complete
+
+T = TypeVar("T")
 
 _ONE_DEVICE: Final = "trainkit.strategies.OneDevice"
 _PRECISION: Final = "trainkit.numerics.Precision"
@@ -77,22 +79,29 @@ def with_precision(cfg: RunConfig, value: str) -> RunConfig:
     return replace(cfg, precision={"_target_": _PRECISION, "value": value}, convert={})
 
 
-def _reference_weights(
-    cfg: RunConfig, folder: Path, log: Callable[[str], None]
-) -> tuple[str, dict[int, dict[str, Tensor]]]:
-    """Train the reference in fp64, or in fp32 if the model does not run in fp64.
+def in_double_precision(
+    work: Callable[[str], T],
+    log: Callable[[str], None],
+    *,
+    what: str,
+    tolerated: tuple[type[Exception], ...] = (RuntimeError, TypeError),
+) -> tuple[str, T]:
+    """Return fp64 and the result of a training in it, or fp32 and that in fp32 if the model does not run in fp64.
 
-    Returns:
-        The precision that was used, and the weights after every step.
+    Args:
+        work: trains in the precision that it is given.
+        log: logs the start of a training.
+        what: the training, in the log.
+        tolerated: errors that mean that the model does not run in fp64; those of config and data never do.
     """
     try:
-        log("reference: one_device in fp64")
-        return "fp64", _weights_by_step(with_precision(cfg, "fp64"), folder / "reference_fp64")
+        log(f"{what} in fp64")
+        return "fp64", work("fp64")
     except (ConfigError, DataError):
         raise
-    except (RuntimeError, NotImplementedError, TypeError) as error:
-        log(f"the model does not run in fp64 ({first_line(error)}); reference: one_device in fp32")
-        return "fp32", _weights_by_step(with_precision(cfg, "fp32"), folder / "reference_fp32")
+    except tolerated as error:
+        log(f"the model does not run in fp64 ({first_line(error)}); {what} in fp32")
+        return "fp32", work("fp32")
 
 
 def last_weights(folder: Path) -> dict[int, dict[str, Tensor]]:
@@ -183,15 +192,19 @@ class Reference:
         sizes = replace(min(judged, key=lambda one: one.plan.batch.micro_size).plan.cfg.batch, accumulation=None)
         # A candidate whose replicas diverge between synchronisations ends later, at the next synchronisation.
         last = max(one.plan.last_step for one in judged)
-        cfg = replace(_on_one_device(judged[0].plan.cfg), batch=sizes, stop_at_step=last)
-        precision, expected = _reference_weights(cfg, folder, log)
-        cfg = with_precision(cfg, precision)
+        cfg = replace(on_one_device(judged[0].plan.cfg), batch=sizes, stop_at_step=last)
+
+        def trained(precision: str) -> dict[int, dict[str, Tensor]]:
+            return _weights_by_step(with_precision(cfg, precision), folder / f"reference_{precision}")
+
+        precision, expected = in_double_precision(trained, log, what="reference: one_device")
+        same = with_precision(cfg, precision)
         return cls(
-            cfg=cfg,
+            cfg=same,
             precision=precision,
             expected=expected,
             losses=_losses(folder / f"reference_{precision}"),
-            examiner=None if cfg.optimizers else Examiner(cfg),
+            examiner=None if cfg.optimizers else Examiner(same),
         )
 
     def numbers(self, one: Candidate, folder: Path, *, is_layout: bool = False) -> tuple[Numbers, Probed | None]:
@@ -347,7 +360,7 @@ def _judged(
         plans.append(plan)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    reference = make_plan(_on_one_device(bare(candidates[0][1], steps)))
+    reference = make_plan(on_one_device(bare(candidates[0][1], steps)))
     known: dict[str, Coupling] = {}
     judged = []
     for (label, cfg), plan in zip(candidates, plans, strict=True):
@@ -371,5 +384,6 @@ def _coupling(plan: RunPlan, model: nn.Module, known: dict[str, Coupling]) -> Co
     return known[node]
 
 
-def _on_one_device(cfg: RunConfig) -> RunConfig:
+def on_one_device(cfg: RunConfig) -> RunConfig:
+    """Return the config of the same training on one device."""
     return replace(cfg, strategy={"_target_": _ONE_DEVICE, "device": "auto"})

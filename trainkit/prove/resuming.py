@@ -14,9 +14,9 @@ from typing import Final
 from torch import Tensor
 
 from trainkit.config.schema import RunConfig
-from trainkit.errors import ConfigError, DataError, Problem, TrainkitError, first_line
+from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.prove.comparing import Comparison, Verdict, compare, moved_by_rounding, worst
-from trainkit.prove.proving import bare, last_weights, scratch, with_precision
+from trainkit.prove.proving import bare, in_double_precision, last_weights, scratch, with_precision
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.runner import train
 from trainkit.trainer import failpoints
@@ -112,7 +112,13 @@ def prove_resume(
     loader = replace(first.cfg.loader, num_workers=workers)
     placements.append((f"{points[0][0]}, loader.num_workers={workers}", replace(first.cfg, loader=loader)))
     with scratch() as folder:
-        precision, expected = _undisturbed(first.cfg, folder, log)
+
+        def undisturbed(precision: str) -> Mapping[int, Mapping[str, Tensor]]:
+            return _last(_prepared(first.cfg, precision), folder / f"undisturbed_{precision}")
+
+        # a training of several processes reports what its model does not do as an error of a rank
+        tolerated = (TrainkitError, RuntimeError, TypeError)
+        precision, expected = in_double_precision(undisturbed, log, what="undisturbed,", tolerated=tolerated)
         log(f"interrupted: {disturbance}")
         _interrupt(_prepared(first.cfg, precision), folder / "interrupted", disturbance)
         (saved,) = last_weights(folder / "interrupted")
@@ -155,20 +161,6 @@ def _drawn(plan: RunPlan, steps: int) -> Disturbance:
         phase=numbers.choice(_PHASES),
         is_killed=len(tasks) > 1,
     )
-
-
-def _undisturbed(
-    cfg: RunConfig, folder: Path, log: Callable[[str], None]
-) -> tuple[str, Mapping[int, Mapping[str, Tensor]]]:
-    """Train undisturbed in fp64, or in fp32 if that fails; return the precision and the last weights."""
-    log("undisturbed, in fp64")
-    try:
-        return "fp64", _last(_prepared(cfg, "fp64"), folder / "undisturbed_fp64")
-    except (ConfigError, DataError):
-        raise
-    except (TrainkitError, RuntimeError, TypeError) as error:
-        log(f"the training does not run in fp64 ({first_line(error)}): undisturbed, in fp32")
-        return "fp32", _last(_prepared(cfg, "fp32"), folder / "undisturbed_fp32")
 
 
 def _prepared(cfg: RunConfig, precision: str) -> RunConfig:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import combinations, pairwise, product
 from math import ceil, prod
 from typing import Any, Final, Literal
@@ -20,13 +21,13 @@ from typing_extensions import TypedDict
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem, named_first_line
 from trainkit.prove.layouts import AXES, mesh_text
-from trainkit.prove.proving import bare
+from trainkit.prove.proving import bare, on_one_device
 from trainkit.run.estimates.fake_run import ObservedSteps, observe
 from trainkit.run.estimates.gradient_story import Event, Story
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.strategies.core.step import LossDivisor
 from trainkit.strategies.mesh.sharding import Axes
-from trainkit.strategies.mesh.tensor_plan import match_plan
+from trainkit.strategies.mesh.tensor_plan import MatchedPlan, match_plan
 from trainkit.trained.build import meta_model
 
 _DATA: Final = ("replicate", "shard", "context")
@@ -50,6 +51,11 @@ class Trace:
     steps: Mapping[int, ObservedSteps]
     divisor: LossDivisor
     """By which the loss of the observed step is divided before backward."""
+
+    @cached_property
+    def fit(self) -> MatchedPlan:
+        """The modules that are cut along tensor."""
+        return match_plan(self.model, self.plan.cfg.strategy.get("plan", "auto"), self.axes.tensor)
 
     @property
     def seeds(self) -> frozenset[float | None]:
@@ -125,6 +131,12 @@ class StaticDocument(TypedDict):
     """Axis and size, `tensor=16` -> why the strategy does not take it."""
 
 
+def _planned(cfg: RunConfig, *, replicas: int) -> RunPlan:
+    """Return the plan of a step of a few small shards on each replica."""
+    batch = replace(cfg.batch, global_size=replicas * _SHARDS * _MICRO, micro_size=_MICRO, accumulation=None)
+    return make_plan(replace(bare(cfg, 1), batch=batch))
+
+
 def trace(cfg: RunConfig, axes: Axes) -> Trace:
     """Trace a step of the first rank of each stage.
 
@@ -132,10 +144,7 @@ def trace(cfg: RunConfig, axes: Axes) -> Trace:
         ConfigError: the strategy does not take the model or the config.
         Exception: the step cannot be observed.
     """
-    replicas = axes.replicate * axes.shard
-    size = replicas * _SHARDS * _MICRO
-    batch = replace(cfg.batch, global_size=size, micro_size=_MICRO, accumulation=None)
-    plan = make_plan(replace(bare(cfg, 1), batch=batch))
+    plan = _planned(cfg, replicas=axes.replicate * axes.shard)
     model, stories, steps = meta_model(plan.cfg), dict[int, Story](), dict[int, ObservedSteps]()
     for rank in axes.group_of_first("pipe"):
 
@@ -144,7 +153,7 @@ def trace(cfg: RunConfig, axes: Axes) -> Trace:
             return stories[rank]
 
         steps[rank] = observe(plan, model, rank=rank, watching=watching)
-    divisor = LossDivisor.of(plan.components.weighing, size)
+    divisor = LossDivisor.of(plan.components.weighing, plan.batch.global_size)
     return Trace(axes=axes, plan=plan, model=model, stories=stories, steps=steps, divisor=divisor)
 
 
@@ -244,8 +253,7 @@ def _of_sums(
 
 def _meeting_parts(found: Trace) -> Iterator[str]:
     """Yield the parameters that are whole along tensor, and meet parts of a sequence there."""
-    plan = found.plan.cfg.strategy.get("plan", "auto")
-    for one in match_plan(found.model, plan, found.axes.tensor).chosen:
+    for one in found.fit.chosen:
         for name, _ in one.module.named_parameters():
             if one.style.name == "sequence" or (one.style.name == "rowwise_sequence" and name == "bias"):
                 yield f"{one.name}.{name}"
@@ -267,11 +275,7 @@ def _of_bytes(found: Trace, rank: int) -> Iterator[str]:
     """Yield the sums whose bytes are not those of the gradients."""
     story, axes = found.stories[rank], found.axes
     item = found.plan.components.precision.master_dtype.itemsize
-    cut = (
-        match_plan(found.model, found.plan.cfg.strategy.get("plan", "auto"), axes.tensor).dims
-        if axes.tensor > 1
-        else {}
-    )
+    cut = found.fit.dims if axes.tensor > 1 else {}
     wanted: Counter[tuple[str, ...]] = Counter()
     params = dict(found.model.named_parameters())
     for name, told in story.gradients.items():
@@ -306,10 +310,6 @@ def _of_stages(found: Trace) -> Iterator[str]:
                 yield f"{what} {between}: {sent:,} elements are sent, and {received:,} received"
 
 
-def _one_device(cfg: RunConfig) -> RunConfig:
-    return replace(cfg, strategy={"_target_": "trainkit.strategies.OneDevice", "device": "auto"})
-
-
 def prove_static(
     config: Callable[[Mapping[str, int]], RunConfig], *, world: int, log: Callable[[str], None] = lambda _: None
 ) -> tuple[list[SetProof], dict[str, str]]:
@@ -334,9 +334,7 @@ def prove_static(
     powers = [2**one for one in range(1, max(world, 4).bit_length())]
     for axis, size in product(("pipe", "context", "tensor"), powers):
         try:
-            cfg = config({**alone, axis: size})
-            batch = replace(cfg.batch, global_size=_SHARDS * _MICRO, micro_size=_MICRO, accumulation=None)
-            plan = make_plan(replace(bare(cfg, 1), batch=batch))
+            plan = _planned(config({**alone, axis: size}), replicas=1)
             if problems := plan.components.strategy.validate_model(meta_model(plan.cfg), plan.context):
                 raise ConfigError(problems)
         except ConfigError as error:
@@ -358,7 +356,7 @@ def prove_static(
                 mesh = {**alone, **sizes}
                 try:
                     cfg = config(mesh)
-                    reference = reference or trace(_one_device(cfg), Axes())
+                    reference = reference or trace(on_one_device(cfg), Axes())
                     found = trace(cfg, Axes(**mesh))
                 except ConfigError as error:
                     proof = replace(proof, refused="; ".join(map(str, error.problems)))

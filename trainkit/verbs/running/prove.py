@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -193,13 +193,11 @@ def _static_lines(document: StaticDocument) -> Iterator[str]:
         for row in rows
     ]
     yield from row_lines(["axes", "gradients", "bytes summed over, by a rank", "findings", "verdict"], table)
-    reasons: dict[str, list[str]] = {}
-    for row in rows:
-        if row["reason"] is not None:
-            reasons.setdefault(f"{row['verdict']}: {row['reason']}", []).append(" x ".join(row["axes"]))
-    for size, reason in document["refused_sizes"].items():
-        reasons.setdefault(f"refused: {reason}", []).append(size)
-    for reason, which in reasons.items():
+    told = [
+        (f"{row['verdict']}: {row['reason']}", " x ".join(row["axes"])) for row in rows if row["reason"] is not None
+    ]
+    told += [(f"refused: {reason}", size) for size, reason in document["refused_sizes"].items()]
+    for reason, which in _by_reason(told).items():
         yield f"  {reason}"
         yield f"    {', '.join(which)}"
     for row in rows:
@@ -249,11 +247,8 @@ def _layout_lines(document: LayoutsDocument, proofs: Sequence[LayoutProof]) -> I
     cells = ([_cell(row[name]) for name in names] for row in rows)  # type: ignore[literal-required]
     table = [[mesh_text(row["mesh"]), *cell, _SAID[row["verdict"]]] for row, cell in zip(rows, cells, strict=True)]
     yield from row_lines(header, table)
-    reasons: dict[str, list[str]] = {}
-    for row in rows:
-        if row["reason"] is not None:
-            reasons.setdefault(f"{row['verdict']}: {row['reason']}", []).append(mesh_text(row["mesh"]))
-    for reason, which in reasons.items():
+    told = [(f"{row['verdict']}: {row['reason']}", mesh_text(row["mesh"])) for row in rows if row["reason"] is not None]
+    for reason, which in _by_reason(told).items():
         yield f"  {reason}"
         yield f"    {len(which)} layout{'' if len(which) == 1 else 's'}: {', '.join(which)}"
     if document["holds"]:
@@ -266,6 +261,14 @@ def _layout_lines(document: LayoutsDocument, proofs: Sequence[LayoutProof]) -> I
         yield f"  the axis: every layout with {' and '.join(axes)} above 1 differs, and no other"
     yield f"  the first one: {mesh_text(first['mesh'])}, in {first['first'] or 'its training'}"
     yield from (f"    {line}" for line in (first["ratio"], *first["explanation"]) if line)
+
+
+def _by_reason(told: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Return reason -> what has it, in the order in which they come first."""
+    found: dict[str, list[str]] = {}
+    for reason, which in told:
+        found.setdefault(reason, []).append(which)
+    return found
 
 
 def _cell(error: float | None) -> str:
