@@ -18,7 +18,6 @@ from hydra.core.utils import JobReturn, setup_globals
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from trainkit.cluster.host import count_gpus, num_cores
 from trainkit.config.composition import dotted
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.identity import tag_of
@@ -102,7 +101,7 @@ class Launching:
         return self._make_slots()
 
     def _make_slots(self) -> Slots:
-        return Slots.of(self.settings, num_gpus=count_gpus(), num_cores=num_cores(), environ=os.environ)
+        return Slots.here(self.settings)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
         """Compose all jobs of a batch, run them, and show the leaderboard so far.

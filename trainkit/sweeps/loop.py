@@ -174,6 +174,17 @@ class Slots:
         self._room = [self.jobs_per_device] * self.count
 
     @classmethod
+    def here(cls, settings: Settings) -> Slots:
+        """Return the slots of this machine that the config requests; asks torch for GPUs.
+
+        Raises:
+            ConfigError: as in `of`.
+        """
+        from trainkit.cluster.host import count_gpus, num_cores  # noqa: PLC0415 - imports torch
+
+        return cls.of(settings, num_gpus=count_gpus(), num_cores=num_cores(), environ=os.environ)
+
+    @classmethod
     def of(cls, settings: Settings, *, num_gpus: int, num_cores: int, environ: Mapping[str, str]) -> Slots:
         """Return the slots of this machine that the config requests.
 
@@ -306,8 +317,7 @@ class Sweep:
     ) -> None:
         self.folder, self.budget = folder, budget
         self.slots = slots or Slots(count=1)
-        self.record = SweepState.read(folder, command=command)
-        self.record.budget = None if budget is None else budget.text
+        self.record = SweepState.read(folder, command=command, budget=None if budget is None else budget.text)
         self.requested: set[str] = set()
         """Names of the jobs of this sweep, without those of an earlier one in its folder."""
         self.halted = False
@@ -534,8 +544,8 @@ class SweepLoop:
         """Add the time since the last call to what the sweep has used, and stop its jobs if that is its budget."""
         sweep, now = self._sweep, time.monotonic()
         passed, self._counted_at = now - self._counted_at, now
-        sweep.record.spent["elapsed_s"] += passed * bool(self._running)
-        sweep.record.spent["device_s"] += passed * sweep.slots.in_use / sweep.slots.jobs_per_device
+        devices = sweep.slots.in_use / sweep.slots.jobs_per_device
+        sweep.record.use(passed, runs=bool(self._running), devices=devices)
         if sweep.budget is None:
             return
         if now - self._written_at > _WRITE_S:  # what a killed sweep has used counts for the next one

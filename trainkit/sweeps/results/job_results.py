@@ -320,7 +320,7 @@ class SweepState:
     """Seconds in which a job ran, and seconds of all devices of the jobs, over all starts of the sweep."""
 
     @classmethod
-    def read(cls, folder: Path, *, command: Sequence[str] = ()) -> SweepState:
+    def read(cls, folder: Path, *, command: Sequence[str] = (), budget: str | None = None) -> SweepState:
         """Read the state of an earlier sweep in this folder; an empty one if there is none.
 
         Raises:
@@ -333,13 +333,18 @@ class SweepState:
             rows = []
             if other := next(folder.glob("leaderboard.*"), None):
                 raise refusal(str(other), "was not written by a sweep, which would replace it. Move it.") from None
-        found = cls(folder=folder, rows={row.job: row for row in rows}, command=tuple(command))
+        found = cls(folder=folder, rows={row.job: row for row in rows}, command=tuple(command), budget=budget)
         if rows:
             before = read_map(folder / SWEEP_FILE, {}, optional={"spent": dict}, limit=_MAX_BYTES).get("spent", {})
             found.spent |= {
                 name: float(before[name]) for name in found.spent if isinstance(before.get(name), int | float)
             }
         return found
+
+    def use(self, seconds: float, *, runs: bool, devices: float) -> None:
+        """Count seconds in which these devices worked; the clock counts while a job runs."""
+        self.spent["elapsed_s"] += seconds * runs
+        self.spent["device_s"] += seconds * devices
 
     def of(self, config: str) -> Row | None:
         """Return the job with this config."""

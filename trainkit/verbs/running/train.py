@@ -153,7 +153,6 @@ def _plan_within_budget(
     Raises:
         ConfigError: every problem of every plan, or the budget.
     """
-    from trainkit.cluster.host import count_gpus, num_cores  # noqa: PLC0415 - imports torch
     from trainkit.config.values import seconds_of  # noqa: PLC0415
     from trainkit.run.estimates.outlook import outlook_of  # noqa: PLC0415
     from trainkit.run.planning.notes import plan_all_points  # noqa: PLC0415
@@ -161,7 +160,7 @@ def _plan_within_budget(
     from trainkit.sweeps.loop import Slots  # noqa: PLC0415
 
     cfg = points[0].cfg
-    slots = Slots.of(cfg.sweep, num_gpus=count_gpus(), num_cores=num_cores(), environ=os.environ)
+    slots = Slots.here(cfg.sweep)
     budget = budget_of(cfg, on_gpus=slots.on_gpus)
     planned: list[tuple[float, float]] = []
 
@@ -186,12 +185,11 @@ def _crowding(points: Sequence[Composition]) -> Callable[[RunPlan, nn.Module], S
     """Return the check of the memory that jobs of this host share; jobs elsewhere have their own."""
     if points[0].launcher != "slots":
         return lambda *_: ()
-    from trainkit.cluster.host import count_gpus, num_cores  # noqa: PLC0415 - imports torch
     from trainkit.run.estimates.this_machine import available_bytes, crowding_problems  # noqa: PLC0415 - imports torch
     from trainkit.sweeps.loop import Slots  # noqa: PLC0415 - for sweeps only
 
     settings = points[0].cfg.sweep
-    slots = Slots.of(settings, num_gpus=count_gpus(), num_cores=num_cores(), environ=os.environ)
+    slots = Slots.here(settings)
     jobs = min(slots.total, settings.trials or len(points))
     return functools.partial(
         crowding_problems, jobs=jobs, jobs_per_device=slots.jobs_per_device, host_bytes=available_bytes()
