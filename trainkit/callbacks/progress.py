@@ -232,12 +232,13 @@ class Pace:
 
     def __init__(self, *, last_step: int, step: int, moment: float) -> None:
         """Measure from a step and its moment on the clock."""
-        self.last_step, self._base = last_step, (step, moment)
+        self._last_step, self._base = last_step, (step, moment)
         self._first_at = math.inf
         self._marks: deque[tuple[int, float]] = deque()
 
-    def row(self, step: int, *, now: float) -> None:
-        """Record the moment of a row of metrics."""
+    def row(self, step: int, *, now: float, last_step: int | None = None) -> None:
+        """Record the moment of a row of metrics, and the last step where it is now another."""
+        self._last_step = last_step or self._last_step
         if not self._marks:
             self._first_at = now
         elif len(self._marks) == 1:
@@ -252,11 +253,11 @@ class Pace:
     def remaining_s(self, *, now: float) -> float:
         """Return the seconds until the run ends; infinite as long as no step has been timed."""
         (first, begun), (step, moment) = self._base, self._marks[-1] if self._marks else self._base
-        if step >= self.last_step:
+        if step >= self._last_step:
             return 0.0
         if step <= first:
             return math.inf
-        return max((self.last_step - step) * (moment - begun) / (step - first) - (now - moment), 0.0)
+        return max((self._last_step - step) * (moment - begun) / (step - first) - (now - moment), 0.0)
 
 
 class TerminalLine:
@@ -355,8 +356,7 @@ class Progress(Callback):
         self._row = row
         if self._pace is None:
             self._pace = Pace(last_step=_last_step(run), step=run.begun_at, moment=run.begun_moment)
-        self._pace.row(int(row["step"]), now=time.monotonic())
-        self._pace.last_step = _last_step(run)
+        self._pace.row(int(row["step"]), now=time.monotonic(), last_step=_last_step(run))
         self._show(run)
 
     def eval_end(self, run: Run, metrics: Row) -> None:

@@ -68,7 +68,15 @@ def refuse_malformed(loaded: Loaded) -> None:
         raise damaged(loaded.checkpoint.folder, f"meta.json has changed since it was written ({error})") from None
 
 
-def make_run_view(plan: RunPlan, executor: Executor, folder: Path, notes: tuple[str, ...], *, measure: Measure) -> Run:
+def make_run_view(
+    plan: RunPlan,
+    executor: Executor,
+    folder: Path,
+    notes: tuple[str, ...],
+    *,
+    measure: Measure,
+    limit: TimeLimit | None = None,
+) -> Run:
     """Return the view of a starting run for callbacks; `Run.evaluate` calls `measure`."""
     local, facts = executor.local, plan.components.strategy.facts
     # if the model is sharded, this rank may hold only a part of it
@@ -82,7 +90,11 @@ def make_run_view(plan: RunPlan, executor: Executor, folder: Path, notes: tuple[
         num_steps=plan.num_steps,
         rate=plan.rate,
         rates={one.name: one.rate for one in plan.optimizers},
-        state=State(plan=plan.batch, left_out=LeftOutSteps(plan.cfg.numerics, samples_of(plan))),
+        state=State(
+            plan=plan.batch,
+            left_out=LeftOutSteps(plan.cfg.numerics, samples_of(plan)),
+            lengths=[] if limit is None else limit.lengths,  # one list: a checkpoint restores those of the limit
+        ),
         is_owner=local.is_rank0,
         model=local.model,
         device=local.device,

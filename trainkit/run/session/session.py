@@ -127,9 +127,7 @@ class TaskSession:
             )
         )
         self._cleanup.callback(lambda: self.executor.close(failed=self._failed))
-        self.run = make_run_view(self.plan, self.executor, folder, notes, measure=self._measure)
-        if self._limit is not None:
-            self.run.state.lengths = self._limit.lengths
+        self.run = make_run_view(self.plan, self.executor, folder, notes, measure=self._measure, limit=self._limit)
         self._scorer = EvalRunner(
             plan=self.plan, run=self.run, executor=self.executor, callbacks=self.callbacks, enter=self.enter
         )
