@@ -91,6 +91,11 @@ class Problem:
         return without_secrets(self.value, dict(secrets_in(self.value, path)), path)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnknownKey(Problem):
+    """A key that the class of its group does not have."""
+
+
 def _printable(text: str, *, longest: int = 400, allowed: str = "") -> str:
     """Return a text without secrets and control characters; a long text is shortened in the middle."""
     text = mask(text)  # before shortening: a part of a secret would not be recognized

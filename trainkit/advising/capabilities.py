@@ -9,7 +9,7 @@ from trainkit.config.check import checked
 from trainkit.config.compose import compose
 from trainkit.config.grammar import key_of
 from trainkit.config.targets.allowed import allow_packages
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, UnknownKey
 from trainkit.report.schemas.looking import Capability
 from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import make_plan
@@ -78,7 +78,6 @@ BESIDE: Final[dict[tuple[str, str], str]] = {
 """Row and column -> the arguments that the model needs there."""
 ALIASES: Final = {"multi_worker_mirrored": "mirrored", "tensor_parallel": "mesh: tensor"}
 """Strategy -> the column that stands for it."""
-_NO_KEY: Final = "no such key in "
 
 
 def refusal(overrides: Sequence[str], *, packages: Sequence[str] = ()) -> str | None:
@@ -94,8 +93,8 @@ def refusal(overrides: Sequence[str], *, packages: Sequence[str] = ()) -> str | 
             model_notes(plan, meta_model(plan.cfg), composition.is_given)
     except ConfigError as error:
         problem = error.problems[0]
-        if _NO_KEY in problem.rule:
-            raise ValueError(problem.rule) from error
+        if isinstance(problem, UnknownKey):
+            raise ValueError(problem.rule) from error  # noqa: TRY004 - no type of an argument
         given = isinstance(problem.value, str | int | float)
         return f"`{problem.key}{f'={problem.value}' if given else ''}`: {problem.rule}"
     return None
@@ -108,7 +107,7 @@ def capabilities(
     *,
     packages: Sequence[str] = (),
 ) -> Iterator[Capability]:
-    """Yield for each feature what each strategy answers; takes about a tenth of a second for each.
+    """Yield for each feature what each strategy answers; plans one run for each pair.
 
     Args:
         strategies: name -> its arguments, for two or four ranks of a CPU.

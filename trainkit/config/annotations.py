@@ -8,6 +8,7 @@ the class is trusted to validate them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
@@ -79,9 +80,10 @@ def _rule(value: Any, hint: Any, errors: Sequence[Mapping[str, Any]]) -> str | N
         return next(str(one["msg"]) for one in errors if one["type"] == BROKEN)
     if "finite_number" in kinds:
         return "must be finite."
-    forms = [one.rule for one in limits_in(hint) if one.regex is not None and one.rule.startswith("must be")]
-    if forms and isinstance(value, int | float):
-        return forms[0]  # a time without its unit is a number
+    if isinstance(value, int | float):  # a time without its unit is a number
+        for limit in limits_in(hint):
+            if limit.regex is not None and re.fullmatch(limit.regex, yaml_text(value)) is None:
+                return limit.rule
     quoted = "is text: it " if isinstance(value, str) and _reads_as_number(value) else ""
     near = closest(value, map(yaml_text, _choices_in(schema_of(hint)))) if isinstance(value, str) else None
     return f"{quoted}must be {expected(hint)}." + (f" Did you mean {near}?" if near else "")

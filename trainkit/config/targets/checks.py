@@ -24,7 +24,7 @@ from trainkit.config.targets.build import (
 from trainkit.config.targets.kinds import ANY_KIND, PLACES, Expected, expected_by
 from trainkit.config.values import closest, plain
 from trainkit.config.yaml_files import Document, read_document, shipped_conf
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, UnknownKey
 from trainkit.fields import reads_in
 
 _CHEAP: Final = (
@@ -253,7 +253,8 @@ class OtherChoices:
         else:
             keys = [key for key in known if not key.startswith("_")]
             rule += f" There are: {', '.join(keys)}." if keys else " It has none."
-        return self._composition.problem((*path, name), rule, show_value=False)
+        key = (*path, name)
+        return UnknownKey(key=dotted(key), rule=rule, origin=self._composition.origin(key).where)
 
 
 _NOT_NEGATIVE: Final = ("lr", "weight_decay", "eps", "momentum")
