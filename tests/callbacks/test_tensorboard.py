@@ -5,11 +5,15 @@ or resume loses or doubles, is caught here alone.
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import torch
 
 from tests.callbacks.run_double import row, run_double
@@ -60,6 +64,22 @@ def test_tensorboard_reads_scalars_counts_texts_and_pictures(tmp_path: Path) -> 
     assert found.SummaryMetadata("val/each").plugin_data.plugin_name == "text"
     (image,) = found.Images("batch")
     assert (image.height, image.width, image.step) == (4, 9, 0)
+
+
+@pytest.mark.slow  # a process of its own: TensorBoard decides once in a process
+def test_an_installed_tensorflow_is_never_imported(tmp_path: Path) -> None:
+    (tmp_path / "tensorflow.py").write_text("raise SystemExit('imported')\n")
+    code = (
+        "import sys; from pathlib import Path; from trainkit.report.events import EventFile, write_hparams; "
+        "EventFile(Path.cwd()).text('a', 'b', step=1); "
+        "write_hparams(Path.cwd(), settings={'lr': '1'}, name='0', finished=True); print('tensorflow' in sys.modules)"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.stdout == "False\n", done.stderr
 
 
 def test_tensorboard_reads_the_settings_of_a_job_and_its_last_end(tmp_path: Path) -> None:

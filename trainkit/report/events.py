@@ -1,6 +1,7 @@
 """TensorBoard's event files: its own records and summaries, in files whose errors are those of a run folder.
 
-Imports torch.utils.tensorboard, which takes 0.2 s: import this module when there is a first row.
+Imports protobuf, which takes 0.2 s: import this module when there is a first row. torch.utils.tensorboard would import
+TensorFlow, where that is installed: 5 s and hundreds of MB in the middle of a training.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.histogram_pb2 import HistogramProto
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard.summary import histogram_raw, image, text
 
 from trainkit.files import naming
 from trainkit.trainer.ownership import OwnershipToken
@@ -78,13 +82,18 @@ class EventFile:
 
     def image(self, name: str, pixels: NDArray[np.uint8], *, step: int) -> None:
         """Add an image: (height, width, 1 or 3)."""
-        self.add(image(name, pixels, dataformats="HWC"), step=step)  # type: ignore[no-untyped-call]
+        height, width, channels = pixels.shape
+        png = io.BytesIO()
+        Image.fromarray(pixels.squeeze(2) if channels == 1 else pixels).save(png, format="PNG")
+        picture = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=png.getvalue())
+        self.add(Summary(value=[Summary.Value(tag=name, image=picture)]), step=step)
 
     def text(self, name: str, markdown: str, *, step: int) -> None:
         """Add a text, as Markdown."""
-        content = text(name, markdown)  # type: ignore[no-untyped-call]
-        content.value[0].tag = name  # torch appends "/text_summary"
-        self.add(content, step=step)
+        about = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+        tensor = TensorProto(dtype="DT_STRING", string_val=[markdown.encode()], tensor_shape=shape)
+        self.add(Summary(value=[Summary.Value(tag=name, metadata=about, tensor=tensor)]), step=step)
 
     def histogram(self, name: str, counts: Mapping[int, int], *, step: int) -> None:
         """Add the number of occurrences of each whole number."""
@@ -112,8 +121,10 @@ class EventFile:
             step: the step of the histogram.
         """
         low, high, total, squares = ends
-        content = histogram_raw(name, low, high, sum(counts), total, squares, limits, counts)  # type: ignore[no-untyped-call]
-        self.add(content, step=step)
+        content = HistogramProto(
+            min=low, max=high, num=sum(counts), sum=total, sum_squares=squares, bucket_limit=limits, bucket=counts
+        )
+        self.add(Summary(value=[Summary.Value(tag=name, histo=content)]), step=step)
 
     def flush(self) -> None:
         """Write what was added since the last flush.
