@@ -8,31 +8,35 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Final
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import report
 
+_MEASURE: Final = """
+import os, sys
+_, status, usage = os.wait4(os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ), 0)
+print(usage.ru_maxrss / 1024)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+"""Runs in a process of its own: a command's peak begins with that of the process which starts it."""
+
 
 def peak_mib(command: list[str]) -> float:
     """Return the largest resident set of a command, whose output is discarded."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        child = os.fork()
-        if child == 0:
-            os.chdir(folder)
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, 1)
-            os.dup2(nowhere, 2)
-            environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-            os.execve(command[0], command, environment)
-        _, status, usage = os.wait4(child, 0)
-    if status:
-        raise SystemExit(f"{command} failed")
-    return usage.ru_maxrss / 1024
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", _MEASURE, *command], cwd=folder, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True,
+        )  # fmt: skip
+    return float(done.stdout.split()[-1])
 
 
 def main() -> None:

@@ -1,4 +1,6 @@
-"""Two processes of one host that would take the same GPU, or the same MIG instance, are caught here alone."""
+"""Two processes of one host that would take the same GPU, or the same MIG instance, and a peak of another program,
+are caught here alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import torch
 import trainkit
 from tests.launchers.launches import launch_of
 from trainkit.cli import main
-from trainkit.cluster.host import count_gpus, keep_freed_memory
+from trainkit.cluster.host import count_gpus, keep_freed_memory, peak_resident_bytes
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.errors import ConfigError
 from trainkit.run.planning.plan import make_plan
@@ -95,7 +97,7 @@ def test_cublas_and_malloc_are_set_before_a_device_is_used(tmp_path: Path, monke
 
 STEPS = """
 import resource
-from trainkit.cluster.host import count_gpus, keep_freed_memory
+from trainkit.cluster.host import count_gpus, keep_freed_memory, peak_resident_bytes
 
 def new_pages():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -118,3 +120,11 @@ def test_a_second_step_finds_the_memory_of_the_first_unless_malloc_is_set(monkey
     assert int(after) < 100 < int(before)
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     assert not keep_freed_memory()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_peak_of_a_process_is_not_that_of_the_program_which_started_it() -> None:
+    memory = b"x" * 2**28
+    code = "from trainkit.cluster.host import peak_resident_bytes as peak; print(peak())"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert int(done.stdout) < len(memory) < peak_resident_bytes()

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import re
 import resource
 import socket
 import sys
@@ -277,12 +278,16 @@ def threads_of(own: Mapping[str, Any], places: Sequence[Mapping[str, Any]]) -> i
 def peak_resident_bytes() -> int:
     """Return the most memory in bytes that this process has held so far.
 
-    Source: getrusage(2), ru_maxrss: KiB on Linux, bytes on macOS.
+    Source: VmHWM of proc(5) on Linux, where ru_maxrss begins with the peak of the program that started this one; else
+    getrusage(2), ru_maxrss: KiB, but bytes on macOS.
 
     Example:
         >>> peak_resident_bytes() > 0
         True
     """
+    with contextlib.suppress(OSError):
+        if match := re.search(rb"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_bytes()):
+            return int(match[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
