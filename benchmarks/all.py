@@ -41,6 +41,8 @@ README: Final = ROOT / "README.md"
 PEERS: Final = {"lightning": "Lightning", "accelerate": "Accelerate", "keras": "Keras", "tensorflow": "Keras"}
 OURS: Final = "trainkit"
 BASE: Final = "base"
+FLOOR: Final = "an eager step without any trainer"
+"""The fastest loop: what a ratio of a small model comes to at least on this processor."""
 
 Contender = Callable[[], float]
 """Measures once, in the unit of its row."""
@@ -78,11 +80,11 @@ def rows(*, quick: bool) -> list[Row]:
     return [
         Row(
             key="in_memory", what="time of a step, digits MLP, dataset in memory", by=loop,
-            contenders={BASE: by_hand, OURS: in_memory, **stepping},
+            contenders={BASE: by_hand, OURS: in_memory, **stepping, FLOOR: partial(peers.fused_floor, epochs)},
         ),
         Row(
             key="map_style", what="the same with a map-style dataset", by=loop,
-            contenders={BASE: by_hand, OURS: map_style},
+            contenders={BASE: by_hand, OURS: map_style, FLOOR: partial(peers.fused_floor, epochs, one_by_one=True)},
         ),
         *(_compiled(key, quick=quick) for key in ("digits", "convnet", "gpt")),
         Row(
@@ -103,6 +105,8 @@ def _compiled(key: str, *, quick: bool) -> Row:
     """Return the row of an eager and a compiled step on one thread, in processor time."""
     turns, last = (3, 2, 1) if quick else None, ", channels_last" if key == "convnet" else ""
     named = {BASE: compiling.BY_HAND, OURS: f"{compiling.EAGER}{last}", "trainkit compiled": f"compile.mode=step{last}"}
+    if key == "gpt":
+        named["trainkit in bf16_mixed"] = compiling.BF16
     title = stepping.RECIPES[key].title
     return Row(
         key=f"step_{key}", what=f"processor time of a step, {title}{last}", by="a hand-written loop",

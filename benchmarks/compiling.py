@@ -30,6 +30,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.stepping import RECIPES, plain_loop, trainkit_loop
+from trainkit.numerics.precision import Precision
 from trainkit.strategies.model_transforms import ModelTransforms
 
 Turns = tuple[int, int, int]
@@ -37,6 +38,7 @@ TURNS: Mapping[str, Turns] = {"digits": (300, 10, 200), "convnet": (18, 12, 2), 
 """Steps before the first that counts; turns, and steps of a turn."""
 BY_HAND = "hand-written loop"
 EAGER = "compile.mode=off"
+BF16 = "precision=bf16_mixed"
 TRANSFORMS: Mapping[str, ModelTransforms] = {
     EAGER: ModelTransforms(),
     "compile.mode=default": ModelTransforms(compile_mode="default"),
@@ -68,7 +70,8 @@ def measured(key: str, contender: str, counts: Turns) -> float:
     if contender == BY_HAND:
         step = plain_loop(recipe)
     else:
-        step = trainkit_loop(recipe, {**TRANSFORMS, **CHANNELS_LAST}[contender])
+        precision = Precision(value="bf16_mixed" if contender == BF16 else "fp32")
+        step = trainkit_loop(recipe, {**TRANSFORMS, **CHANNELS_LAST}.get(contender, ModelTransforms()), precision)
         gc.freeze()  # as a training does before its first step
     for _ in range(before):
         step()
