@@ -72,7 +72,7 @@ def test_all_mistakes_of_a_command_are_shown_at_once(capsys: pytest.CaptureFixtu
 
 
 # Models of 4 layers of a real width and few words, on devices with so much less memory: a plan is quick.
-IMAGES = "recipe=resnet50_imagenet model.depth=18 --num-samples=1281167"
+IMAGES = "recipe=resnet50_imagenet model.depth=18 precision=bf16_mixed --num-samples=1281167"
 TEXT = (
     "recipe=null model=gpt data=synthetic_tokens objective=language_modelling optimizer=adamw model.vocab_size=8000 "
     "data.vocab_size=8000 model.context=1024 data.context=1024 data.num_samples=1280 model.num_layers=4"

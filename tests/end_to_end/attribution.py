@@ -18,10 +18,10 @@ from tests.support.verdicts import plain
 
 ROOT = Path(__file__).parents[2]
 STEP = 3
-HANGS = ("stopped", "GIL held", "sleep", "endless loop", "loader hang")
+HANGS = ("stopped", "GIL held", "sleep", "loader hang")
 KINDS = (
     "stopped", "exited 0", "sys.exit", "killed", "raised 'peer'", "raised", "extra collective", "missing collective",
-    "GIL held", "sleep", "endless loop", "loader hang",
+    "GIL held", "sleep", "loader hang",
 )  # fmt: skip
 SAID: Mapping[str, str] = {
     "stopped": r"it is stopped by a signal \(state T\). To let it continue: kill -CONT \d+",
@@ -35,13 +35,11 @@ SAID: Mapping[str, str] = {
     "missing collective": r"the ranks call different collectives: .*all_reduce of \(5,\) float32 at \S+faulty.py:\d+",
     "GIL held": r"has made no progress for \d+ s in step 3 \(forward\)",
     "sleep": r"has made no progress for \d+ s in step 3 \(forward\)",
-    "endless loop": r"has made no progress for \d+ s in step 3 \(forward\)",
     "loader hang": r"has made no progress for \d+ s in step \d \(data\)",
 }
 PLACES = {
     "GIL held": "keeps_the_interpreter",
     "sleep": "waits_for_ever",
-    "endless loop": "loops_for_ever",
     "loader hang": "waits_for_ever",
 }
 """What a rank does while it hangs: its stack is on the screen."""

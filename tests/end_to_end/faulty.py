@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.end_to_end.hanging import keeps_the_interpreter, loops_for_ever, waits_for_ever
+from tests.end_to_end.hanging import keeps_the_interpreter, waits_for_ever
 from trainkit.trainer.events import Callback, Run
 
 FAULT = "TRAINKIT_TEST_FAULT"
@@ -49,7 +49,6 @@ ACTIONS: dict[str, Callable[[], object]] = {
     "out of memory": _eat_memory,
     "GIL held": keeps_the_interpreter,
     "sleep": waits_for_ever,
-    "endless loop": loops_for_ever,
 }
 
 

@@ -86,7 +86,7 @@ def spoilt(mount: Mount, conf: Path, fault: str, arguments: list[str]) -> None:
 @pytest.mark.parametrize(("fault", "strategy"), [
     ("full", "one_device"), ("removed", "mirrored"),
     *(pytest.param(*one, marks=pytest.mark.long) for one in (
-        ("full", "mirrored"), ("nearly full", "one_device"), ("no inodes", "mirrored"), ("read-only", "one_device"),
+        ("nearly full", "one_device"), ("no inodes", "mirrored"), ("read-only", "one_device"),
         ("renamed", "mirrored"), ("unmounted", "one_device"),
     )),
 ])  # fmt: skip

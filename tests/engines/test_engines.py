@@ -4,7 +4,6 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ def needs(*packages: str) -> None:
 
 
 def train(folder: str, *more: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainkit", *OVERRIDES, f"hydra.run.dir={folder}", *more]
+    command = quick.command(*OVERRIDES, f"hydra.run.dir={folder}", *more)
     return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
 
 

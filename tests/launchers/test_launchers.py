@@ -159,7 +159,7 @@ def test_a_process_that_is_killed_is_missed_and_named_by_the_other(cwd: Path, lo
 
 def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(cwd: Path) -> None:
     long = latest(
-        *PYTHON, "steps=100000", "checkpoint.every_steps=20", "eval.every_epochs=null", "strategy.timeout_s=20"
+        *PYTHON, "steps=100000", "checkpoint.every_steps=20", "eval.every_epochs=null", "strategy.timeout_s=8"
     )
     with two_hosts() as hosts:
         spec = ("cluster=spec", f"cluster.worker=[{','.join(f'{host.address}:2222' for host in hosts)}]")

@@ -27,11 +27,11 @@ PAGES = [
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
 ]
 BLOCK = re.compile(
-    r"^<!-- (run|run, long|fails: \d+(?:, prints)?) -->\n```bash\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?",
+    r"^<!-- (run(?:, long|, matrix)?|fails: \d+(?:, prints)?) -->\n```bash\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?",
     re.MULTILINE | re.DOTALL,
 )
 FILE = re.compile(r"^<!-- file: (\S+) -->\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-COMPOSED = re.compile(r"^<!-- (?:composes|run, long|command: \w+) -->\n```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+COMPOSED = re.compile(r"^<!-- (?:composes|run, \w+|command: \w+) -->\n```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CARD = re.compile(r"^\| command \| `(.*)` \|$", re.MULTILINE)
 MENTION = re.compile(r"^<!-- (?:run|fails|command|composes)", re.MULTILINE)
 COMMAND = re.compile(r"(\$ |[A-Z_]+=\S+ )?(trainkit|python3?|pip|pytest|torchrun|ssh|export) ")
@@ -55,7 +55,8 @@ def blocks() -> Iterator[Any]:
             fails = re.match(r"fails: (\d+)", kind)
             code, prints = int(fails[1]) if fails else 0, "prints" in kind
             block = Block(page, code, text, answer if code else None, prints)
-            marks = [pytest.mark.long] if "long" in kind or prints else []
+            lane = "long" if prints else kind.partition(", ")[2]
+            marks = [getattr(pytest.mark, lane)] if lane in ("long", "matrix") else []
             yield pytest.param(block, id=f"{page}: {text.splitlines()[0][:40]}", marks=marks)
 
 

@@ -41,7 +41,7 @@ IMAGES: Final = (
 )  # fmt: skip
 TEXT: Final = (
     "recipe=python_source", "model.dropout=0.0", "model.num_layers=1", "model.width=16",
-    "batch.global_size=4",
+    "batch.global_size=4", "data.max_bytes=20000",  # of the whole library, each plan would read 30 MB
 )  # fmt: skip
 FEATURES: Final[dict[str, tuple[str, ...]]] = {
     "accumulation (`batch.micro_size`)": ("batch.micro_size=2",),
