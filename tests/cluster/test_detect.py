@@ -7,13 +7,14 @@ The same rules hold for `cluster=spec` and for TF_CONFIG.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.present import present
+from tests.support.refusing import refused
 from trainkit.cluster.address import Address
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.launchers import node_names, tasks_per_node
@@ -52,13 +53,6 @@ ALL = {
     "torchrun": TORCHRUN, "environment": HAND, "tf_config": TF_CONFIG, "openmpi": OPEN_MPI, "mpich": MPICH,
     "slurm": SLURM, "pet": PET,
 }  # fmt: skip
-
-
-def refused(call: Callable[[], Any]) -> list[str]:
-    """The problems of a call that must be refused, as the user reads them."""
-    with pytest.raises(ConfigError) as caught:
-        call()
-    return [str(problem) for problem in caught.value.problems]
 
 
 def found(environ: Mapping[str, str], *, launcher: str = "auto") -> LaunchEnvironment:
@@ -328,7 +322,7 @@ def test_the_task_of_a_spec_may_come_from_tf_config_which_must_name_the_same_clu
     assert present(Spec(**TWO).launch(environ({"cluster": TWO, "task": SECOND}))).rank == 1
     other = environ({"cluster": {"worker": ["a:1", "c:1"], "ps": ["d:1"]}, "task": SECOND})
     spec = Spec(**TWO, task="worker:0")
-    keys = [problem.partition(": ")[0] for problem in refused(lambda: spec.launch(other))]
+    keys = [problem.partition(": ")[0] for problem in refused(spec.launch, other)]
     assert keys == ["TF_CONFIG.cluster.worker", "TF_CONFIG.cluster.ps", "TF_CONFIG.task"]
     assert present(spec.launch(other | {"TRAINKIT_LAUNCHER": "none"})).rank == 0
 
@@ -353,16 +347,16 @@ UNKNOWN = "no such role. There are: chief, worker, ps, evaluator."
     ],
 )
 def test_a_bad_cluster_is_refused_by_its_key(keys: dict[str, Any], problem: str) -> None:
-    (found,) = refused(lambda: Spec(**keys))
+    (found,) = refused(Spec, **keys)
     assert found.startswith(problem)
 
 
 def test_all_problems_of_a_cluster_and_a_missing_task_are_named() -> None:
-    problems = refused(lambda: Spec(chief=("a:1", "b:1"), worker=("a:1", "c"), ps=("d:0",), task="ps:1"))
+    problems = refused(Spec, chief=("a:1", "b:1"), worker=("a:1", "c"), ps=("d:0",), task="ps:1")
     assert [problem.partition(": ")[0] for problem in problems] == [
         "cluster.chief=[a:1, b:1]", "cluster.worker=a:1", "cluster.worker=c", "cluster.ps=d:0", "cluster.task=ps:1",
     ]  # fmt: skip
-    (missing,) = refused(lambda: Spec(**TWO).launch({}))
+    (missing,) = refused(Spec(**TWO).launch, {})
     assert missing.startswith("cluster.task: is missing")
     assert missing.endswith("Give cluster.task=ROLE:INDEX, of worker:0, worker:1.")
 
@@ -391,7 +385,7 @@ def test_all_problems_of_a_cluster_and_a_missing_task_are_named() -> None:
     ],
 )  # fmt: skip
 def test_a_bad_tf_config_is_refused_by_its_key(content: object, problems: list[str]) -> None:
-    found = refused(lambda: detect(environ(content)))
+    found = refused(detect, environ(content))
     assert all(one.startswith(start) for one, start in zip(found, problems, strict=True)), found
 
 

@@ -23,6 +23,7 @@ from torch import nn
 import trainkit
 from tests.config.conftest import Refuse, Write
 from tests.support.attempts import ATTEMPTS, filled, set_up
+from tests.support.refusing import refused
 from trainkit.cli import main
 from trainkit.config.check import check_names, check_values, checked
 from trainkit.config.compose import compose
@@ -45,9 +46,7 @@ def canary(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def problem(target: str, place: str | None = None) -> str:
-    with pytest.raises(ConfigError) as caught:
-        resolve_target(target, *([PLACES[place]] if place else []))
-    return str(caught.value.problems[0]).removeprefix(f"_target_={target}: ")
+    return refused(resolve_target, target, *([PLACES[place]] if place else []))[0].removeprefix(f"_target_={target}: ")
 
 
 @pytest.mark.slow

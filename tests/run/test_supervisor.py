@@ -18,6 +18,7 @@ import pytest
 from tests.launchers.launches import launch_of
 from tests.run.faking import assert_no_process_is_left, run_fakes, run_roles
 from tests.support.present import present
+from tests.support.refusing import refused
 from tests.support.verdicts import plain
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
@@ -398,10 +399,8 @@ def plan(*overrides: str, launch: LaunchEnvironment | None = None) -> RunPlan:
     ],
 )  # fmt: skip
 def test_a_setting_that_cannot_work_is_refused(overrides: tuple[str, ...], told: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        plan(*overrides)
-    (problem,) = caught.value.problems
-    assert str(problem).startswith(told)
+    (problem,) = refused(plan, *overrides)
+    assert problem.startswith(told)
 
 
 def test_all_replicas_may_be_the_fewest_and_an_engine_watches_over_a_single_process_too() -> None:
@@ -431,8 +430,7 @@ def test_a_launcher_that_restarts_and_a_strategy_that_needs_all_are_refused(monk
     ],
 )
 def test_a_mesh_continues_on_fewer_ranks_if_any_number_has_a_layout(keys: tuple[str, ...], fits: bool) -> None:
-    refused = nullcontext() if fits else pytest.raises(ConfigError, match="needs all its processes")
-    with refused:
+    with nullcontext() if fits else pytest.raises(ConfigError, match="needs all its processes"):
         plan("recipe=null", *keys, "strategy.devices=[cpu,cpu,cpu,cpu]", "elastic.min_replicas=2")
 
 

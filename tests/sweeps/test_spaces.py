@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.refusing import refused
 from trainkit.config.compose import Composer
-from trainkit.errors import ConfigError
 from trainkit.sweeps.spaces import request as drawing
 from trainkit.sweeps.spaces.request import read_request
 
@@ -16,9 +16,7 @@ def composer() -> Composer:
 
 
 def refused_point(composer: Composer, *arguments: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        _ = read_request(composer, arguments).points
-    return [str(problem) for problem in caught.value.problems]
+    return refused(lambda: read_request(composer, arguments).points)
 
 
 def test_keys_that_are_zipped_move_together_beside_a_plain_grid(composer: Composer) -> None:
