@@ -15,7 +15,7 @@ from tests.support import quick
 from trainkit.api.jobs import predict_to_file
 
 ROOT = Path(__file__).parents[2]
-CASES = ((1, 3), (1_797, 2), (20_003, 3))
+CASES = ((1, 3), (1_797, 2), (100_003, 3))
 """Rows and ranks: fewer rows than ranks, a chunk for each rank, and many chunks."""
 KILLS = 3
 ROWS = ("data._target_=tests.trained.samples.Rows",)
