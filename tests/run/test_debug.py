@@ -21,6 +21,13 @@ PLACES = {
     "parameter_server": (2, "workers=1 servers=1"),
 }  # fmt: skip
 """Strategies that are launched otherwise -> the ranks of the smallest case, and its keys."""
+ALIKE = {
+    "mirrored": (2, "replicas=2"), "fsdp": (2, "replicas=2"), "local_sgd": (2, "replicas=2"),
+    "central_storage": (1, ""), "device_map": (1, "devices=[cpu]"),
+    "tensor_parallel": (2, "degree=2 replicas=1 plan={0:colwise,2:rowwise}"),
+    "mesh": (4, "shard=2 tensor=2 plan={0:colwise,2:rowwise}"),
+}  # fmt: skip
+"""Those that are launched as one of them."""
 MODEL = """
 import os
 from torch import nn
@@ -93,9 +100,9 @@ def test_a_rank_that_the_run_has_not_is_refused(cwd: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", PLACES)
+@pytest.mark.parametrize("strategy", [*PLACES, *(pytest.param(name, marks=pytest.mark.matrix) for name in ALIKE)])
 def test_the_last_rank_trains_in_this_process_as_anywhere(cwd: Path, strategy: str) -> None:
-    ranks, keys = PLACES[strategy]
+    ranks, keys = (PLACES | ALIKE)[strategy]
     place = [f"strategy={strategy}", *(f"strategy.{key}" for key in keys.split())]
     shas = []
     for name, more in {"plain": (), "debug": ("cluster=debug", f"cluster.rank={ranks - 1}")}.items():
