@@ -144,6 +144,19 @@ class ConfigError(TrainkitError):
         super().__init__("\n".join([head, *(f"  {problem}" for problem in self.problems)]))
 
 
+def refuse(problems: Iterable[Problem]) -> None:
+    """Refuse what has problems.
+
+    Raises:
+        ConfigError: all of them; nothing is raised if there are none.
+
+    Example:
+        >>> refuse([])
+    """
+    if found := tuple(problems):
+        raise ConfigError(found)
+
+
 def together(*checks: Callable[[], object], then: Callable[[], T]) -> T:
     """Run checks that do not need each other and a last one, and return the result of the last one.
 
@@ -160,8 +173,7 @@ def together(*checks: Callable[[], object], then: Callable[[], T]) -> T:
         except Exception:
             if not problems:
                 raise
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return cast("T", results[-1])
 
 

@@ -17,7 +17,7 @@ from trainkit.config.door import called_from
 from trainkit.config.grammar import key_of
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.config.yaml_files import with_config_dirs
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, refuse
 from trainkit.verbs.support.call import Call
 
 if TYPE_CHECKING:
@@ -115,7 +115,6 @@ def assert_resumes(
     from trainkit.api import compose, train  # noqa: PLC0415 - imports torch
     from trainkit.config.check import check_names  # noqa: PLC0415
     from trainkit.config.resume import compose_resumed  # noqa: PLC0415
-    from trainkit.errors import ConfigError  # noqa: PLC0415
     from trainkit.prove.comparing import compare  # noqa: PLC0415
     from trainkit.prove.proving import last_weights  # noqa: PLC0415
 
@@ -130,8 +129,7 @@ def assert_resumes(
             raise AssertionError(f"a training of {steps} steps cannot be stopped after step {stop} and resumed.")
         train(compose([*quiet, f"stop_at_step={stop}"], config_dirs=folders, packages=packages), run_dir=parts)
         resumed = compose_resumed(parts, [*then, "quiet=true"], config_dirs=folders, packages=packages)
-        if problems := check_names(resumed):
-            raise ConfigError(problems)
+        refuse(check_names(resumed))
         train(resumed)
         exact = composed.cfg.numerics.reproducible
         found = list(compare(last_weights(whole), last_weights(parts), exact=exact))

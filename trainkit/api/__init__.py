@@ -13,7 +13,7 @@ from trainkit.config.grammar import key_of
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.config.yaml_files import with_config_dirs
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, refuse
 
 if TYPE_CHECKING:
     from torch import nn
@@ -176,8 +176,7 @@ def session(
     problems = [Problem(key=key, rule=rule) for key in sorted(hydra)]
     if composition.is_sweep:
         problems.append(Problem(key="cv.folds", rule="starts a run per fold. For one fold, give cv.fold=0."))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     with calls.registered(given), allow_packages(composition.packages), with_config_dirs(composition.config_dirs):
         composition = checked(composition)
         launch = launch_environment_of(composition.cfg)
@@ -257,8 +256,7 @@ def generate(
 
     settings = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     given = {name: value for name, value in settings.items() if value is not None}
-    if problems := [Problem(key=name, value=given[name], rule=rule) for name, rule in broken_settings(given)]:
-        raise ConfigError(problems)
+    refuse([Problem(key=name, value=given[name], rule=rule) for name, rule in broken_settings(given)])
     writer = Writer.of(Path(run).expanduser(), checkpoint=checkpoint, packages=packages)
     sampling = Sampling(temperature=temperature_of(given), top_k=top_k, top_p=top_p)
     return writer.write(prompts, sampling=sampling, max_tokens=max_tokens, seed=seed or 0)

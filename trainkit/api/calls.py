@@ -41,7 +41,7 @@ from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, IN_PROCESS, TARGET, root_of
 from trainkit.config.targets.build import INJECTED, imported, signature_of
 from trainkit.config.values import expanded
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, refuse
 from trainkit.files import read_bytes, write_atomically
 from trainkit.names import name_of, rule_of
 from trainkit.numerics.copies import copied
@@ -113,8 +113,7 @@ def source_of(definitions: Mapping[str, Definition]) -> str:
 
     for key, item in definitions.items():
         add(key, item)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     lines = ['"""Written by trainkit.train(write_source=True)."""', "", *imports, "", *bodies.values()]
     return "\n".join(lines) + "\n"
 
@@ -435,13 +434,10 @@ def composed(
     objects, keys = {**objects, **dict.fromkeys(settings)}, {**keys, **settings}
     problems = [problem for group, value in objects.items() if value is not None for problem in given.add(group, value)]
     problems += _part_of_model(objects["model"], objects["optimizer"])
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     if write_source:
         given.write_source()
-    odd = [*_odd_values(keys)]
-    if odd:
-        raise ConfigError(odd)
+    refuse([*_odd_values(keys)])
     arguments = [*(setting(group, name) for group, name in given.choices.items()), *_arguments(keys)]
     if isinstance(run, RunConfig):
         run, packages = _by_hand(run, packages), ()
@@ -459,8 +455,7 @@ def composed(
         composition = compose_run([*recipe, *run, *arguments], config_dirs=config_dirs, packages=packages)
     composition, found = fitted(composition, check_names)
     problems = [*_beside(given, composition.given), *_without_rate(given), *found]
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     trusted = dict.fromkeys((*composition.packages, *given.packages, *([IN_PROCESS] if given.in_process else [])))
     return replace(_with_nodes(composition, given.nodes), packages=tuple(trusted)), given
 

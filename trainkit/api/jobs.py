@@ -27,7 +27,7 @@ from trainkit.config.grammar import COMMAND_LINE, key_of
 from trainkit.config.resume import compose_resumed
 from trainkit.config.targets.allowed import TARGET
 from trainkit.data.splits import remarks
-from trainkit.errors import ConfigError, Problem, UnreadableError
+from trainkit.errors import ConfigError, Problem, UnreadableError, refuse
 from trainkit.files import naming, read_bytes, read_map, reporting, write_atomically, write_json_atomically
 from trainkit.objectives.metrics import WORST
 from trainkit.objectives.tables import Table
@@ -90,8 +90,7 @@ def _prepared(
     if trained.run is None and not {"data", "recipe"} & {*keys.values()}:
         rule = f"the run of {trained.path} is not known. Give its data and objective: data=... objective=..., or "
         problems.append(Problem(key="data", rule=f"{rule}recipe=NAME."))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     searched: dict[str, Any] = {"config_dirs": config_dirs, "packages": packages}
     if trained.run is None:
         composition = compose([*([] if "recipe" in keys else ["recipe=null"]), *overrides], **searched)
@@ -100,8 +99,7 @@ def _prepared(
     composition = _of_job(composition, keys)
     of_training = "has no effect on a training"
     problems = [one for one in check_names(composition) if not (is_own(one.key) and of_training in one.rule)]
-    if problems := problems or check_values(composition):
-        raise ConfigError(problems)
+    refuse(problems or check_values(composition))
     cfg = composition.cfg
     try:
         refuse_open_workers(cfg)

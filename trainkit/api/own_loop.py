@@ -20,7 +20,7 @@ from trainkit.config.composition import Composition
 from trainkit.config.targets.allowed import TARGET, allow_packages
 from trainkit.config.targets.build import build
 from trainkit.config.yaml_files import with_config_dirs
-from trainkit.errors import ConfigError, Problem, StopKind, TrainingError
+from trainkit.errors import ConfigError, Problem, StopKind, TrainingError, refuse
 from trainkit.objectives.base import Objective
 from trainkit.run import runner
 from trainkit.run.begin import ResumePoint
@@ -234,8 +234,7 @@ class Session:
     def _refuse_here(self) -> None:
         """Refuse problems that need no plan, before any process starts or connects."""
         composition, launch = self._composition, self._launch
-        if problems := unused_keys_with_classes(composition, None if launch is None else launch.kind):
-            raise ConfigError(problems)
+        refuse(unused_keys_with_classes(composition, None if launch is None else launch.kind))
         if launch is not None and launch.has_evaluator:
             rule = "does not run the loop of the script. Leave it out: the session evaluates."
             raise ConfigError([Problem(key="cluster.evaluator", rule=rule)])

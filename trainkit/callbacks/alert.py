@@ -26,7 +26,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from urllib.parse import urlsplit
 
 from trainkit.config.schema import MonitoredMetric
-from trainkit.errors import ConfigError, Problem, first_line
+from trainkit.errors import Problem, first_line, refuse
 from trainkit.fields import above, cosmetic, unit
 from trainkit.redaction import mask, remember
 from trainkit.report.numbers import figure
@@ -118,8 +118,7 @@ def channels_from(environ: Mapping[str, str]) -> tuple[Channel, ...]:
             f"{COMMAND}='PROGRAM ARGUMENTS', or leave the callback alert out."
         )
         problems.append(Problem(key="callbacks.alert", rule=rule))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return tuple(found)
 
 

@@ -10,7 +10,7 @@ from trainkit.cluster.base import Cluster
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.members import ROLES, launch_of, member_problems, parse_task, task_problem
 from trainkit.cluster.tf_config import TfConfig, read_tf_config
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import Problem, refuse
 from trainkit.fields import placement
 
 
@@ -36,9 +36,7 @@ class Spec(Cluster):
     """The task of this process, ROLE:INDEX; null if TF_CONFIG gives it."""
 
     def __post_init__(self) -> None:
-        problems = [*member_problems(self.members, key="cluster"), *self._task_problems()]
-        if problems:
-            raise ConfigError(problems)
+        refuse([*member_problems(self.members, key="cluster"), *self._task_problems()])
 
     @property
     def members(self) -> dict[str, tuple[str, ...]]:
@@ -64,8 +62,7 @@ class Spec(Cluster):
             names = ", ".join(f"{role}:{index}" for role, texts in self.members.items() for index in range(len(texts)))
             rule = f"is missing: it names the task of this process. Give cluster.task=ROLE:INDEX, of {names}."
             problems.append(Problem(key="cluster.task", rule=rule))
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
         return launch_of(self.members, task, kind="cluster=spec") if task else None
 
     def _task_problems(self) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 from trainkit.cluster.members import ROLES, Members, member_problems, task_problem
 from trainkit.config.values import closest, whole_number
-from trainkit.errors import MISSING, ConfigError, Problem
+from trainkit.errors import MISSING, Problem, refuse
 from trainkit.files import parse_json
 
 _POOLS: Final = {f"workerpool{number}": role for number, role in enumerate(ROLES)}
@@ -64,16 +64,14 @@ def read_tf_config(environ: Mapping[str, str]) -> TfConfig | None:
         report(f"cannot be read: {error}. Correct it, or unset it: {variable}= trainkit ...")
     if not isinstance(content, dict):
         report("must be a JSON object with cluster and task.")
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     _report_misspelt(content, ("cluster", "task"), report)
     roles = _POOLS if variable == "CLUSTER_SPEC" else {}
     members = _members(content.get("cluster"), roles, report)
     if not problems:
         problems += member_problems(members, key=f"{variable}.cluster", origin="environment")
     role, index = _task(content.get("task"), roles, members, report)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     members = {role: texts for role, texts in members.items() if texts}
     return TfConfig(variable=variable, members=members, task=(role, index))
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from trainkit.cluster.address import Address
 from trainkit.config.values import whole_number
-from trainkit.errors import MISSING, ConfigError, Problem
+from trainkit.errors import MISSING, Problem, refuse
 
 _REMEDY: Final = "Correct it, or ignore the launch: TRAINKIT_LAUNCHER=none."
 
@@ -90,5 +90,4 @@ class Variables:
         Raises:
             ConfigError: every problem of these variables.
         """
-        if self.problems:
-            raise ConfigError(self.problems)
+        refuse(self.problems)

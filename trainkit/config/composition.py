@@ -14,7 +14,7 @@ from trainkit.config.grammar import key_of
 from trainkit.config.schema import LIST_GROUPS, RunConfig
 from trainkit.config.secrets import remember_secrets, secret_keys
 from trainkit.config.yaml_files import Document
-from trainkit.errors import MISSING, ConfigError, Problem
+from trainkit.errors import MISSING, ConfigError, Problem, refuse
 from trainkit.redaction import REDACTED, redacted_argument
 
 _VARIABLE: Final = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(?:,[^{}]*)?\}")
@@ -109,8 +109,7 @@ class Composition:
         Raises:
             ConfigError: composing met problems, or values do not fit the schema.
         """
-        if self.problems:
-            raise ConfigError(self.problems)
+        refuse(self.problems)
         return RunConfig.from_dict(self.values)
 
     @property

@@ -27,7 +27,7 @@ from trainkit.config.secrets import is_below, redacted, secret_keys
 from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
 from trainkit.config.targets.build import resolve_target, signature_of
 from trainkit.config.values import leaves, plain
-from trainkit.errors import ConfigError, Problem, UnreadableError
+from trainkit.errors import ConfigError, Problem, UnreadableError, refuse
 from trainkit.fields import NO_NEUTRAL, OnlyWith, Tag, Tagged, cosmetic, maths, placement, tags_of
 from trainkit.files import read_map
 from trainkit.redaction import REDACTED, variable_of
@@ -247,7 +247,7 @@ def run_config(run: Path) -> RunConfig:
         origin = str(run / "resolved.yaml")
         other = shell_word(setting("init_from", run))
         rule = f"Set it back in the file. For another training from these weights, start a new run with {other}"
-        problems = [
+        refuse(
             Problem(
                 key=one.key,
                 value=one.right,
@@ -256,9 +256,7 @@ def run_config(run: Path) -> RunConfig:
             )
             for one in difference(begun, cfg)
             if one.matters
-        ]
-        if problems:
-            raise ConfigError(problems)
+        )
         return cfg
     return cfg
 

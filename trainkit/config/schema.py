@@ -33,7 +33,7 @@ from trainkit.config.sections import (
     WarmupConfig,
 )
 from trainkit.config.values import plain
-from trainkit.errors import MISSING, ConfigError, Problem
+from trainkit.errors import MISSING, ConfigError, Problem, refuse
 from trainkit.fields import Reads, a_file, above, at_least, at_most, below, cosmetic, maths, placement, speed
 from trainkit.files import MAX_YAML_BYTES, parse_yaml, read_text
 from trainkit.names import NAMES
@@ -173,12 +173,10 @@ class RunConfig:
         Raises:
             ConfigError: every unknown key and every value that does not fit.
         """
-        problems = [
+        refuse(
             Problem(key=".".join(path), rule=rule or "no such key.", value=value if rule else MISSING)
             for path, value, rule in misfits(values)
-        ]
-        if problems:
-            raise ConfigError(problems)
+        )
         return typing.cast("RunConfig", _built(cls, values))
 
     def to_dict(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import yaml
 
-from trainkit.errors import ConfigError, Problem, UnreadableError
+from trainkit.errors import ConfigError, Problem, UnreadableError, refuse
 from trainkit.files import MAX_YAML_BYTES, SafeLoader, UnreadableYAMLError, check_bounds, read_text
 from trainkit.redaction import REDACTED, mask, secrets_in
 
@@ -110,8 +110,7 @@ def _parsed(file: Path, text: str) -> Document:
         raise ConfigError([Problem(key="defaults", rule="must be a list.", origin=f"{file}:{lines['defaults',]}")])
     items = next((value.value for key, value in root.value if key.value == "defaults"), ())
     item_lines = tuple(item.start_mark.line + 1 for item in items)
-    if problems := [*problems, *_item_problems(file, defaults, item_lines)]:
-        raise ConfigError(problems)
+    refuse([*problems, *_item_problems(file, defaults, item_lines)])
     return Document(
         file=file,
         values=values,

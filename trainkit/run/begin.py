@@ -26,7 +26,7 @@ from trainkit.config.identity import Difference, difference, fingerprint, other_
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import targets_in
 from trainkit.data.splits import size_of
-from trainkit.errors import CheckpointError, ConfigError, Problem, StorageError, UnreadableError, together
+from trainkit.errors import CheckpointError, ConfigError, Problem, StorageError, UnreadableError, refuse, together
 from trainkit.extras import DISTRIBUTION
 from trainkit.files import Free, lacking, num_bytes, reporting, storage_error, write_atomically, write_json_atomically
 from trainkit.numerics.batch import BatchPlan
@@ -435,8 +435,7 @@ def continued(cfg: RunConfig, run: Path, checkpoints: Path) -> tuple[RunConfig, 
                 "new_schedule])."
             )
             problems += other_training(schedule, run=run, remedy=rule)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     recorded = [f"after step {step}: {one.key}={one.left} became {one.right}" for one in changes]
     return replace(cfg, changes=[*cfg.changes, *recorded]), tuple(lines)
 

@@ -27,7 +27,7 @@ from trainkit.data.reading.collate import shape_text
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.reading.loader import EvalBatches
 from trainkit.data.splits import build_split, build_splits, folded, read_sample, size_of, splits_of
-from trainkit.errors import ConfigError, Problem, StopKind, TrainingError, TrainkitError, named_first_line
+from trainkit.errors import ConfigError, Problem, StopKind, TrainingError, TrainkitError, named_first_line, refuse
 from trainkit.files import read_map
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.copies import copied
@@ -190,8 +190,7 @@ def prepare(cfg: RunConfig, request: JobRequest) -> Job:
     problems = list(parts.strategy.validate(facts))
     if request.verb == "evaluate":
         problems += parts.strategy.access_problems(facts)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     file = Path(request.weights)
     model = meta_model(cfg) if file.name == MANIFEST else load_described(file)
     problems += parts.strategy.validate_model(model, facts)
@@ -204,8 +203,7 @@ def prepare(cfg: RunConfig, request: JobRequest) -> Job:
             key, value = "objective", type(parts.objective).__name__
             key, value = ("predict.outputs", outputs.text) if of_outputs else (key, value)
             problems.append(Problem(key=key, value=value, rule=f"{refused[0].value}, and {refused[1]}"))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     job = Job(
         cfg=cfg,
         request=request,

@@ -13,7 +13,7 @@ from trainkit.cluster.tasks import Identity
 from trainkit.config.composition import Composition
 from trainkit.config.identity import changed_keys
 from trainkit.config.schema import RunConfig
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, refuse
 from trainkit.files import reporting
 from trainkit.run.agent.monitor import TimeLimits
 from trainkit.run.agent.self_watch import BeatCounter, SelfWatch
@@ -68,8 +68,7 @@ def train_composition(
     try:
         cfg = composition.cfg
         launch = launch_environment_of(cfg)
-        if problems := unused_keys_with_classes(composition, None if launch is None else launch.kind):
-            raise ConfigError(problems)
+        refuse(unused_keys_with_classes(composition, None if launch is None else launch.kind))
         return train(
             cfg,
             run_dir=None if run_dir is None else Path(run_dir),

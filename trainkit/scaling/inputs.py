@@ -10,7 +10,7 @@ from typing import Final, Literal
 import numpy as np
 
 from trainkit.config.values import nearest
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import Problem, refuse
 from trainkit.scaling.fit import UNSURE, Fit
 from trainkit.scaling.model import Link, Workload, ring
 
@@ -139,6 +139,5 @@ def parse_assumptions(text: str | None, inputs: Mapping[str, Input]) -> dict[str
                 found[name] = number
                 continue
         problems.append(Problem(key=item.strip() or "--assume", rule=rule, origin="--assume"))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return found

@@ -14,7 +14,7 @@ from trainkit.cluster.host import use_device
 from trainkit.config.identity import run_config
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.data.splits import build_split
-from trainkit.errors import ConfigError, Problem, TrainingError, named_first_line
+from trainkit.errors import ConfigError, Problem, TrainingError, named_first_line, refuse
 from trainkit.models.gpt import KeyValueCache
 from trainkit.models.sampling import Sampling
 from trainkit.numerics.generators import hash64, name_id
@@ -233,13 +233,11 @@ class Writer:
             ConfigError: a prompt has no token of the vocabulary.
         """
         tokens = [list(self.data.encode(prompt)) for prompt in prompts]
-        problems = [
+        refuse(
             Problem(key="prompt", value=repr(prompt), rule="has no token of the model's vocabulary.")
             for prompt, found in zip(prompts, tokens, strict=True)
             if not found
-        ]
-        if problems:
-            raise ConfigError(problems)
+        )
         return tokens
 
     def left_out(self, prompts: Sequence[str]) -> str:

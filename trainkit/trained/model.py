@@ -19,7 +19,7 @@ from trainkit.config.door import trusting
 from trainkit.config.identity import run_config
 from trainkit.config.targets.allowed import allow_packages, allowed_packages, name_problem, root_of, targets_in
 from trainkit.config.targets.build import build
-from trainkit.errors import CheckpointError, ConfigError, Problem, UnreadableError
+from trainkit.errors import CheckpointError, ConfigError, Problem, UnreadableError, refuse
 from trainkit.files import MAX_YAML_BYTES, expect_map, parse_yaml, read_text, write_atomically
 from trainkit.numerics.precision import converted_floats
 from trainkit.strategies.tensor_shards import LazyStateDict
@@ -165,8 +165,7 @@ def refuse_foreign(node: Mapping[str, Any]) -> None:
             rule += f"To trust it: {trusting(package)}."
         if rule is not None:
             problems.append(Problem(key=".".join(path), value=target, rule=rule))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def write_model(folder: Path, model: nn.Module, node: Mapping[str, Any], *, about: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ from trainkit.config.targets.build import build
 from trainkit.data.hooks import Reading
 from trainkit.data.reading.loader import EvalBatches
 from trainkit.data.splits import size_of
-from trainkit.errors import ConfigError, DataError, Problem, require_packages
+from trainkit.errors import ConfigError, DataError, Problem, refuse, require_packages
 from trainkit.files import json_value, naming, replacing
 from trainkit.numerics.generators import Untouched
 from trainkit.numerics.precision import Precision
@@ -566,8 +566,7 @@ def predictor(
         device = device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     if device is not None:
         found = found.to(device)
-    if problems := wanted.problems(objective, found):
-        raise ConfigError(problems)
+    refuse(wanted.problems(objective, found))
     place = next((one.device for one in found.parameters()), torch.device("cpu"))
     use_device(place)
     if found is not model:  # by default torch rounds the products of a convolution to ten bits

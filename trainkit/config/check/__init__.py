@@ -32,7 +32,7 @@ from trainkit.config.targets.checks import OtherChoices, absent_files, target_pr
 from trainkit.config.targets.kinds import PLACES
 from trainkit.config.values import closest, expanded, leaves, path_rule, plain
 from trainkit.config.yaml_files import hint_for_word
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import Problem, refuse
 from trainkit.files import file_in_the_way
 from trainkit.redaction import redacted_argument
 
@@ -65,8 +65,7 @@ def checked_names(composition: Composition) -> Composition:
         ConfigError: all of them.
     """
     composition, problems = fitted(composition, check_names_first)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return composition
 
 
@@ -78,8 +77,7 @@ def checked_values(composition: Composition) -> Composition:
     """
     if check_values(composition):  # what is left out may break rules of the first phase
         composition, problems = fitted(composition, lambda one: check_names_first(one) or check_values(one))
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
     return composition.with_notes(notes_about_keys(composition))
 
 
@@ -97,8 +95,7 @@ def checked_without(composition: Composition, group: str) -> Composition:
     given = {key: value for key, value in node.items() if key not in unset}
     rest = replace(composition, values={**composition.values, group: given})
     found = check_names_first(rest) or check_values(rest)
-    if problems := [problem for problem in found if problem.key not in {f"{group}.{key}" for key in unset}]:
-        raise ConfigError(problems)
+    refuse([problem for problem in found if problem.key not in {f"{group}.{key}" for key in unset}])
     notes = (f"{group}.{key} is not set: a training needs it" for key in unset)
     return composition.with_notes([*notes_about_keys(rest), *notes])
 

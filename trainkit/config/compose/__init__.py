@@ -64,7 +64,7 @@ from trainkit.config.targets.allowed import TARGET, allow_packages, refuse_packa
 from trainkit.config.targets.build import resolve_target, signature_of
 from trainkit.config.values import closest, expanded, leaves, plain
 from trainkit.config.yaml_files import Document, is_choice_path, read_document, shipped_conf, shipped_recipes
-from trainkit.errors import ConfigError, Problem, first_line
+from trainkit.errors import ConfigError, Problem, first_line, refuse
 from trainkit.redaction import REDACTED, redacted_argument, remember
 
 _CORE_PLUGINS: Final = "hydra._internal.core_plugins"
@@ -282,8 +282,7 @@ class Composer:
         """
         with hydra_state():
             parsed, problems = self.parse(overrides)
-            if problems := problems or repeated(parsed):
-                raise ConfigError(problems)
+            refuse(problems or repeated(parsed))
             return read_space(parsed)
 
     def points(self, overrides: Sequence[str]) -> list[list[str]]:
@@ -405,7 +404,7 @@ def resolve_exclusive(tree: TrackedTree) -> tuple[list[str], list[Problem]]:
             notes.append(f"{shown} replaces {dotted(loser)}={value(loser)} ({lost.where})")
         tree.put(loser, None, won)
 
-    def refuse(path: KeyPath, rule: str) -> None:
+    def report(path: KeyPath, rule: str) -> None:
         problems.append(Problem(key=dotted(path), value=value(path), rule=rule, origin=tree.origin_of(path).where))
 
     for pair in _PAIRS:
@@ -415,7 +414,7 @@ def resolve_exclusive(tree: TrackedTree) -> tuple[list[str], list[Problem]]:
         if rank(low) < rank(high) or value(low) == value(high) == 0:
             displace(low, high)
         else:
-            refuse(pair[1], f"sets the same as {dotted(pair[0])}, set at the same place. Give one of the two.")
+            report(pair[1], f"sets the same as {dotted(pair[0])}, set at the same place. Give one of the two.")
     time = ("stop_after",)
     for path in _PAIRS[0]:
         if value(time) is not None and value(path) is not None and rank(path) < rank(time):
@@ -425,7 +424,7 @@ def resolve_exclusive(tree: TrackedTree) -> tuple[list[str], list[Problem]]:
             displace(*sorted((_MICRO, _SHARDS), key=rank))
         elif rank(_WHOLE) == rank(_MICRO):
             rule = "global_size, micro_size and accumulation are set at the same place. Give any two of the three."
-            refuse(_SHARDS, rule)
+            report(_SHARDS, rule)
         else:
             displace(*((_WHOLE, _MICRO) if rank(_WHOLE) < rank(_MICRO) else (_SHARDS, _WHOLE)))
     return notes, problems

@@ -34,7 +34,7 @@ from trainkit.config.grammar import COMMAND_LINE, key_of, replacing, setting
 from trainkit.config.secrets import redacted, texts_in
 from trainkit.config.targets.allowed import TARGET, root_of
 from trainkit.config.targets.build import imported
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, refuse
 
 T = TypeVar("T")
 
@@ -357,13 +357,11 @@ def refuse_hydra_targets(node: DictConfig, packages: Sequence[str]) -> None:
         ConfigError: every such name.
     """
     values = OmegaConf.to_container(node, resolve=False)
-    problems = [
+    refuse(
         Problem(key=dotted(("hydra", *path)), value=value, rule=rule)
         for path, value in texts_in(values)
         if (rule := _rule(path, value, packages)) is not None
-    ]
-    if problems:
-        raise ConfigError(problems)
+    )
 
 
 def _rule(path: tuple[str, ...], text: str, packages: Sequence[str]) -> str | None:

@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.sections import MOST_JOBS
 from trainkit.config.values import closest
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, refuse
 
 _SEARCH: Final = "Draw some of them: hydra/sweeper=random sweep.trials=100, with interval(LOW,HIGH)."
 _TAGS: Final = ("zip", "log")
@@ -141,8 +141,7 @@ def read_space(arguments: Sequence[Override]) -> Space:
             problems += _misuse(override)
     if not problems:
         axes, problems = _axes(swept)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return Space(lines=lines, axes=tuple(axes))
 
 

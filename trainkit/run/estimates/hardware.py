@@ -16,7 +16,7 @@ import torch
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.build import build
 from trainkit.config.yaml_files import read_document, shipped_conf
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, refuse
 from trainkit.fields import above, at_least, cosmetic
 
 FORMATS: Final = ("fp64", "fp32", "tf32", "bf16", "fp16")
@@ -142,8 +142,7 @@ class Hardware(HardwareChoice):
             ]
         if not self.tflops:
             problems.append(Problem(key="tflops", rule="names no number format. Give at least fp32."))
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
 
     @property
     def memory_bytes(self) -> int:

@@ -32,7 +32,7 @@ from trainkit.config.targets.build import resolve_target
 from trainkit.data.reading.collate import CollateFunction, collate
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.splits import build_splits, folded, remarks, size_of, test_splits, validation_splits
-from trainkit.errors import ConfigError, Problem, named_first_line
+from trainkit.errors import ConfigError, Problem, named_first_line, refuse
 from trainkit.numerics.batch import AT_EQUAL_CUT, CUT_UNKNOWN
 from trainkit.numerics.generators import GeneratorStates, seed_host
 from trainkit.objectives.base import Access, Objective
@@ -420,8 +420,7 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
     facts = strategy.facts_in(plan.context)
     keys = [*_longer_warmup(plan), *_without_validation(plan), *_unknown_split(plan), *_unmatched(plan, model)]
     problems = model_problems(plan, model)
-    if problems := [*problems, *(problem for problem, _ in keys if is_given(problem.key))]:
-        raise ConfigError(problems)
+    refuse([*problems, *(problem for problem, _ in keys if is_given(problem.key))])
     notes = optimizer_notes(model, plan.optimizers) if plan.optimizers else []
     notes += [note for _, note in keys if note]
     if not validation_splits(plan.components.datasets):

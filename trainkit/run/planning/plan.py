@@ -30,7 +30,7 @@ from trainkit.config.targets.allowed import IN_PROCESS, TARGET, root_of
 from trainkit.config.targets.build import build, class_built_by
 from trainkit.data.hooks import DataHooks, Reading
 from trainkit.data.splits import size_of, validation_splits
-from trainkit.errors import ConfigError, DataError, Problem, TrainkitError, together
+from trainkit.errors import ConfigError, DataError, Problem, TrainkitError, refuse, together
 from trainkit.files import parse_json
 from trainkit.numerics.batch import BatchPlan, resolve_batch
 from trainkit.numerics.schedules import LearningRate, unreduced
@@ -64,8 +64,7 @@ def refuse_launch(cfg: RunConfig, launch: LaunchEnvironment) -> None:
         ConfigError: the strategy has no such roles, or needs other numbers of tasks.
     """
     strategy: Strategy = build(cfg.strategy, "strategy")
-    if problems := [*strategy.launch_problems(launch.training), *_missing_evaluator(strategy, launch)]:
-        raise ConfigError(problems)
+    refuse([*strategy.launch_problems(launch.training), *_missing_evaluator(strategy, launch)])
 
 
 def _missing_evaluator(strategy: Strategy, launch: LaunchEnvironment | None) -> list[Problem]:
@@ -389,7 +388,7 @@ def make_plan(
     replicas, batch = together(
         parts.refuse_unknown_fields,
         lambda: parts.hooks.refuse_misfits(parts.datasets["train"], cfg.loader),
-        lambda: _refuse(callback_problems(parts.planned(cfg))),
+        lambda: refuse(callback_problems(parts.planned(cfg))),
         then=lambda: _cut(cfg, parts, context, backend, launch),
     )
     resolved = replace(
@@ -403,7 +402,7 @@ def make_plan(
     found = phase_problems(plan.optimizers, parts.objective) if plan.optimizers or parts.objective.phases else []
     found += average_problems(context.average, parts.datasets, plan.num_steps) if context.average else []
     found += _rate_problems(plan)
-    _refuse(found)
+    refuse(found)
     if debug is not None:
         debug.refuse_absent_rank(tasks)
     return replace(plan, backend=backend, debugged_rank=None if debug is None else debug.rank)
@@ -497,14 +496,9 @@ def _cut(
     """Return the number of replicas, and the division of steps into their shards."""
     problems = strategy_problems(parts.strategy, context) if cfg.optimizers else []
     problems += [*parts.strategy.validate(context), *parts.strategy.access_problems(context)]
-    _refuse(problems or task_problems(cfg, parts, context, backend, launch))
+    refuse(problems or task_problems(cfg, parts, context, backend, launch))
     replicas = parts.strategy.num_replicas(context)
     return replicas, _batch_plan(cfg, parts, replicas, context)
-
-
-def _refuse(problems: Sequence[Problem]) -> None:
-    if problems:
-        raise ConfigError(problems)
 
 
 def _num_gpus(backend: ProcessBackend | None) -> int:

@@ -35,7 +35,7 @@ from trainkit.config.composition import dotted
 from trainkit.config.schema import RunConfig
 from trainkit.config.values import leaves
 from trainkit.data.splits import size_of
-from trainkit.errors import ConfigError, HangError, LinkError, PeerError, Problem, yaml_text
+from trainkit.errors import ConfigError, HangError, LinkError, PeerError, Problem, refuse, yaml_text
 from trainkit.files import expect_maps, parse_json
 from trainkit.run.begin import packages
 from trainkit.run.planning.plan import RunPlan
@@ -566,9 +566,4 @@ def refuse_mismatches(barrier: ProcessBarrier, own: Mapping[str, Any], **remedy:
     each = barrier.all_gather_object(dict(own))
     first, *places = [barrier.launch.place_of(rank) for rank in barrier.ranks]
     problems = mismatches(each[0], dict(zip(places, each[1:], strict=True)), origin=first, **remedy)
-
-    def refuse() -> None:
-        if problems:
-            raise ConfigError(problems)
-
-    barrier.run_on_rank0(refuse)
+    barrier.run_on_rank0(lambda: refuse(problems))

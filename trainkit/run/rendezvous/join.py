@@ -52,6 +52,7 @@ from trainkit.errors import (
     TerminatedError,
     TrainkitError,
     UnreadableError,
+    refuse,
 )
 from trainkit.files import Kind, expect_map, expect_maps, parse_json, read_map, whole_numbers, write_json_atomically
 from trainkit.run.agent.agent import Agent, AgentSettings, Launch
@@ -168,9 +169,7 @@ def join_running_job(cfg: RunConfig, launch: LaunchEnvironment) -> dict[str, Any
             report = info["failed"]
             raise PeerError(f"{task} ends with {launch.place_of(0)}: {report.summary}", exit_code=report.exit_code)
         others = {launch.place_of(0): info["likeness"]}
-        problems = mismatches(values_of(cfg), others, origin=launch.place_of(launch.rank))
-        if problems:
-            raise ConfigError(problems)
+        refuse(mismatches(values_of(cfg), others, origin=launch.place_of(launch.rank)))
         global_size, micro_size = info["batch"]
         batch = replace(cfg.batch, global_size=global_size, micro_size=micro_size, accumulation=None)
         num_gpus = info["num_gpus"] if task.is_evaluator else None  # it plans what the others train

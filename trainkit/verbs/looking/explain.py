@@ -17,7 +17,7 @@ from trainkit.config.described.key_facts import REQUIRED, facts_of
 from trainkit.config.grammar import refusal
 from trainkit.config.secrets import redacted, secret_keys
 from trainkit.config.values import leaves, nearest
-from trainkit.errors import ConfigError, yaml_text
+from trainkit.errors import refuse, yaml_text
 from trainkit.fields import Tag
 from trainkit.redaction import REDACTED
 from trainkit.report.error_address import PREFIX, section, sections
@@ -40,8 +40,7 @@ def run(call: Call) -> int:
     composed = compose(call.overrides, config_dirs=call.config_dirs, packages=call.packages)
     composition, problems = fitted(composed, check_names_first)
     # A key without a value may be the one to explain.
-    if others := [problem for problem in problems if not problem.rule.startswith(NEEDS_VALUE)]:
-        raise ConfigError(others)
+    refuse([problem for problem in problems if not problem.rule.startswith(NEEDS_VALUE)])
     found = explanation(composition, call.arguments[0])
     call.show(found, _lines(found, isinstance(_value(composition, found["key"]), Mapping)))
     return 0

@@ -14,7 +14,7 @@ from trainkit.config.grammar import refusal
 from trainkit.config.resume import compose_anew
 from trainkit.config.schema import MonitoredMetric
 from trainkit.config.sections import EvalConfig
-from trainkit.errors import ConfigError
+from trainkit.errors import refuse
 from trainkit.redaction import redacted_argument
 from trainkit.sweeps.results.leaderboard import Leaderboard, collect
 from trainkit.verbs.running.train import exit_code
@@ -91,9 +91,7 @@ def _train_anew(board: Leaderboard, call: Call) -> int:
     if board.value(best) is None:
         raise refusal("--then", f"no run has {board.goal.metric}: there is no best run.")
     composition = compose_anew(best.folder, call.overrides, config_dirs=call.config_dirs, packages=call.packages)
-    problems = check_names(composition)
-    if problems:
-        raise ConfigError(problems)
+    refuse(check_names(composition))
     shown = map(redacted_argument, call.overrides)
     sys.stdout.write(f"\n{' '.join(['the config of', str(best.folder), *shown])}\n")
     sys.stdout.flush()

@@ -13,7 +13,7 @@ from typing import Final
 
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, refuse
 from trainkit.measuring.replicas import Scalable, fitted, measured_shares, scalable
 from trainkit.measuring.replicas import measure as measure_replicas
 from trainkit.run.estimates.hardware import Hardware, hardware_of
@@ -32,8 +32,7 @@ def run(call: Call) -> int:
         composition = begin(call, "measure", problems(call))
         what, given = _scalable(composition, call.flags["to-replicas"]), _assumed(call)
         return measure(call, "scale", partial(_measured, call, composition, what, given))
-    if wrong := list(problems(call)):
-        raise ConfigError(wrong)
+    refuse(problems(call))
     target, seed = call.flags["to-replicas"], call.flags.get("seed", 0)
 
     found = simulated_document(assumed(SIMULATED, {"given": _assumed(call)}), target, seed=seed)

@@ -13,7 +13,7 @@ from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE, key_of
 from trainkit.config.schema import RunConfig
 from trainkit.config.values import MOST_PROCESSES
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, refuse
 from trainkit.prove.comparing import Numbers, Proof
 from trainkit.prove.layouts import (
     AXES,
@@ -48,8 +48,7 @@ _OF_AXIS: Final = {
 
 def run(call: Call) -> int:
     """Print both answers about every strategy; return 0 if all are yes, else 1."""
-    if found := list(problems(call)):
-        raise ConfigError(found)
+    refuse(problems(call))
     if "layouts" in call.flags:
         return _run_layouts(call)
     if "static" in call.flags:

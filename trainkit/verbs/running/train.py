@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from trainkit.cluster.local import LAUNCHERS, VARIABLE, detect, launch_problems
 from trainkit.config.grammar import COMMAND_LINE, key_of, refusal, replacing
 from trainkit.config.values import MOST_PROCESSES, whole_number
-from trainkit.errors import CheckpointError, ConfigError, Problem, TrainkitError
+from trainkit.errors import CheckpointError, ConfigError, Problem, TrainkitError, refuse
 from trainkit.verbs.support.call import Call
 from trainkit.verbs.support.one_file import kept_in
 
@@ -118,8 +118,7 @@ def sweep(call: Call) -> int:
     given = [(key_of(line), line.partition("=")[2]) for line in call.overrides if key_of(line) in rules]
     problems = [*launch_problems("-m", "run every point", start)]
     problems += [Problem(key=key, value=text, rule=rules[key], origin=COMMAND_LINE) for key, text in given]
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     call = expand_folds(call)
     points = sweep_points(call.overrides, call.config_dirs, call.packages)
     with template(JOB_IMPORTS), lasting_output():
@@ -210,8 +209,7 @@ def _check_point(composition: Composition) -> Composition:
     from trainkit.config.check.recipe_keys import fitted  # noqa: PLC0415 - the same
 
     composition, problems = fitted(composition, functools.partial(check_names, multirun=True))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return composition
 
 

@@ -18,7 +18,7 @@ from trainkit.config.targets.allowed import package_arguments
 from trainkit.config.targets.build import build
 from trainkit.config.values import nearest
 from trainkit.config.yaml_files import config_dir_arguments
-from trainkit.errors import MISSING, ConfigError, Problem
+from trainkit.errors import MISSING, ConfigError, Problem, refuse
 from trainkit.numerics.batch import resolve_batch
 from trainkit.redaction import variable_of
 from trainkit.run.planning.build import numerics_of
@@ -33,8 +33,7 @@ _COMMON: Final = ("hosts", "gpus-per-host", "processes-per-host")
 
 def run(call: Call) -> int:
     """Print the script or manifest; raise here all errors that would arise on the engine's hosts."""
-    if wrong := list(problems(call)):
-        raise ConfigError(wrong)
+    refuse(problems(call))
     engine = ENGINES[call.arguments[0]]
     composition = call.compose(reads_files=False)  # they are on the engine's hosts
     strategy: Strategy = build(composition.cfg.strategy, "strategy")
@@ -152,8 +151,7 @@ def _job(call: Call, composition: Composition, engine: Engine, strategy: Strateg
                 rule = "vertex needs a pool of workers between the chief and the servers. Give strategy.workers=2"
                 wrong.append(Problem(key="strategy.workers", value=1, rule=f"{rule} or more."))
             hosts = sum(roles.values())
-        if wrong:
-            raise ConfigError(wrong)
+        refuse(wrong)
     return ManifestJob(
         name=composition.cfg.name,
         arguments=(*config_dir_arguments(call.config_dirs), *package_arguments(call.packages), *call.overrides),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.config.grammar import COMMAND_LINE, is_override
 from trainkit.config.values import closest, nearest, path_rule
-from trainkit.errors import MISSING, ConfigError, Problem
+from trainkit.errors import MISSING, ConfigError, Problem, refuse
 from trainkit.report.json_output import print_json
 from trainkit.verbs.support.one_file import arguments_of
 from trainkit.verbs.support.project import Project, find_project, importable
@@ -351,8 +351,7 @@ class Call:
         Raises:
             ConfigError: too many or too few arguments, or overrides.
         """
-        if problems := [*self.arity_problems((least, most), overrides=overrides)]:
-            raise ConfigError(problems)
+        refuse(self.arity_problems((least, most), overrides=overrides))
 
     def show(self, document: Mapping[str, Any], lines: Iterable[str]) -> None:
         """Print the document of this call with `--json`, else its lines."""

@@ -14,7 +14,7 @@ from trainkit.cluster.local import VARIABLE, launch_problems
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.values import path_rule
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, refuse
 from trainkit.files import reporting, write_json_atomically
 from trainkit.run.signals import raised_stops
 from trainkit.trainer.ownership import new_folder
@@ -67,8 +67,7 @@ def begin(call: Call, what: str, problems: Iterable[Problem] = ()) -> Compositio
         composition = call.compose()
     except ConfigError as error:
         raise ConfigError([*found, *error.problems]) from None
-    if found := [*found, *training_problems(call.verb, composition)]:
-        raise ConfigError(found)
+    refuse([*found, *training_problems(call.verb, composition)])
     return composition
 
 

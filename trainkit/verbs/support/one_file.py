@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from trainkit.config.grammar import COMMAND_LINE, key_of, setting
-from trainkit.errors import ConfigError, Problem, UnreadableError
+from trainkit.errors import ConfigError, Problem, UnreadableError, refuse
 from trainkit.files import read_text, write_atomically
 
 
@@ -82,8 +82,7 @@ def arguments_of(file: str, overrides: Sequence[str]) -> tuple[list[str], str]:
             if any(isinstance(target, ast.Name) and target.id in part.names for target in assigned):
                 rule += f" A {part.what} that is assigned is not found: write it as a class or a function."
             problems.append(Problem(key=file, rule=rule, origin=COMMAND_LINE))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return found, module[0]
 
 

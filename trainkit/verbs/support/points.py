@@ -11,7 +11,7 @@ from trainkit.config.check.recipe_keys import fitted
 from trainkit.config.compose import Composer, foreign_keys
 from trainkit.config.composition import Composition, problems_of_points
 from trainkit.config.grammar import COMMAND_LINE
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, refuse
 
 
 def checked_points(overrides: Sequence[str], config_dirs: Sequence[Path], packages: Sequence[str]) -> list[Composition]:
@@ -81,8 +81,7 @@ def _checked(
     found_of = [fitted(point, check) for point in points]
     points = [point for point, _ in found_of]
     found = problems_of_points(points, [own for _, own in found_of])
-    if problems := list({str(problem): problem for problem in [*problems, *found]}.values()):
-        raise ConfigError(problems)
+    refuse(list({str(problem): problem for problem in [*problems, *found]}.values()))
     return points
 
 

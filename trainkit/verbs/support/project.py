@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainkit.config.values import nearest
-from trainkit.errors import ConfigError, Problem, UnreadableError
+from trainkit.errors import ConfigError, Problem, UnreadableError, refuse
 from trainkit.files import read_text
 
 _KEYS: Final = ("config_dirs", "packages")
@@ -108,8 +108,7 @@ def _checked(file: Path, table: Any) -> Project:
             problems.append(_problem(file, f"{_TABLE}.packages", name, rule))
         elif place is not None and importlib.util.find_spec(name) is None:
             code[place.parent] = None
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return Project(file=file, config_dirs=tuple(folders), packages=tuple(given["packages"]), code=tuple(code))
 
 

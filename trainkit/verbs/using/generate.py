@@ -8,7 +8,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import Problem, refuse
 from trainkit.files import read_text
 from trainkit.models.sampling import MAX_TOKENS, RULES, Sampling, broken_settings, temperature_of
 from trainkit.trained.generate import Writer
@@ -21,8 +21,7 @@ def run(call: Call) -> int:
     given = {name: _number(call, name) for name in RULES if _flag(name) in call.flags}
     problems += [call.problem(_flag(name), rule) for name, rule in broken_settings(given)]
     prompts = _prompts(call, problems)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
     writer = Writer.of(
         Path(call.arguments[0]).expanduser(), checkpoint=call.flags.get("checkpoint", "last"), packages=call.packages
