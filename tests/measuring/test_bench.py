@@ -31,6 +31,7 @@ from trainkit.measuring.bench import Choice, Spread, Target, Turn, bench, measur
 from trainkit.measuring.searches import WorkerSearch, search_workers
 from trainkit.measuring.tables import table_lines
 from trainkit.prove.proving import bare
+from trainkit.run.begin import RunRequest
 from trainkit.run.planning.plan import refuse_open_workers
 from trainkit.run.runner import train
 from trainkit.trainer.metrics_accumulator import PARTS
@@ -71,7 +72,8 @@ def test_the_slow_part_of_a_step_is_the_one_that_is_named() -> None:
 def test_a_measured_training_computes_the_same_bits(tmp_path: Path) -> None:
     measured = measured_config(config(), warmup_steps=3, num_steps=4)
     plain = replace(measured, callbacks={})
-    with_it, without = train(measured, run_dir=tmp_path / "a"), train(plain, run_dir=tmp_path / "b")
+    with_it = train(RunRequest(cfg=measured, run_dir=tmp_path / "a"))
+    without = train(RunRequest(cfg=plain, run_dir=tmp_path / "b"))
     assert with_it["weights_sha256"] == without["weights_sha256"]
     assert with_it["steps"] == without["steps"] == 7
 

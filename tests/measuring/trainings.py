@@ -11,6 +11,7 @@ from trainkit.config.grammar import replacing
 from trainkit.config.schema import RunConfig
 from trainkit.errors import TrainkitError
 from trainkit.measuring.bench import Candidate, Turn, finished_turn
+from trainkit.run.begin import RunRequest
 from trainkit.run.runner import train
 
 
@@ -26,14 +27,14 @@ def candidate(label: str, *overrides: str) -> Candidate:
 def here(cfg: RunConfig, folder: Path) -> Turn:
     """Run a turn in this process, which is quicker than to start one."""
     started = time.time()
-    train(cfg, run_dir=folder)
+    train(RunRequest(cfg=cfg, run_dir=folder))
     return finished_turn(folder, started)
 
 
 def here_apart(cfg: RunConfig, folder: Path) -> Turn:
     """Train in this process what a measurement trains in one of its own."""
     try:
-        train(cfg, run_dir=folder)
+        train(RunRequest(cfg=cfg, run_dir=folder))
     except TrainkitError as error:
         return Turn(folder=folder, failure=str(error), error=type(error).__name__)
     return Turn(folder=folder)

@@ -23,7 +23,7 @@ from trainkit.config.yaml_files import with_config_dirs
 from trainkit.errors import ConfigError, Problem, StopKind, TrainingError, refuse
 from trainkit.objectives.base import Objective
 from trainkit.run import runner
-from trainkit.run.begin import ResumePoint
+from trainkit.run.begin import ResumePoint, RunRequest
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.given import GivenLoss, LossFunction
 from trainkit.run.session.own_loop import OwnLoop
@@ -71,7 +71,7 @@ class Session:
             which = "this session has ended" if self._was_open else "another session is open in this process"
             raise TrainingError(f"{which}. Each run has its own session, one after the other.")
         self._was_open = True
-        composition, cfg = self._composition, self._composition.cfg
+        composition = self._composition
         with ExitStack() as stack:
             _OPEN.append(self)
             stack.callback(_OPEN.remove, self)
@@ -80,16 +80,11 @@ class Session:
             stack.enter_context(with_config_dirs(composition.config_dirs))
             try:
                 self._refuse_here()
-                task = stack.enter_context(
-                    runner.opened(
-                        cfg,
-                        run_dir=self._run_dir,
-                        notes=composition.notes,
-                        launch=self._launch,
-                        is_given=composition.is_given,
-                        check=self._check,
-                    )
-                )
+                request = RunRequest(
+                    cfg=composition.cfg, run_dir=self._run_dir, notes=composition.notes, launch=self._launch,
+                    is_given=composition.is_given, check=self._check,
+                )  # fmt: skip
+                task = stack.enter_context(runner.opened(request))
                 given = GivenLoss(self._terms)
                 session = stack.enter_context(task.opened(given))
             except ConfigError as error:

@@ -25,12 +25,13 @@ def main(arguments: list[str]) -> int:
     watch_parent(os.environ)
     resolved, folder = map(Path, arguments)
     cfg = load_resolved(resolved)
-    from trainkit.run.runner import train  # noqa: PLC0415 - imports torch; the parent is watched first
+    from trainkit.run.begin import RunRequest  # noqa: PLC0415 - imports torch; the parent is watched first
+    from trainkit.run.runner import train  # noqa: PLC0415 - the same
 
     packages, dirs = packages_from(os.environ), config_dirs_from(os.environ)
     with masked_output(), allow_packages(packages), with_config_dirs(dirs):
         try:
-            train(cfg, run_dir=folder)
+            train(RunRequest(cfg=cfg, run_dir=folder))
         except TrainkitError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the log of the turn
             _report(folder.parent, error)

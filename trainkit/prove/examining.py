@@ -34,6 +34,7 @@ from trainkit.cluster.tasks import Identity
 from trainkit.config.schema import RunConfig
 from trainkit.data.reading.loader import Loader
 from trainkit.prove.comparing import ULPS, Comparison
+from trainkit.run.begin import RunRequest
 from trainkit.run.folder.continued import starting_weights
 from trainkit.run.planning.build import make_optimizer, transformed_model
 from trainkit.run.planning.plan import RunPlan, make_plan
@@ -781,7 +782,8 @@ class Examiner:
         loop, sparse, probed = self._loop, self._loop.sparse, Probed()
         begins = begins and not sparse
         momentum, first = 0.0 if sparse else MOMENTUM, 0.0 if begins else 1.0
-        train(probe_config(candidate, rate=self._rate, momentum=momentum, first=first), run_dir=folder)
+        probed = probe_config(candidate, rate=self._rate, momentum=momentum, first=first)
+        train(RunRequest(cfg=probed, run_dir=folder))
         with loop.reading():
             for step, before, after in transitions(folder, self._initial):
                 if begins and step == 0:

@@ -32,6 +32,7 @@ from trainkit.prove.comparing import (
     worst,
 )
 from trainkit.prove.examining import ORDERED, Examiner, Probed, explain_probe, explain_updates
+from trainkit.run.begin import RunRequest
 from trainkit.run.planning.notes import Coupling, coupling_of, cut_notes, model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.planning.proof_records import keep_proof
@@ -112,7 +113,7 @@ def last_weights(folder: Path) -> dict[int, dict[str, Tensor]]:
 
 def _weights_by_step(cfg: RunConfig, folder: Path) -> dict[int, dict[str, Tensor]]:
     """Train in a folder, and return the weights after every step that has a checkpoint."""
-    train(cfg, run_dir=folder)
+    train(RunRequest(cfg=cfg, run_dir=folder))
     found = sorted(list_complete(folder / "checkpoints"), key=lambda checkpoint: checkpoint.step)
     return {one.step: _weights(load(one.folder).tensors) for one in found}
 

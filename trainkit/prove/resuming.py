@@ -17,6 +17,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.prove.comparing import Comparison, Verdict, compare, moved_by_rounding, worst
 from trainkit.prove.proving import bare, in_double_precision, last_weights, scratch, with_precision
+from trainkit.run.begin import RunRequest
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.runner import train
 from trainkit.trainer import failpoints
@@ -180,12 +181,12 @@ def _interrupt(cfg: RunConfig, folder: Path, disturbance: Disturbance) -> None:
     """
     try:
         with disturbance.planted():
-            train(cfg, run_dir=folder)
+            train(RunRequest(cfg=cfg, run_dir=folder))
     except (TrainkitError, RuntimeError):
         return
     raise TrainkitError(f"the training was to be interrupted ({disturbance}), and finished")
 
 
 def _last(cfg: RunConfig, folder: Path) -> Mapping[int, Mapping[str, Tensor]]:
-    train(cfg, run_dir=folder)
+    train(RunRequest(cfg=cfg, run_dir=folder))
     return last_weights(folder)

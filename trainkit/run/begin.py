@@ -38,7 +38,7 @@ from trainkit.run.folder.status import read_status
 from trainkit.run.planning.build import average_of, build_components, build_schedule, num_steps_of, rates_of
 from trainkit.run.planning.memory import checkpoint_bytes, model_bytes, refuse_small_host
 from trainkit.run.planning.misfits import refuse_misfits
-from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
+from trainkit.run.planning.notes import coupling_of, cut_notes, is_never_given, model_notes
 from trainkit.run.planning.plan import ChooseWorkers, RunPlan, make_plan, refuse_open_workers, with_workers
 from trainkit.run.process.setup import variables
 from trainkit.run.record import first_command
@@ -155,6 +155,31 @@ def refuse_own_loss(start: ResumePoint, plan: RunPlan) -> None:
         refuse_own_losses(root)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """A run that is asked for."""
+
+    cfg: RunConfig
+    """A checked config."""
+    run_dir: Path | None = None
+    """The run folder; None: a new one below `outputs/<name>`."""
+    notes: Sequence[str] = ()
+    """Additional lines of the startup summary."""
+    launch: LaunchEnvironment | None = None
+    """The external launch that this process belongs to; None: this process starts the others itself."""
+    is_given: Callable[[str], bool] = is_never_given
+    """Whether the user set a key; a given key without effect is refused."""
+    check: CheckStart = refuse_own_loss
+    """Raises if the loop of this process cannot run a plan; nothing was written."""
+    choose_workers: ChooseWorkers | None = None
+    """Resolves `loader.num_workers=auto`; None: it is refused."""
+
+    @property
+    def place(self) -> Path:
+        """The run folder, or the folder that a new one will be in."""
+        return Path("outputs") if self.run_dir is None else self.run_dir
+
+
 class Agreement:
     """The processes that begin a run together; this base class: one process alone."""
 
@@ -213,26 +238,15 @@ class BegunRun:
 
 
 @contextmanager
-def begun(
-    cfg: RunConfig,
-    agree: Agreement,
-    *,
-    run_dir: Path | None,
-    notes: Sequence[str],
-    is_given: Callable[[str], bool],
-    check: CheckStart,
-    choose_workers: ChooseWorkers | None = None,
-) -> Iterator[BegunRun]:
-    """Plan a run, refuse an impossible one, and begin its folder, which is locked inside; collective over `agree`.
-
-    `check` raises if the loop of this process cannot run a plan; nothing was written.
-    """
-    start = agree.find_start(cfg, run_dir)
+def begun(request: RunRequest, agree: Agreement) -> Iterator[BegunRun]:
+    """Plan a run, refuse an impossible one, and begin its folder, which is locked inside; collective over `agree`."""
+    run_dir, is_given, choose_workers = request.run_dir, request.is_given, request.choose_workers
+    start = agree.find_start(request.cfg, run_dir)
     with variables({BREAKPOINT: "0"}):  # a plan calls the model without data
 
         def planned() -> RunPlan:
             plan = make_plan(start.cfg, launch=agree.launch)
-            check(start, plan)
+            request.check(start, plan)
             if choose_workers is None:
                 refuse_open_workers(start.cfg)
             return plan
@@ -261,14 +275,14 @@ def begun(
     with ExitStack() as stack:
 
         def begin() -> dict[str, str]:
-            with reporting(Path("outputs") if run_dir is None else run_dir):
+            with reporting(request.place):
                 create = partial(RunFolder.create, Path("outputs"), plan.cfg.name)
                 folder = start.folder or (create() if run_dir is None else RunFolder.claim(run_dir))
                 locks.append(stack.enter_context(agree.lock(folder, is_new=start.folder is None)))
                 known = agree.claim(folder, start)
                 folder.begin()
                 note = start.note if source is None else bring_earlier_steps(folder, source, retention_of(plan.cfg))
-                shown = [*notes, *found, *([note] if note else []), *start.changes]
+                shown = [*request.notes, *found, *([note] if note else []), *start.changes]
                 # The files that describe the run are written last: a folder that has them can be resumed.
                 write_resolved(folder, resolved)
                 write_environment(folder, cfg=plan.cfg, fingerprint=fingerprint(plan.cfg), notes=shown)

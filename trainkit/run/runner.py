@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.local import launch_environment_of
 from trainkit.cluster.tasks import Identity
 from trainkit.config.composition import Composition
 from trainkit.config.identity import changed_keys
-from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, refuse
 from trainkit.files import reporting
 from trainkit.run.agent.monitor import TimeLimits
 from trainkit.run.agent.self_watch import BeatCounter, SelfWatch
-from trainkit.run.begin import (
-    Agreement,
-    BegunRun,
-    CheckStart,
-    Job,
-    Result,
-    begun,
-    refuse_own_loss,
-)
-from trainkit.run.planning.notes import is_never_given
+from trainkit.run.begin import Agreement, BegunRun, Job, Result, RunRequest, begun
 from trainkit.run.planning.plan import ChooseWorkers, plan_to_environ, refuse_launch
 from trainkit.run.process.heartbeat import beats_of
 from trainkit.run.record import RunRecord, record_settings, recorded_run
@@ -69,39 +58,21 @@ def train_composition(
         cfg = composition.cfg
         launch = launch_environment_of(cfg)
         refuse(unused_keys_with_classes(composition, None if launch is None else launch.kind))
-        return train(
-            cfg,
-            run_dir=None if run_dir is None else Path(run_dir),
-            notes=composition.notes,
-            is_given=composition.is_given,
-            job=job,
-            launch=launch,
-            choose_workers=choose_workers,
-        )
+        request = RunRequest(
+            cfg=cfg, run_dir=None if run_dir is None else Path(run_dir), notes=composition.notes, launch=launch,
+            is_given=composition.is_given, choose_workers=choose_workers,
+        )  # fmt: skip
+        return train(request, job)
     except ConfigError as error:
         raise composition.with_origins(error) from error
 
 
-def train(
-    cfg: RunConfig,
-    *,
-    run_dir: Path | None = None,
-    notes: Sequence[str] = (),
-    job: Job | None = None,
-    launch: LaunchEnvironment | None = None,
-    is_given: Callable[[str], bool] = is_never_given,
-    choose_workers: ChooseWorkers | None = None,
-) -> dict[str, Any]:
+def train(request: RunRequest, job: Job | None = None) -> dict[str, Any]:
     """Train, in this process or in as many processes as the strategy needs.
 
     Args:
-        cfg: a checked config.
-        run_dir: the run folder; None: a new one below `outputs/<name>`.
-        notes: additional lines of the startup summary.
+        request: the run.
         job: wraps the call of the training once its folder exists, for example in the job context of Hydra.
-        launch: the external launch that this process belongs to; None: this process starts the others itself.
-        is_given: whether the user set a key; a given key without effect is refused.
-        choose_workers: resolves `loader.num_workers=auto`; None: it is refused.
 
     Returns:
         Content of result.json, and `folder`; on a rank above 0 of an external launch, its status and reason.
@@ -110,23 +81,14 @@ def train(
         ConfigError: this combination of settings is invalid; nothing was written.
         TrainkitError: the training failed; result.json records it, and the last checkpoint stays.
     """
-    with reporting(Path("outputs") if run_dir is None else run_dir):
-        if launch is None:
-            begin = begun(
-                cfg,
-                Agreement(),
-                run_dir=run_dir,
-                notes=notes,
-                is_given=is_given,
-                check=refuse_own_loss,
-                choose_workers=choose_workers,
-            )
-            with begin as begun_run, _recorded(begun_run) as record:
+    with reporting(request.place):
+        if request.launch is None:
+            with begun(request, Agreement()) as begun_run, _recorded(begun_run) as record:
                 return _train(begun_run, record, job)
-        refuse_launch(cfg, launch)
+        refuse_launch(request.cfg, request.launch)
         from trainkit.run.rendezvous.join import train_external  # noqa: PLC0415 - most runs have no external launch
 
-        return train_external(cfg, launch, run_dir=run_dir, notes=notes, job=job, is_given=is_given)
+        return train_external(request, request.launch, job)
 
 
 def _train(begun_run: BegunRun, record: RunRecord, job: Job | None) -> dict[str, Any]:
@@ -200,40 +162,25 @@ def _only_task(begun_run: BegunRun, record: RunRecord) -> Iterator[TaskRun]:
 
 
 @contextmanager
-def opened(
-    cfg: RunConfig,
-    *,
-    run_dir: Path | None,
-    notes: Sequence[str],
-    launch: LaunchEnvironment | None,
-    is_given: Callable[[str], bool],
-    check: CheckStart,
-) -> Iterator[TaskRun]:
+def opened(request: RunRequest) -> Iterator[TaskRun]:
     """Begin a run, and give the task of this process, which the block trains in its own loop.
-
-    Args:
-        cfg: as in `train`.
-        run_dir: as in `train`.
-        notes: as in `train`.
-        launch: as in `train`.
-        is_given: as in `train`.
-        check: raises if a plan has no task for this process to train; nothing was written.
 
     Raises:
         ConfigError: as in `train`.
         TrainkitError: the training failed.
     """
-    with reporting(Path("outputs") if run_dir is None else run_dir):
+    launch = request.launch
+    with reporting(request.place):
         if launch is None:
-            begin = begun(cfg, Agreement(), run_dir=run_dir, notes=notes, is_given=is_given, check=check)
+            begin = begun(request, Agreement())
             with begin as begun_run, _recorded(begun_run) as record, _only_task(begun_run, record) as task:
                 yield task
             return
-        refuse_launch(cfg, launch)
+        refuse_launch(request.cfg, launch)
         from trainkit.run.rendezvous.join import announce, joined  # noqa: PLC0415 - most runs have no external launch
 
         announce(launch)
-        with joined(cfg, launch, run_dir=run_dir, notes=notes, is_given=is_given, check=check) as group:
+        with joined(request, launch) as group:
             with group.recorded(), group.ending() as ending, group.task(ending.report) as task:
                 yield task
                 ending.finish(task.result)

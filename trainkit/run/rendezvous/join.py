@@ -26,7 +26,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -59,20 +59,9 @@ from trainkit.run.agent.agent import Agent, AgentSettings, Launch
 from trainkit.run.agent.monitor import TimeLimits
 from trainkit.run.agent.policy import record_relaunch
 from trainkit.run.backends.engine import failure_in
-from trainkit.run.begin import (
-    Agreement,
-    CheckStart,
-    Job,
-    Result,
-    ResumePoint,
-    adopt,
-    begun,
-    find_start,
-    refuse_own_loss,
-)
+from trainkit.run.begin import Agreement, BegunRun, Job, Result, ResumePoint, RunRequest, adopt, begun, find_start
 from trainkit.run.folder.run_folder import FENCE, FencingToken, RunFolder
 from trainkit.run.folder.run_result import ENDING, RunResult, record_failure
-from trainkit.run.planning.notes import is_never_given
 from trainkit.run.planning.plan import RunPlan, make_plan, plan_to_environ
 from trainkit.run.process.error_report import Reporter, error_report, report_from_json
 from trainkit.run.process.fork_server import ENTRY, worker_group_factory
@@ -346,15 +335,7 @@ _LOCK_TIMEOUT_S: Final = 10.0
 """Seconds that the previous group may take to end after its launcher has started a new one."""
 
 
-def train_external(
-    cfg: RunConfig,
-    launch: LaunchEnvironment,
-    *,
-    run_dir: Path | None,
-    notes: Sequence[str],
-    job: Job | None,
-    is_given: Callable[[str], bool] = is_never_given,
-) -> dict[str, Any]:
+def train_external(request: RunRequest, launch: LaunchEnvironment, job: Job | None) -> dict[str, Any]:
     """Train as one process of an external launch; arguments and result as in `trainkit.run.runner.train`.
 
     Raises:
@@ -363,9 +344,9 @@ def train_external(
         PeerError: another process failed.
     """
     announce(launch)
-    if launch.rank in late_joining_ranks(cfg, launch):
-        return join_running_job(cfg, launch)
-    with joined(cfg, launch, run_dir=run_dir, notes=notes, is_given=is_given) as group:
+    if launch.rank in late_joining_ranks(request.cfg, launch):
+        return join_running_job(request.cfg, launch)
+    with joined(request, launch) as group:
 
         def run() -> Result:
             with group.ending() as ending:
@@ -373,9 +354,9 @@ def train_external(
             return ending.result
 
         with group.recorded():
-            done = (run() if job is None or launch.rank > 0 else job(group.folder.path, run)) or {}
+            done = (run() if job is None or launch.rank > 0 else job(group.run.folder.path, run)) or {}
         group.end(done)
-        return {**done, "folder": str(group.folder.path)}
+        return {**done, "folder": str(group.run.folder.path)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,25 +364,23 @@ class JoinedGroup:
     """The processes of a launch, which have agreed on the plan and the folder of a run; one process's view."""
 
     barrier: ProcessBarrier
-    plan: RunPlan
-    resolved: RunConfig
-    folder: RunFolder
-    fencing_token: FencingToken
+    run: BegunRun
+    fence: FencingToken
     token: str
     """Secret of the group for its auxiliary tasks; empty if it has none."""
 
     @property
     def ranks_here(self) -> int:
         """Ranks that this process runs: several if it has all devices of a host."""
-        return len(self.plan.training_tasks) // self.barrier.launch.training.num_ranks
+        return len(self.run.plan.training_tasks) // self.barrier.launch.training.num_ranks
 
     def ending(self) -> AbstractContextManager[SharedEnding]:
         """Return a block that runs this process's part, and ends it with the others."""
         return ending_together(
             self.barrier,
-            self.folder,
-            confirm=self.fencing_token.check,
-            limits=TimeLimits.of(self.resolved.supervisor),
+            self.run.folder,
+            confirm=self.fence.check,
+            limits=TimeLimits.of(self.run.resolved.supervisor),
             runs_local_workers=self.ranks_here > 1,
         )
 
@@ -410,33 +389,23 @@ class JoinedGroup:
         """Record the output inside: that of rank 0 with the status of the run, that of another rank in its log."""
         launch = self.barrier.launch
         if launch.rank > 0:
-            announce_log(launch, log := self.folder.log_of(launch.rank))
+            announce_log(launch, log := self.run.folder.log_of(launch.rank))
             with redirect_output(log):
                 yield
             return
-        confirm = self.fencing_token.check
-        ended = ended_hooks(self.resolved, self.folder.path, self.folder.read_result)
-        with ended, recorded_run(self.folder, confirm=confirm) as record:
-            record.status.aim_at(self.plan.known_last_step)
+        confirm = self.fence.check
+        ended = ended_hooks(self.run.resolved, self.run.folder.path, self.run.folder.read_result)
+        with ended, recorded_run(self.run.folder, confirm=confirm) as record:
+            record.status.aim_at(self.run.plan.known_last_step)
             record.log.write([launch.line()])  # printed before the folder existed
             record.follow_heartbeat()
-            record.page.follow(self.resolved)
+            record.page.follow(self.run.resolved)
             yield
 
     def run_here(self, ending: SharedEnding) -> Result:
         """Run the rank or the ranks of this process."""
         if self.ranks_here > 1:
-            first = self.barrier.launch.rank * self.ranks_here
-            workers = HostLaunch(
-                self.folder,
-                self.plan,
-                self.plan.tasks[first : first + self.ranks_here],
-                store=self.barrier.store.address,
-                prefix=f"{self.barrier.prefix}/group",
-                token=self.fencing_token.token,
-                peers=ending.peers.look,
-            )
-            return run_local_workers(workers, self.barrier.launch.attempt)
+            return run_local_workers(HostLaunch(self, ending.peers.look))
         with self.task(ending.report) as task:
             return task.run()
 
@@ -445,42 +414,32 @@ class JoinedGroup:
         """Give the rank of this process, which the block runs; stop signals are caught inside."""
         barrier = self.barrier
         identity = identity_for(
-            barrier.launch, self.plan, store=barrier.store.address, prefix=barrier.prefix, token=self.token
+            barrier.launch, self.run.plan, store=barrier.store.address, prefix=barrier.prefix, token=self.token
         )
         failpoints.reload({**os.environ, **identity.to_environ()})
         with StopFlag() as stop:
             yield TaskRun(
-                cfg=self.resolved,
+                cfg=self.run.resolved,
                 identity=identity,
-                folder=self.folder,
+                folder=self.run.folder,
                 stop=stop,
-                plan=self.plan,
-                confirm=self.fencing_token.check,
+                plan=self.run.plan,
+                confirm=self.fence.check,
                 report=report,
             )
 
     def end(self, result: Mapping[str, Any]) -> None:
         """Clear the record of the folder of a run that has ended, so that a restart of the launch begins a new run."""
         if self.barrier.launch.rank == 0 and result.get("status") in ENDED:
-            cfg, launch = self.plan.cfg, self.barrier.launch
-            if _recorded(cfg, launch) == str(self.folder.path.absolute()):  # the record of another folder stays
+            cfg, launch = self.run.plan.cfg, self.barrier.launch
+            if _recorded(cfg, launch) == str(self.run.folder.path.absolute()):  # the record of another folder stays
                 _record(cfg, launch).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def joined(
-    cfg: RunConfig,
-    launch: LaunchEnvironment,
-    *,
-    run_dir: Path | None,
-    notes: Sequence[str],
-    is_given: Callable[[str], bool],
-    check: CheckStart = refuse_own_loss,
-) -> Iterator[JoinedGroup]:
-    """Meet the other processes of a launch, and agree with them on the plan and the folder of the run; collective.
-
-    `check` is that of `runner._begun`; it raises before anything is written.
-    """
+def joined(request: RunRequest, launch: LaunchEnvironment) -> Iterator[JoinedGroup]:
+    """Meet the other processes of a launch, and agree with them on the plan and the folder of the run; collective."""
+    cfg = request.cfg
     late = late_joining_ranks(cfg, launch)
     ranks = [rank for rank in range(launch.num_ranks) if rank not in late]
     stopped_s = TimeLimits.of(cfg.supervisor).of_stopped(None).seconds
@@ -489,11 +448,9 @@ def joined(
         with refusing_late_tasks(barrier, late):
             refuse_mismatches(barrier, values_of(cfg))
             launch = share_host(barrier, launch)
-            agree = LaunchAgreement(barrier, launch)
-            begin = begun(cfg, agree, run_dir=run_dir, notes=notes, is_given=is_given, check=check)
-            run = stack.enter_context(begin)
-            plan, folder, fencing_token = run.plan, run.folder, run.fence
-            assert fencing_token is not None
+            run = stack.enter_context(begun(request, LaunchAgreement(barrier, launch)))
+            plan, folder, fence = run.plan, run.folder, run.fence
+            assert fence is not None
             if launch.rank == 0:  # for the next start of this launch
                 path = str(folder.path.absolute())
                 barrier.store.set(f"trainkit/{_KEY}", path)
@@ -510,18 +467,11 @@ def joined(
                     "batch": [plan.batch.global_size, plan.batch.micro_size],
                     "num_gpus": plan.context.num_gpus,
                     "folder": str(folder.path.absolute()),
-                    "fence": fencing_token.token,
+                    "fence": fence.token,
                     "token": "" if os.environ.get(_TOKEN) else token,
                 }
                 barrier.store.set(_OPEN_KEY, json.dumps(info))
-        yield JoinedGroup(
-            barrier=barrier,
-            plan=plan,
-            resolved=run.resolved,
-            folder=folder,
-            fencing_token=fencing_token,
-            token=token,
-        )
+        yield JoinedGroup(barrier=barrier, run=run, fence=fence, token=token)
 
 
 def announce(launch: LaunchEnvironment) -> None:
@@ -637,41 +587,28 @@ class HostLaunch(Launch):
     """The workers of one host of an external launch, for their agent.
 
     Args:
-        folder: the run folder.
-        plan: the plan of the run, over all hosts.
-        tasks: the tasks of this host, with their devices.
-        store: address of the store of the launch.
-        prefix: prefix of its keys for this group.
-        token: fencing token of the run folder; a group with another token must not write.
+        group: this process among those of the launch.
         peers: returns the error of another host, with which the workers of this host have to end.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        plan: RunPlan,
-        tasks: Sequence[Task],
-        *,
-        store: tuple[str, int],
-        prefix: str,
-        token: str,
-        peers: Callable[[], TrainkitError | None],
-    ) -> None:
-        super().__init__(folder)
-        self.plan, self.tasks = plan, tasks
-        self._store, self._prefix, self._token, self._peers = store, prefix, token, peers
-        self.sees_all = len(tasks) == len(plan.training_tasks)
+    def __init__(self, group: JoinedGroup, peers: Callable[[], TrainkitError | None]) -> None:
+        super().__init__(group.run.folder)
+        self.group, self.plan, self._peers = group, group.run.plan, peers
+        first = group.barrier.launch.rank * group.ranks_here
+        self.tasks = self.plan.tasks[first : first + group.ranks_here]
+        self.sees_all = len(self.tasks) == len(self.plan.training_tasks)
 
     def identity(self, task: Task, num_ranks: int, attempt: int, life: int) -> Identity:
         """Return the identity of a rank, one of those of all hosts."""
         del num_ranks, life
-        num_training = len(self.plan.training_tasks)
-        return Identity(task=task, num_ranks=num_training, store=self._store, prefix=self._prefix, attempt=attempt)
+        count, barrier = len(self.plan.training_tasks), self.group.barrier
+        prefix = f"{barrier.prefix}/group"
+        return Identity(task=task, num_ranks=count, store=barrier.store.address, prefix=prefix, attempt=attempt)
 
     def environ(self, identity: Identity) -> dict[str, str]:
         """Return the environment of a worker: its share of the cores of this host, the plan, and the fencing token."""
         threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // len(self.tasks)))}
-        inherited = {**plan_to_environ(self.plan), FENCE: self._token}
+        inherited = {**plan_to_environ(self.plan), FENCE: self.group.fence.token}
         return {**worker_environ({**threads, **os.environ}, identity), **inherited}
 
     def peer_error(self) -> TrainkitError | None:
@@ -679,7 +616,7 @@ class HostLaunch(Launch):
         return self._peers()
 
 
-def run_local_workers(launch: HostLaunch, attempt: int) -> dict[str, Any] | None:
+def run_local_workers(launch: HostLaunch) -> dict[str, Any] | None:
     """Start the workers of this host and watch them until they have ended; forward Ctrl-C, SIGTERM and SIGHUP.
 
     Returns:
@@ -696,7 +633,7 @@ def run_local_workers(launch: HostLaunch, attempt: int) -> dict[str, Any] | None
         worker_group_factory(command, launch.tasks) as groups,
         (agent := Agent(launch.tasks, settings, launch, command=command, groups=groups)).stop,
     ):
-        failure = agent.run(attempt, launch.tasks)
+        failure = agent.run(launch.group.barrier.launch.attempt, launch.tasks)
         if failure is None:
             return folder.read_result()
         if agent.stop.requested and not failure.is_permanent:
