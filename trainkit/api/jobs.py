@@ -57,22 +57,33 @@ _LOCK: Final = ".lock"
 _MAX_MANIFEST: Final = 64 << 20
 
 
-def _prepared(
-    path: Path,
-    overrides: Sequence[str],
-    *,
-    verb: Verb,
-    split: str | None,
-    checkpoint: Which,
-    config_dirs: Sequence[Path],
-    packages: Sequence[str],
-) -> tuple[Trained, Job]:
+@dataclass(frozen=True, kw_only=True)
+class AskedJob:
+    """A trained model, and how it is to be used."""
+
+    path: Path
+    """A run, a checkpoint of one, or a folder or file with a written model."""
+    overrides: Sequence[str] = ()
+    """Changes of the config: data, strategy, and the keys of the job."""
+    split: str | None = None
+    """The split; None: val."""
+    checkpoint: Which = "last"
+    """Which checkpoint of a run."""
+    config_dirs: Sequence[Path] = ()
+    """The user's config folders."""
+    packages: Sequence[str] = ()
+    """The user's packages that classes may come from."""
+    log: Callable[[str], None] = lambda _line: None
+    """Logs lines of progress."""
+
+
+def _prepared(asked: AskedJob, verb: Verb) -> tuple[Trained, Job]:
     """Find the model, and prepare its job: on one device, unless the command names a strategy.
 
     Raises:
         ConfigError: there is no model, a key has no effect on the job, or does not fit.
     """
-    trained = find_trained(path, checkpoint)
+    trained, overrides = find_trained(asked.path, asked.checkpoint), asked.overrides
 
     def is_own(key: str) -> bool:
         return key == _OWN[verb] or key.startswith(f"{_OWN[verb]}.")
@@ -91,7 +102,7 @@ def _prepared(
         rule = f"the run of {trained.path} is not known. Give its data and objective: data=... objective=..., or "
         problems.append(Problem(key="data", rule=f"{rule}recipe=NAME."))
     refuse(problems)
-    searched: dict[str, Any] = {"config_dirs": config_dirs, "packages": packages}
+    searched: dict[str, Any] = {"config_dirs": asked.config_dirs, "packages": asked.packages}
     if trained.run is None:
         composition = compose([*([] if "recipe" in keys else ["recipe=null"]), *overrides], **searched)
     else:
@@ -106,7 +117,7 @@ def _prepared(
     except ConfigError as error:
         raise composition.with_origins(error) from error
     return trained, prepare(
-        cfg, JobRequest(verb=verb, split=split_of(cfg, split), weights=str(trained.description.absolute()))
+        cfg, JobRequest(verb=verb, split=split_of(cfg, asked.split), weights=str(trained.description.absolute()))
     )
 
 
@@ -133,39 +144,20 @@ class Evaluated:
     """Content of evaluation.json."""
 
 
-def evaluate(
-    path: Path,
-    overrides: Sequence[str] = (),
-    *,
-    split: str | None = None,
-    checkpoint: Which = "last",
-    config_dirs: Sequence[Path] = (),
-    packages: Sequence[str] = (),
-    log: Callable[[str], None] = lambda _line: None,
-) -> Evaluated:
+def evaluate(asked: AskedJob) -> Evaluated:
     """Evaluate a trained model on a split, each sample once, and write the results into `evaluations/NAME`.
-
-    Args:
-        path: a run, a checkpoint of one, or a folder or file with a written model.
-        overrides: changes of the config: data, strategy, precision.
-        split: the split; None: val.
-        checkpoint: which checkpoint of a run.
-        config_dirs: the user's config folders.
-        packages: the user's packages that classes may come from.
-        log: logs lines of progress.
 
     Raises:
         ConfigError: there is no model, or a key does not fit.
         CheckpointError: the weights are damaged, or those of another model.
         DataError: the dataset is absent, damaged or empty.
     """
-    searched: dict[str, Any] = {"config_dirs": config_dirs, "packages": packages}
-    trained, job = _prepared(path, overrides, verb="evaluate", split=split, checkpoint=checkpoint, **searched)
+    trained, job = _prepared(asked, "evaluate")
     root = trained.folder / FOLDER
     with reporting(trained.folder), _draft(root) as draft:
         processes = draft / "processes"
         processes.mkdir()
-        content = _content(trained, job, run_job(job, processes, log=log))
+        content = _content(trained, job, run_job(job, processes, log=asked.log))
         write_json_atomically(draft / "evaluation.json", content)
         write_atomically(draft / "report.md", "\n".join([*_report(job, content, draft), ""]))
         shutil.rmtree(processes)
@@ -265,32 +257,15 @@ class Predicted:
     """Rows of the file that hold NaN or infinity."""
 
 
-def predict_to_file(
-    path: Path,
-    overrides: Sequence[str] = (),
-    *,
-    out: Path,
-    split: str | None = None,
-    checkpoint: Which = "last",
-    overwrite: bool = False,
-    config_dirs: Sequence[Path] = (),
-    packages: Sequence[str] = (),
-    log: Callable[[str], None] = lambda _line: None,
-) -> Predicted:
+def predict_to_file(asked: AskedJob, *, out: Path, overwrite: bool = False) -> Predicted:
     """Predict every sample of a split, in its order, exactly once, into a file.
 
     An interrupted prediction leaves `OUT.parts`, and the same call continues it to the same bytes.
 
     Args:
-        path: a run, a checkpoint of one, or a folder or file with a written model.
-        overrides: changes of the config: data, strategy, predict.
+        asked: the model, and the split.
         out: the file; its ending gives the format.
-        split: the split; None: val.
-        checkpoint: which checkpoint of a run.
         overwrite: whether to replace an existing file, and to drop the parts of another prediction.
-        config_dirs: the user's config folders.
-        packages: the user's packages that classes may come from.
-        log: logs lines of progress.
 
     Raises:
         ConfigError: there is no model, the file exists, or a key does not fit.
@@ -306,8 +281,7 @@ def predict_to_file(
             found.append((file, "is a folder. Give another name."))
     if found:
         raise ConfigError(_of_out(file, rule) for file, rule in found)
-    searched: dict[str, Any] = {"config_dirs": config_dirs, "packages": packages}
-    trained, job = _prepared(path, overrides, verb="predict", split=split, checkpoint=checkpoint, **searched)
+    (trained, job), log = _prepared(asked, "predict"), asked.log
     folder, chunks, nonfinite = out.with_name(f"{out.name}.parts"), job.chunks, 0
     for note in remarks([job.dataset], job.parts.hooks):
         log(f"note: {note}")

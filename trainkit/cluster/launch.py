@@ -132,12 +132,12 @@ def workers(count: int) -> tuple[Task, ...]:
     return tuple(Task(role="worker", index=rank, rank=rank) for rank in range(count))
 
 
-def socket_environ(launch: LaunchEnvironment) -> dict[str, str]:
-    """Return the environment for gloo: loopback on one host, else the interface that reaches the store."""
-    if launch.num_hosts == 1 or is_loopback(launch.store[0]):
+def socket_environ(store: str, *, on_one_host: bool) -> dict[str, str]:
+    """Return the environment for gloo: loopback on one host, else the interface that reaches the host of the store."""
+    if on_one_host or is_loopback(store):
         name: str | None = "lo0" if sys.platform == "darwin" else "lo"
     else:
-        own = own_address(launch.store[0])
+        own = own_address(store)
         if own is not None and is_loopback(own):  # the store is here, under a name that resolves to this host
             own = own_address()
         name = None if own is None else interface_of(own)

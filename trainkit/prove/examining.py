@@ -782,8 +782,8 @@ class Examiner:
         loop, sparse, probed = self._loop, self._loop.sparse, Probed()
         begins = begins and not sparse
         momentum, first = 0.0 if sparse else MOMENTUM, 0.0 if begins else 1.0
-        probed = probe_config(candidate, rate=self._rate, momentum=momentum, first=first)
-        train(RunRequest(cfg=probed, run_dir=folder))
+        cfg = probe_config(candidate, rate=self._rate, momentum=momentum, first=first)
+        train(RunRequest(cfg=cfg, run_dir=folder))
         with loop.reading():
             for step, before, after in transitions(folder, self._initial):
                 if begins and step == 0:

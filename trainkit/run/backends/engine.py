@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final, get_args
 
-from trainkit.cluster.launch import LaunchEnvironment, socket_environ, workers
+from trainkit.cluster.launch import socket_environ
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.targets.allowed import package_environ
 from trainkit.config.yaml_files import config_dir_environ
@@ -189,18 +189,8 @@ class EngineLaunch(Launch):
 
     def environ(self, identity: Identity) -> dict[str, str]:
         """Return the environment of the worker, with the variables that the driver sends."""
-        info, host_port = self.info, identity.store
-        assert host_port is not None
-        launch = LaunchEnvironment(
-            kind=self.payload["kind"],
-            tasks=workers(info.num_ranks),
-            rank=info.rank,
-            local_rank=info.local_rank,
-            num_local=info.num_local,
-            num_hosts=1 if info.is_alone else info.num_ranks,
-            store=host_port,
-        )
-        environ = worker_environ({**socket_environ(launch), **os.environ, **self.payload["environ"]}, identity)
+        sockets = socket_environ(self.payload["store"][0], on_one_host=self.info.is_alone or self.info.num_ranks == 1)
+        environ = worker_environ({**sockets, **os.environ, **self.payload["environ"]}, identity)
         return {**environ, FENCE: self.attempt[1]}
 
     def log_of(self, task: Task) -> Path:

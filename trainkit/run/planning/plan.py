@@ -32,7 +32,7 @@ from trainkit.data.hooks import DataHooks, Reading
 from trainkit.data.splits import size_of, validation_splits
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError, refuse, together
 from trainkit.files import parse_json
-from trainkit.numerics.batch import BatchPlan, resolve_batch
+from trainkit.numerics.batch import BatchPlan, BatchSizes, resolve_batch
 from trainkit.numerics.schedules import LearningRate, unreduced
 from trainkit.run.planning.build import (
     Components,
@@ -497,23 +497,27 @@ def _cut(
     problems = strategy_problems(parts.strategy, context) if cfg.optimizers else []
     problems += [*parts.strategy.validate(context), *parts.strategy.access_problems(context)]
     refuse(problems or task_problems(cfg, parts, context, backend, launch))
-    replicas = parts.strategy.num_replicas(context)
-    return replicas, _batch_plan(cfg, parts, replicas, context)
+    return parts.strategy.num_replicas(context), _batch_plan(cfg, parts, context)
 
 
 def _num_gpus(backend: ProcessBackend | None) -> int:
     return count_gpus() if backend is None or backend.num_gpus == "auto" else backend.num_gpus
 
 
-def _batch_plan(cfg: RunConfig, parts: Components, replicas: int, context: PlanContext) -> BatchPlan:
-    sizes = resolve_batch(
+def batch_sizes(cfg: RunConfig, strategy: Strategy, context: PlanContext) -> BatchSizes | list[Problem]:
+    """Return the sizes of the batch and of its shards under a strategy, or the problems."""
+    return resolve_batch(
         global_size=cfg.batch.global_size,
         micro_size=cfg.batch.micro_size,
         accumulation=cfg.batch.accumulation,
-        num_replicas=replicas,
+        num_replicas=strategy.num_replicas(context),
         lanes=cfg.numerics.lanes if cfg.numerics.reproducible else None,
-        shards_a_replica=parts.strategy.facts_in(context).shards_per_replica,
+        shards_a_replica=strategy.facts_in(context).shards_per_replica,
     )
+
+
+def _batch_plan(cfg: RunConfig, parts: Components, context: PlanContext) -> BatchPlan:
+    sizes = batch_sizes(cfg, parts.strategy, context)
     if isinstance(sizes, list):
         raise ConfigError(sizes)
     num_samples = size_of(parts.datasets["train"])

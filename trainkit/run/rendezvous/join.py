@@ -476,7 +476,7 @@ def joined(request: RunRequest, launch: LaunchEnvironment) -> Iterator[JoinedGro
 
 def announce(launch: LaunchEnvironment) -> None:
     """Set the environment variables for the network, and print the identity of this process."""
-    for name, value in socket_environ(launch).items():
+    for name, value in socket_environ(launch.store[0], on_one_host=launch.num_hosts == 1).items():
         os.environ.setdefault(name, value)
     if launch.rank == 0 or launch.by_hand:
         print(launch.line(), file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal

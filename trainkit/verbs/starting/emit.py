@@ -19,9 +19,9 @@ from trainkit.config.targets.build import build
 from trainkit.config.values import nearest
 from trainkit.config.yaml_files import config_dir_arguments
 from trainkit.errors import MISSING, ConfigError, Problem, refuse
-from trainkit.numerics.batch import resolve_batch
 from trainkit.redaction import variable_of
 from trainkit.run.planning.build import numerics_of
+from trainkit.run.planning.plan import batch_sizes
 from trainkit.strategies.base import PlanContext, Strategy
 from trainkit.verbs.support.call import Call
 from trainkit.verbs.support.table import VERBS
@@ -178,14 +178,7 @@ def _refuse_what_cannot_run(composition: Composition, engine: Engine, job: Manif
     wrong = [] if own[key] == "auto" else [Problem(key=key, value=own[key], rule=rule)]
     wrong += strategy.validate(facts)
     if not wrong:
-        sizes = resolve_batch(
-            global_size=cfg.batch.global_size,
-            micro_size=cfg.batch.micro_size,
-            accumulation=cfg.batch.accumulation,
-            num_replicas=strategy.num_replicas(facts),
-            lanes=numerics.lanes if numerics.reproducible else None,
-            shards_a_replica=strategy.facts_in(facts).shards_per_replica,
-        )
+        sizes = batch_sizes(cfg, strategy, facts)
         wrong = sizes if isinstance(sizes, list) else []
     if wrong:
         raise composition.with_origins(ConfigError(wrong))

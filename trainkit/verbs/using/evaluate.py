@@ -12,7 +12,7 @@ from trainkit.verbs.running.train import template_of_job
 from trainkit.verbs.support.call import Call
 
 if TYPE_CHECKING:
-    from trainkit.api.jobs import Evaluated
+    from trainkit.api.jobs import AskedJob, Evaluated
 
 _MOST_ROWS: Final = 20
 """Largest number of rows and columns of a printed table."""
@@ -23,18 +23,21 @@ def run(call: Call) -> int:
     with template_of_job(call):
         from trainkit.api.jobs import evaluate  # noqa: PLC0415 - imports torch
 
-        found = evaluate(
-            Path(call.arguments[0]).expanduser(),
-            call.overrides,
-            split=call.flags.get("split"),
-            checkpoint=call.flags.get("checkpoint", "last"),
-            config_dirs=call.config_dirs,
-            packages=call.packages,
-            log=print_notice,
-        )
+        found = evaluate(asked(call))
     content = read_map(found.folder / "evaluation.json", {"version": int})
     call.show({**content, "folder": str(found.folder)}, _lines(found))
     return 0
+
+
+def asked(call: Call) -> AskedJob:
+    """Return the model that a call of evaluate or predict names, and its split."""
+    from trainkit.api.jobs import AskedJob  # noqa: PLC0415 - imports torch
+
+    return AskedJob(
+        path=Path(call.arguments[0]).expanduser(), overrides=call.overrides, split=call.flags.get("split"),
+        checkpoint=call.flags.get("checkpoint", "last"), config_dirs=call.config_dirs, packages=call.packages,
+        log=print_notice,
+    )  # fmt: skip
 
 
 def _lines(found: Evaluated) -> Iterator[str]:

@@ -10,6 +10,7 @@ from trainkit.config.grammar import refusal
 from trainkit.trainer.ownership import print_notice
 from trainkit.verbs.running.train import template_of_job
 from trainkit.verbs.support.call import Call
+from trainkit.verbs.using.evaluate import asked
 
 
 def run(call: Call) -> int:
@@ -22,17 +23,8 @@ def run(call: Call) -> int:
 
     begun = time.perf_counter()
     with template_of_job(call):
-        found = predict_to_file(
-            Path(call.arguments[0]).expanduser(),
-            call.overrides,
-            out=Path(call.flags["out"]).expanduser(),
-            split=call.flags.get("split"),
-            checkpoint=call.flags.get("checkpoint", "last"),
-            overwrite="overwrite" in call.flags,
-            config_dirs=call.config_dirs,
-            packages=call.packages,
-            log=print_notice,
-        )
+        out = Path(call.flags["out"]).expanduser()
+        found = predict_to_file(asked(call), out=out, overwrite="overwrite" in call.flags)
     if found.status != "finished":
         print_notice(f"{found.status} after {found.num_done:,} of {found.num_rows:,} rows. Continue: {call.command}")
         return EXIT_CODES.get(found.status, 1)
