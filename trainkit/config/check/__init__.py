@@ -28,7 +28,7 @@ from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of, mis
 from trainkit.config.secrets import literal_secret, literal_secrets
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, allow_packages, name_problem, targets_in
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, build, resolve_target
-from trainkit.config.targets.checks import OtherChoices, absent_files, target_problems, unchecked_keys
+from trainkit.config.targets.checks import NodeCheck, unchecked_keys
 from trainkit.config.targets.kinds import PLACES
 from trainkit.config.values import closest, expanded, leaves, path_rule, plain
 from trainkit.config.yaml_files import hint_for_word
@@ -118,9 +118,9 @@ def check_names(composition: Composition, *, multirun: bool = False) -> list[Pro
     """Run the first phase, which imports no target; keys about sweeps have an effect in a `multirun` only."""
     problems = list(composition.problems)
     problems += _run_level(composition)
-    alternatives = OtherChoices(composition)
+    check = NodeCheck(composition)
     for group in GROUPS:
-        problems += _group(composition, group, alternatives)
+        problems += _group(check, group)
     limited = {problem.key for problem in problems}  # a key with a limit of its own has said it
     problems += (problem for problem in _leaf_problems(composition) if problem.key not in limited)
     problems += _unusable_folders(composition)
@@ -148,7 +148,7 @@ def check_values(composition: Composition, known: Sequence[Problem] = ()) -> lis
         The problems of other keys than those of the known ones.
     """
     found = list(known)
-    alternatives = OtherChoices(composition)
+    check = NodeCheck(composition)
 
     def is_suspect(*path: str) -> bool:
         return not known or any(not _is_named(key, known) for key in composition.given_below(path))
@@ -159,15 +159,15 @@ def check_values(composition: Composition, known: Sequence[Problem] = ()) -> lis
     with allow_packages(composition.packages):
         for path, node in _nodes(composition):
             if is_suspect(*path):
-                found += target_problems(composition, path, node, alternatives)
+                found += check.problems(path, node)
         for name, hint in hints_of(RunConfig).items():
             # a run that is resumed has the weights that it began with in its checkpoints
             if name != "init_from" or composition.values["resume"] is None:
-                found += absent_files(composition, (name,), composition.values.get(name), hint)
+                found += check.absent_files((name,), composition.values.get(name), hint)
         if not known and is_sound("callbacks", "model", "data"):
             found += _unsuited_callbacks(composition)
         if composition.values["optimizers"] and is_suspect("optimizers"):
-            found += _named_optimizers(composition, alternatives)
+            found += _named_optimizers(check)
         if is_suspect("eval", "metric") and is_sound("eval", "objective"):
             found += _unknown_metric(composition)
         suspect = "precision" in composition.given or any(map(is_suspect, _IN_LAUNCH))
@@ -178,9 +178,10 @@ def check_values(composition: Composition, known: Sequence[Problem] = ()) -> lis
         return _deduplicated(composition.without_secrets(others))
 
 
-def _named_optimizers(composition: Composition, alternatives: OtherChoices) -> Iterator[Problem]:
+def _named_optimizers(check: NodeCheck) -> Iterator[Problem]:
     """Yield the keys that the classes of `optimizers` do not take."""
-    base, entries = composition.values["optimizer"], composition.values["optimizers"]
+    values = check.composition.values
+    base, entries = values["optimizer"], values["optimizers"]
     whole = isinstance(base, Mapping) and isinstance(entries, Mapping)  # the first phase reports it otherwise
     for name, entry in entries.items() if whole else ():
         path = ("optimizers", str(name))
@@ -188,11 +189,11 @@ def _named_optimizers(composition: Composition, alternatives: OtherChoices) -> I
             continue
         node = optimizer_node(base, entry)
         own = (dotted(path),) if TARGET in entry else tuple(dotted((*path, key)) for key in entry)
-        found = target_problems(composition, path, node, alternatives, PLACES["optimizer"]) if TARGET in node else ()
+        found = check.problems(path, node, PLACES["optimizer"]) if TARGET in node else ()
         yield from (one for one in found if one.key.startswith(own))
         schedule = entry.get("schedule")
         if isinstance(schedule, Mapping) and TARGET in schedule:
-            yield from target_problems(composition, (*path, "schedule"), schedule, alternatives, PLACES["schedule"])
+            yield from check.problems((*path, "schedule"), schedule, PLACES["schedule"])
 
 
 def _is_named(path: KeyPath, problems: Iterable[Problem]) -> bool:
@@ -266,12 +267,13 @@ def _unknown(key: KeyPath, composition: Composition) -> str:
     return f"no such key. Did you mean {dotted((*path, near))}?"
 
 
-def _group(composition: Composition, group: str, alternatives: OtherChoices) -> Iterator[Problem]:
+def _group(check: NodeCheck, group: str) -> Iterator[Problem]:
     """Check the nodes of one group: they exist, come from an allowed package, and have known keys."""
+    composition = check.composition
     value = composition.values.get(group)
     if value is None or (not value and group not in _OPTIONAL):
         if not any(problem.key == group for problem in composition.problems):
-            choices = ", ".join(alternatives.choices(group))
+            choices = ", ".join(check.choices(group))
             rule = f"needs a choice. There are: {choices}."
             origin = COMMAND_LINE if group in composition.given else composition.origin(group).where
             yield Problem(key=group, value=None, rule=rule, origin=origin)
@@ -282,18 +284,18 @@ def _group(composition: Composition, group: str, alternatives: OtherChoices) -> 
     nodes = [((group, name), node) for name, node in value.items()] if group in LIST_GROUPS else [((group,), value)]
     for path, node in nodes:
         if not isinstance(node, Mapping) or (TARGET not in node and group not in _UNNAMED):
-            yield from _no_target(composition, path, node, alternatives)
+            yield from _no_target(check, path, node)
             continue
         for inner, target in targets_in(node, path):  # by their text: classes of other packages, for example
             if (refused := name_problem(target, (*ALLOWED_PACKAGES, *composition.packages))) is not None:
                 yield composition.problem(inner, refused, value=target)
-        yield from _keys_of_shipped(composition, path, node, alternatives)
+        yield from _keys_of_shipped(check, path, node)
 
 
-def _no_target(composition: Composition, path: KeyPath, node: Any, alternatives: OtherChoices) -> Iterator[Problem]:
-    group = path[0]
+def _no_target(check: NodeCheck, path: KeyPath, node: Any) -> Iterator[Problem]:
+    group, composition = path[0], check.composition
     if group in LIST_GROUPS:
-        choices = alternatives.choices(group)
+        choices = check.choices(group)
         if path[1] in choices:
             rule = f"is not among the chosen {group}: add it, {group}=[...,{path[1]}]."
         else:
@@ -306,10 +308,9 @@ def _no_target(composition: Composition, path: KeyPath, node: Any, alternatives:
         yield composition.problem((*path, TARGET), "is missing: the class or function to build.", show_value=False)
 
 
-def _keys_of_shipped(
-    composition: Composition, path: KeyPath, node: Mapping[str, Any], alternatives: OtherChoices
-) -> Iterator[Problem]:
+def _keys_of_shipped(check: NodeCheck, path: KeyPath, node: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield unknown keys of a shipped choice, whose YAML lists every key that its class takes."""
+    composition = check.composition
     file = next((one for one in composition.files if one.package == path and one.group == path[0]), None)
     if file is None or not file.shipped or lookup(file.document.values, (TARGET,)) != node.get(TARGET):
         return
@@ -319,8 +320,8 @@ def _keys_of_shipped(
             yield composition.problem(
                 (*path, name), "is set by trainkit: it is not a key of the config.", show_value=False
             )
-        elif name not in known and not alternatives.takes_more(file):
-            yield alternatives.unknown(path, name, file.name, known)
+        elif name not in known and not check.takes_more(file):
+            yield check.unknown(path, name, file.name, known)
 
 
 def _hydra_problems(composition: Composition) -> list[Problem]:

@@ -34,48 +34,6 @@ _CHEAP: Final = (
 """Groups whose own dataclasses are built so that they validate their values: none uses data or a device."""
 
 
-def target_problems(
-    composition: Composition,
-    path: KeyPath,
-    node: Mapping[str, Any],
-    alternatives: OtherChoices,
-    expected: Expected | None = None,
-) -> list[Problem]:
-    """Return the problems of a node by its class: unknown or missing keys, values of a wrong type."""
-    try:
-        target = admitted(node, expected or PLACES.get(path[0], ANY_KIND))
-    except ConfigError as error:
-        return [composition.problem((*path, item.key), item.rule, value=item.value) for item in error.problems]
-    except Exception as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
-        rule = f"cannot be imported: {type(error).__name__}: {error}"
-        return [composition.problem((*path, TARGET), rule, value=node[TARGET])]
-    problems = list(_against_signature(composition, path, node, target, alternatives))
-    hints = {name: key.hint for name, key in signature_of(target).keys.items()}
-    hooks = [key for key in DATA_HOOKS if path == ("data",) and key in node and key not in hints]
-    for key in hooks:
-        problems += _hook_problems(composition, (*path, key), node[key], alternatives)
-    for inner, value in _nested(node, path):
-        if inner[len(path)] not in hooks:
-            expected = expected_by(hints.get(inner[len(path)], Any))
-            problems += target_problems(composition, inner, value, alternatives, expected)
-    if not problems and _validates_itself(path, target):
-        problems += _construction_errors(composition, path, node)
-    return problems
-
-
-def _hook_problems(
-    composition: Composition, path: KeyPath, value: Any, alternatives: OtherChoices
-) -> Iterator[Problem]:
-    """Yield what is wrong with a key of `data` that names code: a dotted name, or a node with `_target_`."""
-    node = {TARGET: value} if isinstance(value, str) else value
-    if isinstance(node, Mapping) and TARGET in node:
-        for one in target_problems(composition, path, node, alternatives, PLACES[dotted(path)]):
-            yield replace(one, key=one.key.removesuffix(f".{TARGET}")) if isinstance(value, str) else one
-    elif value is not None:
-        rule = "must be the dotted name of a function or class, package.module.name, or a mapping with _target_."
-        yield composition.problem(path, rule, value=value)
-
-
 def unchecked_keys(path: KeyPath, node: Mapping[str, Any]) -> list[str]:
     """Return keys that a class accepts only through `**kwargs`: they cannot be checked."""
     signature = signature_of(resolve_target(node[TARGET]))
@@ -83,95 +41,6 @@ def unchecked_keys(path: KeyPath, node: Mapping[str, Any]) -> list[str]:
         return []
     known = (*signature.keys, *GROUP_KEYS.get(path[0], ()), TARGET)
     return [dotted((*path, name)) for name in node if name not in known]
-
-
-def _against_signature(
-    composition: Composition, path: KeyPath, node: Mapping[str, Any], target: Any, alternatives: OtherChoices
-) -> Iterator[Problem]:
-    group = path[0]
-    top = len(path) == 1 or (len(path) == 2 and group in ("callbacks", "logger", "optimizers"))
-    signature = signature_of(target)
-    injected = INJECTED.get(group, ()) if top else ()
-    if is_torch_scheduler(target):
-        injected = ("optimizer", "last_epoch")
-    if dotted(path) in PLACES and not top and not isinstance(target, type):
-        injected = tuple(signature.keys)[:1]  # what a function of `data` is called with
-    extra = [key for key in GROUP_KEYS.get(group, ()) if key not in signature.keys] if top else []
-    known = {name: key for name, key in signature.keys.items() if name not in injected}
-    for name, value in node.items():
-        if name == TARGET or name in extra:
-            continue
-        if name in known:
-            yield from _value_problems(composition, (*path, name), value, known[name])
-        elif name in injected:
-            rule = "is set by trainkit: it is not a key of the config."
-            yield composition.problem((*path, name), rule, show_value=False)
-        elif not signature.takes_more:
-            yield alternatives.unknown(
-                path, name, _name_of(composition, path, target), tuple(dict.fromkeys((*known, *extra)))
-            )
-    missing = [name for name, key in known.items() if key.required and name not in node]
-    for name in missing:
-        rule = f"is missing: {_name_of(composition, path, target)} needs it. Give {dotted((*path, name))}=VALUE."
-        yield composition.problem((*path, name), rule, show_value=False)
-
-
-def _value_problems(composition: Composition, path: KeyPath, value: Any, key: Key) -> Iterator[Problem]:
-    hint = plain(key.hint)
-    if isinstance(value, Mapping):
-        if TARGET in value:
-            return
-        if is_dataclass(hint):
-            yield from _section_problems(composition, path, value, hint)
-            return
-    # A default of None means that null is accepted, even where the annotation lacks it.
-    if value is None and key.default is None and not key.required:
-        return
-    try:
-        used = dereferenced(value, key=dotted(path))  # all references left are to secrets
-    except ConfigError as error:
-        yield from (composition.problem(path, item.rule, value=item.value) for item in error.problems)
-        return
-    if (rule := misfit(used, key.hint)) is not None:
-        yield composition.problem(path, rule, value=value)
-    else:
-        yield from absent_files(composition, path, used, key.hint)
-
-
-def absent_files(composition: Composition, path: KeyPath, value: Any, hint: Any) -> Iterator[Problem]:
-    """Yield the problems of a key that names files or folders that a run reads, by the mark of its annotation."""
-    mark = reads_in(hint)
-    if mark is None or not composition.reads_files:
-        return
-    made = bool(mark.unless) and lookup(composition.values, (*path[:-1], mark.unless)) is True
-    for name in value if isinstance(value, list) else [value]:
-        if isinstance(name, str) and name not in mark.words and (rule := mark.rule(name, may_be_absent=made)):
-            yield composition.problem(path, rule, value=value)
-
-
-def _section_problems(
-    composition: Composition, path: KeyPath, values: Mapping[str, Any], kind: Any
-) -> Iterator[Problem]:
-    """Yield problems of a mapping given for a dataclass, whose fields are the keys."""
-    keys = signature_of(kind).keys
-    for name, value in values.items():
-        if name in keys:
-            yield from _value_problems(composition, (*path, name), value, keys[name])
-        else:
-            near = closest(name, keys)
-            hint = f"Did you mean {dotted((*path, near))}?" if near else f"There are: {', '.join(keys)}."
-            yield composition.problem((*path, name), f"no such key. {hint}", show_value=False)
-
-
-def _name_of(composition: Composition, path: KeyPath, target: Any) -> str:
-    """Return the name of a node's class for messages: the choice, unless the node holds another class."""
-    choice = path[1] if len(path) == 2 else composition.choices.get(path[0])
-    from_choice = any(
-        file.package == path
-        and file.document.values.get(TARGET, "").rpartition(".")[2] == getattr(target, "__name__", "")
-        for file in composition.files
-    )
-    return str(choice) if from_choice and choice else str(getattr(target, "__name__", target))
 
 
 def _nested(node: Mapping[str, Any], path: KeyPath) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
@@ -193,25 +62,11 @@ def _validates_itself(path: KeyPath, target: Any) -> bool:
     return path[0] in _CHEAP and ours and inspect.isclass(target) and is_dataclass(target)
 
 
-def _construction_errors(composition: Composition, path: KeyPath, node: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the problems that the class reports when it is built."""
-    try:
-        build(node, path[0])
-    except ConfigError as error:
-        for item in error.problems:
-            key = item.key if item.key.startswith(dotted(path)) else dotted((*path, item.key))
-            yield Problem(
-                key=key, value=item.value, rule=item.rule, origin=item.origin or composition.origin(key).where
-            )
-    except (TypeError, ValueError) as error:
-        yield composition.problem(path, f"{error}", show_value=False)
-
-
 class OtherChoices:
     """Reads the other choices of a group, only when a message needs them."""
 
     def __init__(self, composition: Composition) -> None:
-        self._composition = composition
+        self.composition = composition
         self._documents: dict[str, dict[str, Document]] = {}
 
     def choices(self, group: str) -> list[str]:
@@ -222,7 +77,7 @@ class OtherChoices:
         """Return choice -> its file, without broken files: the composition does not use them."""
         if group not in self._documents:
             found: dict[str, Document] = {}
-            for folder in (*self._composition.config_dirs, shipped_conf()):
+            for folder in (*self.composition.config_dirs, shipped_conf()):
                 for file in sorted((folder / group).glob("*.yaml")):
                     if file.stem in found:
                         continue
@@ -254,7 +109,134 @@ class OtherChoices:
             keys = [key for key in known if not key.startswith("_")]
             rule += f" There are: {', '.join(keys)}." if keys else " It has none."
         key = (*path, name)
-        return UnknownKey(key=dotted(key), rule=rule, origin=self._composition.origin(key).where)
+        return UnknownKey(key=dotted(key), rule=rule, origin=self.composition.origin(key).where)
+
+
+class NodeCheck(OtherChoices):
+    """Finds the problems of the nodes of a composition."""
+
+    def problems(self, path: KeyPath, node: Mapping[str, Any], expected: Expected | None = None) -> list[Problem]:
+        """Return the problems of a node by its class: unknown or missing keys, values of a wrong type."""
+        try:
+            target = admitted(node, expected or PLACES.get(path[0], ANY_KIND))
+        except ConfigError as error:
+            return [self.composition.problem((*path, item.key), item.rule, value=item.value) for item in error.problems]
+        except Exception as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
+            rule = f"cannot be imported: {type(error).__name__}: {error}"
+            return [self.composition.problem((*path, TARGET), rule, value=node[TARGET])]
+        problems = list(self._against_signature(path, node, target))
+        hints = {name: key.hint for name, key in signature_of(target).keys.items()}
+        hooks = [key for key in DATA_HOOKS if path == ("data",) and key in node and key not in hints]
+        for key in hooks:
+            problems += self._hook_problems((*path, key), node[key])
+        for inner, value in _nested(node, path):
+            if inner[len(path)] not in hooks:
+                expected = expected_by(hints.get(inner[len(path)], Any))
+                problems += self.problems(inner, value, expected)
+        if not problems and _validates_itself(path, target):
+            problems += self._construction_errors(path, node)
+        return problems
+
+    def _hook_problems(self, path: KeyPath, value: Any) -> Iterator[Problem]:
+        """Yield what is wrong with a key of `data` that names code: a dotted name, or a node with `_target_`."""
+        node = {TARGET: value} if isinstance(value, str) else value
+        if isinstance(node, Mapping) and TARGET in node:
+            for one in self.problems(path, node, PLACES[dotted(path)]):
+                yield replace(one, key=one.key.removesuffix(f".{TARGET}")) if isinstance(value, str) else one
+        elif value is not None:
+            rule = "must be the dotted name of a function or class, package.module.name, or a mapping with _target_."
+            yield self.composition.problem(path, rule, value=value)
+
+    def _against_signature(self, path: KeyPath, node: Mapping[str, Any], target: Any) -> Iterator[Problem]:
+        group = path[0]
+        top = len(path) == 1 or (len(path) == 2 and group in ("callbacks", "logger", "optimizers"))
+        signature = signature_of(target)
+        injected = INJECTED.get(group, ()) if top else ()
+        if is_torch_scheduler(target):
+            injected = ("optimizer", "last_epoch")
+        if dotted(path) in PLACES and not top and not isinstance(target, type):
+            injected = tuple(signature.keys)[:1]  # what a function of `data` is called with
+        extra = [key for key in GROUP_KEYS.get(group, ()) if key not in signature.keys] if top else []
+        known = {name: key for name, key in signature.keys.items() if name not in injected}
+        for name, value in node.items():
+            if name == TARGET or name in extra:
+                continue
+            if name in known:
+                yield from self._value_problems((*path, name), value, known[name])
+            elif name in injected:
+                rule = "is set by trainkit: it is not a key of the config."
+                yield self.composition.problem((*path, name), rule, show_value=False)
+            elif not signature.takes_more:
+                yield self.unknown(path, name, self._name_of(path, target), tuple(dict.fromkeys((*known, *extra))))
+        missing = [name for name, key in known.items() if key.required and name not in node]
+        for name in missing:
+            rule = f"is missing: {self._name_of(path, target)} needs it. Give {dotted((*path, name))}=VALUE."
+            yield self.composition.problem((*path, name), rule, show_value=False)
+
+    def _value_problems(self, path: KeyPath, value: Any, key: Key) -> Iterator[Problem]:
+        hint = plain(key.hint)
+        if isinstance(value, Mapping):
+            if TARGET in value:
+                return
+            if is_dataclass(hint):
+                yield from self._section_problems(path, value, hint)
+                return
+        # A default of None means that null is accepted, even where the annotation lacks it.
+        if value is None and key.default is None and not key.required:
+            return
+        try:
+            used = dereferenced(value, key=dotted(path))  # all references left are to secrets
+        except ConfigError as error:
+            yield from (self.composition.problem(path, item.rule, value=item.value) for item in error.problems)
+            return
+        if (rule := misfit(used, key.hint)) is not None:
+            yield self.composition.problem(path, rule, value=value)
+        else:
+            yield from self.absent_files(path, used, key.hint)
+
+    def absent_files(self, path: KeyPath, value: Any, hint: Any) -> Iterator[Problem]:
+        """Yield the problems of a key that names files or folders that a run reads, by the mark of its annotation."""
+        mark = reads_in(hint)
+        if mark is None or not self.composition.reads_files:
+            return
+        made = bool(mark.unless) and lookup(self.composition.values, (*path[:-1], mark.unless)) is True
+        for name in value if isinstance(value, list) else [value]:
+            if isinstance(name, str) and name not in mark.words and (rule := mark.rule(name, may_be_absent=made)):
+                yield self.composition.problem(path, rule, value=value)
+
+    def _section_problems(self, path: KeyPath, values: Mapping[str, Any], kind: Any) -> Iterator[Problem]:
+        """Yield problems of a mapping given for a dataclass, whose fields are the keys."""
+        keys = signature_of(kind).keys
+        for name, value in values.items():
+            if name in keys:
+                yield from self._value_problems((*path, name), value, keys[name])
+            else:
+                near = closest(name, keys)
+                hint = f"Did you mean {dotted((*path, near))}?" if near else f"There are: {', '.join(keys)}."
+                yield self.composition.problem((*path, name), f"no such key. {hint}", show_value=False)
+
+    def _name_of(self, path: KeyPath, target: Any) -> str:
+        """Return the name of a node's class for messages: the choice, unless the node holds another class."""
+        choice = path[1] if len(path) == 2 else self.composition.choices.get(path[0])
+        from_choice = any(
+            file.package == path
+            and file.document.values.get(TARGET, "").rpartition(".")[2] == getattr(target, "__name__", "")
+            for file in self.composition.files
+        )
+        return str(choice) if from_choice and choice else str(getattr(target, "__name__", target))
+
+    def _construction_errors(self, path: KeyPath, node: Mapping[str, Any]) -> Iterator[Problem]:
+        """Yield the problems that the class reports when it is built."""
+        try:
+            build(node, path[0])
+        except ConfigError as error:
+            for item in error.problems:
+                key = item.key if item.key.startswith(dotted(path)) else dotted((*path, item.key))
+                yield Problem(
+                    key=key, value=item.value, rule=item.rule, origin=item.origin or self.composition.origin(key).where
+                )
+        except (TypeError, ValueError) as error:
+            yield self.composition.problem(path, f"{error}", show_value=False)
 
 
 _NOT_NEGATIVE: Final = ("lr", "weight_decay", "eps", "momentum")

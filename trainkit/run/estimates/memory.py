@@ -115,12 +115,12 @@ class DeviceMemory:
         }
 
 
+Beside = AbstractContextManager[object]
+"""Context manager around forward and backward of a shard."""
+
+
 def device_memory(
-    plan: RunPlan,
-    model: nn.Module,
-    counter: AbstractContextManager[object] | None = None,
-    *,
-    evaluates: bool = True,
+    plan: RunPlan, model: nn.Module, counter: Beside | None = None, *, evaluates: bool = True
 ) -> DeviceMemory:
     """Return the memory of the device of a run with the largest use.
 
@@ -134,11 +134,7 @@ def device_memory(
 
 
 def part_memories(
-    plan: RunPlan,
-    model: nn.Module,
-    counter: AbstractContextManager[object] | None = None,
-    *,
-    evaluates: bool = True,
+    plan: RunPlan, model: nn.Module, counter: Beside | None = None, *, evaluates: bool = True
 ) -> list[DeviceMemory]:
     """Return the memory of each device of a replica, in the order of its parts (for a pipeline, its ranks).
 

@@ -385,11 +385,18 @@ def make_plan(
     cfg = cfg if debug is None else debug.without_limits(cfg)
     parts = build_components(cfg, splits)
     context = plan_context(cfg, parts, num_gpus=_num_gpus(backend) if num_gpus is None else num_gpus, launch=launch)
-    replicas, batch = together(
+
+    def cut() -> BatchPlan:
+        problems = strategy_problems(parts.strategy, context) if cfg.optimizers else []
+        problems += [*parts.strategy.validate(context), *parts.strategy.access_problems(context)]
+        refuse(problems or task_problems(cfg, parts, context, backend, launch))
+        return _batch_plan(cfg, parts, context)
+
+    batch = together(
         parts.refuse_unknown_fields,
         lambda: parts.hooks.refuse_misfits(parts.datasets["train"], cfg.loader),
         lambda: refuse(callback_problems(parts.planned(cfg))),
-        then=lambda: _cut(cfg, parts, context, backend, launch),
+        then=cut,
     )
     resolved = replace(
         cfg, batch=replace(cfg.batch, global_size=batch.global_size, micro_size=batch.micro_size, accumulation=None)
@@ -398,14 +405,15 @@ def make_plan(
         resolved = replace(resolved, cluster={**cfg.cluster, "num_gpus": context.num_gpus})
     tasks = parts.strategy.tasks(context)
     tasks = with_evaluator(tasks) if cfg.eval.beside or (launch is not None and launch.has_evaluator) else tasks
-    plan = _plan_of(resolved, parts, context, tasks, num_replicas=replicas, batch=batch, given=cfg.batch)
+    plan = _plan_of(resolved, parts, context, tasks, batch)
     found = phase_problems(plan.optimizers, parts.objective) if plan.optimizers or parts.objective.phases else []
     found += average_problems(context.average, parts.datasets, plan.num_steps) if context.average else []
     found += _rate_problems(plan)
     refuse(found)
     if debug is not None:
         debug.refuse_absent_rank(tasks)
-    return replace(plan, backend=backend, debugged_rank=None if debug is None else debug.rank)
+    rank = None if debug is None else debug.rank
+    return replace(plan, given=cfg.batch, backend=backend, debugged_rank=rank)
 
 
 def _rate_problems(plan: RunPlan) -> Iterator[Problem]:
@@ -426,14 +434,7 @@ def _rate_problems(plan: RunPlan) -> Iterator[Problem]:
 
 
 def _plan_of(
-    cfg: RunConfig,
-    parts: Components,
-    context: PlanContext,
-    tasks: tuple[Task, ...],
-    *,
-    num_replicas: int,
-    batch: BatchPlan,
-    given: BatchConfig,
+    cfg: RunConfig, parts: Components, context: PlanContext, tasks: tuple[Task, ...], batch: BatchPlan
 ) -> RunPlan:
     rate, optimizers = rates_of(cfg, batch, parts.schedule)
     return RunPlan(
@@ -441,12 +442,11 @@ def _plan_of(
         components=parts,
         tasks=tasks,
         context=replace(context, micro_size=batch.micro_size),
-        num_replicas=num_replicas,
+        num_replicas=parts.strategy.num_replicas(context),
         batch=batch,
         num_steps=num_steps_of(cfg, batch),
         rate=rate,
         optimizers=optimizers,
-        given=given,
     )
 
 
@@ -484,20 +484,6 @@ def _optimizer_makers(cfg: RunConfig) -> dict[str, list[MakeOptimizer]]:
 def _made(node: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
     optimizer: Optimizer = build(node, "optimizer", params=params)
     return optimizer
-
-
-def _cut(
-    cfg: RunConfig,
-    parts: Components,
-    context: PlanContext,
-    backend: ProcessBackend | None,
-    launch: LaunchEnvironment | None,
-) -> tuple[int, BatchPlan]:
-    """Return the number of replicas, and the division of steps into their shards."""
-    problems = strategy_problems(parts.strategy, context) if cfg.optimizers else []
-    problems += [*parts.strategy.validate(context), *parts.strategy.access_problems(context)]
-    refuse(problems or task_problems(cfg, parts, context, backend, launch))
-    return parts.strategy.num_replicas(context), _batch_plan(cfg, parts, context)
 
 
 def _num_gpus(backend: ProcessBackend | None) -> int:
@@ -544,7 +530,6 @@ def plan_to_environ(plan: RunPlan) -> dict[str, str]:
         "tasks": [asdict(task) for task in plan.tasks],
         "launch": None if launch is None else asdict(launch),
         "num_gpus": plan.context.num_gpus,
-        "num_replicas": plan.num_replicas,
         "num_samples": plan.batch.num_samples,
         "given": asdict(plan.given),
     }
@@ -589,7 +574,7 @@ def _planned(cfg: RunConfig, parts: Components, values: Mapping[str, Any]) -> Ru
         drop_last=cfg.batch.drop_last,
     )
     tasks, given = tuple(Task.from_json(task) for task in values["tasks"]), BatchConfig(**values["given"])
-    return _plan_of(cfg, parts, context, tasks, num_replicas=values["num_replicas"], batch=batch, given=given)
+    return replace(_plan_of(cfg, parts, context, tasks, batch), given=given)
 
 
 ChooseWorkers = Callable[[RunPlan], tuple[int, str]]

@@ -376,13 +376,7 @@ class JoinedGroup:
 
     def ending(self) -> AbstractContextManager[SharedEnding]:
         """Return a block that runs this process's part, and ends it with the others."""
-        return ending_together(
-            self.barrier,
-            self.run.folder,
-            confirm=self.fence.check,
-            limits=TimeLimits.of(self.run.resolved.supervisor),
-            runs_local_workers=self.ranks_here > 1,
-        )
+        return ending_together(self.barrier, self.run, self.fence, runs_local_workers=self.ranks_here > 1)
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:

@@ -20,7 +20,8 @@ from trainkit.errors import PeerError, TrainkitError, first_line
 from trainkit.run.agent.failure import AT_THE_STORE, ProcessEvidence, facts_of, failure_of, first_failure
 from trainkit.run.agent.monitor import TimeLimits
 from trainkit.run.agent.self_watch import ThreadWatch
-from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.begin import BegunRun
+from trainkit.run.folder.run_folder import FencingToken, RunFolder
 from trainkit.run.folder.run_result import ENDING, RunResult, record_failure
 from trainkit.run.process.error_report import ErrorReport, Reporter, report_from_json
 from trainkit.run.process.heartbeat import read_heartbeat
@@ -61,20 +62,15 @@ class SharedEnding:
 
 @contextlib.contextmanager
 def ending_together(
-    barrier: ProcessBarrier,
-    folder: RunFolder,
-    *,
-    confirm: Callable[[], None],
-    limits: TimeLimits,
-    runs_local_workers: bool = False,
+    barrier: ProcessBarrier, run: BegunRun, fence: FencingToken, *, runs_local_workers: bool
 ) -> Iterator[SharedEnding]:
     """Run this process's part of the training inside, and end it with the others.
 
     Raises:
         TrainkitError: the training failed. On rank 0 the failure that came first, on others a `PeerError`.
     """
+    folder, rank = run.folder, barrier.launch.rank
     reports_in = None if runs_local_workers else folder
-    rank = barrier.launch.rank
     report = Reporter(None if runs_local_workers else folder.error_of(rank), rank, barrier.publish_failure)
 
     def explain(error: BaseException) -> TrainkitError:
@@ -87,9 +83,10 @@ def ending_together(
                 return PeerError(f"rank {own.rank} ends: {message['line']}", exit_code=message["exit_code"])
         failure, silent = _first_failure(barrier, reports_in, own)
         if all(lower in silent for lower in barrier.ranks if lower < rank):  # rank 0, or it cannot record the failure
-            _record(barrier, folder, failure, confirm)
+            _record(barrier, folder, failure, fence)
         return failure
 
+    limits = TimeLimits.of(run.resolved.supervisor)
     ending = SharedEnding(report=report, peers=PeerWatch(barrier, folder, report, explain, limits))
     try:
         with contextlib.nullcontext() if runs_local_workers else ending.peers:
@@ -111,10 +108,10 @@ def ending_together(
     ending.finish(result)
 
 
-def _record(barrier: ProcessBarrier, folder: RunFolder, failure: TrainkitError, confirm: Callable[[], None]) -> None:
+def _record(barrier: ProcessBarrier, folder: RunFolder, failure: TrainkitError, fence: FencingToken) -> None:
     """Write the failure to result.json, if the run folder is still this group's, and report it to the other ranks."""
     with contextlib.suppress(TrainkitError):  # another group owns the folder now: do not write to it
-        confirm()
+        fence.check()
         with contextlib.suppress(OSError):  # the error itself is printed on the terminal
             record_failure(folder, failure)
     with contextlib.suppress(RuntimeError):
