@@ -41,11 +41,13 @@ from trainkit.run.planning.misfits import refuse_misfits
 from trainkit.run.planning.notes import coupling_of, cut_notes, is_never_given, model_notes
 from trainkit.run.planning.plan import ChooseWorkers, RunPlan, make_plan, refuse_open_workers, with_workers
 from trainkit.run.process.setup import variables
-from trainkit.run.record import first_command
+from trainkit.run.record import RunRecord, first_command, recorded_run
 from trainkit.run.session.checkpointer import retention_of
 from trainkit.run.session.restore import refuse_own_losses
 from trainkit.trained.build import meta_model
+from trainkit.trainer.events import ended_hooks
 from trainkit.trainer.manifest import MANIFEST, list_complete, read_manifest
+from trainkit.trainer.ownership import uncontested
 
 _FEWER: Final = "keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_best)"
 _ELSEWHERE: Final = "choose a folder on another file system (hydra.run.dir=FOLDER)"
@@ -235,6 +237,19 @@ class BegunRun:
     """Descriptor of the lock, in the process that holds it."""
     fence: FencingToken | None
     """Token of the group; None: the lock is enough, because one process alone began the run."""
+
+    @contextmanager
+    def recorded(self, *, first: Sequence[str] = ()) -> Iterator[RunRecord]:
+        """Record the output and the status in the folder; `first`: lines from before it existed."""
+        confirm = uncontested if self.fence is None else self.fence.check
+        ended = ended_hooks(self.plan.cfg, self.folder.path, self.folder.read_result)
+        with ended, recorded_run(self.folder, confirm=confirm) as record:
+            record.status.aim_at(self.plan.known_last_step)
+            record.log.write(first)
+            if not self.plan.is_measurement:
+                record.page.follow(self.resolved)
+            record.follow_heartbeat()
+            yield record
 
 
 @contextmanager

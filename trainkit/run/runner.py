@@ -18,10 +18,9 @@ from trainkit.run.agent.self_watch import BeatCounter, SelfWatch
 from trainkit.run.begin import Agreement, BegunRun, Job, Result, RunRequest, begun
 from trainkit.run.planning.plan import ChooseWorkers, plan_to_environ, refuse_launch
 from trainkit.run.process.heartbeat import beats_of
-from trainkit.run.record import RunRecord, record_settings, recorded_run
+from trainkit.run.record import RunRecord, record_settings
 from trainkit.run.signals import StopFlag
 from trainkit.run.task import TaskRun
-from trainkit.trainer.events import ended_hooks
 
 
 def train_composition(
@@ -83,7 +82,7 @@ def train(request: RunRequest, job: Job | None = None) -> dict[str, Any]:
     """
     with reporting(request.place):
         if request.launch is None:
-            with begun(request, Agreement()) as begun_run, _recorded(begun_run) as record:
+            with begun(request, Agreement()) as begun_run, begun_run.recorded() as record:
                 return _train(begun_run, record, job)
         refuse_launch(request.cfg, request.launch)
         from trainkit.run.rendezvous.join import train_external  # noqa: PLC0415 - most runs have no external launch
@@ -129,18 +128,6 @@ def _train(begun_run: BegunRun, record: RunRecord, job: Job | None) -> dict[str,
 
 
 @contextmanager
-def _recorded(begun_run: BegunRun) -> Iterator[RunRecord]:
-    """Record the output and the status of a run that this process began alone."""
-    plan, folder = begun_run.plan, begun_run.folder
-    with ended_hooks(plan.cfg, folder.path, folder.read_result), recorded_run(folder) as record:
-        record.status.aim_at(plan.known_last_step)
-        if not plan.is_measurement:
-            record.page.follow(begun_run.resolved)
-        record.follow_heartbeat()
-        yield record
-
-
-@contextmanager
 def _only_task(begun_run: BegunRun, record: RunRecord) -> Iterator[TaskRun]:
     """Give the only task of a run; stop signals and hangs are caught inside."""
     identity = Identity.solo(begun_run.plan.tasks[0].device)
@@ -173,7 +160,7 @@ def opened(request: RunRequest) -> Iterator[TaskRun]:
     with reporting(request.place):
         if launch is None:
             begin = begun(request, Agreement())
-            with begin as begun_run, _recorded(begun_run) as record, _only_task(begun_run, record) as task:
+            with begin as begun_run, begun_run.recorded() as record, _only_task(begun_run, record) as task:
                 yield task
             return
         refuse_launch(request.cfg, launch)

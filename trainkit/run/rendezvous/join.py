@@ -67,7 +67,6 @@ from trainkit.run.process.error_report import Reporter, error_report, report_fro
 from trainkit.run.process.fork_server import ENTRY, worker_group_factory
 from trainkit.run.process.setup import announce_log, identity_for, redirect_output
 from trainkit.run.process.worker_group import worker_environ
-from trainkit.run.record import recorded_run
 from trainkit.run.rendezvous.barrier import (
     ProcessBarrier,
     StoreClient,
@@ -83,7 +82,6 @@ from trainkit.run.signals import StopFlag, ignore_request, stop_error
 from trainkit.run.task import TaskRun
 from trainkit.strategies.base import PlanContext, Strategy
 from trainkit.trainer import failpoints
-from trainkit.trainer.events import ended_hooks
 
 _OPEN_KEY: Final = "trainkit/open"
 _JOIN_INFO: Final[Mapping[str, Kind]] = {
@@ -387,13 +385,7 @@ class JoinedGroup:
             with redirect_output(log):
                 yield
             return
-        confirm = self.fence.check
-        ended = ended_hooks(self.run.resolved, self.run.folder.path, self.run.folder.read_result)
-        with ended, recorded_run(self.run.folder, confirm=confirm) as record:
-            record.status.aim_at(self.run.plan.known_last_step)
-            record.log.write([launch.line()])  # printed before the folder existed
-            record.follow_heartbeat()
-            record.page.follow(self.run.resolved)
+        with self.run.recorded(first=[launch.line()]):
             yield
 
     def run_here(self, ending: SharedEnding) -> Result:
