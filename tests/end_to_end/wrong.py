@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainkit.models.mlp import Mlp
 from trainkit.strategies.base import Batch, SetupRequest
 from trainkit.strategies.core.step import LossDivisor, ShardStep
-from trainkit.strategies.mesh.step import ShardedExecutor
+from trainkit.strategies.core.synchronous import SynchronousExecutor
 from trainkit.strategies.mesh.strategy import Mesh
 from trainkit.strategies.one_device import OneDevice
 
@@ -56,7 +56,7 @@ class Mixing(Mlp):
 class Doubled(Mesh):
     """A mesh that adds the gradients of cut layers up twice."""
 
-    def setup(self, request: SetupRequest) -> ShardedExecutor[Any]:
+    def setup(self, request: SetupRequest) -> SynchronousExecutor[Any]:
         executor = super().setup(request)
         for param in executor.local.model.parameters() if self.tensor > 1 else ():
             param.register_hook(lambda grad: 2 * grad)

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from trainkit.prove.static import SetProof, Trace, axes_of, findings, prove_static, trace, verdicts
 from trainkit.run.estimates.fake_run import Watch
+from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.mesh.pipe.executor import ChunkStage
 from trainkit.strategies.mesh.sharding import Axes
-from trainkit.strategies.mesh.step import ShardedReplica, ShardedWork
+from trainkit.strategies.mesh.step import ShardedWork
 from trainkit.strategies.reducers.vector import BackendReducer, Bucket
 from trainkit.verbs.running.prove import _config_on
 from trainkit.verbs.support.call import parse
@@ -87,14 +88,14 @@ def test_a_doubled_sum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sum_that_is_divided_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = ShardedReplica.take_grads
+    take = Replica.take_grads
 
-    def averaged(self: ShardedReplica) -> list[Tensor | None]:
+    def averaged(self: Replica) -> list[Tensor | None]:
         grads = take(self)
         torch._foreach_div_([grad for grad in grads if grad is not None], 2.0)
         return grads
 
-    monkeypatch.setattr(ShardedReplica, "take_grads", averaged)
+    monkeypatch.setattr(Replica, "take_grads", averaged)
     assert "the gradient of head.norm.weight is multiplied by 0.5" in found(shard=2)
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -325,13 +326,10 @@ def test_with_streams_a_gather_begins_while_the_block_before_computes(monkeypatc
         assert backward.index(f"gather {number}") < backward.index(f"backward {number + 1}") + 2
 
 
-@dataclass
-class Replica:
-    """What the check reads of a replica."""
-
-    model: nn.Module
-    data_ranks: GroupCollective | LocalCollective
-    masters_apart: bool = False
+def whole(model: nn.Module, ranks: GroupCollective | LocalCollective) -> Any:
+    """What the check reads of a whole replica."""
+    owners, device = dict(model.named_parameters()), torch.device("cpu")
+    return SimpleNamespace(owners=owners, parts={}, cuts={}, masters_apart=False, data_ranks=ranks, device=device)
 
 
 def drift(place: Place, wrong: tuple[int, ...], name: str) -> str | None:
@@ -341,7 +339,7 @@ def drift(place: Place, wrong: tuple[int, ...], name: str) -> str | None:
         with torch.no_grad():
             dict(model.named_parameters())[name].view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
     collective = GroupCollective(rank=place.rank, num_ranks=place.num_ranks, device=torch.device("cpu"))
-    return drifted_parameter(Replica(model, collective))  # type: ignore[arg-type]
+    return drifted_parameter(whole(model, collective))
 
 
 @pytest.mark.parametrize(("wrong", "name", "said"), [
@@ -365,4 +363,4 @@ def test_parameters_on_two_devices_are_compared() -> None:
     model = zoo.Net()
     with SecondDevice():
         send(model.get_submodule("2"))
-        assert drifted_parameter(Replica(model, LocalCollective())) is None  # type: ignore[arg-type]
+        assert drifted_parameter(whole(model, LocalCollective())) is None

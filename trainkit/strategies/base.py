@@ -413,11 +413,6 @@ class LocalModel:
         """Number of data ranks of the run."""
         return self.data_ranks.num_ranks
 
-    @property
-    def counted_parts(self) -> Mapping[str, bool] | None:
-        """Whether this rank counts its part of each parameter in sums over ranks; None if it holds whole parameters."""
-        return None
-
     def refuse_changed_params(self, step: int, *, flags: bool = True) -> None:
         """Raise if code of the user has changed which parameters there are, or (`flags`) which of them are trained.
 

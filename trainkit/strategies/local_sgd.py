@@ -33,11 +33,10 @@ from trainkit.strategies.base import (
 )
 from trainkit.strategies.collectives import GroupCollective, LocalCollective, RankGroup, all_gather_object
 from trainkit.strategies.core.refusals import optimizer_problems
-from trainkit.strategies.core.replica import Replica, drifted_parameter
+from trainkit.strategies.core.replica import Replica, joined_norms
 from trainkit.strategies.core.step import MakeStep, ShardStep, apply_update, cloned_batch
-from trainkit.strategies.core.synchronous import broadcast_initial, build_parts
+from trainkit.strategies.core.synchronous import SynchronousExecutor, broadcast_initial, build_parts
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
-from trainkit.strategies.mesh.step import ShardedExecutor, ShardedReplica, ShardedWork, joined_norms
 from trainkit.strategies.mesh.strategy import Mesh
 from trainkit.strategies.reducers.vector import LocalReducer
 from trainkit.strategies.tensor_shards import ShardedState, read_slice, select
@@ -256,12 +255,12 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         # For independent steps, the same model, optimizer and buffers, without sums over the other replicas.
         if self.shard == 1:
             parts, alone = build_parts(request, ranks=ranks), LocalCollective()
-            replica = ShardedReplica(parts, cuts={})
+            replica = Replica(parts)
             broadcast_initial(replica)
-            apart = ShardedReplica(replace(parts, data_ranks=alone, all_ranks=alone, reducer=LocalReducer()), cuts={})
+            apart = Replica(replace(parts, data_ranks=alone, all_ranks=alone, reducer=LocalReducer()))
             return LocalSgdExecutor(self, replica, apart, request.training, ranks)
         replica, place, step = self._mesh.build(request, ranks)
-        group, cuts = place.group("shard"), replica.cuts
+        group = place.group("shard")
         own = GroupCollective(rank=place.places["shard"], num_ranks=self.shard, device=replica.device, group=group)
         parts = replace(
             replica.parts_made_of,
@@ -270,21 +269,20 @@ class LocalSgd(ProcessGroupOptions, Strategy):
             reducer=LocalReducer(),
             join_norms=joined_norms(dict.fromkeys(replica.params, True), replica.device, group),
         )
-        apart = ShardedReplica(parts, cuts=cuts, expect=replica.expect, reload=replica.reload)
         return LocalSgdExecutor(
             self,
             replica,
-            apart,
+            Replica(parts),
             request.training,
             ranks,
             make_step=step,
-            make_step_apart=partial(ShardedWork, group=group),
+            make_step_apart=partial(step, has_copies=False),
             own=own,
             copies=place.group("replicate"),
         )
 
 
-class LocalSgdExecutor(ShardedExecutor[ShardedReplica]):
+class LocalSgdExecutor(SynchronousExecutor[Replica]):
     """A rank of a replica that steps independently and is averaged with the others every few steps.
 
     Args:
@@ -299,13 +297,13 @@ class LocalSgdExecutor(ShardedExecutor[ShardedReplica]):
     def __init__(
         self,
         settings: LocalSgd,
-        replica: ShardedReplica,
-        apart: ShardedReplica,
+        replica: Replica,
+        apart: Replica,
         training: StepContext,
         ranks: RankGroup,
         *,
-        make_step: MakeStep[ShardedReplica] = ShardStep,
-        make_step_apart: MakeStep[ShardedReplica] = ShardStep,
+        make_step: MakeStep[Replica] = ShardStep,
+        make_step_apart: MakeStep[Replica] = ShardStep,
         own: Collective | None = None,
         copies: dist.ProcessGroup | None = None,
     ) -> None:
@@ -414,10 +412,6 @@ class LocalSgdExecutor(ShardedExecutor[ShardedReplica]):
             return ()
         self._average()
         return self._left_out_by_any()
-
-    def check_replicas(self) -> str | None:
-        """Return the first parameter that differs between ranks, at a step with identical replicas; collective."""
-        return super().check_replicas() if self._replica.cuts else drifted_parameter(self._replica)
 
     @property
     def _masters(self) -> FlatBuffer:

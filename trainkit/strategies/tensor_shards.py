@@ -57,6 +57,34 @@ def region(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShardSlice:
+    """The part of a tensor that one rank holds: a rectangle of the full tensor, possibly empty.
+
+    Example:
+        >>> ShardSlice(offset=(2, 0), size=(2, 3), shape=(4, 3), is_written=True).region
+        (slice(2, 4, None), slice(0, 3, None))
+    """
+
+    offset: tuple[int, ...]
+    """Start of the part in the full tensor, dim by dim."""
+    size: tuple[int, ...]
+    """Shape of the part."""
+    shape: tuple[int, ...]
+    """The shape of the full tensor."""
+    is_written: bool
+    """Whether this rank writes the part and counts it in sums; exactly one of the ranks with the same part does."""
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """Region of the part in the full tensor."""
+        return region(self.offset, self.size)
+
+    def piece(self, part: Tensor) -> TensorShard:
+        """Return the part as a shard for a checkpoint."""
+        return TensorShard(tensor=part.detach(), offset=self.offset, shape=self.shape)
+
+
 ShardedState = Mapping[str, Sequence[TensorShard]]
 """Checkpoint names -> the shards of a rank: none, one, or several that do not overlap."""
 

@@ -5,29 +5,75 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Final, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
+from torch.distributed.tensor import DTensor
 
 from trainkit.adapters.average import AVERAGE, swap
-from trainkit.errors import CheckpointError
+from trainkit.errors import CheckpointError, TrainingError
+from trainkit.numerics.generators import hash64
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import BlockKeys
 from trainkit.objectives.base import Collective
-from trainkit.strategies.base import LocalModel, Numerics, PhaseListener, ignore_phase
+from trainkit.strategies.base import Batch, LocalModel, Numerics, PhaseListener, ignore_phase
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.reducers.vector import Reducer
-from trainkit.strategies.tensor_shards import shape_of
-from trainkit.strategies.tensors.layouts import FlatBuffer, Placement, TensorPlaces
+from trainkit.strategies.tensor_shards import ShardedState, ShardSlice, TensorShard, name_in, read_slice, shape_of
+from trainkit.strategies.tensors.layouts import FlatBuffer, Placement, TensorPlaces, local_part
 
 JoinNorms = Callable[[Tensor, Sequence[int], float], Tensor]
 """(norms of this rank's parts of gradients, their indices, order of the norm) -> norms of the gradients; collective."""
+
+
+def joined_norms(
+    counted: Mapping[str, bool],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    *,
+    among: Sequence[str] = (),
+    are_whole: bool = False,
+) -> JoinNorms:
+    """Return a function that combines norms of parts into norms of full tensors.
+
+    Args:
+        counted: parameters of this rank -> whether its part counts here.
+        device: the device for collectives.
+        group: the ranks that hold parts; None: all.
+        among: all parameters with gradients, where ranks have some of them: then the norms of all are returned.
+        are_whole: whether each counted gradient is whole, so that its norm needs no power.
+    """
+    names, here = list(among or counted), list(counted)
+    numbers, counts = {name: at for at, name in enumerate(names)}, list(counted.values())
+
+    @lru_cache(maxsize=4)
+    def on_device(places: tuple[int, ...], own: torch.device) -> tuple[Tensor, Tensor]:
+        """Return (present gradients,) their indices, and whether they count here: copied to the device once."""
+        written = torch.tensor([counts[place] for place in places], dtype=torch.bool, device=own)
+        return torch.tensor([numbers[here[place]] for place in places], dtype=torch.int64, device=device), written
+
+    def join(norms: Tensor, places: Sequence[int], order: float) -> Tensor:
+        """Return the norms; collective, without synchronisation with the device."""
+        found = torch.zeros(len(names), dtype=norms.dtype, device=device)
+        chosen, written = on_device(tuple(places), norms.device)
+        if order == float("inf"):  # values that are not finite must remain, and a maximum may drop a NaN
+            found[chosen] = torch.where(torch.isfinite(norms), norms, order).to(device)
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+            return found if among else found[chosen]
+        power = 1.0 if are_whole else order
+        found[chosen] = (norms**power * written).to(device)
+        dist.all_reduce(found, group=group)
+        joined: Tensor = (found if among else found[chosen]) ** (1 / power)
+        return joined
+
+    return join
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +133,18 @@ class ReplicaParts:
     """Whether a single rank exchanges its gradients as well."""
     join_norms: JoinNorms | None = None
     """Function that returns the norms of full gradients, if ranks hold parts of the gradients or only some of them."""
+    cuts: Mapping[str, ShardSlice] = field(default_factory=dict)
+    """The slice of each parameter, trainable or not, that this rank holds; empty if the replica is whole."""
+    reload: Callable[[], None] = lambda: None
+    """Called when parameters were replaced, so that the model frees gathered copies."""
 
 
 class Replica(LocalModel):
-    """A whole model, on one or several devices, and other state that a step needs."""
+    """A model on one or several devices, or the parts of one on this rank, and other state that a step needs.
+
+    Parts in `params` and `masters` are plain tensors in the memory of the model's own parameters: the optimizer, its
+    kernels and the update are those of a whole replica.
+    """
 
     def __init__(self, parts: ReplicaParts) -> None:
         self.parts_made_of = parts
@@ -112,6 +166,11 @@ class Replica(LocalModel):
         self.stepper, self.buffers, self.keys = parts.stepper, parts.buffers, parts.keys
         self.reducer, self.numerics, self.on_phase = parts.reducer, parts.numerics, parts.on_phase
         self.refuses_unused, self.join_norms = parts.refuses_unused, parts.join_norms
+        self.cuts, self.reload = parts.cuts, parts.reload
+        self.owners = dict(parts.held.model.named_parameters())
+        """The model's own parameters, which get the gradients of backward, by canonical name."""
+        self.stand_in: Batch = None
+        """A batch for steps in which this rank has none but must take part in collectives."""
         self.packing: FlatBuffer | None = None
         """The layout of the exchange of a step; None before the first step."""
         self.used: list[bool] = []
@@ -140,14 +199,43 @@ class Replica(LocalModel):
             names: names of the parameters.
             stepper: steps their optimizers.
         """
-        return type(self)(self._restricted_parts(names, stepper))
-
-    def _restricted_parts(self, names: Container[str], stepper: OptimizerStepper) -> ReplicaParts:
         parts = self.parts_made_of
         held, reducer = parts.held.restricted(names), parts.another_reducer()
         buffers = StepBuffers(held.model, parts.precision.master_dtype)
         own = replace(parts, held=held, stepper=stepper, buffers=buffers, reducer=reducer)
-        return replace(own, step_metrics=self.step_metrics)
+        if self.cuts:
+            counted = {name: self.cuts[name].is_written for name in held.params}
+            own = replace(own, join_norms=joined_norms(counted, self.device))
+        return type(self)(replace(own, step_metrics=self.step_metrics))
+
+    @property
+    def counted_parts(self) -> Mapping[str, bool] | None:
+        """Whether this rank counts its part of each parameter in sums over ranks; None if it holds whole parameters."""
+        return {name: self.cuts[name].is_written for name in self.params} if self.cuts else None
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """The parts of all parameters, trainable or not, for a checkpoint."""
+        held = self.masters
+        return {name: held[name] if name in held else local_part(self.owners[name]) for name in self.cuts}
+
+    def owns(self, name: str) -> bool:  # noqa: ARG002 - a rank may have some alone
+        """Return whether this rank writes a tensor that several hold whole."""
+        return self.is_rank0
+
+    def set_stand_in(self, batch: Batch) -> None:
+        """Store a batch for steps in which this rank has none."""
+        self.stand_in = batch
+
+    def agree_on_used(self, found: Sequence[bool]) -> None:
+        """Store which parameters get gradients on any rank, the first time; collective then.
+
+        Args:
+            found: whether each parameter got one here, in the order of `params`.
+        """
+        if not self.used:
+            rows = self.data_ranks.gather(torch.tensor(found, dtype=torch.int64))
+            self.set_exchange(used=torch.stack(rows).amax(0).bool().tolist(), sparse={})
 
     def set_exchange(self, *, used: Sequence[bool], sparse: dict[int, int], exchanged: list[int] | None = None) -> None:
         """Store which parameters get gradients, and which of these the reducer sums (by default all) or are sparse."""
@@ -222,9 +310,21 @@ class Replica(LocalModel):
         placement = self.parts_made_of.placement
         return None if placement is None else placement.places_of(names)
 
-    def whole(self, name: str, grad: Tensor) -> Tensor:  # noqa: ARG002 - ranks may hold parts
+    def whole(self, name: str, grad: Tensor) -> Tensor:
         """Return the whole gradient of a parameter, of which this rank has `grad`; collective if that is a part."""
-        return grad
+        like = self.owners[name]
+        if not isinstance(like, DTensor):
+            return grad
+        part = DTensor.from_local(
+            grad.to(self.device), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+        )
+        return part.full_tensor()
+
+    def refuse_changed_params(self, step: int, *, flags: bool = True) -> None:
+        """Raise if code of the user has changed parameters; gathered ones stand in their places for a while."""
+        if self.cuts and self.guard.change(flags=flags) is not None:
+            self.reload()
+        super().refuse_changed_params(step, flags=flags)
 
     @cached_property
     def reduced_names(self) -> list[str]:
@@ -239,23 +339,33 @@ class Replica(LocalModel):
 
     @cached_property
     def reduced(self) -> list[nn.Parameter]:
-        """The parameters whose gradients the reducer sums."""
-        return self.trained if self.exchanged is None else [self.trained[place] for place in self.exchanged]
+        """The parameters whose gradients the reducer sums: those of the model, which backward reaches."""
+        return [self.owners[name] for name in self.reduced_names]
 
     @cached_property
     def trained(self) -> list[nn.Parameter]:
         """The parameters in canonical order."""
         return list(self.params.values())
 
+    @cached_property
+    def _taking(self) -> list[nn.Parameter]:
+        """The model's own parameters that are trained, in canonical order."""
+        return [self.owners[name] for name in self.params]
+
     def take_grads(self) -> list[Tensor | None]:
-        """Return the gradients accumulated since the last call, in the masters' dtype; None for a parameter without."""
+        """Return the (parts of) gradients accumulated since the last call, in the masters' dtype; None for a parameter
+        without.
+        """
         if self.masters_apart:
             sums, self._sums = self._sums, None
             return sums or [None] * len(self.params)
-        grads = [param.grad for param in self.trained]
-        for param in self.trained:
+        grads, frozen = [param.grad for param in self._taking], self.guard.frozen if self.cuts else ()
+        if frozen and (late := [name for name in self.owners if name in frozen and self.owners[name].grad is not None]):
+            # set in a forward pass, on the gathered parameter: the shard keeps its flag
+            raise TrainingError(self.guard.refusal(f"requires_grad of {', '.join(late[:5])} was changed to True"))
+        for param in self._taking:
             param.grad = None
-        return grads
+        return [None if grad is None else local_part(grad) for grad in grads] if self.cuts else grads
 
     def hold_grads(self, grads: Sequence[Tensor | None]) -> None:
         """Store gradients in the masters' dtype that were accumulated elsewhere, for `take_grads`."""
@@ -279,6 +389,7 @@ class Replica(LocalModel):
         """Exchange parameters and their averages; return whether there are any here."""
         found = swap(self.stepper.optimizers)
         self.refresh_params()
+        self.reload()
         return found
 
     @torch.no_grad()
@@ -298,27 +409,70 @@ def make_master_params(model: nn.Module, precision: Precision, spread: Placement
 
 
 def replica_state(replica: Replica) -> dict[str, Tensor]:
-    """Return parameters in the masters' dtype, buffers that the model saves, and optimizer slots; no copies."""
-    frozen = {name: param for name, param in replica.model.named_parameters() if name in replica.guard.frozen}
-    found = {f"param/{name}": param.detach() for name, param in {**replica.masters, **frozen}.items()}
-    saved = replica.model.state_dict()
-    buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers() if name in saved}
-    return {**found, **buffers, **replica.stepper.state(replica.masters)}
+    """Return parameters in the masters' dtype, buffers that the model saves, and optimizer slots; no copies.
+
+    Of sharded ones, the parts of this rank.
+    """
+    frozen = {name: param for name, param in replica.owners.items() if name in replica.guard.frozen}
+    params = replica.parts or {**replica.masters, **frozen}
+    found = {f"param/{name}": param.detach() for name, param in params.items()}
+    return {**found, **_saved_buffers(replica), **replica.stepper.state(replica.masters)}
+
+
+def _saved_buffers(replica: Replica) -> dict[str, Tensor]:
+    saved = replica.model.state_dict(keep_vars=True)
+    named = ((name, buffer) for name, buffer in replica.model.named_buffers() if not buffer.is_meta)
+    return {f"buffer/{name}": local_part(buffer) for name, buffer in named if name in saved}
+
+
+def sharded_state(replica: Replica) -> ShardedState:
+    """Return the shards of this rank, and the tensors that several hold whole, if it is their owner."""
+    found: dict[str, tuple[TensorShard, ...]] = {}
+    for key, tensor in replica_state(replica).items():
+        name, cut = name_in(key), replica.cuts.get(name_in(key))
+        if cut is None or key.startswith("buffer/") or tuple(tensor.shape) != cut.size:
+            # buffers and step counts are the same on every rank
+            if replica.owns(name):
+                found[key] = (TensorShard.whole(tensor),)
+        elif cut.is_written and tensor.numel():
+            found[key] = (cut.piece(tensor),)
+    return found
 
 
 def restore_replica(replica: Replica, tensors: Mapping[str, Tensor]) -> None:
-    """Load the tensors of a checkpoint.
+    """Load the tensors of a checkpoint of any strategy; of sharded ones, no more than the parts of this rank is read.
 
     Raises:
         CheckpointError: a parameter or buffer is missing, unknown, or of another shape.
     """
-    own = {key: tensor for key, tensor in replica_state(replica).items() if not key.startswith("optimizer/")}
-    refuse_mismatch({key: tuple(tensor.shape) for key, tensor in own.items()}, tensors)
+    own, cuts = replica_state(replica), {f"param/{name}": cut for name, cut in replica.cuts.items()}
+    own = {key: tensor for key, tensor in own.items() if not key.startswith("optimizer/")}
+    refuse_mismatch({key: cuts[key].shape if key in cuts else tuple(own[key].shape) for key in own}, tensors)
     with torch.no_grad():
         for key, tensor in own.items():
-            tensor.copy_(tensors[key])
+            tensor.copy_(read_slice(tensors, key, cuts[key].region) if key in cuts else tensors[key])
     replica.refresh_params()
-    replica.stepper.restore(replica.masters, tensors)
+    replica.stepper.restore(replica.masters, _Local(tensors, replica.cuts) if cuts else tensors)
+    replica.reload()
+
+
+class _Local(Mapping[str, Tensor]):
+    """The tensors of a checkpoint, each reduced to this rank's part on access."""
+
+    def __init__(self, wholes: Mapping[str, Tensor], cuts: Mapping[str, ShardSlice]) -> None:
+        self._wholes, self._cuts = wholes, cuts
+
+    def __getitem__(self, key: str) -> Tensor:
+        cut = self._cuts.get(name_in(key))
+        if cut is None or tuple(shape_of(self._wholes, key)) != cut.shape:  # a step count is not sharded
+            return self._wholes[key]
+        return read_slice(self._wholes, key, cut.region).clone()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._wholes)
+
+    def __len__(self) -> int:
+        return len(self._wholes)
 
 
 _LIKE_PARAM: Final = frozenset(
@@ -391,22 +545,35 @@ def bits_hash(tensor: Tensor) -> Tensor:
 
 
 def drifted_parameter(replica: Replica) -> str | None:
-    """Return the first parameter that differs in any bit between ranks, with the differing ranks; collective.
+    """Return the first parameter that differs in any bit between ranks with the same part of it, with these ranks;
+    collective.
 
-    If most ranks agree, the others are named; otherwise all but rank 0.
+    If most ranks agree, the others are named; otherwise all but the first.
     """
-    named = dict(replica.model.named_parameters())
-    if replica.masters_apart:
-        named |= {f"{name} (its master)": master for name, master in replica.masters.items()}
-    device = next(iter(named.values())).device
-    hashes = torch.stack([bits_hash(param).reshape(1).to(device) for param in named.values()])
-    found = torch.cat(replica.data_ranks.gather(hashes.view(1, -1))).tolist()  # one row per rank
-    wrong = [place for place in range(len(named)) if len({row[place] for row in found}) > 1]
+    named: Mapping[str, Tensor] = replica.parts
+    if not named:
+        apart = replica.masters.items() if replica.masters_apart else ()
+        named = {**replica.owners, **{f"{name} (its master)": master for name, master in apart}}
+    hashes = torch.stack([bits_hash(one).to(replica.device) for one in named.values()]).tolist()
+    rows = {name: [0, -1] for name in replica.owners}  # of another stage
+    for name, bits in zip(named, hashes, strict=True):
+        # a signed number holds 63 bits
+        rows[name] = [bits, hash64(*replica.cuts[name].offset) >> 1 if replica.cuts else 0]
+    ranks = replica.all_ranks if replica.cuts else replica.data_ranks
+    gathered = torch.cat(ranks.gather(torch.tensor([[*rows.values()]]))).tolist()
+    wrong = dict[str, dict[int, int]]()
+    for at, name in enumerate(rows):
+        for part in dict.fromkeys(row[at][1] for row in gathered):
+            found = {rank: row[at][0] for rank, row in enumerate(gathered) if row[at][1] == part}
+            if len({*found.values()}) > 1:
+                wrong.setdefault(name, found)
     if not wrong:
         return None
-    values = [row[wrong[0]] for row in found]
-    usual = max(values, key=Counter(values).__getitem__)  # the first of the most frequent
-    others = [str(rank) for rank, value in enumerate(values) if value != usual]
-    ranks = f"rank{'' if len(others) == 1 else 's'} {', '.join(others)}"
+    name, found = next(iter(wrong.items()))
+    usual = max(found.values(), key=Counter(found.values()).__getitem__)  # the first of the most frequent
+    others = [str(rank) for rank, value in found.items() if value != usual]
+    first = next(rank for rank, value in found.items() if value == usual)
+    said = f"rank{'' if len(others) == 1 else 's'} {', '.join(others)} from rank {first}"
+    said += ", which holds the same part of it" if replica.cuts else ""
     more = "" if len(wrong) == 1 else f", as do {len(wrong) - 1} more parameters"
-    return f"the parameter {list(named)[wrong[0]]} differs on {ranks} from rank {values.index(usual)}{more}."
+    return f"the parameter {name} differs on {said}{more}."

@@ -45,12 +45,15 @@ from trainkit.strategies.core.replica import (
     PlacedModel,
     Replica,
     ReplicaParts,
+    drifted_parameter,
     make_master_params,
     replica_state,
     restore_replica,
+    sharded_state,
 )
 from trainkit.strategies.core.step import MakeStep, ShardStep, apply_update, observer
 from trainkit.strategies.reducers.vector import BackendReducer, DeterministicReducer, LocalReducer, Reducer
+from trainkit.strategies.tensor_shards import ShardedState, gather_full
 from trainkit.strategies.tensors.layouts import Placement, SingleDevicePlacement, make_dense
 
 R = TypeVar("R", bound=Replica)
@@ -374,16 +377,23 @@ class SynchronousExecutor(Executor, Generic[R]):
         return self._update(*self._computed)
 
     def state_dict(self) -> StateDict:
-        """Return parameters in the masters' dtype, buffers, optimizer slots; the same on every rank."""
-        return replica_state(self._replica)
+        """Return parameters in the masters' dtype, buffers, optimizer slots; the same on every rank. Collective if
+        ranks hold parts, which are gathered.
+        """
+        replica = self._replica
+        return gather_full(sharded_state(replica), replica.all_ranks) if replica.cuts else replica_state(replica)
+
+    def sharded_state_dict(self) -> ShardedState:
+        """Return the shards of this rank; of a whole replica, all on rank 0."""
+        return sharded_state(self._replica) if self._replica.cuts else super().sharded_state_dict()
 
     def load_state_dict(self, state: StateDict) -> None:
         """Restore the tensors of a checkpoint of any strategy, by name."""
         restore_replica(self._replica, state)
 
     def recover(self, step: int) -> bool:
-        """Restore the buffers of an interrupted step, if no update has begun."""
-        if not self._replica.recover(step):
+        """Restore the buffers of an interrupted step, if no update has begun, and no other rank has parts."""
+        if self._replica.cuts or not self._replica.recover(step):
             return False
         for part in self._parts:
             part.replica.buffers.recover()
@@ -392,6 +402,10 @@ class SynchronousExecutor(Executor, Generic[R]):
     def swap_averages(self) -> bool:
         """Exchange parameters and their averages."""
         return self._replica.swap_averages()
+
+    def check_replicas(self) -> str | None:
+        """Return the first parameter whose bits are not the same on all ranks that hold it; collective."""
+        return drifted_parameter(self._replica)
 
     def close(self, *, failed: bool = False) -> None:
         """Close the reducers, then leave the process group."""

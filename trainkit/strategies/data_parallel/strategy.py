@@ -32,7 +32,7 @@ from trainkit.strategies.base import (
 )
 from trainkit.strategies.collectives import RankGroup
 from trainkit.strategies.core.graphs.shards import ShardGraphs, makers_of
-from trainkit.strategies.core.replica import Replica, drifted_parameter
+from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import MakeStep, ShardStep
 from trainkit.strategies.core.synchronous import (
     SynchronousExecutor,
@@ -99,10 +99,6 @@ class DataParallelExecutor(SynchronousExecutor[Replica]):
         """Restore the steps of PowerSGD, whose error feedback begins at zero."""
         if (compressor := self._replica.reducer.compressor) is not None:
             compressor.set_steps(int(str(extra.get("compressed_steps", 0))))
-
-    def check_replicas(self) -> str | None:
-        """Return the first parameter whose bits are not the same on all ranks; collective."""
-        return drifted_parameter(self._replica)
 
     def recover(self, step: int) -> bool:
         """Undo an interrupted step, unless the exchange leaves state behind (PowerSGD's error feedback)."""

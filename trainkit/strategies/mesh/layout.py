@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.mesh.sharding import Axes, Sharding, blocks_of_model, modules_of_classes, without_shared
-from trainkit.strategies.mesh.step import ShardSlice
 from trainkit.strategies.mesh.tensor_plan import MatchedPlan, match_plan
+from trainkit.strategies.tensor_shards import ShardSlice
 from trainkit.strategies.tensors.layouts import SingleDevicePlacement
 
 Wrap = Literal["blocks"] | tuple[str, ...]

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Generic, Self, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from trainkit.errors import Problem, TrainingError
 from trainkit.numerics.batch import BatchPlan, LaneNode, LaneSums, Ticket, lane_order, sum_of_ranks
-from trainkit.numerics.generators import hash64
 from trainkit.objectives.base import Access, Collective
-from trainkit.strategies.base import Batch, StateDict, StepContext
+from trainkit.strategies.base import Batch, StepContext
 from trainkit.strategies.collectives import all_gather_object
-from trainkit.strategies.core.optimizer import OptimizerStepper
-from trainkit.strategies.core.replica import JoinNorms, Replica, ReplicaParts, bits_hash, refuse_mismatch
+from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep, added, cloned_batch, sparse_problems, total_weight, weight_on
-from trainkit.strategies.core.synchronous import SynchronousExecutor
-from trainkit.strategies.tensor_shards import (
-    ShardedState,
-    TensorShard,
-    gather_full,
-    name_in,
-    read_slice,
-    region,
-    shape_of,
-)
-from trainkit.strategies.tensors.layouts import FlatBuffer, local_part
+from trainkit.strategies.tensors.layouts import FlatBuffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,218 +157,12 @@ class LaneScatter:
         output_tensor.add_(total[:numel])
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardSlice:
-    """The part of a tensor that one rank holds: a rectangle of the full tensor, possibly empty.
-
-    Example:
-        >>> ShardSlice(offset=(2, 0), size=(2, 3), shape=(4, 3), is_written=True).region
-        (slice(2, 4, None), slice(0, 3, None))
-    """
-
-    offset: tuple[int, ...]
-    """Start of the part in the full tensor, dim by dim."""
-    size: tuple[int, ...]
-    """Shape of the part."""
-    shape: tuple[int, ...]
-    """The shape of the full tensor."""
-    is_written: bool
-    """Whether this rank writes the part and counts it in sums; exactly one of the ranks with the same part does."""
-
-    @property
-    def region(self) -> tuple[slice, ...]:
-        """Region of the part in the full tensor."""
-        return region(self.offset, self.size)
-
-    def piece(self, part: Tensor) -> TensorShard:
-        """Return the part as a shard for a checkpoint."""
-        return TensorShard(tensor=part.detach(), offset=self.offset, shape=self.shape)
-
-
-def joined_norms(
-    counted: Mapping[str, bool],
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-    *,
-    among: Sequence[str] = (),
-    are_whole: bool = False,
-) -> JoinNorms:
-    """Return a function that combines norms of parts into norms of full tensors.
-
-    Args:
-        counted: parameters of this rank -> whether its part counts here.
-        device: the device for collectives.
-        group: the ranks that hold parts; None: all.
-        among: all parameters with gradients, where ranks have some of them: then the norms of all are returned.
-        are_whole: whether each counted gradient is whole, so that its norm needs no power.
-    """
-    names, here = list(among or counted), list(counted)
-    numbers, counts = {name: at for at, name in enumerate(names)}, list(counted.values())
-
-    @lru_cache(maxsize=4)
-    def on_device(places: tuple[int, ...], own: torch.device) -> tuple[Tensor, Tensor]:
-        """Return (present gradients,) their indices, and whether they count here: copied to the device once."""
-        written = torch.tensor([counts[place] for place in places], dtype=torch.bool, device=own)
-        return torch.tensor([numbers[here[place]] for place in places], dtype=torch.int64, device=device), written
-
-    def join(norms: Tensor, places: Sequence[int], order: float) -> Tensor:
-        """Return the norms; collective, without synchronisation with the device."""
-        found = torch.zeros(len(names), dtype=norms.dtype, device=device)
-        chosen, written = on_device(tuple(places), norms.device)
-        if order == float("inf"):  # values that are not finite must remain, and a maximum may drop a NaN
-            found[chosen] = torch.where(torch.isfinite(norms), norms, order).to(device)
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-            return found if among else found[chosen]
-        power = 1.0 if are_whole else order
-        found[chosen] = (norms**power * written).to(device)
-        dist.all_reduce(found, group=group)
-        joined: Tensor = (found if among else found[chosen]) ** (1 / power)
-        return joined
-
-    return join
-
-
-class ShardedReplica(Replica):
-    """The parts of a model on one rank.
-
-    `params` and `masters` are this rank's parts of the trainable parameters, as plain tensors in the memory of the
-    model's own parameters: the optimizer, its kernels and the update are those of a whole replica. A single rank shards
-    nothing and has a whole replica.
-
-    Args:
-        cuts: the slice of each parameter, trainable or not; empty if the replica is whole.
-        expect: called before each pass.
-        reload: called when parameters were replaced, so that the model frees gathered copies.
-    """
-
-    def __init__(
-        self,
-        parts: ReplicaParts,
-        *,
-        cuts: Mapping[str, ShardSlice],
-        expect: Callable[[Pass], None] | None = None,
-        reload: Callable[[], None] | None = None,
-    ) -> None:
-        super().__init__(parts)
-        self.cuts = dict(cuts)
-        self.owners = dict(parts.held.model.named_parameters())
-        """The model's own parameters, which get the gradients of backward, by canonical name."""
-        self.expect, self.reload = expect or (lambda _pass: None), reload or (lambda: None)
-        self.stand_in: Batch = None
-        """A batch for steps in which this rank has none but must take part in collectives."""
-
-    def restricted(self, names: Container[str], stepper: OptimizerStepper) -> Self:
-        """Return a replica of the same parts of a model that computes and updates some of its parameters."""
-        parts = self._restricted_parts(names, stepper)
-        if self.cuts:
-            counted = {name: self.cuts[name].is_written for name in parts.held.params}
-            parts = replace(parts, join_norms=joined_norms(counted, self.device))
-        return type(self)(parts, cuts=self.cuts, expect=self.expect, reload=self.reload)
-
-    @property
-    def counted_parts(self) -> Mapping[str, bool] | None:
-        """Whether this rank counts its part of each parameter in sums over ranks; None if it holds them unsharded."""
-        return {name: self.cuts[name].is_written for name in self.params} if self.cuts else None
-
-    @cached_property
-    def reduced(self) -> list[nn.Parameter]:
-        """The parameters whose gradients the reducer sums: those of the model, which backward reaches."""
-        return [self.owners[name] for name in self.reduced_names]
-
-    def whole(self, name: str, grad: Tensor) -> Tensor:
-        """Return the whole gradient of a parameter, gathered from the ranks of `shard`; collective."""
-        like = self.owners[name]
-        if not isinstance(like, DTensor):
-            return grad
-        part = DTensor.from_local(
-            grad.to(self.device), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
-        )
-        return part.full_tensor()
-
-    def agree_on_used(self, found: Sequence[bool]) -> None:
-        """Store which parameters get gradients on any rank, the first time; collective then.
-
-        Args:
-            found: whether each parameter got one here, in the order of `params`.
-        """
-        if not self.used:
-            rows = self.data_ranks.gather(torch.tensor(found, dtype=torch.int64))
-            self.set_exchange(used=torch.stack(rows).amax(0).bool().tolist(), sparse={})
-
-    def owns(self, name: str) -> bool:  # noqa: ARG002 - a rank may have some alone
-        """Return whether this rank writes a tensor that several hold whole."""
-        return self.is_rank0
-
-    def set_stand_in(self, batch: Batch) -> None:
-        """Store a batch for steps in which this rank has none."""
-        self.stand_in = batch
-
-    def provide_stand_in(self, plan: BatchPlan, step: int, batches: Sequence[Batch]) -> None:
-        """Store a batch for later steps, if some step will have fewer shards than ranks. Collective."""
-        if self.stand_in is None and plan.num_shards(plan.steps_per_epoch - 1) < self.num_ranks:
-            own = batches[0] if batches else None
-            has_own = plan.num_shards(step) >= self.num_ranks
-            self.stand_in = cloned_batch(own) if has_own else dummy_batch(own, self.device, self.all_ranks)
-
-    def take_grads(self) -> list[Tensor | None]:
-        """Return the parts of the gradients since the last call; None for a parameter without."""
-        if not self.cuts or self.masters_apart:
-            return super().take_grads()
-        grads = [self.owners[name].grad for name in self.params]
-        frozen = self.guard.frozen
-        if late := [name for name, owner in self.owners.items() if name in frozen and owner.grad is not None]:
-            # set in a forward pass, on the gathered parameter: the shard keeps its flag
-            raise TrainingError(
-                self.guard.refusal(f"requires_grad of {', '.join(sorted(late)[:5])} was changed to True")
-            )
-        for name in self.params:
-            self.owners[name].grad = None
-        return [None if grad is None else local_part(grad) for grad in grads]
-
-    def refuse_changed_params(self, step: int, *, flags: bool = True) -> None:
-        """Raise if code of the user has changed parameters; gathered ones stand in their places for a while."""
-        if self.guard.change(flags=flags) is not None:
-            self.reload()
-        super().refuse_changed_params(step, flags=flags)
-
-    def swap_averages(self) -> bool:
-        """Exchange parameters and their averages, and free gathered copies of the parameters."""
-        found = super().swap_averages()
-        self.reload()
-        return found
-
-    @property
-    def parts(self) -> dict[str, Tensor]:
-        """The parts of all parameters, trainable or not, for a checkpoint."""
-        held = self.masters
-        return {name: held[name] if name in held else local_part(self.owners[name]) for name in self.cuts}
-
-
-def _add(found: dict[str, tuple[TensorShard, ...]], key: str, part: Tensor, cut: ShardSlice, is_owner: bool) -> None:
-    if tuple(part.shape) != cut.size:  # a step count: the same on every rank
-        if is_owner:
-            found[key] = (TensorShard.whole(part),)
-    elif cut.is_written and part.numel():
-        found[key] = (cut.piece(part),)
-
-
-class _Local(Mapping[str, Tensor]):
-    """The tensors of a checkpoint, each reduced to this rank's part on access."""
-
-    def __init__(self, wholes: Mapping[str, Tensor], cuts: Mapping[str, ShardSlice]) -> None:
-        self._wholes, self._cuts = wholes, cuts
-
-    def __getitem__(self, key: str) -> Tensor:
-        cut = self._cuts.get(name_in(key))
-        if cut is None or tuple(shape_of(self._wholes, key)) != cut.shape:  # a step count is not sharded
-            return self._wholes[key]
-        return read_slice(self._wholes, key, cut.region).clone()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._wholes)
-
-    def __len__(self) -> int:
-        return len(self._wholes)
+def provide_stand_in(replica: Replica, plan: BatchPlan, step: int, batches: Sequence[Batch]) -> None:
+    """Give a replica a batch for later steps, if some step will have fewer shards than ranks. Collective."""
+    if replica.stand_in is None and plan.num_shards(plan.steps_per_epoch - 1) < replica.num_ranks:
+        own = batches[0] if batches else None
+        has_own = plan.num_shards(step) >= replica.num_ranks
+        replica.set_stand_in(cloned_batch(own) if has_own else dummy_batch(own, replica.device, replica.all_ranks))
 
 
 def dummy_batch(batch: Batch | None, device: torch.device, all_ranks: Collective) -> Batch:
@@ -437,22 +217,22 @@ class ShardedWork(ShardStep):
     Args:
         group: the ranks of `shard`; None: this one alone.
         has_copies: whether the reducer sums over several copies.
+        expect: called before each pass.
     """
-
-    replica: ShardedReplica
 
     def __init__(
         self,
-        replica: ShardedReplica,
+        replica: Replica,
         ticket: Ticket,
         batches: Sequence[Batch],
         training: StepContext,
         *,
         group: dist.ProcessGroup | None = None,
         has_copies: bool = False,
+        expect: Callable[[Pass], None] = lambda _pass: None,
     ) -> None:
         super().__init__(replica, ticket, batches, training)
-        self._group, self._has_copies = group, has_copies
+        self._group, self._has_copies, self._expect = group, has_copies, expect
         self._counts = True
         self._now: Pass
 
@@ -475,7 +255,7 @@ class ShardedWork(ShardStep):
         batches, left = dict(zip(self.ticket.shards, self.batches, strict=True)), iter(self.ticket.shards)
         weights: list[Tensor | float] = []
         for self._now in passes:
-            replica.expect(self._now)
+            self._expect(self._now)
             shard = next(left, None) if replica.lanes is None else self._now.shard
             if shard is None:
                 self._repeat(again)
@@ -507,7 +287,7 @@ class ShardedWork(ShardStep):
     def agree_on_grad_layout(self) -> FlatBuffer:
         """Find which buffers are updated, and agree on it; collective, once."""
         replica, buffers = self.replica, self.replica.buffers
-        self.replica.provide_stand_in(self.training.plan, self.ticket.step, self.batches)
+        provide_stand_in(replica, self.training.plan, self.ticket.step, self.batches)
         if buffers.names:
             batch = self.batches[0] if self.batches else replica.stand_in
             with torch.no_grad(), buffers.watch() as changed:
@@ -522,7 +302,7 @@ class ShardedWork(ShardStep):
 
     def _again(self, *, repeats: bool) -> Batch:
         """Return the batch to repeat if other ranks have more shards, or None. Collective."""
-        self.replica.provide_stand_in(self.training.plan, self.ticket.step, self.batches)
+        provide_stand_in(self.replica, self.training.plan, self.ticket.step, self.batches)
         if not repeats:
             return None
         own = self.batches[-1] if self.batches else self.replica.stand_in
@@ -597,86 +377,3 @@ def withheld_where_sharded(name: str) -> dict[Access, str]:
         Access.parameters: f"each rank of {name} holds a part of them. {choose}.",
         Access.derivatives: f"{name} reshards parameters after the first backward pass. {choose}.",
     }
-
-
-SR = TypeVar("SR", bound=ShardedReplica)
-
-
-class ShardedExecutor(SynchronousExecutor[SR], Generic[SR]):
-    """A rank with parts of the parameters, or unsharded ones if the replica has no slices."""
-
-    def sharded_state_dict(self) -> ShardedState:
-        """Return the shards of this rank, and the tensors that several hold whole, if it is their owner."""
-        replica = self._replica
-        if not replica.cuts:
-            return super().sharded_state_dict()
-        found: dict[str, tuple[TensorShard, ...]] = {}
-        for name, part in replica.parts.items():
-            _add(found, f"param/{name}", part, replica.cuts[name], replica.owns(name))
-        for key, tensor in replica.stepper.state(replica.masters).items():
-            _add(found, key, tensor, replica.cuts[name_in(key)], replica.owns(name_in(key)))
-        saved = replica.model.state_dict(keep_vars=True)
-        for name, buffer in replica.model.named_buffers():
-            if replica.owns(name) and name in saved:
-                found[f"buffer/{name}"] = (TensorShard.whole(local_part(buffer)),)
-        return found
-
-    def state_dict(self) -> StateDict:
-        """Return the whole state, gathered on every rank; collective."""
-        if self._replica.cuts:
-            return gather_full(self.sharded_state_dict(), self._replica.all_ranks)
-        return super().state_dict()
-
-    def load_state_dict(self, state: StateDict) -> None:
-        """Restore this rank's parts of the tensors of a checkpoint of any strategy; no more is read.
-
-        Raises:
-            CheckpointError: a parameter or buffer is missing, unknown, or of another shape.
-        """
-        replica = self._replica
-        if not replica.cuts:
-            super().load_state_dict(state)
-            return
-        saved = replica.model.state_dict(keep_vars=True)
-        named = [(name, buffer) for name, buffer in replica.model.named_buffers() if not buffer.is_meta]
-        buffers = {f"buffer/{name}": local_part(buffer) for name, buffer in named if name in saved}
-        shapes = {f"param/{name}": cut.shape for name, cut in replica.cuts.items()}
-        refuse_mismatch({**shapes, **{key: tuple(buffer.shape) for key, buffer in buffers.items()}}, state)
-        parts = {f"param/{name}": part for name, part in replica.parts.items()}
-        with torch.no_grad():
-            for key, part in parts.items():
-                cut = replica.cuts[name_in(key)]
-                part.copy_(read_slice(state, key, cut.region))
-            for key, buffer in buffers.items():
-                buffer.copy_(state[key])
-        replica.refresh_params()
-        replica.stepper.restore(replica.masters, _Local(state, replica.cuts))
-        replica.reload()
-
-    def recover(self, step: int) -> bool:
-        """Return False: other ranks hold parts, and may have begun an update."""
-        del step
-        return False
-
-    def check_replicas(self) -> str | None:
-        """Return a parameter whose same part has different bits on two ranks; collective."""
-        replica = self._replica
-        if not replica.cuts:
-            return None
-        names, parts = list(replica.owners), replica.parts
-        rows = [
-            [int(bits_hash(parts[name])), hash64(*replica.cuts[name].offset) >> 1]  # a signed number holds 63 bits
-            if name in parts
-            else [0, -1]
-            for name in names
-        ]
-        gathered = torch.stack(replica.all_ranks.gather(torch.tensor(rows).unsqueeze(0))).squeeze(1).tolist()
-        for at, name in enumerate(names):
-            firsts: dict[int, int] = {}
-            for rank, row in enumerate(gathered):
-                bits, part = row[at]
-                first = firsts.setdefault(part, rank)
-                if gathered[first][at][0] != bits:
-                    said = f"the parameter {name} differs on rank {rank} from rank {first}"
-                    return f"{said}, which holds the same part of it."
-        return None

@@ -35,9 +35,10 @@ from trainkit.strategies.base import (
 from trainkit.strategies.collectives import GroupCollective, RankGroup, broadcast_values
 from trainkit.strategies.core.graphs.shards import makers_of
 from trainkit.strategies.core.refusals import optimizer_problems
-from trainkit.strategies.core.replica import PlacedModel
+from trainkit.strategies.core.replica import PlacedModel, Replica, joined_norms
 from trainkit.strategies.core.step import MakeStep, ShardStep
 from trainkit.strategies.core.synchronous import (
+    SynchronousExecutor,
     backend_or_lanes,
     build_parts,
     move_and_cast,
@@ -58,11 +59,7 @@ from trainkit.strategies.mesh.sharding import (
 from trainkit.strategies.mesh.step import (
     LaneSummation,
     Pass,
-    ShardedExecutor,
-    ShardedReplica,
     ShardedWork,
-    ShardSlice,
-    joined_norms,
     unsharded_model_problems,
     withheld_where_sharded,
 )
@@ -70,6 +67,7 @@ from trainkit.strategies.mesh.tensor import cut_parameters
 from trainkit.strategies.mesh.tensor_plan import described
 from trainkit.strategies.reducers.options import Reducing, ReductionOptions
 from trainkit.strategies.reducers.vector import Compression, LocalReducer, Reducer
+from trainkit.strategies.tensor_shards import ShardSlice
 from trainkit.strategies.tensors.layouts import Placement, local_part, make_dense
 from trainkit.strategies.traffic import (
     CollectiveCall,
@@ -85,7 +83,7 @@ from trainkit.strategies.traffic import (
 
 
 @torch.no_grad()
-def begin_alike(replica: ShardedReplica, place: OnMesh, cut: Container[str]) -> None:
+def begin_alike(replica: Replica, place: OnMesh, cut: Container[str]) -> None:
     """Broadcast what ranks hold alike from the first one of each axis; collective.
 
     A model may draw numbers that no seed controls.
@@ -386,7 +384,7 @@ class MeshStrategy(ProcessGroup, Strategy):
             return None
         return self.reduction.described(context, self.tasks(context))
 
-    def setup(self, request: SetupRequest) -> ShardedExecutor[Any]:
+    def setup(self, request: SetupRequest) -> SynchronousExecutor[Any]:
         """Join the other ranks, and keep this rank's part of the model.
 
         Raises:
@@ -406,12 +404,12 @@ class MeshStrategy(ProcessGroup, Strategy):
         if ranks.is_joined:
             replica, _, step = self.build(request, ranks)
         else:
-            replica, step = ShardedReplica(build_parts(request), cuts={}), ShardStep
+            replica, step = Replica(build_parts(request)), ShardStep
         if self.holds_whole:
             step, graphs = makers_of(request, replica, ShardStep)
-        return ShardedExecutor(replica, request.training, ranks=ranks, make_step=step, graphs=graphs)
+        return SynchronousExecutor(replica, request.training, ranks=ranks, make_step=step, graphs=graphs)
 
-    def build(self, request: SetupRequest, ranks: RankGroup) -> tuple[ShardedReplica, OnMesh, MakeStep[ShardedReplica]]:
+    def build(self, request: SetupRequest, ranks: RankGroup) -> tuple[Replica, OnMesh, MakeStep[Replica]]:
         """Keep this rank's part of the model; return it with its place, and the maker of its steps; collective.
 
         Args:
@@ -449,10 +447,17 @@ class MeshStrategy(ProcessGroup, Strategy):
         sequences = SequenceCut.of(place)
         move = partial(_move, layout=layout, place=place, cuts=cuts, sequences=sequences)
         parts = build_parts(request, ranks=ranks, placement=place, make_reducer=reducer, move=move)
-        counted = {name: cuts[name].is_written for name in parts.held.params}
-        parts = replace(parts, join_norms=joined_norms(counted, parts.device))
-        parts = replace(parts, is_grouped=copies is not None and not layout.gathers)
         model, gathers, numerics = parts.held.model, layout.gathers, request.numerics
+        counted = {name: cuts[name].is_written for name in parts.held.params}
+        replica = Replica(
+            replace(
+                parts,
+                join_norms=joined_norms(counted, parts.device),
+                is_grouped=copies is not None and not gathers,
+                cuts=cuts,
+                reload=partial(gathers_anew, model) if gathers else parts.reload,
+            )
+        )
         lanes = None
         if gathers and numerics.reproducible:
             group = place.group("replicate")
@@ -465,19 +470,13 @@ class MeshStrategy(ProcessGroup, Strategy):
             if layout.sync == "last":
                 reduces_when(model, one.ends_lane)
 
-        replica = ShardedReplica(
-            parts,
-            cuts=cuts,
-            expect=expect if gathers else None,
-            reload=partial(gathers_anew, model) if gathers else None,
-        )
         begin_alike(replica, place, fit.dims)
-        step: MakeStep[ShardedReplica] = ShardStep if sequences is None else partial(CutStep, cut=sequences)
+        step: MakeStep[Replica] = ShardStep if sequences is None else partial(CutStep, cut=sequences)
         if gathers:
             along_shard = place.summing("shard")
             group = None if along_shard is None else along_shard.get_group()
             kind = ShardedWork if sequences is None else partial(CutShardedStep, cut=sequences)
-            step = partial(kind, group=group, has_copies=copies is not None)
+            step = partial(kind, group=group, has_copies=copies is not None, expect=expect)
         return replica, place, step
 
     def _place(self, identity: Identity, axes: Axes) -> OnMesh:

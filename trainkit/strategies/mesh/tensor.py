@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.errors import TrainingError
 from trainkit.numerics.generators import generators_of
-from trainkit.strategies.mesh.step import ShardSlice
 from trainkit.strategies.mesh.tensor_plan import MatchedModule, MatchedPlan
 from trainkit.strategies.model_transforms.compiling import is_compiled
+from trainkit.strategies.tensor_shards import ShardSlice
 
 
 def cut_parameters(

@@ -25,9 +25,9 @@ from trainkit.objectives.linear_cross_entropy import output_layer_of, scored_ins
 from trainkit.strategies.base import Batch, SetupRequest, StateDict, StepContext
 from trainkit.strategies.collectives import RankGroup
 from trainkit.strategies.core.buffers import StepBuffers
-from trainkit.strategies.core.replica import ReplicaParts
+from trainkit.strategies.core.replica import Replica, ReplicaParts, joined_norms
 from trainkit.strategies.core.step import ShardStep, added, cloned_batch, weight_on
-from trainkit.strategies.core.synchronous import build_parts, no_reducer
+from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts, no_reducer
 from trainkit.strategies.mesh.context import SequenceCut
 from trainkit.strategies.mesh.layout import Layout, OnMesh
 from trainkit.strategies.mesh.pipe.forward import CannotCut, Program, StageModule, is_fake, trace
@@ -44,7 +44,7 @@ from trainkit.strategies.mesh.pipe.stages import (
 )
 from trainkit.strategies.mesh.pipe.weights import SplitStage
 from trainkit.strategies.mesh.sharding import gathers_anew
-from trainkit.strategies.mesh.step import ShardedExecutor, ShardedReplica, joined_norms
+from trainkit.strategies.mesh.step import provide_stand_in
 from trainkit.strategies.reducers.vector import BackendReducer
 from trainkit.strategies.tensor_shards import name_in, select
 from trainkit.strategies.tensors.layouts import FlatBuffer, in_layout
@@ -253,7 +253,7 @@ class Traced:
     """Number of microbatches -> the schedule, and its stages on this rank."""
 
 
-class PipelineReplica(ShardedReplica):
+class PipelineReplica(Replica):
     """The stages of one rank.
 
     Args:
@@ -275,7 +275,7 @@ class PipelineReplica(ShardedReplica):
             are_whole=axes.shard * axes.tensor == 1,
         )
         reload = partial(gathers_anew, model)
-        super().__init__(replace(parts, join_norms=join), cuts=held.cuts, reload=reload)
+        super().__init__(replace(parts, join_norms=join, cuts=held.cuts, reload=reload))
         self.held, self.alike, self.schedule = held, alike, schedule
         self.pipeline: dist.ProcessGroup = held.mesh.get_group("pipe")
         """The ranks of the replica, in the order of the stages."""
@@ -579,7 +579,7 @@ class PipelineWork(ShardStep):
         """Return microbatches of equal shapes, as many as on every other rank; collective if one has none."""
         plan, replica, step = self.training.plan, self.replica, self.ticket.step
         count, ranks = plan.num_shards(step), replica.num_ranks
-        replica.provide_stand_in(plan, step, self.batches)
+        provide_stand_in(replica, plan, step, self.batches)
         if not chunks:
             chunks = [self._chunk(0, cloned_batch(replica.stand_in), 0.0).repeated()]
         size = plan.shard_size(step, 0)  # the largest
@@ -706,7 +706,7 @@ def _settle(replica: PipelineReplica, grads: Sequence[Tensor | None]) -> None:
     )
 
 
-class PipelineExecutor(ShardedExecutor[PipelineReplica]):
+class PipelineExecutor(SynchronousExecutor[PipelineReplica]):
     """A rank that sends the shards of its replica through its stages."""
 
     def load_state_dict(self, state: StateDict) -> None:

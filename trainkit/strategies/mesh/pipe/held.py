@@ -23,8 +23,8 @@ from trainkit.strategies.mesh.layout import Layout, OnMesh
 from trainkit.strategies.mesh.pipe.forward import Blocks
 from trainkit.strategies.mesh.pipe.stages import StageAssignment
 from trainkit.strategies.mesh.sharding import Axes, fully_sharded
-from trainkit.strategies.mesh.step import ShardSlice
 from trainkit.strategies.mesh.tensor import cut_parameters
+from trainkit.strategies.tensor_shards import ShardSlice
 from trainkit.strategies.tensors.layouts import FlatBuffer, Placement, local_part, make_dense, replace_tensors
 
 
