@@ -37,7 +37,7 @@ from trainkit.strategies.collectives import RankGroup
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import MakeStep
 from trainkit.strategies.core.synchronous import SynchronousExecutor, broadcast_initial, build_parts
-from trainkit.strategies.data_parallel.strategy import DataParallelExecutor, Mirrored
+from trainkit.strategies.data_parallel.strategy import Mirrored
 from trainkit.strategies.reducers.vector import LocalReducer
 
 REDUCERS = ("shared_memory", "backend")
@@ -45,7 +45,7 @@ _SETTLING = 3
 """Steps of a window before its clock starts: replicas that ran without waiting must synchronize first."""
 
 
-class TurningExecutor(DataParallelExecutor):
+class TurningExecutor(SynchronousExecutor[Replica]):
     """A rank that sums gradients over the ranks in every other window of steps, and leaves them alone in the others.
 
     Args:
@@ -66,7 +66,7 @@ class TurningExecutor(DataParallelExecutor):
         window: int,
         times: str,
     ) -> None:
-        super().__init__(averaging, training, ranks=ranks, make_step=make_step, recovers=False)
+        super().__init__(averaging, training, ranks=ranks, make_step=make_step)
         self._apart = SynchronousExecutor(apart, training, ranks=ranks, make_step=make_step)
         self._window, self._path = window, times
         self._since: float | None = None

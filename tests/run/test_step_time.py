@@ -33,7 +33,7 @@ from trainkit.run.estimates.outlook import (
 )
 from trainkit.run.session import account
 from trainkit.run.session.account import Figures, Mark, between, differences, line_of, peak_bytes, tcp_bytes
-from trainkit.strategies.traffic import Transfer
+from trainkit.strategies.base import Transfer
 from trainkit.verbs.looking.schema import schema_of
 
 GPU = Hardware(

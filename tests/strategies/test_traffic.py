@@ -18,13 +18,13 @@ from trainkit.config.targets.allowed import allow_packages
 from trainkit.run.estimates.outlook import Traffic, step_traffic
 from trainkit.run.planning.memory import memory_of
 from trainkit.run.planning.plan import make_plan
-from trainkit.strategies.base import Numerics, PlanContext, Strategy
+from trainkit.strategies.base import CollectiveCall, Numerics, PlanContext, StepCut, Strategy
 from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirrored
 from trainkit.strategies.local_sgd import LocalSgd
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.parameter_server import ParameterServer
 from trainkit.strategies.reducers.options import Reducing
-from trainkit.strategies.traffic import AT_MOST, CollectiveCall, StepCut, traffic_of
+from trainkit.strategies.traffic import AT_MOST, traffic_of
 from trainkit.trained.build import meta_model
 
 MODEL = nn.Linear(100, 50, bias=False)

@@ -20,9 +20,9 @@ from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.scaling.answers import MeasuredShare
 from trainkit.scaling.fit import Fit, Point, fit
 from trainkit.scaling.model import Exchange, Exchanges, Interval, Link, Workload
-from trainkit.strategies.base import Scaled, Strategy
+from trainkit.strategies.base import Scaled, StepCut, Strategy, Transfer
 from trainkit.strategies.shipped import names_of
-from trainkit.strategies.traffic import StepCut, Transfer, traffic_of
+from trainkit.strategies.traffic import traffic_of
 from trainkit.trained.build import meta_model
 
 SHARES: Final = (1, 2, 4, 16, 64, 256)

@@ -26,7 +26,7 @@ from trainkit.config.yaml_files import read_document, shipped_conf
 from trainkit.data.reading.collate import CollateFunction, collate
 from trainkit.errors import Problem, TrainingError
 from trainkit.names import name_of
-from trainkit.numerics.batch import BatchPlan, Ticket
+from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
 from trainkit.numerics.precision import LossScale, Precision
 from trainkit.objectives.base import Access, Collective, Loss, Model, Objective, needs_of
 from trainkit.strategies.model_transforms import Compiles, GraphSettings
@@ -448,6 +448,131 @@ class ModelMemory:
         return cls(resident=resident, gradient_copies=gradient_copies, bucket=bucket)
 
 
+Flows = Mapping[tuple[int, int], float]
+"""(sender, receiver) -> bytes; the ranks are those of the tasks."""
+
+
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
+"""What ranks do together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveCall:
+    """A collective of an observed rank in a step."""
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    """The ranks that take part; the sender and the receiver of a send."""
+    num_bytes: int
+    """Bytes of the whole tensor, of which each rank has a part before or after, or which is summed."""
+    shard: int | None
+    """Number of the observed shard of the rank; None: between the last backward pass and the next step."""
+    is_in_update: bool = False
+    """Whether the update makes it."""
+    times: float = 1
+    """Number of shards of the rank with the same one."""
+
+
+class DryRun(Protocol):
+    """Runs the largest shard of a step, or an update, on tensors without data."""
+
+    def collectives(self) -> Mapping[int, Sequence[CollectiveCall]] | None:
+        """Return the collectives of each of `Strategy.observed_ranks` in a step; None if it cannot run without data."""
+
+    def lookups(self, names: Collection[str]) -> Mapping[str, Sequence[tuple[int, bool]]] | None:
+        """Return (number of indices, whether backward recomputes it) of each lookup of a shard, by the names of tables;
+        None if it cannot run without data.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """The bytes of a step that serve one purpose."""
+
+    what: str
+    """Kind of data: gradients, parameters, activations or variables."""
+    how: str
+    """The operation, such as `all-reduce` or `pull`."""
+    flows: Flows
+    """Bytes of a step by sender and receiver."""
+    messages: int = 1
+    """Number of messages of a rank in sequence in a step; each costs the latency of a link."""
+    overlaps: bool = False
+    """Whether ranks compute during the transfer."""
+    by: Literal["network", "memory"] = "network"
+    """Path: the links between devices, or memory of a host that all ranks map."""
+    first_step: int = 0
+    """The first step with this transfer."""
+    end_step: int | None = None
+    """The first later step without it; None: it lasts to the end."""
+    every: int = 1
+    """Interval in steps between two transfers, counted from `first_step`; the last step of each interval has it."""
+    note: str | None = None
+    """Note about the limits of its figures."""
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes that all ranks together send in a step with this transfer."""
+        return sum(self.flows.values())
+
+    def lasts_at(self, step: int) -> bool:
+        """Return whether a step lies between `first_step` and `end_step`."""
+        return self.first_step <= step and (self.end_step is None or step < self.end_step)
+
+    def occurs_at(self, step: int) -> bool:
+        """Return whether a step has this transfer.
+
+        Example:
+            >>> average = Transfer(what="parameters", how="all-reduce", flows={}, first_step=2, every=4)
+            >>> [step for step in range(12) if average.occurs_at(step)]
+            [5, 9]
+        """
+        return self.lasts_at(step) and (step - self.first_step + 1) % self.every == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCut:
+    """The division of a full step, as far as it determines the bytes of transfers."""
+
+    num_shards: int
+    """Number of shards of the step, over all replicas."""
+    num_replicas: int = 1
+    """Number of replicas that share the shards."""
+    dry_run: DryRun | None = field(default=None, compare=False)
+    """The dry run of the largest shard; None: facts that need it are unknown."""
+
+    def shards_of(self, replica: int) -> int:
+        """Return the shards of a replica: the replicas take them in turn.
+
+        Example:
+            >>> [StepCut(num_shards=5, num_replicas=2).shards_of(replica) for replica in (0, 1)]
+            [3, 2]
+        """
+        return len(shards_of_rank(self.num_shards, rank=replica, num_ranks=self.num_replicas, lanes=None))
+
+    @property
+    def shards_a_replica(self) -> int:
+        """Number of shards of the replica with the most.
+
+        Example:
+            >>> StepCut(num_shards=5, num_replicas=2).shards_a_replica
+            3
+        """
+        return -(-self.num_shards // self.num_replicas)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkShare:
+    """The share of a replica's work that each of its ranks computes."""
+
+    operations: float = 1.0
+    """Fraction of the operations of a replica that a rank runs (< 1 if it has only some layers); waiting counts as
+    operations.
+    """
+    size: float = 1.0
+    """Fraction of each operation that a rank computes (< 1 if layers are sharded); kernel launches do not decrease."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReplicaPart:
     """The part of a replica that one of several devices holds and computes."""
@@ -542,6 +667,11 @@ class PlanContext:
     """Samples of the largest shard; 1 if that is not decided yet."""
     launch: LaunchEnvironment | None = None
     """The external launch of this run, without its evaluator; None: the supervisor starts the processes."""
+
+    @property
+    def formats(self) -> Precision:
+        """The number formats of the precision."""
+        return Precision(value=self.precision)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -913,6 +1043,18 @@ class Strategy(ABC):
     def describe_partition(self, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:  # noqa: ARG002
         """Return the parts of a replica that spans several devices, for the plan; empty if it is not split; pure."""
         return ()
+
+    def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:  # noqa: ARG002
+        """Return the transfers of a step; None if they are not known before the run; pure."""
+        return None
+
+    def work_share(self, cut: StepCut) -> WorkShare:  # noqa: ARG002 - one rank computes all of a replica
+        """Return the share of a replica's work that each of its ranks computes; pure."""
+        return WorkShare()
+
+    def bubble(self, cut: StepCut) -> float | None:  # noqa: ARG002 - no device waits for another
+        """Return the share of a step that each device waits, if all stages take equally long; None: none does; pure."""
+        return None
 
     @classmethod
     def sharded_over(cls, count: int) -> Mapping[str, int]:  # noqa: ARG003 - by default it cannot

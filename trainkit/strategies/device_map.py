@@ -22,7 +22,6 @@ from trainkit.strategies.core.synchronous import (
 )
 from trainkit.strategies.groups.process_group import device_problems, parse_device
 from trainkit.strategies.maps.layout import ModelMap
-from trainkit.strategies.traffic import precision_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +74,7 @@ class DeviceMap(OneProcess):
         """Return the strategy with a map instead of `auto`: the activations of each block are known only here."""
         if self.map != "auto" or len(self._used(context.num_gpus)) == 1:
             return self
-        layout = self._map(context.num_gpus).layout(build(), precision_of(context), context)
+        layout = self._map(context.num_gpus).layout(build(), context.formats, context)
         return replace(self, map={unit.name: layout.group[place] for unit, place in layout.placed}, devices=None)
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:

@@ -27,9 +27,11 @@ from trainkit.strategies.base import (
     StateDict,
     Status,
     StepContext,
+    StepCut,
     StepOutcome,
     Strategy,
     Ticket,
+    Transfer,
 )
 from trainkit.strategies.collectives import GroupCollective, LocalCollective, RankGroup, all_gather_object
 from trainkit.strategies.core.refusals import optimizer_problems
@@ -37,19 +39,17 @@ from trainkit.strategies.core.replica import Replica, joined_norms
 from trainkit.strategies.core.step import MakeStep, ShardStep, apply_update, cloned_batch
 from trainkit.strategies.core.synchronous import SynchronousExecutor, broadcast_initial, build_parts
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
+from trainkit.strategies.mesh.step import ShardedWork
 from trainkit.strategies.mesh.strategy import Mesh
 from trainkit.strategies.reducers.vector import LocalReducer
 from trainkit.strategies.tensor_shards import ShardedState, read_slice, select
 from trainkit.strategies.tensors.layouts import FlatBuffer, dense_strides, in_layout
 from trainkit.strategies.traffic import (
-    StepCut,
-    Transfer,
     Vector,
     exchanged_elements,
     gathered_rows,
     joined,
     lookups_of,
-    precision_of,
     ranks_a_host,
     ranks_of,
     reduction,
@@ -226,7 +226,7 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         )
         if not self.local_after:
             return found
-        ranks, width = ranks_of(self, context), precision_of(context).master_dtype.itemsize
+        ranks, width = ranks_of(self, context), context.formats.master_dtype.itemsize
         dense = exchanged_elements(model) - sum(table.numel() for table in weights_of(lookups))
         vector = Vector.of(dense // self.shard, width)
         parts = [ranks[place :: self.shard] for place in range(self.shard)]  # ranks with the same part
@@ -276,7 +276,7 @@ class LocalSgd(ProcessGroupOptions, Strategy):
             request.training,
             ranks,
             make_step=step,
-            make_step_apart=partial(step, has_copies=False),
+            make_step_apart=partial(ShardedWork, group=group),
             own=own,
             copies=place.group("replicate"),
         )

@@ -29,8 +29,10 @@ from trainkit.strategies.base import (
     Remedies,
     Scaled,
     SetupRequest,
+    StepCut,
     Strategy,
     TaskContext,
+    Transfer,
 )
 from trainkit.strategies.core.buffers import sample_dims_of
 from trainkit.strategies.core.optimizer import OptimizerStepper
@@ -38,7 +40,7 @@ from trainkit.strategies.core.refusals import async_problems, no_rollback, phase
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import build_parts, make_stepper, no_reducer
 from trainkit.strategies.model_transforms.compiling import uncompiled
-from trainkit.strategies.traffic import StepCut, Transfer, lookups_of, precision_of
+from trainkit.strategies.traffic import lookups_of
 from trainkit.strategies.updates.chief import OWN, Chief, Worker, WorkerReplicas, sparse_tables
 from trainkit.strategies.updates.links import AddressBook, Connection
 from trainkit.strategies.updates.scheduler import (
@@ -180,8 +182,7 @@ class ParameterServer(Strategy):
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
         """Return a problem if the optimizer is not elementwise and a variable would be split by rows."""
-        precision = Precision(value=context.precision)  # type: ignore[arg-type]
-        found = split_problems(self._shares(model, precision, context), context)
+        found = split_problems(self._shares(model, context.formats, context), context)
         if self._replaces and any(dim is not None for dim in sample_dims_of(model).values()):
             rule = "adds up shards of several steps, and the model keeps state per sample. Use duplicate."
             found.append(Problem(key="strategy.spare_mode", value=self.spare_mode, rule=rule))
@@ -276,8 +277,7 @@ class ParameterServer(Strategy):
         if (named := lookups_of(model, cut)) is None:
             return None
         lookups = dict(zip(sparse_tables(model), named.values(), strict=True))
-        precision = precision_of(context)
-        shards = self._shares(model, precision, context)
+        shards = self._shares(model, context.formats, context)
         tasks = [task for task in self.tasks(context) if not task.is_evaluator]
         narrow = torch.bfloat16 if self.transfer == "bf16" else None
         volume = StepVolume(
@@ -292,7 +292,7 @@ class ParameterServer(Strategy):
         orders = 1 if self.mode == "async" else -(-cut.num_shards // self.devices_per_worker)
         return volume.transfers(
             pulls=orders if self.mode == "async" else min(orders, len(volume.workers)),
-            read_width=(narrow or precision.model_dtype).itemsize,
+            read_width=(narrow or context.formats.model_dtype).itemsize,
             pushes=orders,
             width=(narrow or shards.master_dtype).itemsize,
         )

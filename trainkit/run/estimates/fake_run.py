@@ -53,10 +53,17 @@ from trainkit.run.planning.build import model_transforms_of
 from trainkit.run.planning.convolutions import workspace_of
 from trainkit.run.planning.memory import optimizers_of
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.base import Executor, GradientListener, SetupRequest, StepContext, UpdateParams
+from trainkit.strategies.base import (
+    CollectiveCall,
+    Executor,
+    GradientListener,
+    Kind,
+    SetupRequest,
+    StepContext,
+    UpdateParams,
+)
 from trainkit.strategies.model_transforms import apply_transforms
 from trainkit.strategies.one_device import OneDevice
-from trainkit.strategies.traffic import CollectiveCall, Kind
 
 _SMALL: Final = 4096
 """Elements up to which a tensor that is made from nothing has data."""

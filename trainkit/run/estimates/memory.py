@@ -19,8 +19,7 @@ from trainkit.run.estimates.hardware import Hardware, hardware_of, hardware_unde
 from trainkit.run.estimates.passes import NoSampleError, batch_bytes, dry_pass, example_batch
 from trainkit.run.planning.memory import Memory, memory_of
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.base import ReplicaPart
-from trainkit.strategies.traffic import CollectiveCall
+from trainkit.strategies.base import CollectiveCall, ReplicaPart
 
 if TYPE_CHECKING:
     from trainkit.run.estimates.fake_run import ObservedSteps

@@ -25,15 +25,8 @@ from trainkit.run.estimates.memory import DeviceMemory, device_memory
 from trainkit.run.estimates.passes import dry_pass
 from trainkit.run.planning.memory import checkpoint_bytes
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.traffic import (
-    CollectiveCall,
-    StepCut,
-    Transfer,
-    ranks_a_host,
-    times,
-    traffic_of,
-    work_share,
-)
+from trainkit.strategies.base import CollectiveCall, StepCut, Transfer
+from trainkit.strategies.traffic import ranks_a_host, times, traffic_of
 
 LinkKind = Literal["memory", "within_host", "between_hosts"]
 """Path of a byte: memory shared by the tasks of a host, a link within a host, or one between hosts."""
@@ -679,7 +672,7 @@ def rank_work(plan: RunPlan, model: nn.Module, shard: Work, *, slots_bytes: int 
     sample = travelling_bytes(
         components.datasets["train"], components.sample, collates=components.hooks.collate is not None
     )
-    share = work_share(strategy, cut)
+    share = strategy.work_share(cut)
     return RankWork(
         shard=shard.cut(1 / share.size),
         shards=cut.shards_a_replica * share.operations,

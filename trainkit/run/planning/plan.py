@@ -48,9 +48,8 @@ from trainkit.run.planning.build import (
     strategy_problems,
 )
 from trainkit.run.process_backend import ProcessBackend
-from trainkit.strategies.base import Phase, PlanContext, Strategy
+from trainkit.strategies.base import Phase, PlanContext, StepCut, Strategy
 from trainkit.strategies.core.refusals import MakeOptimizer
-from trainkit.strategies.traffic import StepCut, bubble_of
 from trainkit.trainer.events import Callback, callback_problems
 from trainkit.trainer.time_limit import read_record
 
@@ -659,7 +658,7 @@ def where_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
 def ideal_bubble_of(plan: RunPlan) -> float | None:
     """Return the share of a step that each stage waits, with equal stages; None without stages."""
     cut = StepCut(num_shards=plan.batch.num_shards(0), num_replicas=plan.num_replicas)
-    return bubble_of(plan.components.strategy, cut)
+    return plan.components.strategy.bubble(cut)
 
 
 def _tasks_text(plan: RunPlan) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from trainkit.numerics.randomness import BlockKeys, forget_keys
 from trainkit.objectives.base import Loss
 from trainkit.strategies.base import Batch, PhaseListener, StepContext, ignore_phase
 from trainkit.strategies.core.buffers import StepBuffers
-from trainkit.strategies.core.replica import PlacedModel, Replica, ReplicaParts
+from trainkit.strategies.core.replica import PlacedModel, Replica
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.model_transforms.compiling import is_compiled
 from trainkit.strategies.model_transforms.recomputing import Recomputed
@@ -152,23 +153,17 @@ def computing_copy(
     forget_keys(model)
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     masters = variables.masters if variables.masters_apart else params
-    return Replica(
-        ReplicaParts(
-            held=PlacedModel(model=model, params=params, masters=masters),
-            device=device,
-            device_types=(device.type,),
-            data_ranks=variables.data_ranks,
-            all_ranks=variables.data_ranks,
-            precision=variables.precision,
-            stepper=variables.stepper,
-            buffers=StepBuffers(model, variables.precision.master_dtype),
-            keys=BlockKeys(model, seed=variables.numerics.seed, devices=[device], drawing=variables.keys.drawing),
-            reducer=variables.reducer,
-            another_reducer=variables.parts_made_of.another_reducer,
-            numerics=variables.numerics,
-            on_phase=on_phase,
-        )
+    parts = replace(
+        variables.parts_made_of,
+        held=PlacedModel(model=model, params=params, masters=masters),
+        device=device,
+        device_types=(device.type,),
+        placement=None,
+        buffers=StepBuffers(model, variables.precision.master_dtype),
+        keys=BlockKeys(model, seed=variables.numerics.seed, devices=[device], drawing=variables.keys.drawing),
+        on_phase=on_phase,
     )
+    return Replica(parts)
 
 
 def _on(param: nn.Parameter, device: torch.device, *, shares: bool) -> nn.Parameter:

@@ -22,6 +22,7 @@ from trainkit.objectives.base import Collective
 from trainkit.strategies.base import (
     Batch,
     Executor,
+    JsonMap,
     LeftOut,
     ModelMemory,
     Numerics,
@@ -261,7 +262,14 @@ def broadcast_initial(replica: Replica) -> None:
 
 
 class SynchronousExecutor(Executor, Generic[R]):
-    """A rank that computes its shards of a step, and then makes the same update as every other rank."""
+    """A rank that computes its shards of a step, and then makes the same update as every other rank.
+
+    Args:
+        ranks: the ranks, which have joined; None: this one alone.
+        make_step: makes a try at a step.
+        graphs: the graphs of a step; None: steps are eager.
+        notes: lines for the summary about choices.
+    """
 
     def __init__(
         self,
@@ -271,8 +279,10 @@ class SynchronousExecutor(Executor, Generic[R]):
         ranks: RankGroup | None = None,
         make_step: MakeStep[R] = ShardStep,
         graphs: ShardGraphs | None = None,
+        notes: tuple[str, ...] = (),
     ) -> None:
         self._replica, self._training, self._make_step, self._graphs = replica, training, make_step, graphs
+        self._notes = notes
         self._ranks = ranks or RankGroup()
         self._computed: tuple[ShardStep, Sequence[Tensor | None]]
         stepper = replica.stepper
@@ -376,6 +386,20 @@ class SynchronousExecutor(Executor, Generic[R]):
         """Update the parameters with the gradients of `forward_backward`; collective."""
         return self._update(*self._computed)
 
+    def tune(self) -> tuple[str, ...]:
+        """Return the notes."""
+        return self._notes
+
+    def state_dict_extra(self) -> JsonMap:
+        """Return the steps of a compression with state (PowerSGD)."""
+        compressor = self._replica.reducer.compressor
+        return {} if compressor is None else {"compressed_steps": compressor.steps}
+
+    def load_state_extra(self, extra: JsonMap) -> None:
+        """Restore the steps of PowerSGD, whose error feedback begins at zero."""
+        if (compressor := self._replica.reducer.compressor) is not None:
+            compressor.set_steps(int(str(extra.get("compressed_steps", 0))))
+
     def state_dict(self) -> StateDict:
         """Return parameters in the masters' dtype, buffers, optimizer slots; the same on every rank. Collective if
         ranks hold parts, which are gathered.
@@ -392,8 +416,11 @@ class SynchronousExecutor(Executor, Generic[R]):
         restore_replica(self._replica, state)
 
     def recover(self, step: int) -> bool:
-        """Restore the buffers of an interrupted step, if no update has begun, and no other rank has parts."""
-        if self._replica.cuts or not self._replica.recover(step):
+        """Restore the buffers of an interrupted step, if no update has begun, no other rank has parts, and the exchange
+        leaves no state behind (PowerSGD's error feedback).
+        """
+        compressor = self._replica.reducer.compressor
+        if self._replica.cuts or (compressor is not None and compressor.has_state) or not self._replica.recover(step):
             return False
         for part in self._parts:
             part.replica.buffers.recover()

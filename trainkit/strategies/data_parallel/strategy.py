@@ -18,7 +18,6 @@ from trainkit.objectives.base import Collective
 from trainkit.strategies.base import (
     WHOLE_REPLICAS,
     Facts,
-    JsonMap,
     ModelMemory,
     Numerics,
     PlanContext,
@@ -27,13 +26,13 @@ from trainkit.strategies.base import (
     Scaled,
     SetupRequest,
     StagePart,
-    StepContext,
+    StepCut,
     Strategy,
+    Transfer,
 )
-from trainkit.strategies.collectives import RankGroup
-from trainkit.strategies.core.graphs.shards import ShardGraphs, makers_of
+from trainkit.strategies.core.graphs.shards import makers_of
 from trainkit.strategies.core.replica import Replica
-from trainkit.strategies.core.step import MakeStep, ShardStep
+from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import (
     SynchronousExecutor,
     backend_or_lanes,
@@ -47,62 +46,17 @@ from trainkit.strategies.model_transforms import Compiles
 from trainkit.strategies.reducers.options import ReductionOptions
 from trainkit.strategies.reducers.vector import PerDeviceReducer, Reducer, largest_bucket
 from trainkit.strategies.traffic import (
-    StepCut,
-    Transfer,
     Vector,
     exchanged_elements,
     gathered_rows,
     in_lanes,
     lookups_of,
     powersgd,
-    precision_of,
     ranks_a_host,
     ranks_of,
     reduction,
     weights_of,
 )
-
-
-class DataParallelExecutor(SynchronousExecutor[Replica]):
-    """A rank with a copy of the model, whose gradients a reducer sums over the ranks.
-
-    Args:
-        recovers: whether an interrupted exchange leaves no state behind.
-        graphs: the graphs of a step; None: steps are eager.
-        note: why the reducer of auto is not that of the rule.
-    """
-
-    def __init__(
-        self,
-        replica: Replica,
-        training: StepContext,
-        *,
-        ranks: RankGroup,
-        make_step: MakeStep[Replica],
-        recovers: bool,
-        graphs: ShardGraphs | None = None,
-        note: str | None = None,
-    ) -> None:
-        super().__init__(replica, training, ranks=ranks, make_step=make_step, graphs=graphs)
-        self._recovers, self._note = recovers, note
-
-    def tune(self) -> tuple[str, ...]:
-        """Return a note if the reducer of auto is not that of the rule."""
-        return () if self._note is None else (self._note,)
-
-    def state_dict_extra(self) -> JsonMap:
-        """Return the steps of PowerSGD."""
-        compressor = self._replica.reducer.compressor
-        return {} if compressor is None else {"compressed_steps": compressor.steps}
-
-    def load_state_extra(self, extra: JsonMap) -> None:
-        """Restore the steps of PowerSGD, whose error feedback begins at zero."""
-        if (compressor := self._replica.reducer.compressor) is not None:
-            compressor.set_steps(int(str(extra.get("compressed_steps", 0))))
-
-    def recover(self, step: int) -> bool:
-        """Undo an interrupted step, unless the exchange leaves state behind (PowerSGD's error feedback)."""
-        return self._recovers and super().recover(step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +140,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         found = self._replica_map(context)
         if found is None or self.map != "auto":
             return self
-        layout = found.planned.layout(build(), precision_of(context), context)
+        layout = found.planned.layout(build(), context.formats, context)
         return replace(self, map={unit.name: place for unit, place in layout.placed}, devices=found.groups)
 
     def describe_partition(self, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:
@@ -202,7 +156,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
                 return parts
         bucket = None
         if self._takes_gradients(context.numerics, self.num_replicas(context)):
-            bucket = largest_bucket(model, precision_of(context).master_dtype, self.bucket_bytes)
+            bucket = largest_bucket(model, context.formats.master_dtype, self.bucket_bytes)
         whole = ModelMemory.whole(model, gradient_copies=self.gradient_copies(context), bucket=bucket)
         return (ReplicaPart(modules=(), memory=whole),)
 
@@ -254,7 +208,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
 
     def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
         """Return the exchange of the gradients, by the reducer and the compression, and of the rows of sparse ones."""
-        ranks, width = ranks_of(self, context), precision_of(context).master_dtype.itemsize
+        ranks, width = ranks_of(self, context), context.formats.master_dtype.itemsize
         vector = Vector(num_bytes=exchanged_elements(model) * width, element_bytes=width, bucket_mb=self.bucket_mb)
         if context.numerics.reproducible:  # sparse gradients are summed as dense ones
             return in_lanes(ranks, vector, lanes=context.numerics.lanes, num_shards=cut.num_shards)
@@ -272,7 +226,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         summed = reduction(reducer, ranks, vector, ranks_a_host=ranks_a_host(context, len(ranks)))
         return (*(summed if self.map is None else (replace(one, overlaps=False) for one in summed)), *rows)
 
-    def setup(self, request: SetupRequest) -> DataParallelExecutor:
+    def setup(self, request: SetupRequest) -> SynchronousExecutor[Replica]:
         """Join the other ranks, and broadcast the model of rank 0."""
         found = self._replica_map(PlanContext(num_gpus=torch.cuda.device_count()))
         spread = None if found is None else found.placement(request)
@@ -292,14 +246,9 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         replica = Replica(replace(parts, refuses_unused=refuses_unused, is_grouped=self.is_grouped))
         broadcast_initial(replica)
         make_step, graphs = makers_of(request, replica, self.shard_step, is_whole=self.map is None)
-        return DataParallelExecutor(
-            replica,
-            request.training,
-            ranks=ranks,
-            make_step=make_step,
-            recovers=self.compression != "powersgd",
-            graphs=graphs,
-            note=note,
+        notes = () if note is None else (note,)
+        return SynchronousExecutor(
+            replica, request.training, ranks=ranks, make_step=make_step, graphs=graphs, notes=notes
         )
 
     def make_reducer(self, collective: Collective, numerics: Numerics) -> Reducer:

@@ -418,10 +418,6 @@ class MemoryLimits:
         return Problem(key="strategy.max_memory", value=value, rule=rule)
 
 
-def _precision(context: PlanContext) -> Precision:
-    return Precision(value=context.precision)  # type: ignore[arg-type]
-
-
 def _device_named(key: str) -> str | None:
     return parse_device(int(key) if str(key).isdigit() else key)
 
@@ -498,7 +494,7 @@ class ModelMap:
     def problems(self, model: nn.Module, context: PlanContext) -> list[Problem]:
         """Return the problems of the map for a model."""
         try:
-            self.layout(model, _precision(context), context)
+            self.layout(model, context.formats, context)
         except ConfigError as error:
             return list(error.problems)
         return []
@@ -506,7 +502,7 @@ class ModelMap:
     def fitting(self, model: nn.Module, context: PlanContext) -> DeviceLayout | None:
         """Return the layout of a planned model; None if the map does not fit."""
         try:
-            return self.layout(model, _precision(context), context)
+            return self.layout(model, context.formats, context)
         except ConfigError:
             return None
 
@@ -519,7 +515,7 @@ class ModelMap:
             shown: the text for each device; empty: its name.
         """
         layout = self.fitting(model, context)
-        bytes_of = model_bytes(_precision(context))
+        bytes_of = model_bytes(context.formats)
         return () if layout is None else replace(layout, group=tuple(shown) or self.devices).parts(bytes_of)
 
     def held_parts(self, model: nn.Module, context: PlanContext, *, gradient_copies: float) -> tuple[ReplicaPart, ...]:

@@ -21,6 +21,7 @@ from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_nothing
 from trainkit.objectives.base import Access, Collective
 from trainkit.strategies.base import (
+    CollectiveCall,
     Facts,
     ModelMemory,
     Numerics,
@@ -29,7 +30,10 @@ from trainkit.strategies.base import (
     Scaled,
     SetupRequest,
     StagePart,
+    StepCut,
     Strategy,
+    Transfer,
+    WorkShare,
     choice_of,
 )
 from trainkit.strategies.collectives import GroupCollective, RankGroup, broadcast_values
@@ -69,17 +73,7 @@ from trainkit.strategies.reducers.options import Reducing, ReductionOptions
 from trainkit.strategies.reducers.vector import Compression, LocalReducer, Reducer
 from trainkit.strategies.tensor_shards import ShardSlice
 from trainkit.strategies.tensors.layouts import Placement, local_part, make_dense
-from trainkit.strategies.traffic import (
-    CollectiveCall,
-    StepCut,
-    Transfer,
-    Vector,
-    WorkShare,
-    joined,
-    observed_transfers,
-    ranks_a_host,
-    reduction,
-)
+from trainkit.strategies.traffic import Vector, joined, observed_transfers, ranks_a_host, reduction
 
 
 @torch.no_grad()

@@ -89,13 +89,18 @@ class Compressor:
         return lambda: None
 
     @property
+    def has_state(self) -> bool:
+        """Whether an exchange depends on earlier ones: that of PowerSGD does."""
+        return self._dtype is None
+
+    @property
     def steps(self) -> int:
         """Number of steps of PowerSGD."""
-        return int(self._state.iter) if self._dtype is None else 0
+        return int(self._state.iter) if self.has_state else 0
 
     def set_steps(self, value: int) -> None:
         """Continue after `value` steps."""
-        if self._dtype is None:
+        if self.has_state:
             self._state.iter = value
 
 

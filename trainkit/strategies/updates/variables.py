@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.errors import Problem
-from trainkit.strategies.base import PlanContext
+from trainkit.strategies.base import PlanContext, Transfer
 from trainkit.strategies.core.buffers import sample_dims_of
 from trainkit.strategies.core.refusals import optimizer_problems
 from trainkit.strategies.tensors.layouts import dense_strides, part_strides
-from trainkit.strategies.traffic import AT_MOST, Lookups, Transfer
+from trainkit.strategies.traffic import AT_MOST, Lookups
 
 Kind = Literal["param", "frozen", "buffer"]
 """Trainable parameters, frozen parameters, and buffers."""

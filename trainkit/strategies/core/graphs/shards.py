@@ -144,10 +144,7 @@ def makers_of(
         or request.optimizers
         or request.numerics.reproducible
         or type(training) is not StepContext
-        or any(
-            draws_at_random(one) or (isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse)
-            for one in request.model.modules()
-        )
+        or any(_of_model(request.model))
     ):
         return shard_step, None
     graphs = ShardGraphs(request, replica)

@@ -14,7 +14,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import chain, pairwise
@@ -120,22 +120,6 @@ class Program:
         leaves, spec = tree_flatten(self.outputs)
         left = iter(tensors)
         return tree_unflatten([next(left) if isinstance(leaf, TensorMeta) else leaf for leaf in leaves], spec)
-
-    def in_dtype(self, dtype: torch.dtype) -> Program:
-        """Return the program of the same model with parameters in another dtype than float32."""
-
-        def cast(leaf: Any) -> Any:
-            return replace(leaf, dtype=dtype) if isinstance(leaf, TensorMeta) and leaf.dtype is torch.float32 else leaf
-
-        return replace(
-            self,
-            results=tree_map(cast, self.results),
-            outputs=tree_map(cast, self.outputs),
-            crossings=tuple(
-                found if isinstance(found, CannotCut) else tuple(replace(one, meta=cast(one.meta)) for one in found)
-                for found in self.crossings
-            ),
-        )
 
     def starts(self, stage_of: Mapping[str, int], num_stages: int) -> list[int]:
         """Return the first call of each stage, and the number of calls; stages must not decrease along the blocks."""

@@ -18,7 +18,7 @@ from trainkit.cluster.host import mig_instances
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Supervised
-from trainkit.strategies.base import ModelMemory, PlanContext, ReplicaPart, StagePart
+from trainkit.strategies.base import ModelMemory, PlanContext, ReplicaPart, StagePart, StepCut
 from trainkit.strategies.core.refusals import counted_statistics_problems
 from trainkit.strategies.core.step import sparse_problems
 from trainkit.strategies.maps.layout import (
@@ -41,7 +41,6 @@ from trainkit.strategies.maps.syntax import (
 )
 from trainkit.strategies.mesh.layout import Layout
 from trainkit.strategies.mesh.pipe.forward import CannotCut, Program, programs_of
-from trainkit.strategies.traffic import StepCut, precision_of
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -397,7 +396,7 @@ class Stages:
 
     def model_problems(self, model: nn.Module, layout: Layout, context: PlanContext) -> list[Problem]:
         """Return the problems of the map for a model, and of the model for stages in a layout."""
-        precision = precision_of(context)
+        precision = context.formats
         cut = self.assigned(model, precision, context)
         if not isinstance(cut, StageAssignment):
             return cut
@@ -450,10 +449,10 @@ class Stages:
 
     def described(self, model: nn.Module, context: PlanContext, devices: Sequence[str]) -> tuple[StagePart, ...]:
         """Return the stages of a replica, with the device of each rank; none if the map does not fit."""
-        cut = self.assigned(model, precision_of(context), context)
+        cut = self.assigned(model, context.formats, context)
         if not isinstance(cut, StageAssignment):
             return ()
-        bytes_of = model_bytes(precision_of(context))
+        bytes_of = model_bytes(context.formats)
         return tuple(
             part_of(stage, cut.members(stage), bytes_of, devices[stage % self.pipe]) for stage in range(cut.num_stages)
         )
@@ -466,7 +465,7 @@ class Stages:
             context: the context of the plan.
             memory: of a rank that would hold all stages.
         """
-        cut = self.assigned(model, precision_of(context), context)
+        cut = self.assigned(model, context.formats, context)
         if not isinstance(cut, StageAssignment):
             return ()
         holders, found = cut.holders(model, self.pipe), list[ReplicaPart]()
@@ -496,7 +495,7 @@ class Stages:
         split = {unit.name for unit in blocks_of(model) if len(unit.entries) > 1}
         if isinstance(self.map, Mapping) and not split & self.map.keys():
             return self.map
-        cut = self.assigned(model, precision_of(context), context)
+        cut = self.assigned(model, context.formats, context)
         if not isinstance(cut, StageAssignment):
             raise ConfigError(cut)
         return {unit.name: stage for unit, stage in zip(cut.units, cut.stages, strict=True)}
