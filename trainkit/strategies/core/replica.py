@@ -324,7 +324,7 @@ class Replica(LocalModel):
         """Raise if code of the user has changed parameters; gathered ones stand in their places for a while."""
         if self.cuts and self.guard.change(flags=flags) is not None:
             self.reload()
-        super().refuse_changed_params(step, flags=flags)
+        self.guard.refuse_change(step, flags=flags)
 
     @cached_property
     def reduced_names(self) -> list[str]:

@@ -195,7 +195,8 @@ def _static_lines(document: StaticDocument) -> Iterator[str]:
     told = [
         (f"{row['verdict']}: {row['reason']}", " x ".join(row["axes"])) for row in rows if row["reason"] is not None
     ]
-    told += [(f"refused: {reason}", size) for size, reason in document["refused_sizes"].items()]
+    sizes = document["refused_sizes"].items()
+    told += [(f"refused: {reason.removeprefix(f'strategy.{size}: ')}", size) for size, reason in sizes]
     for reason, which in _by_reason(told).items():
         yield f"  {reason}"
         yield f"    {', '.join(which)}"
