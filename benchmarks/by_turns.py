@@ -32,7 +32,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import report
 from benchmarks.pair import WORKLOADS, Workload
 from trainkit.fields import placement
-from trainkit.strategies.base import Batch, Facts, SetupRequest, StepContext, StepOutcome, Ticket
+from trainkit.numerics.batch import Ticket
+from trainkit.strategies.base import Batch, Facts, SetupRequest, StepContext, StepOutcome
 from trainkit.strategies.collectives import RankGroup
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import MakeStep

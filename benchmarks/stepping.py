@@ -12,19 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks import workload
 from benchmarks.pair import LR, WORKLOADS, Workload
 from trainkit.cluster.tasks import Identity
-from trainkit.numerics.batch import BatchPlan
+from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective
 from trainkit.objectives.classification import Classification
 from trainkit.objectives.language_modelling import LanguageModelling
-from trainkit.strategies.base import (
-    LossWeighting,
-    Numerics,
-    SetupRequest,
-    StepContext,
-    Ticket,
-    UpdateParams,
-)
+from trainkit.strategies.base import LossWeighting, Numerics, SetupRequest, StepContext, UpdateParams
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
 from trainkit.strategies.one_device import OneDevice
 

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from trainkit.cluster.tasks import Identity
 from trainkit.config.schema import RunConfig
 from trainkit.data.reading.loader import Loader
+from trainkit.numerics.batch import Ticket
 from trainkit.prove.comparing import ULPS, Comparison
 from trainkit.run.begin import RunRequest
 from trainkit.run.folder.continued import starting_weights
@@ -40,7 +41,6 @@ from trainkit.run.planning.build import make_optimizer, transformed_model
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.runner import train
 from trainkit.run.session.restore import loader_of, setup_request
-from trainkit.strategies.base import Ticket
 from trainkit.strategies.core.buffers import sample_dims_of
 from trainkit.strategies.core.optimizer import restore_optimizer_state
 from trainkit.strategies.one_device import OneDevice

@@ -29,7 +29,7 @@ from trainkit.data.reading.loader import EvalBatches
 from trainkit.data.splits import build_split, build_splits, folded, read_sample, size_of, splits_of
 from trainkit.errors import ConfigError, Problem, StopKind, TrainingError, TrainkitError, named_first_line, refuse
 from trainkit.files import read_map
-from trainkit.numerics.batch import BatchPlan
+from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.copies import copied
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, needs_of
@@ -55,7 +55,6 @@ from trainkit.strategies.base import (
     StepContext,
     Strategy,
     TaskContext,
-    Ticket,
     UpdateParams,
     ignore_phase,
 )

@@ -583,38 +583,6 @@ class ReplicaPart:
     """Memory of the device for parameters."""
 
 
-__all__ = [
-    "Batch",
-    "Data",
-    "Executor",
-    "Facts",
-    "GradientListener",
-    "JsonMap",
-    "LeftOut",
-    "LocalModel",
-    "LoopCall",
-    "LossWeighting",
-    "NamedOptimizer",
-    "Numerics",
-    "Phase",
-    "PhaseListener",
-    "PlanContext",
-    "SetupRequest",
-    "StagePart",
-    "StateDict",
-    "Status",
-    "StepContext",
-    "StepCounter",
-    "StepOutcome",
-    "Strategy",
-    "TaskContext",
-    "Ticket",
-    "UpdateParams",
-    "UpdateRule",
-    "UpdateTensors",
-    "ignore_phase",
-]
-
 JsonMap = Mapping[str, object]
 """A JSON object."""
 

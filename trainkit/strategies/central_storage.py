@@ -45,13 +45,7 @@ from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.refusals import async_problems, phase_problems
 from trainkit.strategies.core.replica import Replica, replica_state, restore_replica
 from trainkit.strategies.core.step import ShardStep, apply_update
-from trainkit.strategies.core.synchronous import (
-    OneProcess,
-    SynchronousExecutor,
-    build_parts,
-    make_stepper,
-    set_rates,
-)
+from trainkit.strategies.core.synchronous import OneProcess, SynchronousExecutor, build_parts, make_stepper, set_rates
 from trainkit.strategies.groups.process_group import device_list_problems, device_problems, parse_device
 from trainkit.strategies.model_transforms.compiling import uncompiled
 from trainkit.strategies.tensor_shards import select

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import Problem
 from trainkit.fields import above, at_least, at_most, below, maths, placement
-from trainkit.numerics.batch import BatchPlan, shards_of_rank
+from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import (
     Batch,
@@ -30,7 +30,6 @@ from trainkit.strategies.base import (
     StepCut,
     StepOutcome,
     Strategy,
-    Ticket,
     Transfer,
 )
 from trainkit.strategies.collectives import GroupCollective, LocalCollective, RankGroup, all_gather_object

@@ -18,17 +18,9 @@ import torch
 
 from trainkit.errors import CALLBACK_NOTE, StopKind, TrainkitError
 from trainkit.names import name_of
+from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Collective
-from trainkit.strategies.base import (
-    Batch,
-    Data,
-    Executor,
-    GradientListener,
-    PhaseListener,
-    StepOutcome,
-    Ticket,
-    UpdateTensors,
-)
+from trainkit.strategies.base import Batch, Data, Executor, GradientListener, PhaseListener, StepOutcome, UpdateTensors
 from trainkit.trainer.events import Callback, Row, Run
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator, each_of
 from trainkit.trainer.time_limit import TimeLimit

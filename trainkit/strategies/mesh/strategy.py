@@ -53,13 +53,7 @@ from trainkit.strategies.mesh.context import CutShardedStep, CutStep, SequenceCu
 from trainkit.strategies.mesh.context import model_problems as cut_problems
 from trainkit.strategies.mesh.layout import Layout, OnMesh, TensorPlan, Wrap
 from trainkit.strategies.mesh.pipe.stages import ScheduleName, Stages
-from trainkit.strategies.mesh.sharding import (
-    Axes,
-    fully_sharded,
-    gathers_anew,
-    reduces_when,
-    sharded_units,
-)
+from trainkit.strategies.mesh.sharding import Axes, fully_sharded, gathers_anew, reduces_when, sharded_units
 from trainkit.strategies.mesh.step import (
     LaneSummation,
     Pass,

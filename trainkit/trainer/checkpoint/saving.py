@@ -47,10 +47,7 @@ from trainkit.trainer.manifest import (
     owner_of,
     unmark,
 )
-from trainkit.trainer.ownership import (
-    OwnershipToken,
-    uncontested,
-)
+from trainkit.trainer.ownership import OwnershipToken, uncontested
 
 _T = TypeVar("_T")
 _VISIBLE_TIMEOUT_S: Final = 10.0
