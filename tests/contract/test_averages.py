@@ -7,6 +7,7 @@ here alone.
 from __future__ import annotations
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from trainkit.errors import ConfigError
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.session.auxiliary import CheckpointEvaluator
+from trainkit.strategies.central_storage import AsyncCentralExecutor
 from trainkit.trainer.checkpoint.tensors import load
 
 POINTS = (
@@ -45,6 +47,7 @@ PLACES = {
     ),
     "mesh": ("strategy=mesh", "strategy.shard=2", "strategy.tensor=2", "strategy.plan={0:colwise,2:rowwise}"),
 }  # fmt: skip
+ASYNC = ("strategy=central_storage", "strategy.mode=async", "strategy.compute_devices=[cpu,cpu]")
 EMA: Any = get_ema_multi_avg_fn(0.7)  # type: ignore[no-untyped-call]
 MEAN: Any = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
 QUICK = ("central_storage",)
@@ -72,7 +75,7 @@ def by_hand(folder: Path, kind: Any, steps: range) -> dict[str, Tensor]:
         ((), EMA, range(1, 8)),
         (("average.start_step=3", "average.every_steps=2"), EMA, range(3, 8, 2)),
         (("average=swa", "average.start_step=4"), MEAN, range(4, 8)),
-        (("strategy=central_storage", "strategy.mode=async", "strategy.compute_devices=[cpu,cpu]"), EMA, range(1, 8)),
+        (ASYNC, EMA, range(1, 8)),
     ],
 )
 @pytest.mark.slow
@@ -83,6 +86,20 @@ def test_an_average_is_that_of_torch(tmp_path: Path, settings: tuple[str, ...], 
     assert averages(result).keys() == expected.keys()
     for name, tensor in expected.items():  # torch divides by the number of values in float32
         torch.testing.assert_close(averages(result)[name], tensor, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_the_copy_that_counts_the_averages_updates_first_though_it_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = AsyncCentralExecutor._computed
+
+    def slow(self: Any, work: Any) -> Any:
+        time.sleep(0.05 if work.replica is self._copies.copies[0] else 0.0)
+        return computed(self, work)
+
+    monkeypatch.setattr(AsyncCentralExecutor, "_computed", slow)
+    test_an_average_is_that_of_torch(tmp_path, ASYNC, EMA, range(1, 8))
 
 
 @pytest.mark.slow

@@ -304,6 +304,8 @@ class AsyncCentralExecutor(Executor):
         self._lock = Lock()
         """Held while all variables are read or written, and while they are exchanged for their averages."""
         self._shows_averages = False
+        self._has_first = False
+        """Whether the first copy's optimizer, which counts the averages of all, has made an update of its own."""
 
     @property
     def local(self) -> LocalModel:
@@ -337,8 +339,9 @@ class AsyncCentralExecutor(Executor):
             if self._idle:
                 return StepOutcome(ticket.step, Status.handed_out, None, 0.0)
         self._variables.on_phase("reduce", ticket.step)  # the time in which the copies compute
-        done, _ = wait(self._running, return_when=FIRST_COMPLETED)
-        first = next(future for future in self._running if future in done)
+        own = [] if self._has_first else [future for future, item in self._running.items() if item.worker == "0"]
+        done, _ = wait(own or self._running, return_when=FIRST_COMPLETED)
+        first = next(future for future in own or self._running if future in done)
         item = self._running.pop(first)
         self._arrived[item.number] = found = first.result()
         self._scheduler.report(item.number, item.worker, found[2])
@@ -390,6 +393,7 @@ class AsyncCentralExecutor(Executor):
             found, norm = apply_update(variables, sums, work.divisor, rule, loss_sum=work.loss_sum)
             leaves_out = variables.numerics.leaves_out
             status, scale = settled(local.loss_scale, used, found, leaves_out=leaves_out)
+            self._has_first |= status is Status.applied and item.worker == "0"
             if status is Status.applied and item.worker != "0":
                 pairs = zip(variables.masters.values(), sums, strict=False)
                 count_update(self._steppers[0].optimizers, [param for param, grad in pairs if grad is not None])
