@@ -38,12 +38,13 @@ def test_of_two_ranks_the_one_that_failed_is_named(cwd: Path, kind: str) -> None
     assert train(cwd, f"{kind}:1:{STEP}", *mirrored(2, hang_timeout_s=_limit(kind)), loader).problems(kind, 1) == []
 
 
-# each strategy once, with a kind of its own
+# each way to wait for the others once, with a kind of its own
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "strategy"), [
-    ("raised 'peer'", "fsdp"), ("exited 0", "tensor_parallel"), ("killed", "pipeline"), ("stopped", "local_sgd"),
+    ("raised 'peer'", "fsdp"), ("killed", "pipeline"), ("stopped", "local_sgd"),
+    pytest.param("exited 0", "tensor_parallel", marks=pytest.mark.matrix),
 ])  # fmt: skip
-def test_under_every_strategy_with_processes_that_rank_is_named(cwd: Path, kind: str, strategy: str) -> None:
+def test_under_other_strategies_that_rank_is_named(cwd: Path, kind: str, strategy: str) -> None:
     overrides = (*STRATEGIES[strategy], f"supervisor.hang_timeout_s={_limit(kind):g}")
     assert train(cwd, f"{kind}:1:{STEP}", *overrides).problems(kind, 1) == []
 

@@ -21,7 +21,6 @@ MIRRORED = ("strategy=mirrored", "strategy.replicas=2")
 SERVERS = ("strategy=parameter_server", "strategy.workers=2", "strategy.servers=1")
 PLACES = {
     "fsdp": ("strategy=fsdp", "strategy.replicas=2"),
-    "pipeline": ("strategy=pipeline", "strategy.stages=2", "strategy.replicas=1"),
     "parameter_server": SERVERS,
 }
 
@@ -35,8 +34,9 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     [
         pytest.param(MIRRORED, marks=pytest.mark.slow),
         *(pytest.param(one, marks=pytest.mark.long) for one in PLACES.values()),
+        pytest.param(("strategy=pipeline", "strategy.replicas=1"), marks=pytest.mark.matrix),
     ],
-    ids=["mirrored", *PLACES],
+    ids=["mirrored", *PLACES, "pipeline"],
 )
 def test_every_checkpoint_is_evaluated_beside_the_training_of_any_strategy(
     settings: tuple[str, ...], tmp_path: Path

@@ -42,7 +42,13 @@ KILLED, STOPPED = "rank 1 was ended by SIGKILL in step", "rank 1 has made no pro
 
 @pytest.mark.parametrize(
     ("axis", "sent", "said"),
-    [("replicate", signal.SIGSTOP, STOPPED), ("shard", signal.SIGKILL, KILLED), ("tensor", signal.SIGKILL, KILLED)],
+    [
+        ("replicate", signal.SIGSTOP, STOPPED),
+        ("shard", signal.SIGKILL, KILLED),
+        ("tensor", signal.SIGKILL, KILLED),
+        pytest.param("replicate", signal.SIGKILL, KILLED, marks=pytest.mark.matrix),
+        *(pytest.param(axis, signal.SIGSTOP, STOPPED, marks=pytest.mark.matrix) for axis in ("shard", "tensor")),
+    ],
 )
 def test_a_rank_that_is_killed_or_stopped_is_named_and_costs_no_bit(axis: str, sent: int, said: str, cwd: Path) -> None:
     subprocess.run(command("whole", *AXES[axis]), check=True, stdout=subprocess.DEVNULL)
@@ -59,7 +65,14 @@ def test_a_rank_that_is_killed_or_stopped_is_named_and_costs_no_bit(axis: str, s
     assert tasks(cwd / "after") == {}
 
 
-@pytest.mark.parametrize(("axis", "tensor"), [("replicate", 1), ("shard", 2)])
+@pytest.mark.parametrize(
+    ("axis", "tensor"),
+    [
+        ("replicate", 1),
+        ("shard", 2),
+        *(pytest.param(*one, marks=pytest.mark.matrix) for one in (("shard", 1), ("replicate", 2))),
+    ],
+)
 def test_a_run_continues_on_the_ranks_that_are_left_of_auto(
     axis: str, tensor: int, cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
