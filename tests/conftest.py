@@ -36,11 +36,12 @@ from tests.support.named_ends import NamedEnds
 from tests.support.older_torch import compiled_gradients, without_pipelines
 from tests.support.pool import Pool
 from tests.support.processes import FastLane
+from tests.support.refusing import refuse
 from tests.support.thinning import thin
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.redaction import forgetting_secrets
 
-__all__ = ["browser", "clean_environ", "compiled_gradients", "fresh_graphs", "installed", "wheel"]
+__all__ = ["browser", "clean_environ", "compiled_gradients", "fresh_graphs", "installed", "refuse", "wheel"]
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.support.refusing import Refuse
 from trainkit.advising import advice as planner
 from trainkit.cli import main
 from trainkit.run.planning.plan import RunPlan
@@ -61,14 +62,12 @@ def test_a_config_that_is_wrong_under_every_way_is_refused_once(capsys: pytest.C
     assert capsys.readouterr().err.startswith("1 problem in the config\n  model.hidden")
 
 
-def test_all_mistakes_of_a_command_are_shown_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["advise", "--devices", "0", "--for", "speed"]) == 2
-    keys = [line.strip().partition(": ")[0] for line in capsys.readouterr().err.splitlines()[1:]]
+def test_all_mistakes_of_a_command_are_shown_at_once(refuse: Refuse) -> None:
+    keys = [one.partition(": ")[0] for one in refuse("advise", "--devices", "0", "--for", "speed")]
     assert keys == ["--devices=0", "--for=speed"]
-    assert main(["advise", "--hardware", "l4", "hardware=h200"]) == 2
-    assert "  hardware=h200: is given together with --hardware." in capsys.readouterr().err
-    assert main(["advise", "hardware=none"]) == 2
-    assert "Name it: --hardware this" in capsys.readouterr().err
+    (twice,) = refuse("advise", "--hardware", "l4", "hardware=h200")
+    assert twice.startswith("hardware=h200: is given together with --hardware.")
+    assert "Name it: --hardware this" in refuse("advise", "hardware=none")[0]
 
 
 # Models of 4 layers of a real width and few words, on devices with so much less memory: a plan is quick.

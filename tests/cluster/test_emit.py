@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tests.support.present import present
+from tests.support.refusing import Refuse
 from trainkit.cli import main
 from trainkit.cluster.local import detect
 from trainkit.cluster.manifests import ENGINES, ManifestJob
@@ -71,13 +72,6 @@ def run(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
         return [called.rpartition("/")[2], *words]
 
     return call
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
-    assert main(["emit", *arguments]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    return [re.sub(r" \([^()]*\)$", "", line.removeprefix("  ")) for line in printed.err.splitlines()[1:]]
 
 
 def test_a_torchrun_script_for_one_host_stands_alone(emit: Callable[..., str], run: Callable[..., list[str]]) -> None:
@@ -191,9 +185,9 @@ def test_names_that_kubernetes_refuses_are_respelt(name: str, label: str) -> Non
     assert ManifestJob(name=name, arguments=(), hosts=1, per_host=1, gpus=False).label == label
 
 
-def test_all_missing_or_refused_flags_of_an_engine_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_missing_or_refused_flags_of_an_engine_are_reported_together(refuse: Refuse) -> None:
     flags = ("--hosts", "2", "--gpus-per-host", "1", "--head", "n")
-    keys = [problem.partition(": ")[0] for problem in refused(capsys, "vertex", *flags)]
+    keys = [problem.partition(": ")[0] for problem in refuse("emit", "vertex", *flags)]
     assert keys == [
         "--head=n", "--image", "--machine", "--accelerator", "--shared",
     ]  # fmt: skip
@@ -232,10 +226,8 @@ VERTEX = ("vertex", "--image", "i", "--machine", "m")
         (("slurm", "--processes-per-host", "2", "strategy=parameter_server"), "--processes-per-host=2: has no effect"),
     ],
 )  # fmt: skip
-def test_what_could_not_run_is_refused(
-    arguments: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (found,) = refused(capsys, *arguments)
+def test_what_could_not_run_is_refused(arguments: tuple[str, ...], problem: str, refuse: Refuse) -> None:
+    (found,) = refuse("emit", *arguments)
     assert found.startswith(problem)
 
 

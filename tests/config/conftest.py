@@ -1,4 +1,4 @@
-"""What config tests share: a folder of a user's own YAMLs, and a run of the command line in an empty folder."""
+"""What config tests share: a folder of a user's own YAMLs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.cli import main
-
 Write = Callable[[Mapping[str, str]], Path]
-Refuse = Callable[..., list[str]]
 
 
 @pytest.fixture
@@ -25,22 +22,3 @@ def write_conf(tmp_path: Path) -> Write:
         return folder
 
     return write
-
-
-@pytest.fixture
-def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refuse:
-    """Run a bad command line in an empty folder: the problems it prints; nothing may be left behind."""
-
-    def run(*arguments: str) -> list[str]:
-        folder = tmp_path / "empty"
-        folder.mkdir(exist_ok=True)
-        monkeypatch.chdir(folder)
-        assert main(arguments) == 2
-        assert list(folder.iterdir()) == []
-        printed = capsys.readouterr()
-        assert printed.out == ""
-        head, *problems = printed.err.splitlines()
-        assert head == f"{len(problems)} problem{'' if len(problems) == 1 else 's'} in the config"
-        return [line.removeprefix("  ") for line in problems]
-
-    return run

@@ -21,9 +21,9 @@ import yaml
 from torch import nn
 
 import trainkit
-from tests.config.conftest import Refuse, Write
+from tests.config.conftest import Write
 from tests.support.attempts import ATTEMPTS, filled, set_up
-from tests.support.refusing import refused
+from tests.support.refusing import Refuse, refused
 from trainkit.cli import main
 from trainkit.config.check import check_names, check_values, checked
 from trainkit.config.compose import compose

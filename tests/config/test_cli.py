@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.conftest import Refuse, Write
+from tests.config.conftest import Write
 from tests.launchers.joining import free_port
 from tests.support import quick
-from tests.support.refusing import refused
+from tests.support.refusing import Refuse, refused
 from trainkit import __version__
 from trainkit.cli import main
 from trainkit.config.commands import printed_command, shell_word

@@ -18,8 +18,8 @@ import torch
 import yaml
 
 import trainkit
-from tests.config.conftest import Refuse, Write
-from tests.support.refusing import refused
+from tests.config.conftest import Write
+from tests.support.refusing import Refuse, refused
 from trainkit.cli import main
 from trainkit.config.check import checked
 from trainkit.config.compose import Composer, compose

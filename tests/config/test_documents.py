@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.conftest import Refuse, Write
+from tests.config.conftest import Write
+from tests.support.refusing import Refuse
 from trainkit.cli import main
 from trainkit.config.yaml_files import Document, read_document
 from trainkit.errors import ConfigError, Problem

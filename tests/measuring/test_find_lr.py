@@ -15,6 +15,7 @@ import pytest
 
 from tests.measuring.trainings import config, here, here_apart
 from tests.support.present import present
+from tests.support.refusing import Refuse
 from trainkit.cli import main
 from trainkit.config.schema import RunConfig
 from trainkit.errors import NonFiniteError, TrainingError
@@ -169,14 +170,9 @@ def test_a_range_test_runs_in_processes_and_writes_its_folder_alone(
         (["lr", "recipe=gan"], ["optimizers: has a learning rate for each of"]),
     ],
 )
-def test_bad_input_is_refused_before_anything_starts(
-    arguments: list[str], words: list[str], cwd: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = [] if "recipe=gan" in arguments else ["recipe=null"]
-    assert main(["find", *arguments, *recipe]) == 2
-    lines = capsys.readouterr().err.splitlines()[1:]
-    assert all(word in line for word, line in zip(words, lines, strict=True)), lines
-    assert list(cwd.iterdir()) == []
+def test_bad_input_is_refused_before_anything_starts(arguments: list[str], words: list[str], refuse: Refuse) -> None:
+    found = refuse("find", *arguments, *([] if "recipe=gan" in arguments else ["recipe=null"]))
+    assert all(word in one for word, one in zip(words, found, strict=True)), found
 
 
 OUT_OF_MEMORY = Turn(failure="exit 1: OutOfMemoryError: cuda:0 is out of memory.", error="OutOfMemoryError")

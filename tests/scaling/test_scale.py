@@ -10,18 +10,14 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from tests.scaling.published import PUBLISHED, Published
+from tests.support.refusing import Refuse
 from trainkit.cli import main
 from trainkit.verbs.looking.schema import schema_of
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
-    assert main(["scale", *arguments]) == 2
-    return [line.strip() for line in capsys.readouterr().err.splitlines()[1:]]
-
-
-def test_all_mistakes_of_a_command_are_shown_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_mistakes_of_a_command_are_shown_at_once(refuse: Refuse) -> None:
     arguments = ["a", "model=mlp", "--simulate"]
-    found = refused(capsys, *arguments, "--assume", "gbit=0,latancy_us=3,spread,compute_s=nan")
+    found = refuse("scale", *arguments, "--assume", "gbit=0,latancy_us=3,spread,compute_s=nan")
     words = [
         "--to-replicas: is needed", "scale: takes 0 arguments, and got a.", "model=mlp: ",
         "gbit=0: must be a number above 0", "Did you mean latency_us?", "spread: needs a value", "compute_s=nan: ",
@@ -29,9 +25,9 @@ def test_all_mistakes_of_a_command_are_shown_at_once(capsys: pytest.CaptureFixtu
     assert all(word in line for word, line in zip(words, found, strict=True)), found
 
 
-def test_mistakes_of_a_measurement_are_shown_with_those_of_the_config(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_of_a_measurement_are_shown_with_those_of_the_config(refuse: Refuse) -> None:
     arguments = ["strategy=mirrored", "optimizer.lr=-1", "--to-replicas=64", "--assume=compute_s=1"]
-    keys = [line.partition(": ")[0] for line in refused(capsys, *arguments)]
+    keys = [line.partition(": ")[0] for line in refuse("scale", *arguments)]
     assert keys == ["compute_s=1", "optimizer.lr=-1"]
 
 
@@ -44,11 +40,9 @@ def test_mistakes_of_a_measurement_are_shown_with_those_of_the_config(capsys: py
         (["batch.micro_size=8", "--to-replicas=64"], "a step has 4 shards, and each replica needs one"),
     ],
 )
-def test_replicas_that_a_training_cannot_have_are_refused(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replicas_that_a_training_cannot_have_are_refused(arguments: list[str], words: str, refuse: Refuse) -> None:
     keys = [] if arguments[0].startswith("strategy") else ["strategy=mirrored", "batch.global_size=32"]
-    (found,) = refused(capsys, *keys, *arguments)
+    (found,) = refuse("scale", *keys, *arguments)
     assert words in found
 
 
