@@ -41,10 +41,11 @@ def main_of_process() -> NoReturn:
     from trainkit.run.fork_server_main import run_command  # noqa: PLC0415 - what imports this module may need no process
 
     code = run_command(main)
-    if "trainkit.run.rendezvous.join" in sys.modules:  # this process was one of several ranks
-        from trainkit.run.signals import exit_without_teardown  # noqa: PLC0415 - only for a rank
+    if "torch" in sys.modules:
+        from trainkit.run.signals import exit_as_interpreter, exit_without_teardown  # noqa: PLC0415 - imported by now
 
-        exit_without_teardown(code)
+        was_rank = "trainkit.run.rendezvous.join" in sys.modules  # one of several: threads of torch may hang
+        exit_without_teardown(code) if was_rank else exit_as_interpreter(code)
     sys.exit(code)
 
 

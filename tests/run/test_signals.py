@@ -259,6 +259,21 @@ def test_a_forked_child_survives_ctrl_c_and_hangup_and_obeys_its_parent() -> Non
     assert done.stdout.split() == ["True", "-15", "None"]
 
 
+EXIT = """
+import sys, threading, time
+from trainkit.run.signals import exit_as_interpreter
+left_open = open(sys.argv[1], "w")
+left_open.write("kept")
+threading.Thread(target=lambda: (time.sleep(0.05), left_open.write(" and joined"))).start()
+exit_as_interpreter(3)
+"""
+
+
+def test_an_exit_without_freeing_objects_joins_threads_and_flushes_open_files(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", EXIT, str(tmp_path / "left")], timeout=30, check=False)
+    assert (done.returncode, (tmp_path / "left").read_text()) == (3, "kept and joined")
+
+
 def test_one_process_agrees_with_itself_and_asks_at_most_twice_as_many_steps_later() -> None:
     asked = StopSaveConsensus(LocalCollective(), lambda: "resized", lambda: True).ask()
     assert asked == StopSaveDecision(stop="resized", save=True)
