@@ -21,7 +21,7 @@ from tests.sweeps.support import assert_ends, run, sweep_in
 from trainkit.run.process import fork_server
 from trainkit.run.process.fork_server import send
 from trainkit.sweeps.job_sources import SweepJob
-from trainkit.sweeps.launching import WarmStarter
+from trainkit.sweeps.launching import SharedWarmStarter, WarmStarter
 from trainkit.sweeps.loop import LOG, JobCommand, Slots
 
 pytestmark = pytest.mark.skipif(not WarmStarter.is_possible(), reason="forks of a warm process are of Linux")
@@ -95,6 +95,16 @@ def test_the_end_of_a_job_is_reported_once_if_the_warm_process_dies_during_the_r
         job = start(order(tmp_path, news, "-m", "trainkit", "--version"))
         assert (news.get().code, news.empty()) == (0, True)
         job.kill()
+
+
+@pytest.mark.slow
+def test_the_sweeps_of_a_block_share_one_process_and_a_dead_one_is_replaced() -> None:
+    with SharedWarmStarter() as shared:
+        first = shared.get({})
+        assert shared.get({}) is first
+        first.group.kill()
+        wait_for(lambda: not first.is_alive)
+        assert shared.get({}).is_alive
 
 
 def test_a_job_is_ended_at_once_though_the_warm_process_hangs(tmp_path: Path) -> None:

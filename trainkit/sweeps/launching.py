@@ -8,10 +8,11 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, setup_globals
@@ -60,6 +61,26 @@ class WarmStarter(ForkServerClient):
     def keep(self, data: Mapping[str, Any]) -> None:
         """Share a dataset between all later jobs if it can be shared; otherwise each job reads its own."""
         self.broadcast({"data": dict(data)})
+
+
+class SharedWarmStarter(contextlib.ExitStack):
+    """Lets all sweeps of the block start jobs from one preloaded process, which the first that needs it starts."""
+
+    _starter: WarmStarter | None = None
+
+    def __enter__(self) -> Self:
+        """Begin the block."""
+        self.callback(_SHARED.reset, _SHARED.set(self))
+        return self
+
+    def get(self, environ: Mapping[str, str]) -> WarmStarter:
+        """Return the starter, of a new process if there is none that lives."""
+        if self._starter is None or not self._starter.is_alive:
+            self._starter = self.enter_context(WarmStarter(environ))
+        return self._starter
+
+
+_SHARED: Final[ContextVar[SharedWarmStarter | None]] = ContextVar("shared", default=None)
 
 
 class Launching:
@@ -137,11 +158,13 @@ class Launching:
     @contextlib.contextmanager
     def _warmed(self, total: int | None) -> Iterator[None]:
         """Start jobs as forks of a preloaded process while the block runs, where this is possible and saves time."""
-        unused = not self.runs_here or self._warm is not None
-        if unused or total == 1 or self.sweep.slots.on_gpus or not WarmStarter.is_possible():
+        unused, shared = not self.runs_here or self._warm is not None, _SHARED.get()
+        alone = total == 1 and shared is None
+        if unused or alone or self.sweep.slots.on_gpus or not WarmStarter.is_possible():
             yield
             return
-        with WarmStarter(self.sweep.slots.threads) as self._warm:
+        threads = self.sweep.slots.threads
+        with WarmStarter(threads) if shared is None else contextlib.nullcontext(shared.get(threads)) as self._warm:
             self.sweep.start = self._warm
             yield
         self._warm, self.sweep.start = None, start_fresh

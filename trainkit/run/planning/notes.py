@@ -733,13 +733,13 @@ def plan_all_points(
 ) -> list[int]:
     """Plan all compositions without starting any.
 
-    A point that continues another run is skipped: its auto values come from that run. A dataset is read once for all
-    consecutive points that use it.
+    A point that continues another run is skipped: its auto values come from that run. Points that differ in their seed
+    alone are planned once, and a dataset is read once for all consecutive points that use it.
 
     Args:
         compositions: the points.
         num_gpus: GPUs of the host of each; None: those of this one.
-        check: returns further problems of a plan and its model without data.
+        check: returns further problems of a plan and its model without data, once for each that is planned.
 
     Returns:
         The number of steps of each training; 0 if it continues another run.
@@ -751,12 +751,14 @@ def plan_all_points(
     problems: list[list[Problem]] = []
     known: str | None = None
     splits: Mapping[str, Any] = {}
-    lengths = []
-    for composition in compositions:
+    lengths: list[int] = []
+    places: dict[str, int] = {}
+    for place, composition in enumerate(compositions):
         cfg = composition.cfg
-        lengths.append(0)
-        problems.append([])
-        if cfg.resume is not None:
+        earlier = places.setdefault(json.dumps(replace(cfg, seed=0).to_dict(), sort_keys=True, default=str), place)
+        lengths.append(0 if earlier == place else lengths[earlier])
+        problems.append([] if earlier == place else [*problems[earlier]])
+        if cfg.resume is not None or earlier != place:
             continue
         try:
             if known != (node := json.dumps(cfg.data, default=str)):

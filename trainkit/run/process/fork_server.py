@@ -337,7 +337,7 @@ RANK_IMPORTS: Final = (
 JOB_IMPORTS: Final = (
     "torch._dynamo", "trainkit.__main__", "trainkit.cli", "trainkit.verbs.running.train", "trainkit.api",
     "trainkit.config.check", "trainkit.config.compose.jobs", "trainkit.run.runner",
-    "trainkit.run.agent.supervisor",
+    "trainkit.run.agent.supervisor", "trainkit.report.plots",
 )  # fmt: skip
 """Modules that the command of a job of a sweep imports."""
 

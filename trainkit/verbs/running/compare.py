@@ -97,6 +97,7 @@ def _split(words: Sequence[str]) -> list[str]:
 def _trained(call: Call, sides: list[Side]) -> PairedComparison:
     """Train what is missing of the sides, of which the first may be given, and return their comparison."""
     from trainkit.cluster.host import count_gpus, num_cores  # noqa: PLC0415 - imports torch
+    from trainkit.sweeps.launching import SharedWarmStarter  # noqa: PLC0415 - the same
     from trainkit.sweeps.results.starts import shapes_differ, write_start  # noqa: PLC0415 - the same
 
     most: int = call.flags.get("max-pairs", BUDGET)
@@ -126,21 +127,22 @@ def _trained(call: Call, sides: list[Side]) -> PairedComparison:
         return _judged(call, sides[0], sides[-1], same=why)
     earlier = read_state(sides[0].runs[0].result.folder.parent) if call.arguments else None
     notes = [f"other {part} than A" for part in trained[1][1].differing(earlier) if part != "config"] if earlier else []
-    while True:
-        for place, (lines, state) in trained.items():
-            for seed in seeds if place == 1 and start.name else ():
-                write_start(sides[0].cfg, sides[1].cfg, seed, start / f"seed_{seed}.safetensors")
-            sides[place] = _with_runs(call, sides[place], lines, seeds)
-            if changed := [part for part in state_of(sides[place].cfg).differing(state) if part != "config"]:
-                forget_state(sides[place].folder)
-                notes.append(f"{', '.join(changed)} changed while the runs trained: compare again")
-        found = _judged(call, *sides, notes=notes)
-        more = found["more_pairs"]
-        if "until-sure" not in call.flags or not more or len(seeds) >= most:
-            return found
-        sys.stderr.write(f"{found['line']}\n")
-        at_once = max(1, count_gpus() or num_cores())
-        seeds = [*range(min(most, len(seeds) + min(more, at_once)))]
+    with SharedWarmStarter():
+        while True:
+            for place, (lines, state) in trained.items():
+                for seed in seeds if place == 1 and start.name else ():
+                    write_start(sides[0].cfg, sides[1].cfg, seed, start / f"seed_{seed}.safetensors")
+                sides[place] = _with_runs(call, sides[place], lines, seeds)
+                if changed := [part for part in state_of(sides[place].cfg).differing(state) if part != "config"]:
+                    forget_state(sides[place].folder)
+                    notes.append(f"{', '.join(changed)} changed while the runs trained: compare again")
+            found = _judged(call, *sides, notes=notes)
+            more = found["more_pairs"]
+            if "until-sure" not in call.flags or not more or len(seeds) >= most:
+                return found
+            sys.stderr.write(f"{found['line']}\n")
+            at_once = max(1, count_gpus() or num_cores())
+            seeds = [*range(min(most, len(seeds) + min(more, at_once)))]
 
 
 def _arguments(side: Side) -> list[str]:

@@ -162,12 +162,15 @@ def _plan_within_budget(
     slots = Slots.here(cfg.sweep)
     budget = budget_of(cfg, on_gpus=slots.on_gpus)
     planned: list[tuple[float, float]] = []
+    unknown = list[str]()
 
     def checked(plan: RunPlan, model: nn.Module) -> Sequence[Problem]:
         found, outlook = check(plan, model), outlook_of(plan, model)
         seconds = None if plan.cfg.stop_after is None else seconds_of(plan.cfg.stop_after)
         seconds = seconds if outlook.budget is None else outlook.budget.hours.middle * 3600
-        if seconds is not None:
+        if seconds is None:
+            unknown.append(plan.cfg.name or "")
+        else:
             devices = plan.components.strategy.num_slots(slots.count if slots.on_gpus else 0)
             planned.append((seconds, devices / slots.jobs_per_device))
         return found
@@ -175,7 +178,7 @@ def _plan_within_budget(
     plan_all_points(points, check=checked)
     if budget is not None and planned and cfg.sweep.resume is None:
         budget.refuse(planned, slots=slots.count, jobs=cfg.sweep.trials or len(points))
-    if len(planned) < len(points):
+    if unknown or not planned:
         text = "is not held against plans: the time of a job is not known. Give hardware=this"
         sys.stdout.write(f"note: sweep.budget={cfg.sweep.budget} {text}\n")
 
