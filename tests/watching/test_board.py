@@ -21,12 +21,13 @@ from trainkit.watching.board import Board
 from trainkit.watching.screen import lines_of, show
 
 
-def run_in(folder: Path, *, state: str = "running", last_step: object = 100) -> Path:
+def run_in(folder: Path, *, state: str = "running", last_step: object = 100, **more: object) -> Path:
     folder.mkdir(parents=True)
     machine, mark = Machine.here(), ProcessId.of(os.getpid())
     status = {
         "state": state, "step": 20, "last_step": last_step, "resumable": False, "updated": 1.0, "pid": mark.pid,
         "process_start": mark.started, "host": machine.host, "boot_id": machine.boot_id, "processes": machine.processes,
+        **more,
     }  # fmt: skip
     (folder / "status.json").write_text(json.dumps(status))
     return folder
@@ -43,6 +44,13 @@ def test_a_run_shows_its_step_pace_and_newest_metrics(tmp_path: Path) -> None:
     assert (run["folder"], run["state"], run["step"], run["last_step"]) == ("digits/1", "running", 20, 100)
     assert (run["remaining_s"], run["samples_per_s"]) == (8.0, 650.0)
     assert run["metrics"] == {"train/loss": 0.7, "val/loss": 0.8}
+
+
+def test_a_run_that_a_time_ends_shows_the_time_that_is_left(tmp_path: Path) -> None:
+    row = {"step": 10, "seconds": 1.0, "train/loss": 0.9}
+    (run_in(tmp_path / "timed", last_step=None, stop_after_s=30.0) / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (run,) = Board(tmp_path).read()["runs"]
+    assert (run["last_step"], run["remaining_s"]) == (None, 28.0)  # step 20 at a tenth of a second each
 
 
 def test_running_ones_come_first_and_the_oldest_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

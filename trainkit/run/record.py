@@ -194,7 +194,7 @@ class StatusFile:
         self._constant = {"version": 1, "pid": mark.pid, "process_start": mark.started, **asdict(Machine.here())}
         self._step_now: Callable[[], int | None] = lambda: None
         self._step: int | None = None
-        self._last_step: int | None = None
+        self._end: dict[str, float | None] = {"last_step": None}
         self._changed, self._has_ended = threading.Event(), threading.Event()
         self._written: tuple[Any, ...] = ()
         self._written_at = -float("inf")
@@ -205,9 +205,9 @@ class StatusFile:
         self._step_now = step_now
         self._changed.set()
 
-    def aim_at(self, last_step: int | None) -> None:
-        """Set the number of updates after which the run ends; None: a time ends it."""
-        self._last_step = last_step
+    def aim_at(self, last_step: int | None, seconds: float | None) -> None:
+        """Set the number of updates, and the seconds of training, of which the first that is reached ends the run."""
+        self._end = {"last_step": last_step} if seconds is None else {"last_step": last_step, "stop_after_s": seconds}
 
     def __enter__(self) -> Self:
         self._write("starting")
@@ -243,7 +243,7 @@ class StatusFile:
         content = {
             "state": state,
             "step": self._step,
-            "last_step": self._last_step,
+            **self._end,
             "resumable": current[2],
             "updated": round(time.time(), 3),
             "updated_at": datetime.now(UTC).isoformat(timespec="seconds"),

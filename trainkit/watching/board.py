@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 from typing_extensions import TypedDict
 
 from trainkit.errors import UnreadableError
-from trainkit.files import parse_json, read_map, read_tail
+from trainkit.files import Kind, parse_json, read_map, read_tail
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import FILE, read_status
 
@@ -112,9 +112,13 @@ def watched(folder: Path, root: Path) -> WatchedRun:
     row, metrics = _last_rows(folder)
     last_step, remaining, pace = None, None, row.get("seconds", 0.0) / max(1.0, row.get("step", 0.0))
     with suppress(UnreadableError):
-        last_step = read_map(folder / FILE, {}, optional={"last_step": (int, type(None))}).get("last_step")
-    if found.state == "running" and found.step is not None and last_step is not None and pace > 0:
-        remaining = max(0, last_step - found.step) * pace
+        kinds: dict[str, Kind] = {"last_step": (int, type(None)), "stop_after_s": (int, float)}
+        end = read_map(folder / FILE, {}, optional=kinds)
+        last_step, seconds = end.get("last_step"), end.get("stop_after_s")
+        if found.state == "running" and found.step is not None and pace > 0:
+            left = [] if last_step is None else [(last_step - found.step) * pace]
+            left += [] if seconds is None else [seconds - found.step * pace]
+            remaining = max(0.0, min(left)) if left else None
     relative = folder.relative_to(root).as_posix()
     return {
         "folder": _plain(str(folder) if relative == "." else relative),

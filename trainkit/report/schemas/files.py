@@ -81,6 +81,8 @@ class Status(TypedDict):
     """Updates done; null before the first."""
     last_step: NotRequired[int | None]
     """Updates after which the run ends; null before it is planned, and with `stop_after`."""
+    stop_after_s: NotRequired[float]
+    """Seconds of training after which the run ends, with `stop_after`."""
     resumable: bool
     """Whether there is a complete checkpoint."""
     updated: float

@@ -28,6 +28,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.sections import BatchConfig, NumericsConfig
 from trainkit.config.targets.allowed import IN_PROCESS, TARGET, root_of
 from trainkit.config.targets.build import build, class_built_by
+from trainkit.config.values import seconds_of
 from trainkit.data.hooks import DataHooks, Reading
 from trainkit.data.splits import size_of, validation_splits
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError, refuse, together
@@ -226,6 +227,11 @@ class RunPlan:
     def known_last_step(self) -> int | None:
         """The same if it is known before the run; None: a time ends it."""
         return self.last_step if self.cfg.stop_after is None else None
+
+    @property
+    def stop_after_s(self) -> float | None:
+        """Seconds of training after which the run ends; None: its number of updates alone ends it."""
+        return None if self.cfg.stop_after is None else seconds_of(self.cfg.stop_after)
 
     @property
     def auxiliary_ranks(self) -> tuple[int, ...]:
