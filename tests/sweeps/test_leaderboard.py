@@ -222,8 +222,8 @@ def test_a_failed_seed_of_one_fold_leaves_the_point_its_other_seeds(tmp_path: Pa
 
 def test_the_board_says_which_points_may_be_best_and_which_are_worse(tmp_path: Path) -> None:
     noise = [0.0, 0.01, -0.01, 0.005, -0.005]
-    losses = {"0.1": [0.5 + one for one in noise], "0.2": [0.501 - one for one in noise]}
-    board = seeded(tmp_path, {**losses, "0.3": [0.9 + 0.9 * one for one in noise]})
+    losses = {"0.1": [0.50003 + one for one in noise], "0.2": [0.501 - one for one in noise]}
+    board = seeded(tmp_path, {**losses, "0.3": [0.90003 + 0.9 * one for one in noise]})
     assert board.verdict() == [
         "may be best: clip.max_norm=0.1, clip.max_norm=0.2 (5 seeds)",
         "clip.max_norm=0.3 worse than clip.max_norm=0.1 by 0.4 [0.3976, 0.4024]",

@@ -150,8 +150,7 @@ class Leaderboard:
         table = {label: entry.by_seed(self.goal.metric) for label, entry in zip(labels, ended, strict=True)}
         if len(table) < 2 or max(map(len, table.values())) < 2:
             return []
-        is_loss = self.goal.metric.endswith("loss")
-        resolution = 0.0 if is_loss else verdict.resolution_of(table)
+        resolution = verdict.resolution_of(value for column in table.values() for value in column.values())
         found = verdict.standings(table, lower_is_better=self.goal.mode == "min", resolution=resolution)
         lines = [*verdict.sentences(found)]
         more = len(lines) - 1 - _MOST_OUT
