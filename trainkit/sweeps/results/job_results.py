@@ -226,7 +226,12 @@ def read_entries(folder: Path) -> list[JobResult]:
 
 
 def read_jobs(folder: Path) -> list[Row]:
-    """Return the jobs that the `sweep.json` of a folder lists.
+    """Return the jobs that the `sweep.json` of a folder lists; raises as `read_sweep`."""
+    return read_sweep(folder)[0]
+
+
+def read_sweep(folder: Path) -> tuple[list[Row], dict[str, float]]:
+    """Return the jobs that the `sweep.json` of a folder lists, and the seconds that they have used of a budget.
 
     Raises:
         AbsentFileError: there is no such file: the folder does not hold a sweep.
@@ -234,7 +239,8 @@ def read_jobs(folder: Path) -> list[Row]:
     """
     path = folder / SWEEP_FILE
     try:
-        jobs = expect_maps(read_map(path, {"jobs": list}, limit=_MAX_BYTES)["jobs"], _JOB, optional=_LATER)
+        found = read_map(path, {"jobs": list}, optional={"spent": dict}, limit=_MAX_BYTES)
+        jobs = expect_maps(found["jobs"], _JOB, optional=_LATER)
         for job in jobs:
             place = Path(job["folder"])
             if place.is_absolute() or ".." in place.parts:
@@ -244,7 +250,8 @@ def read_jobs(folder: Path) -> list[Row]:
     except ValueError as error:
         raise UnreadableError(path, str(error)) from None
     own = [{name: job[name] for name in (*_JOB, *_LATER) if name in job} for job in jobs]
-    return [Row(**{**job, "folder": folder / job["folder"], "overrides": tuple(job["overrides"])}) for job in own]
+    rows = [Row(**{**job, "folder": folder / job["folder"], "overrides": tuple(job["overrides"])}) for job in own]
+    return rows, {name: float(one) for name, one in found.get("spent", {}).items() if isinstance(one, int | float)}
 
 
 def relative(folder: Path, base: Path) -> str:
@@ -328,17 +335,13 @@ class SweepState:
             ConfigError: the folder holds a file of the user with the name of a sweep's.
         """
         try:
-            rows = read_jobs(folder)
+            rows, spent = read_sweep(folder)
         except AbsentFileError:
-            rows = []
+            rows, spent = [], {}
             if other := next(folder.glob("leaderboard.*"), None):
                 raise refusal(str(other), "was not written by a sweep, which would replace it. Move it.") from None
         found = cls(folder=folder, rows={row.job: row for row in rows}, command=tuple(command), budget=budget)
-        if rows:
-            before = read_map(folder / SWEEP_FILE, {}, optional={"spent": dict}, limit=_MAX_BYTES).get("spent", {})
-            found.spent |= {
-                name: float(before[name]) for name in found.spent if isinstance(before.get(name), int | float)
-            }
+        found.spent |= {name: spent[name] for name in found.spent if name in spent}
         return found
 
     def use(self, seconds: float, *, runs: bool, devices: float) -> None:
