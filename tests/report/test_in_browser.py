@@ -14,12 +14,22 @@ import pytest
 from tests.support.browsing import needs_axe, needs_browser, opened, serious_findings, tab
 from trainkit.config.schema import MonitoredMetric
 from trainkit.report.curves import LoggedRows
+from trainkit.report.schemas.looking import ChangedKey, ComparedSide, PairedComparison
 from trainkit.report.web.comparison_document import ComparedRun, Comparison, DifferingKey, comparison_page
+from trainkit.report.web.ledger_document import ledger_page
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.record import write_page, write_run_page
 
 HOSTILE = "</script><img src=x onerror=window.hit=1>\u202e" + "x" * 10_000
 SETTING = {"key": "optimizer.lr", "value": 0.05, "recipe": 0.001, "set_by": "command line", "tag": "maths"}
+COMPARED = PairedComparison(
+    version=1, time="2026-11-28T19:00:00+00:00", metric="val/loss", mode="min", answer="better", difference=-0.0044,
+    interval=[-0.0082, -0.0006], alpha=0.05, more_pairs=0, pairs=[], gain_of_pairing=2.7, unpaired=[], remarks=["one"],
+    seconds=90.0, line="better  val/loss -0.0044 [-0.0082, -0.0006], 95 % at any look, 5 pairs",
+    a=ComparedSide(name="optimizer.lr=0.1", folder="a", state="", diverged=0),
+    b=ComparedSide(name=HOSTILE, folder="b", state="", diverged=0),
+    differences=[ChangedKey(key="optimizer.lr", left=0.1, right=HOSTILE, tag="maths")],
+)  # fmt: skip
 pytestmark = needs_browser
 
 
@@ -82,10 +92,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_page_at(folder, rows_of(0.05)).rename(folder / "run.html")
     comparison_at(folder / "sweep.html", jobs, is_sweep=True)
     comparison_at(folder / "comparison.html", jobs[:2], is_sweep=False)
+    same = PairedComparison(**{**COMPARED, "answer": "the same", "difference": None})
+    write_page(folder / "ledger.html", ledger_page([COMPARED, same], "outputs/comparisons.jsonl"))
     return folder
 
 
-ALL = pytest.mark.parametrize("name", ["run.html", "comparison.html", "sweep.html"])
+ALL = pytest.mark.parametrize("name", ["run.html", "comparison.html", "sweep.html", "ledger.html"])
 FOREIGN = "[...document.querySelectorAll('[src], [href]')].filter((one) => !/^data:/.test(one.src ?? one.href)).length"
 
 

@@ -28,6 +28,7 @@ from trainkit.sweeps.results.starts import shapes_differ, write_start
 from trainkit.sweeps.results.states import state_of
 from trainkit.sweeps.verdict import verdict
 from trainkit.trained.build import build_model
+from trainkit.verbs.looking import report
 from trainkit.verbs.looking.schema import schema_of
 from trainkit.verbs.running import compare as verb
 from trainkit.verbs.support.call import parse
@@ -138,12 +139,26 @@ def test_a_run_that_was_interrupted_is_no_pair(tmp_path: Path) -> None:
     assert [run.cfg.seed for run in a.runs] == [0, 1]
 
 
-def test_a_tie_by_one_sample_is_called_a_tie(tmp_path: Path) -> None:
-    a = side(tmp_path / "a", [350 / 360] * 5 + [349 / 360], "val/accuracy")
-    b = side(tmp_path / "b", [351 / 360] * 5 + [350 / 360], "val/accuracy")
-    found = judged(a, b, "val/accuracy")
+@pytest.mark.parametrize("metric", ["val/accuracy", "val/share_of_loss"])
+def test_a_tie_by_one_sample_is_called_a_tie(tmp_path: Path, metric: str) -> None:
+    a = side(tmp_path / "a", [350 / 360] * 5 + [349 / 360], metric)
+    b = side(tmp_path / "b", [351 / 360] * 5 + [350 / 360], metric)
+    found = judged(a, b, metric)
     assert found["answer"] == "not distinguishable yet"
-    assert found["remarks"] == ["a tie: the means differ by one step of val/accuracy, 0.002778, or less"]
+    assert found["remarks"] == [f"a tie: the means differ by one step of {metric}, 0.002778, or less"]
+
+
+def test_the_clock_of_stop_after_is_said_to_be_part_of_a_difference(tmp_path: Path) -> None:
+    for name, steps in (("a", 100), ("b", 120)):
+        side(tmp_path / name, POOL["loss"][:5], stop_after="5s")
+        for seed, path in enumerate(sorted((tmp_path / name).glob("*/result.json"))):
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"steps": steps + seed}))
+    found = judged(*(read_side(str(tmp_path / name)) for name in "ab"))
+    assert found["remarks"] == [
+        "other numbers of steps: 100, 101, 102, 103 and 1 more and 120, 121, 122, 123 and 1 more",
+        "stop_after ends a run by the clock: the speed of each is part of the difference, with all its noise",
+    ]
+    assert not found["unpaired"]
 
 
 def test_skewed_differences_are_said(tmp_path: Path) -> None:
@@ -207,9 +222,15 @@ def test_comparisons_are_listed_from_the_ledger(tmp_path: Path, cwd: Path, capsy
     assert main(["compare", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["comparisons"] == [shown]
     with pairs.LEDGER.open("a") as file:
-        file.write("half a li")
+        file.write('{"version": 1, "line": "of no comparison"}\nhalf a li')
     assert main(["compare"]) == 0
     assert shown["line"] in capsys.readouterr().out
+    assert main(["report", str(pairs.LEDGER)]) == 0
+    page = pairs.LEDGER.with_suffix(".html")
+    assert capsys.readouterr().out == f"{page}\n"
+    assert "1 comparison: 1 undecided or equal. Their runs trained" in page.read_text()
+    with pytest.raises(ConfigError, match="lists no comparison"):
+        report.run(parse(["report", str(tmp_path / "none.jsonl")])[0])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, variance
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from trainkit.config.grammar import refusal
 from trainkit.config.identity import difference
@@ -189,7 +189,6 @@ def compare(
     Raises:
         ConfigError: no seed is in both, or no run has the metric.
     """
-    alpha = ALPHA / edits
     values, hashes = (a.by_seed(goal), b.by_seed(goal)), (a.hashes(), b.hashes())
     seeds = sorted(seed for seed in values[0] if seed in values[1])
     if not seeds and not same:
@@ -200,60 +199,74 @@ def compare(
         raise refusal(f"--metric {goal.metric}", f"no run has it. There are: {', '.join(known)}.")
     pairs = [
         ComparedPair(
-            seed=seed,
-            a=values[0][seed],
-            b=values[1][seed],
-            sha256_a=hashes[0][seed],
-            sha256_b=hashes[1][seed],
+            seed=seed, a=values[0][seed], b=values[1][seed], sha256_a=hashes[0][seed], sha256_b=hashes[1][seed]
         )
         for seed in seeds
     ]
-    whole = [(one["seed"], one["a"], one["b"]) for one in pairs if one["a"] is not None and one["b"] is not None]
-    gaps = [later - earlier for _, earlier, later in whole if earlier is not None and later is not None]
-    column = [{str(seed): pair[at] for seed, *pair in whole} for at in (0, 1)]
-    table = {"a": column[0], "b": column[1]}
-    resolution = 0.0 if goal.metric.endswith("loss") else resolution_of(table)
-    found = Verdict(answer="not distinguishable yet", difference=math.nan, low=-math.inf, high=math.inf)
-    if gaps:
-        found = verdict(
-            gaps, alpha, lower_is_better=goal.mode == "min", resolution=resolution, delta=delta, budget=budget
-        )
-    diverged = [sum(one[key] is None for one in pairs) for key in ("a", "b")]
-    remarks, more = [*notes, *_remarks(a, b, gaps, seeds, diverged)], found.more_pairs
-    is_tie = bool(gaps) and resolution > 0 and abs(found.difference) <= resolution * 1.001
+    alpha = ALPHA / edits
+    found, remarks = _answer(pairs, goal, alpha=alpha, delta=delta, budget=budget)
+    whole = _whole(pairs)
+    remarks = [*notes, *_remarks(a, b, whole, pairs), *remarks]
     if same or (pairs and all(_same_bits(a, b, seed, hashes) for seed in seeds)):
-        found, more = replace(found, answer="the same" if same else "the same bits", low=0.0, high=0.0), 0
+        found = replace(found, answer="the same" if same else "the same bits", low=0.0, high=0.0, more_pairs=0)
         remarks = [*notes, *([same] if same else [])]
-    elif diverged[found.answer == "better"] > diverged[found.answer != "better"] and found.answer in _SIDED:
-        side = "B" if found.answer == "better" else "A"
-        remarks.append(f"{side} has the better values where both end, and is not better, as more of its runs diverged")
-        found, more = replace(found, answer="not distinguishable yet"), None
-    elif is_tie and found.answer in (*_SIDED, "not distinguishable yet"):
-        remarks.append(f"a tie: the means differ by one step of {goal.metric}, {figure(resolution)}, or less")
-        found, more = replace(found, answer="not distinguishable yet"), None
-    spent = [run.result.seconds or 0.0 for side in (a, b) for run in side.runs if run.cfg.seed in seeds]
-    gain = _gain(whole)
     document = PairedComparison(
         version=1,
         time=datetime.now(UTC).isoformat(timespec="seconds"),
-        a=ComparedSide(name=a.name, folder=str(a.folder), state=a.state, diverged=diverged[0]),
-        b=ComparedSide(name=b.name, folder=str(b.folder), state=b.state, diverged=diverged[1]),
+        a=ComparedSide(name=a.name, folder=str(a.folder), state=a.state, diverged=_diverged(pairs, "a")),
+        b=ComparedSide(name=b.name, folder=str(b.folder), state=b.state, diverged=_diverged(pairs, "b")),
         differences=[{**asdict(one), "tag": one.tag.value} for one in _differences(a, b)],  # type: ignore[typeddict-item]
         metric=goal.metric,
         mode=goal.mode,
         answer=found.answer if found.answer != "the same within delta" else f"the same within {figure(delta or 0.0)}",
-        difference=None if same or not gaps else found.difference,
+        difference=None if same or not whole else found.difference,
         interval=[found.low, found.high],
         alpha=alpha,
-        more_pairs=more,
+        more_pairs=found.more_pairs,
         pairs=pairs,
-        gain_of_pairing=gain,
+        gain_of_pairing=_gain(whole),
         unpaired=[] if same else [*_unpaired(a, b)],
         remarks=remarks,
-        seconds=sum(spent),
+        seconds=sum(run.result.seconds or 0.0 for side in (a, b) for run in side.runs if run.cfg.seed in seeds),
         line="",
     )
-    return PairedComparison(**{**document, "line": _line(document, len(gaps))})
+    return PairedComparison(**{**document, "line": _line(document, len(whole))})
+
+
+def _whole(pairs: Sequence[ComparedPair]) -> list[tuple[float, float]]:
+    """Return the values of A and B of the pairs in which neither diverged."""
+    return [(one["a"], one["b"]) for one in pairs if one["a"] is not None and one["b"] is not None]
+
+
+def _diverged(pairs: Sequence[ComparedPair], key: Literal["a", "b"]) -> int:
+    return sum(one[key] is None for one in pairs)
+
+
+def _answer(
+    pairs: Sequence[ComparedPair], goal: MonitoredMetric, *, alpha: float, delta: float | None, budget: int
+) -> tuple[Verdict, list[str]]:
+    """Return the verdict on pairs, withdrawn where divergences or a tie forbid it, and why it was."""
+    whole = _whole(pairs)
+    if not whole:
+        return Verdict(answer="not distinguishable yet", difference=math.nan, low=-math.inf, high=math.inf), []
+    resolution = resolution_of(value for pair in whole for value in pair)
+    found = verdict(
+        [b - a for a, b in whole],
+        alpha,
+        lower_is_better=goal.mode == "min",
+        resolution=resolution,
+        delta=delta,
+        budget=budget,
+    )
+    winner: Literal["a", "b"] = "b" if found.answer == "better" else "a"
+    open_again = replace(found, answer="not distinguishable yet", more_pairs=None)
+    if found.answer in _SIDED and _diverged(pairs, winner) > _diverged(pairs, "a" if winner == "b" else "b"):
+        told = "has the better values where both end, and is not better, as more of its runs diverged"
+        return open_again, [f"{winner.upper()} {told}"]
+    is_tie = resolution > 0 and abs(found.difference) <= resolution * 1.001
+    if is_tie and found.answer in (*_SIDED, "not distinguishable yet"):
+        return open_again, [f"a tie: the means differ by one step of {goal.metric}, {figure(resolution)}, or less"]
+    return found, []
 
 
 _SIDED: Final = ("better", "worse")
@@ -314,6 +327,9 @@ def record(found: PairedComparison, ledger: Path = LEDGER) -> None:
             file.write(line.encode())
 
 
+_KEYS: Final = PairedComparison.__required_keys__
+
+
 def recorded(ledger: Path = LEDGER) -> list[PairedComparison]:
     """Return the comparisons of the ledger, the first one first; lines that are none are skipped."""
     found = []
@@ -321,7 +337,7 @@ def recorded(ledger: Path = LEDGER) -> list[PairedComparison]:
         for line in read_lines(ledger) if ledger.exists() else ():
             with suppress(ValueError):
                 row: Any = parse_json(line)
-                if isinstance(row, Mapping) and row.get("version") == 1 and isinstance(row.get("line"), str):
+                if isinstance(row, Mapping) and row.get("version") == 1 and row.keys() >= _KEYS:
                     found.append(row)
     return found  # type: ignore[return-value]
 
@@ -332,12 +348,12 @@ def _differences(a: Side, b: Side) -> list[Any]:
     return [one for one in found if one.key not in ("name", "sweep.name")]
 
 
-def _gain(whole: Sequence[tuple[int, float, float]]) -> float | None:
+def _gain(whole: Sequence[tuple[float, float]]) -> float | None:
     """Return the variance of a difference of unequal seeds over that of pairs; None: unknown."""
     if len(whole) < FEWEST:
         return None
-    _, a, b = zip(*whole, strict=True)
-    paired = variance([later - earlier for _, earlier, later in whole])
+    a, b = zip(*whole, strict=True)
+    paired = variance([later - earlier for earlier, later in whole])
     return (variance(a) + variance(b)) / paired if paired > 0 else None
 
 
@@ -391,24 +407,22 @@ def _other_shapes(one: Run, other: Run) -> str:
     return f"other shapes of weights ({_some(texts)})"
 
 
-def _remarks(
-    a: Side,
-    b: Side,
-    gaps: Sequence[float],
-    seeds: Sequence[int],
-    diverged: Sequence[int],
-) -> Iterator[str]:
+def _remarks(a: Side, b: Side, whole: Sequence[tuple[float, float]], pairs: Sequence[ComparedPair]) -> Iterator[str]:
     """Yield what weakens the answer."""
+    gaps, diverged = [later - earlier for earlier, later in whole], [_diverged(pairs, "a"), _diverged(pairs, "b")]
     if b.runs and _shares_start(b.runs[0].cfg):
         yield f"B starts with the weights of A in the first units of each layer: {b.folder / STARTS}"
     if any(diverged):
-        yield f"diverged or failed: {diverged[0]} of {len(seeds)} of A, {diverged[1]} of B; these pairs do not count"
+        yield f"diverged or failed: {diverged[0]} of {len(pairs)} of A, {diverged[1]} of B; these pairs do not count"
     if (place := far_pair(gaps)) is not None:
         far = f"the difference {figure(gaps[place])} lies far from all others"
         yield f"skewed: {far}, so they are not normal, and the interval may miss their mean"
-    lengths = [{run.result.steps for run in side.runs if run.result.status in COMPLETE} for side in (a, b)]
+    ended = [[run.result for run in side.runs if run.result.status in COMPLETE] for side in (a, b)]
+    lengths = [{one.steps for one in results if one.steps is not None} for results in ended]
     if lengths[0] != lengths[1]:
-        yield f"other numbers of steps: {_some(lengths[0])} and {_some(lengths[1])}"
+        yield f"other numbers of steps: {_some(sorted(lengths[0]))} and {_some(sorted(lengths[1]))}"
+        if a.cfg.stop_after is not None or b.cfg.stop_after is not None:
+            yield "stop_after ends a run by the clock: the speed of each is part of the difference, with all its noise"
 
 
 def _some(items: Any, most: int = 4) -> str:

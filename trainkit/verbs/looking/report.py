@@ -1,4 +1,4 @@
-"""`trainkit report RUN ...`: write the page of one run, of several runs, or of a sweep, for a browser, or send runs."""
+"""`trainkit report RUN ...`: write the page of runs, of a sweep or of a ledger, for a browser, or send runs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from trainkit.config.schema import NO_RUN, refuse_earlier_names
 from trainkit.errors import UnreadableError
 from trainkit.files import reporting
 from trainkit.report.web.comparison_document import comparison_page
+from trainkit.report.web.ledger_document import ledger_page
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import read_status
 from trainkit.run.record import write_page, write_run_page
 from trainkit.sweeps.results.comparing import compare_runs, compare_sweep, spread_of_run
 from trainkit.sweeps.results.leaderboard import collect
+from trainkit.sweeps.results.pairs import recorded
 from trainkit.tracking.sending import send_later
 from trainkit.verbs.support.call import Call
 
@@ -24,6 +26,8 @@ def run(call: Call) -> int:
     """Write the page, and print its path."""
     folders = [Path(argument).expanduser() for argument in call.arguments]
     is_sweep = len(folders) == 1 and (folders[0] / "sweep.json").is_file()
+    if len(folders) == 1 and folders[0].suffix == ".jsonl":
+        return _write_ledger(call, folders[0])
     for folder in folders:
         if not is_sweep and not (folder / "resolved.yaml").is_file():
             raise refusal(str(folder), f"{NO_RUN} Give run folders, or one folder of a sweep.")
@@ -34,10 +38,7 @@ def run(call: Call) -> int:
             raise refusal(str(running[0]), "is running, and sends its rows itself.")
         return max(map(send_later, folders))
     out = folders[0] / "report.html" if len(folders) == 1 else Path("comparison.html")
-    if "out" in call.flags:
-        out = Path(call.flags["out"]).expanduser()
-        if out.is_dir() or not out.parent.is_dir():
-            raise refusal(f"--out {out}", "must be a file in an existing folder.")
+    out = _out(call, out)
     with reporting(out.parent):
         if is_sweep:
             board = collect(folders[0])
@@ -48,5 +49,31 @@ def run(call: Call) -> int:
             write_run_page(RunFolder(folders[0]), out, spread=spread_of_run(folders[0]))
         else:
             write_page(out, comparison_page(compare_runs(folders)))
+    sys.stdout.write(f"{out}\n")
+    return 0
+
+
+def _out(call: Call, default: Path) -> Path:
+    """Return the file to write.
+
+    Raises:
+        ConfigError: it cannot be a file.
+    """
+    out = Path(call.flags.get("out", default)).expanduser()
+    if out.is_dir() or not out.parent.is_dir():
+        raise refusal(f"--out {out}", "must be a file in an existing folder.")
+    return out
+
+
+def _write_ledger(call: Call, ledger: Path) -> int:
+    """Write the page of the comparisons that a ledger lists, and print its path."""
+    if "send" in call.flags:
+        raise refusal("--send", "sends runs, and a ledger holds none.")
+    rows = recorded(ledger)
+    if not rows:
+        raise refusal(str(ledger), "lists no comparison. trainkit compare A B makes one.")
+    out = _out(call, ledger.with_suffix(".html"))
+    with reporting(out.parent):
+        write_page(out, ledger_page(rows, str(ledger)))
     sys.stdout.write(f"{out}\n")
     return 0

@@ -198,10 +198,11 @@ VERBS: Final[Mapping[str, Verb]] = {
         "looking", "RUN RUN       (run folders or resolved.yaml files)", "RUN RUN",
         "print the differences of two runs that can matter", (_JSON,), (2, 2), paths=2, overrides=False),
     "report": Verb(
-        "looking", "RUN | RUN RUN ... | SWEEP", "RUN",
-        "write the page of one run, of several runs, or of a sweep",
+        "looking", "RUN | RUN RUN ... | SWEEP | outputs/comparisons.jsonl", "RUN",
+        "write the page of one run, of several runs, of a sweep, or of all comparisons",
         (
-            Flag("--out FILE", "the file to write; without it RUN/report.html, SWEEP/report.html or comparison.html"),
+            Flag("--out FILE", "the file to write; without it RUN/report.html, SWEEP/report.html, comparison.html or "
+                 "outputs/comparisons.html"),
             Flag("--send", "write no page; send what the run's trackers have not received"),
         ), (1, math.inf), paths=math.inf, overrides=False),
     "top": Verb(
