@@ -116,6 +116,7 @@ def main() -> int:
                 code, printed = trainkit(*words)
             found = json.loads(printed) if code == 0 else {"answer": f"exit code {code}", "line": printed[-500:]}
             answers[kind][found["answer"]] += 1
+            sys.stderr.write(f"{time.monotonic() - begun:5.0f} s  {number}, {kind}: {found['answer']}\n")
             if found["answer"] not in ("the same", "the same bits"):
                 wrong.append(f"edit {number}, {kind} {' '.join(override)}: {found['line']}")
         os.chdir("/")
