@@ -153,7 +153,7 @@ def test_the_clock_of_stop_after_is_said_to_be_part_of_a_difference(tmp_path: Pa
         side(tmp_path / name, POOL["loss"][:5], stop_after="5s")
         for seed, path in enumerate(sorted((tmp_path / name).glob("*/result.json"))):
             path.write_text(json.dumps(json.loads(path.read_text()) | {"steps": steps + seed}))
-    found = judged(*(read_side(str(tmp_path / name)) for name in "ab"))
+    found = judged(read_side(str(tmp_path / "a")), read_side(str(tmp_path / "b")))
     assert found["remarks"] == [
         "other numbers of steps: 100, 101, 102, 103 and 1 more and 120, 121, 122, 123 and 1 more",
         "stop_after ends a run by the clock: the speed of each is part of the difference, with all its noise",
