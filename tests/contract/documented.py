@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,17 +47,12 @@ class Stretched(Case):
 
     strategy: str = "sequence"
     task: str = "tokens"
+    samples: Callable[[], zoo.Sentences] | None = zoo.EvenSentences
 
     def make_model(self) -> nn.Module:
         """The model of the page."""
         made: nn.Module = SEQUENCE["Words"](vocab_size=zoo.TOKENS, context=4)
         return zoo.fill(made)
-
-    def make_data(self) -> zoo.Sentences:
-        """Sequences that two and four ranks cut evenly."""
-        data = zoo.Sentences()
-        data.inputs, data.targets = data.inputs[:, :4].contiguous(), data.targets[:, :4].contiguous()
-        return data
 
     def make_strategy(self) -> Strategy:
         """The class of the page."""

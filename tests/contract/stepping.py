@@ -144,6 +144,10 @@ class Case:
     task: str = "classes"
     """`classes`: points, each a target; `tokens`: sequences with unequal numbers of targets; `gpt` and `resnet`: the
     repo's own models, on these sequences and on images."""
+    build: Callable[..., nn.Module] | None = None
+    """What makes the model; None: that of the task."""
+    samples: Callable[[], Any] | None = None
+    """What makes the data; None: those of the task."""
     model: dict[str, Any] = field(default_factory=dict)
     optimizer: str = "sgd"
     global_size: int = 8
@@ -176,12 +180,11 @@ class Case:
 
     def make_model(self) -> nn.Module:
         """The model at step 0."""
-        made: nn.Module = TASKS[self.task].model(**self.model)
-        return made
+        return (self.build or TASKS[self.task].model)(**self.model)
 
     def make_data(self) -> Any:
         """The training samples."""
-        return TASKS[self.task].data()
+        return (self.samples or TASKS[self.task].data)()
 
     def rate(self, step: int) -> float:
         """The learning rate of an update."""
@@ -270,21 +273,22 @@ def _share_samples(found: list[Trained], trained: list[Trained]) -> None:
         used.extend(index for one in trained for index in one.computed.get(step, ()))
 
 
-def oracle(case: Case) -> reference.Trained:
-    """What the case must come to."""
+def arguments_of(case: Case) -> dict[str, Any]:
+    """The arguments of a loop by hand that trains a case without clipping."""
     data = case.make_data()
-    return reference.train(
-        case.make_model(),
-        [data[index] for index in range(len(data))],
-        TASKS[case.task].loss_sum,
-        optimizer=reference.sgd(momentum=0.9) if case.optimizer == "sgd" else reference.adamw(weight_decay=0.1),
-        rate=case.rate,
-        num_steps=case.num_steps,
-        global_size=case.global_size,
-        micro_size=case.micro_size,
-        seed=case.seed,
-        max_norm=case.max_norm,
-    )
+    return {
+        "model": case.make_model(),
+        "samples": [data[index] for index in range(len(data))],
+        "loss_sum": TASKS[case.task].loss_sum,
+        "optimizer": reference.sgd(momentum=0.9) if case.optimizer == "sgd" else reference.adamw(weight_decay=0.1),
+        "rate": case.rate,
+        **{name: getattr(case, name) for name in ("num_steps", "global_size", "micro_size", "seed")},
+    }
+
+
+def oracle(case: Case, **others: Any) -> reference.Trained:
+    """What the case must come to; `others` replace arguments of the loop."""
+    return reference.train(max_norm=case.max_norm, **arguments_of(case) | others)
 
 
 def run_rank(place: Place | None, case: Case) -> Trained:

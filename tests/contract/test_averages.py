@@ -82,10 +82,8 @@ def by_hand(folder: Path, kind: Any, steps: range) -> dict[str, Tensor]:
 def test_an_average_is_that_of_torch(tmp_path: Path, settings: tuple[str, ...], kind: Any, steps: range) -> None:
     points = POINTS[:-1] if "average=swa" in settings else POINTS
     result = run(tmp_path / "run", *points, *settings, "checkpoint.every_steps=1", "checkpoint.keep_last=9")
-    expected = by_hand(tmp_path / "run", kind, steps)
-    assert averages(result).keys() == expected.keys()
-    for name, tensor in expected.items():  # torch divides by the number of values in float32
-        torch.testing.assert_close(averages(result)[name], tensor, rtol=1e-7, atol=1e-9)
+    expected = by_hand(tmp_path / "run", kind, steps)  # torch divides by the number of values in float32
+    torch.testing.assert_close(averages(result), expected, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.slow
@@ -143,12 +141,9 @@ def test_an_average_of_any_strategy_is_that_of_one_device_stopped_and_resumed(pl
     whole = run(tmp_path / "whole", *POINTS)
     run(tmp_path / "run", *POINTS, *PLACES[place], "stop_at_step=4")
     result = run(tmp_path / "resumed", *POINTS, *PLACES[place], f"resume={tmp_path}/run")
-    found = averages(result)
     assert result["metrics"] == pytest.approx(whole["metrics"], rel=1e-12)
-    for name, tensor in averages(whole).items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-14)
-    for name, tensor in weights(whole).items():
-        torch.testing.assert_close(weights(result)[name], tensor, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(averages(result), averages(whole), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(weights(result), weights(whole), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.slow
@@ -169,8 +164,7 @@ def test_batch_statistics_of_a_mean_of_weights_are_counted_over_the_training_dat
     loader = [train.inputs[at : at + 8].double() for at in range(0, len(train.inputs), 8)]
     counted = copy.deepcopy(model)
     update_bn(loader, counted)
-    for name, tensor in counted.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(model.state_dict(), counted.state_dict(), rtol=1e-12, atol=1e-14)
     split = Points(split="val")
     with torch.no_grad():
         loss = functional.cross_entropy(model(split.inputs.double()), split.targets).item()
@@ -196,8 +190,7 @@ def test_batch_statistics_are_counted_over_a_whole_stream_which_then_resumes_whe
     model.load_state_dict({**model.state_dict(), **averages(stopped)})
     counted = copy.deepcopy(model)
     update_bn([train.inputs[at : at + 8].double() for at in range(0, len(train.inputs), 8)], counted)
-    for name, tensor in counted.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(model.state_dict(), counted.state_dict(), rtol=1e-12, atol=1e-14)
     whole = run(tmp_path / "whole", *stream)
     assert run(tmp_path / "run", *stream, "resume=auto")["weights_sha256"] == whole["weights_sha256"]
 
@@ -210,8 +203,7 @@ def test_counted_batch_statistics_of_any_strategy_are_those_of_one_device(place:
     bits = [run(tmp_path / f"{len(at)}", *SWA, *at, "numerics.reproducible=true") for at in ((), PLACES[place])]
     assert all(tensor.equal(averages(bits[1])[name]) for name, tensor in averages(bits[0]).items())
     whole, found = (load_file(tmp_path / name / "model/average/model.safetensors") for name in ("whole", "run"))
-    for name, tensor in whole.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-14)
 
 
 LOCAL = ("strategy=local_sgd", "strategy.replicas=2", "strategy.average_every=2")

@@ -6,12 +6,11 @@ A rank that begins with weights of its own, since a constructor drew what no see
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.contract.stepping import Case, _Rank
 from tests.support.pool import Place, Pool
@@ -33,12 +32,6 @@ class Unseeded(Net):
         with torch.no_grad():
             for tensor in [*self.parameters(), *self.buffers()]:
                 tensor.copy_(torch.rand(tensor.shape, generator=generator))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drawn(Case):
-    def make_model(self) -> nn.Module:
-        return Unseeded()
 
 
 def tensors_of(place: Place, case: Case) -> dict[str, Tensor]:
@@ -71,7 +64,7 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[int, ...]]]] = [
 def test_ranks_begin_with_the_same_numbers(
     strategy: str, settings: dict[str, Any], alike: list[tuple[int, ...]], precision: str, pool: Pool
 ) -> None:
-    case = Drawn(strategy=strategy, settings=settings, precision=precision)
+    case = Case(build=Unseeded, strategy=strategy, settings=settings, precision=precision)
     sizes = [settings.get(axis, 1) for axis in ("replicas", "degree", "replicate", "shard", "tensor", "stages")]
     ranks = pool.run(f"{__name__}.tensors_of", case, num_ranks=math.prod(sizes))
     for found in ranks[1:]:
@@ -79,8 +72,6 @@ def test_ranks_begin_with_the_same_numbers(
         assert torch.equal(found["table"], ranks[0]["table"])
     for one, other in alike:
         torch.testing.assert_close(ranks[one], ranks[other], rtol=0, atol=0)
-    if (
-        "degree" in settings or "tensor" in settings
-    ):  # the second bias is whole along the tensor axis: ranks 0 and 1, 2 and 3
+    if settings.keys() & {"degree", "tensor"}:  # the second bias is whole along this axis: ranks 0 and 1, 2 and 3
         assert torch.equal(ranks[0]["2.bias"], ranks[1]["2.bias"])
         assert torch.equal(ranks[2]["2.bias"], ranks[3]["2.bias"])

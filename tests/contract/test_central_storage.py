@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.contract.checks import alone, assert_bits, assert_close
 from tests.contract.running import run, weights
 from tests.contract.stepping import Case, Frozen, oracle, train
 from tests.support import reference
@@ -37,17 +38,10 @@ def central(case: Case, threads: int) -> Case:
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
 def test_reproducible_runs_have_the_bits_of_one_device(threads: int, pool: Pool) -> None:
-    base = Case(
-        precision="fp32",
-        optimizer="adamw",
-        reproducible=True,
-        global_size=20,
-        micro_size=3,
-        model={"norm": True, "dropout": 0.3},
-        max_norm=0.5,
-    )
-    (expected,), (found,) = train(pool, base), train(pool, central(base, threads))
-    assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
+    model = {"norm": True, "dropout": 0.3}
+    base = Case(precision="fp32", optimizer="adamw", reproducible=True, model=model, global_size=20, max_norm=0.5)
+    base = replace(base, micro_size=3)
+    assert_bits(train(pool, central(base, threads)), alone(base))
 
 
 @pytest.mark.parametrize(
@@ -80,8 +74,7 @@ def test_copies_elsewhere_are_brought_up_to_date_after_every_update(
     case = replace(CLASSES, micro_size=3, model={"norm": True}, resume_at=4)
     (expected,) = train(pool, central(case, 2))
     monkeypatch.setattr(copies, "_on", own_memory)
-    (found,) = train(pool, central(case, 2))
-    assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
+    assert_bits(train(pool, central(case, 2)), expected)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -89,13 +82,10 @@ def test_copies_elsewhere_get_what_is_not_trained_from_a_checkpoint(
     mode: str, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Frozen(task="classes").from_a_checkpoint()
-    (expected,) = train(pool, case)
+    expected = alone(case)
     monkeypatch.setattr(copies, "_on", own_memory)
-    threads = ["cpu"] * (2 if mode == "sync" else 1)
-    settings = {"compute_devices": threads, "mode": mode}
-    (found,) = train(pool, replace(case, micro_size=3, strategy="central_storage", settings=settings))
-    for name, tensor in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], tensor, rtol=1e-12, atol=1e-14)
+    settings = {"compute_devices": ["cpu"] * (2 if mode == "sync" else 1), "mode": mode}
+    assert_close(train(pool, replace(case, micro_size=3, strategy="central_storage", settings=settings)), expected)
 
 
 @pytest.mark.gpu
@@ -128,18 +118,12 @@ def test_ending_it_ends_its_threads_and_gives_torch_its_own_back(tmp_path: Path)
     found = run(tmp_path / "central", "strategy=central_storage", *overrides)
     assert torch.get_num_threads() == before
     assert found["metrics"]["val/loss"] == pytest.approx(expected["metrics"]["val/loss"], rel=1e-12)
-    for name, tensor in weights(expected).items():
-        torch.testing.assert_close(weights(found)[name], tensor, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(weights(found), weights(expected), rtol=1e-12, atol=1e-14)
 
 
 ASYNC = (
-    "strategy=central_storage",
-    "strategy.mode=async",
-    "data=points",
-    "model=net",
-    "epochs=3",
-    "batch.global_size=4",
-)
+    "strategy=central_storage", "strategy.mode=async", "data=points", "model=net", "epochs=3", "batch.global_size=4",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -200,8 +184,7 @@ def test_each_threads_optimizer_continues_its_own_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_overflows_of_asynchronous_threads_lower_one_loss_scale(threads: int, pool: Pool) -> None:
     base = replace(CLASSES, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1, initial_scale=2.0**24)
-    (expected,) = train(pool, base)
-    settings = {"compute_devices": ["cpu"] * threads, "mode": "async"}
+    expected, settings = alone(base), {"compute_devices": ["cpu"] * threads, "mode": "async"}
     (found,) = train(pool, replace(base, strategy="central_storage", settings=settings))
     assert found.scale < 2.0**24
     equal = [key for key, tensor in expected.state.items() if torch.equal(tensor, found.state[key])]

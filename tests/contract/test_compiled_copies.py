@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.stepping import Case, oracle, run_rank, train
-from tests.support import reference
+from tests.contract.checks import assert_reference
+from tests.contract.stepping import Case, run_rank, train
 from tests.support.pool import Pool
 from trainkit.strategies.base import SetupRequest
 from trainkit.strategies.central_storage import AsyncCentralExecutor, CentralExecutor, CentralStorage
@@ -41,8 +41,7 @@ THREADS: dict[str, Any] = {"strategy": "central_storage"}
     ids=["points", "tokens", "buffers"],
 )
 def test_its_steps_are_those_of_the_reference(case: Case, pool: Pool) -> None:
-    for rank in train(pool, case):
-        assert reference.differences(rank.weights, oracle(case)) == []
+    assert_reference(train(pool, case), case)
 
 
 @pytest.mark.slow

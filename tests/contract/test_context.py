@@ -6,7 +6,7 @@ A position, a key or a target of the wrong part of a sequence is caught here alo
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from benchmarks.context_memory import LongCase
+from tests.contract.checks import alone, assert_close
 from tests.contract.meshes import TOLERANCES, Mesh, Resumed, compare, resume_error
 from tests.contract.stepping import Case, train
-from tests.contract.test_mesh import GPT, NET, FrozenCase, check
-from tests.contract.test_tensor_parallel import GptCase
+from tests.contract.test_mesh import FROZEN, GPT, NET, check
+from tests.support import zoo
 from tests.support.counted import bytes_of_rank
 from tests.support.pool import Pool, TaskError
 from trainkit.objectives.base import Access
@@ -40,46 +41,32 @@ AXES: dict[str, dict[str, Any]] = {
     "pipe, shard": {"shard": 2, "context": 2, "pipe": 2},
     "pipe, tensor": CUT | {"pipe": 2, "tensor": 2},
 }
-STAGES, SHARDED_STAGES = AXES["pipe"], AXES["pipe, shard"]
+SHARDED, STAGES, SHARDED_STAGES = {"context": 2, "shard": 2}, AXES["pipe"], AXES["pipe, shard"]
+CASES: dict[str, Case] = {
+    **{axes: replace(GPT, settings=settings, num_steps=4) for axes, settings in AXES.items()},
+    "accumulated, ragged": replace(GPT, settings=CUT, task="hidden", global_size=10, micro_size=3, num_steps=5),
+    "an idle copy": replace(GPT, settings=CUT | {"replicate": 2, "reduce": "ring"}, global_size=4, micro_size=4),
+    "summed last": replace(GPT, settings=SHARDED | {"sync": "last"}, global_size=10, micro_size=2, num_steps=5),
+    "recomputed": replace(GPT, settings=CUT, shaping=ModelTransforms(recompute="full"), num_steps=4),
+    "frozen, resumed": replace(FROZEN, settings=SHARDED, resume_at=2),
+    "pipe, gpipe": replace(GPT, settings=STAGES | {"schedule": "gpipe"}, micro_size=2),
+    "pipe, interleaved": replace(GPT, settings=STAGES | {"schedule": "interleaved"}, micro_size=1),
+    "pipe, zero_bubble": replace(GPT, settings=STAGES | {"schedule": "zero_bubble"}, micro_size=1),
+    "pipe, shard, interleaved": replace(GPT, settings=SHARDED_STAGES | {"schedule": "interleaved"}, micro_size=2),
+    "pipe, ragged": replace(GPT, settings=STAGES, task="hidden", global_size=10, micro_size=3, num_steps=5),
+    "pipe, shard, accumulated": replace(GPT, settings=SHARDED_STAGES, global_size=10, micro_size=1, num_steps=5),
+    "pipe, shard, idle": replace(GPT, settings=SHARDED_STAGES, global_size=4, micro_size=4, num_steps=5),
+    "pipe, recomputed": replace(
+        GPT, settings=STAGES, shaping=ModelTransforms(recompute="full"), micro_size=2, num_steps=4
+    ),
+    "pipe, frozen, resumed": replace(FROZEN, settings=STAGES, micro_size=2, resume_at=2),
+    "pipe, shard, frozen": replace(FROZEN, settings=SHARDED_STAGES, micro_size=2),
+}
 
 
-@pytest.mark.parametrize("axes", AXES)
-def test_sequences_cut_over_ranks_are_those_of_the_reference(axes: str, pool: Pool) -> None:
-    check(replace(GPT, settings=AXES[axes], num_steps=4), pool)
-
-
-@pytest.mark.parametrize(
-    "base",
-    [
-        replace(GPT, settings=CUT, task="hidden", global_size=10, micro_size=3, num_steps=5),
-        replace(GPT, settings=CUT | {"replicate": 2, "reduce": "ring"}, global_size=4, micro_size=4),
-        replace(GPT, settings={"context": 2, "shard": 2, "sync": "last"}, global_size=10, micro_size=2, num_steps=5),
-        replace(GPT, settings=CUT, shaping=ModelTransforms(recompute="full"), num_steps=4),
-        FrozenCase(settings={"context": 2, "shard": 2}, resume_at=2),
-    ],
-    ids=["accumulated, ragged", "an idle copy", "sharded, summed last", "recomputed", "frozen, resumed"],
-)
-def test_what_a_step_does_beside_is_that_of_the_reference(base: Case, pool: Pool) -> None:
-    check(base, pool)
-
-
-@pytest.mark.parametrize(
-    "base",
-    [
-        replace(GPT, settings=STAGES | {"schedule": "gpipe"}, micro_size=2),
-        replace(GPT, settings=STAGES | {"schedule": "interleaved"}, micro_size=1),
-        replace(GPT, settings=STAGES | {"schedule": "zero_bubble"}, micro_size=1),
-        replace(GPT, settings=SHARDED_STAGES | {"schedule": "interleaved"}, micro_size=2),
-        replace(GPT, settings=STAGES, task="hidden", global_size=10, micro_size=3, num_steps=5),
-        replace(GPT, settings=SHARDED_STAGES, global_size=10, micro_size=1, num_steps=5),
-        replace(GPT, settings=SHARDED_STAGES, global_size=4, micro_size=4, num_steps=5),
-        replace(GPT, settings=STAGES, shaping=ModelTransforms(recompute="full"), micro_size=2, num_steps=4),
-        FrozenCase(settings=STAGES, micro_size=2, resume_at=2),
-        FrozenCase(settings=SHARDED_STAGES, micro_size=2),
-    ],
-)
-def test_stages_of_cut_sequences_train_as_the_reference(base: Case, pool: Pool) -> None:
-    check(base, pool)
+@pytest.mark.parametrize("case", CASES)
+def test_sequences_cut_over_ranks_are_those_of_the_reference(case: str, pool: Pool) -> None:
+    check(CASES[case], pool)
 
 
 @pytest.mark.slow
@@ -98,17 +85,14 @@ def test_in_bf16_mixed_it_is_that_of_one_device_up_to_rounding(family: str, pool
 
 @pytest.mark.parametrize(
     ("cut", "even"),
-    [(CUT, {}), ({"context": 2, "shard": 2}, {}), (STAGES, {}), (SHARDED_STAGES, {"micro_size": 2, "num_steps": 2})],
+    [(CUT, {}), (SHARDED, {}), (STAGES, {}), (SHARDED_STAGES, {"micro_size": 2, "num_steps": 2})],
     ids=["whole", "sharded", "stages", "both"],
 )
 def test_what_is_dropped_out_of_parts_is_that_of_one_device(
     cut: dict[str, Any], even: dict[str, Any], pool: Pool
 ) -> None:
     base = replace(GPT, **{"model": {"bias": False, "dropout": 0.3}, "num_steps": 4, **even})
-    (expected,) = train(pool, replace(base, strategy="one_device", settings={}))
-    for rank in train(pool, replace(base, settings=cut)):
-        for name, tensor in expected.weights.items():
-            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-14)
+    assert_close(train(pool, replace(base, settings=cut)), alone(base))
 
 
 @pytest.mark.slow
@@ -139,22 +123,17 @@ class Noisy(nn.Dropout):
         return given + torch.randn_like(given)
 
 
-@dataclass(frozen=True, kw_only=True)
-class NoisyCase(GptCase):
+def noisy() -> nn.Module:
     """A model that draws for its part of a sequence."""
-
-    strategy: str = "mesh"
-
-    def make_model(self) -> nn.Module:
-        made: Any = super().make_model()
-        made.blocks[1].dropout = Noisy(0.0)
-        return made  # type: ignore[no-any-return]
+    made = zoo.even_gpt()
+    made.get_submodule("blocks.1").dropout = Noisy(0.0)
+    return made
 
 
 @pytest.mark.parametrize("cut", [CUT, STAGES | {"schedule": "interleaved"}], ids=["alone", "in the last stage"])
 def test_code_that_draws_for_its_part_without_saying_so_is_refused(cut: dict[str, Any], pool: Pool) -> None:
     with pytest.raises(TaskError, match=re.escape("blocks.1.dropout (Noisy) draws random numbers")):
-        train(pool, NoisyCase(settings=cut))
+        train(pool, replace(GPT, build=noisy, model={}, settings=cut))
 
 
 def test_what_a_cut_sequence_does_not_take_is_refused_by_name() -> None:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import pytest
 import torch
 
+from tests.contract.checks import assert_close
 from tests.contract.stepping import Case, train
 from tests.support.pool import Pool
 from trainkit.objectives.base import Loss, Model
@@ -33,10 +34,7 @@ BASE: Final = Case(global_size=16, micro_size=4, num_steps=4, rate_scale=0.3)
 
 def check(case: Case, pool: Pool) -> None:
     (alone,) = train(pool, replace(case, strategy="one_device", settings={}, resume_at=None))
-    for rank in train(pool, case):
-        assert rank.losses == pytest.approx(alone.losses, rel=1e-12)
-        for name, expected in alone.weights.items():
-            torch.testing.assert_close(rank.weights[name], expected, rtol=1e-12, atol=1e-13)
+    assert_close(train(pool, case), alone, atol=1e-13)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 A step of a convnet that launches a kernel for every buffer or gradient again is caught here alone.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,15 +21,21 @@ from trainkit.strategies.core.step import SmallGrads
 from trainkit.trained.build import meta_model
 
 
-# 201 and 757, 7 of which count targets; with an operation a buffer, and one for each gradient of a later shard, there
-# were 535 and 1,750
-@pytest.mark.parametrize(("shards", "most"), [(1, 205), (4, 780)])
-def test_a_step_asks_for_less_than_half_of_the_launches_that_a_loop_over_buffers_took(shards: int, most: int) -> None:
-    rank = _Rank(None, Case(task="resnet", global_size=8, micro_size=8 // shards, precision="fp32"))
+def launches_of(case: Case) -> Launches:
+    """What the second step of one device asks for."""
+    rank = _Rank(None, case)
     executor = rank.setup(0)
     rank.steps(executor, 1)
     with Launches() as launches:
         rank.steps(executor, 2)
+    return launches
+
+
+# 201 and 757, 7 of which count targets; with an operation a buffer, and one for each gradient of a later shard, there
+# were 535 and 1,750
+@pytest.mark.parametrize(("shards", "most"), [(1, 205), (4, 780)])
+def test_a_step_asks_for_less_than_half_of_the_launches_that_a_loop_over_buffers_took(shards: int, most: int) -> None:
+    launches = launches_of(Case(task="resnet", global_size=8, micro_size=8 // shards, precision="fp32"))
     assert launches.total <= most, launches.by_name.most_common(8)
 
 
@@ -40,30 +46,15 @@ class SmallImages(zoo.InMemory):
         self.inputs, self.targets = torch.randn(16, 3, 32, 32), torch.arange(16)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResNet50(Case):
-    task: str = "resnet"
-    global_size: int = 16
-    precision: str = "bf16_mixed"
-
-    def make_model(self) -> nn.Module:
-        return ResNet(depth=50, num_classes=1000)
-
-    def make_data(self) -> SmallImages:
-        return SmallImages()
-
-
 # 562 and 4,587; before buffers were joined 1,443 and 9,227, by the same count
 @pytest.mark.parametrize(
     ("shards", "before"), [(1, 1443), pytest.param(8, 9227, marks=pytest.mark.long)], ids=["whole", "eighths"]
 )
 @pytest.mark.slow
 def test_a_mixed_step_of_resnet_50_needs_at_most_half_of_its_earlier_launches(shards: int, before: int) -> None:
-    rank = _Rank(None, ResNet50(micro_size=16 // shards))
-    executor = rank.setup(0)
-    rank.steps(executor, 1)
-    with Launches() as launches:
-        rank.steps(executor, 2)
+    model = {"depth": 50, "num_classes": 1000}
+    wide = Case(task="resnet", build=ResNet, model=model, samples=SmallImages, precision="bf16_mixed")
+    launches = launches_of(replace(wide, global_size=16, micro_size=16 // shards))
     assert launches.total <= before / 2, launches.by_name.most_common(8)
 
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.contract.checks import assert_bits, assert_close, assert_reference
 from tests.contract.crossing import cross
 from tests.contract.running import run
-from tests.contract.stepping import Case, oracle, run_rank, train
+from tests.contract.stepping import Case, arguments_of, oracle, run_rank, train
 from tests.contract.test_sparse import Words
-from tests.support import apart, reference, zoo
+from tests.support import apart, reference
 from tests.support.pool import Place, Pool
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.local_sgd import LocalSgd, OuterOptimizer
@@ -35,19 +36,7 @@ def local(case: Case, replicas: int, **settings: Any) -> Case:
 
 
 def by_hand(case: Case, averaging: apart.Averaging) -> dict[str, torch.Tensor]:
-    data = case.make_data()
-    model = apart.train(
-        case.make_model(),
-        [data[index] for index in range(len(data))],
-        zoo.classes_sum if case.task == "classes" else zoo.tokens_sum,
-        averaging,
-        optimizer=reference.sgd(momentum=0.9) if case.optimizer == "sgd" else reference.adamw(weight_decay=0.1),
-        rate=case.rate,
-        num_steps=case.num_steps,
-        global_size=case.global_size,
-        micro_size=case.micro_size,
-        seed=case.seed,
-    )
+    model = apart.train(averaging, **arguments_of(case))
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
@@ -56,9 +45,8 @@ def by_hand(case: Case, averaging: apart.Averaging) -> dict[str, torch.Tensor]:
     "base", [CLASSES, replace(CLASSES, model={"norm": True}), TOKENS], ids=["classes", "norm", "tokens"]
 )
 def test_averaging_every_step_is_the_training_of_one_device_under_sgd(base: Case, replicas: int, pool: Pool) -> None:
-    expected = oracle(base)
     for rank in train(pool, local(base, replicas, average_every=1)):
-        assert reference.differences(rank.weights, expected) == []
+        assert reference.differences(rank.weights, oracle(base)) == []
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -72,15 +60,12 @@ def test_replicas_trained_apart_are_those_trained_by_hand(
     case = replace(case, model={"norm": optimizer == "sgd"})
     expected = by_hand(case, apart.Averaging(replicas=replicas, every=3, lr=outer))
     for rank in train(pool, local(case, replicas, average_every=3, outer={"lr": outer})):
-        for name, tensor in expected.items():
-            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(rank.weights, expected, rtol=1e-12, atol=1e-13)
 
 
 def test_the_first_steps_may_be_those_of_one_device(pool: Pool) -> None:
     case = replace(CLASSES, optimizer="adamw", num_steps=4)
-    ranks, expected = train(pool, local(case, 2, local_after=4)), oracle(case)
-    for rank in ranks:
-        assert reference.differences(rank.weights, expected) == []
+    assert_reference(train(pool, local(case, 2, local_after=4)), case)
     apart_since = train(pool, local(replace(case, num_steps=6), 2, local_after=4, average_every=2))
     assert reference.differences(apart_since[0].weights, oracle(replace(case, num_steps=6))) != []
 
@@ -91,10 +76,7 @@ def test_sparse_gradients_of_replicas_apart_are_dense_ones_to_rounding(optimizer
         local(Words(optimizer=optimizer, micro_size=2, num_steps=6, sparse=which), 3, average_every=3)
         for which in (False, True)
     )
-    expected = train(pool, dense)[0].weights
-    for rank in train(pool, sparse):
-        for name, tensor in expected.items():
-            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-13)
+    assert_close(train(pool, sparse), train(pool, dense)[0], atol=1e-13)
 
 
 def test_momentum_of_sparse_gradients_is_averaged(pool: Pool) -> None:
@@ -137,11 +119,10 @@ def test_replicas_meet_once_every_k_steps(base: Case, pool: Pool) -> None:
 
 def test_a_training_continued_at_an_average_ends_in_the_same_bits(pool: Pool) -> None:
     case = local(replace(CLASSES, optimizer="adamw", num_steps=9), 2, average_every=3, outer={"lr": 0.7})
-    whole = train(pool, case)[0].state
-    for rank in train(pool, replace(case, resume_at=6)):
-        unequal = [name for name, tensor in whole.items() if not torch.equal(tensor, rank.state[name])]
-        assert (rank.state.keys() - whole.keys(), unequal) == (set(), [])
-    assert "optimizer/outer_momentum/0.weight" in whole
+    whole = train(pool, case)[0]
+    for rank in assert_bits(train(pool, replace(case, resume_at=6)), whole):
+        assert rank.state.keys() == whole.state.keys()
+    assert "optimizer/outer_momentum/0.weight" in whole.state
 
 
 SHARDED: dict[str, dict[str, Any]] = {
@@ -162,17 +143,14 @@ def test_replicas_that_are_sharded_train_as_whole_ones(kind: str, pool: Pool) ->
     expected = train(pool, local(case, 2, average_every=3, **settings))[0].state
     rtol, atol = (1e-12, 1e-13) if case.precision == "fp64" else (2.0**-7, 2.0**-9)
     for rank in train(pool, local(case, 2, shard=2, average_every=3, **settings)):
-        assert rank.state.keys() == expected.keys()
-        for name, tensor in expected.items():
-            torch.testing.assert_close(rank.state[name], tensor, rtol=rtol, atol=atol)
+        torch.testing.assert_close(rank.state, expected, rtol=rtol, atol=atol)
 
 
 def test_a_sharded_replica_without_a_sample_of_a_batch_waits_for_the_average(pool: Pool) -> None:
     case = replace(CLASSES, micro_size=8, num_steps=6, optimizer="adamw")  # the batch of 5 is one shard
     expected = train(pool, local(case, 3, average_every=3))[0].state
     for rank in train(pool, local(case, 3, shard=2, average_every=3)):
-        for name, tensor in expected.items():
-            torch.testing.assert_close(rank.state[name], tensor, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(rank.state, expected, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("shard", [1, 2])
@@ -252,8 +230,7 @@ def test_a_replica_that_overflows_repeats_its_step_alone(replicas: int, pool: Po
     assert ranks[0].scale < 2.0**24
     full = train(pool, local(replace(case, precision="fp32"), replicas, average_every=5))[0].weights
     rtol = 2.0**-9  # the products have 11 bits
-    for rank in ranks:
-        assert [key for key, one in rank.state.items() if not torch.equal(one, ranks[0].state[key])] == []
+    for rank in assert_bits(ranks, ranks[0]):
         for name, tensor in full.items():
             torch.testing.assert_close(rank.weights[name], tensor, rtol=rtol, atol=rtol * float(tensor.abs().max()))
 

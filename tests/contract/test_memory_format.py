@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.stepping import Case, oracle, train
-from tests.support import reference, zoo
+from tests.contract.checks import assert_reference
+from tests.contract.stepping import Case, train
+from tests.support import zoo
 from tests.support.pool import Pool
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.precision import Precision
@@ -32,9 +33,7 @@ CASE = Case(task="resnet", global_size=8, micro_size=4, num_steps=4, shaping=LAS
 )
 def test_steps_are_those_of_the_contiguous_reference(strategy: str, pool: Pool) -> None:
     case = replace(CASE, strategy=strategy, settings={"replicate": 2, "shard": 1} if strategy == "mesh" else {})
-    ranks, expected = train(pool, replace(case, resume_at=2)), oracle(case)
-    for rank in ranks:
-        assert reference.differences(rank.weights, expected) == []
+    assert_reference(train(pool, replace(case, resume_at=2)), case)
 
 
 def test_weights_and_features_have_their_channels_last() -> None:

@@ -6,7 +6,7 @@ A sum of gradients, of buffers or of norms over the wrong axes of the mesh is ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, get_args
@@ -15,11 +15,13 @@ import pytest
 import torch
 from torch import nn
 
+from tests.contract import test_tensor_parallel as cut
+from tests.contract.checks import alone
 from tests.contract.meshes import TOLERANCES, Mesh, Resumed, case_of, compare, resume_error
 from tests.contract.stepping import Case, Trained, oracle, train
 from tests.contract.test_compression import distance
-from tests.contract.test_tensor_parallel import MLP, STREAM, GptCase, StreamCase
-from tests.support import reference
+from tests.contract.test_tensor_parallel import MLP, STREAM, check
+from tests.support import zoo
 from tests.support.pool import Pool
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.model_transforms import ModelTransforms
@@ -38,25 +40,19 @@ GATE = [
 """Eight of the layouts that `benchmarks/meshes.py` tries: each axis, each pair of axes, each model."""
 ALL_AXES = {"replicate": 2, "shard": 2, "tensor": 2}
 
-GPT = GptCase(strategy="mesh", optimizer="adamw", model={"bias": False}, micro_size=3, max_norm=0.1)
+GPT = replace(cut.GPT, strategy="mesh", settings={}, optimizer="adamw", model={"bias": False}, micro_size=3)
 NET = Case(strategy="mesh", task="classes", model={"width": 8}, global_size=16, max_norm=0.05)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FrozenCase(GptCase):
+def partly_frozen() -> nn.Module:
     """The embedding, which the head shares, is not trained, nor is a part of the first block."""
-
-    strategy: str = "mesh"
-    num_steps: int = 4
-    max_norm: float | None = 0.05
-
-    def make_model(self) -> nn.Module:
-        model = super().make_model()
-        for name, param in model.named_parameters():
-            param.requires_grad_("embed" not in name and "blocks.0.mlp" not in name)
-        return model
+    model = zoo.even_gpt()
+    for name, param in model.named_parameters():
+        param.requires_grad_("embed" not in name and "blocks.0.mlp" not in name)
+    return model
 
 
+FROZEN = Case(strategy="mesh", task="tokens", build=partly_frozen, num_steps=4, max_norm=0.05)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1 x 1": {"shard": 1},
     "1 x 2": {"shard": 2},
@@ -78,7 +74,7 @@ BITS: dict[str, tuple[Case, Sequence[str]]] = {
         replace(FIXED_GPT, global_size=4, micro_size=2, settings={"sync": "last"}),
         ("1 x 4", "2 x 2"),
     ),
-    "tied and frozen": (FrozenCase(**FIXED, resume_at=2), ("2 x 2", "1 x 3")),
+    "tied and frozen": (replace(FROZEN, **FIXED, resume_at=2), ("2 x 2", "1 x 3")),
     "bf16_mixed": (replace(FIXED_GPT, precision="bf16_mixed"), ("2 x 2", "1 x 3")),
     "bf16": (replace(FIXED_GPT, precision="bf16", micro_size=1), ("2 x 2", "1 x 3")),
 }
@@ -88,15 +84,6 @@ def hashes(rank: Trained) -> dict[str, str]:
     """SHA-256 of each tensor of a rank's state: of the sign of zero too."""
     found = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in rank.state.items()}
     return {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in found.items()}
-
-
-def check(case: Case, pool: Pool) -> None:
-    expected, ranks = oracle(case), train(pool, case)
-    for rank in ranks:
-        assert reference.differences(rank.weights, expected) == []
-        assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
-        assert rank.norms == ranks[0].norms
-    assert min(ranks[0].norms) > (case.max_norm or 0.0)
 
 
 @pytest.mark.parametrize(("family", "mesh"), GATE, ids=str)
@@ -149,12 +136,12 @@ def test_the_fused_layers_of_gpt2_are_not_cut_by_name() -> None:
     "base",
     [
         replace(NET, settings={"plan": MLP}, micro_size=3),
-        StreamCase(strategy="mesh", settings={"plan": STREAM}, max_norm=0.1, micro_size=4),
+        replace(cut.EVEN, strategy="mesh", settings={"plan": STREAM}),
         replace(GPT, shaping=ModelTransforms(recompute="full"), micro_size=4, num_steps=4),
         replace(GPT, settings={"sync": "last", "reshard_after_forward": False}, num_steps=4),
         replace(GPT, global_size=10, micro_size=1, num_steps=5),
         replace(GPT, global_size=4, micro_size=2, num_steps=5),
-        FrozenCase(),
+        FROZEN,
     ],
     ids=["ragged shards", "sequence", "recomputed", "summed last", "accumulated", "idle ranks", "frozen"],
 )
@@ -190,7 +177,7 @@ def test_copies_of_a_part_lose_what_compression_loses(compression: str, least: f
 @pytest.mark.slow
 def test_a_reproducible_run_ends_in_the_bits_of_one_device(name: str, pool: Pool) -> None:
     case, layouts = BITS[name]
-    (one,) = train(pool, replace(case, strategy="one_device", settings={}))
+    one = alone(case)
     for layout in layouts:
         for rank in train(pool, replace(case, settings={**case.settings, **LAYOUTS[layout]})):
             assert (layout, hashes(rank)) == (layout, hashes(one))

@@ -6,6 +6,7 @@ here alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from tests.contract.stepping import RATES, TASKS, Case, Trial, train
+from tests.contract.checks import alone, assert_bits, assert_close
+from tests.contract.stepping import RATES, TASKS, Case, Trained, Trial, train
 from tests.support import zoo
 from tests.support.pool import Pool
 from trainkit.numerics.batch import SampleOrder
@@ -133,10 +135,10 @@ def by_hand(case: Match) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.allclose(found[name], tensor, rtol=tolerance, atol=tolerance), name
+def assert_states(ranks: Sequence[Trained], expected: Trained) -> None:
+    """Hold weights and slots of each rank to another training."""
+    for rank in ranks:
+        torch.testing.assert_close(rank.state, expected.state, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
 )
 def test_phases_train_as_a_loop_written_by_hand(case: Match, pool: Pool) -> None:
     (trained,) = train(pool, case)
-    assert_close(trained.weights, by_hand(case))
+    torch.testing.assert_close(trained.weights, by_hand(case), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("task", ["duel", "drawn duel"])
@@ -172,18 +174,14 @@ def test_phases_train_as_on_one_device_also_after_a_resume(
     task: str, strategy: str, settings: dict[str, Any], pool: Pool
 ) -> None:
     case = Match(task=task, max_norm=0.5)
-    (expected,) = train(pool, case)
-    for rank in train(pool, replace(case, strategy=strategy, settings=settings, resume_at=3)):
-        assert_close(dict(rank.state), dict(expected.state))
-        assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
+    ranks, expected = train(pool, replace(case, strategy=strategy, settings=settings, resume_at=3)), alone(case)
+    assert_states(assert_close(ranks, expected, atol=1e-12), expected)
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", "fsdp"])
 def test_lanes_give_phases_the_same_bits_on_two_replicas(strategy: str, pool: Pool) -> None:
     case = Match(reproducible=True, micro_size=2, num_steps=4, max_norm=0.3)
-    (expected,) = train(pool, case)
-    for rank in train(pool, replace(case, strategy=strategy, settings={"replicas": 2})):
-        assert all(torch.equal(rank.state[name], tensor) for name, tensor in expected.state.items())
+    assert_bits(train(pool, replace(case, strategy=strategy, settings={"replicas": 2})), alone(case))
 
 
 def test_an_overflow_repeats_its_phase_and_not_the_ones_before_it(pool: Pool) -> None:
@@ -215,11 +213,9 @@ class Halves(Case):
 
 
 def test_two_optimizers_that_are_set_alike_give_the_bits_of_one(pool: Pool) -> None:
-    case = Case(optimizer="adamw", micro_size=4, max_norm=0.5)
-    (expected,) = train(pool, case)
-    (found,) = train(pool, Halves(optimizer="adamw", micro_size=4, max_norm=0.5))
+    expected = alone(Case(optimizer="adamw", micro_size=4, max_norm=0.5))
+    (found,) = assert_bits(train(pool, Halves(optimizer="adamw", micro_size=4, max_norm=0.5)), expected)
     assert found.state.keys() == expected.state.keys()
-    assert all(torch.equal(found.state[name], tensor) for name, tensor in expected.state.items())
 
 
 @pytest.mark.parametrize(
@@ -229,19 +225,12 @@ def test_two_optimizers_that_are_set_alike_give_the_bits_of_one(pool: Pool) -> N
         ("parameter_server", {"workers": 1, "servers": 2, "mode": "async"}),
         ("central_storage", {"compute_devices": ["cpu", "cpu"]}),
         ("central_storage", {"compute_devices": ["cpu"], "mode": "async"}),
+        ("mesh", {"shard": 2, "tensor": 2, "plan": {"0": "colwise", "2": "rowwise"}}),
     ],
     ids=str,
 )
-def test_variables_in_one_place_have_several_optimizers(strategy: str, settings: dict[str, Any], pool: Pool) -> None:
-    case = Halves(optimizer="adamw", micro_size=4, max_norm=0.5)
-    (expected,) = train(pool, case)
-    (found,) = train(pool, replace(case, strategy=strategy, settings=settings, resume_at=4))
-    assert_close(dict(found.state), dict(expected.state))
-
-
-def test_two_optimizers_of_cut_layers_are_those_of_one_device(pool: Pool) -> None:
-    plan = {"0": "colwise", "2": "rowwise"}
+def test_variables_in_one_place_and_cut_layers_have_several_optimizers(
+    strategy: str, settings: dict[str, Any], pool: Pool
+) -> None:
     case = Halves(optimizer="adamw", model={"width": 8}, micro_size=4, max_norm=0.5)
-    (expected,) = train(pool, case)
-    for rank in train(pool, replace(case, strategy="mesh", settings={"shard": 2, "tensor": 2, "plan": plan})):
-        assert_close(dict(rank.state), dict(expected.state))
+    assert_states(train(pool, replace(case, strategy=strategy, settings=settings, resume_at=4)), alone(case))

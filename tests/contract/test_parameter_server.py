@@ -4,7 +4,7 @@ A gradient that a server applies twice, drops or divides by the wrong number of 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.contract import stepping
+from tests.contract.checks import alone, assert_bits, assert_close, assert_reference
 from tests.contract.running import run, weights
-from tests.contract.stepping import Case, Frozen, oracle, run_rank, train, train_in_threads
+from tests.contract.stepping import Case, Frozen, train, train_in_threads
 from tests.contract.test_central_storage import own_memory
 from tests.contract.test_sparse import Words
-from tests.support import reference, zoo
+from tests.support import zoo
 from tests.support.pool import Pool
 from trainkit.numerics.batch import BatchPlan, SampleOrder
 from trainkit.strategies.base import Numerics
@@ -43,8 +44,7 @@ def served(case: Case, workers: int, servers: int, **settings: object) -> Case:
 def test_two_devices_of_a_compiled_worker_train_as_the_reference(store: tuple[str, int]) -> None:
     compiled = ModelTransforms(compile_mode="default", backend="aot_eager")
     case = Case(micro_size=4, optimizer="adamw", max_norm=0.5, num_steps=3, resume_at=2, shaping=compiled)
-    (found,) = train_in_threads(store, served(case, 1, 1, devices_per_worker=2))
-    assert reference.differences(found.weights, oracle(case)) == []
+    assert_reference(train_in_threads(store, served(case, 1, 1, devices_per_worker=2)), case)
 
 
 @pytest.mark.slow
@@ -59,10 +59,7 @@ def test_six_steps_are_those_of_the_reference(
 ) -> None:
     chosen = replace(base, optimizer=optimizer, max_norm=0.05)
     case = served(chosen, workers, servers, devices_per_worker=devices)
-    expected = oracle(case)
-    (chief,) = train_in_threads(store, case)
-    assert reference.differences(chief.weights, expected) == []
-    assert chief.losses == pytest.approx(expected.losses, rel=1e-12)
+    assert_reference(train_in_threads(store, case), case)
 
 
 @pytest.mark.slow
@@ -75,9 +72,7 @@ def test_reproducible_runs_have_the_bits_of_one_device(
 ) -> None:
     model = {"norm": True} if base is CLASSES else {}
     lanes = replace(base, precision="fp32", optimizer="adamw", reproducible=True, max_norm=0.5, model=model)
-    expected = run_rank(None, lanes)
-    (found,) = train_in_threads(store, served(lanes, workers, servers, devices_per_worker=devices))
-    assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
+    assert_bits(train_in_threads(store, served(lanes, workers, servers, devices_per_worker=devices)), alone(lanes))
 
 
 @pytest.mark.parametrize(
@@ -91,19 +86,14 @@ def test_reproducible_runs_have_the_bits_of_one_device(
 )
 def test_async_with_one_worker_is_one_device_to_the_bit(base: Case, store: tuple[str, int]) -> None:
     case = base if base.precision == "bf16" else replace(base, precision="fp32")
-    expected = run_rank(None, case)
-    (found,) = train_in_threads(store, served(case, 1, 2, mode="async"))
-    assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
+    assert_bits(train_in_threads(store, served(case, 1, 2, mode="async")), alone(case))
 
 
 @pytest.mark.parametrize("base", [CLASSES, TOKENS], ids=["classes", "tokens"])
 def test_the_devices_of_an_asynchronous_worker_make_one_update_together(base: Case, store: tuple[str, int]) -> None:
     model = {"norm": True} if base is CLASSES else {}
     case = replace(base, max_norm=0.05, model=model)
-    expected = run_rank(None, case)
-    (found,) = train_in_threads(store, served(case, 1, 1, mode="async", devices_per_worker=3))
-    for name, tensor in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], tensor, rtol=1e-12, atol=1e-14)
+    assert_close(train_in_threads(store, served(case, 1, 1, mode="async", devices_per_worker=3)), alone(case))
 
 
 class WithoutElements(zoo.Net):
@@ -119,19 +109,9 @@ class WithoutElements(zoo.Net):
         return outputs + self.empty.sum()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Empty(Case):
-    """A training of a parameter without elements."""
-
-    def make_model(self) -> nn.Module:
-        """The model."""
-        return WithoutElements()
-
-
 def test_a_parameter_without_elements_counts_nothing_in_the_norm_of_gradients(store: tuple[str, int]) -> None:
-    case = served(Empty(micro_size=4, max_norm=0.05), 1, 2)
-    (chief,) = train_in_threads(store, case)
-    assert reference.differences(chief.weights, oracle(case)) == []
+    case = served(Case(build=WithoutElements, micro_size=4, max_norm=0.05), 1, 2)
+    assert_reference(train_in_threads(store, case), case)
 
 
 @pytest.mark.slow
@@ -140,26 +120,20 @@ def test_the_devices_of_a_worker_have_what_it_has_read(
     mode: str, store: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Frozen(task="classes", micro_size=3).from_a_checkpoint()
-    expected = run_rank(None, case)
+    expected, workers = alone(case), 2 if mode == "sync" else 1
     monkeypatch.setattr(copies, "_on", own_memory)
-    (found,) = train_in_threads(store, served(case, 2 if mode == "sync" else 1, 1, mode=mode, devices_per_worker=2))
-    for name, tensor in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], tensor, rtol=1e-12, atol=1e-14)
+    assert_close(train_in_threads(store, served(case, workers, 1, mode=mode, devices_per_worker=2)), expected)
 
 
 def test_a_slow_worker_of_several_devices_and_spares_change_no_bit(store: tuple[str, int]) -> None:
     base = replace(CLASSES, precision="fp32", reproducible=True, model={"norm": True})
-    expected = run_rank(None, base)
     spared = served(base, 3, 1, spare_replicas=1, devices_per_worker=2)
-    (found,) = train_in_threads(store, replace(spared, slowed={1: 0.1}))
-    assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
+    assert_bits(train_in_threads(store, replace(spared, slowed={1: 0.1})), alone(base))
 
 
 def test_the_warmup_of_many_workers_is_one_device_to_the_bit(store: tuple[str, int]) -> None:
     case = replace(CLASSES, precision="fp32", optimizer="adamw", model={"norm": True})
-    expected = run_rank(None, case)
-    (found,) = train_in_threads(store, served(case, 3, 1, mode="async", warmup_steps=10))
-    assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
+    assert_bits(train_in_threads(store, served(case, 3, 1, mode="async", warmup_steps=10)), alone(case))
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
@@ -223,8 +197,7 @@ def test_masks_and_statistics_are_those_of_one_device_in_processes_too(devices: 
     base = replace(
         CLASSES, precision="fp32", optimizer="adamw", reproducible=True, model={"norm": True, "dropout": 0.3}
     )
-    (expected,), (found,) = train(pool, base), train(pool, served(base, 2, 1, devices_per_worker=devices))
-    assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
+    assert_bits(train(pool, served(base, 2, 1, devices_per_worker=devices)), *train(pool, base))
 
 
 @pytest.mark.slow
@@ -242,16 +215,14 @@ def test_only_the_rows_that_are_looked_up_are_pulled_and_the_numbers_are_those_o
         return pull(servers, into)
 
     monkeypatch.setattr(ParameterServerClient, "pull", noted)
-    expected = run_rank(None, case)
-    (found,) = train_in_threads(store, served(case, workers, 2, mode=mode, devices_per_worker=devices))
-    for name, tensor in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], tensor, rtol=1e-12, atol=1e-14)
+    ranks = train_in_threads(store, served(case, workers, 2, mode=mode, devices_per_worker=devices))
+    assert_close(ranks, alone(case))
     assert {tuple(one) for one in pulled} == {(True, False, False)}
 
 
 def test_numbers_that_travel_as_bfloat16_train_nearly_the_same(store: tuple[str, int]) -> None:
     case = replace(CLASSES, precision="fp32", rate_scale=0.1)
-    expected = run_rank(None, case)
+    expected = alone(case)
     (found,) = train_in_threads(store, served(case, 2, 2, transfer="bf16"))
     for name, tensor in expected.weights.items():
         assert not torch.equal(found.weights[name], tensor)
@@ -261,7 +232,7 @@ def test_numbers_that_travel_as_bfloat16_train_nearly_the_same(store: tuple[str,
 @pytest.mark.parametrize(("mode", "workers"), [("sync", 3), ("async", 1)])
 def test_an_overflowed_step_is_tried_again_by_all(mode: str, workers: int, store: tuple[str, int]) -> None:
     case = replace(CLASSES, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1, micro_size=8, initial_scale=2.0**24)
-    expected = run_rank(None, case)
+    expected = alone(case)
     (found,) = train_in_threads(store, served(case, workers, 1, mode=mode))
     assert found.scale == expected.scale < 2.0**24
     rtol = 2.0**-10  # the same products of 11 bits; the order of summation differs
@@ -293,11 +264,9 @@ def test_a_step_that_is_not_finite_is_left_out_by_policy(
         return (inputs * torch.nan if 11 in indices else inputs), targets
 
     monkeypatch.setattr(stepping._Rank, "_batch", poisoned)
-    expected = run_rank(None, CLASSES)
     (found,) = train_in_threads(store, served(CLASSES, 2 if mode == "sync" else 1, 1, mode=mode))
     assert all(tensor.isfinite().all() for tensor in found.weights.values())
-    for name, tensor in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], tensor, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found.weights, alone(CLASSES).weights, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.slow

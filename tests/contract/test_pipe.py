@@ -6,22 +6,23 @@ alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.contract.checks import alone, assert_close
 from tests.contract.stepping import Case, oracle, train
-from tests.contract.test_mesh import FrozenCase, check
-from tests.contract.test_tensor_parallel import GptCase
+from tests.contract.test_mesh import FROZEN, check
+from tests.contract.test_mesh import GPT as UNEVEN
 from tests.support import zoo
 from tests.support.pool import Pool
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.model_transforms import ModelTransforms
 
-GPT = GptCase(strategy="mesh", optimizer="adamw", model={"bias": False}, micro_size=2, max_norm=0.1)
+GPT = replace(UNEVEN, micro_size=2)
 MESHES: dict[str, dict[str, int]] = {
     "pipe": {"shard": 1, "pipe": 2},
     "pipe x shard": {"shard": 2, "pipe": 2},
@@ -46,7 +47,7 @@ def test_stages_on_a_mesh_train_as_the_reference(name: str, pool: Pool) -> None:
         (replace(GPT, global_size=4, micro_size=4, num_steps=5), {}),
         (replace(GPT, shaping=ModelTransforms(recompute="full"), num_steps=4), {}),
         (replace(GPT, resume_at=3), {}),
-        (FrozenCase(micro_size=2), {}),
+        (replace(FROZEN, micro_size=2), {}),
     ],
     ids=["gpipe", "interleaved", "ragged", "accumulated", "idle", "recomputed", "resumed", "frozen"],
 )
@@ -57,19 +58,16 @@ def test_sharded_stages_train_as_the_reference(base: Case, settings: dict[str, A
 NET = Case(strategy="mesh", task="classes", model={"width": 8, "norm": True}, global_size=12, micro_size=4)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Even(Case):
-    """Points in whole microbatches."""
+class Even(zoo.Points):
+    """Three batches of three microbatches: one rank along shard has two, the other one."""
 
-    def make_data(self) -> Any:
-        """Three batches of three microbatches: one rank along shard has two, the other one."""
-        points = zoo.Points()
-        points.inputs, points.targets = points.inputs[:36], points.targets[:36]
-        return points
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.targets = self.inputs[:36], self.targets[:36]
 
 
 def test_batch_statistics_of_sharded_stages_are_summed_over_samples(pool: Pool) -> None:
-    check(Even(**{**vars(NET), "settings": MESHES["pipe x shard"], "max_norm": 0.05}), pool)
+    check(replace(NET, samples=Even, settings=MESHES["pipe x shard"], max_norm=0.05), pool)
 
 
 def test_microbatches_of_coupled_samples_are_not_filled_up(pool: Pool) -> None:
@@ -80,10 +78,7 @@ def test_microbatches_of_coupled_samples_are_not_filled_up(pool: Pool) -> None:
 
 def test_dropout_in_sharded_stages_is_that_of_one_device(pool: Pool) -> None:
     base = replace(GPT, model={"bias": False, "dropout": 0.3}, num_steps=2)  # then shards are of other sizes
-    (expected,) = train(pool, replace(base, strategy="one_device", settings={}))
-    for rank in train(pool, replace(base, settings=MESHES["pipe x shard"])):
-        for name, tensor in expected.weights.items():
-            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-11, atol=1e-13)
+    assert_close(train(pool, replace(base, settings=MESHES["pipe x shard"])), alone(base), rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_mixed", "fp32"])
@@ -92,10 +87,9 @@ def test_in_another_precision_stages_are_those_of_one_device_up_to_rounding(
     name: str, precision: str, pool: Pool
 ) -> None:
     base = replace(GPT, optimizer="sgd", precision=precision, num_steps=4)
-    (expected,) = train(pool, replace(base, strategy="one_device", settings={}))
+    expected, close = alone(base).losses, 1e-4 if precision == "fp32" else 0.03
     for rank in train(pool, replace(base, settings=MESHES[name])):
-        close = 1e-4 if precision == "fp32" else 0.03
-        assert rank.losses == pytest.approx(expected.losses, rel=close)
+        assert rank.losses == pytest.approx(expected, rel=close)
 
 
 def test_an_overflow_in_stages_of_all_axes_is_tried_again(pool: Pool) -> None:

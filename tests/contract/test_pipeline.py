@@ -5,7 +5,8 @@ A microbatch whose gradient a schedule loses, or a tied weight whose two stages 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,32 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.contract.checks import alone, assert_bits, assert_close, assert_reference
 from tests.contract.running import run
-from tests.contract.stepping import Case, Trained, _Rank, oracle, train
-from tests.support import reference, zoo
+from tests.contract.stepping import Case, Trained, _Rank, train
+from tests.support import zoo
 from tests.support.pool import Place, Pool
-from trainkit.models.gpt import Gpt
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.mesh.pipe import executor as staged
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pipelined(Case):
-    """A training in stages; its models have more blocks than those of the zoo."""
-
-    strategy: str = "pipeline"
-    named: str = "zoo"
-
-    def make_model(self) -> nn.Module:
-        """The model of its name."""
-        if self.named == "deep":
-            return deep(**self.model)
-        if self.named == "gpt":
-            sizes = {"vocab_size": zoo.TOKENS, "context": zoo.LENGTH, "num_layers": 2, "num_heads": 2, "width": 4}
-            return zoo.fill(Gpt(**(sizes | self.model)))
-        return super().make_model()
 
 
 def deep(*, norm: bool = True, dropout: float = 0.0) -> nn.Module:
@@ -52,19 +36,16 @@ def deep(*, norm: bool = True, dropout: float = 0.0) -> nn.Module:
     )  # fmt: skip
 
 
-CLASSES = Pipelined(task="classes", global_size=16, micro_size=4)
-TOKENS = Pipelined(task="tokens", global_size=8, micro_size=2)
-MANY = Pipelined(task="classes", named="deep", global_size=20, micro_size=4)
+CLASSES = Case(strategy="pipeline", global_size=16, micro_size=4)
+TOKENS = replace(CLASSES, task="tokens", global_size=8, micro_size=2)
+GPT = replace(TOKENS, build=zoo.even_gpt)
+MANY = replace(CLASSES, build=deep, global_size=20)
 """Five microbatches of 4 a step; the last batch of an epoch has 17 points in 4, 4, 3, 3 and 3."""
 
 
-def same(case: Case, pool: Pool) -> list[Trained]:
+def same(case: Case, pool: Pool) -> Sequence[Trained]:
     """What the ranks ended with, held to the reference."""
-    ranks, expected = train(pool, case), oracle(case)
-    for rank in ranks:
-        assert reference.differences(rank.weights, expected) == []
-        assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
-    return ranks
+    return assert_reference(train(pool, case), case)
 
 
 # the schedule ends where the optimizer begins: one schedule with SGD, and all with AdamW
@@ -80,9 +61,7 @@ def same(case: Case, pool: Pool) -> list[Trained]:
 def test_branches_and_tied_weights_on_two_stages_train_as_the_reference(
     optimizer: str, schedule: str, pool: Pool
 ) -> None:
-    case = replace(TOKENS, optimizer=optimizer, settings={"schedule": schedule}, max_norm=0.05)
-    ranks = same(case, pool)
-    assert ranks[0].norms == ranks[1].norms
+    ranks = same(replace(TOKENS, optimizer=optimizer, settings={"schedule": schedule}, max_norm=0.05), pool)
     assert min(ranks[0].norms) > 0.05
 
 
@@ -121,23 +100,17 @@ class Block(nn.Module):
         return normed[:, None][:, 0] if self.kind == "view" else normed
 
 
-@dataclass(frozen=True, kw_only=True)
-class InBlocks(Pipelined):
+def in_blocks(kind: str) -> nn.Module:
     """Three equal blocks, each on its own stage: one receives and sends."""
-
-    settings: dict[str, Any] = field(default_factory=lambda: {"stages": 3, "schedule": "zero_bubble"})
-    kind: str = ""
-
-    def make_model(self) -> nn.Module:
-        """Blocks of this kind, and an output layer."""
-        return zoo.fill(nn.Sequential(*(Block(self.kind) for _ in range(3)), nn.Linear(6, 3)))
+    return zoo.fill(nn.Sequential(*(Block(kind) for _ in range(3)), nn.Linear(6, 3)))
 
 
 @pytest.mark.parametrize("kind", ["twice", "detached", "summed", "view"])
 def test_a_split_backward_pass_gives_each_weight_its_gradient_once(kind: str, pool: Pool) -> None:
     # a weight used twice, one that the stage's input does not reach, a gradient without memory of its own, and a stage
     # whose output is a view
-    same(InBlocks(task="classes", kind=kind, global_size=16, micro_size=4, num_steps=4), pool)
+    settings = {"stages": 3, "schedule": "zero_bubble"}
+    same(replace(CLASSES, build=in_blocks, model={"kind": kind}, settings=settings, num_steps=4), pool)
 
 
 def test_microbatches_of_unequal_sizes_train_as_the_reference(pool: Pool) -> None:
@@ -173,28 +146,19 @@ def exchanges_of_the_last_step(place: Place, case: Case) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ("1f1b", {"inside": 4, "beside": 0, "after": 0}),
-        ("interleaved", {"inside": 4, "beside": 0, "after": 0}),
-        ("zero_bubble", {"inside": 4, "beside": 0, "after": 0}),
-    ],
-)
-def test_gradients_are_exchanged_inside_of_the_last_backward_pass(
-    schedule: str, expected: dict[str, int], pool: Pool
-) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+def test_gradients_are_exchanged_inside_of_the_last_backward_pass(schedule: str, pool: Pool) -> None:
     # eight parameters in buckets of one, four on either rank; five shards, the last ones of another size
     settings = {"schedule": schedule, "replicas": 2}
     case = replace(MANY, model={"norm": False}, global_size=19, num_steps=2, settings=settings)
     found = pool.run("tests.contract.test_pipeline.exchanges_of_the_last_step", case, num_ranks=4)
-    assert found == [expected] * 4
+    assert found == [{"inside": 4, "beside": 0, "after": 0}] * 4
 
 
 @pytest.mark.parametrize("settings", [{"stages": 4}, {"schedule": "interleaved"}])
 @pytest.mark.slow
 def test_a_gpt_with_tied_ends_trains_as_the_reference(settings: dict[str, Any], pool: Pool) -> None:
-    same(replace(TOKENS, named="gpt", settings=settings, max_norm=0.1, resume_at=4), pool)
+    same(replace(GPT, settings=settings, max_norm=0.1, resume_at=4), pool)
 
 
 BASES = {
@@ -217,18 +181,12 @@ OTHERS = {("dropout", "1f1b"), ("masters", "gpipe"), ("mixed", "1f1b"), ("scaled
 )
 @pytest.mark.slow
 def test_its_bits_are_those_of_one_device(base: str, schedule: str, pool: Pool) -> None:
-    (expected,) = train(pool, replace(BASES[base], strategy="one_device", settings={}))
-    for rank in train(pool, replace(BASES[base], settings={"schedule": schedule})):
-        assert rank.scale == expected.scale
-        assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, rank.state[key])] == []
+    assert_bits(train(pool, replace(BASES[base], settings={"schedule": schedule})), alone(BASES[base]))
 
 
 def test_a_gpt_draws_what_it_draws_on_one_device(pool: Pool) -> None:
-    base = replace(TOKENS, named="gpt", model={"dropout": 0.3})  # its tied weight is summed in another order
-    (expected,) = train(pool, replace(base, strategy="one_device"))
-    for rank in train(pool, replace(base, settings={"stages": 4, "schedule": "zero_bubble"})):
-        for name, tensor in expected.weights.items():
-            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-14)
+    base = replace(GPT, model={"dropout": 0.3})  # its tied weight is summed in another order
+    assert_close(train(pool, replace(base, settings={"stages": 4, "schedule": "zero_bubble"})), alone(base))
 
 
 class Loud(zoo.Points):
@@ -239,29 +197,18 @@ class Loud(zoo.Points):
         self.inputs = self.inputs * 512
 
 
-@dataclass(frozen=True, kw_only=True)
-class Overflowing(Pipelined):
-    """A training that begins with an overflow."""
-
-    def make_model(self) -> nn.Module:
-        """Two layers; the first takes loud inputs down."""
-        model = zoo.fill(nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3)))
-        with torch.no_grad():
-            next(model.parameters()).mul_(1 / 512)
-        return model
-
-    def make_data(self) -> zoo.Points:
-        """Loud ones."""
-        return Loud()
+def hushing() -> nn.Module:
+    """Two layers; the first takes loud inputs down."""
+    model = zoo.fill(nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3)))
+    with torch.no_grad():
+        next(model.parameters()).mul_(1 / 512)
+    return model
 
 
 def test_an_overflow_on_one_stage_is_tried_again_by_all(pool: Pool) -> None:
-    base = Overflowing(precision="fp16_mixed", rate_scale=1e-6, global_size=16, micro_size=4, num_steps=4)
-    (expected,) = train(pool, replace(base, strategy="one_device"))
-    assert expected.scale < 65536
-    for rank in train(pool, replace(base, settings={"schedule": "zero_bubble"})):
-        assert rank.scale == expected.scale
-        assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, rank.state[key])] == []
+    base = replace(CLASSES, build=hushing, samples=Loud, precision="fp16_mixed", rate_scale=1e-6, num_steps=4)
+    ranks = assert_bits(train(pool, replace(base, settings={"schedule": "zero_bubble"})), alone(base))
+    assert ranks[0].scale < 65536
 
 
 def drifts(place: Place, case: Case) -> str | None:

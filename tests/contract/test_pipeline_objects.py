@@ -6,17 +6,17 @@ here alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
+from tests.contract.checks import alone, assert_bits, assert_reference
 from tests.contract.running import run, weights
-from tests.contract.stepping import Case, oracle, train
-from tests.support import object_models, reference, refused_models
+from tests.contract.stepping import Case, train
+from tests.support import object_models, refused_models
 from tests.support.decoders import Decoder
 from tests.support.pool import Pool
 from trainkit.errors import ConfigError
@@ -27,31 +27,16 @@ POINT = (torch.zeros(6), 0)
 ELSEWHERE = "or use strategy=mirrored."
 
 
-MODELS: dict[str, type[nn.Module]] = object_models.EQUAL | refused_models.REFUSED | {"Decoder": Decoder}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Untidy(Case):
-    """A training of one of the models above."""
-
-    named: str
-    strategy: str = "pipeline"
-    global_size: int = 11
-    micro_size: int = 4
-
-    def make_model(self) -> nn.Module:
-        """The model of its name."""
-        return MODELS[self.named]()
+BASE = Case(strategy="pipeline", global_size=11, micro_size=4)
 
 
 @pytest.mark.parametrize("named", object_models.EQUAL)
 def test_fresh_containers_modes_and_blocks_own_counts_train_to_the_bits_of_one_device(named: str, pool: Pool) -> None:
     # 11 points are 4, 4 and 3: two shapes. In bf16_mixed the autocast that a model turns off itself shows.
-    case = Untidy(named=named, precision="bf16_mixed" if named == "FullPrecision" else "fp64")
-    (expected,) = train(pool, replace(case, strategy="one_device"))
-    for rank in train(pool, case):
-        assert rank.losses == expected.losses
-        assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, rank.state[key])] == []
+    precision = "bf16_mixed" if named == "FullPrecision" else "fp64"
+    case = replace(BASE, build=object_models.EQUAL[named], precision=precision)
+    expected = alone(case)
+    assert [rank.losses for rank in assert_bits(train(pool, case), expected)] == [expected.losses] * 2
 
 
 CHANGES = "the block first changes the {} among its arguments, of which each stage has its own."
@@ -151,9 +136,8 @@ def test_an_attribute_that_a_callback_changes_counts_from_the_next_step_on(tmp_p
         *("batch.global_size=16", "batch.micro_size=4"),
         "callbacks.annealing._target_=tests.support.object_models.Annealing",
     )
-    alone, staged = (weights(run(tmp_path / name, *common, f"strategy={name}")) for name in ("one_device", "pipeline"))
-    for name, expected in alone.items():
-        torch.testing.assert_close(staged[name], expected, rtol=1e-12, atol=1e-13)
+    plain, staged = (weights(run(tmp_path / name, *common, f"strategy={name}")) for name in ("one_device", "pipeline"))
+    torch.testing.assert_close(staged, plain, rtol=1e-12, atol=1e-13)
 
 
 SENTENCE = (torch.zeros(5, dtype=torch.long), torch.zeros(5, dtype=torch.long))
@@ -181,10 +165,9 @@ def test_a_decoder_of_one_child_is_cut_by_auto_and_by_a_layer_named_beside_its_p
     assert strategy.validate_model(model, facts) == []
     assert [part.modules for part in strategy.describe_partition(model, facts)] == stages
     decided = strategy.resolve(lambda: model, facts).map
-    case = Untidy(task="tokens", named="Decoder", global_size=8, micro_size=2, settings={"map": decided}, resume_at=4)
-    ranks, expected = train(pool, case), oracle(case)
-    for rank in ranks:
-        assert reference.differences(rank.weights, expected) == []
+    decoding = replace(BASE, task="tokens", build=Decoder, global_size=8, micro_size=2)
+    case = replace(decoding, settings={"map": decided}, resume_at=4)
+    assert_reference(train(pool, case), case)
 
 
 @pytest.mark.parametrize("given", [{"transformer.h.1": 1, "rest": 0}, {"lm_head": 0, "transformer.h": 1, "rest": 0}])

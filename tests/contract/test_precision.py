@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import trainkit
 from tests.contract.running import run, weights
 from tests.contract.stepping import Case, train
+from tests.contract.test_compression import distance
 from tests.support import zoo
 from tests.support.pool import Pool
 from trainkit.errors import ConfigError
@@ -25,11 +26,6 @@ from trainkit.strategies.core.buffers import StepBuffers
 BASE = Case(global_size=16, micro_size=4, max_norm=0.2)
 # unit roundoff of the products, times what ten steps with momentum make of it
 TOLERANCES = {"fp64": 0.0, "fp32": 1e-5, "tf32": 1e-5, "bf16": 3e-2, "bf16_mixed": 3e-2, "fp16_mixed": 3e-3}
-
-
-def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """The largest relative difference of a parameter."""
-    return max(float((a[name].double() - b[name].double()).norm() / b[name].double().norm()) for name in b)
 
 
 @pytest.mark.parametrize("precision", sorted(TOLERANCES))
@@ -61,9 +57,9 @@ def test_bf16_keeps_updates_smaller_than_its_rounding(pool: Pool) -> None:
 class Overflowing(nn.Module):
     """A model whose fp16 gradients overflow above a loss scale of 1024."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner = zoo.Net()
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = self.inner(inputs)
@@ -71,25 +67,18 @@ class Overflowing(nn.Module):
         return outputs
 
 
-class OverflowingCase(Case):
-    def make_model(self) -> nn.Module:
-        return Overflowing(super().make_model())
-
-
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_an_overflowed_step_is_tried_again_with_the_same_samples(replicas: int, pool: Pool) -> None:
     settings = {"replicas": replicas}
     plain = Case(strategy="mirrored", settings=settings, precision="fp16_mixed", global_size=16, micro_size=4)
-    case = OverflowingCase(**vars(plain))
-    expected, trained = train(pool, plain), train(pool, case)
+    expected, trained = train(pool, plain), train(pool, replace(plain, build=Overflowing))
     assert [rank.scale for rank in expected] == [65536.0] * replicas
     assert len({rank.scale for rank in trained}) == 1
     assert trained[0].scale < 65536.0
     assert [rank.samples for rank in trained] == [rank.samples for rank in expected]
     for rank in trained:
-        assert (
-            distance({name.removeprefix("inner."): t for name, t in rank.weights.items()}, expected[0].weights) < 3e-3
-        )
+        found = {name.removeprefix("inner."): tensor for name, tensor in rank.weights.items()}
+        assert distance(found, expected[0].weights) < 3e-3
 
 
 def test_a_loss_scale_has_a_floor_a_memory_and_an_end() -> None:

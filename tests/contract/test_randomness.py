@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.contract.stepping import Case, oracle, train
+from tests.contract.checks import assert_reference
+from tests.contract.stepping import Case, train
 from tests.support import reference
 from tests.support.pool import Pool
 
@@ -47,20 +48,7 @@ def _shards(case: Case, step: int, steps_per_epoch: int) -> int:
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_masks_are_those_that_the_keys_give(replicas: int, pool: Pool) -> None:
     case = replace(DROPOUT, strategy="mirrored", settings={"replicas": replicas})
-    data = case.make_data()
-    expected = reference.train(
-        case.make_model(),
-        [data[index] for index in range(len(data))],
-        keyed_loss_sum(case),
-        optimizer=reference.sgd(momentum=0.9),
-        rate=case.rate,
-        num_steps=case.num_steps,
-        global_size=case.global_size,
-        micro_size=case.micro_size,
-        seed=case.seed,
-    )
-    for rank in train(pool, case):
-        assert reference.differences(rank.weights, expected) == []
+    assert_reference(train(pool, case), case, loss_sum=keyed_loss_sum(case))
 
 
 def test_the_seed_decides_the_masks_and_the_order(pool: Pool) -> None:
@@ -73,5 +61,4 @@ def test_the_seed_decides_the_masks_and_the_order(pool: Pool) -> None:
 def test_a_model_without_dropout_ignores_the_generators(pool: Pool) -> None:
     plain = replace(DROPOUT, model={})
     torch.manual_seed(1)
-    trained = train(pool, plain)[0]
-    assert reference.differences(trained.weights, oracle(plain)) == []
+    assert_reference(train(pool, plain), plain)

@@ -10,10 +10,9 @@ from itertools import product
 from typing import get_args
 
 import pytest
-import torch
 
-from tests.contract.stepping import Case, oracle, train
-from tests.support import reference
+from tests.contract.checks import assert_bits, assert_reference
+from tests.contract.stepping import Case, train
 from tests.support.pool import Pool
 from trainkit.strategies.reducers.options import Reduce
 
@@ -35,10 +34,8 @@ def test_every_reducer_takes_the_steps_of_the_reference(reduce: str, replicas: i
     once, thrice = (replace(TOKENS, micro_size=-(-8 // (replicas * shards))) for shards in (1, 3))
     for base in (once, thrice, CLASSES):
         case = replace(base, settings={"replicas": replicas, "reduce": reduce})
-        ranks, expected = train(pool, case), oracle(case)
-        for rank in ranks:
-            assert reference.differences(rank.weights, expected) == []
-            assert all(torch.equal(tensor, ranks[0].state[key]) for key, tensor in rank.state.items())
+        ranks = assert_reference(train(pool, case), case)
+        assert_bits(ranks, ranks[0])
 
 
 @pytest.mark.parametrize("bucket_mb", [0, 1e-6, 3e-4])
@@ -46,5 +43,4 @@ def test_buckets_of_any_size_take_the_steps_of_the_reference(bucket_mb: float, p
     settings = {"replicas": 3, "bucket_mb": bucket_mb}
     for base in (replace(TOKENS, micro_size=1), CLASSES):
         case = replace(base, settings=settings, max_norm=0.05)
-        for rank in train(pool, case):
-            assert reference.differences(rank.weights, oracle(case)) == []
+        assert_reference(train(pool, case), case)

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from tests.contract.checks import alone, assert_bits, assert_close, assert_reference
 from tests.contract.stepping import Case, Frozen, Trained, oracle, run_rank, train
 from tests.contract.test_optimizers import Match
 from tests.contract.test_sparse import Words
@@ -39,10 +40,6 @@ def spread(case: Case, replicas: int = 2, strategy: str = "mirrored", **settings
     return replace(case, strategy=strategy, settings={"devices": groups, "map": MAPS[case.task], **settings})
 
 
-def unequal(expected: Trained, found: Trained) -> list[str]:
-    return [key for key, tensor in expected.state.items() if not torch.equal(tensor, fetch(found.state[key]))]
-
-
 # 37 points in batches of 16 and 5, 29 sequences in batches of 8 and 5: the last batch of an epoch is short
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -52,12 +49,9 @@ def test_two_replicas_of_two_devices_take_the_steps_of_the_reference(
 ) -> None:
     micro_size = -(-base.global_size // (2 * accumulation))
     case = spread(replace(base, optimizer=optimizer, micro_size=micro_size, max_norm=0.05, resume_at=4))
-    ranks, expected = train(pool, case), oracle(case)
+    ranks = assert_reference(train(pool, case), case)
     assert len(ranks) == 2
     assert min(ranks[0].norms) > 0.05
-    for rank in ranks:
-        assert reference.differences(rank.weights, expected) == []
-        assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
 
 
 # shards of 6 and 5 for three replicas: one has none in a short batch, and batch statistics are in the exchange too
@@ -65,10 +59,8 @@ def test_two_replicas_of_two_devices_take_the_steps_of_the_reference(
 def test_every_reducer_sums_what_is_in_several_places(reduce: str, pool: Pool) -> None:
     for base in (replace(CLASSES, micro_size=6, model={"norm": True}), TOKENS):
         case = spread(base, 3, "multi_worker_mirrored", reduce=reduce)
-        ranks, expected = train(pool, case), oracle(case)
-        for rank in ranks:
-            assert reference.differences(rank.weights, expected) == []
-            assert unequal(ranks[0], rank) == []
+        ranks = assert_reference(train(pool, case), case)
+        assert_bits(ranks, ranks[0])
 
 
 @pytest.mark.parametrize(
@@ -80,10 +72,9 @@ def test_every_reducer_sums_what_is_in_several_places(reduce: str, pool: Pool) -
     ids=["classes", "tokens"],
 )
 def test_a_reproducible_training_ends_in_the_bits_of_one_device(base: Case, pool: Pool) -> None:
-    (expected,) = train(pool, base)
+    expected = alone(base)
     for replicas in (1, 2, 3):
-        for rank in train(pool, spread(base, replicas)):
-            assert unequal(expected, rank) == []
+        assert_bits(train(pool, spread(base, replicas)), expected)
 
 
 @pytest.mark.parametrize(
@@ -99,49 +90,37 @@ def test_a_reproducible_training_ends_in_the_bits_of_one_device(base: Case, pool
 def test_a_place_more_changes_no_bit_of_two_replicas(base: Case, settings: dict[str, Any], pool: Pool) -> None:
     whole = train(pool, replace(base, strategy="mirrored", settings={"replicas": 2, **settings}))
     for expected, found in zip(whole, train(pool, spread(base, **settings)), strict=True):
-        assert unequal(expected, found) == []
+        assert_bits([found], expected)
 
 
 @pytest.mark.parametrize("task", ["functional_dropout", "two_views"])
 def test_models_and_objectives_that_draw_draw_as_one_device_does(task: str, pool: Pool) -> None:
     base = Case(task=task, global_size=16, micro_size=4, num_steps=4, rate_scale=0.3)
-    (expected,) = train(pool, base)
-    for rank in train(
-        pool, replace(base, strategy="mirrored", settings=spread(CLASSES).settings | {"map": {"rest": 1}})
-    ):
-        assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
+    settings = spread(CLASSES).settings | {"map": {"rest": 1}}
+    assert_close(train(pool, replace(base, strategy="mirrored", settings=settings)), alone(base))
 
 
 def test_a_place_may_hold_frozen_parameters_alone(pool: Pool) -> None:
     base = Frozen(global_size=16, micro_size=4, max_norm=0.05)
-    (expected,) = train(pool, base)
-    for rank in train(pool, spread(base)):
-        for name, tensor in expected.weights.items():
-            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-14)
+    assert_close(train(pool, spread(base)), alone(base))
 
 
 def test_the_networks_of_two_optimizers_may_be_on_two_devices(pool: Pool) -> None:
     base = Match(micro_size=2, max_norm=0.3, num_steps=4)
-    (expected,) = train(pool, base)
-    for rank in train(pool, spread(base)):
+    expected = alone(base)
+    for rank in assert_close(train(pool, spread(base)), expected, atol=1e-12):
         assert rank.norms == pytest.approx(expected.norms, rel=1e-12)
-        for name, tensor in expected.weights.items():
-            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-12)
 
 
 def test_sparse_gradients_are_summed_beside_those_of_a_place(pool: Pool) -> None:
     base = Words(optimizer="plain_sgd", micro_size=2, max_norm=0.05)
-    (expected,) = train(pool, base)
-    for rank in train(pool, spread(base, map={"embed": 0, "head": 1})):
-        for name, tensor in expected.weights.items():
-            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-13)
+    assert_close(train(pool, spread(base, map={"embed": 0, "head": 1})), alone(base), atol=1e-13)
 
 
 def test_blocks_that_are_compiled_and_recomputed_train_as_the_reference_does(pool: Pool) -> None:
     both = ModelTransforms(recompute="full", compile_mode="default", backend="aot_eager")
     case = spread(Case(task="gpt", global_size=8, micro_size=2, max_norm=0.05, num_steps=3, shaping=both))
-    for rank in train(pool, case):
-        assert reference.differences(rank.weights, oracle(case)) == []
+    assert_reference(train(pool, case), case)
 
 
 def test_a_map_that_does_not_fit_the_model_is_refused_where_it_is_placed(pool: Pool) -> None:
@@ -178,9 +157,7 @@ def on_two_devices(place: Place, case: Case) -> Trained:
 @pytest.mark.parametrize(("optimizer", "reduce"), [("sgd", "backend"), ("adamw", "to_one_device")])
 def test_gradients_stay_on_their_device(optimizer: str, reduce: str, pool: Pool) -> None:
     case = spread(replace(CLASSES, optimizer=optimizer, max_norm=0.05), reduce=reduce)
-    ranks: list[Trained] = pool.run("tests.contract.test_replica_map.on_two_devices", case, num_ranks=2)
-    for rank in ranks:
-        assert reference.differences(rank.weights, oracle(case)) == []
+    assert_reference(pool.run("tests.contract.test_replica_map.on_two_devices", case, num_ranks=2), case)
 
 
 @pytest.mark.gpu

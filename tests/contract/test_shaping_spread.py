@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from tests.contract.checks import alone, assert_close, assert_reference
 from tests.contract.stepping import Case, oracle, run_rank, train
 from tests.support import reference
 from tests.support.pool import Place, Pool
@@ -37,8 +38,7 @@ SPREAD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("strategy", SPREAD)
 def test_recomputed_blocks_train_as_the_reference_does(strategy: str, pool: Pool) -> None:
     case = replace(GPT, strategy=strategy, settings=SPREAD[strategy], shaping=FULL)
-    for rank in train(pool, case):
-        assert reference.differences(rank.weights, oracle(case)) == []
+    assert_reference(train(pool, case), case)
 
 
 def graphs_of_a_rank(place: Place | None, case: Case) -> tuple[int, dict[str, Tensor]]:
@@ -71,25 +71,18 @@ def test_compiled_layers_that_are_cut_draw_the_masks_of_eager_ones(pool: Pool) -
     settings = {"degree": 2, "replicas": 2}
     case = replace(GPT, strategy="tensor_parallel", settings=settings, model={"dropout": 0.3})
     for eager, found in zip(train(pool, case), compiled(pool, replace(case, shaping=COMPILED)), strict=True):
-        for name, tensor in eager.weights.items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-14, msg=name)
+        torch.testing.assert_close(found, eager.weights, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 @pytest.mark.slow
 def test_a_block_recomputed_after_others_were_computed_draws_its_own_masks(schedule: str, pool: Pool) -> None:
     base = replace(GPT, model={"dropout": 0.3})
-    (expected,) = train(pool, base)
-    pipeline = {"stages": 2, "schedule": schedule}
-    for rank in train(pool, replace(base, strategy="pipeline", settings=pipeline, shaping=FULL)):
-        for name, tensor in expected.weights.items():
-            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-10, atol=1e-14, msg=name)
+    case = replace(base, strategy="pipeline", settings={"stages": 2, "schedule": schedule}, shaping=FULL)
+    assert_close(train(pool, case), alone(base), rtol=1e-10)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
 def test_batch_statistics_count_each_shard_once(strategy: str, pool: Pool) -> None:
     case = replace(RESNET, strategy=strategy, settings=SPREAD[strategy], shaping=FULL)
-    (expected,) = train(pool, RESNET)
-    for rank in train(pool, case):
-        for name, tensor in expected.weights.items():
-            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-9, atol=1e-12, msg=name)
+    assert_close(train(pool, case), alone(RESNET), rtol=1e-9, atol=1e-12)

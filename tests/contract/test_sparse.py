@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.contract.checks import alone, assert_close, assert_reference
 from tests.contract.stepping import OPTIMIZERS, Case, _Rank, train
 from tests.support import reference, zoo
 from tests.support.pool import Place, Pool
@@ -55,36 +56,21 @@ def placed(case: Case, strategy: str, replicas: int) -> Case:
 def test_sparse_gradients_are_dense_ones_to_rounding(optimizer: str, strategy: str, replicas: int, pool: Pool) -> None:
     # batches of 8 and 5 sequences in shards of 2: accumulated, counted weights, and a clip that is felt
     case = placed(Words(optimizer=optimizer, micro_size=2, max_norm=0.05), strategy, replicas)
-    data = case.make_data()
-    expected = reference.train(
-        Lookup(sparse=False),
-        [data[index] for index in range(len(data))],
-        zoo.tokens_sum,
-        optimizer=lambda named: OPTIMIZERS[optimizer]([param for _, param in named]),
-        rate=case.rate,
-        num_steps=case.num_steps,
-        global_size=8,
-        seed=3,
-        max_norm=0.05,
-    )
-    for rank in train(pool, case):
-        assert reference.differences(rank.weights, expected) == []
+    make = OPTIMIZERS[optimizer]
+    dense = replace(case, sparse=False)
+    assert_reference(train(pool, case), dense, optimizer=lambda named: make([param for _, param in named]))
 
 
-class SparseAdamWords(Words):
+def of_the_table() -> nn.Module:
     """SparseAdam takes no dense gradient: the embedding alone is trained."""
-
-    def make_model(self) -> nn.Module:
-        model = Lookup(sparse=True)
-        model.head.requires_grad_(False)
-        return model
+    model = Lookup(sparse=True)
+    model.head.requires_grad_(False)
+    return model
 
 
 def test_sparse_adam_is_the_same_on_any_number_of_replicas(pool: Pool) -> None:
-    base = SparseAdamWords(optimizer="sparse_adam", micro_size=2)
-    expected = train(pool, placed(base, "one_device", 1))[0].weights
-    for rank in train(pool, placed(base, "mirrored", 3)):
-        torch.testing.assert_close(rank.weights["embed.weight"], expected["embed.weight"], rtol=1e-12, atol=1e-14)
+    base = Case(task="tokens", build=of_the_table, optimizer="sparse_adam", micro_size=2)
+    assert_close(train(pool, placed(base, "mirrored", 3)), alone(base))
 
 
 # in bf16 a dense backward pass adds the rows of a word in 8 bits, a sparse one leaves them to be added in the masters'

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from tests.contract import stepping
+from tests.contract.checks import assert_reference
 from tests.contract.running import run, weights
-from tests.contract.stepping import Case, Trained, oracle, train
-from tests.support import own_objectives, reference, zoo
+from tests.contract.stepping import Case, Trained, train
+from tests.support import own_objectives, zoo
 from tests.support.pool import Pool
 from trainkit.errors import HangError, TrainingError
 from trainkit.models.gpt import Gpt
@@ -50,8 +51,7 @@ TOKENS = Case(task="tokens", global_size=8, micro_size=3, max_norm=0.05, shaping
 )
 @pytest.mark.slow
 def test_six_steps_are_those_of_the_reference(case: Case, pool: Pool) -> None:
-    for rank in train(pool, case):
-        assert reference.differences(rank.weights, oracle(case)) == []
+    assert_reference(train(pool, case), case)
 
 
 @pytest.mark.slow

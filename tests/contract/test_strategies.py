@@ -6,10 +6,9 @@ A strategy that weighs shards alike, drops a short batch or reads samples in ano
 from dataclasses import replace
 
 import pytest
-import torch
 
+from tests.contract.checks import alone, assert_bits, assert_close, assert_reference
 from tests.contract.stepping import STRATEGIES, Case, oracle, takes_replicas, train
-from tests.support import reference
 from tests.support.pool import Pool
 from trainkit.strategies.base import PlanContext
 
@@ -48,10 +47,7 @@ def test_six_steps_are_those_of_the_reference(
 ) -> None:
     micro_size = -(-base.global_size // (replicas * accumulation))
     case = placed(replace(base, optimizer=optimizer, micro_size=micro_size), strategy, replicas)
-    ranks, expected = train(pool, case), oracle(case)
-    for rank in ranks:
-        assert reference.differences(rank.weights, expected) == []
-        assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
+    assert_reference(train(pool, case), case)
 
 
 @pytest.mark.parametrize("task", ["unlabelled", "masks", "soft_masks"])
@@ -60,20 +56,13 @@ def test_ignored_weighted_smoothed_and_soft_classes_are_those_of_torch(
     strategy: str, replicas: int, task: str, pool: Pool
 ) -> None:
     case = placed(Case(task=task, global_size=16, micro_size=3), strategy, replicas)  # some shards have no target
-    ranks, expected = train(pool, case), oracle(case)
-    for rank in ranks:
-        assert reference.differences(rank.weights, expected) == []
-        assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
+    assert_reference(train(pool, case), case)
 
 
 @pytest.mark.parametrize(("strategy", "replicas"), PLACES)
 def test_a_clipped_step_is_that_of_the_reference(strategy: str, replicas: int, pool: Pool) -> None:
     case = placed(replace(CLASSES, micro_size=3, max_norm=0.05), strategy, replicas)
-    ranks, expected = train(pool, case), oracle(case)
-    assert min(ranks[0].norms) > 0.05
-    for rank in ranks:
-        assert reference.differences(rank.weights, expected) == []
-        assert rank.norms == ranks[0].norms
+    assert min(assert_reference(train(pool, case), case)[0].norms) > 0.05
 
 
 @pytest.mark.parametrize(("strategy", "replicas"), PLACES)
@@ -81,10 +70,8 @@ def test_batch_statistics_are_weighted_by_samples_and_move_once_a_step(
     strategy: str, replicas: int, pool: Pool
 ) -> None:
     case = placed(replace(CLASSES, micro_size=6, model={"norm": True}), strategy, replicas)  # 6, 5 and 5
-    expected = oracle(case)
-    assert expected.model.state_dict()["1.num_batches_tracked"] == 6
-    for rank in train(pool, case):
-        assert reference.differences(rank.weights, expected) == []
+    for rank in assert_reference(train(pool, case), case):
+        assert rank.weights["1.num_batches_tracked"] == 6
 
 
 @pytest.mark.parametrize(("strategy", "replicas"), PLACES)
@@ -107,48 +94,27 @@ def test_a_training_continued_in_the_middle_of_an_epoch_is_the_same_training(
     strategy: str, replicas: int, optimizer: str, norm: bool, pool: Pool
 ) -> None:
     case = placed(replace(CLASSES, micro_size=4, optimizer=optimizer, model={"norm": norm}), strategy, replicas)
-    ranks, expected = train(pool, replace(case, resume_at=4)), oracle(case)
-    for rank in ranks:
-        assert reference.differences(rank.weights, expected) == []
+    assert_reference(train(pool, replace(case, resume_at=4)), case)
 
 
 @pytest.mark.parametrize("micro_size", [3, 5])
 @pytest.mark.slow
 def test_reproducible_runs_end_in_the_same_bits_on_any_number_of_replicas(micro_size: int, pool: Pool) -> None:
-    base = Case(
-        precision="fp32",
-        optimizer="adamw",
-        reproducible=True,
-        global_size=20,
-        micro_size=micro_size,
-        model={"norm": True, "dropout": 0.3},
-        max_norm=0.5,
-    )
-    expected = train(pool, base)[0].state
+    model = {"norm": True, "dropout": 0.3}
+    base = Case(precision="fp32", optimizer="adamw", reproducible=True, model=model, global_size=20, max_norm=0.5)
+    base = replace(base, micro_size=micro_size)
+    expected = alone(base)
     for count in (1, 2, 3, 4):
-        for rank in train(pool, placed(base, "mirrored", count)):
-            unequal = [key for key, tensor in expected.items() if not torch.equal(tensor, rank.state[key])]
-            assert (count, unequal) == (count, [])
+        assert_bits(train(pool, placed(base, "mirrored", count)), expected)
 
 
 @pytest.mark.parametrize("task", ["unlabelled", "masks"])
 @pytest.mark.slow
 def test_counted_targets_keep_the_bits_of_a_reproducible_run(task: str, pool: Pool) -> None:
     base = Case(precision="fp32", reproducible=True, task=task, global_size=16, micro_size=3)
-    expected = train(pool, base)[0].state
-    for rank in train(pool, placed(base, "mirrored", 3)):
-        assert [key for key, tensor in expected.items() if not torch.equal(tensor, rank.state[key])] == []
+    assert_bits(train(pool, placed(base, "mirrored", 3)), alone(base))
 
 
 def test_dropout_is_the_same_on_any_number_of_replicas(pool: Pool) -> None:
     base = replace(CLASSES, micro_size=3, model={"dropout": 0.5})
-    expected = train(pool, base)[0].weights
-    for rank in train(pool, placed(base, "mirrored", 4)):
-        for name, tensor in expected.items():
-            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-14)
-
-
-def test_replicas_without_a_shard_in_a_short_batch_take_part(pool: Pool) -> None:
-    # the last batch of an epoch has 5 of 8 samples: on 4 replicas with shards of 3, two have none
-    case = placed(replace(CLASSES, micro_size=3, global_size=16, num_steps=3), "mirrored", 4)
-    assert [len(rank.samples[2]) for rank in train(pool, case)] == [3, 2, 0, 0]
+    assert_close(train(pool, placed(base, "mirrored", 4)), alone(base))

@@ -6,51 +6,32 @@ A cut layer whose bias is added on each rank, or whose input gradient is not sum
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
+from tests.contract.checks import alone, assert_close, assert_reference
 from tests.contract.stepping import Case, oracle, train
-from tests.support import reference, zoo
+from tests.support import zoo
 from tests.support.pool import Place, Pool, TaskError
 from tests.support.requests import request_for
 from trainkit.cluster.tasks import Identity, Task
-from trainkit.models.gpt import Gpt
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.mesh.strategy import TensorParallel
-
-
-@dataclass(frozen=True, kw_only=True)
-class GptCase(Case):
-    """A small language model."""
-
-    task: str = "tokens"
-    strategy: str = "tensor_parallel"
-
-    def make_model(self) -> nn.Module:
-        """Two blocks with biases; the vocabulary comes out even."""
-        sizes = {"vocab_size": 12, "context": zoo.LENGTH, "num_layers": 2, "num_heads": 2, "width": 8, "bias": True}
-        return zoo.fill(Gpt(**{**sizes, **self.model}))
-
 
 TWO = {"degree": 2, "replicas": 1}
 COPIES = {"degree": 2, "replicas": 2}
 SHARDED = {"shard": 2, "tensor": 2}
 MLP = {"0": "colwise", "2": "rowwise"}
 
-GPT = GptCase(settings=TWO, max_norm=0.1)
+GPT = Case(strategy="tensor_parallel", task="tokens", build=zoo.even_gpt, settings=TWO, max_norm=0.1)
 NET = Case(strategy="tensor_parallel", task="classes", model={"width": 8}, global_size=16, max_norm=0.05)
 
 
 def check(case: Case, pool: Pool) -> None:
-    ranks, expected = train(pool, case), oracle(case)
-    for rank in ranks:
-        assert reference.differences(rank.weights, expected) == []
-        assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
-        assert rank.norms == ranks[0].norms
+    ranks = assert_reference(train(pool, case), case)
     assert min(ranks[0].norms) > (case.max_norm or 0.0)
 
 
@@ -67,16 +48,7 @@ def test_a_language_model_cut_by_its_own_plan_is_that_of_the_reference(
     check(replace(GPT, optimizer=optimizer, settings=settings, model={"bias": bias}, micro_size=3), pool)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamCase(GptCase):
-    """Sequences of 4, which two ranks share evenly."""
-
-    def make_data(self) -> zoo.Sentences:
-        data = zoo.Sentences()
-        data.inputs, data.targets = data.inputs[:, :4].contiguous(), data.targets[:, :4].contiguous()
-        return data
-
-
+EVEN = replace(GPT, samples=zoo.EvenSentences, micro_size=4)
 STREAM = {
     "embed": "sequence_split",
     "blocks.*_norm": "sequence",
@@ -92,7 +64,7 @@ STREAM = {
 def test_layers_that_stay_whole_in_a_cut_sequence_are_those_of_the_reference(pool: Pool) -> None:
     plan = {"mlp": "sequence", "attention.project": "rowwise_sequence"}
     plan |= {name: style for name, style in STREAM.items() if name not in ("expand", "project")}
-    check(StreamCase(settings=COPIES | {"plan": plan}, max_norm=0.1, micro_size=4), pool)
+    check(replace(EVEN, settings=COPIES | {"plan": plan}), pool)
 
 
 def test_the_head_of_a_resnet_is_cut_as_the_reference(pool: Pool) -> None:
@@ -107,7 +79,7 @@ DROPPING: dict[str, tuple[Case, dict[str, Any]]] = {
     "cut features": (DROPS, COPIES | {"plan": {"0": "colwise", "2": "dropout", "3": "rowwise"}}),
     "heads": (replace(GPT, model={"dropout": 0.3}, micro_size=3), COPIES),
     "a sequence": (
-        StreamCase(model={"dropout": 0.3}, max_norm=0.1, micro_size=4),
+        replace(EVEN, model={"dropout": 0.3}),
         COPIES | {"plan": STREAM | {"blocks.*.dropout": "sequence"}},
     ),
 }
@@ -116,17 +88,14 @@ DROPPING: dict[str, tuple[Case, dict[str, Any]]] = {
 @pytest.mark.parametrize("where", DROPPING)
 def test_what_is_dropped_out_of_parts_is_that_of_one_device(where: str, pool: Pool) -> None:
     base, settings = DROPPING[where]
-    (expected,) = train(pool, replace(base, strategy="one_device", settings={}))
-    for rank in train(pool, replace(base, settings=settings)):
-        for name, tensor in expected.weights.items():
-            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-14)
+    assert_close(train(pool, replace(base, settings=settings)), alone(base))
 
 
 @pytest.mark.parametrize(
     ("case", "said"),
     [
         (replace(DROPS, settings=TWO | {"plan": {"0": "colwise", "3": "rowwise"}}), "2 (Dropout) draws"),
-        (StreamCase(settings=TWO | {"plan": STREAM}, model={"dropout": 0.3}), "blocks.0.dropout (Dropout) draws"),
+        (replace(EVEN, settings=TWO | {"plan": STREAM}, model={"dropout": 0.3}), "blocks.0.dropout (Dropout) draws"),
     ],
     ids=["features", "a sequence"],
 )

@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from tests.contract import stepping
-from tests.contract.stepping import Case, oracle, train
-from tests.support import reference, zoo
+from tests.contract.checks import assert_reference
+from tests.contract.stepping import Case, train
+from tests.support import zoo
 from tests.support.pool import Pool
 from trainkit.errors import TrainingError
 from trainkit.numerics.precision import Value
@@ -72,8 +73,7 @@ def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 )
 @pytest.mark.slow
 def test_its_steps_are_those_of_the_reference(case: Case, passes: str, made: list[ShardGraphs], pool: Pool) -> None:
-    for rank in train(pool, case):
-        assert reference.differences(rank.weights, oracle(case)) == []
+    assert_reference(train(pool, case), case)
     assert all(
         graph.is_whole and graph.is_joint == (passes == "joint" or case.task == "channels_last") for graph in made
     )
@@ -90,8 +90,7 @@ def test_the_graph_holds_the_loss_from_all_scores_unless_chunks_are_asked_for(
     trial = stepping.TASKS["gpt"]._replace(objective=lambda: LanguageModelling(cross_entropy=asked))
     monkeypatch.setitem(stepping.TASKS, "gpt", trial)
     case = replace(TOKENS, task="gpt", micro_size=8, num_steps=1)
-    for rank in train(pool, case):
-        assert reference.differences(rank.weights, oracle(case)) == []
+    assert_reference(train(pool, case), case)
     assert [graph.is_whole for graph in made] == [asked == "auto"]
 
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.contract.checks import assert_bits, assert_reference
 from tests.contract.crossing import cross
 from tests.contract.documented import Documented, Stretched
-from tests.contract.stepping import Case, oracle, train
-from tests.support import reference
+from tests.contract.stepping import Case, oracle, run_rank, train
 from tests.support.pool import Pool
 from trainkit.strategies.base import PlanContext
 
@@ -24,20 +23,14 @@ TWO = Documented(settings={"replicas": 2}, global_size=16, micro_size=3)
 ], ids=["clipped", "resumed"])  # fmt: skip
 def test_its_steps_are_those_of_the_reference(case: Documented, pool: Pool) -> None:
     assert case.make_strategy().validate(PlanContext()) == []
-    expected = oracle(case)
-    for rank in train(pool, case):
-        assert reference.differences(rank.weights, expected) == []
-        if case.resume_at is None:
-            assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
+    assert_reference(train(pool, case), case)
 
 
 def test_its_reproducible_runs_end_in_the_bits_of_one_device(pool: Pool) -> None:
     drawn = {"norm": True, "dropout": 0.3}
     case = replace(TWO, precision="fp32", optimizer="adamw", reproducible=True, model=drawn, max_norm=0.5)
     plain = {name: getattr(case, name) for name in Case.__dataclass_fields__ if name not in {"strategy", "settings"}}
-    expected = train(pool, Case(**plain))[0].state
-    for rank in train(pool, case):
-        assert [name for name, tensor in expected.items() if not torch.equal(tensor, rank.state[name])] == []
+    assert_bits(train(pool, case), run_rank(None, Case(**plain)))
 
 
 @pytest.mark.parametrize(("earlier", "later"), [("fsdp", "my_strategy"), ("my_strategy", "fsdp")])
@@ -58,10 +51,7 @@ def test_checkpoints_cross_to_it_and_from_it(earlier: str, later: str, pool: Poo
 def test_a_sequence_cut_over_ranks_is_that_of_the_reference(parts: int, pool: Pool) -> None:
     # 29 sequences in batches of 8 and 5, in shards of at most 3, with unequal numbers of tokens that count
     case = Stretched(settings={"parts": parts}, micro_size=3, max_norm=0.1, resume_at=3)
-    expected = oracle(case)
-    for rank in train(pool, case):
-        assert reference.differences(rank.weights, expected) == []
-        assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
+    assert_reference(train(pool, case), case)
 
 
 def test_a_sequence_that_the_ranks_cannot_cut_is_refused() -> None:

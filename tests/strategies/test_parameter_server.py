@@ -57,12 +57,7 @@ REFUSED: list[tuple[dict[str, Any], PlanContext, str, str]] = [
     (REPLACED | {"devices_per_worker": 2}, ANY, "strategy.devices_per_worker=2", "single shards"),
     ({"staleness": STALE["scale"]}, ANY, "strategy.staleness.policy=scale", "with strategy.mode=sync"),
     ({"warmup_steps": 3}, ANY, "strategy.warmup_steps=3", "with strategy.mode=sync"),
-    (
-        {"mode": "async", "workers": 3, "spare_replicas": 1},
-        ANY,
-        "strategy.spare_replicas=1",
-        "with strategy.mode=async",
-    ),
+    ({"mode": "async", "workers": 3, "spare_replicas": 1}, ANY, "strategy.spare_replicas=1", "strategy.mode=async"),
     ({"mode": "async", "spare_mode": "replace"}, ANY, "strategy.spare_mode=replace", "with strategy.mode=async"),
     ({"mode": "async"}, REPRODUCIBLE, "numerics.reproducible=true", "Use strategy.mode=sync"),
     ({"mode": "async", "staleness": STALE["drop"]}, ANY, "strategy.staleness.bound=null", "needed by"),

@@ -110,9 +110,8 @@ def test_a_state_that_one_server_gave_goes_on_on_three() -> None:
 
 
 @pytest.mark.parametrize("servers", COUNTS)
-@pytest.mark.parametrize("shards", [5, 12])
-def test_sums_over_lanes_have_the_bits_of_the_lane_reducer(shards: int, servers: int) -> None:
-    model = Net()
+def test_sums_over_lanes_have_the_bits_of_the_lane_reducer(servers: int) -> None:
+    model, shards = Net(), 12  # some of the 8 lanes have two
     pushed = [gradients(model, seed, missing=(2,) if seed == 3 else ()) for seed in range(shards)]
     packing = FlatBuffer([param.shape for _, param in trained(model)], torch.float32, CPU)
     of_lane = {lane: [clones(one) for one in pushed[lane::8]] for lane in lane_order(8) if lane < shards}
@@ -144,20 +143,6 @@ def clones(tensors: list[Tensor | None]) -> list[Tensor | None]:
 
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-
-
-def test_a_sum_is_normalised_looked_at_unscaled_and_clipped_in_the_order_of_a_local_update() -> None:
-    model = Net()
-    with serving(model, optimizer_of("sgd"), servers=2) as farm:
-        farm.chief.push("a", gradients(model, 1))
-        options = SumOptions(check_finite=True, weight_factor=0.3, unscale=1 / 8, norms=True)
-        norm = farm.chief.sum(["a"], options, exact=True).norm
-        factor = float(torch.clamp(0.5 / (norm + 1e-6), max=1.0))
-        farm.chief.apply(version=1, lr_factor=1.0, factor=factor)
-        state = farm.chief.state()
-    for (name, param), grad in zip(trained(model), gradients(model, 1), strict=True):
-        expected = present(grad) * torch.tensor(0.3) * (1 / 8) * torch.tensor(factor)
-        assert torch.equal(state[f"param/{name}"], param.detach().clone().add_(expected, alpha=-0.1))
 
 
 def test_what_is_discarded_changes_nothing() -> None:
@@ -198,19 +183,6 @@ def test_servers_between_two_updates_are_read_again() -> None:
         state = farm.chief.state()
         worker.close()
     assert all(torch.equal(state[f"param/{name}"], param) for name, param in worked.named_parameters())
-
-
-def test_buffers_are_replaced_and_counters_advance() -> None:
-    model, other = Net(), Net()
-    with serving(model, optimizer_of("sgd"), servers=2) as farm:
-        sums = [None, torch.full((101,), 2.0), torch.full((101,), 3.0), torch.tensor(0.9999999)]
-        farm.chief.push("a", gradients(model, 1), sums)
-        farm.chief.apply(version=1, lr_factor=1.0, buffer_factor=0.5, keys=["a"])
-        farm.chief.pull(tensors_of(other))
-    assert present(other.norm.running_mean).tolist() == [1.0] * 101
-    assert present(other.norm.running_var).tolist() == [1.5] * 101
-    assert other.norm.num_batches_tracked == 1
-    assert other.table.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 def test_only_the_chief_gives_orders() -> None:
@@ -372,17 +344,3 @@ def test_rows_and_values_make_the_update_of_one_optimizer_and_to_rounding_that_o
     equal(found, {**state_of(model), **optimizer_state(steppers[model].optimizer, dict(model.named_parameters()))})
     torch.testing.assert_close(model.embed.weight, dense.embed.weight, rtol=1e-6, atol=0)
     assert torch.equal(pulled, model.embed.weight[[700, 3, 3, 999]])
-
-
-def test_sparse_gradients_of_several_shards_are_summed_row_by_row() -> None:
-    model = Table()
-    grads = [sparse_gradients(model, rows, shard) for shard, rows in enumerate([[3, 700], [5, 3]])]
-    sums = [one.to_dense() + other.to_dense() for one, other in zip(*grads, strict=True)]
-    with serving(model, optimizer_of("sgd"), servers=2) as farm:
-        for key, given in zip("ab", grads, strict=True):
-            farm.chief.push(key, given)
-        norm = farm.chief.sum(["a", "b"], SumOptions(check_finite=True, norms=True)).norm
-        farm.chief.apply(version=1, lr_factor=1.0)
-        found = farm.chief.state()["param/embed.weight"]
-    torch.testing.assert_close(found, model.embed.weight.detach() - 0.1 * sums[0], rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(norm, torch.linalg.vector_norm(torch.cat([one.flatten() for one in sums])))

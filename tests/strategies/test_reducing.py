@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.utils.checkpoint import checkpoint
 
+from tests.contract.checks import alone, assert_close
 from tests.contract.running import run
 from tests.contract.stepping import Case, run_rank, train
 from tests.launchers.launches import launch_of
@@ -94,12 +95,7 @@ class Idle(zoo.Net):
         return outputs
 
 
-class IdleCase(Case):
-    def make_model(self) -> nn.Module:
-        return Idle()
-
-
-IDLE = IdleCase(strategy="mirrored", settings={"replicas": 2}, global_size=16, micro_size=8, num_steps=3)
+IDLE = Case(build=Idle, strategy="mirrored", settings={"replicas": 2}, global_size=16, micro_size=8, num_steps=3)
 
 
 def test_parameters_without_a_gradient_are_named_with_the_setting_that_allows_them(pool: Pool) -> None:
@@ -109,11 +105,8 @@ def test_parameters_without_a_gradient_are_named_with_the_setting_that_allows_th
 
 @pytest.mark.parametrize("reduce", ["backend", "shared_memory"])
 def test_allowed_ones_are_left_as_they_are(reduce: str, pool: Pool) -> None:
-    expected = train(pool, replace(IDLE, strategy="one_device", settings={}))[0].weights
     settings = {"replicas": 2, "allow_unused": True, "reduce": reduce, "bucket_mb": 1e-6 if reduce == "backend" else 25}
-    for rank in train(pool, replace(IDLE, settings=settings)):
-        for name, tensor in expected.items():
-            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=0)
+    assert_close(train(pool, replace(IDLE, settings=settings)), alone(IDLE), atol=0)
 
 
 def grouped(place: Place, places: list[tuple[int, int]]) -> list[float]:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.contract.stepping import Case, oracle, run_rank
-from tests.support import reference
+from tests.contract.checks import assert_reference
+from tests.contract.stepping import Case, run_rank
 from trainkit.strategies import tpu
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.tpu import Tpu
@@ -69,7 +69,7 @@ CASE = Case(strategy="tpu", global_size=16, micro_size=8, num_steps=3, max_norm=
 @pytest.mark.usefixtures("xla")
 def test_its_steps_are_those_of_the_reference(optimizer: str) -> None:
     case = replace(CASE, num_steps=10, optimizer=optimizer, resume_at=4)
-    assert reference.differences(run_rank(None, case).weights, oracle(case)) == []
+    assert_reference([run_rank(None, case)], case)
 
 
 def test_every_step_is_handed_over_and_every_shard_is_keyed_and_spread(xla: Xla) -> None:

@@ -204,56 +204,43 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "conf"
 WITH = (f"--config-dir={BENCHMARKS}", "--allow-package=benchmarks")
 LOOKUP = ["recipe=null", "model=lookup", "model.vocab_size=60000", "data=bags", "data.vocab_size=60000", "data.power=1",
           "batch.global_size=128", "optimizer=sgd"]  # fmt: skip
-CASES = {
-    "mirrored": [*SMALL, "strategy=mirrored", "strategy.replicas=3", "strategy.reduce=backend"],
-    "ring": [*SMALL, "strategy=mirrored", "strategy.replicas=3", "strategy.reduce=ring"],
-    "hierarchical": [*SMALL, "strategy=mirrored", "strategy.replicas=3", "strategy.reduce=hierarchical"],
-    "powersgd": [*SMALL, "strategy=mirrored", "strategy.replicas=2", "strategy.compression=powersgd",
-                 "strategy.powersgd_after=2", "strategy.powersgd_rank=8"],
-    "lanes": [*SMALL, "strategy=mirrored", "strategy.replicas=2", "numerics.reproducible=true"],
-    "fsdp": [*SMALL, "strategy=fsdp", "strategy.replicas=2", "batch.micro_size=16"],
-    "pipeline": [*SMALL, "strategy=pipeline", "strategy.replicas=2"],
-    "parameter_server": [*SMALL, "strategy=parameter_server", "strategy.workers=3", "strategy.servers=2",
-                         "batch.micro_size=16"],
-    "local_sgd": [*SMALL, "strategy=local_sgd", "strategy.average_every=5", "optimizer=adamw"],
-    "tensor_parallel": [*GPT, "strategy=tensor_parallel", "strategy.replicas=1", "strategy.degree=2",
-                        "batch.micro_size=8"],
-    "sparse": [*LOOKUP, "strategy=mirrored", "strategy.replicas=3"],
-}  # fmt: skip
-CUT_GPT = [*GPT, "strategy=tensor_parallel", "strategy.degree=2"]
+
+
+def placed(base: list[str], strategy: str, *more: str, **settings: object) -> list[str]:
+    return [*base, f"strategy={strategy}", *(f"strategy.{key}={value}" for key, value in settings.items()), *more]
+
+
 STRETCHES = (
-    "strategy.plan={embed:sequence_split,attention_norm:sequence,mlp_norm:sequence,"
-    "queries_keys_values:colwise_sequence,expand:colwise_sequence,project:rowwise_sequence,head:sequence_join}"
+    "{embed:sequence_split,attention_norm:sequence,mlp_norm:sequence,queries_keys_values:colwise_sequence,"
+    "expand:colwise_sequence,project:rowwise_sequence,head:sequence_join}"
 )
+LANES = "numerics.reproducible=true"
+CASES = {
+    "mirrored": placed(SMALL, "mirrored", replicas=3, reduce="backend"),
+    "ring": placed(SMALL, "mirrored", replicas=3, reduce="ring"),
+    "hierarchical": placed(SMALL, "mirrored", replicas=3, reduce="hierarchical"),
+    "powersgd": placed(SMALL, "mirrored", replicas=2, compression="powersgd", powersgd_after=2, powersgd_rank=8),
+    "lanes": placed(SMALL, "mirrored", LANES, replicas=2),
+    "fsdp": placed(SMALL, "fsdp", "batch.micro_size=16", replicas=2),
+    "pipeline": placed(SMALL, "pipeline", replicas=2),
+    "parameter_server": placed(SMALL, "parameter_server", "batch.micro_size=16", workers=3, servers=2),
+    "local_sgd": placed(SMALL, "local_sgd", "optimizer=adamw", average_every=5),
+    "tensor_parallel": placed(GPT, "tensor_parallel", "batch.micro_size=8", replicas=1, degree=2),
+    "sparse": placed(LOOKUP, "mirrored", replicas=3),
+}
 MORE = {
-    "to_one_device": [*SMALL, "strategy=mirrored", "strategy.replicas=2", "strategy.reduce=to_one_device"],
-    "bf16": [*SMALL, "strategy=mirrored", "strategy.replicas=2", "strategy.compression=bf16"],
-    "hybrid": [*SMALL, "strategy=fsdp", "strategy.replicas=4", "strategy.replicate=2"],
-    "lanes of parts": [
-        *SMALL,
-        "strategy=fsdp",
-        "strategy.replicas=4",
-        "strategy.replicate=2",
-        "optimizer.fused=false",
-        "numerics.reproducible=true",
-    ],
-    "async": [*SMALL, "strategy=parameter_server", "strategy.mode=async"],
-    "tensor_parallel, replicas": [*CUT_GPT, "strategy.replicas=2", "activation_checkpointing=full"],
-    **{
-        f"mesh, {reduce}": [
-            *SMALL,
-            "strategy=mesh",
-            "strategy.replicate=2",
-            "strategy.shard=2",
-            f"strategy.reduce={reduce}",
-        ]
-        for reduce in get_args(Reducing)
-    },
-    "mesh, bf16": [*SMALL, "strategy=mesh", "strategy.replicate=2", "strategy.shard=2", "strategy.compression=bf16"],
-    "mesh": [*GPT, "strategy=mesh", "strategy.shard=2", "strategy.tensor=2"],
-    "tensor_parallel, stretches": [*CUT_GPT, "strategy.replicas=1", STRETCHES],
-    "tensor_parallel, bf16": [*CUT_GPT, "strategy.replicas=1", "precision=bf16_mixed"],
-    "sparse, servers": [*LOOKUP, "strategy=parameter_server", "strategy.workers=2", "strategy.servers=2"],
+    "to_one_device": placed(SMALL, "mirrored", replicas=2, reduce="to_one_device"),
+    "bf16": placed(SMALL, "mirrored", replicas=2, compression="bf16"),
+    "hybrid": placed(SMALL, "fsdp", replicas=4, replicate=2),
+    "lanes of parts": placed(SMALL, "fsdp", "optimizer.fused=false", LANES, replicas=4, replicate=2),
+    "async": placed(SMALL, "parameter_server", mode="async"),
+    "tensor_parallel, replicas": placed(GPT, "tensor_parallel", "activation_checkpointing=full", replicas=2, degree=2),
+    **{f"mesh, {one}": placed(SMALL, "mesh", replicate=2, shard=2, reduce=one) for one in get_args(Reducing)},
+    "mesh, bf16": placed(SMALL, "mesh", replicate=2, shard=2, compression="bf16"),
+    "mesh": placed(GPT, "mesh", shard=2, tensor=2),
+    "tensor_parallel, stretches": placed(GPT, "tensor_parallel", replicas=1, degree=2, plan=STRETCHES),
+    "tensor_parallel, bf16": placed(GPT, "tensor_parallel", "precision=bf16_mixed", replicas=1, degree=2),
+    "sparse, servers": placed(LOOKUP, "parameter_server", workers=2, servers=2),
 }
 
 

@@ -39,11 +39,11 @@ class Averaging:
 
 
 def train(
+    averaging: Averaging,
+    *,
     model: nn.Module,
     samples: Sequence[reference.Sample],
     loss_sum: reference.LossSum,
-    averaging: Averaging,
-    *,
     optimizer: reference.MakeOptimizer,
     rate: Callable[[int], float],
     num_steps: int,

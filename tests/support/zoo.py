@@ -136,10 +136,15 @@ class Attention(nn.Module):
         return outputs
 
 
-def small_gpt(*, width: int = 8, num_layers: int = 3, dropout: float = 0.0, bias: bool = True) -> nn.Module:
+def small_gpt(**sizes: Any) -> nn.Module:
     """The repo's own, for the sentences: its output layer shares the weight of the embedding."""
-    sizes = {"vocab_size": TOKENS, "context": LENGTH, "num_layers": num_layers, "num_heads": 2, "width": width}
-    return fill(Gpt(**sizes, dropout=dropout, bias=bias))
+    usual = {"vocab_size": TOKENS, "context": LENGTH, "num_layers": 3, "num_heads": 2, "width": 8, "bias": True}
+    return fill(Gpt(**usual | sizes))
+
+
+def even_gpt(**sizes: Any) -> nn.Module:
+    """The same with two blocks, and a vocabulary that ranks cut evenly."""
+    return small_gpt(**{"vocab_size": 12, "num_layers": 2} | sizes)
 
 
 def small_resnet() -> nn.Module:
@@ -327,6 +332,14 @@ class Sentences(InMemory):
         self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
         for row in range(count):
             self.targets[row, 1 + row % LENGTH :] = PAD
+
+
+class EvenSentences(Sentences):
+    """The same, cut to 4 tokens, which two and four ranks share evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.targets = self.inputs[:, :4].contiguous(), self.targets[:, :4].contiguous()
 
 
 class CountedTokens(Supervised):
