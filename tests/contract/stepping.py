@@ -77,6 +77,12 @@ STRATEGIES = sorted(
 """Strategies that give the training of one device."""
 
 
+PLACES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("one_device", "device_map", "central_storage", "parameter_server", "pipeline")},
+    **{name: {"replicas": 2} for name in ("mirrored", "fsdp", "tensor_parallel")},
+}
+"""Strategies, each with settings for two devices of this machine."""
+
 BASE_LR = 0.5
 RATES = (0.1, 0.3, 0.5, 0.4, 0.3, 0.2, 0.1, 0.4, 0.2, 0.05)
 """The learning rate of each step, for SGD; AdamW takes a tenth. Six steps end in the second or third epoch."""

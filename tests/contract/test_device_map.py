@@ -1,7 +1,8 @@
-"""A device map is the training of one device: every step by the way that several devices take, here on the CPU.
+"""A device map is the training of one device, and so are replicas that span several devices each; here on the CPU.
 
-An activation or a gradient that is brought to the wrong device of a map is caught here alone.
-A map that is written out is always computed that way; only `auto` on one device spares itself the way.
+A map that is written out is always computed by the way that several devices take; only `auto` on one device spares
+itself the way. An activation or a gradient that is brought to the wrong device of a map, or a gradient in the second
+place of a replica that is not summed with that of the other replicas is caught here alone.
 """
 
 from __future__ import annotations
@@ -9,19 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import nn
 
-from tests.contract.checks import alone, assert_bits
+from tests.contract.checks import alone, assert_bits, assert_close, assert_reference
 from tests.contract.running import run, weights
-from tests.contract.stepping import Case, oracle, train
+from tests.contract.stepping import Case, Frozen, Trained, oracle, run_rank, train
+from tests.contract.test_optimizers import Match
+from tests.contract.test_updates import Words
 from tests.support import reference, second_device
-from tests.support.pool import Pool
+from tests.support.pool import Place, Pool
 from tests.support.second_device import fetch
+from trainkit.errors import ConfigError, TrainingError
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.device_map import DeviceMap
+from trainkit.strategies.model_transforms import ModelTransforms
+from trainkit.strategies.reducers.options import Reduce
 
 pytestmark = pytest.mark.pairwise
 
@@ -133,3 +140,160 @@ def test_the_memory_that_is_planned_is_that_of_the_fullest_device() -> None:
     half = DeviceMap(map={"0": 0, "1": 1}).estimate_memory(model, context).resident
     assert half == {"0.weight": 42, "0.bias": 7}
     assert sum(DeviceMap(map={"rest": 0}).estimate_memory(model, context).resident.values()) == 49 + 24
+
+
+SPREAD_CLASSES, SPREAD_TOKENS = replace(CLASSES, micro_size=4), replace(TOKENS, micro_size=2)
+MAPS: dict[str, dict[str, int]] = {
+    "classes": {"0": 0, "rest": 1},
+    "tokens": {"embed": 0, "head": 0, "rest": 1},  # tied: both names of the weight are in one place
+    "gpt": {"embed": 0, "head": 0, "blocks": 1},
+    "duel": {"generator": 0, "discriminator": 1},
+}
+
+
+def spread(case: Case, replicas: int = 2, strategy: str = "mirrored", **settings: Any) -> Case:
+    groups = [["cpu", "cpu"]] * replicas
+    return replace(case, strategy=strategy, settings={"devices": groups, "map": MAPS[case.task], **settings})
+
+
+# 37 points in batches of 16 and 5, 29 sequences in batches of 8 and 5: the last batch of an epoch is short
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("base", [SPREAD_CLASSES, SPREAD_TOKENS], ids=["classes", "tokens"])
+def test_two_replicas_of_two_devices_take_the_steps_of_the_reference(
+    base: Case, optimizer: str, accumulation: int, pool: Pool
+) -> None:
+    micro_size = -(-base.global_size // (2 * accumulation))
+    case = spread(replace(base, optimizer=optimizer, micro_size=micro_size, max_norm=0.05, resume_at=4))
+    ranks = assert_reference(train(pool, case), case)
+    assert len(ranks) == 2
+    assert min(ranks[0].norms) > 0.05
+
+
+# shards of 6 and 5 for three replicas: one has none in a short batch, and batch statistics are in the exchange too
+@pytest.mark.parametrize("reduce", get_args(Reduce))
+def test_every_reducer_sums_what_is_in_several_places(reduce: str, pool: Pool) -> None:
+    for base in (replace(SPREAD_CLASSES, micro_size=6, model={"norm": True}), SPREAD_TOKENS):
+        case = spread(base, 3, "multi_worker_mirrored", reduce=reduce)
+        ranks = assert_reference(train(pool, case), case)
+        assert_bits(ranks, ranks[0])
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        replace(
+            SPREAD_CLASSES, precision="fp32", reproducible=True, micro_size=3, model={"norm": True, "dropout": 0.3}
+        ),
+        replace(SPREAD_TOKENS, precision="fp32", reproducible=True, micro_size=3, optimizer="adamw", resume_at=4),
+    ],
+    ids=["classes", "tokens"],
+)
+def test_a_reproducible_training_ends_in_the_bits_of_one_device(base: Case, pool: Pool) -> None:
+    expected = alone(base)
+    for replicas in (1, 2, 3):
+        assert_bits(train(pool, spread(base, replicas)), expected)
+
+
+@pytest.mark.parametrize(
+    ("base", "settings"),
+    [
+        (replace(SPREAD_CLASSES, precision="bf16", optimizer="adamw"), {}),
+        (replace(SPREAD_CLASSES, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1), {}),
+        (replace(SPREAD_CLASSES, precision="fp32", model={"dropout": 0.3}), {"compression": "bf16"}),
+        (replace(SPREAD_CLASSES, precision="fp32"), {"bucket_mb": 0}),
+    ],
+    ids=["masters", "scaled", "compressed", "one bucket"],
+)
+def test_a_place_more_changes_no_bit_of_two_replicas(base: Case, settings: dict[str, Any], pool: Pool) -> None:
+    whole = train(pool, replace(base, strategy="mirrored", settings={"replicas": 2, **settings}))
+    for expected, found in zip(whole, train(pool, spread(base, **settings)), strict=True):
+        assert_bits([found], expected)
+
+
+@pytest.mark.parametrize("task", ["functional_dropout", "two_views"])
+def test_models_and_objectives_that_draw_draw_as_one_device_does(task: str, pool: Pool) -> None:
+    base = Case(task=task, global_size=16, micro_size=4, num_steps=4, rate_scale=0.3)
+    settings = spread(SPREAD_CLASSES).settings | {"map": {"rest": 1}}
+    assert_close(train(pool, replace(base, strategy="mirrored", settings=settings)), alone(base))
+
+
+def test_a_place_may_hold_frozen_parameters_alone(pool: Pool) -> None:
+    base = Frozen(global_size=16, micro_size=4, max_norm=0.05)
+    assert_close(train(pool, spread(base)), alone(base))
+
+
+def test_the_networks_of_two_optimizers_may_be_on_two_devices(pool: Pool) -> None:
+    base = Match(micro_size=2, max_norm=0.3, num_steps=4)
+    expected = alone(base)
+    for rank in assert_close(train(pool, spread(base)), expected, atol=1e-12):
+        assert rank.norms == pytest.approx(expected.norms, rel=1e-12)
+
+
+def test_sparse_gradients_are_summed_beside_those_of_a_place(pool: Pool) -> None:
+    base = Words(optimizer="plain_sgd", micro_size=2, max_norm=0.05)
+    assert_close(train(pool, spread(base, map={"embed": 0, "head": 1})), alone(base), atol=1e-13)
+
+
+def test_blocks_that_are_compiled_and_recomputed_train_as_the_reference_does(pool: Pool) -> None:
+    both = ModelTransforms(recompute="full", compile_mode="default", backend="aot_eager")
+    case = spread(Case(task="gpt", global_size=8, micro_size=2, max_norm=0.05, num_steps=3, shaping=both))
+    assert_reference(train(pool, case), case)
+
+
+def test_a_map_that_does_not_fit_the_model_is_refused_where_it_is_placed(pool: Pool) -> None:
+    with pytest.raises(ConfigError, match=r"strategy\.map: no device for 2\.weight, 2\.bias\. Add 2: DEVICE"):
+        train(pool, spread(SPREAD_CLASSES, 1, map={"0": 0}))
+
+
+def test_replicas_that_placed_a_block_differently_are_refused(pool: Pool) -> None:
+    ranks = pool.run("tests.contract.test_device_map.misplaced", spread(SPREAD_CLASSES), num_ranks=2)
+    refused = "the parameter 0.weight is on device 1 of its replica on rank 1, and on device 0 on rank 0. "
+    assert [text.startswith(refused) for text in ranks] == [True, True]
+
+
+def misplaced(place: Place, case: Case) -> str:
+    """What a rank says where the second one has a map of its own; run by the pool."""
+    given = {"0": 1, "rest": 0} if place.rank else {"0": 0, "rest": 1}
+    try:
+        run_rank(place, replace(case, settings=case.settings | {"map": given}))
+    except TrainingError as error:
+        torch.distributed.destroy_process_group()
+        return str(error)
+    return "nothing"
+
+
+def on_two_devices(place: Place, case: Case) -> Trained:
+    """One rank of a case whose replicas have two devices; run by the pool."""
+    with second_device.two_devices():
+        found = run_rank(place, case)
+        devices = {key: tensor.device.type for key, tensor in found.state.items() if key.startswith("param/")}
+        assert {key.split("/")[1][0]: kind for key, kind in devices.items()} == {"0": "meta", "2": "cpu"}
+        return replace(found, state={key: fetch(tensor) for key, tensor in found.state.items()})
+
+
+@pytest.mark.parametrize(("optimizer", "reduce"), [("sgd", "backend"), ("adamw", "to_one_device")])
+def test_gradients_stay_on_their_device(optimizer: str, reduce: str, pool: Pool) -> None:
+    case = spread(replace(SPREAD_CLASSES, optimizer=optimizer, max_norm=0.05), reduce=reduce)
+    assert_reference(pool.run("tests.contract.test_device_map.on_two_devices", case, num_ranks=2), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_replica_of_a_gpu_and_the_cpu_trains_as_the_reference(optimizer: str, pool: Pool) -> None:
+    base = replace(SPREAD_CLASSES, optimizer=optimizer, micro_size=3, max_norm=0.05, resume_at=4)
+    (rank,) = train(pool, spread(base, devices=[[0, "cpu"]]))
+    assert {tensor.device.type for tensor in rank.state.values()} == {"cpu", "cuda"}
+    assert reference.differences({name: tensor.cpu() for name, tensor in rank.weights.items()}, oracle(base)) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [[[0, "cpu"], [1, "cpu"]], [[0, 1], [2, 3]]], ids=["gpu and cpu", "two gpus"])
+def test_replicas_of_several_gpus_train_as_the_reference(devices: list[list[Any]], pool: Pool) -> None:
+    needed = 1 + max(name for group in devices for name in group if name != "cpu")
+    if torch.cuda.device_count() < needed:
+        pytest.skip(f"needs {needed} GPUs")
+    case = spread(replace(SPREAD_CLASSES, max_norm=0.05, resume_at=4), devices=devices)
+    for rank in train(pool, case):
+        weights = {name: tensor.cpu() for name, tensor in rank.weights.items()}
+        assert reference.differences(weights, oracle(case)) == []

@@ -16,7 +16,7 @@ from tests.contract.checks import assert_bits, assert_close, assert_reference
 from tests.contract.crossing import cross
 from tests.contract.running import run
 from tests.contract.stepping import Case, arguments_of, oracle, run_rank, train
-from tests.contract.test_sparse import Words
+from tests.contract.test_updates import Words
 from tests.support import apart, reference
 from tests.support.pool import Place, Pool
 from trainkit.strategies.base import Numerics, PlanContext

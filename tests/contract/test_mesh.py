@@ -1,10 +1,15 @@
-"""Axes of one mesh in any combination are the training of one device.
+"""Axes of one mesh, alone and in any combination, are the training of one device.
 
-A sum of gradients, of buffers or of norms over the wrong axes of the mesh is caught here alone.
+Layers are cut by a plan, parameters over shards, the model into stages, and sequences over ranks.
+
+A cut layer whose bias is added on each rank, a sum of gradients, of buffers or of norms over the wrong axes of the
+mesh, a stage that exchanges its shards with another stage or fills up microbatches with samples that count, and a
+position, a key or a target of the wrong part of a sequence are caught here alone.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -13,19 +18,154 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tests.contract import test_tensor_parallel as cut
-from tests.contract.checks import alone
+from benchmarks.context_memory import LongCase
+from tests.contract.checks import alone, assert_close, assert_reference
 from tests.contract.meshes import TOLERANCES, Mesh, Resumed, case_of, compare, resume_error
 from tests.contract.stepping import Case, Trained, oracle, train
-from tests.contract.test_compression import distance
-from tests.contract.test_tensor_parallel import MLP, STREAM, check
+from tests.contract.test_reducers import distance
 from tests.support import zoo
-from tests.support.pool import Pool
-from trainkit.strategies.base import PlanContext
+from tests.support.counted import bytes_of_rank
+from tests.support.pool import Place, Pool, TaskError
+from tests.support.requests import request_for
+from trainkit.cluster.tasks import Identity, Task
+from trainkit.numerics.precision import Precision
+from trainkit.objectives.base import Access
+from trainkit.objectives.language_modelling import LanguageModelling
+from trainkit.strategies.base import Numerics, PlanContext
+from trainkit.strategies.mesh.strategy import Mesh as MeshOfRanks
+from trainkit.strategies.mesh.strategy import TensorParallel
 from trainkit.strategies.model_transforms import ModelTransforms
 from trainkit.strategies.reducers.options import Reducing
+
+TWO = {"degree": 2, "replicas": 1}
+COPIES = {"degree": 2, "replicas": 2}
+TENSOR_SHARDED = {"shard": 2, "tensor": 2}
+MLP = {"0": "colwise", "2": "rowwise"}
+
+LAYERED = Case(strategy="tensor_parallel", task="tokens", build=zoo.even_gpt, settings=TWO, max_norm=0.1)
+LAYERED_NET = Case(strategy="tensor_parallel", task="classes", model={"width": 8}, global_size=16, max_norm=0.05)
+
+
+def check(case: Case, pool: Pool) -> None:
+    ranks = assert_reference(train(pool, case), case)
+    assert min(ranks[0].norms) > (case.max_norm or 0.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "optimizer", "bias"),
+    [(TWO, "adamw", False), (COPIES, "sgd", True)],
+    ids=["two ranks", "two replicas"],
+)
+@pytest.mark.slow
+def test_a_language_model_cut_by_its_own_plan_is_that_of_the_reference(
+    settings: dict[str, object], optimizer: str, bias: bool, pool: Pool
+) -> None:
+    # without biases under AdamW: that of a key has no gradient, and AdamW makes steps of its rounding
+    check(replace(LAYERED, optimizer=optimizer, settings=settings, model={"bias": bias}, micro_size=3), pool)
+
+
+EVEN = replace(LAYERED, samples=zoo.EvenSentences, micro_size=4)
+STREAM = {
+    "embed": "sequence_split",
+    "blocks.*_norm": "sequence",
+    "queries_keys_values": "colwise_sequence",
+    "expand": "colwise_sequence",
+    "project": "rowwise_sequence",
+    "head": "sequence_join",
+    "head.output": "colwise_gathered",
+    "embed.tokens": "rowwise",
+}
+
+
+def test_layers_that_stay_whole_in_a_cut_sequence_are_those_of_the_reference(pool: Pool) -> None:
+    plan = {"mlp": "sequence", "attention.project": "rowwise_sequence"}
+    plan |= {name: style for name, style in STREAM.items() if name not in ("expand", "project")}
+    check(replace(EVEN, settings=COPIES | {"plan": plan}), pool)
+
+
+def test_the_head_of_a_resnet_is_cut_as_the_reference(pool: Pool) -> None:
+    plan = {"type:Linear": "rowwise_scattered"}
+    base = Case(task="resnet", strategy="tensor_parallel", micro_size=4, num_steps=4, rate_scale=0.1, max_norm=0.1)
+    check(replace(base, settings=TWO | {"plan": plan}), pool)
+
+
+DROPS = replace(LAYERED_NET, model={"width": 8, "dropout": 0.5}, micro_size=3)
+DROPPING: dict[str, tuple[Case, dict[str, Any]]] = {
+    "whole activations": (DROPS, TWO | {"plan": {"0": "colwise_gathered"}}),
+    "cut features": (DROPS, COPIES | {"plan": {"0": "colwise", "2": "dropout", "3": "rowwise"}}),
+    "heads": (replace(LAYERED, model={"dropout": 0.3}, micro_size=3), COPIES),
+    "a sequence": (
+        replace(EVEN, model={"dropout": 0.3}),
+        COPIES | {"plan": STREAM | {"blocks.*.dropout": "sequence"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("where", DROPPING)
+def test_what_is_dropped_out_of_cut_layers_is_that_of_one_device(where: str, pool: Pool) -> None:
+    base, settings = DROPPING[where]
+    assert_close(train(pool, replace(base, settings=settings)), alone(base))
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (replace(DROPS, settings=TWO | {"plan": {"0": "colwise", "3": "rowwise"}}), "2 (Dropout) draws"),
+        (replace(EVEN, settings=TWO | {"plan": STREAM}, model={"dropout": 0.3}), "blocks.0.dropout (Dropout) draws"),
+    ],
+    ids=["features", "a sequence"],
+)
+def test_code_that_draws_for_a_cut_layer_without_saying_so_is_refused(case: Case, said: str, pool: Pool) -> None:
+    with pytest.raises(TaskError, match=f"{re.escape(said)} random numbers for activations that .* has cut"):
+        train(pool, case)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"), [("tensor_parallel", TWO), ("mesh", TENSOR_SHARDED)], ids=["two ranks", "sharded"]
+)
+def test_rounded_parameters_have_masters_that_are_cut_and_saved(
+    strategy: str, settings: dict[str, object], pool: Pool
+) -> None:
+    base = replace(LAYERED, strategy=strategy, precision="bf16", rate_scale=0.1, settings=settings, micro_size=4)
+    whole, parted = train(pool, base)[0], train(pool, replace(base, resume_at=4))[0]
+    assert {tensor.dtype for key, tensor in whole.state.items() if key.startswith("param/")} == {torch.float32}
+    for name, tensor in whole.state.items():
+        torch.testing.assert_close(parted.state[name], tensor, rtol=0, atol=0)
+    assert whole.losses[-1] == pytest.approx(oracle(base).losses[-1], rel=0.02)
+
+
+def drift(place: Place, wrong: int, name: str) -> str | None:
+    """What the check of the replicas says, once a rank has changed one bit of what it holds."""
+    strategy = TensorParallel(degree=2, replicas=2, plan=MLP)
+    task = Task(role="worker", index=place.rank, rank=place.rank, device="cpu")
+    request = request_for(
+        zoo.Net(width=8),
+        identity=Identity(task=task, num_ranks=place.num_ranks, store=place.store, prefix=place.prefix),
+        precision=Precision(value="fp32"),
+        make_optimizer=lambda params: torch.optim.SGD(list(params.values()), lr=0.1),
+    )
+    executor = strategy.setup(request)
+    if place.rank == wrong:
+        executor.local.params[name].detach().view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+    said = executor.check_replicas()
+    executor.close()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name", "said"),
+    [
+        (-1, "0.weight", None),
+        (3, "0.weight", "the parameter 0.weight differs on rank 3 from rank 1, which holds the same part of it."),
+        (1, "2.bias", "the parameter 2.bias differs on rank 1 from rank 0, which holds the same part of it."),
+    ],
+)
+def test_one_changed_bit_of_a_part_is_found_and_named(wrong: int, name: str, said: str | None, pool: Pool) -> None:
+    found = pool.run("tests.contract.test_mesh.drift", wrong, name, num_ranks=4)
+    assert found == [said] * 4
+
 
 GATE = [
     ("Gpt", Mesh(2, 2, 2)),
@@ -40,7 +180,7 @@ GATE = [
 """Eight of the layouts that `benchmarks/meshes.py` tries: each axis, each pair of axes, each model."""
 ALL_AXES = {"replicate": 2, "shard": 2, "tensor": 2}
 
-GPT = replace(cut.GPT, strategy="mesh", settings={}, optimizer="adamw", model={"bias": False}, micro_size=3)
+GPT = replace(LAYERED, strategy="mesh", settings={}, optimizer="adamw", model={"bias": False}, micro_size=3)
 NET = Case(strategy="mesh", task="classes", model={"width": 8}, global_size=16, max_norm=0.05)
 
 
@@ -136,7 +276,7 @@ def test_the_fused_layers_of_gpt2_are_not_cut_by_name() -> None:
     "base",
     [
         replace(NET, settings={"plan": MLP}, micro_size=3),
-        replace(cut.EVEN, strategy="mesh", settings={"plan": STREAM}),
+        replace(EVEN, strategy="mesh", settings={"plan": STREAM}),
         replace(GPT, shaping=ModelTransforms(recompute="full"), micro_size=4, num_steps=4),
         replace(GPT, settings={"sync": "last", "reshard_after_forward": False}, num_steps=4),
         replace(GPT, global_size=10, micro_size=1, num_steps=5),
@@ -184,8 +324,238 @@ def test_a_reproducible_run_ends_in_the_bits_of_one_device(name: str, pool: Pool
             assert (layout, rank.norms) == (layout, one.norms)
 
 
-def test_an_overflow_is_tried_again_by_all_axes(pool: Pool) -> None:
-    base = replace(GPT, precision="fp16_mixed", rate_scale=0.1, settings=ALL_AXES, micro_size=4)
+@pytest.mark.parametrize("settings", [ALL_AXES, {"shard": 2, "pipe": 2, "tensor": 2}], ids=["whole", "in stages"])
+def test_an_overflow_is_tried_again_by_all_axes(settings: dict[str, int], pool: Pool) -> None:
+    base = replace(GPT, precision="fp16_mixed", rate_scale=0.1, settings=settings, micro_size=4)
     ranks = train(pool, base)
     assert {rank.scale for rank in ranks} == {ranks[0].scale}
     assert ranks[0].losses[-1] == pytest.approx(oracle(base).losses[-1], rel=0.02)
+
+
+STAGED = replace(GPT, micro_size=2)
+PIPES: dict[str, dict[str, int]] = {
+    "pipe": {"shard": 1, "pipe": 2},
+    "pipe x shard": {"shard": 2, "pipe": 2},
+    "pipe x tensor": {"shard": 1, "pipe": 2, "tensor": 2},
+    "pipe x replicate x shard": {"replicate": 2, "shard": 2, "pipe": 2},
+    "pipe x shard x tensor": {"shard": 2, "pipe": 2, "tensor": 2},
+}
+
+
+@pytest.mark.parametrize("name", PIPES)
+def test_stages_on_a_mesh_train_as_the_reference(name: str, pool: Pool) -> None:
+    check(replace(STAGED, settings=PIPES[name]), pool)
+
+
+@pytest.mark.parametrize(
+    ("base", "settings"),
+    [
+        (STAGED, {"schedule": "gpipe"}),
+        (STAGED, {"schedule": "interleaved", "virtual_stages": 2}),
+        (replace(STAGED, micro_size=3), {}),
+        (replace(STAGED, global_size=10, micro_size=1, num_steps=5), {}),
+        (replace(STAGED, global_size=4, micro_size=4, num_steps=5), {}),
+        (replace(STAGED, shaping=ModelTransforms(recompute="full"), num_steps=4), {}),
+        (replace(STAGED, resume_at=3), {}),
+        (replace(FROZEN, micro_size=2), {}),
+    ],
+    ids=["gpipe", "interleaved", "ragged", "accumulated", "idle", "recomputed", "resumed", "frozen"],
+)
+def test_sharded_stages_train_as_the_reference(base: Case, settings: dict[str, Any], pool: Pool) -> None:
+    check(replace(base, settings={**PIPES["pipe x shard"], **settings}), pool)
+
+
+STAGED_NET = Case(strategy="mesh", task="classes", model={"width": 8, "norm": True}, global_size=12, micro_size=4)
+
+
+class EvenPoints(zoo.Points):
+    """Three batches of three microbatches: one rank along shard has two, the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.targets = self.inputs[:36], self.targets[:36]
+
+
+def test_batch_statistics_of_sharded_stages_are_summed_over_samples(pool: Pool) -> None:
+    check(replace(STAGED_NET, samples=EvenPoints, settings=PIPES["pipe x shard"], max_norm=0.05), pool)
+
+
+def test_microbatches_of_coupled_samples_are_not_filled_up(pool: Pool) -> None:
+    case = replace(STAGED_NET, settings=PIPES["pipe x shard"], global_size=16)
+    with pytest.raises(Exception, match=r"micro_size=4: gives microbatches of \d and 4 samples, which 1 couples"):
+        train(pool, case)
+
+
+def test_dropout_in_sharded_stages_is_that_of_one_device(pool: Pool) -> None:
+    base = replace(STAGED, model={"bias": False, "dropout": 0.3}, num_steps=2)  # then shards are of other sizes
+    assert_close(train(pool, replace(base, settings=PIPES["pipe x shard"])), alone(base), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_mixed", "fp32"])
+@pytest.mark.parametrize("name", ["pipe x shard", "pipe x tensor"])
+def test_in_another_precision_stages_are_those_of_one_device_up_to_rounding(
+    name: str, precision: str, pool: Pool
+) -> None:
+    base = replace(STAGED, optimizer="sgd", precision=precision, num_steps=4)
+    expected, close = alone(base).losses, 1e-4 if precision == "fp32" else 0.03
+    for rank in train(pool, replace(base, settings=PIPES[name])):
+        assert rank.losses == pytest.approx(expected, rel=close)
+
+
+class Owning(nn.Module):
+    """A model with a parameter of its own, outside of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.second(self.first(inputs * self.scale))
+        return outputs
+
+
+def test_what_stages_do_not_take_is_refused_by_name() -> None:
+    def said(settings: dict[str, Any], model: nn.Module | None = None, **facts: Any) -> str:
+        strategy, context = replace(STAGED, settings=settings).make_strategy(), PlanContext(**facts)
+        problems = strategy.validate(context)
+        (problem,) = problems or strategy.validate_model((model or STAGED.make_model()).to("meta"), context)
+        return str(problem)
+
+    both = PIPES["pipe x shard"]
+    assert said({**both, "schedule": "zero_bubble"}).startswith("strategy.schedule=zero_bubble: computes the gradients")
+    assert said({**both, "reduce": "ring"}).startswith("strategy.reduce=ring: does not work with several stages")
+    assert said({"shard": 2, "schedule": "gpipe"}).startswith("strategy.schedule=gpipe: has no effect with one rank")
+    assert said(both, numerics=Numerics(reproducible=True)).startswith("numerics.reproducible=true: does not work with")
+    assert said(both, Owning()).startswith("model: scale is in no block, and shard gathers")
+    cut = {"shard": 1, "pipe": 2, "tensor": 2, "plan": {"first": "colwise", "second": "rowwise"}}
+    assert said(cut, Owning()).startswith("strategy.plan.first=colwise: colwise cuts activations between first and")
+
+
+CUT: dict[str, Any] = {"context": 2, "shard": 1}
+AXES: dict[str, dict[str, Any]] = {
+    "2": CUT,
+    "4": CUT | {"context": 4},
+    "replicate": CUT | {"replicate": 2},
+    "replicate, shard": {"replicate": 2, "shard": 2, "context": 2},
+    "tensor": CUT | {"tensor": 2},
+    "shard, tensor": {"shard": 2, "context": 2, "tensor": 2},
+    "pipe": CUT | {"pipe": 2},
+    "pipe, replicate": CUT | {"pipe": 2, "replicate": 2},
+    "pipe, shard": {"shard": 2, "context": 2, "pipe": 2},
+    "pipe, tensor": CUT | {"pipe": 2, "tensor": 2},
+}
+SHARDED, STAGES, SHARDED_STAGES = {"context": 2, "shard": 2}, AXES["pipe"], AXES["pipe, shard"]
+SEQUENCES: dict[str, Case] = {
+    **{axes: replace(GPT, settings=settings, num_steps=4) for axes, settings in AXES.items()},
+    "accumulated, ragged": replace(GPT, settings=CUT, task="hidden", global_size=10, micro_size=3, num_steps=5),
+    "an idle copy": replace(GPT, settings=CUT | {"replicate": 2, "reduce": "ring"}, global_size=4, micro_size=4),
+    "summed last": replace(GPT, settings=SHARDED | {"sync": "last"}, global_size=10, micro_size=2, num_steps=5),
+    "recomputed": replace(GPT, settings=CUT, shaping=ModelTransforms(recompute="full"), num_steps=4),
+    "frozen, resumed": replace(FROZEN, settings=SHARDED, resume_at=2),
+    "pipe, gpipe": replace(GPT, settings=STAGES | {"schedule": "gpipe"}, micro_size=2),
+    "pipe, interleaved": replace(GPT, settings=STAGES | {"schedule": "interleaved"}, micro_size=1),
+    "pipe, zero_bubble": replace(GPT, settings=STAGES | {"schedule": "zero_bubble"}, micro_size=1),
+    "pipe, shard, interleaved": replace(GPT, settings=SHARDED_STAGES | {"schedule": "interleaved"}, micro_size=2),
+    "pipe, ragged": replace(GPT, settings=STAGES, task="hidden", global_size=10, micro_size=3, num_steps=5),
+    "pipe, shard, accumulated": replace(GPT, settings=SHARDED_STAGES, global_size=10, micro_size=1, num_steps=5),
+    "pipe, shard, idle": replace(GPT, settings=SHARDED_STAGES, global_size=4, micro_size=4, num_steps=5),
+    "pipe, recomputed": replace(
+        GPT, settings=STAGES, shaping=ModelTransforms(recompute="full"), micro_size=2, num_steps=4
+    ),
+    "pipe, frozen, resumed": replace(FROZEN, settings=STAGES, micro_size=2, resume_at=2),
+    "pipe, shard, frozen": replace(FROZEN, settings=SHARDED_STAGES, micro_size=2),
+}
+
+
+@pytest.mark.parametrize("case", SEQUENCES)
+def test_sequences_cut_over_ranks_are_those_of_the_reference(case: str, pool: Pool) -> None:
+    check(SEQUENCES[case], pool)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Llama", "GPT-2"])
+@pytest.mark.parametrize("mesh", [Mesh(1, 1, 1, context=4), Mesh(1, 2, 1, context=2)], ids=str)
+def test_a_model_of_transformers_is_that_of_the_reference(family: str, mesh: Mesh, pool: Pool) -> None:
+    begins_alike, error = compare(pool, family, mesh, "fp64")
+    assert begins_alike
+    assert error <= TOLERANCES["fp64"]
+
+
+@pytest.mark.parametrize("family", ["Gpt", "Llama"])
+def test_in_bf16_mixed_it_is_that_of_one_device_up_to_rounding(family: str, pool: Pool) -> None:
+    assert compare(pool, family, Mesh(1, 1, 1, context=2), "bf16_mixed").error <= TOLERANCES["bf16_mixed"]
+
+
+@pytest.mark.parametrize(
+    ("cut", "even"),
+    [(CUT, {}), (SHARDED, {}), (STAGES, {}), (SHARDED_STAGES, {"micro_size": 2, "num_steps": 2})],
+    ids=["whole", "sharded", "stages", "both"],
+)
+def test_what_is_dropped_out_of_parts_is_that_of_one_device(
+    cut: dict[str, Any], even: dict[str, Any], pool: Pool
+) -> None:
+    base = replace(GPT, **{"model": {"bias": False, "dropout": 0.3}, "num_steps": 4, **even})
+    assert_close(train(pool, replace(base, settings=cut)), alone(base))
+
+
+@pytest.mark.slow
+def test_a_rank_keeps_the_activations_of_its_positions(pool: Pool) -> None:
+    base = LongCase(task="hidden", precision="fp32", num_steps=1, global_size=1, length=1024, width=16, blocks=2)
+    one, most = bytes_of_rank(None, base)
+    case = replace(base, strategy="mesh", settings=CUT | {"context": 4})
+    ranks = pool.run("tests.support.counted.bytes_of_rank", case, num_ranks=4)
+    assert max(peak - lasting for lasting, peak in ranks) <= 0.4 * (most - one)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(Mesh(1, 1, 1, context=4), Mesh(2, 1, 2)), (Mesh(1, 2, 1), Mesh(1, 2, 1, context=2))],
+    ids=str,
+)
+def test_a_training_of_cut_sequences_goes_to_another_mesh(
+    before: Mesh, after: Mesh, pool: Pool, tmp_path: Path
+) -> None:
+    assert resume_error(pool, Resumed("Gpt", before, after, 6), tmp_path) <= TOLERANCES["fp64"]
+
+
+class Noisy(nn.Dropout):
+    """Draws by itself."""
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        """Add noise."""
+        return given + torch.randn_like(given)
+
+
+def noisy() -> nn.Module:
+    """A model that draws for its part of a sequence."""
+    made = zoo.even_gpt()
+    made.get_submodule("blocks.1").dropout = Noisy(0.0)
+    return made
+
+
+@pytest.mark.parametrize("cut", [CUT, STAGES | {"schedule": "interleaved"}], ids=["alone", "in the last stage"])
+def test_code_that_draws_for_its_part_without_saying_so_is_refused(cut: dict[str, Any], pool: Pool) -> None:
+    with pytest.raises(TaskError, match=re.escape("blocks.1.dropout (Noisy) draws random numbers")):
+        train(pool, replace(GPT, build=noisy, model={}, settings=cut))
+
+
+def test_what_a_cut_sequence_does_not_take_is_refused_by_name() -> None:
+    strategy, tokens = MeshOfRanks(context=2, shard=1), PlanContext(objective=LanguageModelling())
+    assert strategy.validate(tokens) == []
+    assert strategy.facts_in(tokens).compiles == "nothing"
+    assert Access.calls in strategy.facts_in(tokens).withheld
+
+    class Own(LanguageModelling):
+        """May couple positions."""
+
+    (problem,) = strategy.validate(PlanContext(objective=Own()))
+    assert "objective=Own: does not declare by_position" in str(problem)
+    (problem,) = strategy.validate_model(NET.make_model(), tokens)
+    assert "needs a model that declares set_sequence_cut, or one of transformers, and Net is neither" in str(problem)
+    dropping = replace(GPT, model={"dropout": 0.1}).make_model()
+    (problem,) = MeshOfRanks(context=2, shard=1, tensor=2).validate_model(dropping, tokens)
+    assert (
+        "strategy.tensor=2: cuts activations for which random numbers are drawn, and so does strategy.context"
+        in str(problem)
+    )

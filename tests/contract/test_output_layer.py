@@ -12,21 +12,12 @@ import pytest
 from torch import nn
 
 from tests.contract.checks import assert_reference
-from tests.contract.stepping import Case, train
+from tests.contract.stepping import PLACES, Case, train
 from tests.support import zoo
 from tests.support.pool import Pool
 from trainkit.strategies.model_transforms import ModelTransforms
 
-PLACES: Final[dict[str, dict[str, Any]]] = {
-    "one_device": {},
-    "mirrored": {"replicas": 2},
-    "fsdp": {"replicas": 2},
-    "tensor_parallel": {"degree": 2, "replicas": 1},
-    "pipeline": {"stages": 2},
-    "device_map": {},
-    "central_storage": {},
-    "parameter_server": {},
-}
+CUT: Final = PLACES | {"tensor_parallel": {"degree": 2, "replicas": 1}}
 
 
 def own_weight() -> nn.Module:
@@ -41,11 +32,11 @@ HIDDEN: Final = Case(task="hidden", build=zoo.even_gpt, micro_size=3, max_norm=0
 
 
 def check(pool: Pool, strategy: str, **changes: Any) -> None:
-    case = replace(HIDDEN, strategy=strategy, **{"settings": PLACES.get(strategy, {}), **changes})
+    case = replace(HIDDEN, strategy=strategy, **{"settings": CUT.get(strategy, {}), **changes})
     assert_reference(train(pool, case), case)
 
 
-@pytest.mark.parametrize("strategy", PLACES)
+@pytest.mark.parametrize("strategy", CUT)
 def test_it_trains_as_the_reference(strategy: str, pool: Pool) -> None:
     check(pool, strategy, resume_at=4)
 
@@ -70,7 +61,7 @@ def test_compiled_and_recomputed_models_train_as_the_reference(strategy: str, ba
 
 
 def test_where_the_vocabulary_is_cut_no_rank_gathers_scores(pool: Pool) -> None:
-    settings = PLACES["tensor_parallel"]
+    settings = CUT["tensor_parallel"]
     case = replace(HIDDEN, strategy="tensor_parallel", settings=settings, num_steps=1, model={"vocab_size": 14})
     for widths in pool.run("tests.support.scores.widths_of_rank", case, num_ranks=2):
         assert 7 in widths

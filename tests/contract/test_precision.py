@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import trainkit
 from tests.contract.running import run, weights
 from tests.contract.stepping import Case, train
-from tests.contract.test_compression import distance
+from tests.contract.test_reducers import distance
 from tests.support import zoo
 from tests.support.pool import Pool
 from trainkit.errors import ConfigError

@@ -1,23 +1,31 @@
-"""Models that users bring, under every strategy but a pipeline: Python objects between blocks, writing in place.
+"""Models that users bring: Python objects between blocks, writing in place, blocks that count; the same, or refused.
 
-A dataclass, dict or in-place write between blocks that a strategy copies, loses or refuses is caught here alone.
+An in-place write or an object between blocks that a strategy moves, gathers, recomputes, copies or loses is caught
+here alone.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
-from tests.contract.checks import alone, assert_close
+from tests.contract.checks import alone, assert_bits, assert_close
 from tests.contract.stepping import STRATEGIES, Case, train
 from tests.support import object_models, refused_models
 from tests.support.pool import Pool
+from trainkit.errors import TrainingError
+from trainkit.strategies.maps import layout as placing
+from trainkit.strategies.model_transforms import ModelTransforms
+from trainkit.strategies.object_snapshot import ObjectSnapshot
 
 KINDS: dict[str, type[nn.Module]] = object_models.EQUAL | refused_models.REFUSED
 MODELS = ("ObjectBetweenBlocks", "ListBetweenBlocks", "DictBetweenBlocks", "Containers", "WritingInPlace")
-"""A pipeline refuses the first three by name: tests/contract/test_pipeline_objects.py."""
+"""A pipeline refuses the first three by name: tests/contract/test_pipeline.py."""
 
 
 def untidy(named: str) -> nn.Module:
@@ -28,7 +36,7 @@ def untidy(named: str) -> nn.Module:
     return model
 
 
-# FSDP gives blocks copies, and refuses by name a block that writes into them: tests/contract/test_block_arguments.py.
+# FSDP gives blocks copies, and refuses by name a block that writes into them: below.
 CASES = [
     (strategy, named)
     for strategy in STRATEGIES
@@ -45,3 +53,61 @@ def test_objects_between_blocks_and_writing_in_place_are_trained_as_on_one_devic
     short = Case(global_size=16, micro_size=4, rate_scale=0.3, resume_at=3)  # the last batch of an epoch
     case = replace(short, build=untidy, model={"named": named}, strategy=strategy)
     assert_close(train(pool, case), alone(case), atol=1e-13)
+
+
+def of_model(named: str, **settings: Any) -> Case:
+    """A training of a model of `object_models` or `refused_models`."""
+    build = (object_models.EQUAL | refused_models.REFUSED)[named]
+    return Case(build=build, global_size=11, micro_size=6, **settings)
+
+
+@pytest.mark.parametrize(("named", "kind"), [("ListBetweenBlocks", "list"), ("ObjectBetweenBlocks", "tests.Notes")])
+def test_fsdp_refuses_a_block_that_writes_into_what_it_is_given(named: str, kind: str, pool: Pool) -> None:
+    said = (
+        f"TrainingError: the block first changes the {kind} among its arguments, and FSDP gives each block copies of "
+        "lists, dicts and dataclasses. Return what it adds, or use strategy=mirrored."
+    )
+    with pytest.raises(Exception, match=re.escape(said)):
+        train(pool, of_model(named, strategy="fsdp", settings={"replicas": 2, "wrap": ["Noting"]}))
+
+
+@pytest.mark.parametrize("named", ["ListBetweenBlocks", "DictBetweenBlocks", "ObjectBetweenBlocks"])
+def test_a_device_map_of_one_device_gives_blocks_the_objects_themselves(named: str, pool: Pool) -> None:
+    settings = {"map": {"first": "cpu", "rest": "/cpu:0"}}
+    case = of_model(named, strategy="device_map", settings=settings, num_steps=4)
+    assert_bits(train(pool, case), alone(case))
+
+
+def test_a_device_map_refuses_a_block_that_writes_into_a_list_that_was_moved() -> None:
+    model: Any = refused_models.REFUSED["ListBetweenBlocks"]()
+    moved: list[ObjectSnapshot] = []
+    model.second.register_forward_pre_hook(placing.bring_inputs(torch.device("meta"), moved), with_kwargs=True)
+    model.second.register_forward_hook(placing._check_arguments("second", moved))
+    said = (
+        "the block second changes the list among its arguments, and a device map gives it copies of lists and dicts on "
+        "its device. Return what it adds, or use strategy=mirrored."
+    )
+    model.second.to("meta")
+    with pytest.raises(TrainingError, match="the block second") as caught:
+        model(torch.zeros(2, 6))
+    assert str(caught.value) == said
+
+
+def test_recomputation_refuses_a_block_that_writes_into_what_it_is_given(pool: Pool) -> None:
+    case = of_model("DictBetweenBlocks", shaping=ModelTransforms(recompute=["Noting"]))
+    said = (
+        "the block of the class Noting changes the dict among its arguments, and activation_checkpointing computes the "
+        "block twice. Return what it adds, or set activation_checkpointing=none."
+    )
+    with pytest.raises(Exception, match="changes the dict") as caught:
+        train(pool, case)
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    "settings", [{"shaping": ModelTransforms(recompute=["CountingBlock"])}, {"reproducible": True}]
+)
+def test_a_block_that_counts_its_calls_counts_each_shard_once(settings: dict[str, Any], pool: Pool) -> None:
+    # a recomputation, and the first shard that is thrown away to see what is exchanged, count for nothing
+    case = of_model("BlockThatCounts", num_steps=4)
+    assert_close(train(pool, replace(case, **settings)), alone(case))

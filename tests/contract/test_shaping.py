@@ -1,37 +1,52 @@
-"""Activation checkpointing and compiling change where numbers are kept and how fast they come, never the numbers.
+"""Activation checkpointing, compiling and channels last change where numbers are kept, never the numbers.
 
-A recomputed or compiled block that draws another mask, or begins with changed buffers is caught here alone.
+A recomputed or compiled block that draws another mask or begins with changed buffers, of a cut model too, a result that
+is kept although it was overwritten, and a convnet whose weights fall back to contiguous are caught here alone.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from tests.contract.checks import alone, assert_close, assert_reference
 from tests.contract.running import run
-from tests.support import zoo
+from tests.contract.stepping import Case, oracle, run_rank, train
+from tests.support import reference, zoo
+from tests.support.pool import Place, Pool
 from tests.support.present import present
+from tests.support.storages import Counting
+from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.models.gpt import Gpt
 from trainkit.models.mlp import Mlp
 from trainkit.models.resnet import ResNet
+from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import BlockKeys
+from trainkit.strategies.base import PlanContext
 from trainkit.strategies.core.graphs import shards
 from trainkit.strategies.core.step import ShardStep
-from trainkit.strategies.mesh.strategy import TensorParallel
+from trainkit.strategies.mesh.strategy import Fsdp, TensorParallel
 from trainkit.strategies.model_transforms import (
     GraphSettings,
     ModelTransforms,
     apply_transforms,
+    format_for,
     shaping_notes,
     shaping_problems,
 )
 from trainkit.strategies.model_transforms.compiling import Compiled, is_compiled
+from trainkit.strategies.model_transforms.recomputing import selective_contexts
 
 pytestmark = pytest.mark.pairwise
 
@@ -157,7 +172,7 @@ def test_a_recomputation_leaves_batch_statistics_as_it_found_them() -> None:
     assert {int(present(tensor)) for name, tensor in found[1].items() if name.endswith("num_batches_tracked")} == {2}
 
 
-class Counting(nn.Module):
+class CountingBuffer(nn.Module):
     """Its output depends on a buffer that it updates."""
 
     count: torch.Tensor
@@ -174,7 +189,7 @@ class Counting(nn.Module):
 
 
 def test_a_recomputation_begins_with_the_buffers_of_the_first_computation() -> None:
-    inner = Counting()
+    inner = CountingBuffer()
     model = apply_transforms(nn.Sequential(inner), FULL)
     with torch.no_grad():
         inner.linear.weight.fill_(0.5)
@@ -273,3 +288,265 @@ def test_a_run_with_both_ends_in_the_bits_of_one_with_neither(tmp_path: Any) -> 
     one, other = run(tmp_path / "one", *fixed), run(tmp_path / "other", *fixed, *asked)
     assert one["weights_sha256"] == other["weights_sha256"]
     assert one["fingerprint"] == other["fingerprint"]
+
+
+GPT = Case(task="gpt", global_size=8, micro_size=2, max_norm=0.05, num_steps=3)
+RESNET = Case(task="resnet", global_size=8, micro_size=4, num_steps=3, rate_scale=0.1)
+BOTH = ModelTransforms(recompute="full", **EAGERLY)
+SPREAD: dict[str, dict[str, Any]] = {
+    "one_device": {},
+    "mirrored": {"replicas": 2},
+    "device_map": {"map": {"embed": "cpu", "rest": "/cpu:0"}},
+    "fsdp": {"replicas": 2},
+    "pipeline": {"stages": 2},
+    "tensor_parallel": {"degree": 2},
+}
+
+
+@pytest.mark.parametrize("strategy", SPREAD)
+def test_recomputed_blocks_train_as_the_reference_does(strategy: str, pool: Pool) -> None:
+    case = replace(GPT, strategy=strategy, settings=SPREAD[strategy], shaping=FULL)
+    assert_reference(train(pool, case), case)
+
+
+def graphs_of_a_rank(place: Place | None, case: Case) -> tuple[int, dict[str, Tensor]]:
+    """How many graphs a rank has compiled, and the weights that it ends with."""
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    weights = run_rank(place, case).weights
+    return counters["stats"]["unique_graphs"] - before, weights
+
+
+def compiled(pool: Pool, case: Case) -> list[dict[str, Tensor]]:
+    """The weights of each rank, which has compiled something."""
+    count = len(case.make_strategy().tasks(PlanContext()))
+    task = "tests.contract.test_shaping.graphs_of_a_rank"
+    ranks = [graphs_of_a_rank(None, case)] if count == 1 else pool.run(task, case, num_ranks=count)
+    assert min(graphs for graphs, _ in ranks) > 0
+    return [weights for _, weights in ranks]
+
+
+@pytest.mark.parametrize("strategy", SPREAD)
+@pytest.mark.long
+def test_compiled_and_recomputed_blocks_train_as_the_reference_does(strategy: str, pool: Pool) -> None:
+    case = replace(GPT, strategy=strategy, settings=SPREAD[strategy], shaping=BOTH)
+    for weights in compiled(pool, case):
+        assert reference.differences(weights, oracle(case)) == []
+
+
+@pytest.mark.long
+def test_compiled_layers_that_are_cut_draw_the_masks_of_eager_ones(pool: Pool) -> None:
+    settings = {"degree": 2, "replicas": 2}
+    case = replace(GPT, strategy="tensor_parallel", settings=settings, model={"dropout": 0.3})
+    for eager, found in zip(train(pool, case), compiled(pool, replace(case, shaping=COMPILED)), strict=True):
+        torch.testing.assert_close(found, eager.weights, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.slow
+def test_a_block_recomputed_after_others_were_computed_draws_its_own_masks(schedule: str, pool: Pool) -> None:
+    base = replace(GPT, model={"dropout": 0.3})
+    case = replace(base, strategy="pipeline", settings={"stages": 2, "schedule": schedule}, shaping=FULL)
+    assert_close(train(pool, case), alone(base), rtol=1e-10)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+def test_batch_statistics_count_each_shard_once(strategy: str, pool: Pool) -> None:
+    case = replace(RESNET, strategy=strategy, settings=SPREAD[strategy], shaping=FULL)
+    assert_close(train(pool, case), alone(RESNET), rtol=1e-9, atol=1e-12)
+
+
+def alive_after_forward(shaping: ModelTransforms) -> int:
+    model = apply_transforms(gpt(), shaping)
+    with Counting() as counting:
+        outputs = model(TOKENS)
+        gc.collect()
+        held = counting.bytes
+    del outputs
+    return held
+
+
+@pytest.mark.slow
+def test_selective_keeps_less_than_none_and_more_than_full() -> None:
+    none, selective, full = (
+        alive_after_forward(ModelTransforms(recompute=one)) for one in ("none", "selective", "full")
+    )
+    assert full < selective < none
+    assert none - selective > 3 * 5 * 2 * 8 * 8 * 4  # of each of three blocks: norms, activations and their kin
+
+
+class Bending(nn.Module):
+    """Changes the result of a matrix product in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        bent: Tensor = self.linear(inputs).mul_(3).sigmoid()
+        return bent
+
+
+def gradients(block: nn.Module, *, autocast: bool = False, apart: bool = False, selective: bool = True) -> list[Tensor]:
+    """Of a block that is applied twice, by one backward pass or by two: for the inputs, and for the weights."""
+    inputs = torch.linspace(-1, 1, 12).reshape(3, 4).requires_grad_()
+    hidden, params = inputs, list(block.parameters())
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for _ in range(2):
+            hidden = (
+                checkpoint(block, hidden, use_reentrant=False, context_fn=selective_contexts)
+                if selective
+                else block(hidden)
+            )
+    total = hidden.sum()
+    if apart:
+        return [*torch.autograd.grad(total, inputs, retain_graph=True), *torch.autograd.grad(total, params)]
+    return list(torch.autograd.grad(total, [inputs, *params]))
+
+
+@pytest.mark.parametrize("settings", [{}, {"autocast": True}, {"apart": True}], ids=["once", "autocast", "apart"])
+@pytest.mark.parametrize("make", [Bending, lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))])
+def test_in_place_changes_cached_casts_and_split_backward_passes_keep_the_bits(
+    make: Callable[[], nn.Module], settings: dict[str, bool]
+) -> None:
+    block = make()
+    expected, found = gradients(block, **settings, selective=False), gradients(block, **settings)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts matrix products with a bias."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_kept_result_is_not_computed_again() -> None:
+    block, counts = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), []
+    for contexts in (noop_context_fn, selective_contexts):
+        with Products() as products:  # type: ignore[no-untyped-call]
+            out = checkpoint(block, torch.ones(1, 4, requires_grad=True), use_reentrant=False, context_fn=contexts)
+            out.sum().backward()
+        counts.append(products.count)
+    assert counts == [4, 2]
+
+
+class Fickle(nn.Module):
+    """Multiplies by another operation when it is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.eye(4)), [0]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls[0] += 1
+        product = inputs @ self.weight if self.calls[0] == 1 else torch.addmm(torch.zeros(4), inputs, self.weight)
+        return product.tanh()
+
+
+def test_a_block_that_multiplies_otherwise_the_second_time_is_an_error() -> None:
+    inputs = torch.ones(1, 4, requires_grad=True)
+    found = checkpoint(Fickle(), inputs, use_reentrant=False, context_fn=selective_contexts)
+    with pytest.raises(TrainkitError, match="different matrix products when it is recomputed"):
+        found.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "one_device"},
+        {"strategy": "mirrored", "settings": {"replicas": 2}},
+        {"strategy": "fsdp", "settings": {"replicas": 2}},
+        pytest.param({"strategy": "pipeline", "settings": {"stages": 2, "schedule": "zero_bubble"}},
+                     marks=pytest.mark.slow),
+        pytest.param({"strategy": "tensor_parallel", "settings": {"degree": 2}}, marks=pytest.mark.slow),
+    ],
+    ids=["one_device", "mirrored", "fsdp", "zero_bubble", "tensor_parallel"],
+)  # fmt: skip
+def test_weights_have_the_bits_of_a_training_that_keeps_all(settings: dict[str, Any], pool: Pool) -> None:
+    case = replace(Case(task="gpt", global_size=8, micro_size=2, max_norm=0.05, num_steps=3), **settings)
+    plain, spared = train(pool, case), train(pool, replace(case, shaping=SELECTIVE))
+    for one, other in zip(plain, spared, strict=True):
+        assert all(torch.equal(tensor, other.weights[name]) for name, tensor in one.weights.items())
+
+
+def test_what_a_compiler_chooses_is_not_chosen_twice() -> None:
+    (problem,) = shaping_problems(gpt(), replace(SELECTIVE, **EAGERLY), compiles="model", strategy="mine")
+    assert str(problem) == (
+        "activation_checkpointing=selective: does not work with compile.mode=default: the compiler chooses the tensors "
+        "that a compiled block keeps. Use full."
+    )
+
+
+LAST = ModelTransforms(memory_format="channels_last")
+CONVNET = Case(task="resnet", global_size=8, micro_size=4, num_steps=4, shaping=LAST)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["one_device", "mirrored", "mesh", "pipeline", pytest.param("central_storage", marks=pytest.mark.long)]
+)
+def test_steps_are_those_of_the_contiguous_reference(strategy: str, pool: Pool) -> None:
+    case = replace(CONVNET, strategy=strategy, settings={"replicate": 2, "shard": 1} if strategy == "mesh" else {})
+    assert_reference(train(pool, replace(case, resume_at=2)), case)
+
+
+def test_weights_and_features_have_their_channels_last() -> None:
+    model = apply_transforms(zoo.small_resnet(), LAST)
+    seen: list[torch.Tensor] = []
+    blocks = model.get_submodule("blocks")
+    blocks.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    model(torch.ones(2, 3, 16, 16))
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Conv2d)]
+    assert all(one.is_contiguous(memory_format=torch.channels_last) for one in [*weights, *seen])
+
+
+def test_weights_of_five_dims_stay_as_they_are() -> None:
+    model = apply_transforms(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv3d(3, 4, 3)), LAST)
+    assert [weight.stride() for weight in model.parameters() if weight.dim() > 1] == [(27, 1, 9, 3), (81, 27, 9, 3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("value", "device", "chosen"),
+    [("bf16_mixed", "cuda:0", "auto"), ("fp32", "cuda:0", "contiguous"), ("bf16_mixed", "cpu", "contiguous")],
+)
+def test_auto_chooses_channels_last_for_16_bits_on_cuda(value: str, device: str, chosen: str) -> None:
+    assert format_for("auto", Precision(value=value), device) == chosen  # type: ignore[arg-type]
+    assert format_for("channels_last", Precision(value=value), device) == "channels_last"  # type: ignore[arg-type]
+
+
+def test_auto_leaves_a_model_without_convolutions_alone_and_an_explicit_format_is_refused_there() -> None:
+    model = nn.Linear(2, 2)
+    assert shaping_notes(model, ModelTransforms(memory_format="auto")) == ()
+    assert shaping_problems(model, ModelTransforms(memory_format="auto"), compiles="model", strategy="") == []
+    assert shaping_problems(model, LAST, compiles="model", strategy="") == [
+        Problem(
+            key="memory_format",
+            value="channels_last",
+            rule="has no effect: the model has no nn.Conv2d. Leave it out.",
+        )
+    ]
+
+
+def test_a_note_names_the_memory_format_that_auto_chose() -> None:
+    (note,) = shaping_notes(zoo.small_resnet(), ModelTransforms(memory_format="auto"))
+    assert note == (
+        "memory_format: channels_last (auto: convolutions in 16 bits on CUDA). Results differ from contiguous ones by "
+        "rounding."
+    )
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_cudnn_times_its_kernels_unless_bits_are_promised(reproducible: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("benchmark", "allow_tf32"):
+        monkeypatch.setattr(torch.backends.cudnn, name, getattr(torch.backends.cudnn, name))
+    Precision().apply_globally("cuda", reproducible=reproducible)
+    assert torch.backends.cudnn.benchmark is not reproducible
+
+
+def test_a_strategy_that_shards_parameters_refuses_channels_last() -> None:
+    with pytest.raises(ConfigError, match="memory_format=channels_last: has no effect on sharded parameters"):
+        format_for("channels_last", Precision(), "cpu", is_kept=Fsdp.facts.keeps_memory_format)
+    assert format_for("auto", Precision(value="bf16_mixed"), "cuda:0", is_kept=False) == "contiguous"

@@ -1,22 +1,55 @@
-"""A fold that trains on what it is validated on, or a part with other samples than the whole, is caught here alone."""
+"""Splits: folds, samplers, what a class declares, and evaluations; a plan knows a split without opening the data.
+
+A fold that trains on what it is validated on, a part with other samples than the whole, a sampler that draws in other
+shares than samples weigh, a random generator inside a dataset, and an evaluation that counts a sample twice or never
+are caught here alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import random
+from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_map
+from torch.utils.data import Dataset
 
+from tests.data.samples import CPU, InMemorySquares, Noisy, Squares, make_loader
 from tests.support.present import present
+from trainkit.cli import main
 from trainkit.config.sections import CvConfig
+from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data import splits
+from trainkit.data.hooks import DataHooks, Reading, UserCollate, UserSampler, WeightedOrder
 from trainkit.data.reading.iterable import Stream
+from trainkit.data.reading.loader import EvalBatches, num_eval_batches
+from trainkit.data.samplers import BalancedClasses, WeightsOf
 from trainkit.data.sets.images import Digits
 from trainkit.data.sets.synthetic import Synthetic, SyntheticTokens
-from trainkit.data.splits import Subset, build_splits, fold_of_each, folded, keep_splits, labels_of, splits_of
+from trainkit.data.splits import (
+    Subset,
+    build_splits,
+    declared_data,
+    fold_of_each,
+    folded,
+    keep_splits,
+    labels_of,
+    remarks,
+    splits_of,
+)
 from trainkit.errors import ConfigError, DataError
+from trainkit.numerics.batch import Ticket
+from trainkit.numerics.precision import Precision
+from trainkit.objectives.regression import Regression
+from trainkit.strategies.base import LocalModel
+from trainkit.strategies.collectives import LocalCollective
+from trainkit.trainer.evaluate import evaluate
 
 HERE = "tests.data.test_splits"
 
@@ -143,3 +176,257 @@ def test_jobs_share_the_tensors_of_a_dataset_that_is_kept_and_no_other(monkeypat
     other = {**digits, "scaling": "standard"}
     assert build_splits(other)["val"].tensors()[0] is not build_splits(other)["val"].tensors()[0]
     assert not keep_splits({"_target_": f"{HERE}.Three"})
+
+
+def drawn_by(weights: Any) -> DataHooks:
+    return DataHooks(sampler=UserSampler(function=lambda _: weights, name="mine.weights"))
+
+
+def test_any_stretch_of_the_order_is_that_of_the_whole_and_epochs_differ() -> None:
+    order = WeightedOrder(cumulative=np.cumsum(np.arange(50.0)), seed=3)
+    whole = order.indices(1, 0, 200)
+    assert np.array_equal(whole[37:90], order.indices(1, 37, 90))
+    assert not np.array_equal(whole, order.indices(2, 0, 200))
+    assert whole.min() > 0  # the first sample has no weight
+
+
+def test_samples_come_as_often_as_they_weigh() -> None:
+    order = WeightedOrder(cumulative=np.cumsum([1.0, 0.0, 2.0, 1.0]), seed=0)
+    shares = np.bincount(order.indices(0, 0, 40_000)) / 40_000
+    assert np.allclose(shares, [0.25, 0, 0.5, 0.25], atol=0.01)  # five standard deviations
+
+
+def test_a_sample_that_is_drawn_twice_in_an_epoch_is_augmented_twice() -> None:
+    hooks = drawn_by(np.arange(8) == 3)
+    batches = make_loader(Noisy(8), hooks=hooks).fetch(Ticket(0, (0, 1)))
+    noise = torch.cat([batch[0] for batch in batches]).flatten()
+    assert (noise.floor() == 3).all()
+    assert len(set(noise.tolist())) == 4
+    by_workers = make_loader(Noisy(8), hooks=hooks, num_workers=1)
+    assert torch.equal(by_workers.fetch(Ticket(0, (0, 1)))[1][0], batches[1][0])
+    by_workers.close()
+
+
+@pytest.mark.parametrize(
+    ("weights", "why"),
+    [
+        ([1.0] * 9, r"gives weights of the shape \(9,\) for 10 samples"),
+        ([1.0] * 9 + [-1.0], "gives sample 9 the weight -1.0"),
+        ([0.0] * 10, "gives every sample the weight 0"),
+        (["many"] * 10, "fails: ValueError"),
+    ],
+)
+def test_weights_that_are_none_are_refused(weights: list[Any], why: str) -> None:
+    with pytest.raises(DataError, match=f"^data\\.sampler=mine\\.weights {why}"):
+        make_loader(Squares(), hooks=drawn_by(weights))
+
+
+def test_balanced_classes_weigh_alike_in_a_fold_too() -> None:
+    train = folded({"train": Digits(split="train")}, CvConfig(folds=5, fold=0))["train"]
+    assert np.allclose(np.bincount(train.tensors()[1].numpy(), weights=BalancedClasses()(train)), 1)
+    with pytest.raises(DataError, match="BalancedClasses needs the class of each sample, and Squares"):
+        BalancedClasses()(Squares())
+
+
+def test_weights_may_be_an_attribute() -> None:
+    dataset = Squares()
+    dataset.sample_weights = [2.0] * 10  # type: ignore[attr-defined]
+    assert WeightsOf()(dataset) == [2.0] * 10
+    with pytest.raises(DataError, match="Squares has no attribute shares"):
+        WeightsOf(attribute="shares")(dataset)
+
+
+_GLOBAL, _OLD = np.random.default_rng(0), np.random.RandomState(0)
+
+
+class Unkeyed(Dataset[int]):
+    notes = ("3 rows are left out",)
+
+    def __init__(self, **parts: Any) -> None:
+        self.parts = parts
+
+    def __getitem__(self, index: int) -> int:
+        return index + int(_GLOBAL.integers(3))
+
+
+def test_generators_that_a_dataset_and_its_functions_hold_at_any_depth_are_named() -> None:
+    transforms = [partial(max, key=random.Random(0)), lambda x, r=_OLD: x]
+    noisy = torch.utils.data.Subset(Unkeyed(rng=torch.Generator(), others=transforms), [0])
+    hooks = DataHooks(collate=UserCollate(function=partial(sorted, key=random.Random(0)), name="x"))
+    found = [text.partition(" that no key")[0] for text in remarks([noisy, Stream(source=[1], num_samples=1)], hooks)]
+    kinds = (
+        "torch._C.Generator",
+        "random.Random",
+        "numpy.random.mtrand.RandomState",
+        "numpy.random._generator.Generator",
+    )
+    assert {*found} == {*(f"Subset holds a {kind}" for kind in kinds), "partial holds a random.Random"}
+
+
+def test_the_generators_of_the_process_are_keyed_and_not_named() -> None:
+    keyed = Unkeyed(torch=torch.default_generator, numpy=np.random.mtrand._rand, python=random.random)
+    found = remarks([keyed, keyed])
+    assert [text.partition(" that no key")[0] for text in found] == [
+        "3 rows are left out", "Unkeyed holds a numpy.random._generator.Generator",
+    ]  # fmt: skip
+
+
+NODES: list[Mapping[str, Any]] = [
+    {"_target_": "trainkit.data.Digits", "scaling": "unit"},
+    {"_target_": "trainkit.data.Synthetic", "shape": [3, 8, 8], "num_samples": 20, "val_samples": 7},
+    {"_target_": "trainkit.data.SyntheticTokens", "context": 9, "num_samples": 20, "val_samples": 7},
+    {"_target_": "trainkit.data.Friedman", "num_samples": 20, "val_samples": 7},
+    {"_target_": "trainkit.data.PythonSource", "context": 16, "max_bytes": 9000},
+    {"_target_": "trainkit.data.Splits", "train": {"_target_": "trainkit.data.Digits", "split": "train"}},
+]
+
+
+def shapes(sample: Any) -> Any:
+    return tree_map(lambda leaf: (tuple(torch.as_tensor(leaf).shape), torch.as_tensor(leaf).dtype), sample)
+
+
+@pytest.mark.parametrize("node", NODES, ids=[node["_target_"].rpartition(".")[2] for node in NODES])
+def test_what_a_class_declares_is_what_its_data_has(node: Mapping[str, Any]) -> None:
+    real, declared = build_splits(node), declared_data(node, CvConfig())
+    assert declared.splits.keys() == real.keys()
+    for name, split in declared.splits.items():
+        assert shapes(split[0]) == shapes(real[name][0])
+        if declared.knows_length:
+            assert len(split) == len(real[name])
+
+
+def test_folds_of_declared_data_have_the_sizes_of_folds() -> None:
+    parts = declared_data(NODES[0], CvConfig(folds=5, fold=0)).splits
+    assert {name: len(part) for name, part in parts.items()} == {"train": 1149, "val": 288}
+
+
+class Opens:
+    """A dataset that must not be made."""
+
+    def __init__(self) -> None:
+        raise AssertionError
+
+
+OWN = ("recipe=null", "data=undeclared", "--allow-package", "tests")
+
+
+@pytest.fixture
+def plan(cwd: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
+    (cwd / "conf/data").mkdir(parents=True)
+    (cwd / "conf/data/undeclared.yaml").write_text("_target_: tests.data.test_splits.Opens\n")
+
+    def planned(*arguments: str, code: int = 0) -> tuple[str, str]:
+        assert main(["plan", *arguments, "--config-dir", "conf"]) == code
+        printed = capsys.readouterr()
+        return printed.out, printed.err
+
+    return planned
+
+
+def test_data_that_declares_nothing_is_not_opened_either(plan: Callable[..., tuple[str, str]]) -> None:
+    out, _ = plan(*OWN)
+    lines = [line.strip() for line in out.splitlines()]
+    assert (
+        "note: data: Opens does not declare its length, and no data is opened: the number of steps, and time and cost "
+        "to the end, are left out. --num-samples N gives it."
+    ) in lines
+    assert (
+        "note: data: Opens does not declare its samples, and no data is opened: activations, and the check that model "
+        "and data fit, are left out. --open-data reads the data."
+    ) in lines
+    assert not [line for line in lines if line.startswith(("samples", "steps", "rate curve"))]
+    assert json.loads(plan(*OWN, "--json", "--num-samples", "640")[0])["steps"] == 10
+    with pytest.raises(AssertionError):
+        plan(*OWN, "--open-data")
+
+
+def test_an_unset_key_of_the_data_is_a_note(plan: Callable[..., tuple[str, str]]) -> None:
+    found = json.loads(plan("data=token_memmap", "model=gpt", "objective=language_modelling", "recipe=null", "steps=3",
+        "model.vocab_size=9", "model.context=8", "model.num_layers=1", "model.num_heads=1", "model.width=8",
+        "data.context=8", "--json")[0])  # fmt: skip
+    assert "data.path is not set: a training needs it" in found["notes"]
+    assert found["steps"] == 3
+    assert found["memory"]["activations"] > 0
+
+
+def test_a_length_that_contradicts_the_class_is_refused(plan: Callable[..., tuple[str, str]]) -> None:
+    _, err = plan("--num-samples", "5", code=2)
+    rule = "Digits declares 1,437 training samples. Leave the flag out. (command line)"
+    assert err.splitlines()[1:] == [f"  --num-samples=5: {rule}"]
+    _, err = plan("--num-samples", "none", code=2)
+    assert "--num-samples=none: must be a whole number, 1 to 1,000,000,000,000,000. (command line)" in err
+
+
+def batches(dataset: Any, rank: int = 0, num_ranks: int = 1, *, together: bool = False, **settings: Any) -> EvalBatches:
+    reading = Reading(device=CPU, settings=LoaderSettings(**settings))
+    return EvalBatches(dataset, reading, batch_size=4, rank=rank, num_ranks=num_ranks, together=together)
+
+
+PATHS = [
+    pytest.param(InMemorySquares, {}, id="memory"),
+    pytest.param(Squares, {}, id="direct"),
+    pytest.param(Squares, {"cache": True}, id="cached"),
+    pytest.param(Squares, {"num_workers": 1}, id="workers"),
+]
+
+
+@pytest.mark.parametrize(("dataset", "settings"), PATHS)
+def test_each_sample_comes_exactly_once_over_all_ranks(
+    dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
+) -> None:
+    seen = [[targets.tolist() for _, targets in batches(dataset(10), rank, 3, **settings)] for rank in range(3)]
+
+    assert seen == [[[0, 1, 4, 9]], [[16, 25, 36, 49]], [[64, 81]]]
+
+
+def test_it_has_the_same_random_samples_each_time_and_a_length() -> None:
+    both = batches(Noisy(10))
+    assert [x.tolist() for x, _ in both] == [x.tolist() for x, _ in both]
+    assert len(list(both)) == len(both) == num_eval_batches(10, 4) == 3
+
+
+@pytest.mark.parametrize(("dataset", "settings"), PATHS)
+def test_what_a_model_writes_into_its_inputs_is_not_in_the_next_evaluation(
+    dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
+) -> None:
+    found = batches(dataset(9), **settings)
+    seen = []
+    for _ in range(2):
+        for batch in found:
+            seen.append(batch[0].flatten().tolist())
+            batch[0].zero_()
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+
+
+def test_a_rank_without_batches_gets_none() -> None:
+    assert list(batches(Squares(3), rank=1, num_ranks=2, num_workers=1)) == []
+
+
+def test_stopping_early_leaves_no_process() -> None:
+    running = iter(batches(Squares(10), num_workers=1))
+    next(running)
+    assert isinstance(running, Generator)
+    running.close()
+
+
+@pytest.mark.parametrize(("dataset", "settings"), PATHS)
+def test_ranks_that_compute_together_get_equally_many_batches_and_count_their_own(
+    dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
+) -> None:
+    ranks = [batches(dataset(6), rank, 3, together=True, **settings) for rank in range(3)]
+    assert [one.num_counted for one in ranks] == [1, 1, 0]
+    seen = [[targets.tolist() for _, targets in one] for one in ranks]
+    assert seen == [[[0, 1, 4, 9]], [[16, 25]], [[0, 1, 4, 9]]]
+
+
+def test_a_repeated_batch_is_run_and_not_counted() -> None:
+    ran = []
+    model = torch.nn.Linear(1, 1)
+    model.register_forward_hook(lambda *_: ran.append(1))
+    local = LocalModel(model=model, device=CPU, data_ranks=LocalCollective(), precision=Precision())
+    once = [(torch.ones(2, 1), torch.zeros(2, 1))]
+    repeated = [*once, (torch.ones(2, 1), torch.full((2, 1), 1000.0))]
+    expected = evaluate(local, Regression(), once, split="val")
+
+    assert evaluate(local, Regression(), repeated, split="val", num_counted=1) == expected
+    assert len(ran) == 3

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.contract.stepping import Case, Frozen, _Rank, run_rank
-from tests.strategies.test_parameter_store import Net, gradients, optimizer_of
+from tests.strategies.test_parameter_server import Net, gradients, optimizer_of
 from tests.support import zoo
 from tests.support.pool import Place, Pool
 from tests.support.second_device import META, SecondDevice, There, fetch, send

@@ -1,32 +1,154 @@
-"""No step waits for its device: what a step reads, copies from the host and launches, phase by phase, on each rank.
+"""What a step costs besides its arithmetic: kernels, calls of functions, waits for the device, copies from the host.
 
-A read of a device or a copy from the host that makes every step wait is caught here alone.
+A read or a copy that makes every step wait, a kernel for every buffer or gradient, and many more calls of functions
+are caught here alone.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
+import trainkit
 from tests.contract import stepping
-from tests.contract.stepping import Case, calls_of_a_step, train_in_threads
+from tests.contract.stepping import Case, _Rank, calls_of_a_step, train_in_threads
+from tests.support import zoo
+from tests.support.launches import Launches
 from tests.support.launches_of_a_step import Calls, StepTrace, counting_graphs
 from tests.support.pool import Pool
+from trainkit import api
 from trainkit.cli import main
+from trainkit.models.resnet import ResNet
 from trainkit.numerics.batch import Ticket
+from trainkit.run.estimates.outlook import outlook_of
+from trainkit.run.planning.plan import make_plan
+from trainkit.run.session.account import counted_work
 from trainkit.strategies.base import Batch, PlanContext, StepOutcome
 from trainkit.strategies.core.graphs.whole import WholeGraph
+from trainkit.strategies.core.step import SmallGrads
 from trainkit.strategies.model_transforms import GraphSettings, ModelTransforms
 from trainkit.strategies.updates.chief import Mode, Worker, WorkOrder, WorkReport
+from trainkit.trained.build import meta_model
+from trainkit.trainer.events import State
 from trainkit.trainer.loop import TrainingLoop
+
+
+def launches_of(case: Case) -> Launches:
+    """What the second step of one device asks for."""
+    rank = _Rank(None, case)
+    executor = rank.setup(0)
+    rank.steps(executor, 1)
+    with Launches() as launches:
+        rank.steps(executor, 2)
+    return launches
+
+
+# 201 and 757, 7 of which count targets; with an operation a buffer, and one for each gradient of a later shard, there
+# were 535 and 1,750
+@pytest.mark.parametrize(("shards", "most"), [(1, 205), (4, 780)])
+def test_a_step_asks_for_less_than_half_of_the_launches_that_a_loop_over_buffers_took(shards: int, most: int) -> None:
+    launches = launches_of(Case(task="resnet", global_size=8, micro_size=8 // shards, precision="fp32"))
+    assert launches.total <= most, launches.by_name.most_common(8)
+
+
+class SmallImages(zoo.InMemory):
+    """16 images, for a ResNet-50 of full width: a step asks for as many launches as with larger images."""
+
+    def __init__(self) -> None:
+        self.inputs, self.targets = torch.randn(16, 3, 32, 32), torch.arange(16)
+
+
+# 562 and 4,587; before buffers were joined 1,443 and 9,227, by the same count
+@pytest.mark.parametrize(
+    ("shards", "before"), [(1, 1443), pytest.param(8, 9227, marks=pytest.mark.long)], ids=["whole", "eighths"]
+)
+@pytest.mark.slow
+def test_a_mixed_step_of_resnet_50_needs_at_most_half_of_its_earlier_launches(shards: int, before: int) -> None:
+    model = {"depth": 50, "num_classes": 1000}
+    wide = Case(task="resnet", build=ResNet, model=model, samples=SmallImages, precision="bf16_mixed")
+    launches = launches_of(replace(wide, global_size=16, micro_size=16 // shards))
+    assert launches.total <= before / 2, launches.by_name.most_common(8)
+
+
+GPT_2 = (
+    "model=gpt", "model.num_layers=12", "model.num_heads=12", "model.width=768", "model.context=1024",
+    "model.vocab_size=50304", "data=synthetic_tokens", "data.vocab_size=50304", "data.context=1024",
+    "data.num_samples=64", "data.val_samples=1", "objective=language_modelling", "objective.padding=false",
+    "batch.global_size=64", "batch.micro_size=16", "clip.max_norm=1.0", "steps=10",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("precision", "most"), [("bf16", 2270), ("bf16_mixed", 3660)])
+@pytest.mark.slow
+def test_a_step_of_gpt_2_of_four_shards_launches_no_more(precision: str, most: int) -> None:
+    plan = make_plan(api.compose(["recipe=null", *GPT_2, f"precision={precision}"]).cfg)
+    work = outlook_of(plan, meta_model(plan.cfg)).work
+    assert work is not None
+    counted = counted_work(work, None, plan)
+    assert counted.launches is not None
+    assert counted.launches <= most
+    compiled = make_plan(api.compose(["recipe=null", *GPT_2, f"precision={precision}", "compile.mode=default"]).cfg)
+    assert counted_work(work, None, compiled) == replace(counted, launches=None)
+
+
+def test_a_gradient_that_a_shard_does_not_use_stays_as_it_is() -> None:
+    used, idle = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    used.grad, idle.grad = torch.ones(2), torch.full((2,), 5.0)
+    earlier = SmallGrads([used, idle])
+    (3.0 * used).sum().backward()  # type: ignore[no-untyped-call]
+    earlier.add_up()
+    assert (used.grad.tolist(), idle.grad.tolist()) == ([4.0, 4.0], [5.0, 5.0])
+
+
+PACKAGE: Final = str(Path(trainkit.__file__).parent)
+ENDS: Final = State.advance.__code__
+"""Called once a step, after its update."""
+MOST: Final = 160
+"""155: about 20 count the targets and scale by their number, 12 look for changed settings and hooks of the optimizer,
+10 note the versions of the inputs. Before a run did these there were 102.
+"""
+
+
+@contextmanager
+def counted(steps: list[int]) -> Iterator[None]:
+    """Append to `steps` the calls of trainkit's functions, and their calls into C, of each step inside."""
+
+    def seen(frame: FrameType, event: str, _: Any) -> None:
+        if event not in ("call", "c_call") or not frame.f_code.co_filename.startswith(PACKAGE):
+            return
+        if event == "call" and frame.f_code is ENDS:
+            steps.append(0)
+        elif steps:
+            steps[-1] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+@pytest.mark.slow
+def test_an_eager_step_of_a_small_model_makes_few_calls(tmp_path: Path) -> None:
+    steps: list[int] = []
+    silent = ("callbacks=[]", "logger=[]", "eval.every_epochs=null", "quiet=true")
+    with counted(steps):
+        assert main(["recipe=digits", "strategy=one_device", "steps=30", f"hydra.run.dir={tmp_path}/run", *silent]) == 0
+    assert len(steps) == 30
+    assert min(steps[20:-1]) <= MOST  # of a step that neither logs a row, nor asks whether to stop
+
 
 SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "one_device": {},

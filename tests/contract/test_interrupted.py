@@ -1,20 +1,34 @@
-"""Steps that are not finite: left out, trained again, or the end of the run; under every strategy alike.
+"""Steps that are not finite, errors and lost replicas: left out, trained again, saved before the end; phases too.
 
-A step that is left out on one rank alone, or logged twice after a rollback is caught here alone.
+A step that is left out on one rank alone or logged twice after a rollback, a checkpoint that is saved in the middle of
+an update, and a lost phase that also takes back the one before it are caught here alone.
 """
 
+from __future__ import annotations
+
 import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+import torch
 
 from tests.contract.running import run, weights
-from tests.support import reference, zoo
+from tests.support import failing, quick, reference, zoo
 from tests.support.results import result_of
 from trainkit.callbacks.every_run import MetricsFile
 from trainkit.errors import ConfigError, NonFiniteError, TrainingError
+from trainkit.fields import placement
+from trainkit.objectives.adversarial import Adversarial
+from trainkit.objectives.base import Loss, Model
+from trainkit.strategies.core.optimizer import OptimizerStepper
+from trainkit.trainer import failpoints
 from trainkit.trainer.checkpoint.tensors import load
+from trainkit.trainer.manifest import list_complete
 
 ORDER = reference.order(37, seed=3, epoch=0)
 BAD = ORDER[20]
@@ -233,3 +247,201 @@ def test_limits_of_skips_without_skip_are_refused(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"2 problems in the config\n  numerics.max_skips_in_a_row=3: {rule}\n  numerics.max_skipped_share=0.1: {rule}"
     )
+
+
+SAVED = (
+    "model=net", "model.norm=true", "model.dropout=0.3", "data=points", "batch.global_size=16", "batch.micro_size=5",
+    "optimizer=adamw", "optimizer.lr=0.01", "steps=9", "schedule=linear", "clip.max_norm=0.5", "log_every_steps=1",
+    "eval.every_steps=3", "eval.metric=val/loss", "checkpoint.every_epochs=null",
+    "callbacks.failing={_target_:tests.support.failing.Failing}",
+)  # fmt: skip
+CENTRAL = "strategy=central_storage"
+PHASES = ("data", "forward", "reduce", "update")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], dict[str, Any]]:
+    return {strategy: run(tmp_path_factory.mktemp("whole"), *SAVED, *strategy) for strategy in ((), (CENTRAL,))}
+
+
+@pytest.fixture(autouse=True)
+def _mended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield
+    failing.planted.clear()
+    failpoints.reload({})
+
+
+def counts(folder: Path) -> list[int]:
+    meta = json.loads((list_complete(folder / "checkpoints")[0].folder / "meta.json").read_text())
+    return next(state["counts"] for name, state in meta["callbacks"].items() if name.endswith("Failing"))
+
+
+def ends_alike(folder: Path, whole: dict[tuple[str, ...], dict[str, Any]], saved_at: int, *overrides: str) -> None:
+    """The last checkpoint is that of a step, and the run that goes on from it ends as one that was not disturbed."""
+    assert [one.step for one in list_complete(folder / "checkpoints")][:1] == [saved_at]
+    assert json.loads((folder / "result.json").read_text())["steps"] == saved_at
+    failing.planted.clear()
+    failpoints.reload({})
+    done = run(folder, *SAVED, *overrides, "resume=auto")
+    assert (done["status"], done["steps"]) == ("finished", 9)
+    assert done["weights_sha256"] == whole[overrides]["weights_sha256"]
+    assert done["metrics"] == whole[overrides]["metrics"]
+    assert Path(done["best"]).name == Path(whole[overrides]["best"]).name
+    assert counts(folder) == [3, 6, 9]
+
+
+LONG, MATRIX = pytest.mark.long, pytest.mark.matrix
+
+
+@pytest.mark.parametrize(
+    ("hook", "step"),
+    [
+        ("step_end", 5),
+        ("eval_end", 6),
+        pytest.param("step_end", 6, marks=MATRIX),
+        pytest.param("log", 5, marks=LONG),
+        pytest.param("eval_end", 9, marks=MATRIX),
+        pytest.param("train_end", 9, marks=LONG),
+    ],
+)
+@pytest.mark.slow
+def test_an_error_of_a_callback_saves_the_step_before_it(
+    tmp_path: Path, whole: dict[tuple[str, ...], dict[str, Any]], hook: str, step: int
+) -> None:
+    failing.planted.add((hook, step))
+    with pytest.raises(RuntimeError, match="planted"):
+        run(tmp_path, *SAVED)
+    ends_alike(tmp_path, whole, step)
+
+
+@pytest.mark.parametrize("strategy", [(), pytest.param((CENTRAL,), marks=LONG)], ids=["one_device", "central_storage"])
+@pytest.mark.parametrize("phase", ["backward", *(pytest.param(one, marks=MATRIX) for one in PHASES)])
+@pytest.mark.slow
+def test_an_error_within_a_step_saves_the_step_before_it(
+    tmp_path: Path, whole: dict[tuple[str, ...], dict[str, Any]], phase: str, strategy: tuple[str, ...]
+) -> None:
+    """By backward the first shard has moved the statistics of batch normalisation: they are put back."""
+    failpoints.reload({"TRAINKIT_FAIL": f"step=5,phase={phase},action=raise"})
+    with pytest.raises(RuntimeError, match=f"failpoint in {phase} of step 5"):
+        run(tmp_path, *SAVED, *strategy)
+    ends_alike(tmp_path, whole, 5, *strategy)
+
+
+def test_an_error_within_an_update_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The earlier checkpoint stays the last one."""
+    plain, calls = OptimizerStepper.step, []
+
+    def interrupted(self: OptimizerStepper, *arguments: Any) -> None:
+        plain(self, *arguments)
+        calls.append(1)
+        if len(calls) == 5:
+            raise RuntimeError("in the middle")
+
+    monkeypatch.setattr(OptimizerStepper, "step", interrupted)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        run(tmp_path, *SAVED)
+    assert [one.step for one in list_complete(tmp_path / "checkpoints")] == [3]
+
+
+def test_an_error_in_the_first_step_saves_nothing(tmp_path: Path) -> None:
+    failpoints.reload({"TRAINKIT_FAIL": "step=0,phase=backward,action=raise"})
+    with pytest.raises(RuntimeError, match="failpoint"):
+        run(tmp_path, *SAVED)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_parameters_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    failing.planted.add(("step_end", 2))
+    with pytest.raises(RuntimeError, match="planted"):
+        run(tmp_path, *SAVED, "optimizer.lr=1e308", "schedule=constant", "clip.max_norm=null", "log_every_steps=5")
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_second_ctrl_c_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failing, "RuntimeError", KeyboardInterrupt, raising=False)
+    failing.planted.add(("step_end", 2))
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, *SAVED)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+GAN = ("recipe=gan", "epochs=null", "steps=5", "eval.every_epochs=null")
+TWO = ("strategy=mirrored", "strategy.replicas=2")
+CALLS = {"one_device": 4, "mirrored": 3}
+"""Losses of a phase in a process before step 2, which has two shards; ranks compute one to agree on a layout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interrupted(Adversarial):
+    """An adversarial objective with one loss that is not a number."""
+
+    bad_phase: Annotated[str, placement] = ""
+    """The phase of this loss."""
+    bad_call: Annotated[int, placement] = 0
+    """How often the phase has computed a loss before."""
+    _calls: Any = field(default_factory=count, init=False, repr=False, compare=False)
+
+    def phase_loss(self, phase: str, model: Model, batch: Any) -> Loss:
+        loss = super().phase_loss(phase, model, batch)
+        if phase == self.bad_phase and next(self._calls) == self.bad_call:
+            return replace(loss, loss_sum=loss.loss_sum * torch.nan)
+        return loss
+
+
+def interrupted(phase: str, place: str, *more: str) -> tuple[str, ...]:
+    """The settings of a training whose loss of one phase is once not a number, in step 2."""
+    name = f"{Interrupted.__module__}.{Interrupted.__qualname__}"
+    keys = f"{{_target_: {name}, latent: 16, bad_phase: {phase!r}, bad_call: {CALLS[place]}}}"
+    return (*GAN, f"objective={keys}", *more, *(TWO if place == "mirrored" else ()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["one_device", "mirrored"])
+@pytest.mark.parametrize(("phase", "updates"), [("discriminator", (4, 4)), ("generator", (5, 4))])
+def test_a_skipped_step_ends_at_its_phase_and_keeps_the_updates_before(
+    phase: str, updates: tuple[int, int], place: str, tmp_path: Path
+) -> None:
+    result = run(tmp_path / "run", *interrupted(phase, place, "numerics.on_nonfinite=skip"))
+    assert [one["step"] for one in result["skipped_steps"]] == [2]
+    tensors = load(Path(result["last"])).tensors
+    found = tuple(
+        {float(tensor) for key, tensor in tensors.items() if key.startswith(f"optimizer/step/{name}")}
+        for name in ("discriminator", "generator")
+    )
+    assert found == ({float(updates[0])}, {float(updates[1])})
+
+
+@pytest.mark.parametrize("place", ["one_device", "mirrored"])
+@pytest.mark.slow
+def test_a_rollback_takes_every_phase_back(place: str, tmp_path: Path) -> None:
+    rollback = ("numerics.on_nonfinite=rollback", "checkpoint.every_steps=1")
+    healed = run(tmp_path / "healed", *interrupted("generator", place, *rollback))
+    undisturbed = run(tmp_path / "undisturbed", *interrupted("none", place, *rollback))
+    assert healed["rollbacks"] == [{"step": 2, "checkpoint": 2}]
+    assert healed["weights_sha256"] == undisturbed["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_a_compiled_model_trains_its_phases_as_it_does_eagerly(tmp_path: Path) -> None:
+    eager = weights(run(tmp_path / "eager", *GAN))
+    compiled = weights(run(tmp_path / "compiled", *GAN, "compile.mode=default", "compile.backend=aot_eager"))
+    assert eager.keys() == compiled.keys()
+    for name, tensor in eager.items():
+        assert torch.allclose(compiled[name], tensor, rtol=1e-12, atol=1e-12), name
+
+
+@pytest.mark.long
+def test_a_replica_is_lost_between_phases_and_no_bit_differs(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = [*GAN[:2], "steps=60", GAN[3], "callbacks=[]", "logger=[]", "numerics.reproducible=true"]
+    common.append("checkpoint.every_steps=10")
+    subprocess.run(quick.command(*common, "hydra.run.dir=alone"), check=True, stdout=subprocess.DEVNULL)
+    starts = [f"index=1,phase=start,attempt={number},action=kill" for number in range(1, 9)]
+    monkeypatch.setenv("TRAINKIT_FAIL", ";".join(["index=1,step=35,phase=backward,attempt=0,action=kill", *starts]))
+    elastic = [*TWO, "elastic.min_replicas=1", "elastic.retry_s=600"]
+    subprocess.run(
+        quick.command(*common, *elastic, "hydra.run.dir=elastic"), check=True, capture_output=True, timeout=300
+    )
+    found = [json.loads(Path(folder, "result.json").read_text()) for folder in ("alone", "elastic")]
+    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
+    rows = [json.loads(line) for line in Path("elastic/metrics.jsonl").read_text().splitlines()]
+    assert {row["replicas"] for row in rows if "replicas" in row} == {1, 2}
