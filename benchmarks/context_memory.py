@@ -73,7 +73,7 @@ def main() -> None:
         f"python benchmarks/context_memory.py --length {options.length} --width {options.width} "
         f"--blocks {options.blocks}",
         "SGD with momentum, float32, one sequence a step. Counted, not sampled: the bytes below every tensor that an "
-        "operation makes, for as long as they are allocated (`tests/support/storages.py`), on the rank that has most. "
+        "operation makes, for as long as they are allocated (`tests/support/counting.py`), on the rank that has most. "
         "Lasting: when the update begins, parameters, gradients and optimizer state. Activations: the peak of the step "
         "without them.\n\n"
         + report.table(["", "lasting MiB", "peak MiB", "activations MiB", "of one device"], rows)

@@ -62,7 +62,7 @@ def main() -> None:
         f"Bytes of a GPT of {options.blocks} blocks, {params / 1e6:.1f} M parameters in them, cut over {RANKS} ranks",
         f"python benchmarks/sharded_memory.py --blocks {options.blocks} --width {options.width}",
         "AdamW, float32, 8 sequences of 5 tokens a step. Counted, not sampled: the bytes below every tensor that an "
-        "operation makes, for as long as they are allocated (`tests/support/storages.py`), on the rank that has most. "
+        "operation makes, for as long as they are allocated (`tests/support/counting.py`), on the rank that has most. "
         "Lasting: when the update begins, parameters, gradients and optimizer state. Peak: the most of a whole step, "
         "activations and what is gathered included.\n\n"
         + report.table(["", "lasting MiB", "peak MiB", "lasting / one device", "peak / one device"], rows)

@@ -18,7 +18,7 @@ import yaml
 from torch import Tensor, nn
 
 from tests.support import drawing_models, own_objectives, reference, zoo
-from tests.support.launches_of_a_step import Calls, StepTrace, counting_graphs
+from tests.support.counting import Calls, StepTrace, counting_graphs
 from tests.support.pool import Place, Pool
 from trainkit.cluster.tasks import Identity
 from trainkit.config.targets.build import build, resolve_target

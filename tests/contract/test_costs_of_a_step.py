@@ -24,8 +24,7 @@ import trainkit
 from tests.contract import stepping
 from tests.contract.stepping import Case, _Rank, calls_of_a_step, train_in_threads
 from tests.support import zoo
-from tests.support.launches import Launches
-from tests.support.launches_of_a_step import Calls, StepTrace, counting_graphs
+from tests.support.counting import Calls, Launches, StepTrace, counting_graphs
 from tests.support.pool import Pool
 from trainkit import api
 from trainkit.cli import main

@@ -63,6 +63,6 @@ def test_compiled_and_recomputed_models_train_as_the_reference(strategy: str, ba
 def test_where_the_vocabulary_is_cut_no_rank_gathers_scores(pool: Pool) -> None:
     settings = CUT["tensor_parallel"]
     case = replace(HIDDEN, strategy="tensor_parallel", settings=settings, num_steps=1, model={"vocab_size": 14})
-    for widths in pool.run("tests.support.scores.widths_of_rank", case, num_ranks=2):
+    for widths in pool.run("tests.support.counted.widths_of_rank", case, num_ranks=2):
         assert 7 in widths
         assert 14 not in widths

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from tests.contract.checks import alone, assert_bits, assert_close, assert_reference
 from tests.contract.running import run, weights
 from tests.contract.stepping import Case, Trained, _Rank, train
-from tests.support import object_models, refused_models, zoo
-from tests.support.decoders import Decoder
+from tests.support import object_models, zoo
 from tests.support.pool import Place, Pool
 from trainkit.errors import ConfigError
 from trainkit.objectives.language_modelling import LanguageModelling
@@ -353,7 +352,7 @@ OWN = "its own code changes {}, and every stage runs that code. Compute it from 
     ],
 )  # fmt: skip
 def test_what_a_pass_leaves_in_python_objects_is_refused_in_these_words(named: str, said: str) -> None:
-    model = refused_models.REFUSED[named]().to("meta")
+    model = object_models.REFUSED[named]().to("meta")
     found = Pipeline().validate_model(model, PlanContext(sample=POINT))
     assert [str(problem) for problem in found] == [f"model: cannot be cut into stages: {said}"]
 
@@ -370,7 +369,7 @@ def test_a_run_of_such_a_model_ends_before_its_first_step(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"the block first changes the tests\.Notes among its arguments"):
         run(
             tmp_path / "run",
-            "model._target_=tests.support.refused_models.ObjectBetweenBlocks",
+            "model._target_=tests.support.object_models.ObjectBetweenBlocks",
             *("model=net", "~model.width", "~model.norm", "~model.dropout"),
             *("data=points", "strategy=pipeline", "steps=2"),
         )
@@ -410,18 +409,18 @@ def test_a_decoder_of_one_child_is_cut_by_auto_and_by_a_layer_named_beside_its_p
     given: Any, stages: list[str], pool: Pool
 ) -> None:
     strategy = Pipeline(map=given)
-    model, facts = Decoder().to("meta"), PlanContext(sample=SENTENCE)
+    model, facts = object_models.Decoder().to("meta"), PlanContext(sample=SENTENCE)
     assert strategy.validate_model(model, facts) == []
     assert [part.modules for part in strategy.describe_partition(model, facts)] == stages
     decided = strategy.resolve(lambda: model, facts).map
-    decoding = replace(UNTIDY, task="tokens", build=Decoder, global_size=8, micro_size=2)
+    decoding = replace(UNTIDY, task="tokens", build=object_models.Decoder, global_size=8, micro_size=2)
     case = replace(decoding, settings={"map": decided}, resume_at=4)
     assert_reference(train(pool, case), case)
 
 
 @pytest.mark.parametrize("given", [{"transformer.h.1": 1, "rest": 0}, {"lm_head": 0, "transformer.h": 1, "rest": 0}])
 def test_the_map_that_is_advised_is_balanced_and_taken(given: Any) -> None:
-    model, facts = Decoder().to("meta"), PlanContext(sample=SENTENCE)
+    model, facts = object_models.Decoder().to("meta"), PlanContext(sample=SENTENCE)
     (problem,) = Pipeline(map=given).validate_model(model, facts)
     advised = problem.rule.partition("A pipeline runs forwards: use {")[2].removesuffix("}.")
     assert advised == (

@@ -16,14 +16,14 @@ from torch import nn
 
 from tests.contract.checks import alone, assert_bits, assert_close
 from tests.contract.stepping import STRATEGIES, Case, train
-from tests.support import object_models, refused_models
+from tests.support import object_models
 from tests.support.pool import Pool
 from trainkit.errors import TrainingError
 from trainkit.strategies.maps import layout as placing
 from trainkit.strategies.model_transforms import ModelTransforms
 from trainkit.strategies.object_snapshot import ObjectSnapshot
 
-KINDS: dict[str, type[nn.Module]] = object_models.EQUAL | refused_models.REFUSED
+KINDS: dict[str, type[nn.Module]] = object_models.EQUAL | object_models.REFUSED
 MODELS = ("ObjectBetweenBlocks", "ListBetweenBlocks", "DictBetweenBlocks", "Containers", "WritingInPlace")
 """A pipeline refuses the first three by name: tests/contract/test_pipeline.py."""
 
@@ -56,9 +56,8 @@ def test_objects_between_blocks_and_writing_in_place_are_trained_as_on_one_devic
 
 
 def of_model(named: str, **settings: Any) -> Case:
-    """A training of a model of `object_models` or `refused_models`."""
-    build = (object_models.EQUAL | refused_models.REFUSED)[named]
-    return Case(build=build, global_size=11, micro_size=6, **settings)
+    """A training of a model of `object_models`."""
+    return Case(build=KINDS[named], global_size=11, micro_size=6, **settings)
 
 
 @pytest.mark.parametrize(("named", "kind"), [("ListBetweenBlocks", "list"), ("ObjectBetweenBlocks", "tests.Notes")])
@@ -79,7 +78,7 @@ def test_a_device_map_of_one_device_gives_blocks_the_objects_themselves(named: s
 
 
 def test_a_device_map_refuses_a_block_that_writes_into_a_list_that_was_moved() -> None:
-    model: Any = refused_models.REFUSED["ListBetweenBlocks"]()
+    model: Any = KINDS["ListBetweenBlocks"]()
     moved: list[ObjectSnapshot] = []
     model.second.register_forward_pre_hook(placing.bring_inputs(torch.device("meta"), moved), with_kwargs=True)
     model.second.register_forward_hook(placing._check_arguments("second", moved))

@@ -181,8 +181,8 @@ OTHERS: Final = {
         *("objective=masked_words", "data.of=sentences"),
     ),
     "half_frozen": (*CLASSIFIED, "model._target_=tests.support.zoo.HalfFrozen"),
-    "object": (*CLASSIFIED, "model._target_=tests.support.refused_models.ObjectBetweenBlocks"),
-    "list": (*CLASSIFIED, "model._target_=tests.support.refused_models.ListBetweenBlocks"),
+    "object": (*CLASSIFIED, "model._target_=tests.support.object_models.ObjectBetweenBlocks"),
+    "list": (*CLASSIFIED, "model._target_=tests.support.object_models.ListBetweenBlocks"),
     "in_place": (*CLASSIFIED, "model._target_=tests.support.object_models.WritingInPlace"),
 }
 

@@ -24,9 +24,9 @@ from tests.contract.checks import alone, assert_close, assert_reference
 from tests.contract.running import run
 from tests.contract.stepping import Case, oracle, run_rank, train
 from tests.support import reference, zoo
+from tests.support.counting import Counting
 from tests.support.pool import Place, Pool
 from tests.support.present import present
-from tests.support.storages import Counting
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.models.gpt import Gpt
 from trainkit.models.mlp import Mlp

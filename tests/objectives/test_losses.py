@@ -33,8 +33,8 @@ import trainkit
 from tests.contract.running import run, weights
 from tests.objectives.ranks import Alone, on_ranks
 from tests.support import zoo
+from tests.support.counted import ScoreBytes
 from tests.support.present import present
-from tests.support.scores import ScoreBytes
 from trainkit import api
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.data.collates import PadImages

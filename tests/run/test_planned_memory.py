@@ -17,10 +17,10 @@ import pytest
 import torch
 import yaml
 
+from tests.support.counting import Counting
 from tests.support.pool import Place, Pool
 from tests.support.present import present
 from tests.support.refusing import refused
-from tests.support.storages import Counting
 from trainkit import api
 from trainkit.cli import main
 from trainkit.config.schema import RunConfig

@@ -31,8 +31,8 @@ from tests.contract.running import run
 from tests.contract.stepping import Case, run_rank, train
 from tests.launchers.launches import launch_of
 from tests.support import zoo
+from tests.support.counting import Counting
 from tests.support.pool import Place, Pool, TaskError
-from tests.support.storages import Counting
 from trainkit.cluster.host import ProcessId, host_id
 from trainkit.cluster.tasks import Identity
 from trainkit.errors import TrainingError

@@ -1,10 +1,18 @@
-"""A rank of a contract case with the bytes of its tensors counted."""
+"""A rank of a contract case with the bytes of its tensors, or of the scores of a language model, counted."""
 
 from __future__ import annotations
 
+import weakref
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 from tests.contract.stepping import Case, _Rank, run_rank
+from tests.support.counting import Counting
 from tests.support.pool import Place
-from tests.support.storages import Counting
 
 
 def bytes_of_rank(place: Place | None, case: Case) -> tuple[int, int]:
@@ -19,3 +27,72 @@ def bytes_of_start(place: Place | None, case: Case) -> int:
     with Counting() as counting:
         _Rank(place, case).setup(0).close()
     return counting.most
+
+
+_FEW: Final = ("gather", "scatter_", "scatter")
+"""Operations that touch as many elements as their index has."""
+
+
+class ScoreBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, counts what operations read and write of tensors with at least so many elements.
+
+    A view costs nothing. An operation counts as one kernel that reads each input and writes each output once.
+    """
+
+    def __init__(self, *, at_least: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.at_least = at_least
+        self.moved = 0
+        self.peak = 0
+        self._alive = 0
+        self._known: dict[weakref.ref[torch.UntypedStorage], int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Called by torch for every operation."""
+        found = func(*args, **(kwargs or {}))
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+        writes = func._schema.is_mutable
+        before = {id(leaf.untyped_storage()) for leaf in given}
+        if writes or any(id(leaf.untyped_storage()) not in before for leaf in made):
+            few = func.overloadpacket.__name__ in _FEW
+            self.moved += 0 if few else sum(map(self._bytes, [*given, *made]))
+        for leaf in made:
+            self._see(leaf)
+        return found
+
+    def _bytes(self, tensor: Tensor) -> int:
+        return tensor.numel() * tensor.element_size() if tensor.numel() >= self.at_least else 0
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = weakref.ref(storage, self._forget)
+        if key not in self._known and storage.nbytes() >= self.at_least * tensor.element_size():
+            self._known[key] = storage.nbytes()
+            self._alive += storage.nbytes()
+            self.peak = max(self.peak, self._alive)
+
+    def _forget(self, key: weakref.ref[torch.UntypedStorage]) -> None:
+        self._alive -= self._known.pop(key, 0)
+
+
+def widths_of_rank(place: Place | None, case: Case) -> list[int]:
+    """The last dims of all matrices that one rank of a contract case makes."""
+    with _Widths() as widths:
+        run_rank(place, case)
+    return sorted(widths.found)
+
+
+class _Widths(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.found.update(leaf.shape[-1] for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and leaf.dim() > 1)
+        return found
