@@ -566,43 +566,10 @@ SHARDED_NET = Case(task="classes", global_size=16, micro_size=16, strategy="fsdp
 GATHERED = Case(task="gpt", global_size=8, micro_size=2, strategy="fsdp", num_steps=6)
 # without biases: that of a key has no gradient, and AdamW makes steps of its rounding
 ADAMW = replace(GATHERED, optimizer="adamw", model={"bias": False})
-RESNET = Case(task="resnet", global_size=8, micro_size=4, strategy="fsdp", num_steps=4, rate_scale=0.1)
-
 HYBRID = {"replicas": 4, "replicate": 2}
-LATE = {"replicas": 2, "sync": "last"}
-KEPT = {**HYBRID, "sync": "last", "reshard_after_forward": False}
-SHARDINGS = [
-    (GATHERED, {"replicas": 2}),
-    (GATHERED, KEPT),
-    (ADAMW, LATE),
-    (ADAMW, HYBRID),
-    (RESNET, HYBRID),
-]
-MORE = [
-    (GATHERED, {"replicas": 4}),
-    (GATHERED, HYBRID),
-    (RESNET, {"replicas": 2}),
-    (RESNET, {"replicas": 4, "sync": "last"}),
-]
-"""Each model, and each way to place it, is in one of the cases above."""
 
 
-def named(case: Any) -> str:
-    return f"{case.task} {case.optimizer}" if isinstance(case, Case) else " ".join(f"{k}={v}" for k, v in case.items())
-
-
-@pytest.mark.parametrize(
-    ("base", "settings"),
-    [*SHARDINGS, *(pytest.param(*case, marks=pytest.mark.matrix) for case in MORE)],
-    ids=named,
-)
-@pytest.mark.slow
-def test_steps_are_those_of_the_reference(base: Case, settings: dict[str, Any], pool: Pool) -> None:
-    case = replace(base, settings=settings)
-    assert_reference(train(pool, case), case)
-
-
-@pytest.mark.parametrize("settings", [HYBRID, {"replicas": 4, "sync": "last"}], ids=named)
+@pytest.mark.parametrize("settings", [HYBRID, {"replicas": 4, "sync": "last"}], ids=str)
 @pytest.mark.parametrize("base", [replace(SHARDED_NET, model={"norm": True}), GATHERED], ids=["norm", "gpt"])
 def test_clip_accumulation_ragged_batches_and_a_resume_at_once(
     base: Case, settings: dict[str, Any], pool: Pool

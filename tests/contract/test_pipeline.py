@@ -287,7 +287,7 @@ def test_fresh_containers_modes_and_blocks_own_counts_train_to_the_bits_of_one_d
 
 
 REFUSED = {
-    "ObjectBetweenBlocks": "the block first changes the tests.Notes among its arguments, of which each stage has its own",
+    "ObjectBetweenBlocks": "the block first changes the tests.Notes among its arguments, of which each stage has",
     "ListBetweenBlocks": "the block first changes the list among its arguments",
     "DictBetweenBlocks": "the block first changes the dict among its arguments",
     "CacheBetweenBlocks": "the block first changes the list among its arguments",

@@ -89,13 +89,13 @@ def test_python_and_numpy_are_keyed_for_code_of_a_users_own() -> None:
 
 
 def test_what_draws_is_seen_before_a_strategy_changes_the_classes() -> None:
-    model = drawing_models.functional_dropout()
+    model = drawing_models.FunctionalDropout()
     drawing = Drawing.of(model)
     for child in model.children():
         child.__class__ = type("Sharded", (type(child),), {})  # as fully_shard does
     assert Drawing.of(model) != drawing
     keys = BlockKeys(model, seed=1, devices=[CPU], drawing=drawing)
-    assert keys.names == BlockKeys(drawing_models.functional_dropout(), seed=1, devices=[CPU]).names == ("",)
+    assert keys.names == BlockKeys(drawing_models.FunctionalDropout(), seed=1, devices=[CPU]).names == ("",)
 
 
 def test_generators_are_restored_after_another_use_and_a_thread_that_draws_waits_for_it() -> None:

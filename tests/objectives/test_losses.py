@@ -484,18 +484,6 @@ def test_a_step_without_a_target_ends_the_run(tmp_path: Path) -> None:
         run(tmp_path / "run", *UNLABELLED, "data.every=1", "steps=1")
 
 
-@pytest.mark.slow
-def test_without_weights_the_weights_of_one_and_counting_give_the_same_training(tmp_path: Path) -> None:
-    runs = {
-        name: run(tmp_path / name, *UNLABELLED, "epochs=2", "batch.micro_size=3", *keys)
-        for name, keys in {"plain": (), "weighted": ("objective.class_weights=[1,1,1]",)}.items()
-    }
-    assert runs["weighted"]["metrics"] == pytest.approx(runs["plain"]["metrics"], rel=1e-12)
-    points = zoo.PartlyLabelled("val")
-    expected = evaluated(zoo.Net(), runs["plain"], points.inputs, points.targets)
-    assert runs["plain"]["metrics"] == pytest.approx(expected, rel=1e-12)
-
-
 def test_padded_masks_are_evaluated_pixel_by_pixel(tmp_path: Path) -> None:
     result = run(
         tmp_path / "run", "model._target_=tests.support.zoo.pixels", "data._target_=tests.support.zoo.SeveralSizes",

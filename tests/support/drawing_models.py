@@ -34,11 +34,6 @@ class FunctionalDropout(nn.Module):
         return scores
 
 
-def functional_dropout() -> nn.Module:
-    """Dropout in the model's own forward; for the points."""
-    return FunctionalDropout()
-
-
 class Reparametrised(nn.Module):
     """A variational encoder and a decoder; the model's own code draws noise and latents, in evaluation too."""
 
@@ -52,11 +47,6 @@ class Reparametrised(nn.Module):
         mean, log_variance = self.encoder(inputs + 0.1 * torch.randn_like(inputs)).chunk(2, -1)
         scores: Tensor = self.decoder(mean + torch.randn_like(mean) * (0.5 * log_variance).exp())
         return scores
-
-
-def vae() -> nn.Module:
-    """Latents by reparametrisation; for the points."""
-    return Reparametrised()
 
 
 class _Residual(nn.Module):
@@ -95,11 +85,6 @@ class DropPath(nn.Module):
             hidden = block(hidden)
         scores: Tensor = self.last(hidden)
         return scores
-
-
-def drop_path(*, host: bool = False) -> nn.Module:
-    """Stochastic depth by `torch.rand` in a block, or by `random` as well; for the points."""
-    return DropPath(host=host)
 
 
 class Slow:
@@ -149,11 +134,6 @@ class DrawingBody(nn.Module):
         """(samples, features) -> (samples, classes)."""
         scores: Tensor = self.head(self.body(inputs))
         return scores
-
-
-def drawing_body() -> nn.Module:
-    """Draws in the code of a child that holds the layers; for the points."""
-    return DrawingBody()
 
 
 class Diffusion(Objective):
