@@ -157,7 +157,7 @@ class Untraceable(zoo.Net):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """(samples, features) -> (samples, classes)."""
         self.calls += 1
-        outputs: torch.Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
+        outputs = super().forward(inputs)
         if self.calls > 1 and outputs.sum() > 1e9:
             return outputs * 2
         return outputs
@@ -334,7 +334,7 @@ class Hidden(zoo.Net):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """(samples, features) -> (samples, classes)."""
-        outputs: torch.Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
+        outputs = super().forward(inputs)
         return outputs + float(self.draw()) * 0.0 if self.first == 0 else outputs
 
 
@@ -368,8 +368,7 @@ class Shaken(zoo.Net):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """(samples, features) -> (samples, classes)."""
-        outputs: torch.Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
-        return outputs + shake(0, 0.1)
+        return super().forward(inputs) + shake(0, 0.1)
 
 
 @pytest.mark.slow
@@ -402,8 +401,7 @@ class CountingCalls(zoo.Net):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """(samples, features) -> (samples, classes)."""
         self.calls += 1
-        outputs: torch.Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
-        return outputs
+        return super().forward(inputs)
 
 
 @pytest.mark.slow
@@ -420,7 +418,7 @@ class Branching(zoo.Net):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """(samples, features) -> (samples, classes)."""
-        outputs: torch.Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
+        outputs = super().forward(inputs)
         return outputs * 2 if outputs.sum() > 1e9 else outputs
 
 

@@ -35,16 +35,6 @@ STRATEGIES = {
     "pipeline": ("strategy=pipeline", "strategy.stages=2", "objective.input=both"),
     "parameter_server": ("strategy=parameter_server", "strategy.workers=2", "strategy.servers=2"),
 }  # fmt: skip
-SPREAD = (
-    "mirrored",
-    "mirrored, reproducible",
-    "fsdp",
-    "tensor_parallel",
-    "pipeline",
-    "parameter_server",
-    "compile.mode=step",
-)
-CASES = [pytest.param(name, marks=[pytest.mark.slow] if name in SPREAD else []) for name in STRATEGIES]
 
 
 def by_hand() -> dict[str, torch.Tensor]:
@@ -61,12 +51,11 @@ def by_hand() -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("strategy", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_declared_state_equals_that_of_a_loop_by_hand(strategy: str, tmp_path: Path) -> None:
     found, expected = weights(run(tmp_path / "run", *SAME, "batch.micro_size=3", *STRATEGIES[strategy])), by_hand()
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.allclose(found[name], tensor, rtol=1e-12, atol=1e-15), name
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.slow

@@ -51,6 +51,11 @@ class Net(nn.Sequential):
         super().__init__(nn.Linear(FEATURES, width), *middle, nn.Linear(width, CLASSES))
         fill(self)
 
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(samples, features) -> (samples, classes)."""
+        scores: Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
+        return scores
+
 
 class Scaled(Net):
     """Its code reads an attribute that is no tensor."""
@@ -61,8 +66,7 @@ class Scaled(Net):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """(samples, features) -> (samples, classes)."""
-        outputs: Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
-        return outputs * self.scale
+        return super().forward(inputs) * self.scale
 
 
 class HalfFrozen(Net):
@@ -84,8 +88,7 @@ class Stepped(Net):
         """(samples, features) -> (samples, classes)."""
         if self.training:
             self.get_buffer("steps").add_(1)
-        outputs: Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
-        return outputs
+        return super().forward(inputs)
 
 
 class Hooked(Net):
@@ -447,8 +450,7 @@ class ChangesItself(Net):
         self.calls += self.training
         if self.calls > 2 and self.how != "nothing":
             self[0].requires_grad_(self.how == "unfreeze")
-        outputs: Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
-        return outputs
+        return super().forward(inputs)
 
 
 class Memory(nn.Module):
