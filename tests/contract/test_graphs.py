@@ -40,7 +40,7 @@ from trainkit.strategies.core.graphs import shards
 from trainkit.strategies.core.graphs.captured import CapturingCaller, CudaCapture
 from trainkit.strategies.core.graphs.shards import ShardGraphs, step_problems
 from trainkit.strategies.core.graphs.whole import DirectCall, WholeGraph
-from trainkit.strategies.model_transforms import GraphSettings, ModelTransforms, shaping_problems
+from trainkit.strategies.model_transforms import GraphSettings, ModelTransforms
 
 pytestmark = pytest.mark.usefixtures("compiled_gradients", "fresh_graphs")
 
@@ -139,12 +139,8 @@ def test_averages_are_those_of_eager_steps(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("task", ["functional_dropout", "mixup"])
 def test_a_model_or_an_objective_that_draws_ends_the_run(task: str, pool: Pool) -> None:
-    with pytest.raises(TrainingError) as caught:
+    with pytest.raises(TrainingError, match=r"compile\.mode=step: the model or the objective draws .*mode=default\.$"):
         train(pool, replace(POINTS, task=task))
-    assert str(caught.value) == (
-        "compile.mode=step: the model or the objective draws random numbers, which have no key inside of a graph. "
-        "Use compile.mode=default."
-    )
 
 
 class Untraceable(zoo.Net):
@@ -215,25 +211,11 @@ def test_what_no_graph_can_hold_is_refused_before_anything_starts(
     assert step_problems(make(), ModelTransforms(), context, facts=facts, strategy="mine") == []
 
 
-def test_captures_are_refused_without_a_gpu_or_compiled_steps() -> None:
+def test_captures_are_refused_without_a_gpu() -> None:
     captured = replace(GRAPHS, cuda_graphs=True)
     (problem,) = step_problems(net(), captured, ADAM, facts=CAN, strategy="mine")
     assert str(problem) == "compile.cuda_graphs=true: is for CUDA devices, and this run is on cpu. Leave it out."
     assert step_problems(net(), captured, ADAM, facts=CAN, strategy="mine", device="cuda:0") == []
-    (problem,) = shaping_problems(net(), replace(captured, compile_mode="off"), compiles="model", strategy="mine")
-    assert str(problem) == (
-        "compile.cuda_graphs=true: replays compiled steps, and compile.mode=off compiles none. Use compile.mode=step."
-    )
-
-
-def test_recomputation_is_refused_beside_graphs() -> None:
-    both = replace(GRAPHS, recompute="full")
-    model = Gpt(vocab_size=4, context=2, num_layers=1, num_heads=1, width=2)
-    (problem,) = shaping_problems(model, both, compiles="model", strategy="mine")
-    assert str(problem) == (
-        "compile.mode=step: does not work with activation_checkpointing: a graph chooses the tensors that it keeps. "
-        "Leave one out."
-    )
 
 
 DEFAULT = ModelTransforms(compile_mode="default", backend="aot_eager")

@@ -3,7 +3,6 @@
 A strategy that reads a transposed or channels-last parameter by the strides of a contiguous one is caught here alone.
 """
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -152,13 +151,9 @@ def with_other_strides_on_rank_1(place: Place, case: Case) -> Any:
 
 
 def test_strides_that_differ_between_ranks_are_refused_by_name(pool: Pool) -> None:
-    expected = (
-        "the parameter 0.weight has different strides on rank 1 and on rank 0. Give it one memory format on every rank."
-    )
-    with pytest.raises(AssertionError, match=re.escape(expected)):
-        pool.run(
-            "tests.contract.test_layouts.with_other_strides_on_rank_1", placed(TRANSPOSED, "mirrored"), num_ranks=2
-        )
+    case = placed(TRANSPOSED, "mirrored")
+    with pytest.raises(AssertionError, match=r"the parameter 0\.weight has different strides on rank 1 and on rank 0"):
+        pool.run("tests.contract.test_layouts.with_other_strides_on_rank_1", case, num_ranks=2)
 
 
 def test_an_expanded_parameter_is_refused_by_name() -> None:
@@ -167,9 +162,5 @@ def test_an_expanded_parameter_is_refused_by_name() -> None:
     task = Task(role="worker", index=0, rank=0, device="cpu")
     made: dict[str, Any] = {"precision": Precision(value="bf16"), "make_optimizer": lambda _params: None}
     request = request_for(model, identity=Identity(task=task, num_ranks=1, token="test"), **made)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"model: bias is an expanded tensor, .* nn\.Parameter\(tensor\.clone\(\)\)"):
         OneDevice().setup(request)
-    assert str(caught.value) == (
-        "1 problem in the config\n  model: bias is an expanded tensor, whose elements share memory: torch cannot "
-        "update them separately. Make it a tensor of its own, nn.Parameter(tensor.clone())."
-    )
