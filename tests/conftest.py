@@ -119,6 +119,7 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     quick.quicken_launches()
+    pytest.register_assert_rewrite("tests.contract.checks")
     config.pluginmanager.register(NamedEnds(stderr=2))
     if _asks_for_gpus(config):
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that outlive a test

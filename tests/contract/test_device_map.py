@@ -215,7 +215,7 @@ def test_a_place_more_changes_no_bit_of_two_replicas(base: Case, settings: dict[
 def test_models_and_objectives_that_draw_draw_as_one_device_does(task: str, pool: Pool) -> None:
     base = Case(task=task, global_size=16, micro_size=4, num_steps=4, rate_scale=0.3)
     settings = spread(SPREAD_CLASSES).settings | {"map": {"rest": 1}}
-    assert_close(train(pool, replace(base, strategy="mirrored", settings=settings)), alone(base))
+    assert_close(train(pool, replace(base, strategy="mirrored", settings=settings)), alone(base), atol=1e-13)
 
 
 def test_a_place_may_hold_frozen_parameters_alone(pool: Pool) -> None:

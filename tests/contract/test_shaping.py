@@ -225,6 +225,7 @@ def mlp() -> nn.Module:
     return Mlp(in_features=2, hidden=[2], out_features=2)
 
 
+STEP = {"compile_mode": "step"}
 ODD: dict[str, Any] = {"compile_mode": "max-autotune", "backend": "aot_eager"}
 UNKNOWN: dict[str, Any] = {"compile_mode": "default", "backend": "aot_eagr"}
 
@@ -239,7 +240,7 @@ UNKNOWN: dict[str, Any] = {"compile_mode": "default", "backend": "aot_eagr"}
     (gpt, ModelTransforms(**ODD), "model", "compile.mode=max-autotune", "no effect with compile.backend=aot_eager"),
     (gpt, ModelTransforms(**UNKNOWN), "model", "compile.backend=aot_eagr", "Did you mean aot_eager?"),
     (gpt, replace(SELECTIVE, **EAGERLY), "model", "activation_checkpointing=selective", "block keeps. Use full."),
-    (gpt, replace(FULL, compile_mode="step"), "model", "compile.mode=step", "graph chooses the tensors that it keeps"),
+    (gpt, replace(FULL, **EAGERLY | STEP), "model", "compile.mode=step", "graph chooses the tensors that it keeps"),
     (mlp, ModelTransforms(cuda_graphs=True), "model", "compile.cuda_graphs=true", "compile.mode=off compiles none."),
     (mlp, LAST, "model", "memory_format=channels_last", "no effect: the model has no nn.Conv2d. Leave it out."),
 ])  # fmt: skip
