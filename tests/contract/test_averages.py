@@ -50,8 +50,6 @@ PLACES = {
 ASYNC = ("strategy=central_storage", "strategy.mode=async", "strategy.compute_devices=[cpu,cpu]")
 EMA: Any = get_ema_multi_avg_fn(0.7)  # type: ignore[no-untyped-call]
 MEAN: Any = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
-QUICK = ("central_storage",)
-MARKS = dict.fromkeys(("fsdp", "mesh", "pipeline", "tensor_parallel"), pytest.mark.long)
 
 
 def averages(result: dict[str, Any]) -> dict[str, Tensor]:
@@ -134,7 +132,7 @@ def test_an_evaluator_beside_the_training_finds_the_same_figures(points: tuple[s
 
 
 @pytest.mark.parametrize(
-    "place", [pytest.param(p, marks=() if p in QUICK else MARKS.get(p, pytest.mark.matrix)) for p in PLACES]
+    "place", [pytest.param(place, marks=() if place == "central_storage" else pytest.mark.long) for place in PLACES]
 )
 @pytest.mark.slow
 def test_an_average_of_any_strategy_is_that_of_one_device_stopped_and_resumed(place: str, tmp_path: Path) -> None:

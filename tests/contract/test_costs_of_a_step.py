@@ -188,13 +188,9 @@ def ranks_of(case: Case, pool: Pool) -> list[dict[str, Calls]]:
 
 
 CASES: Final = [
-    pytest.param(
-        strategy,
-        precision,
-        marks=[pytest.mark.matrix] if strategy in TOGETHER and precision not in ("fp32", "fp16_mixed") else [],
-    )
+    (strategy, precision)
     for strategy in SETTINGS
-    for precision in PRECISIONS
+    for precision in (("fp32", "fp16_mixed") if strategy in TOGETHER else PRECISIONS)
 ]
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.contract.running import run, weights
+from tests.contract.stepping import PLACES
 from tests.support import failing, quick, reference, zoo
 from tests.support.results import result_of
 from trainkit.callbacks.every_run import MetricsFile
@@ -38,13 +39,8 @@ FIXED = ("model=net", "batch.global_size=16", "batch.micro_size=8", "optimizer=s
 POISONED = (*FIXED, "schedule=constant", "data=poisoned", f"data.bad=[{BAD}]", "checkpoint.every_steps=2")
 ODD = (*FIXED, "schedule=constant", "data=points", "objective=odd", f"objective.bad={BAD}", "steps=3")
 ALIKE = {
-    "one_device": (),
-    "mirrored": ("strategy.replicas=2",),
-    "fsdp": ("strategy.replicas=2",),
-    "pipeline": (),
-    "tensor_parallel": (),
+    **{strategy: tuple(f"strategy.{key}={value}" for key, value in keys.items()) for strategy, keys in PLACES.items()},
     "device_map": ("strategy.devices=[cpu,cpu]",),
-    "central_storage": (),
     "parameter_server": ("numerics.reproducible=true",),
 }
 QUICK = ("one_device", "device_map", "central_storage", "mirrored")
@@ -298,9 +294,7 @@ LONG, MATRIX = pytest.mark.long, pytest.mark.matrix
     [
         ("step_end", 5),
         ("eval_end", 6),
-        pytest.param("step_end", 6, marks=MATRIX),
         pytest.param("log", 5, marks=LONG),
-        pytest.param("eval_end", 9, marks=MATRIX),
         pytest.param("train_end", 9, marks=LONG),
     ],
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,12 +29,8 @@ from trainkit.strategies.reducers.options import Reduce
 from trainkit.strategies.reducers.vector import BackendReducer, Compressor
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
-REDUCERS = get_args(Reduce)
-# an odd number of replicas, and two groups of two; the other places are matrix
-SHORT = {*((reduce, 3) for reduce in REDUCERS), ("hierarchical", 4)}
-PLACES = [
-    pytest.param(*place, marks=() if place in SHORT else pytest.mark.matrix) for place in product(REDUCERS, (2, 3, 4))
-]
+# an odd number of replicas, and two groups of two
+PLACES = [*((reduce, 3) for reduce in get_args(Reduce)), ("hierarchical", 4)]
 # 29 sequences in batches of 8 and 5, with unequal numbers of targets: the counted weight is exchanged too
 TOKENS = Case(strategy="mirrored", task="tokens", global_size=8)
 # 37 points in batches of 16 and 5, in shards of 6 and 5: batch statistics are exchanged too, by ranks without a shard

@@ -17,14 +17,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from tests.contract.checks import alone, assert_close, assert_reference
 from tests.contract.running import run
 from tests.contract.stepping import Case, oracle, run_rank, train
 from tests.support import reference, zoo
-from tests.support.counting import Counting
+from tests.support.counting import Counting, StepTrace
 from tests.support.pool import Place, Pool
 from tests.support.present import present
 from trainkit.errors import ConfigError, TrainkitError
@@ -416,23 +415,13 @@ def test_in_place_changes_cached_casts_and_split_backward_passes_keep_the_bits(
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
-class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts matrix products with a bias."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten.addmm.default
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_kept_result_is_not_computed_again() -> None:
     block, counts = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), []
     for contexts in (noop_context_fn, selective_contexts):
-        with Products() as products:  # type: ignore[no-untyped-call]
+        with StepTrace() as trace:
             out = checkpoint(block, torch.ones(1, 4, requires_grad=True), use_reentrant=False, context_fn=contexts)
             out.sum().backward()
-        counts.append(products.count)
+        counts.append(trace.total.names["addmm"])
     assert counts == [4, 2]
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.counting import StepTrace
 from trainkit.errors import TrainingError
 from trainkit.models.gpt import Gpt
 from trainkit.objectives.own_loss import ModelComputesLoss
@@ -226,19 +226,6 @@ def test_a_microbatch_that_is_missing_is_filled_up_by_those_schedules_alone_that
     assert ideal_bubble("zero_bubble", 4, num_ranks=4, stages_a_rank=2) == pytest.approx(3 / 27)
 
 
-class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation."""
-        self.count += func is torch.ops.aten.mm.default
-        return func(*args, **(kwargs or {}))
-
-
 class Stage(nn.Module):
     """Two layers, whose outputs are a number of tensors as those of a stage are."""
 
@@ -261,21 +248,21 @@ def test_gradients_of_inputs_come_first_and_each_is_computed_once() -> None:
     stage.zero_grad()
     outputs, places = split(given)
     assert not places.requires_grad
-    with Products() as first:
+    with StepTrace() as first:
         torch.autograd.backward(outputs, torch.ones(2, 3))
     assert [param.grad for param in stage.parameters()] == [None] * 4
-    with Products() as second:
+    with StepTrace() as second:
         split.weights()()
     found = [given.grad, *(param.grad for param in stage.parameters())]
     assert all(map(torch.equal, found, expected))  # type: ignore[arg-type]
-    assert (first.count, second.count) == (2, 2)
+    assert (first.total.names["mm"], second.total.names["mm"]) == (2, 2)
 
 
 def test_of_the_first_stage_all_is_left() -> None:
     stage, given = Stage(), torch.randn(2, 3)
     split = SplitStage(stage)
-    with Products() as first:
+    with StepTrace() as first:
         torch.autograd.backward(split(given)[0], torch.ones(2, 3))
-    assert first.count == 0
+    assert first.total.names["mm"] == 0
     split.weights()()
     assert all(param.grad is not None for param in stage.parameters())

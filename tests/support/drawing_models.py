@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.support.zoo import CLASSES, FEATURES, PAD, InMemory, Pictures, Points, Sentences, fill
+from tests.support.zoo import CLASSES, FEATURES, PAD, Points, Sentences, fill
 from trainkit.objectives.base import Loss, Model, Objective, Supervised
 
 
@@ -88,17 +87,13 @@ class DropPath(nn.Module):
 
 
 class Slow:
-    """Points, pictures or sentences, with noise on inputs that are floats; reading takes a random time."""
+    """Points or sentences, with noise on inputs that are floats; reading takes a random time."""
 
     splits: ClassVar[tuple[str, ...]] = ("train", "val")
 
     def __init__(self, *, of: str = "points", split: str = "train") -> None:
-        kinds: dict[str, Callable[[], InMemory]] = {
-            "points": lambda: Points(split),
-            "pictures": Pictures,
-            "sentences": lambda: Sentences(split),
-        }
-        self.samples = kinds[of]()
+        kinds: dict[str, type[Points | Sentences]] = {"points": Points, "sentences": Sentences}
+        self.samples = kinds[of](split)
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -69,14 +69,6 @@ class Scaled(Net):
         return super().forward(inputs) * self.scale
 
 
-class HalfFrozen(Net):
-    """The first of the two layers is not trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.get_submodule("0").requires_grad_(requires_grad=False)
-
-
 class Stepped(Net):
     """Its own code counts the passes in training mode, in a buffer."""
 
