@@ -30,7 +30,7 @@ PLACES = [
     (name, count)
     for name in STRATEGIES
     for count in ((1, 2, 4) if takes_replicas(name) else (1,))
-    if num_ranks(name, count) <= 4
+    if num_ranks(name, count) <= (2 if name in ("multi_worker_mirrored", "tensor_parallel") else 4)
 ]
 
 # 37 points in batches of 16 and 5; 29 sequences in batches of 8 and 5: the last batch of an epoch is short
@@ -60,26 +60,14 @@ def test_ignored_weighted_smoothed_and_soft_classes_are_those_of_torch(
 
 
 @pytest.mark.parametrize(("strategy", "replicas"), PLACES)
-def test_a_clipped_step_is_that_of_the_reference(strategy: str, replicas: int, pool: Pool) -> None:
-    case = placed(replace(CLASSES, micro_size=3, max_norm=0.05), strategy, replicas)
-    assert min(assert_reference(train(pool, case), case)[0].norms) > 0.05
-
-
-@pytest.mark.parametrize(("strategy", "replicas"), PLACES)
-def test_batch_statistics_are_weighted_by_samples_and_move_once_a_step(
+def test_clipped_steps_use_each_sample_once_and_weigh_batch_statistics_by_samples(
     strategy: str, replicas: int, pool: Pool
 ) -> None:
-    case = placed(replace(CLASSES, micro_size=6, model={"norm": True}), strategy, replicas)  # 6, 5 and 5
-    for rank in assert_reference(train(pool, case), case):
-        assert rank.weights["1.num_batches_tracked"] == 6
-
-
-@pytest.mark.parametrize(("strategy", "replicas"), PLACES)
-def test_every_sample_is_used_once_an_epoch_in_the_order_of_the_reference(
-    strategy: str, replicas: int, pool: Pool
-) -> None:
-    case = placed(replace(CLASSES, micro_size=3, num_steps=9), strategy, replicas)
-    ranks = train(pool, case)
+    base = replace(CLASSES, micro_size=3, num_steps=9, max_norm=0.05, model={"norm": True})  # 3, 3, 3, 3, 2 and 2
+    case = placed(base, strategy, replicas)
+    ranks = assert_reference(train(pool, case), case)
+    assert min(ranks[0].norms) > 0.05
+    assert ranks[0].weights["1.num_batches_tracked"] == 9
     for step, expected in enumerate(oracle(case).samples):
         assert sorted(index for rank in ranks for index in rank.samples[step]) == sorted(expected)
     for epoch in range(3):
