@@ -170,15 +170,13 @@ def test_one_changed_bit_of_a_part_is_found_and_named(wrong: int, name: str, sai
 
 GATE = [
     ("Gpt", Mesh(2, 2, 2)),
-    ("Gpt", Mesh(1, 1, 2)),
-    ("Gpt", Mesh(1, 2, 1, 2, 2)),
-    ("Gpt", Mesh(1, 2, 2, 2)),
     ("Llama", Mesh(2, 1, 1, 2)),
     ("Llama", Mesh(1, 1, 2, 1, 2)),
+    ("Llama", Mesh(1, 1, 1, context=4)),
     ("GPT-2", Mesh(1, 2, 1)),
     ("GPT-2", Mesh(2, 1, 1, 1, 2)),
 ]
-"""Eight of the layouts that `benchmarks/meshes.py` tries: each axis, each pair of axes, each model."""
+"""Some of the layouts that `benchmarks/meshes.py` tries: each axis, each model; the tests below have other pairs."""
 ALL_AXES = {"replicate": 2, "shard": 2, "tensor": 2}
 
 GPT = replace(LAYERED, strategy="mesh", settings={}, optimizer="adamw", model={"bias": False}, micro_size=3)
@@ -206,7 +204,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 FIXED: dict[str, Any] = {"optimizer": "adamw_loop", "reproducible": True, "precision": "fp32"}
 FIXED_GPT = replace(GPT, **FIXED, num_steps=4)
 BITS: dict[str, tuple[Case, Sequence[str]]] = {
-    "dropout, accumulated": (replace(FIXED_GPT, model={"dropout": 0.2}, global_size=12, micro_size=1), tuple(LAYOUTS)),
+    "dropout, accumulated": (
+        replace(FIXED_GPT, model={"dropout": 0.2}, global_size=12, micro_size=1),
+        ("1 x 2", "2 x 2", "1 x 3"),
+    ),
     "statistics, ragged": (
         replace(NET, **FIXED, model={"width": 7, "norm": True, "dropout": 0.3}, micro_size=3),
         tuple(LAYOUTS),
@@ -247,7 +248,7 @@ def test_in_another_precision_it_is_that_of_one_device_up_to_rounding(precision:
     [
         (Mesh(1, 2, 2), Mesh(2, 1, 1)),
         (Mesh(2, 2, 1), Mesh(1, 1, 2)),
-        (Mesh(1, 1, 4), Mesh(1, 2, 2, 2)),
+        (Mesh(1, 1, 4), Mesh(1, 2, 1, 2)),
         (Mesh(1, 2, 1, 2), Mesh(2, 1, 2)),
     ],
     ids=str,
@@ -276,11 +277,11 @@ def test_the_fused_layers_of_gpt2_are_not_cut_by_name() -> None:
 @pytest.mark.parametrize(
     "base",
     [
-        replace(NET, settings={"plan": MLP}, micro_size=3),
+        replace(NET, settings={"plan": MLP, "replicate": 1}, micro_size=3),
         replace(EVEN, strategy="mesh", settings={"plan": STREAM}),
-        replace(GPT, shaping=ModelTransforms(recompute="full"), micro_size=4, num_steps=4),
+        replace(GPT, settings={"replicate": 1}, shaping=ModelTransforms(recompute="full"), micro_size=4, num_steps=4),
         replace(GPT, settings={"sync": "last", "reshard_after_forward": False}, num_steps=4),
-        replace(GPT, global_size=10, micro_size=1, num_steps=5),
+        replace(GPT, settings={"replicate": 1}, global_size=10, micro_size=1, num_steps=5),
         replace(GPT, global_size=4, micro_size=2, num_steps=5),
         FROZEN,
     ],
@@ -302,7 +303,7 @@ def test_every_reducer_sums_the_copies_of_a_part(reduce: str, pool: Pool) -> Non
     settings = {"reduce": reduce, "replicate": 2, "shard": 2}
     check(replace(NET, model={"width": 7, "norm": True}, micro_size=3, settings=settings), pool)
     check(replace(GPT, micro_size=1, settings={**settings, "replicate": 3, "shard": 1}, num_steps=3), pool)
-    check(replace(GPT, settings=ALL_AXES | {"reduce": reduce, "sync": "last"}, num_steps=3), pool)
+    check(replace(GPT, settings=settings | {"sync": "last"}, num_steps=3), pool)
 
 
 @pytest.mark.parametrize(("compression", "least", "most"), [("bf16", 1e-4, 2.0**-6), ("fp16", 1e-5, 2.0**-9)])
@@ -335,7 +336,6 @@ def test_an_overflow_is_tried_again_by_all_axes(settings: dict[str, int], pool: 
 
 STAGED = replace(GPT, micro_size=2)
 PIPES: dict[str, dict[str, int]] = {
-    "pipe": {"shard": 1, "pipe": 2},
     "pipe x shard": {"shard": 2, "pipe": 2},
     "pipe x tensor": {"shard": 1, "pipe": 2, "tensor": 2},
     "pipe x replicate x shard": {"replicate": 2, "shard": 2, "pipe": 2},
@@ -343,7 +343,7 @@ PIPES: dict[str, dict[str, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", PIPES)
+@pytest.mark.parametrize("name", ["pipe x tensor", "pipe x replicate x shard", "pipe x shard x tensor"])
 def test_stages_on_a_mesh_train_as_the_reference(name: str, pool: Pool) -> None:
     check(replace(STAGED, settings=PIPES[name]), pool)
 
@@ -392,8 +392,9 @@ def test_dropout_in_sharded_stages_is_that_of_one_device(pool: Pool) -> None:
     assert_close(train(pool, replace(base, settings=PIPES["pipe x shard"])), alone(base), rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16_mixed", "fp32"])
-@pytest.mark.parametrize("name", ["pipe x shard", "pipe x tensor"])
+@pytest.mark.parametrize(
+    ("name", "precision"), [("pipe x shard", "bf16"), ("pipe x tensor", "bf16_mixed"), ("pipe x shard", "fp32")]
+)
 def test_in_another_precision_stages_are_those_of_one_device_up_to_rounding(
     name: str, precision: str, pool: Pool
 ) -> None:
@@ -437,16 +438,13 @@ CUT: dict[str, Any] = {"context": 2, "shard": 1}
 AXES: dict[str, dict[str, Any]] = {
     "2": CUT,
     "4": CUT | {"context": 4},
-    "replicate": CUT | {"replicate": 2},
     "replicate, shard": {"replicate": 2, "shard": 2, "context": 2},
-    "tensor": CUT | {"tensor": 2},
     "shard, tensor": {"shard": 2, "context": 2, "tensor": 2},
-    "pipe": CUT | {"pipe": 2},
     "pipe, replicate": CUT | {"pipe": 2, "replicate": 2},
-    "pipe, shard": {"shard": 2, "context": 2, "pipe": 2},
     "pipe, tensor": CUT | {"pipe": 2, "tensor": 2},
 }
-SHARDED, STAGES, SHARDED_STAGES = {"context": 2, "shard": 2}, AXES["pipe"], AXES["pipe, shard"]
+SHARDED, STAGES = {"context": 2, "shard": 2}, CUT | {"pipe": 2}
+SHARDED_STAGES = SHARDED | {"pipe": 2}
 SEQUENCES: dict[str, Case] = {
     **{axes: replace(GPT, settings=settings, num_steps=4) for axes, settings in AXES.items()},
     "accumulated, ragged": replace(GPT, settings=CUT, task="hidden", global_size=10, micro_size=3, num_steps=5),
@@ -472,15 +470,6 @@ SEQUENCES: dict[str, Case] = {
 @pytest.mark.parametrize("case", SEQUENCES)
 def test_sequences_cut_over_ranks_are_those_of_the_reference(case: str, pool: Pool) -> None:
     check(SEQUENCES[case], pool)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["Llama", "GPT-2"])
-@pytest.mark.parametrize("mesh", [Mesh(1, 1, 1, context=4), Mesh(1, 2, 1, context=2)], ids=str)
-def test_a_model_of_transformers_is_that_of_the_reference(family: str, mesh: Mesh, pool: Pool) -> None:
-    begins_alike, error = compare(pool, family, mesh, "fp64")
-    assert begins_alike
-    assert error <= TOLERANCES["fp64"]
 
 
 @pytest.mark.parametrize("family", ["Gpt", "Llama"])
