@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 from uuid import uuid4
 
 import torch
+import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ from tests.support.pool import Place, Pool
 from trainkit.cluster.tasks import Identity
 from trainkit.config.targets.build import build, resolve_target
 from trainkit.data.reading.collate import to_device
+from trainkit.errors import ConfigError, TrainingError
 from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective
@@ -301,6 +303,22 @@ def run_rank(place: Place | None, case: Case) -> Trained:
     """One rank, from a new process group to its end."""
     rank = _Rank(place, case)
     return rank.train() if rank.strategy.runs_loop(rank.task) else rank.assist()
+
+
+def refused_by_rank(place: Place, case: Case) -> str:
+    """The error that each rank of a case ends with; a task that raised would end the processes of the pool."""
+    try:
+        run_rank(place, case)
+    except (TrainingError, ConfigError) as error:
+        dist.destroy_process_group()
+        return str(error)
+    return ""
+
+
+def refusals_of(pool: Pool, case: Case) -> set[str]:
+    """What the ranks of a case say that is refused on all of them."""
+    count = len(case.make_strategy().tasks(PlanContext()))
+    return set(pool.run("tests.contract.stepping.refused_by_rank", case, num_ranks=count))
 
 
 def calls_of_a_step(place: Place | None, case: Case) -> dict[str, Calls]:

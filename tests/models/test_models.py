@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.errors import ConfigError
+from tests.support.refusing import refused
 from trainkit.models.convnet import ConvNet
 from trainkit.models.gpt import Gpt
 from trainkit.models.mlp import Mlp
@@ -90,8 +90,6 @@ def test_a_gpt_continues_a_text_past_its_context_and_repeats_itself_from_one_see
     (lambda: ConvNet(widths=[2, 2, 2, 2], image_size=8), "model.widths=[2, 2, 2, 2]", "less than a pixel"),
 ])  # fmt: skip
 def test_a_bad_size_is_refused(build: Callable[[], object], key: str, word: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build()
-    (problem,) = caught.value.problems
-    assert str(problem).startswith(f"{key}: ")
-    assert word in str(problem)
+    (problem,) = refused(build)
+    assert problem.startswith(f"{key}: ")
+    assert word in problem
