@@ -47,21 +47,6 @@ def test_a_run_with_everything_on_is_that_of_the_reference(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_language_model_is_trained_by_its_tokens(tmp_path: Path) -> None:
-    result = run(
-        tmp_path / "run", "model=attention", "data=sentences", "objective=language_modelling", "optimizer=sgd",
-        "batch.global_size=8", "batch.micro_size=3", "steps=8", "schedule=constant", "optimizer.lr=0.2",
-    )  # fmt: skip
-    data = zoo.Sentences()
-    samples = [data[index] for index in range(29)]
-    expected = reference.train(
-        zoo.Attention(), samples, zoo.tokens_sum, optimizer=reference.sgd(), rate=lambda _: 0.2, num_steps=8,
-        global_size=8, seed=3,
-    )  # fmt: skip
-    assert reference.differences(weights(result), expected) == []
-
-
-@pytest.mark.slow
 def test_samples_read_one_at_a_time_give_the_bits_of_those_in_memory(tmp_path: Path) -> None:
     fixed = ("model=net", "batch.global_size=16", "batch.micro_size=5", "optimizer=sgd", "epochs=3")
     in_memory = run(tmp_path / "a", *fixed, "data=points")
@@ -177,15 +162,3 @@ def test_the_logged_loss_is_that_of_the_whole_step(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     losses = [row["train/loss"] for row in rows if "train/loss" in row]
     assert losses == pytest.approx(points_oracle(num_steps=3).losses, rel=1e-12)
-
-
-@pytest.mark.slow
-def test_a_mirrored_run_reads_every_sample_once_and_ends_in_the_same_bits(tmp_path: Path) -> None:
-    fixed = ("model=net", "model.norm=true", "model.dropout=0.2", "batch.global_size=16", "batch.micro_size=3",
-             "numerics.reproducible=true", "optimizer=adamw", "epochs=2", "data=recorded")  # fmt: skip
-    results = {}
-    for name, strategy in (("one", ["strategy=one_device"]), ("two", ["strategy=mirrored", "strategy.replicas=2"])):
-        (tmp_path / name).mkdir()
-        results[name] = run(tmp_path / f"run_{name}", *fixed, f"data.folder={tmp_path / name}", *strategy)
-    assert results["two"]["weights_sha256"] == results["one"]["weights_sha256"]
-    assert results["two"]["metrics"] == results["one"]["metrics"]

@@ -396,28 +396,6 @@ def test_no_more_than_the_spares_are_repeated() -> None:
         assert [one.ticket.shards[0] if one else None for one in found] == expected
 
 
-def test_where_shards_are_replaced_the_first_results_make_the_step_and_the_late_shard_returns() -> None:
-    scheduler = synchronous(5, spares=1, replaces=True)
-    items = [taken(scheduler, f"w{index}") for index in range(5)]
-    assert items[4].ticket == Ticket(1, (0,))
-    for item in items[1:]:
-        merge = applied(scheduler, item, 0)
-    assert merge is not None
-    assert [one.ticket for one in merge.items] == [Ticket(0, (1,)), Ticket(0, (2,)), Ticket(0, (3,)), Ticket(1, (0,))]
-    assert taken(scheduler, "w1").ticket == Ticket(0, (0,))
-    assert not scheduler.report(items[0].number, "w0", 0)
-
-
-def test_a_worker_of_several_devices_takes_several_shards_of_a_step() -> None:
-    scheduler = synchronous(2, width=3)
-    first, second = taken(scheduler, "w0"), taken(scheduler, "w1")
-    assert (first.ticket, second.ticket) == (Ticket(0, (0, 1, 2)), Ticket(0, (3,)))
-    assert applied(scheduler, second, 0) is None
-    merge = applied(scheduler, first, 0)
-    assert merge is not None
-    assert merge.tickets == (first.ticket, second.ticket)
-
-
 def test_an_overflowed_step_is_scheduled_again() -> None:
     scheduler = synchronous(4)
     for index in range(4):
