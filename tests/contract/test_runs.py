@@ -1,18 +1,34 @@
-"""Whole runs against the oracle: config, data, loop and checkpoint together.
+"""Whole runs against the oracle: config, data, loop and checkpoint together; averages of the weights are torch's.
 
-A run whose config, data order, evaluation or log differs from the loop by hand although each step is right is caught
-here alone.
+A run whose config, data order, evaluation or log differs from the loop by hand although each step is right, and an
+average that counts a step twice after a resume or is evaluated with other batch statistics are caught here alone.
 """
 
+from __future__ import annotations
+
+import copy
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn, update_bn
 
+import trainkit
 from tests.contract.running import run, weights
 from tests.support import reference, zoo
+from tests.support.refusing import refused
+from tests.support.zoo import Points
+from trainkit.config.schema import load_resolved
 from trainkit.errors import ConfigError
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.planning.plan import make_plan
+from trainkit.run.session.auxiliary import CheckpointEvaluator
+from trainkit.strategies.central_storage import AsyncCentralExecutor
 from trainkit.trainer.checkpoint.tensors import load
 
 POINTS = ("model=net", "data=points", "batch.global_size=16", "batch.micro_size=5")
@@ -162,3 +178,197 @@ def test_the_logged_loss_is_that_of_the_whole_step(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     losses = [row["train/loss"] for row in rows if "train/loss" in row]
     assert losses == pytest.approx(points_oracle(num_steps=3).losses, rel=1e-12)
+
+
+AVERAGED = (
+    "model=net", "model.width=8", "data=points", "batch.global_size=16", "batch.micro_size=4", "optimizer=adamw",
+    "optimizer.lr=0.05", "steps=7", "average=ema", "average.decay=0.7",
+)  # fmt: skip
+NORM = (*AVERAGED[:-2], "model.norm=true", "eval.batch_size=8", "optimizer=sgd")
+"""The true gradient of a bias before batch statistics is zero, which Adam would divide by its own rounding error."""
+SWA = (*NORM, "average=swa", "average.start_step=3")
+PLACES = {
+    "mirrored": ("strategy=mirrored", "strategy.replicas=2"),
+    "fsdp": ("strategy=fsdp", "strategy.replicas=2"),
+    "pipeline": ("strategy=pipeline", "strategy.stages=2", "strategy.replicas=1"),
+    "parameter_server": ("strategy=parameter_server", "strategy.workers=2", "strategy.servers=2"),
+    "central_storage": ("strategy=central_storage", "strategy.compute_devices=[cpu,cpu]"),
+    "tensor_parallel": (
+        "strategy=tensor_parallel", "strategy.degree=2", "strategy.replicas=1", "strategy.plan={0:colwise,2:rowwise}",
+    ),
+    "mesh": ("strategy=mesh", "strategy.shard=2", "strategy.tensor=2", "strategy.plan={0:colwise,2:rowwise}"),
+}  # fmt: skip
+ASYNC = ("strategy=central_storage", "strategy.mode=async", "strategy.compute_devices=[cpu,cpu]")
+EMA: Any = get_ema_multi_avg_fn(0.7)  # type: ignore[no-untyped-call]
+MEAN: Any = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
+
+
+def averages(result: dict[str, Any]) -> dict[str, Tensor]:
+    """The averages in the last checkpoint, by parameter."""
+    tensors = load(Path(result["last"])).tensors
+    return {key.split("/", 2)[2]: tensors[key] for key in tensors if key.startswith("optimizer/average/")}
+
+
+def averaged_by_hand(folder: Path, kind: Any, steps: range) -> dict[str, Tensor]:
+    """What torch's AveragedModel holds after the checkpoints of these steps."""
+    model = trainkit.load(folder)
+    averaged = AveragedModel(model, multi_avg_fn=kind)
+    for step in steps:
+        averaged.update_parameters(trainkit.load(folder / f"checkpoints/step_{step:08d}"))
+    return {name: tensor.detach() for name, tensor in averaged.module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "steps"),
+    [
+        ((), EMA, range(1, 8)),
+        (("average.start_step=3", "average.every_steps=2"), EMA, range(3, 8, 2)),
+        (("average=swa", "average.start_step=4"), MEAN, range(4, 8)),
+        (ASYNC, EMA, range(1, 8)),
+    ],
+)
+@pytest.mark.slow
+def test_an_average_is_that_of_torch(tmp_path: Path, settings: tuple[str, ...], kind: Any, steps: range) -> None:
+    points = AVERAGED[:-1] if "average=swa" in settings else AVERAGED
+    result = run(tmp_path / "run", *points, *settings, "checkpoint.every_steps=1", "checkpoint.keep_last=9")
+    expected = averaged_by_hand(tmp_path / "run", kind, steps)  # torch divides by the number of values in float32
+    torch.testing.assert_close(averages(result), expected, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_the_copy_that_counts_the_averages_updates_first_though_it_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = AsyncCentralExecutor._computed
+
+    def slow(self: Any, work: Any) -> Any:
+        time.sleep(0.05 if work.replica is self._copies.copies[0] else 0.0)
+        return computed(self, work)
+
+    monkeypatch.setattr(AsyncCentralExecutor, "_computed", slow)
+    test_an_average_is_that_of_torch(tmp_path, ASYNC, EMA, range(1, 8))
+
+
+@pytest.mark.slow
+def test_an_average_changes_no_weight_and_is_evaluated_beside_them(tmp_path: Path) -> None:
+    plain = run(tmp_path / "plain", *AVERAGED[:-2])
+    result = run(tmp_path / "run", *AVERAGED, "eval.metric=val_ema/loss")
+    assert result["weights_sha256"] == plain["weights_sha256"]
+    assert result["fingerprint"] != plain["fingerprint"]
+    assert plain["metrics"].items() <= result["metrics"].items()
+    assert result["metrics"].keys() - plain["metrics"].keys() == {"val_ema/loss", "val_ema/accuracy"}
+    assert result["metrics"]["val_ema/loss"] != result["metrics"]["val/loss"]
+
+
+@pytest.mark.slow
+def test_an_average_of_a_model_with_batch_statistics_is_evaluated_with_those_of_the_training(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", *NORM, "average=ema", "average.decay=0.7")
+    model, split = trainkit.load(tmp_path / "run/model/average"), Points(split="val")
+    assert torch.equal(model.state_dict()["1.running_mean"], weights(result)["1.running_mean"])
+    with torch.no_grad():
+        loss = functional.cross_entropy(model(split.inputs.double()), split.targets).item()
+    assert result["metrics"]["val_ema/loss"] == pytest.approx(loss, rel=1e-12)
+    assert weights(result)["1.running_mean"].equal(weights(run(tmp_path / "plain", *NORM))["1.running_mean"])
+
+
+@pytest.mark.parametrize("points", [AVERAGED, SWA], ids=["ema", "swa"])
+@pytest.mark.slow
+def test_an_evaluator_beside_the_training_finds_the_same_figures(points: tuple[str, ...], tmp_path: Path) -> None:
+    result = run(tmp_path / "run", *points)
+    folder = RunFolder(tmp_path / "run")
+    one = CheckpointEvaluator(make_plan(load_resolved(folder.resolved)), folder, device="cpu", on_phase=lambda *_: None)
+    rows = list(iter(one.evaluate_next, None))
+    one.close()
+    assert result["metrics"].items() <= rows[-1].items()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(place, marks=() if place == "central_storage" else pytest.mark.long) for place in PLACES],
+)
+@pytest.mark.slow
+def test_an_average_of_any_strategy_is_that_of_one_device_stopped_and_resumed(place: str, tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", *AVERAGED)
+    run(tmp_path / "run", *AVERAGED, *PLACES[place], "stop_at_step=4")
+    result = run(tmp_path / "resumed", *AVERAGED, *PLACES[place], f"resume={tmp_path}/run")
+    assert result["metrics"] == pytest.approx(whole["metrics"], rel=1e-12)
+    torch.testing.assert_close(averages(result), averages(whole), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(weights(result), weights(whole), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.slow
+def test_averaged_weights_are_exported_by_choice(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", *AVERAGED)
+    written = load_file(tmp_path / "run/model/average/model.safetensors")
+    assert all(torch.equal(written[name], tensor) for name, tensor in averages(result).items())
+    model = trainkit.load(tmp_path / "run/model/average")
+    assert torch.equal(model.state_dict()["0.weight"], averages(result)["0.weight"])
+    run(tmp_path / "other", *AVERAGED, "average.export=false")
+    assert not (tmp_path / "other/model/average").exists()
+
+
+@pytest.mark.slow
+def test_batch_statistics_of_a_mean_of_weights_are_counted_over_the_training_data(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", *SWA)
+    model, train = trainkit.load(tmp_path / "run/model/average"), Points()
+    loader = [train.inputs[at : at + 8].double() for at in range(0, len(train.inputs), 8)]
+    counted = copy.deepcopy(model)
+    update_bn(loader, counted)
+    torch.testing.assert_close(model.state_dict(), counted.state_dict(), rtol=1e-12, atol=1e-14)
+    split = Points(split="val")
+    with torch.no_grad():
+        loss = functional.cross_entropy(model(split.inputs.double()), split.targets).item()
+    assert result["metrics"]["val_swa/loss"] == pytest.approx(loss, rel=1e-12)
+    raw = trainkit.load(tmp_path / "run").state_dict()["1.running_mean"]
+    assert torch.equal(raw, weights(run(tmp_path / "plain", *NORM))["1.running_mean"])
+
+
+@pytest.mark.slow
+def test_counting_batch_statistics_changes_no_other_buffer(tmp_path: Path) -> None:
+    stepped = (*SWA, "model._target_=tests.support.zoo.Stepped")
+    assert int(weights(run(tmp_path / "run", *stepped, "stop_at_step=4"))["steps"]) == 4  # which a resume continues
+
+
+@pytest.mark.parametrize("place", [(), pytest.param(PLACES["mirrored"], marks=pytest.mark.long)], ids=["one", "two"])
+@pytest.mark.slow
+def test_batch_statistics_are_counted_over_a_whole_stream_which_then_resumes_where_it_was(
+    place: tuple[str, ...], tmp_path: Path
+) -> None:
+    stream = (*SWA, "average.start_step=1", "data={_target_: tests.support.own_data.SavedPointStream}", *place)
+    stopped = run(tmp_path / "run", *stream, "stop_at_step=4")
+    model, train = trainkit.load(stopped["last"]), Points()
+    model.load_state_dict({**model.state_dict(), **averages(stopped)})
+    counted = copy.deepcopy(model)
+    update_bn([train.inputs[at : at + 8].double() for at in range(0, len(train.inputs), 8)], counted)
+    torch.testing.assert_close(model.state_dict(), counted.state_dict(), rtol=1e-12, atol=1e-14)
+    whole = run(tmp_path / "whole", *stream)
+    assert run(tmp_path / "run", *stream, "resume=auto")["weights_sha256"] == whole["weights_sha256"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("place", ["mirrored", "parameter_server"])
+def test_counted_batch_statistics_of_any_strategy_are_those_of_one_device(place: str, tmp_path: Path) -> None:
+    run(tmp_path / "whole", *SWA)
+    run(tmp_path / "run", *SWA, *PLACES[place])
+    bits = [run(tmp_path / f"{len(at)}", *SWA, *at, "numerics.reproducible=true") for at in ((), PLACES[place])]
+    assert all(tensor.equal(averages(bits[1])[name]) for name, tensor in averages(bits[0]).items())
+    whole, found = (load_file(tmp_path / name / "model/average/model.safetensors") for name in ("whole", "run"))
+    torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-14)
+
+
+LOCAL = ("strategy=local_sgd", "strategy.replicas=2", "strategy.average_every=2")
+
+
+@pytest.mark.parametrize(("settings", "key", "word"), [
+    (("average=swa", *PLACES["pipeline"], "model.norm=true"), "average=swa", "a rank of a pipeline has those of its"),
+    (("average=swa", "model.norm=true", "eval.batch_size=12"), "eval.batch_size=12", "(BatchNorm1d). Use 13."),
+    (("average.start_step=8",), "average.start_step=8", "is after the last step: the run has 7"),
+    (LOCAL, "average", "and those of local_sgd differ"),
+    (("average.decay=1.0",), "average.decay=1.0", "must be at least 0 and less than 1."),
+])  # fmt: skip
+def test_an_average_that_cannot_be_kept_is_refused(
+    tmp_path: Path, settings: tuple[str, ...], key: str, word: str
+) -> None:
+    points = AVERAGED[:-2] if "average=swa" in settings else AVERAGED
+    problems = refused(run, tmp_path / "run", *points, *settings)
+    assert any(one.startswith(f"{key}: ") and word in one for one in problems)

@@ -1,4 +1,7 @@
-"""A layout that trains otherwise and is said to be right, or is blamed on another axis, is caught here alone."""
+"""A layout that trains otherwise and is said to be right, or is blamed on another axis, is caught here alone.
+
+A state that a resumed training forgets is found for the user's own config; that of the optimizer, here alone.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from trainkit.cli import main
 from trainkit.prove.comparing import Comparison, Numbers
 from trainkit.prove.examining import Difference, bitwise, ratio_of
 from trainkit.prove.layouts import LayoutProof, differing_axes, meshes, row_of
+from trainkit.strategies.core.optimizer import OptimizerStepper
 
 EXPECTED = torch.tensor([1.0, 2.0, -3.0], dtype=torch.float64)
 RIGHT = Comparison(name="param/w", verdict="rounding", error=1e-16, first_step=1)
@@ -119,3 +123,31 @@ def test_every_layout_of_two_ranks_is_one_device_and_what_is_refused_is_said(
     assert set(verdicts.values()) <= {"equal", "rounding"}
     assert all(row["initial"] == 0 for row in document["layouts"] if row["verdict"] != "refused")
     assert "by_position" in document["layouts"][3]["reason"]
+
+
+DIGITS = ("prove", "--resume", "recipe=digits", "model.hidden=[8]", "--steps", "5")
+
+
+@pytest.mark.slow
+def test_a_resumed_training_has_the_bits_of_the_undisturbed_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*DIGITS]) == 0
+    out = capsys.readouterr().out
+    assert "rank 0 is ended by an error in" in out
+    assert out.count("equal, every bit") == 2
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_begins_anew_is_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OptimizerStepper, "restore", lambda *_: None)
+    assert main([*DIGITS]) == 1
+    assert capsys.readouterr().out.count("DIFFERENT") == 2
+
+
+@pytest.mark.slow
+def test_another_cut_and_another_flag_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*DIGITS, "strategy=one_device,mirrored", "strategy.replicas=2"]) == 2
+    assert "batch.micro_size: is 64 and 32 for the strategies." in capsys.readouterr().err
+    assert main([*DIGITS, "--same-cut"]) == 2
+    assert "--same-cut: has no effect with --resume." in capsys.readouterr().err
