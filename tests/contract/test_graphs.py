@@ -1,7 +1,7 @@
 """Compiled steps train as eager ones: graphs of steps and of shards, called without guards, replayed as CUDA graphs.
 
-A graph that keeps the gradients of one shard, the batch or the rate of an earlier step, a draw of its code, or a flag
-that has changed since is caught here alone.
+A graph that keeps the gradients of one shard, the batch or the rate of an earlier step, a draw of its code, a flag that
+has changed since, and a compiled copy that computes with the weights of the original are caught here alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tests.contract import stepping
 from tests.contract.checks import assert_reference
 from tests.contract.running import run, weights
-from tests.contract.stepping import Case, Trained, train
+from tests.contract.stepping import Case, Trained, run_rank, train
 from tests.support import own_objectives, zoo
 from tests.support.pool import Pool
 from trainkit.errors import HangError, TrainingError
@@ -34,12 +34,16 @@ from trainkit.models.gpt import Gpt
 from trainkit.numerics.precision import Value
 from trainkit.objectives.language_modelling import LanguageModelling
 from trainkit.objectives.linear_cross_entropy import linear_cross_entropy
-from trainkit.strategies.base import Facts, Numerics, PlanContext
+from trainkit.strategies.base import Facts, Numerics, PlanContext, SetupRequest
+from trainkit.strategies.central_storage import AsyncCentralExecutor, CentralExecutor, CentralStorage
+from trainkit.strategies.core.copies import ComputingCopies
 from trainkit.strategies.core.graphs import shards
 from trainkit.strategies.core.graphs.captured import CapturingCaller, CudaCapture
 from trainkit.strategies.core.graphs.shards import ShardGraphs, step_problems
 from trainkit.strategies.core.graphs.whole import DirectCall, WholeGraph
-from trainkit.strategies.model_transforms import GraphSettings, ModelTransforms
+from trainkit.strategies.model_transforms import GraphSettings, ModelTransforms, apply_transforms
+from trainkit.strategies.model_transforms.compiling import is_compiled
+from trainkit.strategies.updates.chief import read_when_looked_up
 
 pytestmark = pytest.mark.usefixtures("compiled_gradients", "fresh_graphs")
 
@@ -738,3 +742,70 @@ def test_on_a_gpu_a_capture_that_fails_leaves_no_trace() -> None:
     assert torch.cuda.current_stream() == before
     torch.cuda.empty_cache()  # an error while torch takes a capture to be under way
     assert torch.ones(2, device="cuda").sum().item() == 2.0
+
+
+COPIED = Case(micro_size=4, optimizer="adamw", max_norm=0.5, num_steps=4, resume_at=2, shaping=DEFAULT)
+"""Two shards a step, clipped, and continued in a new placement."""
+THREADS: dict[str, Any] = {"strategy": "central_storage"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(replace(COPIED, **THREADS), marks=pytest.mark.long),
+        pytest.param(replace(COPIED, **THREADS, task="tokens"), marks=pytest.mark.long),
+        pytest.param(replace(COPIED, **THREADS, model={"norm": True}), marks=pytest.mark.long),
+    ],
+    ids=["points", "tokens", "buffers"],
+)
+def test_steps_of_threads_are_those_of_the_reference(case: Case, pool: Pool) -> None:
+    assert_reference(train(pool, case), case)
+
+
+@pytest.mark.slow
+def test_rows_of_a_sparse_table_are_pulled_before_each_lookup_of_a_compiled_model() -> None:
+    model = nn.Sequential(nn.Embedding(5, 2, sparse=True))
+    compiled = apply_transforms(model, DEFAULT, compiles="model")
+    assert is_compiled(compiled)
+    pulled: list[list[int]] = []
+
+    def pull(_place: int, rows: torch.Tensor) -> torch.Tensor:
+        pulled.append(rows.tolist())
+        return torch.full((len(rows), 2), float(len(pulled)))
+
+    read_when_looked_up(compiled, pull)
+    found = [compiled(torch.tensor(tokens)).tolist() for tokens in ([1, 3], [3, 4])]
+    assert pulled == [[1, 3], [3, 4]]
+    assert found == [[[1.0, 1.0]] * 2, [[2.0, 2.0]] * 2]
+
+
+@pytest.mark.slow
+def test_copies_take_turns_where_a_shape_is_new_and_compute_together_where_none_is() -> None:
+    turns: list[bool] = []
+    run = ComputingCopies.run
+
+    def noted(self: ComputingCopies, compute: Any, works: Any, *, in_turn: bool = False) -> Any:
+        turns.append(in_turn)
+        return run(self, compute, works, in_turn=in_turn)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ComputingCopies, "run", noted)
+        run_rank(None, replace(COPIED, **THREADS, num_steps=3, resume_at=None))
+    assert turns == [True, False, False]
+
+
+@pytest.mark.slow
+def test_what_threads_beside_the_loop_leave_to_evaluate_is_eager() -> None:
+    case = replace(COPIED, strategy="central_storage", settings={"mode": "async"}, num_steps=1, resume_at=None)
+    made: list[bool] = []
+    setup = CentralStorage.setup
+
+    def noted(self: CentralStorage, request: SetupRequest) -> CentralExecutor | AsyncCentralExecutor:
+        executor = setup(self, request)
+        made.append(is_compiled(executor.local.model))
+        return executor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CentralStorage, "setup", noted)
+        run_rank(None, case)
+    assert made == [False]
