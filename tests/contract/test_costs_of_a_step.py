@@ -48,7 +48,8 @@ def launches_of(case: Case) -> Launches:
     rank = _Rank(None, case)
     executor = rank.setup(0)
     rank.steps(executor, 1)
-    with Launches() as launches:
+    launches = Launches()
+    with launches:
         rank.steps(executor, 2)
     return launches
 

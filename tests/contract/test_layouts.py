@@ -133,7 +133,7 @@ def sliced() -> nn.Module:
     """The first weight is a slice of a larger tensor, which no update may touch beside it."""
     model = zoo.Net()
     wide = torch.full((7, 11), 9.0)
-    wide[:, :6] = model[0].weight.detach()
+    wide[:, :6] = model.get_parameter("0.weight").detach()
     model[0].weight = nn.Parameter(wide[:, :6])
     return model
 

@@ -132,25 +132,19 @@ SHARDED: dict[str, dict[str, Any]] = {
     "first as one device": {"optimizer": "adamw", "local_after": 3},
     "continued": {"optimizer": "adamw", "outer": {"lr": 0.7}, "resume_at": 6},
     "in masters": {"precision": "bf16", "optimizer": "adamw"},
+    "a replica without a sample": {"optimizer": "adamw", "micro_size": 8, "replicas": 3},  # the batch of 5 is one shard
 }
 
 
 @pytest.mark.parametrize("kind", SHARDED)
 def test_replicas_that_are_sharded_train_as_whole_ones(kind: str, pool: Pool) -> None:
     given = dict(SHARDED[kind])
-    settings = {key: given.pop(key) for key in ("outer", "local_after") if key in given}
+    settings = {"replicas": 2} | {key: given.pop(key) for key in ("outer", "local_after", "replicas") if key in given}
     case = replace(CLASSES, **{"micro_size": 3, "num_steps": 9, **given})  # a batch of 5 leaves a rank without a shard
-    expected = train(pool, local(case, 2, average_every=3, **settings))[0].state
+    expected = train(pool, local(case, average_every=3, **settings))[0].state
     rtol, atol = (1e-12, 1e-13) if case.precision == "fp64" else (2.0**-7, 2.0**-9)
-    for rank in train(pool, local(case, 2, shard=2, average_every=3, **settings)):
+    for rank in train(pool, local(case, shard=2, average_every=3, **settings)):
         torch.testing.assert_close(rank.state, expected, rtol=rtol, atol=atol)
-
-
-def test_a_sharded_replica_without_a_sample_of_a_batch_waits_for_the_average(pool: Pool) -> None:
-    case = replace(CLASSES, micro_size=8, num_steps=6, optimizer="adamw")  # the batch of 5 is one shard
-    expected = train(pool, local(case, 3, average_every=3))[0].state
-    for rank in train(pool, local(case, 3, shard=2, average_every=3)):
-        torch.testing.assert_close(rank.state, expected, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("shard", [1, 2])
