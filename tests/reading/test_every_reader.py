@@ -29,7 +29,7 @@ ALLOWED: Final[dict[str, tuple[tuple[str, set[str]], ...]]] = {
         ("run/estimates/this_machine.py", {"read_text", "json.loads"}),
         ("run/agent/failure.py", {"read_text"}), ("strategies/reducers/shared_memory.py", {"read_text", "open"}),
         ("trainer/metrics_accumulator.py", {"read_text"}),
-        ("cluster/host.py", {"read_text"}),
+        ("cluster/host.py", {"read_text", "read_bytes"}),
     ),
     "a config or a variable of the user, and what was read within the bounds": (
         ("config/yaml_files.py", {"yaml.safe_load", "open", "read_text"}),
