@@ -10,17 +10,8 @@ import torch
 from trainkit.config.schema import RunConfig
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.schedules import Constant, LearningRate
+from trainkit.strategies.collectives import LocalCollective
 from trainkit.trainer.events import Run, State
-
-
-class Alone:
-    rank, num_ranks = 0, 1
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [tensor]
 
 
 def run_double(folder: Path, *, step: int = 0, num_steps: int = 100, is_owner: bool = True, **cfg: Any) -> Run:
@@ -38,7 +29,7 @@ def run_double(folder: Path, *, step: int = 0, num_steps: int = 100, is_owner: b
         is_owner=is_owner,
         model=torch.nn.Linear(1, 1),
         device=torch.device("cpu"),
-        collective=Alone(),
+        collective=LocalCollective(),
     )
 
 

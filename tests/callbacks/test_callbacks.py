@@ -23,7 +23,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import trainkit
-from tests.callbacks.run_double import Alone, row, run_double
+from tests.callbacks.run_double import row, run_double
 from tests.callbacks.test_tensorboard import read
 from tests.contract.running import run
 from tests.report.test_run_page import shown
@@ -66,6 +66,7 @@ from trainkit.numerics.schedules import lr_points
 from trainkit.objectives.tables import Table
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.strategies.base import Status, StepOutcome
+from trainkit.strategies.collectives import LocalCollective
 from trainkit.tracking.tracker import Wandb
 from trainkit.trainer import metrics_accumulator
 from trainkit.trainer.events import Callback, Ending, Row, Run, ended_hooks
@@ -988,24 +989,24 @@ def test_values_beyond_the_buckets_and_empty_tensors_are_counted() -> None:
 
 
 def test_buckets_of_parts_add_up_to_those_of_the_whole() -> None:
-    class Two(Alone):
+    @dataclass(frozen=True, kw_only=True)
+    class Two(LocalCollective):
         """Adds what the other of two ranks holds."""
 
-        def __init__(self, other: torch.Tensor) -> None:
-            self.other = measure(other)
+        other: torch.Tensor
 
         def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-            return tensor + self.other[0]
+            return tensor + measure(self.other)[0]
 
         def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-            return [tensor, self.other[1][None]]
+            return [tensor, measure(self.other)[1][None]]
 
     whole = torch.randn(100, generator=torch.Generator().manual_seed(0))
-    found = summed({"w": measure(whole[:30])}, {"w": True}, Two(whole[30:]))["w"]
+    found = summed({"w": measure(whole[:30])}, {"w": True}, Two(other=whole[30:]))["w"]
     expected = measure(whole)
     assert torch.equal(found[0][:NUM_COUNTS], expected[0][:NUM_COUNTS])
     assert torch.equal(found[1], expected[1])
-    copied = summed({"w": measure(whole)}, {"w": False}, Two(whole))["w"]
+    copied = summed({"w": measure(whole)}, {"w": False}, Two(other=whole))["w"]
     assert int(copied[0][:NUM_COUNTS].sum()) == 100  # a copy of another rank's part counts once
 
 

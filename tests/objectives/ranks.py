@@ -1,4 +1,4 @@
-"""Collectives without processes: every rank's values are known, or the ranks are threads."""
+"""Ranks that are threads."""
 
 from __future__ import annotations
 
@@ -7,18 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
-
-class Alone:
-    """One rank."""
-
-    rank, num_ranks = 0, 1
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [tensor]
 
 
 class Threaded:

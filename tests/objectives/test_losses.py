@@ -31,7 +31,7 @@ from torch.nn import functional
 
 import trainkit
 from tests.contract.running import run, weights
-from tests.objectives.ranks import Alone, on_ranks
+from tests.objectives.ranks import on_ranks
 from tests.support import zoo
 from tests.support.counted import ScoreBytes
 from tests.support.present import present
@@ -57,6 +57,7 @@ from trainkit.objectives.tables import Table, results_of
 from trainkit.run.estimates.memory import device_memory
 from trainkit.run.planning.memory import memory_of
 from trainkit.run.planning.plan import make_plan
+from trainkit.strategies.collectives import LocalCollective
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
 from trainkit.trained.build import meta_model
 from trainkit.trained.predict import Outputs
@@ -91,7 +92,7 @@ def test_sum_over_weight_of_a_regression_is_the_mean_of_torch(error: Any) -> Non
     torch.testing.assert_close(loss.loss_sum / loss.weight, expected)
     metric = Regression().metrics()["mae"]
     metric.update(loss, None)
-    assert metric.compute(Alone()) == 1.125
+    assert metric.compute(LocalCollective()) == 1.125
 
 
 def test_what_cannot_be_scored_is_refused_all_together() -> None:
@@ -128,7 +129,7 @@ def test_perplexity_is_that_of_all_tokens_not_a_mean_of_ranks() -> None:
     expected = math.exp(functional.cross_entropy(TOKEN_SCORES.flatten(0, 1).double(), PADDED.flatten()))
 
     assert on_ranks(2, evaluate) == [pytest.approx(expected, rel=1e-6)] * 2
-    assert math.isnan(perplexity().compute(Alone()))
+    assert math.isnan(perplexity().compute(LocalCollective()))
 
 
 def test_an_evaluation_copies_some_scores_at_once_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +155,7 @@ def test_the_worst_windows_are_the_same_from_parts_of_the_scores(monkeypatch: py
     def worst() -> object:
         metric = LanguageModelling().details(None, batch_size=5).metrics["worst"]
         metric.update(loss, None)
-        return metric.compute(Alone())
+        return metric.compute(LocalCollective())
 
     whole = worst()
     monkeypatch.setattr(fields, "MOST_SCORES", 100)
@@ -312,7 +313,7 @@ def targets_of(shape: tuple[int, ...], kind: str) -> Tensor:
 
 def value(metric: Metric, loss: Loss) -> Any:
     metric.update(loss, None)
-    return metric.compute(Alone())
+    return metric.compute(LocalCollective())
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -523,7 +524,7 @@ def theirs(name: str, **settings: Any) -> Any:
 @pytest.mark.parametrize("parts", [PARTS, [slice(0, 50), slice(50, 50)]], ids=["uneven", "one rank empty"])
 def test_a_torchmetrics_class_gives_the_same_on_two_ranks_as_on_one(name: str, parts: list[slice]) -> None:
     prototype = theirs(name, **({"average": "macro"} if name == "F1Score" else {}))
-    expected = evaluate(prototype, [slice(0, 50)])(Alone())
+    expected = evaluate(prototype, [slice(0, 50)])(LocalCollective())
 
     assert on_ranks(2, evaluate(prototype, parts)) == [pytest.approx(expected, abs=1e-7)] * 2
 
@@ -531,7 +532,7 @@ def test_a_torchmetrics_class_gives_the_same_on_two_ranks_as_on_one(name: str, p
 @needs_torchmetrics
 def test_an_evaluation_starts_empty() -> None:
     prototype = theirs("F1Score")
-    first, again = (evaluate(prototype, PARTS[:1])(Alone()) for _ in range(2))
+    first, again = (evaluate(prototype, PARTS[:1])(LocalCollective()) for _ in range(2))
     assert (first, prototype.update_called) == (again, False)
 
 
