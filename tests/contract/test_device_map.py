@@ -106,15 +106,6 @@ def test_two_devices_give_the_bits_of_one(base: Case, pool: Pool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_gpu_and_the_cpu_train_as_the_reference(optimizer: str, pool: Pool) -> None:
-    case = replace(CLASSES, optimizer=optimizer, micro_size=3, max_norm=0.05, resume_at=4, strategy="device_map")
-    (rank,) = train(pool, replace(case, settings={"map": {"0": 0, "rest": "cpu"}}))
-    assert {tensor.device.type for tensor in rank.state.values()} == {"cpu", "cuda"}
-    assert reference.differences({name: tensor.cpu() for name, tensor in rank.weights.items()}, oracle(case)) == []
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("more", [(), ("numerics.reproducible=true",)], ids=["free", "lanes"])
 def test_a_run_on_the_cpu_and_a_gpu_is_that_of_one_device(more: tuple[str, ...], tmp_path: Path) -> None:
     fixed = ("model=net", "model.norm=true", "data=points", "batch.global_size=16", "batch.micro_size=5",
@@ -280,9 +271,14 @@ def test_gradients_stay_on_their_device(optimizer: str, reduce: str, pool: Pool)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_replica_of_a_gpu_and_the_cpu_trains_as_the_reference(optimizer: str, pool: Pool) -> None:
-    base = replace(SPREAD_CLASSES, optimizer=optimizer, micro_size=3, max_norm=0.05, resume_at=4)
-    (rank,) = train(pool, spread(base, devices=[[0, "cpu"]]))
+@pytest.mark.parametrize(
+    "on_both",
+    [replace(mapped(CLASSES), settings={"map": {"0": 0, "rest": "cpu"}}), spread(CLASSES, devices=[[0, "cpu"]])],
+    ids=["map", "replica"],
+)
+def test_a_gpu_and_the_cpu_train_as_the_reference(on_both: Case, optimizer: str, pool: Pool) -> None:
+    base = replace(on_both, optimizer=optimizer, micro_size=3, max_norm=0.05, resume_at=4)
+    (rank,) = train(pool, base)
     assert {tensor.device.type for tensor in rank.state.values()} == {"cpu", "cuda"}
     assert reference.differences({name: tensor.cpu() for name, tensor in rank.weights.items()}, oracle(base)) == []
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn, update_bn
 
@@ -22,7 +22,6 @@ import trainkit
 from tests.contract.running import run, weights
 from tests.support import reference, zoo
 from tests.support.refusing import refused
-from tests.support.zoo import Points
 from trainkit.config.schema import load_resolved
 from trainkit.errors import ConfigError
 from trainkit.run.folder.run_folder import RunFolder
@@ -103,14 +102,18 @@ def test_evaluation_counts_every_sample_once_whatever_its_batches(tmp_path: Path
         assert metrics["val/accuracy"] == int((outputs.argmax(1) == data.targets).sum()) / 11
 
 
+def val_loss(model: nn.Module) -> float:
+    """Of the 11 points of the split, at once."""
+    data = zoo.Points("val")
+    with torch.no_grad():
+        return functional.cross_entropy(model(data.inputs.double()), data.targets).item()
+
+
 def test_evaluation_draws_no_dropout_and_leaves_batch_statistics_alone(tmp_path: Path) -> None:
     model = ("model=net", "model.dropout=0.5", "model.norm=true")
     done = run(tmp_path, *POINTS[1:], *model, "optimizer=sgd", "optimizer.lr=1e-300", "steps=3", "eval.every_steps=1")
     expected = points_oracle(model=zoo.Net(norm=True), rate=lambda _: 0.0, num_steps=3, micro_size=5).model.eval()
-    data = zoo.Points("val")
-    with torch.no_grad():
-        loss = float(torch.nn.functional.cross_entropy(expected(data.inputs.double()), data.targets))
-    assert done["metrics"]["val/loss"] == pytest.approx(loss, rel=1e-12)
+    assert done["metrics"]["val/loss"] == pytest.approx(val_loss(expected), rel=1e-12)
 
 
 @pytest.mark.slow
@@ -209,6 +212,13 @@ def averages(result: dict[str, Any]) -> dict[str, Tensor]:
     return {key.split("/", 2)[2]: tensors[key] for key in tensors if key.startswith("optimizer/average/")}
 
 
+def assert_counted(model: nn.Module) -> None:
+    """Hold the batch statistics of a model to what torch counts over the training data."""
+    data, counted = zoo.Points().inputs.double(), copy.deepcopy(model)
+    update_bn([data[at : at + 8] for at in range(0, len(data), 8)], counted)
+    torch.testing.assert_close(model.state_dict(), counted.state_dict(), rtol=1e-12, atol=1e-14)
+
+
 def averaged_by_hand(folder: Path, kind: Any, steps: range) -> dict[str, Tensor]:
     """What torch's AveragedModel holds after the checkpoints of these steps."""
     model = trainkit.load(folder)
@@ -263,11 +273,9 @@ def test_an_average_changes_no_weight_and_is_evaluated_beside_them(tmp_path: Pat
 @pytest.mark.slow
 def test_an_average_of_a_model_with_batch_statistics_is_evaluated_with_those_of_the_training(tmp_path: Path) -> None:
     result = run(tmp_path / "run", *NORM, "average=ema", "average.decay=0.7")
-    model, split = trainkit.load(tmp_path / "run/model/average"), Points(split="val")
+    model = trainkit.load(tmp_path / "run/model/average")
     assert torch.equal(model.state_dict()["1.running_mean"], weights(result)["1.running_mean"])
-    with torch.no_grad():
-        loss = functional.cross_entropy(model(split.inputs.double()), split.targets).item()
-    assert result["metrics"]["val_ema/loss"] == pytest.approx(loss, rel=1e-12)
+    assert result["metrics"]["val_ema/loss"] == pytest.approx(val_loss(model), rel=1e-12)
     assert weights(result)["1.running_mean"].equal(weights(run(tmp_path / "plain", *NORM))["1.running_mean"])
 
 
@@ -310,15 +318,9 @@ def test_averaged_weights_are_exported_by_choice(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_batch_statistics_of_a_mean_of_weights_are_counted_over_the_training_data(tmp_path: Path) -> None:
     result = run(tmp_path / "run", *SWA)
-    model, train = trainkit.load(tmp_path / "run/model/average"), Points()
-    loader = [train.inputs[at : at + 8].double() for at in range(0, len(train.inputs), 8)]
-    counted = copy.deepcopy(model)
-    update_bn(loader, counted)
-    torch.testing.assert_close(model.state_dict(), counted.state_dict(), rtol=1e-12, atol=1e-14)
-    split = Points(split="val")
-    with torch.no_grad():
-        loss = functional.cross_entropy(model(split.inputs.double()), split.targets).item()
-    assert result["metrics"]["val_swa/loss"] == pytest.approx(loss, rel=1e-12)
+    model = trainkit.load(tmp_path / "run/model/average")
+    assert_counted(model)
+    assert result["metrics"]["val_swa/loss"] == pytest.approx(val_loss(model), rel=1e-12)
     raw = trainkit.load(tmp_path / "run").state_dict()["1.running_mean"]
     assert torch.equal(raw, weights(run(tmp_path / "plain", *NORM))["1.running_mean"])
 
@@ -336,11 +338,9 @@ def test_batch_statistics_are_counted_over_a_whole_stream_which_then_resumes_whe
 ) -> None:
     stream = (*SWA, "average.start_step=1", "data={_target_: tests.support.own_data.SavedPointStream}", *place)
     stopped = run(tmp_path / "run", *stream, "stop_at_step=4")
-    model, train = trainkit.load(stopped["last"]), Points()
+    model = trainkit.load(stopped["last"])
     model.load_state_dict({**model.state_dict(), **averages(stopped)})
-    counted = copy.deepcopy(model)
-    update_bn([train.inputs[at : at + 8].double() for at in range(0, len(train.inputs), 8)], counted)
-    torch.testing.assert_close(model.state_dict(), counted.state_dict(), rtol=1e-12, atol=1e-14)
+    assert_counted(model)
     whole = run(tmp_path / "whole", *stream)
     assert run(tmp_path / "run", *stream, "resume=auto")["weights_sha256"] == whole["weights_sha256"]
 
