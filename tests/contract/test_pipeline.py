@@ -167,7 +167,7 @@ BASES = {
 }
 
 
-@pytest.mark.parametrize(("base", "schedule"), zip(BASES, ("gpipe", "1f1b", "gpipe", "1f1b"), strict=True))
+@pytest.mark.parametrize(("base", "schedule"), [*zip(BASES, ("gpipe", "1f1b", "gpipe", "1f1b"), strict=True)])
 @pytest.mark.slow
 def test_its_bits_are_those_of_one_device(base: str, schedule: str, pool: Pool) -> None:
     assert_bits(train(pool, replace(BASES[base], settings={"schedule": schedule})), alone(BASES[base]))
