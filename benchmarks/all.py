@@ -7,7 +7,7 @@ machine affects both sides; the median over rounds is reported with its extremes
 installed are said below the table. Rows whose machine is not this one (GPUs) stay as they are, with their day.
 
 `--quick` tries the script: one round of a few steps, a table on the screen, and nothing is written. Without it the
-table in README and `results/all.md` are written; the rows that were not measured (`--only`) stay in README.
+table in README is written, in which rows that were not measured (`--only`) stay, and, of all rows, `results/all.md`.
 """
 
 from __future__ import annotations
@@ -225,7 +225,8 @@ def main() -> None:
     if options.quick:
         print(f"{body}\n\n{took} Nothing was written.")
         return
-    report.write("all", "Every figure of README's table", command.strip("`"), f"{body}\n\n{took}")
+    if options.only is None:
+        report.write("all", "Every figure of README's table", command.strip("`"), f"{body}\n\n{took}")
     README.write_text(rewritten(README.read_text(), table, absent=absent))
 
 
