@@ -102,8 +102,8 @@ def main() -> int:
         trainkit("init", PACKAGE)
         os.chdir(PACKAGE)
         # Without dropout: the random numbers of a layer are keyed by its name, so that its rename is no null edit.
-        shared = ("recipe=spirals", f"epochs={options.epochs}", "model.dropout=0.0", "quiet=true", "logger=[]")
-        shared = (*shared, "checkpoint.every_epochs=4")
+        shared = [f"epochs={options.epochs}", "model.dropout=0.0", "checkpoint.every_epochs=4"]
+        shared += ["recipe=spirals", "quiet=true", "logger=[]"]
         code, printed = trainkit("compare", "", "optimizer.lr=0.02", *shared, "--pairs=2", *OPTIONS)
         if code:
             raise SystemExit(f"A was not trained: exit code {code}")
