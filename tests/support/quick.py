@@ -31,6 +31,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -236,7 +237,7 @@ def _answer(link: socket.socket, imports: str) -> int:
     failpoints: Any = sys.modules.get("trainkit.trainer.failpoints")
     if failpoints is not None:  # it has read the environment of the process that is forked
         failpoints.reload(os.environ)
-    answering = os.getpid()
+    os._exit = partial(_answering, os._exit, link, os.getpid())
     try:
         if imports == "trainkit" and module in (FORK_SERVER, *COMPUTING):
             code = _run_main(module, arguments)
@@ -247,10 +248,15 @@ def _answer(link: socket.socket, imports: str) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-    if os.getpid() == answering:  # not a fork of its own
+    return code
+
+
+def _answering(leave: Callable[[int], NoReturn], link: socket.socket, process: int, code: int) -> NoReturn:
+    """End a process with a code, which is told if it is that process, and not a fork of its own."""
+    if os.getpid() == process:
         with contextlib.suppress(OSError):
             link.sendall(bytes([code]))
-    return code
+    leave(code)
 
 
 def _end_with(reader: int) -> None:
