@@ -12,11 +12,83 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from trainkit.errors import ConfigError, Problem
+
+_T = TypeVar("_T")
+
+
+class BufferGroup:
+    """Buffers of one device and dtype, and their values at the start of a step.
+
+    An operation on all of them is one launch, for any number of buffers.
+
+    Args:
+        places: indices of the buffers among all that a forward pass updates.
+        tensors: their values at the start of a step; copied.
+        is_added: whether the changes of all shards are added up, as for counters (integers) and state per sample.
+
+    Example:
+        >>> group = BufferGroup([0, 2], [torch.ones(2), torch.zeros(())])
+        >>> group.start.tolist(), [tuple(tensor.shape) for tensor in group.starts]
+        ([1.0, 1.0, 0.0], [(2,), ()])
+    """
+
+    def __init__(self, places: list[int], tensors: Sequence[Tensor], *, is_added: bool = False) -> None:
+        self.places, self.is_added = places, is_added
+        self.start = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        """(elements,) the values at the start of the step."""
+        parts = self.start.split_with_sizes([tensor.numel() for tensor in tensors])
+        self.starts = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        """The same values as views, one tensor per buffer."""
+
+    def begin_step(self, tensors: Sequence[Tensor]) -> None:
+        """Store the values of the buffers."""
+        torch._foreach_copy_(self.starts, list(tensors))
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return the tensors inside of a vector, without a copy."""
+        unflatten = torch._utils._unflatten_dense_tensors  # noqa: SLF001 - as DDP does
+        views: tuple[Tensor, ...] = unflatten(flat, self.starts)  # type: ignore[no-untyped-call]
+        return list(views)
+
+    def joined(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return tensors of one dtype, one per buffer, as one copied vector."""
+        flat = tensors[0].new_empty(self.start.numel())
+        torch._foreach_copy_(self.views(flat), list(tensors))
+        return flat
+
+    def advanced(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return (elements,) the values of the buffers in a dtype; for integers (counters) and state per sample, their
+        increments.
+
+        Weighted increments add up to the increment, like weighted values to the value.
+        """
+        flat = self.joined(tensors)
+        if not flat.is_floating_point():
+            return flat.sub_(self.start).to(dtype)
+        return flat.to(dtype).sub_(self.start) if self.is_added else flat.to(dtype)
+
+    def write(self, tensors: Sequence[Tensor], totals: Sequence[Tensor | None]) -> None:
+        """Set buffers to sums over all shards and ranks; None leaves a buffer as it is."""
+        found = [(tensor, total) for tensor, total in zip(tensors, totals, strict=True) if total is not None]
+        if not found:
+            return
+        values = [total for _, total in found]
+        is_float = self.start.is_floating_point()
+        if self.is_added or not is_float:
+            starts = [start for start, total in zip(self.starts, totals, strict=True) if total is not None]
+            group = BufferGroup([], starts)
+            flat = torch.cat([total.reshape(-1) for total in values])
+            flat = (
+                (group.start + flat).to(group.start.dtype) if is_float else group.start + flat.round_().to(group.start)
+            )
+            values = group.views(flat)
+        torch._foreach_copy_([tensor for tensor, _ in found], values)
 
 
 def holds_samples(owner: nn.Module, leaf: str) -> bool:
@@ -80,7 +152,7 @@ class StepBuffers:
 
     Buffers that no forward pass updates cost nothing. `watch` finds the updated ones in a forward pass, by torch's
     version counters; the ranks agree on them and pass them to `settle`. A ResNet-50 updates 159 buffers, most of a few
-    hundred elements: those of one device and dtype are read and written together, in a few launches per shard.
+    hundred elements: they are read and written as one vector per dtype, in a few launches per shard.
 
     Args:
         dtype: the dtype of their sums.
@@ -91,12 +163,10 @@ class StepBuffers:
         self._all = [_owner(model, name) for name in self.names]
         self._chosen = self._all
         self._dtype = dtype
-        self._starts: list[Tensor] = []
-        """The values at the start of the step, one per buffer."""
-        self._groups: list[tuple[bool, list[int]]] = []
-        """Whether the changes of all shards are added up, and the places of such buffers of one device and dtype."""
+        self._layout: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._groups: list[BufferGroup] = []
         self._sums: list[Tensor] | None = None
-        """One per buffer."""
+        """One vector per group."""
         self._in_step = False
 
     @contextmanager
@@ -119,7 +189,7 @@ class StepBuffers:
     def changed_since(self, before: Sequence[tuple[int, int]]) -> list[float]:
         """Return 1.0 for each buffer that a forward pass has updated since `versions` and the start of the step."""
         # Values too: torch's batch normalisation updates its statistics without counting a version.
-        pairs = zip(self.tensors(), self._starts, strict=True)
+        pairs = zip(self.tensors(), self._starts(), strict=True)
         differs = [not torch.equal(tensor, start) for tensor, start in pairs]
         after = self.versions()
         return [float(old != new or moved) for old, new, moved in zip(before, after, differs, strict=True)]
@@ -136,10 +206,12 @@ class StepBuffers:
             if buffer is not None and (problem := sum_problem(name, buffer, self._dtype)) is not None:
                 raise ConfigError([problem])
         self._chosen = [self._all[place] for place in kept]
-        if self._starts:
-            self._lay_out([self._starts[place] for place in kept])
-        if self._sums is not None:
-            self._sums = [self._sums[place] for place in kept]
+        if not self._groups:
+            return
+        starts, sums = self._starts(), None if self._sums is None else self._unjoined(self._sums)
+        self._lay_out([starts[place] for place in kept])
+        if sums is not None:
+            self._sums = [group.joined(own) for group, own in self._split([sums[place] for place in kept])]
 
     def settle_like(self, other: StepBuffers) -> None:
         """Keep the same buffers as those of another copy of the model."""
@@ -163,10 +235,11 @@ class StepBuffers:
     def begin_step(self) -> None:
         """Store the values from which every shard of the step starts."""
         tensors = self.tensors()
-        if list(map(_kind_of, tensors)) == list(map(_kind_of, self._starts)):
-            self._copy(tensors, self._starts)
+        if [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors] == self._layout:
+            for group, own in self._split(tensors):
+                group.begin_step(own)
         else:
-            self._lay_out([tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors])
+            self._lay_out(tensors)
         self._sums = None
         self._in_step = True
 
@@ -178,27 +251,28 @@ class StepBuffers:
             share: this shard's fraction of the samples of the step.
             within: the modules that the pass ran; None: all.
         """
-        values, parts, whole = self.tensors(), dict[int, Tensor](), float(share > 0)
-        for is_added, places in self._groups:
-            own, starts = [values[place] for place in places], [self._starts[place] for place in places]
-            owners = [self._chosen[place][0] for place in places]
-            # weighted increments add up to the increment; a shard that only takes part in collectives counts nothing
-            factor, is_float = whole if is_added else share, own[0].is_floating_point()
-            moved = _copied(own, self._dtype if is_float else own[0].dtype)
-            if is_added or not is_float:
-                torch._foreach_sub_(moved, starts)
-            moved = moved if is_float else _copied(moved, self._dtype)
-            torch._foreach_mul_(moved, [factor if within is None or owner in within else 0.0 for owner in owners])
-            parts.update(zip(places, moved, strict=True))
-        found = [parts[place] for place in range(len(values))]
+        if not self._chosen:
+            return
+        parts = [group.advanced(own, self._dtype) for group, own in self._split(self.tensors())]
+        whole = float(share > 0)  # a shard that only takes part in collectives counts nothing
+        if within is None:
+            torch._foreach_mul_(parts, [whole if group.is_added else share for group in self._groups])
+        else:
+            shares = [
+                (whole if holds_samples(owner, leaf) else share) if owner in within else 0.0
+                for owner, leaf in self._chosen
+            ]
+            for part, (group, own) in zip(parts, self._split(shares), strict=True):
+                torch._foreach_mul_(group.views(part), own)
         if self._sums is None:
-            self._sums = found
-        elif found:
-            torch._foreach_add_(self._sums, found)
+            self._sums = parts
+        else:
+            torch._foreach_add_(self._sums, parts)
 
     def reset(self) -> None:
         """Restore the values of the start of the step; by `.data`, so that a later backward pass still works."""
-        self._copy(self._starts, [tensor.data for tensor in self.tensors()])
+        for group, own in self._split(self.tensors()):
+            torch._foreach_copy_([tensor.data for tensor in own], group.starts)
 
     def recover(self) -> None:
         """Undo the changes of an interrupted step; does nothing between steps."""
@@ -209,13 +283,15 @@ class StepBuffers:
     def take(self) -> list[Tensor]:
         """Return the sums over the shards since the last call; zeros if there was none."""
         sums, self._sums = self._sums, None
-        return [torch.zeros_like(start, dtype=self._dtype) for start in self._starts] if sums is None else sums
+        if sums is None:
+            sums = [torch.zeros_like(group.start, dtype=self._dtype) for group in self._groups]
+        return self._unjoined(sums)
 
     def became_nonfinite(self, sums: Sequence[Tensor | None]) -> list[Tensor]:
         """Return () flags, one per device: whether a buffer that was finite is not finite in the sums over all
         shards.
         """
-        pairs = zip(self._starts, sums, strict=True)
+        pairs = zip(self._starts(), sums, strict=True)
         both = [(start, total) for start, total in pairs if total is not None and start.is_floating_point()]
         both = [(start, total) for start, total in both if total.numel()]
         flags = []
@@ -229,19 +305,8 @@ class StepBuffers:
     @torch.no_grad()
     def finish(self, sums: Sequence[Tensor | None]) -> None:
         """Set the buffers to the sums over all shards and ranks, for the next step."""
-        for is_added, places in self._groups:
-            found = [(place, total) for place in places if (total := sums[place]) is not None]
-            if not found:
-                continue
-            starts, totals = [self._starts[place] for place, _ in found], [total for _, total in found]
-            if not starts[0].is_floating_point():
-                torch._foreach_round_(totals)
-                totals = _copied(totals, starts[0].dtype)
-                torch._foreach_add_(totals, starts)
-            elif is_added:
-                totals = [start + total for start, total in zip(starts, totals, strict=True)]
-            tensors = self.tensors()
-            torch._foreach_copy_([tensors[place].data for place, _ in found], totals)
+        for group, own in self._split(list(zip(self.tensors(), sums, strict=True))):
+            group.write([tensor.data for tensor, _ in own], [total for _, total in own])
         self._in_step = False
 
     def per_sample(self) -> list[Tensor]:
@@ -253,28 +318,32 @@ class StepBuffers:
         # Looked up each time: a module may put a new tensor in a buffer's place.
         return [tensor for owner, name in self._chosen if (tensor := owner._buffers[name]) is not None]  # noqa: SLF001
 
-    def _lay_out(self, starts: list[Tensor]) -> None:
-        """Store the values of the start of the step, and group the buffers by device and dtype."""
-        self._starts = starts
-        groups: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
+    def _lay_out(self, starts: Sequence[Tensor]) -> None:
+        """Group buffers by device and dtype, and store their values at the start of the step."""
+        self._layout = [(tensor.shape, tensor.dtype, tensor.device) for tensor in starts]
+        places: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
         chosen = (one for one in self._chosen if one[0]._buffers[one[1]] is not None)  # noqa: SLF001 - as in `tensors`
-        for place, (start, one) in enumerate(zip(starts, chosen, strict=True)):
-            groups.setdefault((start.device, start.dtype, holds_samples(*one)), []).append(place)
-        self._groups = [(is_added, places) for (_, _, is_added), places in groups.items()]
+        for place, ((_, dtype, device), one) in enumerate(zip(self._layout, chosen, strict=True)):
+            places.setdefault((device, dtype, holds_samples(*one)), []).append(place)
+        self._groups = [
+            BufferGroup(own, [starts[place] for place in own], is_added=is_added)
+            for (_, _, is_added), own in places.items()
+        ]
 
-    def _copy(self, values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        for _, places in self._groups:
-            torch._foreach_copy_([into[place] for place in places], [values[place] for place in places])
+    def _split(self, values: Sequence[_T]) -> list[tuple[BufferGroup, list[_T]]]:
+        """Return each group with its part of `values`, which has one value per buffer."""
+        return [(group, [values[place] for place in group.places]) for group in self._groups]
 
+    def _unjoined(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors inside of the groups' vectors, in the order of the buffers."""
+        found: dict[int, Tensor] = {}
+        for group, flat in zip(self._groups, flats, strict=True):
+            found.update(zip(group.places, group.views(flat), strict=True))
+        return [found[place] for place in range(len(found))]
 
-def _copied(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    copies = [torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format) for tensor in tensors]
-    torch._foreach_copy_(copies, list(tensors))
-    return copies
-
-
-def _kind_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device
+    def _starts(self) -> list[Tensor]:
+        """Return the values at the start of the step, in the order of the buffers."""
+        return self._unjoined([group.start for group in self._groups])
 
 
 def _largest(tensors: list[Tensor]) -> tuple[Tensor, ...]:
