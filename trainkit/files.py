@@ -23,7 +23,7 @@ import stat
 import tempfile
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal
 
@@ -713,11 +713,17 @@ def storage_error(path: Path, error: OSError, *, needed: int | None = None, reme
     return StorageError(f"{path} cannot be written: {reason_and_room(path, error, needed=needed)}. {remedy}")
 
 
+_FEW: Final = 8
+"""Files that a file system which can hold no more may hold again when a failed write was removed."""
+
+
 def reason_and_room(path: Path, error: OSError, *, needed: int | None = None) -> str:
     """Return the system's reason, with the needed and free bytes if they matter; arguments as above."""
     facts = [f"{num_bytes(needed)} are needed"] if needed is not None else []
     if error.errno in _FULL and (free := Free.at(path)) is not None:
-        facts.append(str(free))
+        few, enough = free.num_files is not None and free.num_files < _FEW, (needed or 0) < free.num_bytes
+        # what was removed since, or another process, may have given a file or two back
+        facts.append(str(replace(free, num_files=0) if few and enough else free))
     if error.errno == errno.EFBIG and (limit := file_limit()) is not None:
         facts.append(f"a file may have {num_bytes(limit)}")
     reason = error.strerror or str(error)

@@ -266,8 +266,11 @@ def test_each_refusal_of_the_system_has_its_remedy(monkeypatch: pytest.MonkeyPat
     assert str(error).endswith(ELSEWHERE)
     assert TOLD[number] in str(error)
     assert error.exit_code == 4
-    set_free(monkeypatch, 1 << 30, 0)
-    assert "no more files (inodes)" in str(storage_error(Path("run"), failure(errno.ENOSPC)))
+    for few in (0, 2):  # none, or two that the removal of what could not be written has given back
+        set_free(monkeypatch, 1 << 30, few)
+        assert "no more files (inodes)" in str(storage_error(Path("run"), failure(errno.ENOSPC), needed=2048))
+    set_free(monkeypatch, 512, 2)
+    assert "inodes" not in str(storage_error(Path("run"), failure(errno.ENOSPC), needed=2048))
 
 
 def test_only_refusals_in_the_folder_of_the_run_are_about_storage(tmp_path: Path) -> None:
