@@ -100,6 +100,14 @@ def test_settings_without_effect_are_refused(start: Callable[..., list[Any]], cw
     assert list(cwd.iterdir()) == []
 
 
+@pytest.mark.slow
+def test_no_process_of_a_launch_measures_a_number_of_workers(start: Callable[..., list[Any]], tmp_path: Path) -> None:
+    told = start("loader.cache=false", "loader.num_workers=auto")
+    rule = "loader.num_workers=auto: is measured by short trainings in processes that trainkit starts on this host"
+    assert all(rule in error[2] for _, error, _ in told)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_rank_that_fails_ends_the_others_and_is_named(start: Callable[..., list[Any]], tmp_path: Path) -> None:
     fail = {"TRAINKIT_FAIL": "rank=1,step=3,phase=backward,action=raise"}
     told = start(environ=fail)

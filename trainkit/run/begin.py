@@ -174,7 +174,7 @@ class RunRequest:
     check: CheckStart = refuse_own_loss
     """Raises if the loop of this process cannot run a plan; nothing was written."""
     choose_workers: ChooseWorkers | None = None
-    """Resolves `loader.num_workers=auto`; None: it is refused."""
+    """Resolves `loader.num_workers=auto`; None, or in an external launch: it is refused."""
 
     @property
     def place(self) -> Path:
@@ -255,7 +255,8 @@ class BegunRun:
 @contextmanager
 def begun(request: RunRequest, agree: Agreement) -> Iterator[BegunRun]:
     """Plan a run, refuse an impossible one, and begin its folder, which is locked inside; collective over `agree`."""
-    run_dir, is_given, choose_workers = request.run_dir, request.is_given, request.choose_workers
+    run_dir, is_given = request.run_dir, request.is_given
+    choose_workers = request.choose_workers if agree.launch is None else None  # it starts processes of its own
     start = agree.find_start(request.cfg, run_dir)
     with variables({BREAKPOINT: "0"}):  # a plan calls the model without data
 
