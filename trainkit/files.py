@@ -721,9 +721,10 @@ def reason_and_room(path: Path, error: OSError, *, needed: int | None = None) ->
     """Return the system's reason, with the needed and free bytes if they matter; arguments as above."""
     facts = [f"{num_bytes(needed)} are needed"] if needed is not None else []
     if error.errno in _FULL and (free := Free.at(path)) is not None:
-        few, enough = free.num_files is not None and free.num_files < _FEW, (needed or 0) < free.num_bytes
-        # what was removed since, or another process, may have given a file or two back
-        facts.append(str(replace(free, num_files=0) if few and enough else free))
+        # Enough bytes and hardly a file: there was none; what was removed since, or another process, gave some back.
+        few = free.num_files is not None and free.num_files < _FEW
+        had_none = few and needed is not None and needed < free.num_bytes
+        facts.append(str(replace(free, num_files=0) if had_none else free))
     if error.errno == errno.EFBIG and (limit := file_limit()) is not None:
         facts.append(f"a file may have {num_bytes(limit)}")
     reason = error.strerror or str(error)
