@@ -45,7 +45,8 @@ def main_of_process() -> NoReturn:
         from trainkit.run.signals import exit_as_interpreter, exit_without_teardown  # noqa: PLC0415 - imported by now
 
         was_rank = "trainkit.run.rendezvous.join" in sys.modules  # one of several: threads of torch may hang
-        exit_without_teardown(code) if was_rank else exit_as_interpreter(code)
+        leave = exit_without_teardown if was_rank else exit_as_interpreter
+        leave(code)
     sys.exit(code)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,6 +41,16 @@ class InMemorySquares(Squares):
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         numbers = torch.arange(self.count)
         return numbers.float().unsqueeze(1), numbers * numbers
+
+
+PATHS = [
+    pytest.param(InMemorySquares, {}, id="memory"),
+    pytest.param(Squares, {"cache": True}, id="cached"),
+    pytest.param(Squares, {}, id="direct"),
+    pytest.param(InMemorySquares, {"cache": False}, id="uncached"),
+    pytest.param(Squares, {"num_workers": 1}, id="workers"),
+]
+"""(dataset, keys of the loader) of every way of reading."""
 
 
 class Noisy(Squares):

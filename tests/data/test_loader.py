@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.data.samples import CPU, InMemorySquares, Noisy, Numbered, Squares, all_batches, make_loader
+from tests.data.samples import CPU, PATHS, InMemorySquares, Noisy, Numbered, Squares, all_batches, make_loader
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.hooks import DataHooks, Reading, UserCollate
 from trainkit.data.reading.iterable import DealtOrder, Stream
@@ -30,14 +30,6 @@ from trainkit.data.reading.loader import EvalBatches, Loader, Source
 from trainkit.data.sets.json_lines import JsonLines
 from trainkit.errors import ConfigError, DataError, MissingExtraError
 from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket, shards_of_rank
-
-PATHS = [
-    pytest.param(InMemorySquares, {}, id="memory"),
-    pytest.param(Squares, {"cache": True}, id="cached"),
-    pytest.param(Squares, {}, id="direct"),
-    pytest.param(InMemorySquares, {"cache": False}, id="uncached"),
-    pytest.param(Squares, {"num_workers": 1}, id="workers"),
-]
 
 
 @pytest.mark.parametrize(("dataset", "settings"), PATHS)

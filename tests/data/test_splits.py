@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
-from tests.data.samples import CPU, InMemorySquares, Noisy, Squares, make_loader
+from tests.data.samples import CPU, PATHS, InMemorySquares, Noisy, Squares, make_loader
 from tests.support.present import present
 from trainkit.cli import main
 from trainkit.config.sections import CvConfig
@@ -360,14 +360,6 @@ def test_a_length_that_contradicts_the_class_is_refused(plan: Callable[..., tupl
 def batches(dataset: Any, rank: int = 0, num_ranks: int = 1, *, together: bool = False, **settings: Any) -> EvalBatches:
     reading = Reading(device=CPU, settings=LoaderSettings(**settings))
     return EvalBatches(dataset, reading, batch_size=4, rank=rank, num_ranks=num_ranks, together=together)
-
-
-PATHS = [
-    pytest.param(InMemorySquares, {}, id="memory"),
-    pytest.param(Squares, {}, id="direct"),
-    pytest.param(Squares, {"cache": True}, id="cached"),
-    pytest.param(Squares, {"num_workers": 1}, id="workers"),
-]
 
 
 @pytest.mark.parametrize(("dataset", "settings"), PATHS)

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import torch
 import torch.distributed as dist
@@ -179,13 +179,17 @@ class ThisMachine(HardwareChoice):
             return self._not_measured(machine)
         known = recognised(machine.gpus[0]) if machine.gpus else None
         measured = ("tflops", "memory_gb_s", "operation_us", "within_host", "between_hosts", "input_mb_s")
-        figures: dict[str, Any] = {name: getattr(found, name, found.within_host) for name in measured}
         return Hardware(
-            **figures,
             name=machine.name,
             memory_gib=_memory_bytes() / 2**30,
             workspace_mib=None if known is None else known.workspace_mib,
+            memory_gb_s=found.memory_gb_s,
+            tflops=found.tflops,
+            within_host=found.within_host,
+            between_hosts=found.within_host,
             reached=_MEASURED,
+            operation_us=found.operation_us,
+            input_mb_s=found.input_mb_s,
             price_usd_h=self.price_usd_h,
             whole_host=not machine.gpus,
             source=dict.fromkeys(measured, "measured here"),
