@@ -405,7 +405,7 @@ class SynchronousExecutor(Executor, Generic[R]):
         ranks hold parts, which are gathered.
         """
         replica = self._replica
-        return gather_full(sharded_state(replica), replica.all_ranks) if replica.cuts else replica_state(replica)
+        return gather_full(self.sharded_state_dict(), replica.all_ranks) if replica.cuts else replica_state(replica)
 
     def sharded_state_dict(self) -> ShardedState:
         """Return the shards of this rank; of a whole replica, all on rank 0."""
