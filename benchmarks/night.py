@@ -33,7 +33,9 @@ EDITS: Final[dict[str, tuple[str, ...]]] = {
         "warmup.steps=10", "clip.max_norm=1.0", "optimizer.betas=[0.9,0.95]", "schedule=constant",
         "precision=bf16_mixed",
     ),
-    "without effect": ("log_every_steps=7", "checkpoint.keep_last=3", "loader.prefetch=3", "eval.batch_size=128", ""),
+    "without effect": (
+        "log_every_steps=7", "checkpoint.keep_last=3", "loader.num_workers=1", "eval.batch_size=128", "",
+    ),
     "refused": (
         "optimizer.lrr=0.02", "model.hidden=wide", "batch.micro_size=0", "optimizer.lr=-1", "strategy=mirrord",
         "batch.global_size=999999", "nosuch=1",

@@ -17,29 +17,33 @@ from trainkit.sweeps.launching import identity
 from trainkit.sweeps.loop import STOPPED, Slots
 
 
+def budget(text: str, *, price: float | None = None, on_gpus: bool = True) -> Budget:
+    found = Budget.of(RunConfig(sweep=SweepConfig(budget=text), hardware={"price_usd_h": price}), on_gpus=on_gpus)
+    assert found is not None
+    return found
+
+
 def test_a_budget_counts_devices_dollars_or_the_clock() -> None:
-    gpu = Budget.of("4gpu_hours", price_usd_h=None, on_gpus=True)
-    assert gpu.share(elapsed_s=3600, device_s=2 * 3600) == 0.5
-    assert Budget.of("20usd", price_usd_h=2.5, on_gpus=True).share(elapsed_s=0, device_s=4 * 3600) == 0.5
-    assert Budget.of("20usd", price_usd_h=2.5, on_gpus=False).share(elapsed_s=4 * 3600, device_s=9e9) == 0.5
-    assert Budget.of("30min", price_usd_h=None, on_gpus=True).share(elapsed_s=900, device_s=9e9) == 0.5
+    assert budget("4gpu_hours").share(elapsed_s=3600, device_s=2 * 3600) == 0.5
+    assert budget("20usd", price=2.5).share(elapsed_s=0, device_s=4 * 3600) == 0.5
+    assert budget("20usd", price=2.5, on_gpus=False).share(elapsed_s=4 * 3600, device_s=9e9) == 0.5
+    assert budget("30min").share(elapsed_s=900, device_s=9e9) == 0.5
 
 
 def test_a_budget_that_cannot_be_counted_is_refused_with_what_it_needs() -> None:
     with pytest.raises(ConfigError, match="counts GPUs, and there are none here"):
-        Budget.of("4gpu_hours", price_usd_h=None, on_gpus=False)
+        budget("4gpu_hours", on_gpus=False)
     with pytest.raises(ConfigError, match="needs the price of a device"):
-        Budget.of("4usd", price_usd_h=None, on_gpus=True)
+        budget("4usd")
 
 
 def test_plans_that_pass_the_budget_are_refused_by_devices_and_by_the_clock() -> None:
-    hours = Budget.of("4gpu_hours", price_usd_h=None, on_gpus=True)
+    hours, clock = budget("4gpu_hours"), budget("1h")
     hours.refuse([(3600, 1)] * 4, slots=2, jobs=4)
     with pytest.raises(ConfigError, match=r"4 jobs take 2 times as much"):
         hours.refuse([(3600, 2)] * 4, slots=2, jobs=4)
     with pytest.raises(ConfigError, match=r"8 jobs take 2 times as much"):  # points that a search will draw
         hours.refuse([(3600, 1)], slots=2, jobs=8)
-    clock = Budget.of("1h", price_usd_h=None, on_gpus=True)
     clock.refuse([(1800, 1)] * 4, slots=2, jobs=4)
     with pytest.raises(ConfigError, match=r"1 jobs take 1.5 times as much"):
         clock.refuse([(5400, 1)], slots=8, jobs=1)
@@ -54,9 +58,8 @@ def test_a_budget_changes_neither_a_fingerprint_nor_a_job() -> None:
 def test_a_budget_that_is_used_up_stops_running_jobs_starts_no_other_and_counts_for_a_resume(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    budget = Budget(text="1s", limit_s=1, of_devices=False)
     jobs = [job(tmp_path, number, POLITE, config=str(number)) for number in range(3)]
-    sweep = sweep_in(tmp_path, slots=Slots(count=2), budget=budget, retries=3)
+    sweep = sweep_in(tmp_path, slots=Slots(count=2), budget=budget("1s"), retries=3)
     codes = run(sweep, *jobs)
     sweep.finish()
     assert ({*codes}, all(code in STOPPED for code in codes.values())) == ({"0", "1"}, True)
@@ -66,15 +69,14 @@ def test_a_budget_that_is_used_up_stops_running_jobs_starts_no_other_and_counts_
     kept = json.loads((tmp_path / "sweep.json").read_text())
     assert kept["budget"] == "1s"
     assert 1 <= kept["spent"]["elapsed_s"] < kept["spent"]["device_s"]
-    assert run(sweep_in(tmp_path, budget=budget), job(tmp_path, 4, RUN, 0.5)) == codes
-    larger = Budget(text="1h", limit_s=3600, of_devices=False)
-    assert run(sweep_in(tmp_path, budget=larger), job(tmp_path, 4, RUN, 0.5))["4"] == 0
+    assert run(sweep_in(tmp_path, budget=budget("1s")), job(tmp_path, 4, RUN, 0.5)) == codes
+    assert run(sweep_in(tmp_path, budget=budget("1h")), job(tmp_path, 4, RUN, 0.5))["4"] == 0
 
 
 @pytest.mark.slow
 def test_a_job_that_fails_when_the_budget_is_used_up_is_not_tried_again(tmp_path: Path) -> None:
-    budget = Budget(text="1s", limit_s=1e-6, of_devices=False)
-    sweep = sweep_in(tmp_path, budget=budget, retries=3)
+    spent = Budget(text="1s", limit_s=1e-6, of_devices=False)
+    sweep = sweep_in(tmp_path, budget=spent, retries=3)
     run(sweep, job(tmp_path, 0, FRAIL, 9))
     assert sweep.record.rows["0"].tries == 1
 

@@ -23,7 +23,7 @@ from trainkit.cli import main
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError
 from trainkit.sweeps.results import pairs
-from trainkit.sweeps.results.pairs import Side, compare, ended_runs, goal_of, read_side
+from trainkit.sweeps.results.pairs import Side, compare, ended_runs, read_side
 from trainkit.sweeps.results.starts import shapes_differ, write_start
 from trainkit.sweeps.results.states import state_of
 from trainkit.sweeps.verdict import verdict
@@ -51,7 +51,7 @@ def side(root: Path, values: Sequence[float | None], metric: str = "val/loss", *
 
 
 def judged(a: Side, b: Side, metric: str | None = None, **settings: Any) -> Any:
-    return compare(a, b, goal_of(a, metric, None), **settings)
+    return compare(a, b, metric=metric, **settings)
 
 
 def test_five_pairs_of_digits_tell_two_weight_decays_apart(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_comparisons_are_listed_from_the_ledger(tmp_path: Path, cwd: Path, capsy
         (["recipe=digits", "optimizer.lr=1", "optimizer.lr=2"], "is given for both sides, and again"),
         (["optimizer.lr=1 seed=3", "optimizer.lr=2"], "is set by compare itself"),
         (["a", "b", "optimizer.lr=2"], "takes two folders"),
-        (["a", "b", "--pairs", "6"], "is about runs that compare starts"),
+        (["a", "b", "--pairs", "6"], "has no effect: the seeds are those of a"),
     ],
 )
 def test_words_that_name_no_two_sides_are_refused(words: list[str], told: str) -> None:

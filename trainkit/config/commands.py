@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainkit.config.grammar import is_override
 from trainkit.config.secrets import reference
@@ -56,3 +57,28 @@ def _argument(path: Path) -> str:
     if text.startswith("~"):
         return str(path.absolute())
     return f"./{text}" if is_override(text) or text.startswith("-") else text
+
+
+def begun_by(environment: Mapping[str, Any]) -> list[str]:
+    """Return program and arguments of the command that began a run, from its `environment.json`; empty if not known."""
+    found = (environment.get("begun") or environment).get("argv")
+    return [text for text in found if isinstance(text, str)] if isinstance(found, list) else []
+
+
+def repeating_command(environment: Mapping[str, Any]) -> str:
+    """Return the command that repeats a run, from its `environment.json`; empty if no file has it.
+
+    Of a run that later commands have continued, it is the command that began it.
+
+    Example:
+        >>> repeating_command({"argv": ["/usr/bin/trainkit", "recipe=digits", "callbacks=[]"]})
+        "trainkit recipe=digits 'callbacks=[]'"
+        >>> repeating_command({"argv": ["/usr/bin/trainkit", "resume", "run"]})
+        ''
+    """
+    argv = begun_by(environment)
+    is_ours = bool(argv) and Path(argv[0]).name in ("trainkit", "__main__.py")
+    if not argv or (is_ours and argv[1:2] == ["resume"]):
+        return ""
+    program = "trainkit" if is_ours else f"python {shlex.quote(argv[0])}"
+    return " ".join([program, *map(shell_word, argv[1:])])

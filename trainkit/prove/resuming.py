@@ -15,10 +15,11 @@ from torch import Tensor
 
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem, TrainkitError
-from trainkit.prove.comparing import Comparison, Verdict, compare, moved_by_rounding, worst
+from trainkit.prove.comparing import Comparison, compare, moved_by_rounding, worst
 from trainkit.prove.proving import bare, in_double_precision, last_weights, scratch, with_precision
 from trainkit.run.begin import RunRequest
 from trainkit.run.planning.plan import RunPlan, make_plan
+from trainkit.run.process.setup import variables
 from trainkit.run.runner import train
 from trainkit.trainer import failpoints
 
@@ -45,32 +46,14 @@ class Disturbance:
     @contextmanager
     def planted(self) -> Iterator[None]:
         """Plant the failure for the trainings within the block."""
-        before = os.environ.get(failpoints.VARIABLE)
         action = "kill" if self.is_killed else "raise"
         planted = f"rank={self.rank},step={self.step},phase={self.phase},attempt=0,action={action}"
-        os.environ[failpoints.VARIABLE] = planted
-        failpoints.reload(os.environ)
         try:
-            yield
+            with variables({failpoints.VARIABLE: planted}):
+                failpoints.reload(os.environ)
+                yield
         finally:
-            del os.environ[failpoints.VARIABLE]
-            if before is not None:
-                os.environ[failpoints.VARIABLE] = before
             failpoints.reload(os.environ)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resumed:
-    """The weights of a training that was interrupted and resumed, compared with those of one that was not."""
-
-    label: str
-    """The placement on which it was resumed."""
-    comparisons: tuple[Comparison, ...]
-
-    @property
-    def verdict(self) -> Verdict:
-        """The worst of the comparisons."""
-        return worst(self.comparisons)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +64,13 @@ class ResumeProof:
     disturbance: Disturbance
     saved: int
     """The step of the checkpoint from which it was resumed."""
-    resumed: tuple[Resumed, ...]
+    resumed: Mapping[str, Sequence[Comparison]]
+    """The placement on which it was resumed -> its weights, compared with those of the undisturbed training."""
 
     @property
     def holds(self) -> bool:
         """Whether it does on every placement."""
-        return all(one.verdict != "different" for one in self.resumed)
+        return all(worst(comparisons) != "different" for comparisons in self.resumed.values())
 
 
 def prove_resume(
@@ -123,15 +107,14 @@ def prove_resume(
         log(f"interrupted: {disturbance}")
         _interrupt(_prepared(first.cfg, precision), folder / "interrupted", disturbance)
         (saved,) = last_weights(folder / "interrupted")
-        allowed, found = moved_by_rounding(map(first.highest_rate, range(steps))), []
+        allowed, found = moved_by_rounding(map(first.highest_rate, range(steps))), {}
         for number, (label, cfg) in enumerate(placements):
             log(f"resumed on {label}")
             again = shutil.copytree(folder / "interrupted", folder / str(number))
             weights = _last(replace(_prepared(cfg, precision), resume="auto"), again)
             is_exact = number in (0, len(points)) or cfg.numerics.reproducible
-            compared = compare(expected, weights, allowed=allowed, exact=is_exact)
-            found.append(Resumed(label=label, comparisons=tuple(compared)))
-    return ResumeProof(precision=precision, disturbance=disturbance, saved=saved, resumed=tuple(found))
+            found[label] = [*compare(expected, weights, allowed=allowed, exact=is_exact)]
+    return ResumeProof(precision=precision, disturbance=disturbance, saved=saved, resumed=found)
 
 
 def _refuse_others(plans: Sequence[RunPlan], steps: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from trainkit.config.schema import RunConfig
 from trainkit.config.values import seconds_of
 from trainkit.errors import ConfigError, Problem
 
@@ -24,23 +25,25 @@ class Budget:
     """Whether the seconds of each device count."""
 
     @classmethod
-    def of(cls, text: str, *, price_usd_h: float | None, on_gpus: bool) -> Budget:
-        """Return the budget that a key names; without GPUs the host is the device.
+    def of(cls, cfg: RunConfig, *, on_gpus: bool) -> Budget | None:
+        """Return `sweep.budget`, at the price of the hardware of a config; None without one.
 
         Args:
-            text: a number with its unit: gpu_hours, usd, s, min or h.
-            price_usd_h: US dollars for an hour of a device; None: unknown.
-            on_gpus: whether jobs take GPUs.
+            cfg: the config of the sweep.
+            on_gpus: whether jobs take GPUs; without them the host is the device.
 
         Raises:
             ConfigError: there is no GPU here, or no price.
 
         Example:
-            >>> Budget.of("3usd", price_usd_h=1.5, on_gpus=True).limit_s
+            >>> from trainkit.config.sections import SweepConfig
+            >>> cfg = RunConfig(sweep=SweepConfig(budget="3usd"), hardware={"price_usd_h": 1.5})
+            >>> Budget.of(cfg, on_gpus=True).limit_s
             7200.0
-            >>> Budget.of("30min", price_usd_h=None, on_gpus=False).limit_s
-            1800.0
         """
+        text, price_usd_h = cfg.sweep.budget, cfg.hardware.get("price_usd_h")
+        if text is None:
+            return None
         if text.endswith("gpu_hours"):
             if not on_gpus:
                 rule = "counts GPUs, and there are none here. Give a time, as 30min, or usd."

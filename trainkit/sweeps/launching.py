@@ -114,7 +114,7 @@ class Launching:
             retries=self.settings.retries,
             on_error=self.settings.on_error,
             command=tuple(map(redacted_argument, sys.argv[1:])),
-            budget=budget_of(_run_config(self._config), on_gpus=self._slots.on_gpus) if self.runs_here else None,
+            budget=Budget.of(_run_config(self._config), on_gpus=self._slots.on_gpus) if self.runs_here else None,
         )
 
     @cached_property
@@ -236,17 +236,6 @@ class Launching:
         # as it was given: ${seed} stays
         fixed: Any = OmegaConf.to_container(self._config.hydra.overrides.task, resolve=False)
         return " ".join(line for line in overrides if line not in fixed)
-
-
-def budget_of(cfg: RunConfig, *, on_gpus: bool) -> Budget | None:
-    """Return the budget of a sweep, at the price of the hardware that its config names; None without one.
-
-    Raises:
-        ConfigError: as in `Budget.of`.
-    """
-    if cfg.sweep.budget is None:
-        return None
-    return Budget.of(cfg.sweep.budget, price_usd_h=cfg.hardware.get("price_usd_h"), on_gpus=on_gpus)
 
 
 def _subfolder(text: str) -> str:

@@ -16,7 +16,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +24,7 @@ from typing import Any, Final
 import yaml
 
 from trainkit.adapters.average import Average
-from trainkit.config.commands import shell_word
+from trainkit.config.commands import repeating_command
 from trainkit.config.grammar import refusal
 from trainkit.config.identity import fingerprint, run_config
 from trainkit.config.schema import RunConfig
@@ -183,17 +183,12 @@ def trained_model(
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    try:
-        words = read_map(run / "environment.json", {"argv": list})["argv"]
-    except UnreadableError:
-        words = []
-    if not words or Path(str(words[0])).name not in ("trainkit", "__main__.py"):  # a program that calls trainkit.train
-        command = None
-    else:
-        command = " ".join(map(shell_word, ["trainkit", *map(str, words[1:])]))
+    environment: Mapping[str, Any] = {}
+    with suppress(UnreadableError):
+        environment = read_map(run / "environment.json", {"argv": list}, optional={"begun": dict})
     facts = {
         "run": f"{cfg.name}/{run.absolute().name}",
-        "command": command,
+        "command": repeating_command(environment) or None,
         "fingerprint": fingerprint(cfg),
         "metrics": dict(metrics or {}) if which == "last" else {},
     }

@@ -24,17 +24,6 @@ Lengths = list[list[int]]
 """Pairs (step, length), by step: from update `step` on, the training is estimated to have `length` updates."""
 
 
-def length_at(lengths: Sequence[Sequence[int]], step: int, *, most: int) -> int:
-    """Return the length that was estimated before an update; `most` before the first estimate.
-
-    Example:
-        >>> length_at([[2, 40], [8, 50]], 1, most=900), length_at([[2, 40], [8, 50]], 7, most=900)
-        (900, 40)
-    """
-    place = bisect_right(lengths, step, key=lambda one: one[0])
-    return lengths[place - 1][1] if place else most
-
-
 @dataclass(kw_only=True)
 class TimeLimit:
     """The time that a training may take, and what its steps have taken so far.
@@ -62,8 +51,15 @@ class TimeLimit:
     _recorded: float = 0.0
 
     def length(self, step: int) -> int:
-        """Return the length for update `step`."""
-        return length_at(self.lengths, step, most=self.most)
+        """Return the length that was estimated before update `step`; `most` before the first estimate.
+
+        Example:
+            >>> limit = TimeLimit(seconds=10.0, most=900, lengths=[[2, 40], [8, 50]])
+            >>> limit.length(1), limit.length(7)
+            (900, 40)
+        """
+        place = bisect_right(self.lengths, step, key=lambda one: one[0])
+        return self.lengths[place - 1][1] if place else self.most
 
     def is_over(self, step: int) -> bool:
         """Return whether the time is used up after `step` updates, before the last one of all."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import html
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, Final
 
-from trainkit.config.commands import shell_word
 from trainkit.redaction import mask
 
 MARK: Final = b"<!doctype html><!-- trainkit report -->"
@@ -86,23 +83,3 @@ def _shown(one: str) -> str:
     """Return a character, or a question mark; one that changes the direction of text stays."""
     is_bidi = "\u200e" <= one <= "\u200f" or "\u202a" <= one <= "\u202e" or "\u2066" <= one <= "\u2069"
     return one if one.isprintable() or one == "\n" or is_bidi else "?"
-
-
-def repeating_command(environment: Mapping[str, Any]) -> str:
-    """Return the command that repeats a run, from its `environment.json`; empty if no file has it.
-
-    Of a run that later commands have continued, it is the command that began it.
-
-    Example:
-        >>> repeating_command({"argv": ["/usr/bin/trainkit", "recipe=digits", "callbacks=[]"]})
-        "trainkit recipe=digits 'callbacks=[]'"
-        >>> repeating_command({"argv": ["/usr/bin/trainkit", "resume", "run"]})
-        ''
-    """
-    found = (environment.get("begun") or environment).get("argv")
-    argv = [text for text in found if isinstance(text, str)] if isinstance(found, list) else []
-    is_ours = bool(argv) and Path(argv[0]).name in ("trainkit", "__main__.py")
-    if not argv or (is_ours and argv[1:2] == ["resume"]):
-        return ""
-    program = "trainkit" if is_ours else f"python {shlex.quote(argv[0])}"
-    return " ".join([program, *map(shell_word, argv[1:])])

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.config.commands import printed_command
+from trainkit.config.commands import printed_command, repeating_command
 from trainkit.config.schema import MonitoredMetric, RunConfig
 from trainkit.config.sections import EvalConfig
 from trainkit.errors import AbsentFileError, UnreadableError
@@ -28,7 +28,7 @@ from trainkit.report.curves import Curve, LoggedRows, compact_curve, number
 from trainkit.report.numbers import count, duration, figure
 from trainkit.report.schemas import kinds_of
 from trainkit.report.schemas.files import Environment, Result
-from trainkit.report.web.page import cleaned, make_page, repeating_command
+from trainkit.report.web.page import cleaned, make_page
 
 SCRIPTS: Final = ("dom.js", "charts.js", "paper.js", "figures.js", "run.js")
 _MOST_MARKS: Final = 300

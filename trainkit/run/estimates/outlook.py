@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from trainkit.config.values import seconds_of
 from trainkit.data.stored import travelling_bytes
 from trainkit.files import num_bytes
 from trainkit.run.estimates.hardware import Band, Hardware, hardware_of
@@ -634,7 +633,7 @@ def outlook_of(plan: RunPlan, model: nn.Module, *, ends: bool = True) -> Outlook
                 num_steps=plan.num_steps,
                 num_devices=devices,
                 hardware=hardware,
-                most_s=math.inf if plan.cfg.stop_after is None else seconds_of(plan.cfg.stop_after),
+                most_s=plan.stop_after_s or math.inf,
             )
     return Outlook(
         memory=memory,

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from trainkit.cluster.tasks import Identity
-from trainkit.config.values import seconds_of
 from trainkit.data.reading.loader import Loader
 from trainkit.errors import CheckpointError, ConfigError, Problem
 from trainkit.files import Kind, expect_map, expect_maps
@@ -109,11 +108,11 @@ def make_run_view(
 
 def time_limit_of(plan: RunPlan) -> TimeLimit | None:
     """Return the time limit of a run, or the record that takes its place; None without `stop_after`."""
-    given, record = plan.cfg.stop_after, plan.cfg.stop_after_record
-    if given is None:
+    given, seconds, record = plan.cfg.stop_after, plan.stop_after_s, plan.cfg.stop_after_record
+    if given is None or seconds is None:
         return None
     lengths = [] if record is None else read_record(Path(record).expanduser(), given)
-    return TimeLimit(seconds=seconds_of(given), most=plan.num_steps, lengths=lengths, repeats=record is not None)
+    return TimeLimit(seconds=seconds, most=plan.num_steps, lengths=lengths, repeats=record is not None)
 
 
 def samples_of(plan: RunPlan) -> Callable[[Ticket], Sequence[int]]:

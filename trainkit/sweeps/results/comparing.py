@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Final
 
+from trainkit.config.commands import repeating_command
 from trainkit.config.identity import difference, tag_of
 from trainkit.config.schema import MonitoredMetric, load_resolved
 from trainkit.config.values import leaves
@@ -16,7 +17,6 @@ from trainkit.fields import Tag
 from trainkit.files import Kind, read_map
 from trainkit.report.curves import MetricsReader, number
 from trainkit.report.web.comparison_document import ComparedRun, Comparison, DifferingKey, comparison_page
-from trainkit.report.web.page import repeating_command
 from trainkit.report.web.run_document import Spread
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.record import write_page, write_run_page

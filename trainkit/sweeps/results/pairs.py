@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -22,9 +22,10 @@ from trainkit.config.identity import difference
 from trainkit.config.schema import NO_RUN, MonitoredMetric, RunConfig
 from trainkit.config.sections import CvConfig
 from trainkit.errors import CheckpointError, UnreadableError
-from trainkit.files import json_value, open_regular, parse_json, read_lines, reporting
+from trainkit.files import expect_map, json_value, open_regular, parse_json, read_lines, reporting
 from trainkit.report.curves import number
 from trainkit.report.numbers import figure
+from trainkit.report.schemas import kinds_of
 from trainkit.report.schemas.looking import ComparedPair, ComparedSide, PairedComparison
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.sweeps.results.job_results import COMPLETE, SWEEP_FILE, JobResult, config_of, read_entries, read_entry
@@ -58,6 +59,12 @@ class Run:
             first = number(parse_json(line).get("train/loss")) or math.inf
         return None if goal.metric == "val/loss" and value > first else value
 
+    @property
+    def sha256(self) -> str | None:
+        """Hash of its weights; None if the run has recorded none."""
+        found = (RunFolder(self.result.folder).read_result() or {}).get("weights_sha256")
+        return found if isinstance(found, str) else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
@@ -72,22 +79,11 @@ class Side:
     state: str = ""
     """`State.sha256` of their training; empty: not recorded."""
 
-    def by_seed(self, goal: MonitoredMetric) -> dict[int, float | None]:
-        """Return the value of each seed, over folds the mean; None if one of its runs diverged."""
-        found: dict[int, list[float | None]] = {}
+    def by_seed(self) -> dict[int, list[Run]]:
+        """Return the runs of each seed, one for each fold."""
+        found: dict[int, list[Run]] = {}
         for run in self.runs:
-            found.setdefault(run.cfg.seed, []).append(run.value(goal))
-        return {
-            seed: None if None in values else fmean(value for value in values if value is not None)
-            for seed, values in found.items()
-        }
-
-    def hashes(self) -> dict[int, list[str]]:
-        """Return the SHA-256 of the weights of each seed, one for each fold; a run without one is left out."""
-        found: dict[int, list[str]] = {}
-        for run in self.runs:
-            sha256 = (RunFolder(run.result.folder).read_result() or {}).get("weights_sha256")
-            found.setdefault(run.cfg.seed, []).extend([sha256] if isinstance(sha256, str) else [])
+            found.setdefault(run.cfg.seed, []).append(run)
         return found
 
 
@@ -104,17 +100,13 @@ def read_side(name: str) -> Side:
     base = folder.parent if is_run and (folder.parent / SWEEP_FILE).is_file() else folder
     state = read_state(base)
     alone = is_run and base == folder
-    found = list(_with_configs([read_entry(folder, job=folder.name)])) if alone else ended_runs(base)
-    if is_run:
-        found.sort(key=lambda run: run.result.folder.absolute() != folder.absolute())
-        if found and found[0].result.folder.absolute() != folder.absolute():
-            raise refusal(name, "holds a run that has not ended.")
-    if not found:
-        raise refusal(name, f"{NO_RUN} Give the folder of a run or of a sweep." if not is_run else "has not ended.")
-    alike = [run for run in found if not _matters(found[0].cfg, run.cfg)]
-    if not is_run and len(alike) < len(found):
-        other = next(run for run in found if run not in alike)
-        rule = f"holds several points. Give a run of each: {found[0].result.folder} {other.result.folder}"
+    runs = list(_with_configs([read_entry(folder, job=folder.name)])) if alone else ended_runs(base)
+    points = [run for run in runs if not is_run or run.result.folder.absolute() == folder.absolute()]
+    if not points:
+        raise refusal(name, "has not ended." if is_run else f"{NO_RUN} Give the folder of a run or of a sweep.")
+    alike = [run for run in runs if not _matters(points[0].cfg, run.cfg)]
+    if others := [run for run in points if run not in alike]:
+        rule = f"holds several points. Give a run of each: {points[0].result.folder} {others[0].result.folder}"
         raise refusal(name, rule)
     alike.sort(key=lambda run: (run.cfg.seed, run.cfg.cv.fold or 0))
     return Side(name=name, folder=folder, cfg=alike[0].cfg, runs=tuple(alike), state=state.sha256 if state else "")
@@ -158,16 +150,12 @@ def _shares_start(cfg: RunConfig) -> bool:
     return (cfg.init_from or "").endswith(f"/{STARTS}/seed_{cfg.seed}.safetensors")
 
 
-def goal_of(side: Side, metric: str | None, mode: str | None) -> MonitoredMetric:
-    """Return the metric to compare by: the loss of the objective unless another is named."""
-    return MonitoredMetric.of(replace(side.cfg.eval, metric=metric or "val/loss", mode=mode))  # type: ignore[arg-type]
-
-
 def compare(
     a: Side,
     b: Side,
-    goal: MonitoredMetric,
     *,
+    metric: str | None = None,
+    mode: Literal["min", "max"] | None = None,
     edits: int = 1,
     delta: float | None = None,
     budget: int = BUDGET,
@@ -179,7 +167,8 @@ def compare(
     Args:
         a: the side to compare with.
         b: the side that is judged.
-        goal: the metric.
+        metric: the metric; None: the loss of the objective.
+        mode: whether lower or higher values are better; None: as known of the metric.
         edits: number of comparisons of a series; each gets this share of alpha.
         delta: differences that do not matter.
         budget: pairs in all.
@@ -189,25 +178,21 @@ def compare(
     Raises:
         ConfigError: no seed is in both, or no run has the metric.
     """
-    values, hashes = (a.by_seed(goal), b.by_seed(goal)), (a.hashes(), b.hashes())
-    seeds = sorted(seed for seed in values[0] if seed in values[1])
+    goal = MonitoredMetric.of(replace(a.cfg.eval, metric=metric or "val/loss", mode=mode))
+    ours, theirs = a.by_seed(), b.by_seed()
+    seeds = sorted(ours.keys() & theirs.keys())
     if not seeds and not same:
-        rule = f"has no seed in common with {a.name}: {_some(values[1])} and {_some(values[0])}. Train both with equal"
-        raise refusal(b.name, f"{rule} seeds.")
+        rule = f"has no seed in common with {a.name}: {_some(theirs)} and {_some(ours)}. Train both with equal seeds."
+        raise refusal(b.name, rule)
     known = sorted({name for run in (*a.runs, *b.runs) for name in run.result.metrics})
     if goal.metric not in known and known:
         raise refusal(f"--metric {goal.metric}", f"no run has it. There are: {', '.join(known)}.")
-    pairs = [
-        ComparedPair(
-            seed=seed, a=values[0][seed], b=values[1][seed], sha256_a=hashes[0][seed], sha256_b=hashes[1][seed]
-        )
-        for seed in seeds
-    ]
+    pairs = [_pair(seed, ours[seed], theirs[seed], goal) for seed in seeds]
     alpha = ALPHA / edits
     found, remarks = _answer(pairs, goal, alpha=alpha, delta=delta, budget=budget)
     whole = _whole(pairs)
     remarks = [*notes, *_remarks(a, b, whole, pairs), *remarks]
-    if same or (pairs and all(_same_bits(a, b, seed, hashes) for seed in seeds)):
+    if same or (pairs and all(_same_bits(ours[seed], theirs[seed]) for seed in seeds)):
         found = replace(found, answer="the same" if same else "the same bits", low=0.0, high=0.0, more_pairs=0)
         remarks = [*notes, *([same] if same else [])]
     document = PairedComparison(
@@ -231,6 +216,14 @@ def compare(
         line="",
     )
     return PairedComparison(**{**document, "line": _line(document, len(whole))})
+
+
+def _pair(seed: int, a: Sequence[Run], b: Sequence[Run], goal: MonitoredMetric) -> ComparedPair:
+    """Return the values of a seed, over folds the means, and the hashes of its weights."""
+    values = [[run.value(goal) for run in runs] for runs in (a, b)]
+    means = [None if None in each else fmean(value for value in each if value is not None) for each in values]
+    hashes = [[run.sha256 for run in runs if run.sha256 is not None] for runs in (a, b)]
+    return ComparedPair(seed=seed, a=means[0], b=means[1], sha256_a=hashes[0], sha256_b=hashes[1])
 
 
 def _whole(pairs: Sequence[ComparedPair]) -> list[tuple[float, float]]:
@@ -327,7 +320,7 @@ def record(found: PairedComparison, ledger: Path = LEDGER) -> None:
             file.write(line.encode())
 
 
-_KEYS: Final = PairedComparison.__required_keys__
+_KINDS: Final = kinds_of(PairedComparison)
 
 
 def recorded(ledger: Path = LEDGER) -> list[PairedComparison]:
@@ -336,9 +329,7 @@ def recorded(ledger: Path = LEDGER) -> list[PairedComparison]:
     with suppress(UnreadableError):
         for line in read_lines(ledger) if ledger.exists() else ():
             with suppress(ValueError):
-                row: Any = parse_json(line)
-                if isinstance(row, Mapping) and row.get("version") == 1 and row.keys() >= _KEYS:
-                    found.append(row)
+                found.append(expect_map(parse_json(line), _KINDS))
     return found  # type: ignore[return-value]
 
 
@@ -357,16 +348,14 @@ def _gain(whole: Sequence[tuple[float, float]]) -> float | None:
     return (variance(a) + variance(b)) / paired if paired > 0 else None
 
 
-def _same_bits(a: Side, b: Side, seed: int, hashes: tuple[Mapping[int, list[str]], Mapping[int, list[str]]]) -> bool:
+def _same_bits(a: Sequence[Run], b: Sequence[Run]) -> bool:
     """Return whether the weights of a seed are equal, whatever their names: a renamed layer is sorted elsewhere."""
-    one, other = hashes[0][seed], hashes[1][seed]
-    runs = [[run for run in side.runs if run.cfg.seed == seed] for side in (a, b)]
-    if not one or len(one) != len(other) or len(one) != len(runs[0]) or len(other) != len(runs[1]):
+    if len(a) != len(b) or any(run.sha256 is None for run in (*a, *b)):
         return False
-    pairs = zip(*runs, strict=True)
-    return one == other or all(
-        left.result.metrics == right.result.metrics and (bits := _bits(left)) is not None and bits == _bits(right)
-        for left, right in pairs
+    return all(
+        one.sha256 == other.sha256
+        or (one.result.metrics == other.result.metrics and (bits := _bits(one)) is not None and bits == _bits(other))
+        for one, other in zip(a, b, strict=True)
     )
 
 

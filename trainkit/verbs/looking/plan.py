@@ -13,7 +13,7 @@ from trainkit.cluster.local import launch_environment_of
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import refusal
 from trainkit.config.identity import fingerprint
-from trainkit.config.values import MOST_PROCESSES, seconds_of
+from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import ConfigError, Problem, together
 from trainkit.files import num_bytes, reporting
 from trainkit.numerics.schedules import LearningRate
@@ -53,12 +53,12 @@ class _Planned(NamedTuple):
     @property
     def num_steps(self) -> int | None:
         """Steps of the training; None if they depend on an unknown length of the data, or time of a step."""
-        cfg, time, steps = self.plan.cfg, self.outlook.time, self.plan.num_steps
-        bounded = cfg.stop_after is None or cfg.epochs is not None or cfg.steps is not None
-        known = steps if bounded and (self.knows_length or cfg.steps is not None) else None
-        if cfg.stop_after is None or time is None:
+        cfg, time, seconds = self.plan.cfg, self.outlook.time, self.plan.stop_after_s
+        bounded = seconds is None or cfg.epochs is not None or cfg.steps is not None
+        known = self.plan.num_steps if bounded and (self.knows_length or cfg.steps is not None) else None
+        if seconds is None or time is None:
             return known
-        return max(1, min(round(seconds_of(cfg.stop_after) / time.step_s), steps if known is None else known))
+        return max(1, min(round(seconds / time.step_s), known or self.plan.num_steps))
 
     @property
     def rates(self) -> dict[str, LearningRate]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+from trainkit.config.commands import begun_by
 from trainkit.config.grammar import COMMAND_LINE, is_override, key_of, refusal, replacing, setting
 from trainkit.config.schema import RunConfig
 from trainkit.errors import (
@@ -46,7 +48,16 @@ def run(call: Call) -> int:
         return 0
     _refuse(call)
     read = [read_side(name) for name in call.arguments]
-    found = _judged(call, *read) if len(read) == 2 else _trained(call, read)
+    flags = call.flags
+    judged = partial(
+        pairs.compare,
+        metric=flags.get("metric"),
+        mode=flags.get("mode"),
+        edits=flags.get("edits", 1),
+        delta=flags.get("delta"),
+        budget=flags.get("max-pairs", BUDGET),
+    )
+    found = judged(*read) if len(read) == 2 else _trained(call, read, judged)
     pairs.record(found)
     call.show(found, pairs.lines_of(found))
     return 0
@@ -65,10 +76,9 @@ def _refuse(call: Call) -> None:
     if not folders and len(sets) < 2:
         rule = f"is one side. Give A and B: trainkit compare '' {sets[0]}"
         problems.append(Problem(key="compare", value=sets[0], rule=rule, origin=COMMAND_LINE))
-    if len(folders) == 2 and (useless := [name for name in ("pairs", "until-sure", "max-pairs") if name in call.flags]):
-        problems.append(call.problem(useless[0], "is about runs that compare starts; these folders hold theirs."))
-    if len(folders) == 1 and (useless := [name for name in ("pairs", "until-sure") if name in call.flags]):
-        rule = f"has no effect: B is trained with the seeds of {folders[0]}. Train more seeds of A before the change."
+    idle = () if not folders else ("pairs", "until-sure", "max-pairs")[: len(folders) + 1]
+    if useless := [name for name in idle if name in call.flags]:
+        rule = f"has no effect: the seeds are those of {folders[0]}. Train more seeds of A before the change."
         problems.append(call.problem(useless[0], rule))
     if call.flags.get("pairs", 0) > call.flags.get("max-pairs", 30):
         problems.append(call.problem("pairs", "must not exceed --max-pairs, 30 without it."))
@@ -94,7 +104,7 @@ def _split(words: Sequence[str]) -> list[str]:
     return [text for found in parts for text in found if text]
 
 
-def _trained(call: Call, sides: list[Side]) -> PairedComparison:
+def _trained(call: Call, sides: list[Side], judged: Callable[..., PairedComparison]) -> PairedComparison:
     """Train what is missing of the sides, of which the first may be given, and return their comparison."""
     from trainkit.cluster.host import count_gpus, num_cores  # noqa: PLC0415 - imports torch
     from trainkit.sweeps.launching import SharedWarmStarter  # noqa: PLC0415 - the same
@@ -124,7 +134,7 @@ def _trained(call: Call, sides: list[Side]) -> PairedComparison:
     if len(sides) == 1 or sides[0].state == sides[1].state:
         why = "config, sources, data, packages and threads are equal: nothing was run; another placement only rounds"
         why += "" if sides[0].cfg.stop_after is None else "; where stop_after ends a run follows the clock"
-        return _judged(call, sides[0], sides[-1], same=why)
+        return judged(sides[0], sides[-1], same=why)
     earlier = read_state(sides[0].runs[0].result.folder.parent) if call.arguments else None
     notes = [f"other {part} than A" for part in trained[1][1].differing(earlier) if part != "config"] if earlier else []
     with SharedWarmStarter():
@@ -136,7 +146,7 @@ def _trained(call: Call, sides: list[Side]) -> PairedComparison:
                 if changed := [part for part in state_of(sides[place].cfg).differing(state) if part != "config"]:
                     forget_state(sides[place].folder)
                     notes.append(f"{', '.join(changed)} changed while the runs trained: compare again")
-            found = _judged(call, *sides, notes=notes)
+            found = judged(*sides, notes=notes)
             more = found["more_pairs"]
             if "until-sure" not in call.flags or not more or len(seeds) >= most:
                 return found
@@ -147,14 +157,14 @@ def _trained(call: Call, sides: list[Side]) -> PairedComparison:
 
 def _arguments(side: Side) -> list[str]:
     """Return the overrides of the runs of a side, without those that compare sets."""
-    given: Sequence[str] = side.runs[0].result.arguments
+    result = side.runs[0].result
+    given: Sequence[str] = result.arguments
     if not given:
         try:
-            about = read_map(side.runs[0].result.folder / "environment.json", {"argv": list}, optional={"begun": dict})
+            about = read_map(result.folder / "environment.json", {"argv": list}, optional={"begun": dict})
         except UnreadableError as error:
             raise refusal(side.name, f"does not record its command: {error}.") from error
-        words = (about.get("begun") or about).get("argv", [])[1:]
-        given = [word for word in words if isinstance(word, str) and is_override(word)]
+        given = [word for word in begun_by(about)[1:] if is_override(word)]
     return [line for line in given if key_of(line) not in _OWN and not line.startswith(("sweep.", "hydra."))]
 
 
@@ -212,20 +222,6 @@ def _with_runs(call: Call, side: Side, lines: Sequence[str], seeds: Sequence[int
     if not (runs := ended_runs(side.folder)):
         raise TrainkitError(f"no run of {side.name} has ended. The first one printed into {side.folder}/0/{LOG}.")
     return replace(side, runs=tuple(runs))
-
-
-def _judged(call: Call, a: Side, b: Side, *, same: str = "", notes: Sequence[str] = ()) -> PairedComparison:
-    flags = call.flags
-    return pairs.compare(
-        a,
-        b,
-        pairs.goal_of(a, flags.get("metric"), flags.get("mode")),
-        edits=flags.get("edits", 1),
-        delta=flags.get("delta"),
-        budget=flags.get("max-pairs", BUDGET),
-        same=same,
-        notes=notes,
-    )
 
 
 def _table(rows: Sequence[PairedComparison]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from trainkit.config.grammar import COMMAND_LINE, key_of
 from trainkit.config.schema import RunConfig
 from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import ConfigError, Problem, refuse
-from trainkit.prove.comparing import Numbers, Proof
+from trainkit.prove.comparing import Numbers, Proof, worst
 from trainkit.prove.layouts import (
     AXES,
     LayoutProof,
@@ -103,10 +103,9 @@ def _run_resume(call: Call, points: Sequence[Composition]) -> int:
         raise points[0].with_origins(error) from error
     begun = f"{steps} steps in {proof.precision}; {proof.disturbance}; resumed from step {proof.saved}"
     rows = []
-    for one in proof.resumed:
-        worst = max(one.comparisons, key=lambda each: each.error)
-        largest = "" if one.verdict == "equal" else f"{worst.error:.1e} {worst.name}"
-        rows.append([one.label, _WORDS[one.verdict], largest])
+    for label, comparisons in proof.resumed.items():
+        verdict, largest = worst(comparisons), max(comparisons, key=lambda each: each.error)
+        rows.append([label, _WORDS[verdict], "" if verdict == "equal" else f"{largest.error:.1e} {largest.name}"])
     end = f"  the training ends as the undisturbed one: {'yes' if proof.holds else 'NO'}"
     lines = [begun, *row_lines(["resumed on", "weights", "largest error"], rows), end]
     sys.stdout.writelines(f"{line}\n" for line in lines)

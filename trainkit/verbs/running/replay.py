@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.config.grammar import refusal
 from trainkit.config.values import MOST_PROCESSES
-from trainkit.errors import AbsentFileError, UnreadableError
+from trainkit.errors import UnreadableError
 from trainkit.files import parse_json, read_bytes, read_lines, read_map
 from trainkit.report.schemas.looking import FirstDifference, Replay
 from trainkit.verbs.support.call import Call
@@ -46,9 +46,8 @@ def run(call: Call) -> int:
     try:
         result = read_map(folder / "result.json", _RESULT)
     except UnreadableError as error:
-        found = "there is none" if isinstance(error, AbsentFileError) else error.reason
-        rule = f"has no result with the hash of its weights: {found}. A run must end, or be stopped by Ctrl-C, first."
-        raise refusal(str(folder), rule) from None
+        rule = f"has no result with the hash of its weights: {error.reason}. A run must end, or be stopped by Ctrl-C, "
+        raise refusal(str(folder), f"{rule}first.") from None
     with _saved_sources(folder) as packages, _threads_of(folder):
         cfg = run_config(folder)
         if result.get("own_loss"):
@@ -56,8 +55,11 @@ def run(call: Call) -> int:
         if cfg.changes:
             rule = f"was changed while it trained, and no single config repeats it: {cfg.changes[0]}."
             raise refusal(str(folder), rule)
-        observers = [name for name, node in cfg.callbacks.items() if getattr(class_built_by(node), "observes", False)]
-        observers = [name for name in observers if name != "progress"]
+        acting = {
+            name: node
+            for name, node in cfg.callbacks.items()
+            if name == "progress" or not getattr(class_built_by(node), "observes", False)
+        }
         quiet = "json" in call.flags
         steps = result["steps"]
         again = replace(
@@ -65,9 +67,7 @@ def run(call: Call) -> int:
             resume=None,
             stop_at_step=None if cfg.steps is not None and steps >= cfg.steps else steps,
             stop_after_record=None if cfg.stop_after is None else str(folder / RECORD),
-            callbacks={
-                name: node for name, node in cfg.callbacks.items() if name == "progress" or name not in observers
-            },
+            callbacks=acting,
             logger={},
             sweep=SweepConfig(),
             report_page=False,

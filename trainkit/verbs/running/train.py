@@ -152,22 +152,20 @@ def _plan_within_budget(
     Raises:
         ConfigError: every problem of every plan, or the budget.
     """
-    from trainkit.config.values import seconds_of  # noqa: PLC0415
     from trainkit.run.estimates.outlook import outlook_of  # noqa: PLC0415
     from trainkit.run.planning.notes import plan_all_points  # noqa: PLC0415
-    from trainkit.sweeps.launching import budget_of  # noqa: PLC0415 - for sweeps only
+    from trainkit.sweeps.budget import Budget  # noqa: PLC0415 - for sweeps only
     from trainkit.sweeps.loop import Slots  # noqa: PLC0415
 
     cfg = points[0].cfg
     slots = Slots.here(cfg.sweep)
-    budget = budget_of(cfg, on_gpus=slots.on_gpus)
+    budget = Budget.of(cfg, on_gpus=slots.on_gpus)
     planned: list[tuple[float, float]] = []
     unknown = list[str]()
 
     def checked(plan: RunPlan, model: nn.Module) -> Sequence[Problem]:
         found, outlook = check(plan, model), outlook_of(plan, model)
-        seconds = None if plan.cfg.stop_after is None else seconds_of(plan.cfg.stop_after)
-        seconds = seconds if outlook.budget is None else outlook.budget.hours.middle * 3600
+        seconds = plan.stop_after_s if outlook.budget is None else outlook.budget.hours.middle * 3600
         if seconds is None:
             unknown.append(plan.cfg.name or "")
         else:
