@@ -22,6 +22,7 @@ import trainkit
 from tests.contract.running import run, weights
 from tests.support import reference, zoo
 from tests.support.refusing import refused
+from trainkit.adapters.average import AVERAGE, UPDATES, Ema, count_update
 from trainkit.config.schema import load_resolved
 from trainkit.errors import ConfigError
 from trainkit.run.folder.run_folder import RunFolder
@@ -245,8 +246,22 @@ def test_an_average_is_that_of_torch(tmp_path: Path, settings: tuple[str, ...], 
     torch.testing.assert_close(averages(result), expected, rtol=1e-7, atol=1e-9)
 
 
+def test_an_optimizer_whose_averages_another_one_counts_makes_its_first_step_as_ever() -> None:
+    weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer, plain = torch.optim.AdamW([weight]), torch.optim.AdamW([other])
+    Ema(decay=0.5).attach(optimizer)
+    count_update([optimizer], [weight])
+    weight.grad, other.grad = torch.ones(2), torch.ones(2)
+    optimizer.step()
+    plain.step()
+    slots = optimizer.state[weight]
+    assert slots.pop(UPDATES) == 2
+    torch.testing.assert_close(slots.pop(AVERAGE), (1 + other.detach()) / 2)
+    torch.testing.assert_close(slots, plain.state[other], rtol=0, atol=0)
+
+
 @pytest.mark.slow
-def test_the_copy_that_counts_the_averages_updates_first_though_it_is_slow(
+def test_averages_count_though_the_copy_that_keeps_them_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed = AsyncCentralExecutor._computed
@@ -257,6 +272,12 @@ def test_the_copy_that_counts_the_averages_updates_first_though_it_is_slow(
 
     monkeypatch.setattr(AsyncCentralExecutor, "_computed", slow)
     test_an_average_is_that_of_torch(tmp_path, ASYNC, EMA, range(1, 8))
+    # the first update is that of the other copy: a single one, which has the slots of the first, finds averages alone
+    single = (*ASYNC[:2], "strategy.compute_devices=[cpu]", f"resume={tmp_path}/run/checkpoints/step_00000001")
+    resumed = run(tmp_path / "single", *AVERAGED, *single)
+    tensors = load(Path(resumed["last"])).tensors
+    assert int(tensors["optimizer/average_updates/0.weight"]) == 7
+    assert float(tensors["optimizer/step/0.weight"]) == 6
 
 
 @pytest.mark.slow

@@ -305,6 +305,16 @@ def test_each_threads_optimizer_continues_its_own_state(tmp_path: Path) -> None:
     assert min(counts) > 0
 
 
+def test_copies_that_start_from_one_state_have_slots_of_their_own() -> None:
+    case = replace(CENTRAL, optimizer="adamw", num_steps=2)
+    settings = {"compute_devices": ["cpu"] * 3, "mode": "async"}
+    executor = _Rank(None, replace(case, strategy="central_storage", settings=settings)).setup(0)
+    executor.load_state_dict(alone(case).state)
+    tensors = [tensor for key, tensor in executor.state_dict().items() if key.startswith("optimizer/")]
+    executor.close()
+    assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors) > 3
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_overflows_of_asynchronous_threads_lower_one_loss_scale(threads: int, pool: Pool) -> None:
     base = replace(CENTRAL, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1, initial_scale=2.0**24)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ AVERAGE: Final = "average"
 """Name of the slot that holds the average, in the shape of the parameter."""
 UPDATES: Final = "average_updates"
 """Name of the slot that holds the number of averaged updates of the parameter."""
+SLOTS: Final = frozenset({AVERAGE, UPDATES})
+"""Slots of averages: a parameter that other optimizers alone have updated has no others yet."""
 
 
 Mix = Callable[[list[Tensor], list[Tensor], int], None]
@@ -50,7 +52,9 @@ class Average(ABC):
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Average the parameters of an optimizer after its updates from now on."""
-        optimizer.register_step_post_hook(AfterStep(self))
+        hook = AfterStep(self)
+        optimizer.register_step_pre_hook(hook.set_aside)
+        optimizer.register_step_post_hook(hook)
 
 
 def count_update(optimizers: Sequence[torch.optim.Optimizer], params: Iterable[Tensor]) -> None:
@@ -65,9 +69,9 @@ def count_update(optimizers: Sequence[torch.optim.Optimizer], params: Iterable[T
 
 def detach(optimizer: torch.optim.Optimizer) -> None:
     """Keep no averages by the updates of an optimizer: another one of the same parameters counts them."""
-    hooks = optimizer._optimizer_step_post_hooks  # noqa: SLF001 - has no public name
-    for key in [key for key, hook in hooks.items() if isinstance(hook, AfterStep)]:
-        del hooks[key]
+    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):  # noqa: SLF001
+        for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", hook), AfterStep)]:
+            del hooks[key]
 
 
 class AfterStep:
@@ -76,9 +80,22 @@ class AfterStep:
     def __init__(self, average: Average) -> None:
         self._first, self._every = max(average.start_step, 1), average.every_steps
         self._mix = average.mix()
+        self._aside: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def set_aside(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Empty slots that hold an average alone, until the step is over: torch's optimizers create theirs, in the
+        first step of a parameter, only where there are none.
+        """
+        for slots in optimizer.state.values():
+            if slots and slots.keys() <= SLOTS:
+                self._aside.append((slots, dict(slots)))
+                slots.clear()
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Average the parameters that `Optimizer.step` has updated: those with a gradient."""
+        for slots, averages in self._aside:
+            slots.update(averages)
+        self._aside.clear()
         members = (param for group in optimizer.param_groups for param in group["params"])
         self.update(optimizer, (param for param in members if param.grad is not None))
 

@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from trainkit.adapters.average import AVERAGE, UPDATES, count_update, detach
+from trainkit.adapters.average import SLOTS, count_update, detach
 from trainkit.cluster.tasks import Task
 from trainkit.data.reading.collate import to_device
 from trainkit.errors import Problem
@@ -48,7 +48,6 @@ from trainkit.strategies.core.step import ShardStep, apply_update
 from trainkit.strategies.core.synchronous import OneProcess, SynchronousExecutor, build_parts, make_stepper, set_rates
 from trainkit.strategies.groups.process_group import device_list_problems, device_problems, parse_device
 from trainkit.strategies.model_transforms.compiling import uncompiled
-from trainkit.strategies.tensor_shards import select
 from trainkit.strategies.tensors.layouts import FlatBuffer
 from trainkit.strategies.updates.scheduler import AsyncScheduler, PendingUpdate, WorkItem, settled
 
@@ -304,8 +303,6 @@ class AsyncCentralExecutor(Executor):
         self._lock = Lock()
         """Held while all variables are read or written, and while they are exchanged for their averages."""
         self._shows_averages = False
-        self._has_first = False
-        """Whether the first copy's optimizer, which counts the averages of all, has made an update of its own."""
 
     @property
     def local(self) -> LocalModel:
@@ -339,9 +336,8 @@ class AsyncCentralExecutor(Executor):
             if self._idle:
                 return StepOutcome(ticket.step, Status.handed_out, None, 0.0)
         self._variables.on_phase("reduce", ticket.step)  # the time in which the copies compute
-        own = [] if self._has_first else [future for future, item in self._running.items() if item.worker == "0"]
-        done, _ = wait(own or self._running, return_when=FIRST_COMPLETED)
-        first = next(future for future in own or self._running if future in done)
+        done, _ = wait(self._running, return_when=FIRST_COMPLETED)
+        first = next(future for future in self._running if future in done)
         item = self._running.pop(first)
         self._arrived[item.number] = found = first.result()
         self._scheduler.report(item.number, item.worker, found[2])
@@ -393,7 +389,6 @@ class AsyncCentralExecutor(Executor):
             found, norm = apply_update(variables, sums, work.divisor, rule, loss_sum=work.loss_sum)
             leaves_out = variables.numerics.leaves_out
             status, scale = settled(local.loss_scale, used, found, leaves_out=leaves_out)
-            self._has_first |= status is Status.applied and item.worker == "0"
             if status is Status.applied and item.worker != "0":
                 pairs = zip(variables.masters.values(), sums, strict=False)
                 count_update(self._steppers[0].optimizers, [param for param, grad in pairs if grad is not None])
@@ -426,10 +421,10 @@ class AsyncCentralExecutor(Executor):
         variables = self._variables
         variables.use_stepper(self._steppers[0])
         restore_replica(variables, state)
-        slots = select(state, lambda key: not key.startswith((f"optimizer/{AVERAGE}/", f"optimizer/{UPDATES}/")))
+        shared = [key for key in state if key.startswith("optimizer/") and key.split("/")[1] not in SLOTS]
         for place, stepper in enumerate(self._steppers[1:], start=1):
             own = {key.replace(f"@{place}/", "/", 1): state[key] for key in state if f"@{place}/" in key}
-            stepper.restore(variables.masters, own or slots)
+            stepper.restore(variables.masters, own or {key: state[key].clone() for key in shared})
         self._copies.refresh(frozen=True)
 
     def swap_averages(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as module
 
+from trainkit.adapters.average import SLOTS
 from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.strategies.base import NamedOptimizer
 from trainkit.strategies.tensors.layouts import in_layout
@@ -302,10 +303,13 @@ def restore_optimizer_state(
             saved.setdefault(name, {})[slot] = tensors[key]
     slots = {**fresh, **saved}
     state = optimizer.state_dict()
+    averages = {name: slots[name] for name in slots if slots[name].keys() <= SLOTS}  # load_state_dict needs others
     names = {id(param): name for name, param in params.items()}
     order = [names[id(param)] for group in optimizer.param_groups for param in group["params"]]
-    state["state"] = {place: slots[name] for place, name in enumerate(order) if name in slots}
-    optimizer.load_state_dict(state)
+    loaded = {place: slots[name] for place, name in enumerate(order) if name in slots and name not in averages}
+    optimizer.load_state_dict({**state, "state": loaded})
+    for name, own in averages.items():
+        optimizer.state[params[name]] = {slot: value.to(params[name].device) for slot, value in own.items()}
     for param, own in optimizer.state.items():  # load_state_dict casts to the dtype of the parameter, not to its layout
         for slot, value in own.items():
             kept = slots[names[id(param)]].get(slot)
