@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from tests.contract.checks import assert_bits, assert_close, assert_reference
+from tests.contract.checks import alone, assert_bits, assert_close, assert_reference
 from tests.contract.crossing import cross
 from tests.contract.running import run
 from tests.contract.stepping import Case, arguments_of, oracle, run_rank, train
 from tests.contract.test_updates import Words
-from tests.support import apart, reference
+from tests.support import apart, reference, zoo
 from tests.support.pool import Place, Pool
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.local_sgd import LocalSgd, OuterOptimizer
@@ -47,6 +48,17 @@ def by_hand(case: Case, averaging: apart.Averaging) -> dict[str, torch.Tensor]:
 def test_averaging_every_step_is_the_training_of_one_device_under_sgd(base: Case, replicas: int, pool: Pool) -> None:
     for rank in train(pool, local(base, replicas, average_every=1)):
         assert reference.differences(rank.weights, oracle(base)) == []
+
+
+def with_a_spare() -> nn.Module:
+    model = zoo.Net()
+    model.register_parameter("spare", nn.Parameter(torch.ones(3)))
+    return model
+
+
+def test_a_parameter_without_gradient_decays_as_little_as_on_one_device(pool: Pool) -> None:
+    case = replace(CLASSES, build=with_a_spare, optimizer="adamw")
+    assert_close(train(pool, local(case, 1, average_every=2)), alone(case))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

@@ -378,7 +378,7 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
             sums = list(work.run())
             self._agree_on_used(sums[: len(apart.params)])
             for place, param in enumerate(apart.trained):
-                if sums[place] is None and apart.used[place]:
+                if replica.exchanges and sums[place] is None and apart.used[place]:
                     sums[place] = torch.zeros_like(param, dtype=apart.precision.master_dtype)
             replica.on_phase("update", ticket.step)
             status, norm = apply_update(apart, sums, work.divisor, own.rule(ticket.step), loss_sum=work.loss_sum)
