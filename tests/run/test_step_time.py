@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.present import present
+from trainkit import api
 from trainkit.cli import main
 from trainkit.objectives.base import Loss
 from trainkit.objectives.classification import Classification
@@ -31,9 +32,11 @@ from trainkit.run.estimates.outlook import (
     step_time,
     update_work,
 )
+from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.session import account
 from trainkit.run.session.account import Figures, Mark, between, differences, line_of, peak_bytes, tcp_bytes
 from trainkit.strategies.base import Transfer
+from trainkit.trained.build import meta_model
 from trainkit.verbs.looking.schema import schema_of
 
 GPU = Hardware(
@@ -152,6 +155,20 @@ def test_after_20_steps_the_plan_and_the_measured_step_stand_side_by_side(
     assert found == [round(100 * (10**6 / size - 1), 1) for size in planned]
     rehearsed = trained(tmp_path / "rehearsed", "steps=21", "hardware=h100_sxm", "quiet=true")
     assert rehearsed["measured"]["per_cent"]["step_s"] is None, "a processor is not held against the plan of a GPU"
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "fsdp"])
+def test_a_run_that_has_lost_a_rank_is_held_against_the_plan_of_those_that_run(strategy: str) -> None:
+    def planned(replicas: int) -> RunPlan:
+        ranks = (f"strategy={strategy}", f"strategy.replicas={replicas}")
+        return make_plan(api.compose(["recipe=digits", *ranks, "batch.micro_size=8"]).cfg)
+
+    three, two = planned(3), planned(2)
+    model = meta_model(two.cfg)
+    left, expected = outlook.outlook_of(account.of_ranks(three, 2), model), outlook.outlook_of(two, model)
+    assert (left.document(), left.memory.document()) == (expected.document(), expected.memory.document())
+    assert left.document() != outlook.outlook_of(three, model).document()
+    assert account.of_ranks(three, 3) is three
 
 
 def test_an_error_of_the_plan_is_recorded_and_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

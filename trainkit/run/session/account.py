@@ -22,7 +22,7 @@ from trainkit.cluster.host import peak_resident_bytes
 from trainkit.cluster.tasks import Identity
 from trainkit.errors import StorageError, TrainingError
 from trainkit.files import naming, num_bytes, write_json_atomically
-from trainkit.run.planning.plan import RunPlan
+from trainkit.run.planning.plan import RunPlan, imagined_launch
 from trainkit.run.session.evaluation import EvalRunner
 from trainkit.strategies.base import LocalModel, PhaseListener
 from trainkit.trained.build import build_without_data
@@ -56,7 +56,7 @@ class Account:
     """
 
     def __init__(self, plan: RunPlan, identity: Identity) -> None:
-        self._plan, self._before = plan, peak_resident_bytes()
+        self._plan, self._num_ranks, self._before = plan, identity.num_ranks, peak_resident_bytes()
         weighing = plan.components.weighing
         counts_targets = weighing.per_sample != 1.0 and weighing.planned != 1.0
         self._instruments = Instruments(torch.device(identity.task.device), counts_targets=counts_targets)
@@ -132,7 +132,7 @@ class Account:
         from trainkit.run.estimates.hardware import hardware_under  # noqa: PLC0415 - a short run plans nothing
         from trainkit.run.estimates.outlook import outlook_of  # noqa: PLC0415 - a short run plans nothing
 
-        plan, run = self._plan, self._run
+        plan, run = of_ranks(self._plan, self._num_ranks), self._run
         model = build_without_data(plan.cfg)
         if model is None:  # a second model with data may not fit in addition to the trained one
             raise TrainingError("the model cannot be built without data")
@@ -193,6 +193,15 @@ class Figures:
     """Seconds of a step."""
     bytes_a_step: float | None = None
     """Bytes that rank 0 sends and receives in a step."""
+
+
+def of_ranks(plan: RunPlan, num_ranks: int) -> RunPlan:
+    """Return the plan of the ranks that run: after a loss, an elastic run continues with fewer than planned."""
+    if num_ranks >= len(plan.training_tasks):
+        return plan
+    context = replace(plan.context, launch=imagined_launch(1, num_ranks))
+    num_replicas = plan.components.strategy.num_replicas(context)
+    return replace(plan, tasks=plan.tasks[:num_ranks], num_replicas=num_replicas, context=context)
 
 
 def evaluation_misfit(plan: RunPlan, model: nn.Module, memory: DeviceMemory, hardware: Hardware) -> str | None:
