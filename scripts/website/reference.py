@@ -16,7 +16,8 @@ import trainkit
 from trainkit import cli, errors
 from trainkit.config.described.run_schema import config_schema
 from trainkit.config.schema import GROUPS
-from trainkit.config.yaml_files import read_document, shipped_conf
+from trainkit.config.targets.choices import read_choice
+from trainkit.config.yaml_files import shipped_conf
 from trainkit.errors import yaml_text
 from trainkit.verbs.support.table import VERBS
 
@@ -94,7 +95,7 @@ def _choices() -> str:
 
 
 def _choice(group: str, file: Path, definitions: Mapping[str, Any]) -> Iterator[str]:
-    values = read_document(file).values
+    values = read_choice(file).values
     found = definitions.get(str(values.get("_target_")))
     if found is None:
         yield _block(file.read_text())

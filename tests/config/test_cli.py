@@ -72,7 +72,8 @@ def test_ls_lists_groups_choices_and_a_choice(capsys: pytest.CaptureFixture[str]
     assert main(["ls", "schedule"]) == 0
     assert "linear               A straight line from the peak to end\n" in capsys.readouterr().out
     assert main(["ls", "schedule", "linear"]) == 0
-    assert "_target_: trainkit.schedules.Linear\nend: 0.0\n" in capsys.readouterr().out
+    told = "_target_: trainkit.schedules.Linear\n# Defaults of trainkit.schedules.Linear\nend: 0.0\n"
+    assert told in capsys.readouterr().out
 
 
 def test_ls_goes_on_past_a_broken_file(write_conf: Write, capsys: pytest.CaptureFixture[str]) -> None:

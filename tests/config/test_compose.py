@@ -77,7 +77,8 @@ def test_the_origin_of_a_key_is_the_line_that_set_it(with_recipe: Callable[..., 
     assert composed.origin("batch.micro_size").where == f"{tmp_path}/conf/recipe/mine.yaml:7"
     assert compose(["recipe=null"]).origin("epochs").where.endswith("conf/config.yaml:22")
     assert composed.origin("seed").where == "default"
-    assert composed.origin("model.dropout").where.endswith("conf/model/mlp.yaml:7")
+    assert composed.origin("model.out_features").where.endswith("conf/model/mlp.yaml:5")
+    assert composed.origin("model.dropout").where == "default of trainkit.models.Mlp"
 
 
 def test_a_swapped_choice_takes_along_what_the_recipe_set_in_its_group(with_recipe: Callable[..., Composition]) -> None:

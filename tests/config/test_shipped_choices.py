@@ -1,4 +1,4 @@
-"""A shipped YAML or recipe that lacks a key of its class, or holds another default than it, is caught here alone.
+"""A shipped YAML that repeats a default of its class, or a default that is misread, is caught here alone.
 
 The public names of trainkit's classes: what a config may name, wherever the code is.
 A recipe that no longer composes, or whose numbers depend on how a step is cut, is caught here alone.
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,9 +21,11 @@ from trainkit.cli import main
 from trainkit.config.check import checked
 from trainkit.config.compose import compose
 from trainkit.config.composition import lookup
+from trainkit.config.described.key_facts import default_of
 from trainkit.config.schema import GROUPS, RunConfig
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, resolve_target, signature_of
+from trainkit.config.targets.choices import read_choice
 from trainkit.config.values import leaves
 from trainkit.config.yaml_files import read_document, shipped_conf, shipped_recipes
 from trainkit.errors import ConfigError
@@ -36,20 +36,18 @@ NEEDED = {"resnet50_imagenet": ("data.path=/somewhere",)}
 """What a recipe cannot know."""
 
 
-def unlike_its_class(group: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """The keys that a choice lacks, and those that its class does not take."""
-    signature = signature_of(resolve_target(values[TARGET]))
-    keys = {*signature.keys} - {*INJECTED.get(group, ())}
-    listed = {*values} - {TARGET, *GROUP_KEYS.get(group, ())}
-    yield from listed - keys if signature.takes_more else listed ^ keys
-
-
-def test_every_copy_of_a_default_is_that_of_its_class() -> None:
+def test_a_choice_has_every_key_of_its_class_and_repeats_no_default() -> None:
     for file in CHOICES:
-        document, group = read_document(file), file.parent.name
+        choice, written, group = read_choice(file), read_document(file).values, file.parent.name
         assert group in GROUPS, file
-        assert document.description, file
-        assert TARGET not in document.values or [*unlike_its_class(group, document.values)] == [], file
+        assert choice.description, file
+        kind = resolve_target(written[TARGET]) if TARGET in written else dict
+        usual = {key: default_of(kind, key) for key in signature_of(kind).keys if key not in INJECTED.get(group, ())}
+        assert {*choice.values} - {TARGET, *GROUP_KEYS.get(group, ())} == usual.keys(), file
+        assert [key for key in choice.of_class if repr(choice.values[key]) != repr(usual[key])] == [], file
+        own = written.keys() & usual.keys() - written.get("source", {}).keys()  # a figure stands beside its source
+        of_torch = str(written.get(TARGET)).startswith("torch.")
+        assert of_torch or [key for key in own if written[key] == usual[key]] == [], file
     for path, value in leaves(read_document(shipped_conf() / "config.yaml").values):
         assert path[0] == "hydra" or lookup(RunConfig().to_dict(), path) != value, path
 

@@ -22,10 +22,11 @@ from tests.config.conftest import Write
 from trainkit.cli import main
 from trainkit.config.annotations import misfit, schema_of
 from trainkit.config.compose import compose
-from trainkit.config.described.key_facts import REQUIRED, facts_of
+from trainkit.config.described.key_facts import facts_of
 from trainkit.config.described.run_schema import config_schema
 from trainkit.config.schema import RunConfig, hints_of
 from trainkit.config.targets.allowed import allow_packages
+from trainkit.config.targets.choices import REQUIRED
 from trainkit.config.yaml_files import _Loader, shipped_conf, shipped_recipes, shipped_template
 from trainkit.fields import at_least
 

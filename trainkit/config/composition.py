@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,23 @@ class ConfigFile:
     document: Document
     shipped: bool
     """Whether the file is shipped with trainkit."""
+
+    def origin(self, path: KeyPath, rank: int) -> Origin:
+        """Return where the file sets a key: its line, or the class of the choice; `rank`: its place in precedence."""
+        inner, document = path[len(self.package) :], self.document
+        where, line = shown(document.file), document.lines.get(inner)
+        if inner[:1] and inner[0] in document.of_class:
+            where = f"default of {document.values['_target_']}"
+        elif line:
+            where = f"{where}:{line}"
+        return Origin(level=self.level, where=where, file_rank=rank, shipped=self.shipped)
+
+
+def shown(file: Path) -> str:
+    """Return the shortest form of a file's path: relative if it is below the current folder."""
+    with contextlib.suppress(ValueError):
+        return str(file.relative_to(Path.cwd()))
+    return str(file)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,8 @@ class Document:
     """The line of each item of the defaults list."""
     package: str | None = None
     """The package given by the header `# @package X`: the path at which the content is merged."""
+    of_class: frozenset[str] = frozenset()
+    """Keys of `values` that the class of the choice gives, not the file (`trainkit.config.targets.choices`)."""
 
     @property
     def description(self) -> str:

@@ -309,7 +309,7 @@ def _no_target(check: NodeCheck, path: KeyPath, node: Any) -> Iterator[Problem]:
 
 
 def _keys_of_shipped(check: NodeCheck, path: KeyPath, node: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield unknown keys of a shipped choice, whose YAML lists every key that its class takes."""
+    """Yield unknown keys of a shipped choice, which has every key that its class takes."""
     composition = check.composition
     file = next((one for one in composition.files if one.package == path and one.group == path[0]), None)
     if file is None or not file.shipped or lookup(file.document.values, (TARGET,)) != node.get(TARGET):
@@ -320,7 +320,7 @@ def _keys_of_shipped(check: NodeCheck, path: KeyPath, node: Mapping[str, Any]) -
             yield composition.problem(
                 (*path, name), "is set by trainkit: it is not a key of the config.", show_value=False
             )
-        elif name not in known and not check.takes_more(file):
+        elif name not in known:
             yield check.unknown(path, name, file.name, known)
 
 

@@ -123,8 +123,7 @@ def _left_out(composition: Composition, impossible: Sequence[Problem]) -> Compos
 def _value_below(composition: Composition, path: KeyPath) -> tuple[Any, Origin] | None:
     """Return the value of a key, and its origin, that the files below the recipe set; None if they set none."""
     for rank, file, value in composition.set_below_recipe(path):
-        where = f"{file.document.file}:{file.document.lines.get(path[len(file.package) :], 1)}"
-        return copy.deepcopy(value), Origin(level=file.level, where=where, file_rank=rank, shipped=file.shipped)
+        return copy.deepcopy(value), file.origin(path, rank)
     above = lookup(RunConfig().to_dict(), path[:-1]) if path[0] not in GROUPS else {}
     return (above[path[-1]], DEFAULT) if isinstance(above, dict) and path[-1] in above else None
 

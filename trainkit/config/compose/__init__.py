@@ -54,6 +54,7 @@ from trainkit.config.composition import (
     is_path_key,
     lookup,
     path_of,
+    shown,
     variable_in,
 )
 from trainkit.config.door import advice, own_folder
@@ -62,8 +63,9 @@ from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.secrets import dereferenced, import_marks, reference_paths, remember_secrets, texts_in
 from trainkit.config.targets.allowed import TARGET, allow_packages, refuse_packages
 from trainkit.config.targets.build import resolve_target, signature_of
+from trainkit.config.targets.choices import read_choice
 from trainkit.config.values import closest, expanded, leaves, plain
-from trainkit.config.yaml_files import Document, is_choice_path, read_document, shipped_conf, shipped_recipes
+from trainkit.config.yaml_files import Document, is_choice_path, shipped_conf, shipped_recipes
 from trainkit.errors import ConfigError, Problem, first_line, refuse
 from trainkit.redaction import REDACTED, redacted_argument, remember
 
@@ -124,7 +126,7 @@ class Repository(CachingConfigRepository):
 
     def _document(self, config_path: str) -> Document | None:
         if (file := self.file_of(config_path)) is not None:
-            return read_document(file)
+            return read_choice(file)
         if (found := self.delegate.load_config(config_path)) is None:
             return None
         values: Any = OmegaConf.to_container(found.config, resolve=False)
@@ -364,13 +366,6 @@ def _unresolved(error: Exception) -> str:
     return f"cannot be resolved: {text.rstrip('.')}."
 
 
-def shown(file: Path) -> str:
-    """Return the shortest form of a file's path: relative if it is below the current folder."""
-    with contextlib.suppress(ValueError):
-        return str(file.relative_to(Path.cwd()))
-    return str(file)
-
-
 _PAIRS: Final[tuple[tuple[KeyPath, KeyPath], ...]] = (
     (("epochs",), ("steps",)),
     (("warmup", "epochs"), ("warmup", "steps")),
@@ -448,7 +443,7 @@ def foreign_keys(composition: Composition) -> set[str]:
             continue
         folders = (*composition.config_dirs, shipped_conf())
         others = [other for folder in folders for other in sorted((folder / path[0]).glob("*.yaml"))]
-        if any(path[1] in read_document(other).values for other in others) and not _takes(composition, file, path[1]):
+        if any(path[1] in read_choice(other).values for other in others) and not _takes(composition, file, path[1]):
             found.add(dotted(path))
     return found
 
@@ -457,7 +452,7 @@ def _takes(composition: Composition, file: ConfigFile, key: str) -> bool:
     """Return whether the class of a group takes a key that the file of its choice leaves out."""
     target = lookup(composition.values, (*file.package, TARGET))
     if not isinstance(target, str) or (file.shipped and target == file.document.values.get(TARGET)):
-        return False  # files of shipped choices list every key
+        return False  # a shipped choice has every key of its class
     try:
         with allow_packages(composition.packages):
             signature = signature_of(resolve_target(target))
@@ -568,11 +563,9 @@ class CompositionBuilder:
             swapped: groups whose choice in files of its level was replaced from above -> the text of the note.
         """
         chosen = {group: set(lookup(self.tree.values, (group,)) or ()) for group in LIST_GROUPS}
-        whole = Origin(level=file.level, where=shown(file.document.file), file_rank=rank, shipped=file.shipped)
 
         def origin(path: KeyPath) -> Origin:
-            line = file.document.lines.get(path[len(file.package) :])
-            return replace(whole, where=f"{whole.where}:{line}") if line else whole
+            return file.origin(path, rank)
 
         for name, value in file.document.values.items():
             path = (*file.package, str(name))
@@ -589,7 +582,7 @@ class CompositionBuilder:
                 what = f"the keys that the {file.level.name} set in {path[0]} are dropped with it ({keys})"
                 self.notes.append(f"{swapped[path[0]]}: {what}")
         if not file.document.values and file.package and file.level == Level.choice:
-            self.tree.put(file.package, {}, whole)
+            self.tree.put(file.package, {}, origin)
 
     def _complete(self, choices: Mapping[str, Any]) -> None:
         """Add the name, the recipe and a node for every group; expand `~` in paths."""

@@ -17,13 +17,12 @@ from trainkit.config.optimizers import OWN_KEYS, optimizer_node
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
 from trainkit.config.targets.build import resolve_target, signature_of
+from trainkit.config.targets.choices import REQUIRED
 from trainkit.config.targets.kinds import ANY_KIND, PLACES, Expected
 from trainkit.config.values import plain
 from trainkit.errors import ConfigError
 from trainkit.fields import Tag, Unit, limits_in
 
-REQUIRED: Final = "???"
-"""The default, in a YAML file, of a key that the user must give."""
 GROUP_KEY_DOCS: Final[Mapping[str, tuple[Any, str]]] = {
     TARGET: (str, "The class or function that this node builds, package.module.Name."),
     "groups": (

@@ -7,7 +7,7 @@ required in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,6 @@ from trainkit.config.composition import Composition
 from trainkit.config.described.key_facts import (
     GROUP_KEY_DOCS,
     NO_UNIT,
-    REQUIRED,
     default_of,
     plain_value,
     target_of,
@@ -32,11 +31,11 @@ from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, signature_of
 from trainkit.config.targets.checks import OtherChoices
+from trainkit.config.targets.choices import REQUIRED
 from trainkit.config.targets.kinds import PLACES
 from trainkit.config.values import plain
 from trainkit.config.yaml_files import Document, read_document, shipped_conf, shipped_recipes
 from trainkit.errors import yaml_text
-from trainkit.files import read_text
 
 VERSION: Final = 1
 _REFERENCE: Final = r"\$\{.+\}|^\?\?\?$"
@@ -226,8 +225,8 @@ class _ConfigSchema:
         extra = [name for name in GROUP_KEYS.get(group, ()) if name not in properties]
         properties |= {name: self._groups(properties) if name == "groups" else _group_key(name) for name in extra}
         properties["defaults"] = {"$ref": "#/$defs/defaults"}
-        more = signature.takes_more or "# @takes more" in "".join(_head(choice.document.file))
         described = choice.document.description or summary(kind)
+        more = signature.takes_more
         return {"type": "object", "description": described, "properties": properties, "additionalProperties": more}
 
     def _shared_default(self, choice: _Choice, name: str, default: Any) -> Any:
@@ -338,8 +337,3 @@ def _with_references(schema: Any) -> Any:
     if kinds and not {"object", "array", "string"} & set(kinds):
         return {**inner, "type": [*kinds, "string"], "pattern": _REFERENCE}
     return {"anyOf": [inner, _REFERENCE_REF]}
-
-
-def _head(file: Path) -> Iterator[str]:
-    """Yield the comments of a file."""
-    yield from (line for line in read_text(file, follow=True).splitlines() if line.startswith("#"))

@@ -8,7 +8,7 @@ from dataclasses import is_dataclass, replace
 from typing import Any, Final
 
 from trainkit.config.annotations import misfit
-from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted, lookup
+from trainkit.config.composition import Composition, KeyPath, dotted, lookup
 from trainkit.config.secrets import dereferenced
 from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
 from trainkit.config.targets.build import (
@@ -21,9 +21,10 @@ from trainkit.config.targets.build import (
     resolve_target,
     signature_of,
 )
+from trainkit.config.targets.choices import read_choice
 from trainkit.config.targets.kinds import ANY_KIND, PLACES, Expected, expected_by
 from trainkit.config.values import closest, plain
-from trainkit.config.yaml_files import Document, read_document, shipped_conf
+from trainkit.config.yaml_files import Document, shipped_conf
 from trainkit.errors import ConfigError, Problem, UnknownKey
 from trainkit.fields import reads_in
 
@@ -82,16 +83,11 @@ class OtherChoices:
                     if file.stem in found:
                         continue
                     try:
-                        found[file.stem] = read_document(file)
+                        found[file.stem] = read_choice(file)
                     except ConfigError:
                         continue
             self._documents[group] = found
         return self._documents[group]
-
-    def takes_more(self, file: ConfigFile) -> bool:
-        """Return whether the file of a choice declares that its class takes further keys: `# @takes more`."""
-        text = file.document.file.read_text(encoding="utf-8") if file.document.file.is_file() else ""
-        return "# @takes more" in text
 
     def unknown(self, path: KeyPath, name: str, choice: str, known: Iterable[str]) -> Problem:
         """Return the problem of an unknown key, with the choices that have this key or the closest known key."""

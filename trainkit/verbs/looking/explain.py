@@ -13,9 +13,10 @@ from trainkit.config.check import NEEDS_VALUE, check_names_first
 from trainkit.config.check.recipe_keys import fitted
 from trainkit.config.compose import compose
 from trainkit.config.composition import Composition, KeyPath, dotted, lookup
-from trainkit.config.described.key_facts import REQUIRED, facts_of
+from trainkit.config.described.key_facts import facts_of
 from trainkit.config.grammar import refusal
 from trainkit.config.secrets import redacted, secret_keys
+from trainkit.config.targets.choices import REQUIRED
 from trainkit.config.values import leaves, nearest
 from trainkit.errors import refuse, yaml_text
 from trainkit.fields import Tag

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.config.grammar import refusal
 from trainkit.config.targets.allowed import TARGET
+from trainkit.config.targets.choices import read_choice
 from trainkit.config.values import nearest
 from trainkit.config.yaml_files import Document, read_document, shipped_conf, shipped_recipes, shown_text
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, yaml_text
 from trainkit.report.numbers import compact, count
 from trainkit.report.tables import row_lines
 from trainkit.run.folder.run_folder import RunFolder
@@ -52,7 +53,10 @@ def run(call: Call) -> int:
     name = call.arguments[1]
     if name not in choices:
         raise refusal(f"{group}={name}", f"no such choice. {nearest(name, choices)}")
-    text = shown_text(choices[name], group)
+    choice, text = read_choice(choices[name].file), shown_text(choices[name], group)
+    if choice.of_class:
+        lines = (f"{key}: {yaml_text(value)}\n" for key, value in choice.values.items() if key in choice.of_class)
+        text += f"# Defaults of {choice.values[TARGET]}\n{''.join(lines)}"
     call.show(_listing({group: {name: choices[name]}}, text), [text.removesuffix("\n")])
     return 0
 
