@@ -30,6 +30,7 @@ from trainkit.data.reading.loader import EvalBatches, Loader, Source
 from trainkit.data.sets.json_lines import JsonLines
 from trainkit.errors import ConfigError, DataError, MissingExtraError
 from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket, shards_of_rank
+from trainkit.numerics.randomness import sample_key
 
 
 @pytest.mark.parametrize(("dataset", "settings"), PATHS)
@@ -293,6 +294,20 @@ class Gathered:
 def states() -> tuple[Any, ...]:
     numpys: Any = np.random.get_state()  # noqa: NPY002
     return torch.default_generator.get_state().tolist(), random.getstate(), numpys[1].tolist()
+
+
+class OneNoisy(Squares):
+    """Only sample 8 draws."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, float]:
+        return torch.zeros(1), torch.rand(1).item() if index == 8 else float(index)
+
+
+def test_a_draw_in_the_last_of_some_batches_that_are_read_together_is_that_of_its_sample() -> None:
+    loader = make_loader(OneNoisy(9), shuffle=False, micro_size=4)
+    *exact, (drawn,) = [loader.fetch(Ticket(step, (0,)))[0][1].tolist() for step in range(3)]
+    assert exact == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]
+    assert drawn == torch.rand(1, generator=torch.Generator().manual_seed(sample_key(7, 0, 8))).item()
 
 
 def read(dataset: Any, *, steps: range = range(3), **settings: Any) -> list[Any]:

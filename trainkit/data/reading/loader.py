@@ -56,7 +56,8 @@ class Reader(Dataset[Any]):
 
     Seeding torch, `random` and NumPy for every sample costs 6 microseconds, more than many a `__getitem__`. So a batch
     is first read without seeding; if none of the three generators has advanced at its end, nothing in it was random and
-    the batch is valid. Otherwise it is read again, sample by sample with their keys, as are all later batches.
+    the batch is valid. Otherwise it is read again, sample by sample with their keys, as are all later batches. With
+    `is_watched` the caller compares the generators once for several batches without a collate, which is seeded.
     Generators that a dataset owns cannot be keyed: it must draw from one of these three. In the training process, call
     a reader inside of `Untouched`, which restores the generators of the training.
 
@@ -69,8 +70,10 @@ class Reader(Dataset[Any]):
         True
     """
 
-    def __init__(self, dataset: Any, *, seed: int, collate: CollateFunction | None = None) -> None:
-        self._dataset, self._seed, self._collate = dataset, seed, collate
+    def __init__(
+        self, dataset: Any, *, seed: int, collate: CollateFunction | None = None, is_watched: bool = False
+    ) -> None:
+        self._dataset, self._seed, self._collate, self.is_watched = dataset, seed, collate, is_watched
         self._many = getattr(dataset, "__getitems__", None)
         self.draws = False
         """Whether a sample has drawn random numbers."""
@@ -114,6 +117,8 @@ class Reader(Dataset[Any]):
 
     def _samples(self, epoch: int, indices: Sequence[int], keys: Sequence[int]) -> Sequence[Any]:
         if not self.draws:
+            if self.is_watched:
+                return self._unkeyed(indices)
             samples, self.draws = watched(lambda: self._unkeyed(indices))
             if not self.draws:
                 return samples
@@ -319,14 +324,15 @@ class Source:
         self._move = mover_to(device, pins=settings.pin_memory is not False) if moves else as_it_is
         self._widened = as_it_is if widened is None else widened
         self._widens_first = moves and device.type not in _TAKES_STORED
-        reader = Reader(read, seed=reading.seed, collate=hooks.collate)
+        make_reader = partial(Reader, read, seed=reading.seed, collate=hooks.collate)
         by_workers = gather is None and stream is None and settings.num_processes > 0
-        self._here: Callable[[Iterator[Request]], Generator[Any]] = partial(_in_bursts, reader)
+        one_by_one = make_reader(is_watched=hooks.collate is None)
+        self._here: Callable[[Iterator[Request]], Generator[Any]] = partial(_in_bursts, one_by_one)
         if stream is not None:
             self._here = stream.ahead
         elif gather is not None:
             self._here = partial(_gathered, gather, home)
-        self.ahead = partial(read_by_workers, reader, reading) if by_workers else self._here
+        self.ahead = partial(read_by_workers, make_reader(), reading) if by_workers else self._here
         """Function that yields the batch of each request, read ahead; worker processes end with its generator."""
         self.calls_own_code = not by_workers and arrays is None
         """Whether reading calls code of the dataset, or of the user, in this process."""
@@ -355,9 +361,10 @@ def _in_bursts(reader: Reader, requests: Iterator[Request]) -> Generator[Any]:
     cost once per burst. An error is raised at the request that caused it.
     """
     for first in requests:
-        started, batches, most = perf_counter(), list[Any](), 1
+        started, asked, batches, most = perf_counter(), list[Request](), list[Any](), 1
         with Untouched(seed=0):
             for request in chain([first], requests):
+                asked.append(request)
                 batches.append(reader[request])
                 if len(batches) == 1:
                     leaves = [leaf for leaf in tree_leaves(batches[0]) if isinstance(leaf, Tensor)]
@@ -366,6 +373,9 @@ def _in_bursts(reader: Reader, requests: Iterator[Request]) -> Generator[Any]:
                 failed = isinstance(batches[-1], DataError)
                 if failed or len(batches) >= most or perf_counter() - started > _BURST_S:
                     break
+            if reader.is_watched and not reader.draws and _drawn() != _first_drawn():
+                reader.draws = True
+                batches = [reader[request] for request in asked]
         for batch in batches:
             if isinstance(batch, DataError):
                 raise batch

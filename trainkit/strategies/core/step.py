@@ -530,7 +530,9 @@ def apply_update(
     if divisor.counted:
         counted = sums[-1]
         assert counted is not None
-        _scale(present, divisor.factor(counted).squeeze(0))
+        # where reading is free of a wait, a product with 1 is left out: 30 us of a small model's step of 400
+        if counted.device.type != "cpu" or counted.tolist() != [divisor.value]:
+            _scale(present, divisor.factor(counted).squeeze(0))
     scale, moves = replica.loss_scale, replica.loss_scale.moves
     if scale.scale != 1.0:
         torch._foreach_mul_(present, 1.0 / scale.scale)
