@@ -34,15 +34,17 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from benchmarks import compiling, memory, overhead, peers, report, scaling, startup, stepping
+from benchmarks import compiling, memory, overhead, peers, report, scaling, startup
 from benchmarks.pair import WORKLOADS
 
 README: Final = ROOT / "README.md"
 PEERS: Final = {"lightning": "Lightning", "accelerate": "Accelerate", "keras": "Keras", "tensorflow": "Keras"}
 OURS: Final = "trainkit"
 BASE: Final = "base"
-FLOOR: Final = "an eager step without any trainer"
-"""The fastest loop: what a ratio of a small model comes to at least on this processor."""
+FLOOR: Final = compiling.FLOOR
+"""What a ratio of a small model comes to at least on this processor, unless the step is compiled."""
+PLAIN: Final = "two plain loops without exchange, each with half of a batch"
+"""The most that two processes reach on this machine."""
 
 Contender = Callable[[], float]
 """Measures once, in the unit of its row."""
@@ -61,8 +63,6 @@ class Row:
     """The base, trainkit, and the others, by the same base."""
     inverse: bool = False
     """Whether a ratio is that of speeds: the base's time over the contender's."""
-    own_base: Mapping[str, str] | None = None
-    """Contender -> its own base, where that is not `base`."""
     rounds: int | None = None
     """Rounds at most, for figures that hardly vary."""
 
@@ -80,11 +80,11 @@ def rows(*, quick: bool) -> list[Row]:
     return [
         Row(
             key="in_memory", what="time of a step, digits MLP, dataset in memory", by=loop,
-            contenders={BASE: by_hand, OURS: in_memory, **stepping, FLOOR: partial(peers.fused_floor, epochs)},
+            contenders={BASE: by_hand, OURS: in_memory, **stepping, FLOOR: partial(overhead.floor, epochs)},
         ),
         Row(
             key="map_style", what="the same with a map-style dataset", by=loop,
-            contenders={BASE: by_hand, OURS: map_style, FLOOR: partial(peers.fused_floor, epochs, one_by_one=True)},
+            contenders={BASE: by_hand, OURS: map_style, FLOOR: partial(overhead.floor, epochs, one_by_one=True)},
         ),
         *(_compiled(key, quick=quick) for key in ("digits", "convnet", "gpt")),
         Row(
@@ -105,29 +105,31 @@ def _compiled(key: str, *, quick: bool) -> Row:
     """Return the row of an eager and a compiled step on one thread, in processor time."""
     turns, last = (3, 2, 1) if quick else None, ", channels_last" if key == "convnet" else ""
     named = {BASE: compiling.BY_HAND, OURS: f"{compiling.EAGER}{last}", "trainkit compiled": f"compile.mode=step{last}"}
+    if key == "digits":
+        named[FLOOR] = FLOOR
     if key == "gpt":
         named["trainkit in bf16_mixed"] = compiling.BF16
-    title = stepping.RECIPES[key].title
+    title = {"digits": "digits MLP", "convnet": f"a small convnet{last}", "gpt": "a small GPT"}[key]
     return Row(
-        key=f"step_{key}", what=f"processor time of a step, {title}{last}", by="a hand-written loop",
+        key=f"step_{key}", what=f"processor time of a step, {title}", by="a hand-written loop",
         contenders={name: partial(compiling.apart, key, one, turns) for name, one in named.items()},
     )  # fmt: skip
 
 
 def _two_processes(key: str, what: str, *, quick: bool) -> Row:
-    """Return the row of the speed of two processes; that of DDP is divided by its own loop."""
+    """Return the row of the speed of two processes, and of the most that this machine gives them."""
     workload = WORKLOADS[key]
     steps = 3 * workload.window if quick else workload.steps
     measures: dict[str, scaling.Measure] = {
-        BASE: scaling.trainkit("strategy=one_device"),
+        BASE: scaling.peer("by_hand", 1),
         OURS: scaling.trainkit("strategy=mirrored", "strategy.replicas=2"),
-        "its own loop": scaling.peer("by_hand", 1),
+        "one process of trainkit": scaling.trainkit("strategy=one_device"),
         "DDP": scaling.peer("ddp", 2),
+        PLAIN: scaling.peer("by_hand", 2),
     }
     return Row(
-        key=f"two_{key}", what=f"speed of two processes, {what}", by="one process of trainkit",
-        contenders={name: partial(one, workload, steps) for name, one in measures.items()},
-        inverse=True, own_base={"DDP": "its own loop"},
+        key=f"two_{key}", what=f"speed of two processes, {what}", by="a plain loop in one process",
+        contenders={name: partial(one, workload, steps) for name, one in measures.items()}, inverse=True,
     )  # fmt: skip
 
 
@@ -149,22 +151,16 @@ def ratios(row: Row, taken: Mapping[str, Sequence[float]]) -> dict[str, list[flo
         >>> ratios(row, {"base": [2.0, 4.0], "trainkit": [1.0, 1.0]})
         {'trainkit': [2.0, 4.0]}
     """
-    bases = {BASE, *(row.own_base or {}).values()}
-    found = {}
-    for name, own in taken.items():
-        if name not in bases:
-            base = taken[(row.own_base or {}).get(name, BASE)]
-            found[name] = [b / a if row.inverse else a / b for a, b in zip(own, base, strict=True)]
-    return found
+    return {
+        name: [b / a if row.inverse else a / b for a, b in zip(own, taken[BASE], strict=True)]
+        for name, own in taken.items()
+        if name != BASE
+    }
 
 
 def cells(row: Row, found: Mapping[str, Sequence[float]], command: str) -> list[str]:
     """Return the cells of a row of README."""
-    others = ", ".join(
-        f"{name}{', over its own loop' if name in (row.own_base or {}) else ''} {statistics.median(one):.2f}"
-        for name, one in found.items()
-        if name != OURS
-    )
+    others = ", ".join(f"{name} {statistics.median(one):.2f}" for name, one in found.items() if name != OURS)
     day = datetime.now(tz=UTC).date().isoformat()
     return [row.what, row.by, f"{statistics.median(found[OURS]):.2f}", others, f"{command}, {day}"]
 
@@ -188,9 +184,9 @@ def rewritten(text: str, measured: Sequence[Sequence[str]], *, absent: str) -> s
     """
     before, _, rest = text.partition(_HEAD)
     table, _, after = rest.partition("\n\n")
-    subjects = {one[0] for one in measured}
-    kept = [line for line in table.splitlines() if line.split("|")[1].strip() not in subjects]
-    lines = [f"| {' | '.join(one)} |" for one in measured] + kept
+    written = {one[0]: f"| {' | '.join(one)} |" for one in measured}
+    kept = [written.pop(line.split("|")[1].strip(), line) for line in table.splitlines()]
+    lines = [*written.values(), *kept]
     after = re.sub(r"\ANot installed.*?\n\n", "", after, flags=re.DOTALL)
     return f"{before}{_HEAD}" + "\n".join(lines) + "\n\n" + (f"{absent}\n\n" if absent else "") + after
 
@@ -222,8 +218,8 @@ def main() -> None:
     head = ["what", "divided by", "trainkit", "others, by the same", "command, day"]
     body = report.table(head, table) + f"\n\n{absent}\n\n" + report.table(["row", "", "figure", "ratio"], details)
     took = f"{(time.monotonic() - begun) / 60:.0f} minutes, load {os.getloadavg()[0]:.1f} at the end."
+    print(f"{body}\n\n{took}")
     if options.quick:
-        print(f"{body}\n\n{took} Nothing was written.")
         return
     if options.only is None:
         report.write("all", "Every figure of README's table", command.strip("`"), f"{body}\n\n{took}")

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from benchmarks import report
-from benchmarks.stepping import RECIPES, plain_loop, trainkit_loop
+from benchmarks.stepping import RECIPES, floor_loop, plain_loop, trainkit_loop
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.model_transforms import ModelTransforms
 
@@ -37,6 +37,7 @@ Turns = tuple[int, int, int]
 TURNS: Mapping[str, Turns] = {"digits": (300, 10, 200), "convnet": (18, 12, 2), "gpt": (6, 9, 2)}
 """Steps before the first that counts; turns, and steps of a turn."""
 BY_HAND = "hand-written loop"
+FLOOR = "an eager step without any trainer"
 EAGER = "compile.mode=off"
 BF16 = "precision=bf16_mixed"
 TRANSFORMS: Mapping[str, ModelTransforms] = {
@@ -53,7 +54,7 @@ CHANNELS_LAST: Mapping[str, ModelTransforms] = {
 
 def contenders(key: str) -> list[str]:
     """Return the names of a recipe's trainings."""
-    return [BY_HAND, *TRANSFORMS, *(CHANNELS_LAST if key == "convnet" else ())]
+    return [BY_HAND, FLOOR, *TRANSFORMS, *(CHANNELS_LAST if key == "convnet" else ())]
 
 
 def apart(key: str, contender: str, turns: Turns | None = None) -> float:
@@ -67,8 +68,8 @@ def measured(key: str, contender: str, counts: Turns) -> float:
     """Return the seconds of processor time of a step in this process."""
     torch.set_num_threads(1)
     recipe, (before, turns, steps) = RECIPES[key], counts
-    if contender == BY_HAND:
-        step = plain_loop(recipe)
+    if contender in (BY_HAND, FLOOR):
+        step = plain_loop(recipe) if contender == BY_HAND else floor_loop(recipe)
     else:
         precision = Precision(value="bf16_mixed" if contender == BF16 else "fp32")
         step = trainkit_loop(recipe, {**TRANSFORMS, **CHANNELS_LAST}.get(contender, ModelTransforms()), precision)

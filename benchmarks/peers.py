@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from benchmarks import workload
@@ -47,7 +46,7 @@ def by_hand(epochs: int) -> float:
                 functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
 
-    return _timed(train, epochs)
+    return timed(train, epochs)
 
 
 def lightning(epochs: int) -> float:
@@ -107,7 +106,7 @@ def accelerate(epochs: int) -> float:
                 accelerator.backward(functional.cross_entropy(model(inputs), targets))
                 optimizer.step()
 
-    return _timed(train, epochs)
+    return timed(train, epochs)
 
 
 def keras_fit(epochs: int) -> float:
@@ -140,37 +139,12 @@ def _keras(epochs: int, *, steps_per_execution: int) -> float:
         steps_per_execution=steps_per_execution,
         jit_compile=False,
     )
-    return _timed(lambda n: model.fit(batches, epochs=1, steps_per_epoch=workload.steps(n), verbose=0), epochs)
+    return timed(lambda n: model.fit(batches, epochs=1, steps_per_epoch=workload.steps(n), verbose=0), epochs)
 
 
-def _timed(train: Callable[[int], Any], epochs: int) -> float:
+def timed(train: Callable[[int], Any], epochs: int) -> float:
+    """Return the seconds of a step over some epochs, after one that does not count."""
     train(1)
     start = time.perf_counter()
     train(epochs)
     return (time.perf_counter() - start) / workload.steps(epochs)
-
-
-def fused_floor(epochs: int, *, one_by_one: bool = False) -> float:
-    """Run the fastest possible eager loop: one gather per batch, fused AdamW. A lower bound, not a peer.
-
-    Args:
-        epochs: epochs that count.
-        one_by_one: read each sample from a map-style dataset instead, and stack them.
-    """
-    images, labels = workload.arrays()
-    samples = workload.MapStyle()
-    model: nn.Module = workload.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=workload.LR, fused=True)
-
-    def train(epochs: int) -> None:
-        for _ in range(epochs):
-            for indices in torch.randperm(len(labels)).split(workload.BATCH):  # type: ignore[no-untyped-call]
-                if one_by_one:
-                    inputs, targets = map(torch.stack, zip(*map(samples.__getitem__, indices.tolist()), strict=True))
-                else:
-                    inputs, targets = images[indices], labels[indices]
-                optimizer.zero_grad()
-                functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-
-    return _timed(train, epochs)

@@ -1,4 +1,4 @@
-"""Steps of one device: a hand-written loop, and trainkit's executor."""
+"""Steps of one device: a hand-written loop, trainkit's executor, and the least that an eager step can take."""
 
 from __future__ import annotations
 
@@ -54,6 +54,37 @@ def plain_loop(of: Workload) -> Step:
         optimizer.zero_grad()
         of.loss(model, inputs, targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+
+    return step
+
+
+def floor_loop(of: Workload, samples: workload.MapStyle | None = None) -> Step:
+    """Return a step without any trainer: forward, backward, and the fused kernel of AdamW. A lower bound, not a peer.
+
+    Args:
+        of: the workload.
+        samples: read each sample from it, and stack them; None: one gather a batch.
+    """
+    model, (inputs, targets) = of.make_model(), of.make_data()
+    params: list[Tensor] = list(model.parameters())
+    means, squares = ([torch.zeros_like(param) for param in params] for _ in range(2))
+    counts = [torch.zeros(()) for _ in params]
+
+    def step() -> None:
+        order = torch.randint(len(targets), (of.batch,))
+        if samples is None:
+            batch = [inputs.index_select(0, order), targets.index_select(0, order)]
+        else:
+            batch = list(map(torch.stack, zip(*map(samples.__getitem__, order.tolist()), strict=True)))
+        of.loss(model, *batch).backward()  # type: ignore[no-untyped-call]
+        torch._foreach_add_(counts, 1)
+        grads = [param.grad for param in params if param.grad is not None]
+        torch._fused_adamw_(
+            params, grads, means, squares, [], counts,
+            lr=LR, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        for param in params:
+            param.grad = None
 
     return step
 
