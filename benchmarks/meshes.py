@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Final
@@ -24,14 +25,14 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from tests.contract.meshes import LAYOUTS, SIZES, STEPS, TOLERANCES, compare, draw_pairs, resume_error
+from tests.contract.meshes import LAYOUTS, OF_16_RANKS, SIZES, STEPS, TOLERANCES, compare, draw_pairs, resume_error
 from tests.support.pool import Pool
 
 RESULTS: Final = ROOT / "benchmarks/results/meshes.md"
 TEXT: Final = f"""# Every mesh of 2, 4 and 8 ranks
 
-`python benchmarks/meshes.py --ranks {{ranks}} --pairs {{pairs}} --seed {{seed}}`, {{cores}} cores ({{machine}}), Gloo.
-Each line has its date and commit. The last run: {{verdict}}
+`python benchmarks/meshes.py` makes all lines, `--only "GPT-2 1 x 1 x 1, context 8"` some of them: {{cores}} cores
+({{machine}}), Gloo. Each line has the date and the commit of its run; {{verdict}}
 
 Three language models of two blocks: `Gpt`, and a Llama and a GPT-2 that transformers makes from their configs, with
 `use_cache=false`, and with `nn.RMSNorm` in the place of Llama's norms, which compute in float32 in any precision.
@@ -52,57 +53,66 @@ RESUMED: Final = f"""
 ## From one mesh to another
 
 A training is saved on the first mesh in the middle of an epoch, and continued on the second one to step {STEPS}, in
-fp64; the error is that against the plain loop, which nobody stopped. Random pairs of the seed.
+fp64; the error is that against the plain loop, which nobody stopped. The pairs are random.
 
-| model | from | to | at step | error |
-|---|---|---|---:|---:|
+| model | from | to | at step | error | date | commit |
+|---|---|---|---:|---:|---|---|
 """
 
 
 def main() -> int:
-    """Train, resume, and write the results."""
+    """Try the meshes, and write their lines."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", choices=SIZES, default=SIZES, help="sizes of the meshes")
+    parser.add_argument("--ranks", type=int, nargs="+", choices=(*SIZES, 16), default=SIZES, help="sizes of the meshes")
+    parser.add_argument("--only", nargs="*", metavar="LINE", help="model and mesh of a line, as the table names them")
+    parser.add_argument("--precisions", nargs="+", choices=[*TOLERANCES], default=[*TOLERANCES])
     parser.add_argument("--pairs", type=int, default=20, help="pairs of meshes")
     parser.add_argument("--seed", type=int, default=datetime.now().astimezone().date().toordinal(), help="of the pairs")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    before = RESULTS.read_text() if RESULTS.exists() else ""
-    earlier = re.finditer(r"^\| (\S+) \| \d \| ([^|]+) \|.*\n", before, re.MULTILINE)
-    rows = {(found[1], found[2]): found[0] for found in earlier}
+    rows, resumed = earlier(RESULTS.read_text() if RESULTS.exists() else "")
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    tried, resumed, failed, today = 0, list[str](), 0, datetime.now().astimezone().date()
+    made = f"{datetime.now().astimezone().date()} | {commit} |"
+    every = [*LAYOUTS, *OF_16_RANKS]
+    chosen = [one for one in every if one[1].ranks in options.ranks]
+    if options.only is not None:
+        chosen = [one for one in every if " ".join(map(str, one)) in options.only]
+    failed = 0
     with Pool() as pool:
-        for family, mesh in (one for one in LAYOUTS if one[1].ranks in options.ranks):
-            found = {precision: compare(pool, family, mesh, precision) for precision in TOLERANCES}
+        for family, mesh in chosen:
+            found = {precision: compare(pool, family, mesh, precision) for precision in options.precisions}
             begins = all(one.begins_alike for one in found.values())
             failed += not begins or any(one.error > TOLERANCES[name] for name, one in found.items())
-            errors = " | ".join(f"{one.error:.1e}" for one in found.values())
-            row = f"| {family} | {mesh.ranks} | {mesh} | {'alike' if begins else 'OTHERWISE'} | {errors} "
-            rows[family, str(mesh)] = f"{row}| {today} | {commit} |\n"
-            tried += 1
+            errors = " | ".join(f"{found[name].error:.1e}" if name in found else "" for name in TOLERANCES)
+            row = f"| {family} | {mesh.ranks} | {mesh} | {'alike' if begins else 'OTHERWISE'} | {errors} | {made}"
+            rows[family, str(mesh)] = row
             print(row, flush=True)
+            write(rows, resumed)
         for pair in draw_pairs(options.pairs, options.seed, tuple(options.ranks)):
             with tempfile.TemporaryDirectory() as folder:
                 error = resume_error(pool, pair, Path(folder))
             failed += error > TOLERANCES["fp64"]
-            row = f"| {pair.family} | {pair.before} | {pair.after} | {pair.step} | {error:.1e} |"
-            resumed.append(row)
-            print(row, flush=True)
-    verdict = f"{tried} meshes and {len(resumed)} resumes, {failed or 'none'} of which failed."
-    head = TEXT.format(
-        ranks=" ".join(map(str, options.ranks)),
-        pairs=options.pairs,
-        seed=options.seed,
-        cores=os.cpu_count(),
-        machine=platform.machine(),
-        verdict=verdict,
-    )
-    layouts = [rows[key] for family, mesh in LAYOUTS if (key := (family, str(mesh))) in rows]
-    RESULTS.write_text(head + "".join(layouts) + RESUMED + "".join(f"{row}\n" for row in resumed))
-    print(verdict)
+            named = f"| {pair.family} | {pair.before} | {pair.after} | {pair.step} |"
+            resumed[named] = f"{named} {error:.1e} | {made}"
+            print(resumed[named], flush=True)
+            write(rows, resumed)
     return int(failed > 0)
+
+
+def earlier(text: str) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
+    """Return the lines of earlier runs: (model, mesh) -> line, and what names a resume -> line."""
+    rows = {(one[1], one[2]): one[0] for one in re.finditer(r"^\| (\S+) \| \d+ \| ([^|]+) \|.*", text, re.MULTILINE)}
+    resumes = re.finditer(r"^(\| \S+ \| \d[^|]+x[^|]+\|[^|]+x[^|]+\| \d+ \|).*", text, re.MULTILINE)
+    return rows, {one[1]: one[0] for one in resumes}
+
+
+def write(rows: Mapping[tuple[str, str], str], resumed: Mapping[str, str]) -> None:
+    """Write the file with all lines."""
+    layouts = [rows[key] for family, mesh in [*LAYOUTS, *OF_16_RANKS] if (key := (family, str(mesh))) in rows]
+    verdict = f"{len(layouts)} meshes and {len(resumed)} resumes."
+    head = TEXT.format(cores=os.cpu_count(), machine=platform.machine(), verdict=verdict)
+    RESULTS.write_text("\n".join([head + layouts[0], *layouts[1:], RESUMED + "\n".join(resumed.values()), ""]))
 
 
 if __name__ == "__main__":

@@ -127,6 +127,8 @@ def meshes(family: str, sizes: tuple[int, ...] = SIZES) -> Iterator[Mesh]:
 
 FAMILIES: Final = ("Gpt", "Llama", "GPT-2")
 LAYOUTS: Final = [(family, mesh) for family in FAMILIES for mesh in meshes(family)]
+OF_16_RANKS: Final = [(family, Mesh(1, 2, 2, 2, 2)) for family in FAMILIES[:2]]
+"""Shard x tensor x pipe x context."""
 
 
 class Ended(NamedTuple):
