@@ -524,7 +524,11 @@ def noisy() -> nn.Module:
     return made
 
 
-@pytest.mark.parametrize("cut", [CUT, STAGES | {"schedule": "interleaved"}], ids=["alone", "in the last stage"])
+@pytest.mark.parametrize(
+    "cut",
+    [CUT, STAGES | {"schedule": "interleaved"}, CUT | {"tensor": 2}],
+    ids=["alone", "in the last stage", "beside tensor"],
+)
 def test_code_that_draws_for_its_part_without_saying_so_is_refused(cut: dict[str, Any], pool: Pool) -> None:
     with pytest.raises(TaskError, match=re.escape("blocks.1.dropout (Noisy) draws random numbers")):
         train(pool, replace(GPT, build=noisy, model={}, settings=cut))
@@ -549,6 +553,9 @@ def test_what_a_cut_sequence_does_not_take_is_refused_by_name() -> None:
         "strategy.tensor=2: cuts activations for which random numbers are drawn, and so does strategy.context"
         in str(problem)
     )
+    for family in ("Gpt", "Llama"):
+        case = case_of(family, Mesh(1, 1, 2, context=2))
+        assert case.make_strategy().validate_model(case.make_model(), tokens) == []
 
 
 SHARDED_NET = Case(task="classes", global_size=16, micro_size=16, strategy="fsdp")

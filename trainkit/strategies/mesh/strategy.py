@@ -18,7 +18,7 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.fields import Limit, above, at_least, at_most, maths, placement, speed
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.precision import Precision
-from trainkit.numerics.randomness import draws_nothing
+from trainkit.numerics.randomness import draws_at_random, draws_nothing
 from trainkit.objectives.base import Access, Collective
 from trainkit.strategies.base import (
     CollectiveCall,
@@ -230,7 +230,7 @@ class MeshStrategy(ProcessGroup, Strategy):
         problems = [*fit.problems, *(unsharded_model_problems(model) if layout.gathers else [])]
         if layout.axes.context > 1:
             problems += cut_problems(model, layout.axes.context)
-            if layout.axes.tensor > 1 and not draws_nothing(model):
+            if layout.axes.tensor > 1 and any(map(draws_at_random, model.modules())):  # other code is watched
                 rule = "cuts activations for which random numbers are drawn, and so does strategy.context. "
                 rule += "Use one of the two."
                 problems.append(Problem(key="strategy.tensor", value=layout.axes.tensor, rule=rule))
