@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         placement,
         secret,
         speed,
+        unit,
         within,
     )
     from trainkit.objectives.base import Access, Collective, Loss, Metric, Model, Objective, RunningMean, Supervised
@@ -55,7 +56,7 @@ __all__ = [
     "Samples", "StepOutcome", "StorageError", "Stored", "Supervised", "Table", "TrainingError", "TrainkitError",
     "__version__", "a_file", "a_folder", "above", "at_least", "at_most", "below", "compose", "cosmetic",
     "fresh_metrics", "generate", "image", "label", "load", "maths", "placement", "predict", "secret", "session",
-    "speed", "train", "within",
+    "speed", "train", "unit", "within",
 ]  # fmt: skip
 
 __version__ = "0.1.0"
@@ -68,7 +69,7 @@ _HOMES: Final = {
     "data.stored": "Samples Stored",
     "errors": "CheckpointError CollectiveMismatchError ConfigError CrashLoopError DataError HangError LinkError "
     "OutOfMemoryError Problem StorageError TrainingError TrainkitError",
-    "fields": "Reads a_file a_folder above at_least at_most below cosmetic maths placement secret speed within",
+    "fields": "Reads a_file a_folder above at_least at_most below cosmetic maths placement secret speed unit within",
     "objectives.base": "Access Collective Loss Metric Model Objective RunningMean Supervised",
     "objectives.metrics": "MeanOf fresh_metrics",
     "objectives.tables": "Result Table",

@@ -74,7 +74,7 @@ class _Secret:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """The unit of a field's value, if neither its name nor its documentation states it."""
+    """The unit of a field's value, which `explain` and the schema of the config show."""
 
     name: str
 

@@ -83,9 +83,6 @@ def test_a_value_does_not_fit_in_these_words(value: object, hint: Any, rule: str
     assert misfit(value, hint) == rule
 
 
-"""Keys that take any value: a node of any class."""
-
-
 @pytest.mark.parametrize(
     ("key", "argument", "type_", "unit", "default"),
     [
@@ -192,6 +189,16 @@ def test_it_holds_documentation_default_range_and_tag(validator: jsonschema.Draf
         "default": 64,
         "x-tag": "maths",
     }
+
+
+UNITS = ("_s", "_us", "_steps", "_epochs", "_samples", "_share", "_gib", "_mib", "_mb")
+
+
+def test_a_key_that_is_named_by_its_unit_declares_it(validator: jsonschema.Draft202012Validator) -> None:
+    nodes = validator.schema["$defs"].values()
+    keys = [(name, key) for node in nodes for name, key in node.get("properties", {}).items() if name.endswith(UNITS)]
+    assert [name for name, key in keys if "; unit: " not in key.get("description", "; unit: ")] == []
+    assert len(keys) > 50
 
 
 def test_the_verb_knows_choices_of_the_users(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

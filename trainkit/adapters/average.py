@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from trainkit.fields import at_least, below, cosmetic, maths
+from trainkit.fields import at_least, below, cosmetic, maths, unit
 
 AVERAGE: Final = "average"
 """Name of the slot that holds the average, in the shape of the parameter."""
@@ -39,9 +39,9 @@ class Average(ABC):
     counts_statistics: ClassVar[bool] = False
     """Whether the batch statistics are computed again for the average at the end of the training."""
 
-    start_step: Annotated[int, maths, at_least(0)] = 0
+    start_step: Annotated[int, maths, at_least(0), unit("steps")] = 0
     """Number of updates before averaging starts; the average of a parameter starts as the parameter itself."""
-    every_steps: Annotated[int, maths, at_least(1)] = 1
+    every_steps: Annotated[int, maths, at_least(1), unit("steps")] = 1
     """Updates between two values of the average."""
     export: Annotated[bool, cosmetic] = True
     """Write the averaged weights in addition to the trained ones at the end: RUN/model/average."""
@@ -133,7 +133,7 @@ class Ema(Average):
 
     name: ClassVar[str] = "ema"
 
-    decay: Annotated[float, maths, below(0, 1)] = 0.999
+    decay: Annotated[float, maths, below(0, 1), unit("a share, 0 to 1")] = 0.999
     """Share of the average that stays."""
 
     def mix(self) -> Mix:

@@ -144,7 +144,7 @@ class Alert(Callback):
     """
     better_than: Annotated[float | None, cosmetic, unit("of the metric")] = None
     """Report once that `eval.metric` is better than this; null: never."""
-    timeout_s: Annotated[float, cosmetic, above(0)] = 10.0
+    timeout_s: Annotated[float, cosmetic, above(0), unit("seconds")] = 10.0
     """Timeout of a call, and of the wait for it at the end of the run."""
     _channels: tuple[Channel, ...] = field(default=(), init=False, repr=False)
     _threads: list[threading.Thread] = field(default_factory=list, init=False, repr=False)

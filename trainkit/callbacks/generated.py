@@ -31,7 +31,7 @@ class Sample(Callback):
 
     prompt: Annotated[str, cosmetic] = "\n"
     """The beginning of the text."""
-    num_tokens: Annotated[int, cosmetic, at_least(1)] = 200
+    num_tokens: Annotated[int, cosmetic, at_least(1), unit("tokens")] = 200
     """Tokens to add."""
     temperature: Annotated[float, cosmetic, above(0)] = 0.8
     """Values below 1 favour the most likely tokens."""
@@ -99,9 +99,9 @@ class Pictures(Callback):
     The model is called as `model(noise, part)`, and returns (images, 1 or 3, height, width).
     """
 
-    latent: Annotated[int, cosmetic, at_least(1)] = 16
+    latent: Annotated[int, cosmetic, at_least(1), unit("numbers")] = 16
     """Dimension of the noise vector that the model takes."""
-    num_images: Annotated[int, cosmetic, at_least(1), at_most(1024)] = 64
+    num_images: Annotated[int, cosmetic, at_least(1), at_most(1024), unit("images")] = 64
     """Images in the grid, eight in a row."""
     part: Annotated[str, cosmetic] = "generator"
     """The second argument of the model's `forward`."""

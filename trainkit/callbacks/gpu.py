@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 
 from trainkit.errors import MissingExtraError
-from trainkit.fields import above, cosmetic
+from trainkit.fields import above, cosmetic, unit
 from trainkit.trainer.events import Callback, Run
 
 
@@ -77,7 +77,7 @@ class Gpu(Callback):
 
     observes: ClassVar[bool] = True
 
-    every_s: Annotated[float, cosmetic, above(0)] = 1.0
+    every_s: Annotated[float, cosmetic, above(0), unit("seconds")] = 1.0
     """Least seconds between two queries of the driver; rows in between have no GPU figures."""
     _nvml: Any = field(default=None, init=False, repr=False)
     _handles: Sequence[Any] = field(default=(), init=False, repr=False)

@@ -284,7 +284,7 @@ class Histograms(Callback):
     parts, and the counts are summed over the ranks: a collective call, so an error in this callback ends the run.
     """
 
-    every_steps: Annotated[int, cosmetic, at_least(1)] = 100
+    every_steps: Annotated[int, cosmetic, at_least(1), unit("steps")] = 100
     """Steps between two records, counted from the start of the training; the first step is always recorded."""
     kinds: Annotated[tuple[Kind, ...], cosmetic] = KINDS
     """Tensors to show: `gradients`, `activations`, `weights`."""

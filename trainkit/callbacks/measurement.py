@@ -17,7 +17,7 @@ from torch import Tensor
 from trainkit.callbacks.every_run import CompileTime
 from trainkit.callbacks.gpu import consumed_joules, devices_of
 from trainkit.cluster.host import peak_resident_bytes
-from trainkit.fields import at_least, cosmetic
+from trainkit.fields import at_least, cosmetic, unit
 from trainkit.files import naming
 from trainkit.strategies.base import PhaseListener, StepOutcome
 from trainkit.trainer.events import Callback, Row, Run
@@ -59,9 +59,9 @@ class Measurement(Callback):
     measures_only: ClassVar[bool] = True
     decides_by_figures: ClassVar[bool] = True
 
-    warmup_steps: Annotated[int, cosmetic, at_least(1)] = 10
+    warmup_steps: Annotated[int, cosmetic, at_least(1), unit("steps")] = 10
     """Steps before the measured ones."""
-    num_steps: Annotated[int | None, cosmetic, at_least(1)] = None
+    num_steps: Annotated[int | None, cosmetic, at_least(1), unit("steps")] = None
     """Measured steps; null: until the end of the training."""
     until: Annotated[str | None, cosmetic] = None
     """The metric of an evaluation that ends the training; null: no metric ends it."""

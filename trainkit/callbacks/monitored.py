@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from trainkit.config.schema import MonitoredMetric
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import at_least, below, maths
+from trainkit.fields import at_least, below, maths, unit
 from trainkit.trainer.events import Callback, Row, Run
 from trainkit.trainer.loop import every_steps_or_epochs
 
@@ -85,7 +85,7 @@ class EarlyStop(_Monitor):
 
     _choice: ClassVar[str] = "early_stop"
 
-    patience: Annotated[int, maths, at_least(1)] = 5
+    patience: Annotated[int, maths, at_least(1), unit("evaluations")] = 5
     """Evaluations without an improvement after which the run ends."""
     min_delta: Annotated[float, maths, at_least(0)] = 0.0
     """Smallest difference to the best value that counts as an improvement."""
@@ -112,13 +112,13 @@ class Plateau(_Monitor):
 
     factor: Annotated[float, maths, below(0, 1)] = 0.1
     """Factor on the learning rate at each reduction."""
-    patience: Annotated[int, maths, at_least(0)] = 10
+    patience: Annotated[int, maths, at_least(0), unit("evaluations")] = 10
     """Evaluations without an improvement that are tolerated in a row."""
     threshold: Annotated[float, maths, at_least(0)] = 1e-4
     """Smallest difference to the best value that counts as an improvement."""
     threshold_mode: Annotated[Literal["rel", "abs"], maths] = "rel"
     """rel: `threshold` is a share of the best value; abs: a difference."""
-    cooldown: Annotated[int, maths, at_least(0)] = 0
+    cooldown: Annotated[int, maths, at_least(0), unit("evaluations")] = 0
     """Evaluations after a reduction that are not counted as without improvement."""
     min_factor: Annotated[float, maths, at_least(0)] = 0.0
     """Smallest product of all reductions."""

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from trainkit.config.schema import RunConfig
 from trainkit.data.reading.iterable import Stream
 from trainkit.errors import UnreadableError
-from trainkit.fields import at_least, cosmetic
+from trainkit.fields import at_least, cosmetic, unit
 from trainkit.files import naming, read_map
 from trainkit.report.numbers import share
 from trainkit.strategies.base import PhaseListener, StepOutcome
@@ -204,9 +204,9 @@ class Profiler(Callback):
 
     observes: ClassVar[bool] = True
 
-    skip_steps: Annotated[int, cosmetic, at_least(1)] = 10
+    skip_steps: Annotated[int, cosmetic, at_least(1), unit("steps")] = 10
     """Steps to skip first, counted from the first step of this start: the warm-up is not of interest."""
-    num_steps: Annotated[int, cosmetic, at_least(1)] = 5
+    num_steps: Annotated[int, cosmetic, at_least(1), unit("steps")] = 5
     """Steps recorded."""
     memory: Annotated[bool, cosmetic] = False
     """Record memory allocations too."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, NamedTuple, Protocol
 
 from trainkit.config.schema import MonitoredMetric
-from trainkit.fields import above, cosmetic
+from trainkit.fields import above, cosmetic, unit
 from trainkit.files import num_bytes
 from trainkit.report.numbers import clock, compact, count, fixed, share
 from trainkit.report.tables import is_terminal
@@ -343,7 +343,7 @@ class Progress(Callback):
     observes: ClassVar[bool] = True
     prints: ClassVar[bool] = True
 
-    every_s: Annotated[float, cosmetic, above(0)] = 5.0
+    every_s: Annotated[float, cosmetic, above(0), unit("seconds")] = 5.0
     """Seconds between two lines if the output is piped."""
     _pace: Pace | None = field(default=None, init=False, repr=False)
     _line: LiveLine | None = field(default=None, init=False, repr=False)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainkit.fields import above, cosmetic
+from trainkit.fields import above, cosmetic, unit
 from trainkit.files import naming
 from trainkit.objectives.tables import Table
 from trainkit.trainer.events import Callback, Row, Run
@@ -76,7 +76,7 @@ class TensorBoard(Callback):
 
     images: Annotated[bool, cosmetic] = True
     """Show the images of the first batch, if it contains images."""
-    flush_s: Annotated[float, cosmetic, above(0)] = 5.0
+    flush_s: Annotated[float, cosmetic, above(0), unit("seconds")] = 5.0
     """Seconds between two writes."""
     _events: EventFolder = field(default_factory=EventFolder, init=False, repr=False)
     _due: float = field(default=0.0, init=False, repr=False)

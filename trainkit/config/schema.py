@@ -34,7 +34,7 @@ from trainkit.config.sections import (
 )
 from trainkit.config.values import plain
 from trainkit.errors import MISSING, ConfigError, Problem, refuse
-from trainkit.fields import Reads, a_file, above, at_least, at_most, below, cosmetic, maths, placement, speed
+from trainkit.fields import Reads, a_file, above, at_least, at_most, below, cosmetic, maths, placement, speed, unit
 from trainkit.files import MAX_YAML_BYTES, parse_yaml, read_text
 from trainkit.names import NAMES
 
@@ -68,11 +68,11 @@ class RunConfig:
     """Folder of the run below outputs; the name of the recipe, if there is one."""
     seed: Annotated[int, maths, below(0, 2**63)] = 0
     """Seed of the sample order, the initial weights and all other randomness."""
-    epochs: Annotated[float | None, maths, above(0), at_most(MOST_EPOCHS)] = None
+    epochs: Annotated[float | None, maths, above(0), at_most(MOST_EPOCHS), unit("epochs")] = None
     """Length in passes over the data."""
-    steps: Annotated[int | None, maths, at_least(1)] = None
+    steps: Annotated[int | None, maths, at_least(1), unit("steps")] = None
     """Length in updates."""
-    stop_at_step: Annotated[int | None, placement, at_least(1)] = None
+    stop_at_step: Annotated[int | None, placement, at_least(1), unit("steps")] = None
     """End early after this step; the schedule keeps its length."""
     stop_after: Annotated[str | None, maths(neutral=None), DURATION] = None
     """End after this time of training, as 90s, 5min or 2h, at the latest at the end of epochs or steps.
@@ -119,7 +119,7 @@ class RunConfig:
     """Many runs of one command."""
     cv: CvConfig = field(default_factory=CvConfig)
     """Cross-validation."""
-    log_every_steps: Annotated[int, cosmetic, at_least(1)] = 10
+    log_every_steps: Annotated[int, cosmetic, at_least(1), unit("steps")] = 10
     """Steps between two rows of the log."""
     report_page: Annotated[bool, cosmetic] = True
     """Write report.html, the page of the run: each minute, after evaluations, and at the end."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 from trainkit.config.values import MOST_PROCESSES
-from trainkit.fields import above, at_least, at_most, below, cosmetic, maths, pattern, placement, speed, within
+from trainkit.fields import above, at_least, at_most, below, cosmetic, maths, pattern, placement, speed, unit, within
 
 MOST_JOBS: Final = 10_000
 """Jobs of one sweep."""
@@ -32,11 +32,11 @@ FOLDER_NAME: Final = pattern(
 class BatchConfig:
     """The samples of one update. Two of the keys define the third; `global_size` alone gives a replica one shard."""
 
-    global_size: Annotated[int | None, maths, at_least(1)] = 64
+    global_size: Annotated[int | None, maths, at_least(1), unit("samples")] = 64
     """Samples per step, over all replicas."""
-    micro_size: Annotated[int | None, maths, at_least(1)] = None
+    micro_size: Annotated[int | None, maths, at_least(1), unit("samples")] = None
     """Most samples in a shard, the unit of one forward and backward pass; null derives it."""
-    accumulation: Annotated[int | None, maths, at_least(1)] = None
+    accumulation: Annotated[int | None, maths, at_least(1), unit("shards")] = None
     """Shards that each replica computes per step; null derives it."""
     drop_last: Annotated[bool, maths] = False
     """Leave out the last, short batch of an epoch instead of training on it."""
@@ -59,7 +59,7 @@ class LrScalingConfig:
 
     rule: Annotated[Literal["linear", "sqrt", "none"], maths] = "linear"
     """linear: times global_size / reference_batch; sqrt: times its root; none: unchanged."""
-    reference_batch: Annotated[int | None, maths, at_least(1)] = None
+    reference_batch: Annotated[int | None, maths, at_least(1), unit("samples")] = None
     """Samples per step that `optimizer.lr` was tuned for; null scales nothing."""
 
 
@@ -67,9 +67,9 @@ class LrScalingConfig:
 class WarmupConfig:
     """The increase of the learning rate to its peak."""
 
-    epochs: Annotated[float | None, maths, at_least(0), at_most(MOST_EPOCHS)] = None
+    epochs: Annotated[float | None, maths, at_least(0), at_most(MOST_EPOCHS), unit("epochs")] = None
     """Length in epochs."""
-    steps: Annotated[int | None, maths, at_least(0)] = 0
+    steps: Annotated[int | None, maths, at_least(0), unit("steps")] = 0
     """Length in steps."""
     start: Annotated[Literal["zero", "base"], maths] = "zero"
     """Start of the increase: at zero, or at the unscaled `optimizer.lr`."""
@@ -108,7 +108,7 @@ class NumericsConfig:
 
     reproducible: Annotated[bool, maths] = False
     """The same bits on any number of replicas up to `lanes`; costs speed."""
-    lanes: Annotated[int, maths, at_least(1), at_most(MOST_PROCESSES)] = 8
+    lanes: Annotated[int, maths, at_least(1), at_most(MOST_PROCESSES), unit("sums")] = 8
     """Partial sums that are combined in a fixed order in reproducible mode; a power of two."""
     on_nonfinite: Annotated[Literal["stop", "skip", "rollback"], maths] = "stop"
     """For a NaN or infinite loss or gradient: end the run, skip the step, or retry from a checkpoint before skipping.
@@ -116,11 +116,11 @@ class NumericsConfig:
     A loss or gradient that overflowed because of the loss scale does not count. `rollback` trains again from the last
     checkpoint, and skips the step if it is not finite again.
     """
-    max_skips_in_a_row: Annotated[int, cosmetic, at_least(1)] = 10
+    max_skips_in_a_row: Annotated[int, cosmetic, at_least(1), unit("steps")] = 10
     """With `on_nonfinite=skip`, end the run after this many skipped steps in a row."""
-    max_skipped_share: Annotated[float, cosmetic, within(0, 1)] = 0.01
+    max_skipped_share: Annotated[float, cosmetic, within(0, 1), unit("a share, 0 to 1")] = 0.01
     """With `on_nonfinite=skip`, end the run when a larger share of its steps is skipped; checked from step 100 on."""
-    check_replicas_every: Annotated[int | None, cosmetic, at_least(1)] = None
+    check_replicas_every: Annotated[int | None, cosmetic, at_least(1), unit("steps")] = None
     """Compare the replicas' parameters every this many steps, and stop the run if they differ."""
 
 
@@ -132,9 +132,9 @@ class LoaderConfig:
     """A new permutation each epoch; false keeps the dataset's order."""
     cache: Annotated[Literal["auto"] | bool, maths(neutral=("auto", False))] = "auto"
     """true reads the whole dataset into memory once; auto does so if it already is in memory."""
-    num_workers: Annotated[Literal["auto"] | int, speed, at_least(0), at_most(MOST_PROCESSES)] = 0
+    num_workers: Annotated[Literal["auto"] | int, speed, at_least(0), at_most(MOST_PROCESSES), unit("processes")] = 0
     """Processes that prefetch samples; 0 reads in the training process, small batches together; auto measures."""
-    prefetch: Annotated[int, speed, at_least(1), at_most(MOST_PROCESSES)] = 2
+    prefetch: Annotated[int, speed, at_least(1), at_most(MOST_PROCESSES), unit("batches")] = 2
     """Batches that each worker prefetches."""
     pin_memory: Annotated[Literal["auto"] | bool, speed] = "auto"
     """Copy batches to a CUDA device through page-locked memory, concurrently with its kernels; auto: if the device is
@@ -151,15 +151,15 @@ class LoaderConfig:
 class CheckpointConfig:
     """When the run is saved, and which checkpoints are kept."""
 
-    every_steps: Annotated[int | None, cosmetic, at_least(1)] = None
+    every_steps: Annotated[int | None, cosmetic, at_least(1), unit("steps")] = None
     """Save every this many steps; the end and Ctrl-C always save."""
-    every_epochs: Annotated[float | None, cosmetic, above(0)] = None
+    every_epochs: Annotated[float | None, cosmetic, above(0), unit("epochs")] = None
     """Save every this many epochs."""
-    every_s: Annotated[float | None, cosmetic, above(0)] = 600.0
+    every_s: Annotated[float | None, cosmetic, above(0), unit("seconds")] = 600.0
     """Save when this many seconds have passed since the last save; null disables this."""
-    keep_last: Annotated[int, cosmetic, at_least(1)] = 2
+    keep_last: Annotated[int, cosmetic, at_least(1), unit("checkpoints")] = 2
     """Number of newest checkpoints kept."""
-    keep_best: Annotated[int, cosmetic, at_least(0)] = 1
+    keep_best: Annotated[int, cosmetic, at_least(0), unit("checkpoints")] = 1
     """Number of best checkpoints kept, by `eval.metric`."""
     background: Annotated[bool, speed] = True
     """Write in the background; a step only waits for the copy to host memory."""
@@ -171,15 +171,15 @@ class CheckpointConfig:
 class EvalConfig:
     """Evaluation on the validation split."""
 
-    every_steps: Annotated[int | None, cosmetic, at_least(1)] = None
+    every_steps: Annotated[int | None, cosmetic, at_least(1), unit("steps")] = None
     """Evaluate every this many steps."""
-    every_epochs: Annotated[float | None, cosmetic, above(0)] = 1
+    every_epochs: Annotated[float | None, cosmetic, above(0), unit("epochs")] = 1
     """Evaluate every this many epochs; the end always evaluates."""
     metric: Annotated[str | None, cosmetic] = None
     """The metric for the best checkpoint, early stopping and searches, such as val/accuracy; null is val/loss."""
     mode: Annotated[Literal["min", "max"] | None, cosmetic] = None
     """Whether lower or higher values of `metric` are better."""
-    batch_size: Annotated[int | None, speed, at_least(1)] = None
+    batch_size: Annotated[int | None, speed, at_least(1), unit("samples")] = None
     """Samples per forward pass of each rank; null derives it from the training's."""
     beside: Annotated[bool, placement] = False
     """Evaluate every checkpoint in a separate process, on the CPU, while the training continues."""
@@ -200,9 +200,9 @@ class PredictConfig:
     """Content of a row: logits, probabilities, classes, embedding:LAYER, the outputs of a module by its name, or
     output:NAME, one of several outputs.
     """
-    batch_size: Annotated[int, cosmetic, at_least(1)] = 64
+    batch_size: Annotated[int, cosmetic, at_least(1), unit("samples")] = 64
     """Samples per forward pass; independent of the number of replicas, and so are the bytes of the file."""
-    threads: Annotated[int, cosmetic, at_least(1), at_most(MOST_PROCESSES)] = 1
+    threads: Annotated[int, cosmetic, at_least(1), at_most(MOST_PROCESSES), unit("threads")] = 1
     """Threads of a forward pass on the CPU, per process; another number may round differently."""
 
 
@@ -210,26 +210,26 @@ class PredictConfig:
 class SupervisorConfig:
     """Handling of failed ranks, in runs with several ranks."""
 
-    max_restarts: Annotated[int, placement, at_least(0)] = 3
+    max_restarts: Annotated[int, placement, at_least(0), unit("restarts")] = 3
     """Most restarts in a row without a newer complete checkpoint, and most restarts of failures in one step."""
-    hang_timeout_s: Annotated[Literal["auto"] | float, placement, above(0)] = "auto"
+    hang_timeout_s: Annotated[Literal["auto"] | float, placement, above(0), unit("seconds")] = "auto"
     """Seconds without progress within a step after which a rank counts as hanging; auto adapts to recent steps.
 
     `auto` is 10 times the longest recent pause of a step, and at least 30.
     """
-    start_timeout_s: Annotated[float, placement, above(0)] = 600.0
+    start_timeout_s: Annotated[float, placement, above(0), unit("seconds")] = 600.0
     """Seconds without progress that a rank may take to start: imports, rendezvous, placing the model."""
-    first_step_timeout_s: Annotated[float, placement, above(0)] = 1800.0
+    first_step_timeout_s: Annotated[float, placement, above(0), unit("seconds")] = 1800.0
     """Seconds without progress while opening the data, in the first step, and while torch.compile works."""
-    checkpoint_timeout_s: Annotated[float, placement, above(0)] = 1800.0
+    checkpoint_timeout_s: Annotated[float, placement, above(0), unit("seconds")] = 1800.0
     """Seconds without progress while writing a checkpoint."""
-    eval_timeout_s: Annotated[float, placement, above(0)] = 600.0
+    eval_timeout_s: Annotated[float, placement, above(0), unit("seconds")] = 600.0
     """Seconds without progress in a batch of an evaluation, and in callbacks that receive metrics or a checkpoint."""
-    load_timeout_s: Annotated[float, placement, above(0)] = 1800.0
+    load_timeout_s: Annotated[float, placement, above(0), unit("seconds")] = 1800.0
     """Seconds without progress while restoring a checkpoint."""
-    join_timeout_s: Annotated[float, placement, above(0)] = 600.0
+    join_timeout_s: Annotated[float, placement, above(0), unit("seconds")] = 600.0
     """Seconds that a process of a launch waits for the others to join."""
-    evaluator_timeout_s: Annotated[float, placement, above(0)] = 3600.0
+    evaluator_timeout_s: Annotated[float, placement, above(0), unit("seconds")] = 3600.0
     """Seconds that the result of a run waits for its evaluator to evaluate one more checkpoint."""
 
 
@@ -237,9 +237,9 @@ class SupervisorConfig:
 class ElasticConfig:
     """Continue with fewer replicas after some are lost, and with all of them when they return."""
 
-    min_replicas: Annotated[int | None, placement, at_least(1)] = None
+    min_replicas: Annotated[int | None, placement, at_least(1), unit("replicas")] = None
     """Fewest replicas with which the run continues; null waits for every replica, however often it fails."""
-    retry_s: Annotated[float, placement, above(0)] = 60.0
+    retry_s: Annotated[float, placement, above(0), unit("seconds")] = 60.0
     """Seconds until a lost replica is retried; doubled after each further loss."""
 
 
@@ -247,7 +247,7 @@ class ElasticConfig:
 class CvConfig:
     """Cross-validation: the training split in folds, each held out once by a run of its own."""
 
-    folds: Annotated[int | None, maths(neutral=None), at_least(2), at_most(MOST_JOBS)] = None
+    folds: Annotated[int | None, maths(neutral=None), at_least(2), at_most(MOST_JOBS), unit("parts")] = None
     """Number of parts of the training split; without `cv.fold`, one run each. null: use the dataset's own split."""
     fold: Annotated[int | None, maths(neutral=None), at_least(0)] = None
     """The fold that this run validates on, from 0."""
@@ -264,23 +264,23 @@ class SweepConfig:
     """Folder of the sweep below outputs/sweeps; null takes the date and time."""
     resume: Annotated[str | None, placement] = None
     """Folder of an earlier sweep to resume: jobs with a result are not run again, interrupted jobs continue."""
-    slots: Annotated[Literal["auto"] | int, placement, at_least(1), at_most(MOST_PROCESSES)] = "auto"
+    slots: Annotated[Literal["auto"] | int, placement, at_least(1), at_most(MOST_PROCESSES), unit("jobs")] = "auto"
     """Jobs that run at a time: GPUs, or shares of the cores without GPUs; auto: all GPUs, else one per core."""
-    jobs_per_device: Annotated[int, placement, at_least(1), at_most(MOST_PROCESSES)] = 1
+    jobs_per_device: Annotated[int, placement, at_least(1), at_most(MOST_PROCESSES), unit("jobs")] = 1
     """Jobs that share a GPU."""
-    retries: Annotated[int, placement, at_least(0)] = 0
+    retries: Annotated[int, placement, at_least(0), unit("restarts")] = 0
     """Number of times that a failed job is retried, from its checkpoint."""
     on_error: Annotated[Literal["continue", "stop"], placement] = "continue"
     """Reaction to a failed job: the others continue, or the running ones save and stop and no other starts."""
     budget: Annotated[str | None, placement, BUDGET] = None
     """What all jobs may use, as 4gpu_hours, 20usd or 30min: then running jobs save and stop, and no other starts."""
-    trials: Annotated[int | None, cosmetic, at_least(1), at_most(MOST_JOBS)] = None
+    trials: Annotated[int | None, cosmetic, at_least(1), at_most(MOST_JOBS), unit("points")] = None
     """Points that hydra/sweeper=random or optuna tries."""
     seed: Annotated[int, cosmetic, below(0, 2**32)] = 0
     """Seed of a search."""
     pruner: Annotated[Literal["median", "halving", "hyperband", "none"], cosmetic] = "median"
     """Rule by which hydra/sweeper=optuna ends jobs early: the median of others, successive halving, or Hyperband."""
-    min_steps: Annotated[int | None, cosmetic, at_least(1)] = None
+    min_steps: Annotated[int | None, cosmetic, at_least(1), unit("steps")] = None
     """Steps that every job of hydra/sweeper=optuna takes before it may be ended; null: until its first evaluation."""
-    reduction: Annotated[int, cosmetic, at_least(2)] = 3
+    reduction: Annotated[int, cosmetic, at_least(2), unit("jobs")] = 3
     """Halving and Hyperband let one of this many jobs continue, for this many times the steps."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainkit.errors import DataError
-from trainkit.fields import above, at_least, within
+from trainkit.fields import above, at_least, unit, within
 from trainkit.numerics.copies import sent_to
 from trainkit.objectives.fields import Field, chosen_fields, named_fields, with_fields
 
@@ -20,11 +20,11 @@ from trainkit.objectives.fields import Field, chosen_fields, named_fields, with_
 class _Mix:
     """The common part of the transforms that mix samples of a shard."""
 
-    num_classes: Annotated[int, at_least(2)]
+    num_classes: Annotated[int, at_least(2), unit("classes")]
     """Number of classes."""
     alpha: Annotated[float, above(0)] = 1.0
     """Parameter of the Beta distribution: small values mix little."""
-    share: Annotated[float, within(0, 1)] = 1.0
+    share: Annotated[float, within(0, 1), unit("a share, 0 to 1")] = 1.0
     """Share of the shards that are mixed."""
     input: Field | None = None
     """The field that is mixed; null: as for `objective.input`."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import at_least, below
+from trainkit.fields import at_least, below, unit
 
 
 class ConvNet(nn.Module):
@@ -26,11 +26,11 @@ class ConvNet(nn.Module):
     def __init__(
         self,
         *,
-        in_channels: Annotated[int, at_least(1)] = 1,
-        image_size: Annotated[int, at_least(1)] = 28,
-        widths: list[int],
-        num_classes: Annotated[int, at_least(1)] = 10,
-        dropout: Annotated[float, below(0, 1)] = 0.0,
+        in_channels: Annotated[int, at_least(1), unit("channels")] = 1,
+        image_size: Annotated[int, at_least(1), unit("pixels")] = 28,
+        widths: Annotated[list[int], unit("channels")],
+        num_classes: Annotated[int, at_least(1), unit("classes")] = 10,
+        dropout: Annotated[float, below(0, 1), unit("a share, 0 to 1")] = 0.0,
     ) -> None:
         """Build the blocks.
 

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from torch import Tensor, nn
 
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import at_least
+from trainkit.fields import at_least, unit
 
 
 class Gan(nn.Module):
@@ -29,10 +29,10 @@ class Gan(nn.Module):
     def __init__(
         self,
         *,
-        latent: Annotated[int, at_least(1)] = 16,
-        channels: Annotated[int, at_least(1)] = 1,
-        image_size: Annotated[int, at_least(1)] = 8,
-        hidden: list[int],
+        latent: Annotated[int, at_least(1), unit("numbers")] = 16,
+        channels: Annotated[int, at_least(1), unit("channels")] = 1,
+        image_size: Annotated[int, at_least(1), unit("pixels")] = 8,
+        hidden: Annotated[list[int], unit("units")],
     ) -> None:
         """Build both networks.
 

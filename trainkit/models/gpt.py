@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import at_least, at_most, below
+from trainkit.fields import at_least, at_most, below, unit
 from trainkit.models.sampling import Sampling
 
 
@@ -45,12 +45,12 @@ class Gpt(nn.Module):
     def __init__(
         self,
         *,
-        vocab_size: Annotated[int, at_least(1)],
-        context: Annotated[int, at_least(1)],
-        num_layers: Annotated[int, at_least(1), at_most(1_000)],
-        num_heads: Annotated[int, at_least(1)],
-        width: Annotated[int, at_least(1)],
-        dropout: Annotated[float, below(0, 1)] = 0.0,
+        vocab_size: Annotated[int, at_least(1), unit("tokens")],
+        context: Annotated[int, at_least(1), unit("tokens")],
+        num_layers: Annotated[int, at_least(1), at_most(1_000), unit("blocks")],
+        num_heads: Annotated[int, at_least(1), unit("heads")],
+        width: Annotated[int, at_least(1), unit("units")],
+        dropout: Annotated[float, below(0, 1), unit("a share, 0 to 1")] = 0.0,
         bias: bool = False,
     ) -> None:
         """Build and initialise the layers.

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Final, Literal
 from torch import Tensor, nn
 
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import at_least, below
+from trainkit.fields import at_least, below, unit
 
 _ACTIVATIONS: Final = {"relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh}
 
@@ -27,11 +27,11 @@ class Mlp(nn.Module):
     def __init__(
         self,
         *,
-        in_features: Annotated[int, at_least(1)],
-        hidden: list[int],
-        out_features: Annotated[int, at_least(1)],
+        in_features: Annotated[int, at_least(1), unit("features")],
+        hidden: Annotated[list[int], unit("units")],
+        out_features: Annotated[int, at_least(1), unit("features")],
         activation: Literal["relu", "gelu", "tanh"] = "relu",
-        dropout: Annotated[float, below(0, 1)] = 0.0,
+        dropout: Annotated[float, below(0, 1), unit("a share, 0 to 1")] = 0.0,
         batch_norm: bool = False,
     ) -> None:
         """Build the layers.

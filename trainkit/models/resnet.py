@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from trainkit.fields import at_least
+from trainkit.fields import at_least, unit
 
 _BLOCKS: Final = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 _WIDTHS: Final = (64, 128, 256, 512)
@@ -27,8 +27,8 @@ class ResNet(nn.Module):
         self,
         *,
         depth: Literal[18, 34, 50, 101] = 50,
-        num_classes: Annotated[int, at_least(1)] = 1000,
-        in_channels: Annotated[int, at_least(1)] = 3,
+        num_classes: Annotated[int, at_least(1), unit("classes")] = 1000,
+        in_channels: Annotated[int, at_least(1), unit("channels")] = 3,
         zero_init_last_gamma: bool = True,
     ) -> None:
         """Build the stages.

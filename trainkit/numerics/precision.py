@@ -16,7 +16,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_map
 
 from trainkit.errors import LossScaleError
-from trainkit.fields import OnlyWith, above, at_least
+from trainkit.fields import OnlyWith, above, at_least, unit
 from trainkit.numerics.loss_scaling import KEYS, SCALED
 
 _NOTHING: Final = nullcontext()
@@ -49,11 +49,11 @@ class Precision:
     """The name of the precision."""
     initial_scale: Annotated[float, above(0)] = 65536.0
     """fp16_mixed: the first loss scale."""
-    growth_interval: Annotated[int, at_least(1)] = 2000
+    growth_interval: Annotated[int, at_least(1), unit("steps")] = 2000
     """fp16_mixed: steps without overflow after which the scale doubles."""
     min_scale: Annotated[float, above(0)] = 1.0
     """fp16_mixed: the scale never falls below this."""
-    max_overflows: Annotated[int, at_least(1)] = 20
+    max_overflows: Annotated[int, at_least(1), unit("overflows")] = 20
     """fp16_mixed: overflows in a row after which the run stops."""
 
     @cached_property

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol, runtime_checkable
 
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import at_least, maths, within
+from trainkit.fields import at_least, maths, unit, within
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -111,13 +111,13 @@ class Step:
         [1.0, 1.0, 0.1, 0.1]
     """
 
-    milestones: tuple[float, ...] = (0.5, 0.75)
+    milestones: Annotated[tuple[float, ...], unit("a share, 0 to 1")] = (0.5, 0.75)
     """Shares of the steps after warmup, increasing, each between 0 and 1."""
     gamma: Annotated[float, at_least(0)] = 0.1
     """Factor at each milestone."""
-    milestones_epochs: Annotated[tuple[float, ...] | None, maths(neutral=None)] = None
+    milestones_epochs: Annotated[tuple[float, ...] | None, maths(neutral=None), unit("epochs")] = None
     """Epochs of the training, increasing, instead of `milestones`."""
-    milestones_steps: Annotated[tuple[int, ...] | None, maths(neutral=None)] = None
+    milestones_steps: Annotated[tuple[int, ...] | None, maths(neutral=None), unit("steps")] = None
     """Steps of the training, increasing, instead of `milestones`."""
 
     def __post_init__(self) -> None:
@@ -172,7 +172,7 @@ class InverseSqrt:
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 5.3, its warmup steps as `timescale`.
     """
 
-    timescale: Annotated[int, at_least(1)] = 1000
+    timescale: Annotated[int, at_least(1), unit("steps")] = 1000
     """Steps after which the factor is 1 / sqrt(2)."""
 
     def __call__(self, step: int, num_steps: int) -> float:  # noqa: ARG002 - the signature of every schedule
@@ -191,7 +191,7 @@ class WarmupStableDecay:
     Source: Hu et al. 2024, arXiv:2404.06395, section 4.2; the 1 - sqrt form: Hagele et al. 2024, arXiv:2405.18392.
     """
 
-    decay: Annotated[float, within(0, 1)] = 0.1
+    decay: Annotated[float, within(0, 1), unit("a share, 0 to 1")] = 0.1
     """Share of the steps after warmup that decay, between 0 and 1."""
     shape: Literal["linear", "sqrt"] = "linear"
     """linear: 1 - x; sqrt: 1 - sqrt(x), x the completed share of the decay."""
@@ -291,7 +291,7 @@ class RateRange:
     """The factor of step 0."""
     last: float
     """The factor of the last step of the test."""
-    steps: int
+    steps: Annotated[int, unit("steps")]
     """Steps from the first factor to the last one, both counted; at least 2."""
 
     def __call__(self, step: int, num_steps: int) -> float:  # noqa: ARG002 - the signature of every schedule

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from trainkit.fields import at_least
+from trainkit.fields import at_least, unit
 from trainkit.objectives.base import Loss, Metric, Model, Objective
 from trainkit.objectives.fields import input_of
 from trainkit.objectives.metrics import Mean
@@ -38,7 +38,7 @@ class Adversarial(Objective):
 
     phases: ClassVar[tuple[str, ...]] = ("discriminator", "generator")
 
-    latent: Annotated[int, at_least(1)] = 16
+    latent: Annotated[int, at_least(1), unit("numbers")] = 16
     """Dimension of the noise vector: `latent` of the model."""
 
     def loss(self, model: Model, batch: Any) -> Loss:

@@ -173,7 +173,7 @@ class Classification(ScoredClasses, Supervised):
 
     draws_nothing: ClassVar[bool] = True
 
-    label_smoothing: Annotated[float, below(0, 1)] = 0.0
+    label_smoothing: Annotated[float, below(0, 1), unit("a share, 0 to 1")] = 0.0
     """Share of each target spread evenly over all classes, in [0, 1)."""
     class_weights: list[float] | None = None
     """One weight per class; null weighs all classes equally."""

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from trainkit.errors import ConfigError, Problem, TrainingError
-from trainkit.fields import above, maths, within
+from trainkit.fields import above, maths, unit, within
 from trainkit.numerics.copies import copied
 from trainkit.numerics.precision import cast_inputs, converted_floats
 from trainkit.objectives.base import Loss, Metric, Model, Objective
@@ -114,7 +114,7 @@ class Distillation(ScoredClasses, Objective):
     """The checkpoint of the teacher's run."""
     temperature: Annotated[float, above(0)] = 2.0
     """Divisor of the scores of both models; a higher value gives unlikely classes more weight."""
-    share: Annotated[float, within(0, 1)] = 0.5
+    share: Annotated[float, within(0, 1), unit("a share, 0 to 1")] = 0.5
     """The share of the teacher in the loss; the rest is the share of the targets."""
     temperature_squared: Annotated[bool, maths(neutral=True)] = True
     """Whether the term of the teacher has the factor temperature^2, as in the paper, so that the size of its gradient

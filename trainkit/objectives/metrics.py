@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trainkit.errors import ConfigError, Problem, TrainingError
-from trainkit.fields import cosmetic, maths
+from trainkit.fields import cosmetic, maths, unit
 from trainkit.objectives.base import Collective, Loss, Metric, RunningMean
 from trainkit.objectives.fields import Field, exact, parts_of
 from trainkit.objectives.tables import Result, Table
@@ -118,7 +118,10 @@ class ConfusionMatrix(Metric):
     gives_table: ClassVar[bool] = True
 
     def __init__(
-        self, num_classes: int | None = None, names: Sequence[str] | None = None, ignore_index: int = -100
+        self,
+        num_classes: Annotated[int | None, unit("classes")] = None,
+        names: Sequence[str] | None = None,
+        ignore_index: int = -100,
     ) -> None:
         if num_classes is not None and num_classes < 2:
             raise ConfigError([Problem(key="num_classes", value=num_classes, rule="must be 2 or more.")])

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
 from trainkit.cluster.base import Cluster
 from trainkit.cluster.local import refuse_launched
 from trainkit.errors import require_packages
-from trainkit.fields import at_least, placement
+from trainkit.fields import at_least, placement, unit
 
 CARRIED: Final = ("TRAINKIT_FAIL", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH")
 """Variables of this process that processes on other hosts would not have."""
@@ -68,7 +68,7 @@ class ProcessBackend(Cluster):
     elastic: ClassVar[bool] = False
     """Whether it can continue with fewer processes, and add some when resources are free again."""
 
-    num_gpus: Annotated[int | Literal["auto"], placement, at_least(0)] = "auto"
+    num_gpus: Annotated[int | Literal["auto"], placement, at_least(0), unit("GPUs")] = "auto"
     """GPUs of the cluster, one per replica; 0 trains on CPUs; auto: as many as this host has."""
 
     def launch(self, environ: Mapping[str, str]) -> None:

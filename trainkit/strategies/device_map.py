@@ -11,7 +11,7 @@ from torch import nn
 
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
-from trainkit.fields import above, placement
+from trainkit.fields import above, placement, unit
 from trainkit.strategies.base import Facts, ModelMemory, PlanContext, ReplicaPart, SetupRequest, StagePart
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import (
@@ -40,7 +40,7 @@ class DeviceMap(OneProcess):
     """Module names, prefixes, ranges (`blocks.0-5`) and `rest`, each with a device; `auto`: balanced by bytes."""
     devices: Annotated[tuple[int | str, ...] | None, placement] = None
     """Devices that `auto` fills, in this order; null: all GPUs, else the CPU."""
-    max_memory: Annotated[Annotated[float, above(0)] | Mapping[str, float] | None, placement] = None
+    max_memory: Annotated[Annotated[float, above(0)] | Mapping[str, float] | None, placement, unit("GiB")] = None
     """GiB of parameters, gradients, buffers and a shard's activations on a device: for all, or by device, `{0:20}`."""
 
     def validate(self, context: PlanContext) -> list[Problem]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import Problem
-from trainkit.fields import above, at_least, at_most, below, maths, placement
+from trainkit.fields import above, at_least, at_most, below, maths, placement, unit
 from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import (
@@ -119,13 +119,13 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         },
     )
 
-    replicas: Annotated[int, maths, at_least(1), at_most(MOST_PROCESSES)] = 2
+    replicas: Annotated[int, maths, at_least(1), at_most(MOST_PROCESSES), unit("replicas")] = 2
     """Number of replicas; it changes the result."""
     shard: Annotated[int, placement, at_least(1), at_most(MOST_PROCESSES)] = 1
     """Processes of a replica, over which its parameters are sharded; each computes its own shards of the replica's."""
-    average_every: Annotated[int, maths, at_least(1)] = 8
+    average_every: Annotated[int, maths, at_least(1), unit("steps")] = 8
     """Steps between two averages."""
-    local_after: Annotated[int, maths, at_least(0)] = 0
+    local_after: Annotated[int, maths, at_least(0), unit("steps")] = 0
     """Steps at the beginning in which gradients are summed over all replicas, as in mirrored."""
     outer: Annotated[OuterOptimizer, maths] = _AVERAGE_ALONE
     """The outer optimizer, which steps after an average."""

@@ -16,7 +16,7 @@ from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import LinkError, Problem
-from trainkit.fields import above, at_least, at_most, maths, placement
+from trainkit.fields import above, at_least, at_most, maths, placement, unit
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.copies import copied
 from trainkit.numerics.precision import Precision
@@ -78,29 +78,33 @@ class ParameterServer(Strategy):
 
     facts: ClassVar[Facts] = Facts(compiles="model", several_optimizers=True)
 
-    workers: Annotated[int | Literal["auto"], at_least(1), at_most(MOST_PROCESSES), placement] = "auto"
+    workers: Annotated[int | Literal["auto"], at_least(1), at_most(MOST_PROCESSES), placement, unit("processes")] = (
+        "auto"
+    )
     """Processes that compute, the chief among them; auto: 2, or as many as a cluster names."""
-    devices_per_worker: Annotated[int, at_least(1), at_most(MOST_PROCESSES), placement] = 1
+    devices_per_worker: Annotated[int, at_least(1), at_most(MOST_PROCESSES), placement, unit("devices")] = 1
     """Devices that a worker computes with: GPUs, or threads on the CPU; the sum of their gradients is pushed once."""
-    servers: Annotated[int | Literal["auto"], at_least(1), at_most(MOST_PROCESSES), placement] = "auto"
+    servers: Annotated[int | Literal["auto"], at_least(1), at_most(MOST_PROCESSES), placement, unit("processes")] = (
+        "auto"
+    )
     """Processes that hold variables; auto: 1, or as many as a cluster names."""
     evaluator: Annotated[bool, placement] = False
     """Whether an additional process evaluates each checkpoint in parallel to the training."""
     mode: Annotated[Literal["sync", "async"], maths(neutral="sync")] = "sync"
     """`sync`: one update of all gradients of a step; `async`: one update per gradient, when it arrives."""
-    spare_replicas: Annotated[int, at_least(0), placement] = 0
+    spare_replicas: Annotated[int, at_least(0), placement, unit("replicas")] = 0
     """`sync`: workers, among `workers`, that a step need not wait for."""
     spare_mode: Annotated[Literal["duplicate", "replace"], maths(neutral="duplicate")] = "duplicate"
     """Work of spares: `duplicate` outstanding shards, or `replace` them by shards of the following steps."""
     staleness: Annotated[Staleness, maths] = _ACCEPT
     """`async`: policy for gradients of variables that were updated in the meantime."""
-    warmup_steps: Annotated[int, at_least(0), maths(neutral=0)] = 0
+    warmup_steps: Annotated[int, at_least(0), maths(neutral=0), unit("steps")] = 0
     """`async`: updates at the beginning in which one gradient at a time is computed."""
     transfer: Annotated[Literal["full", "bf16"], maths(neutral="full")] = "full"
     """Send variables and gradients unchanged, or as bfloat16: half the bytes, and a different result."""
     replay: Annotated[str | None, maths(neutral=None)] = None
     """A run folder whose updates are repeated in the same order, from the same gradients."""
-    timeout_s: Annotated[float, above(0), placement] = 600.0
+    timeout_s: Annotated[float, above(0), placement, unit("seconds")] = 600.0
     """Seconds that tasks wait for each other, and that a worker has for a work item."""
 
     def facts_in(self, context: PlanContext) -> Facts:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from trainkit.errors import MissingExtraError
-from trainkit.fields import above, cosmetic
+from trainkit.fields import above, cosmetic, unit
 from trainkit.tracking.sending import Sender, TrackingState, begun_state
 from trainkit.trainer.events import Callback, Row, Run
 
@@ -34,9 +34,9 @@ class Tracker(Callback):
     """The project or experiment; null: the run's name."""
     artifacts: Annotated[Sequence[str], cosmetic] = ("resolved.yaml", "result.json", "plots/*.png")
     """Patterns of files in the run folder that are sent at the end, such as `model/*`."""
-    warn_s: Annotated[float, cosmetic, above(0)] = 30.0
+    warn_s: Annotated[float, cosmetic, above(0), unit("seconds")] = 30.0
     """Seconds without an answer after which a warning is printed."""
-    wait_s: Annotated[float, cosmetic, above(0)] = 30.0
+    wait_s: Annotated[float, cosmetic, above(0), unit("seconds")] = 30.0
     """Largest number of seconds that the end of the run waits for the tracker."""
     _sending: Sender | None = field(default=None, init=False, repr=False)
     _has_warned: bool = field(default=False, init=False, repr=False)

@@ -44,49 +44,18 @@ GROUP_KEY_DOCS: Final[Mapping[str, tuple[Any, str]]] = {
 
 NO_UNIT: Final = "none"
 """The unit of a key that holds no quantity: text, a choice, a path, true or false, an index."""
-_ENDS: Final[Mapping[str, str]] = {
-    "gb_s": "10^9 bytes/s", "mb_s": "10^6 bytes/s", "s": "seconds", "us": "microseconds", "usd_h": "US dollars an hour",
-    "gib": "GiB", "mib": "MiB", "mb": "MiB", "bytes": "bytes", "epochs": "epochs", "steps": "steps", "every": "steps",
-    "after": "steps", "share": "a share, 0 to 1", "batch_size": "samples", "samples": "samples", "val_size": "samples",
-    "global_size": "samples", "micro_size": "samples", "reference_batch": "samples", "context": "tokens",
-    "replicas": "replicas",
-}  # fmt: skip
-"""Last words of the names of keys, of trainkit's classes and of torch's, and the unit of such keys."""
-_NAMES: Final[Mapping[str, str]] = {
-    "max_memory": "GiB", "tflops": "10^12 operations/s", "stop_at_step": "steps", "start_step": "steps",
-    "max_skips_in_a_row": "steps", "timescale": "steps", "growth_interval": "steps", "bound": "steps",
-    "dropout": "a share, 0 to 1", "label_smoothing": "a share, 0 to 1", "min_area": "a share, 0 to 1",
-    "milestones": "a share, 0 to 1", "decay": "a share, 0 to 1", "stride": "tokens", "vocab_size": "tokens",
-    "num_tokens": "tokens", "image_size": "pixels", "resize": "pixels", "channels": "channels",
-    "in_channels": "channels", "widths": "channels", "hidden": "units", "width": "units", "in_features": "features",
-    "out_features": "features", "num_classes": "classes", "num_images": "images", "num_layers": "blocks",
-    "num_heads": "heads", "latent": "numbers", "accumulation": "shards", "lanes": "sums", "prefetch": "batches",
-    "num_workers": "processes", "workers": "processes", "servers": "processes", "threads": "threads",
-    "cpus_per_replica": "cores", "replicate": "groups", "stages": "ranks", "degree": "ranks",
-    "virtual_stages": "stages", "devices_per_worker": "devices", "num_gpus": "GPUs", "reduction": "jobs",
-    "slots": "jobs", "jobs_per_device": "jobs", "trials": "points", "folds": "parts", "keep_last": "checkpoints",
-    "keep_best": "checkpoints", "patience": "evaluations", "cooldown": "evaluations", "max_overflows": "overflows",
-    "retries": "restarts", "max_restarts": "restarts",
-}  # fmt: skip
-"""The units of other keys that hold a quantity."""
 
 
-def unit_of(name: str, hint: Any) -> str:
-    """Return the unit of a key; `NO_UNIT` for a key that holds no quantity.
-
-    Args:
-        name: the last part of the key.
-        hint: its annotation, which may declare the unit: `Annotated[float, unit("GiB")]`.
+def unit_of(hint: Any) -> str:
+    """Return the unit that the annotation of a key declares; `NO_UNIT` for a key that holds no quantity.
 
     Example:
-        >>> unit_of("timeout_s", float), unit_of("workers", int | None), unit_of("size", int), unit_of("path", str)
-        ('seconds', 'processes', 'a plain number', 'none')
+        >>> from trainkit.fields import unit
+        >>> unit_of(typing.Annotated[float, unit("seconds")]), unit_of(int), unit_of(str)
+        ('seconds', 'a plain number', 'none')
     """
-    declared = next((extra.name for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Unit)), None)
-    if declared is not None or not holds_quantity(hint):
-        return declared or NO_UNIT
-    ends = (unit for end, unit in _ENDS.items() if f"_{name}".endswith(f"_{end}"))
-    return _NAMES.get(name) or next(ends, "a plain number")
+    declared = (extra.name for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Unit))
+    return next(declared, "a plain number" if holds_quantity(hint) else NO_UNIT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +99,7 @@ def facts_of(composition: Composition, path: KeyPath) -> KeyFacts:
     place = _place(cfg, path)
     return KeyFacts(
         type=type_text(place.hint),
-        unit=unit_of(path[-1], place.hint),
+        unit=unit_of(place.hint),
         default=_default(composition, path, place),
         meaning=place.meaning,
         tag=tag_of(cfg, path).tag,

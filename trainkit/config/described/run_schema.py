@@ -137,7 +137,7 @@ class _ConfigSchema:
             else:
                 default = defaults.get(name, default_of(RunConfig, name))
                 tag = tag_of(RunConfig(), (name,)).tag.value
-                properties[name] = self._key(name, hint, doc_line(RunConfig, name), default, tag)
+                properties[name] = self._key(hint, doc_line(RunConfig, name), default, tag)
         properties["defaults"] = {"$ref": "#/$defs/defaults"}
         properties["hydra"] = {**_FREE, "description": "Hydra's own settings."}
         chosen = [self._given(choice) for choice in self.choices if choice.group not in LIST_GROUPS]
@@ -221,7 +221,7 @@ class _ConfigSchema:
             inner = plain(key.hint)
             if is_dataclass(inner) and isinstance(inner, type):
                 self._section(inner, default if isinstance(default, Mapping) else {})
-            properties[name] = self._key(name, key.hint, docs.get(name, ""), default, tag)
+            properties[name] = self._key(key.hint, docs.get(name, ""), default, tag)
         extra = [name for name in GROUP_KEYS.get(group, ()) if name not in properties]
         properties |= {name: self._groups(properties) if name == "groups" else _group_key(name) for name in extra}
         properties["defaults"] = {"$ref": "#/$defs/defaults"}
@@ -250,15 +250,15 @@ class _ConfigSchema:
             tag = next(
                 (extra.tag.value for extra in getattr(hint, "__metadata__", ()) if hasattr(extra, "neutral")), "maths"
             )
-            keys[name] = self._key(name, hint, doc_line(kind, name), default, tag)
+            keys[name] = self._key(hint, doc_line(kind, name), default, tag)
         self.sections[kind.__name__] = schema
 
-    def _key(self, name: str, hint: Any, meaning: str, default: Any, tag: str) -> Schema:
+    def _key(self, hint: Any, meaning: str, default: Any, tag: str) -> Schema:
         """Return the schema of one key: type, limits, documentation, unit, default and tag."""
         typed = schema_of(hint)
         self.sections = {**typed.pop("$defs", {}), **self.sections}
         typed = _or_null(typed) if default is None else typed
-        unit = unit_of(name, hint)
+        unit = unit_of(hint)
         facts = [tag, *([f"unit: {unit}"] if unit != NO_UNIT else [])]
         shown: Schema = {}
         if default != REQUIRED:

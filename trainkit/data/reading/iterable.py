@@ -18,7 +18,7 @@ from trainkit.config.targets.build import resolve_target
 from trainkit.data.declaration import Declared
 from trainkit.data.reading.collate import CollateFunction
 from trainkit.errors import ConfigError, DataError, Problem
-from trainkit.fields import at_least, maths
+from trainkit.fields import at_least, maths, unit
 from trainkit.numerics.batch import BatchPlan, Order, Request, SampleOrder
 from trainkit.numerics.generators import Untouched, seed_host
 from trainkit.numerics.randomness import sample_key, shard_key
@@ -68,11 +68,11 @@ class Stream:
 
     source: Any
     """Any iterable, which is iterated again for each epoch; usually a `_target_` of your own."""
-    num_samples: Annotated[int, at_least(1)]
+    num_samples: Annotated[int, at_least(1), unit("samples")]
     """Samples of an epoch; the source must have at least as many."""
     val_source: Any = None
     """The source for validation; null for no validation."""
-    val_num_samples: Annotated[int | None, at_least(1)] = None
+    val_num_samples: Annotated[int | None, at_least(1), unit("samples")] = None
     """Samples of the validation source."""
     distribute: Annotated[Literal["samples", "files", "auto"], maths(neutral="samples")] = "samples"
     """Unit that is divided among ranks: `samples` (each rank reads all of them) or `files`; auto: files, if every shard

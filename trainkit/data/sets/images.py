@@ -23,7 +23,7 @@ from trainkit.data.declaration import Declared, image, label
 from trainkit.data.reading.files import alike, existing, fetch, listed
 from trainkit.data.stored import InMemory, Normalisation, Samples, Stored
 from trainkit.errors import ConfigError, DataError, Problem
-from trainkit.fields import Limit, Reads, a_folder, above, at_least, below, maths, placement
+from trainkit.fields import Limit, Reads, a_folder, above, at_least, below, maths, placement, unit
 from trainkit.files import cache_folder
 
 
@@ -155,7 +155,7 @@ class Cifar10(_HeldOut):
 
     path: Annotated[Path | None, placement, a_folder] = None
     """Folder with data_batch_1.bin to data_batch_5.bin and test_batch.bin."""
-    val_size: Annotated[int, below(0, 50_000)] = 5000
+    val_size: Annotated[int, below(0, 50_000), unit("samples")] = 5000
     """Training images held out; with 0, train on all and do not validate."""
 
     def __post_init__(self) -> None:
@@ -209,7 +209,7 @@ class FashionMnist(_HeldOut):
     """Folder with the four files; null: the Debian package dataset-fashion-mnist, else the download cache."""
     download: Annotated[bool, placement] = False
     """Download the files (31 MB) into `path`, or the cache folder, if they are missing; false downloads nothing."""
-    val_size: Annotated[int, below(0, 60_000)] = 5000
+    val_size: Annotated[int, below(0, 60_000), unit("samples")] = 5000
     """Training images held out; with 0, train on all and do not validate."""
 
     def __post_init__(self) -> None:
@@ -270,9 +270,9 @@ _Box = tuple[int, int, int, int]
 class _Images:
     """The common part of these datasets: files of images, read by Pillow, in bytes until they are normalised."""
 
-    image_size: Annotated[int, at_least(1)] = 224
+    image_size: Annotated[int, at_least(1), unit("pixels")] = 224
     """Side length in pixels of the model's input."""
-    resize: Annotated[int, at_least(1)] = 256
+    resize: Annotated[int, at_least(1), unit("pixels")] = 256
     """Length in pixels of the shorter side before the centre crop."""
     mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
     """Mean per colour channel, subtracted."""
@@ -418,7 +418,7 @@ class ImageFolder(_Images):
     """The folder that holds `train` and `val`."""
     augment: bool = True
     """Random crops and mirroring in training; false treats both splits the same."""
-    min_area: Annotated[float, above(0), Limit(rule="must be at most 1.", high=1)] = 0.08
+    min_area: Annotated[float, above(0), Limit(rule="must be at most 1.", high=1), unit("a share, 0 to 1")] = 0.08
     """Smallest share of an image's area in a random crop."""
     classes: tuple[str, ...] = field(init=False, repr=False, compare=False)
     labels: list[int] = field(init=False, repr=False, compare=False)

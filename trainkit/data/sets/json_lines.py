@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 import numpy as np
 
 from trainkit.errors import ConfigError, DataError, MissingExtraError, Problem
-from trainkit.fields import placement
+from trainkit.fields import placement, unit
 from trainkit.files import parse_json
 
 _REMOTE: Final = re.compile(r"[a-z][a-z0-9+.-]*://")
@@ -46,7 +46,7 @@ class JsonLines:
 
     path: Annotated[str | list[str], placement]
     """The files: a path, a URL or a pattern, or a list of them."""
-    num_samples: list[int] | None = None
+    num_samples: Annotated[list[int] | None, unit("samples")] = None
     """Lines of each file, in the order of the files; null: each process counts them when it first needs them."""
 
     def __iter__(self) -> Iterator[Any]:

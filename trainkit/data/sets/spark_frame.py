@@ -15,7 +15,7 @@ from trainkit.data.reading.files import existing, listed
 from trainkit.data.sets.tables import rows_of_split
 from trainkit.data.stored import InMemory
 from trainkit.errors import DataError, first_line, require_packages
-from trainkit.fields import Reads, below
+from trainkit.fields import Reads, below, unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class SparkFrame(InMemory):
     """`number` for regression; `class` for classification: whole numbers from 0."""
     columns: list[str] | None = None
     """The columns that are features, in this order; null: all but the target."""
-    val_share: Annotated[float, below(0, 1)] = 0.1
+    val_share: Annotated[float, below(0, 1), unit("a share, 0 to 1")] = 0.1
     """Share of the rows, drawn by `split_seed`, to validate on; with 0, train on all and do not validate."""
     split_seed: int = 0
     """Seed of the choice of validation rows, independent of the run's."""

@@ -28,9 +28,9 @@ class _Generated:
 
     split: Literal["train", "val"]
     """Part of the dataset to use."""
-    num_samples: Annotated[int, at_least(1)] = 1024
+    num_samples: Annotated[int, at_least(1), unit("samples")] = 1024
     """Number of training samples."""
-    val_samples: Annotated[int, at_least(1)] = 256
+    val_samples: Annotated[int, at_least(1), unit("samples")] = 256
     """Number of validation samples."""
     seed: int = 0
     """Seed of the data, independent of the run's."""
@@ -73,7 +73,7 @@ class Synthetic(_Generated):
 
     shape: list[int] = field(default_factory=lambda: [64])
     """Shape of a sample: `[features]`, or `[channels, height, width]`."""
-    num_classes: Annotated[int, at_least(1)] = 10
+    num_classes: Annotated[int, at_least(1), unit("classes")] = 10
     """Number of classes; sample i has class i modulo this."""
     noise: Annotated[float, at_least(0)] = 1.0
     """Standard deviation of the noise; that of the prototypes is 1."""
@@ -119,11 +119,11 @@ class SyntheticTokens(_Generated, InMemory):
         True
     """
 
-    vocab_size: Annotated[int, at_least(1)] = 64
+    vocab_size: Annotated[int, at_least(1), unit("tokens")] = 64
     """Size of the vocabulary."""
-    context: Annotated[int, at_least(1)] = 32
+    context: Annotated[int, at_least(1), unit("tokens")] = 32
     """Number of tokens of a sample."""
-    min_context: Annotated[int | None, at_least(1)] = None
+    min_context: Annotated[int | None, at_least(1), unit("tokens")] = None
     """Fewest tokens of a sample that count; the rest is padding. null: all count."""
     noise: Annotated[float, within(0, 1), unit("a share, 0 to 1")] = 0.1
     """Share of tokens that are replaced by random ones."""
@@ -165,9 +165,9 @@ class Friedman(_Generated, InMemory):
         torch.Size([10])
     """
 
-    num_samples: Annotated[int, at_least(1)] = 8000
+    num_samples: Annotated[int, at_least(1), unit("samples")] = 8000
     """Number of training rows."""
-    val_samples: Annotated[int, at_least(1)] = 2000
+    val_samples: Annotated[int, at_least(1), unit("samples")] = 2000
     """Number of validation rows."""
     noise: Annotated[float, at_least(0)] = 1.0
     """Standard deviation of the noise; that of the target without it is 4.9."""

@@ -25,7 +25,7 @@ from trainkit.config.values import either
 from trainkit.data.reading.files import alike, listed, text_of
 from trainkit.data.stored import InMemory
 from trainkit.errors import DataError
-from trainkit.fields import a_file, below, maths, pattern, placement
+from trainkit.fields import a_file, below, maths, pattern, placement, unit
 
 _LIKE_A_NUMBER: Final = re.compile(r"[-+$€£]?\s*(\d[\d.,' _]*|nan|inf|infinity)\s*%?", re.IGNORECASE)
 """Texts that a person or program wrote as a number, although Python may not read them as one."""
@@ -65,7 +65,7 @@ class CsvTable(InMemory):
     """Character before the decimal places of a number."""
     strip: Annotated[bool, maths(neutral=False)] = False
     """Remove blanks at both ends of cells and names."""
-    val_share: Annotated[float, below(0, 1)] = 0.1
+    val_share: Annotated[float, below(0, 1), unit("a share, 0 to 1")] = 0.1
     """Share of the rows, drawn by `split_seed`, to validate on; with 0, train on all and do not validate."""
     split_seed: int = 0
     """Seed of the choice of validation rows, independent of the run's."""

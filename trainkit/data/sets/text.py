@@ -19,7 +19,7 @@ from trainkit.data.declaration import Declared, window, with_defaults
 from trainkit.data.reading.files import check, existing, fetch, text_of
 from trainkit.data.stored import Samples, Stored
 from trainkit.errors import ConfigError, DataError, Problem
-from trainkit.fields import a_file, a_folder, above, at_least, below, maths, placement
+from trainkit.fields import a_file, a_folder, above, at_least, below, maths, placement, unit
 from trainkit.files import cache_folder
 from trainkit.objectives.fields import IGNORED
 
@@ -41,9 +41,9 @@ class _Windowed:
 
     split: Literal["train", "val"]
     """Part of the tokens to use."""
-    context: Annotated[int, at_least(1)] = 64
+    context: Annotated[int, at_least(1), unit("tokens")] = 64
     """Number of tokens of a sample."""
-    stride: Annotated[int | None, at_least(1)] = None
+    stride: Annotated[int | None, at_least(1), unit("tokens")] = None
     """Tokens from one training sample to the next; null: `context`, so that each token is used once per epoch."""
     _tokens: NDArray[Any] = field(init=False, repr=False, compare=False)
     """The sequence, of any unsigned integer type; may be a memory map."""
@@ -130,7 +130,7 @@ class _Windowed:
 class _Tokens(_Windowed):
     """The common part of texts in memory, of which the end is held out to validate."""
 
-    val_share: Annotated[float, above(0), below(0, 1)] = 0.1
+    val_share: Annotated[float, above(0), below(0, 1), unit("a share, 0 to 1")] = 0.1
     """Share of the tokens, at the end, to validate on."""
 
     def _split(self, tokens: NDArray[Any]) -> None:
@@ -164,7 +164,7 @@ class TextFile(_Tokens):
     """The address of the download; by default Shakespeare, as in char-rnn and nanoGPT."""
     sha256: str | None = SHAKESPEARE_SHA256
     """SHA-256 of the downloaded file; checked at each download, and before use if no `path` is given."""
-    vocab_size: Annotated[int | None, at_least(1)] = None
+    vocab_size: Annotated[int | None, at_least(1), unit("tokens")] = None
     """Size of the model's vocabulary; a text with more characters is refused. null: not checked."""
     characters: str = field(init=False, repr=False, compare=False)
 
@@ -225,7 +225,7 @@ class PythonSource(_Tokens):
     vocab_size: ClassVar[int] = 256
     _stored: ClassVar[str] = "uint8"
 
-    max_bytes: Annotated[int | None, at_least(1)] = None
+    max_bytes: Annotated[int | None, at_least(1), unit("bytes")] = None
     """Stop after this many bytes; null reads everything, 10 to 30 MB."""
 
     def __post_init__(self) -> None:
@@ -272,11 +272,11 @@ class TokenMemmap(_Windowed):
 
     path: Annotated[Path, a_folder]
     """The folder."""
-    context: Annotated[int, at_least(1)] = 1024
+    context: Annotated[int, at_least(1), unit("tokens")] = 1024
     """Number of tokens of a sample."""
     dtype: Literal["uint16", "uint32"] = "uint16"
     """Storage type of a token."""
-    vocab_size: Annotated[int | None, at_least(1)] = None
+    vocab_size: Annotated[int | None, at_least(1), unit("tokens")] = None
     """Size of the model's vocabulary; a sample with a larger token is refused. null: not checked."""
 
     def __post_init__(self) -> None:
@@ -330,7 +330,7 @@ class TextLines:
 
     path: Annotated[Path, placement, a_file]
     """The file; a line ends with a line feed, or with a carriage return and a line feed."""
-    context: Annotated[int, at_least(1)] = 64
+    context: Annotated[int, at_least(1), unit("tokens")] = 64
     """Tokens of a sample; a longer line is refused."""
     encoding: Annotated[str, maths(neutral="utf-8")] = "utf-8"
     """Encoding of the files, as Python names it."""

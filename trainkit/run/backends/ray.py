@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from trainkit.fields import above, placement
+from trainkit.fields import above, placement, unit
 from trainkit.run.backends.engine import WorkerInfo, begin_attempt, run_rank
 from trainkit.run.process.setup import variables
 from trainkit.run.process_backend import BackendJob, ProcessBackend
@@ -36,7 +36,7 @@ class Ray(ProcessBackend):
 
     address: Annotated[str | None, placement] = None
     """The cluster: HOST:PORT, or auto for the one that this host is part of; null starts Ray here, for this run."""
-    cpus_per_replica: Annotated[float, placement, above(0)] = 1.0
+    cpus_per_replica: Annotated[float, placement, above(0), unit("cores")] = 1.0
     """Cores that Ray reserves for each replica."""
 
     @contextmanager

@@ -17,7 +17,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.targets.build import build
 from trainkit.config.yaml_files import read_document, shipped_conf
 from trainkit.errors import ConfigError, Problem, refuse
-from trainkit.fields import above, at_least, cosmetic
+from trainkit.fields import above, at_least, cosmetic, unit
 
 FORMATS: Final = ("fp64", "fp32", "tf32", "bf16", "fp16")
 """The number formats of `tflops`."""
@@ -63,9 +63,9 @@ class Band:
 class Link:
     """The link between two devices."""
 
-    gb_s: Annotated[float, above(0), cosmetic]
+    gb_s: Annotated[float, above(0), cosmetic, unit("10^9 bytes/s")]
     """10^9 bytes a second that a device sends, while it receives as many."""
-    latency_us: Annotated[float, at_least(0), cosmetic] = 10.0
+    latency_us: Annotated[float, at_least(0), cosmetic, unit("microseconds")] = 10.0
     """Microseconds of the smallest message."""
 
 
@@ -99,14 +99,14 @@ class Hardware(HardwareChoice):
     """Name of the device in drivers: a run on such a GPU uses these rates as the peak of its MFU, without
     `hardware`.
     """
-    memory_gib: Annotated[float, above(0), cosmetic]
+    memory_gib: Annotated[float, above(0), cosmetic, unit("GiB")]
     """GiB of memory of a device."""
-    workspace_mib: Annotated[float | None, at_least(0), cosmetic] = None
+    workspace_mib: Annotated[float | None, at_least(0), cosmetic, unit("MiB")] = None
     """MiB of that memory in which torch keeps the workspaces of cuBLAS from the first matrix product on; null: unknown.
     """
-    memory_gb_s: Annotated[float, above(0), cosmetic]
+    memory_gb_s: Annotated[float, above(0), cosmetic, unit("10^9 bytes/s")]
     """10^9 bytes a second of that memory."""
-    tflops: Annotated[Mapping[str, Annotated[float, above(0)]], cosmetic]
+    tflops: Annotated[Mapping[str, Annotated[float, above(0)]], cosmetic, unit("10^12 operations/s")]
     """10^12 operations a second of dense matrix products, by number format: fp64, fp32, tf32, bf16, fp16."""
     within_host: Annotated[Link, cosmetic]
     """The link between two devices of a host."""
@@ -114,11 +114,11 @@ class Hardware(HardwareChoice):
     """The link between two devices on different hosts."""
     reached: Annotated[Band, cosmetic] = field(default_factory=lambda: Band(low=0.3, high=0.75))
     """Shares of the rates above that a training reaches: the band of the plan's times."""
-    operation_us: Annotated[float, at_least(0), cosmetic] = 5.0
+    operation_us: Annotated[float, at_least(0), cosmetic, unit("microseconds")] = 5.0
     """Microseconds that the host needs to start an operation on the device."""
-    input_mb_s: Annotated[float | None, above(0), cosmetic] = None
+    input_mb_s: Annotated[float | None, above(0), cosmetic, unit("10^6 bytes/s")] = None
     """10^6 bytes a second that one process of the loader reads and collates; null: unknown."""
-    price_usd_h: Annotated[float | None, at_least(0), cosmetic] = None
+    price_usd_h: Annotated[float | None, at_least(0), cosmetic, unit("US dollars an hour")] = None
     """US dollars for an hour of one device; null: unknown."""
     whole_host: Annotated[bool, cosmetic] = False
     """Whether memory and rates are those of a host, whose tasks share them, as on the CPU; false: of each device."""

@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import FileStore
 from trainkit.cluster.host import num_cores, use_device
 from trainkit.data.reading.collate import collate
 from trainkit.errors import AbsentFileError, ConfigError, Problem, StorageError, UnreadableError
-from trainkit.fields import at_least, cosmetic
+from trainkit.fields import at_least, cosmetic, unit
 from trainkit.files import Kind, cache_folder, num_bytes, read_map, write_json_atomically
 from trainkit.run.estimates.hardware import Band, Hardware, HardwareChoice, Link, Say, recognised
 from trainkit.run.estimates.memory import DeviceMemory, HostMemory, verdict_of
@@ -164,7 +164,7 @@ def calibration_of(machine: Machine, say: Say | None) -> Calibration | None:
 class ThisMachine(HardwareChoice):
     """The machine of this process, calibrated or not."""
 
-    price_usd_h: Annotated[float | None, at_least(0), cosmetic] = None
+    price_usd_h: Annotated[float | None, at_least(0), cosmetic, unit("US dollars an hour")] = None
     """US dollars for an hour of one device; null: unknown."""
 
     def here(self, say: Say | None = None) -> Hardware:

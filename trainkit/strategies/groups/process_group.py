@@ -24,7 +24,7 @@ from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import LinkError, Problem
-from trainkit.fields import above, at_least, at_most, placement
+from trainkit.fields import above, at_least, at_most, placement, unit
 from trainkit.strategies.base import PlanContext, choice_of
 from trainkit.strategies.collectives import GroupCollective, RankGroup
 from trainkit.strategies.rendezvous_store import store_client
@@ -106,7 +106,7 @@ class ProcessGroup:
 
     devices: Annotated[tuple[int | str, ...] | None, placement] = None
     """The devices of this host to use, `[0, 1]` or `[/gpu:0, /gpu:1]`; null: the first GPUs, or the CPU."""
-    timeout_s: Annotated[float, placement, above(0)] = 600.0
+    timeout_s: Annotated[float, placement, above(0), unit("seconds")] = 600.0
     """Seconds that a rank waits for the others in an exchange."""
 
     @property
@@ -349,7 +349,9 @@ class ProcessGroup:
 class ProcessGroupOptions(ProcessGroup):
     """The options of a process group whose replicas are one number."""
 
-    replicas: Annotated[int | Literal["auto"], placement, at_least(1), at_most(MOST_PROCESSES)] = "auto"
+    replicas: Annotated[Literal["auto"] | int, placement, at_least(1), at_most(MOST_PROCESSES), unit("replicas")] = (
+        "auto"
+    )
     """Replicas of the run, over all hosts; auto: as many as the GPUs make up, or 2 processes; in a launch, as many as
     its processes.
     """

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainkit.cluster.tasks import Identity
 from trainkit.config.values import MOST_PROCESSES, closest
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import Limit, above, at_least, at_most, maths, placement, speed
+from trainkit.fields import Limit, above, at_least, at_most, maths, placement, speed, unit
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_at_random, draws_nothing
@@ -526,7 +526,7 @@ class StagedMesh(MeshStrategy):
 
     schedule: Annotated[ScheduleName, placement] = "1f1b"
     """The order in which a rank computes microbatches; interleaved and zero_bubble may have several stages per rank."""
-    virtual_stages: Annotated[int | None, at_least(1), at_most(MOST_PROCESSES), placement] = None
+    virtual_stages: Annotated[int | None, at_least(1), at_most(MOST_PROCESSES), placement, unit("stages")] = None
     """Stages of each rank, as far apart in the model as there are ranks; null: 2 if the schedule is interleaved, else
     1.
     """
@@ -555,7 +555,7 @@ class Mesh(StagedMesh):
 
     facts: ClassVar[Facts] = replace(MeshStrategy.facts, place=4)
 
-    replicate: Size = 1
+    replicate: Annotated[Size, unit("groups")] = 1
     """Copies of the model; gradients are summed over them. auto: as many as the other axes leave."""
     shard: Size = "auto"
     """Ranks over which the parameters of a copy are sharded; auto: as many as the other axes leave."""
@@ -563,7 +563,7 @@ class Mesh(StagedMesh):
     """Ranks over which each layer of the plan is cut."""
     pipe: Annotated[int, placement, AXIS, at_most(MOST_PROCESSES)] = 1
     """Ranks over which the blocks of a copy are divided into stages."""
-    context: Annotated[int, placement, AXIS, at_most(MOST_PROCESSES)] = 1
+    context: Annotated[int, placement, AXIS, at_most(MOST_PROCESSES), unit("tokens")] = 1
     """Ranks over which each sequence is cut; attention gathers keys and values."""
     plan: Annotated[TensorPlan, placement] = "auto"
     """Module names, suffixes of names or globs, each with a style (`colwise`, `rowwise` ...); `auto`: the model's own
@@ -738,7 +738,7 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, MeshStrategy):
     alone_as_one_device: ClassVar[bool] = True
     facts: ClassVar[Facts] = replace(MeshStrategy.facts, place=2, supports_meta_init=True, converts=True)
 
-    replicate: Annotated[int, at_least(1), at_most(MOST_PROCESSES), placement] = 1
+    replicate: Annotated[int, at_least(1), at_most(MOST_PROCESSES), placement, unit("groups")] = 1
     """Groups of ranks, each with a whole model sharded over its ranks; above 1 (hybrid) gradients are summed over
     groups.
     """
@@ -807,12 +807,12 @@ class Pipeline(ProcessGroupOptions, StagedMesh):
 
     facts: ClassVar[Facts] = Facts(place=4, supports_meta_init=True, is_sharded=True, forward_is_collective=True)
 
-    replicas: Annotated[int | Literal["auto"], placement, at_most(MOST_PROCESSES)] = 1
+    replicas: Annotated[int | Literal["auto"], placement, at_most(MOST_PROCESSES), unit("replicas")] = 1
     """Copies of the whole pipeline, over all hosts; auto: those that the GPUs of this host or a launch make up."""
-    stages: Annotated[int, at_least(2), at_most(MOST_PROCESSES), placement] = 2
+    stages: Annotated[int, at_least(2), at_most(MOST_PROCESSES), placement, unit("ranks")] = 2
     """Number of ranks of a replica."""
 
-    max_memory: Annotated[Annotated[float, above(0)] | Mapping[str, float] | None, placement] = None
+    max_memory: Annotated[Annotated[float, above(0)] | Mapping[str, float] | None, placement, unit("GiB")] = None
     """GiB of parameters, gradients, buffers and a shard's activations that a rank takes: for all, or `{0:20,1:40}`."""
 
     @property
@@ -873,7 +873,7 @@ class TensorParallel(ProcessGroupOptions, MeshStrategy):
     alone_as_one_device: ClassVar[bool] = True
     facts: ClassVar[Facts] = replace(MeshStrategy.facts, place=3)
 
-    degree: Annotated[int, placement, at_least(1), at_most(MOST_PROCESSES)] = 1
+    degree: Annotated[int, placement, at_least(1), at_most(MOST_PROCESSES), unit("ranks")] = 1
     """Number of ranks over which each layer of the plan is sharded; 1 shards nothing."""
     plan: Annotated[TensorPlan, placement] = "auto"
     """Module names, suffixes of names or globs, each with a style (`colwise`, `rowwise` ...); `auto`: the model's own

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from trainkit.cluster.host import host_id
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
-from trainkit.fields import at_least, maths, placement, speed
+from trainkit.fields import at_least, maths, placement, speed, unit
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.reducers.shared_memory import SharedMemoryReducer, shared_memory_obstacle
@@ -39,7 +39,7 @@ class ReductionOptions:
 
     reduce: Annotated[Reduce, placement] = "auto"
     """The reducer of gradients; auto: shared_memory for CPU processes of one host, else backend."""
-    bucket_mb: Annotated[float, at_least(0), speed] = 25.0
+    bucket_mb: Annotated[float, at_least(0), speed, unit("MiB")] = 25.0
     """MiB of gradients that the backend exchanges at once while backward computes the others; 0: all at the end."""
     compression: Annotated[Compression, maths(neutral="none")] = "none"
     """Send gradients as bfloat16 or float16, or each as two thin matrices (powersgd): fewer bytes, and a different
@@ -47,7 +47,7 @@ class ReductionOptions:
     """
     powersgd_rank: Annotated[int, at_least(1), maths(neutral=1)] = 1
     """Width of PowerSGD's matrices: a larger width is more exact and sends more bytes."""
-    powersgd_after: Annotated[int, at_least(2), maths(neutral=1000)] = 1000
+    powersgd_after: Annotated[int, at_least(2), maths(neutral=1000), unit("steps")] = 1000
     """Steps whose gradients PowerSGD sends uncompressed, before it begins."""
     allow_unused: Annotated[bool, placement] = False
     """Whether parameters may get no gradient; they are then excluded from the exchange. False: an error names them."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
 from trainkit.errors import CheckpointError, Problem, TrainingError
-from trainkit.fields import at_least, maths
+from trainkit.fields import at_least, maths, unit
 from trainkit.files import expect_map, naming, open_regular, parse_json, read_lines, whole_numbers
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.precision import LossScale
@@ -64,7 +64,7 @@ class Staleness:
 
     policy: Annotated[Policy, maths(neutral="accept")] = "accept"
     """`accept`, `drop` above the bound, `scale` by 1/(1+s), `lr` divided by s, or `bound`: fast workers wait."""
-    bound: Annotated[int | None, maths(neutral=None), at_least(0)] = None
+    bound: Annotated[int | None, maths(neutral=None), at_least(0), unit("steps")] = None
     """Number of updates; for `drop` and `bound`."""
 
     def problems(self) -> list[Problem]:
