@@ -63,10 +63,10 @@ def test_a_step_asks_for_less_than_half_of_the_launches_that_a_loop_over_buffers
 
 
 class SmallImages(zoo.InMemory):
-    """16 images, for a ResNet-50 of full width: a step asks for as many launches as with larger images."""
+    """Two images a shard, for a ResNet-50 of full width: a step asks for as many launches as with more and larger."""
 
-    def __init__(self) -> None:
-        self.inputs, self.targets = torch.randn(16, 3, 32, 32), torch.arange(16)
+    def __init__(self, shards: int) -> None:
+        self.inputs, self.targets = torch.randn(2 * shards, 3, 32, 32), torch.arange(2 * shards)
 
 
 # 562 and 4,587; before buffers were joined 1,443 and 9,227, by the same count
@@ -76,8 +76,8 @@ class SmallImages(zoo.InMemory):
 @pytest.mark.slow
 def test_a_mixed_step_of_resnet_50_needs_at_most_half_of_its_earlier_launches(shards: int, before: int) -> None:
     model = {"depth": 50, "num_classes": 1000}
-    wide = Case(task="resnet", build=ResNet, model=model, samples=SmallImages, precision="bf16_mixed")
-    launches = launches_of(replace(wide, global_size=16, micro_size=16 // shards))
+    wide = Case(task="resnet", build=ResNet, model=model, samples=lambda: SmallImages(shards), precision="bf16_mixed")
+    launches = launches_of(replace(wide, global_size=2 * shards, micro_size=2))
     assert launches.total <= before / 2, launches.by_name.most_common(8)
 
 
