@@ -34,9 +34,9 @@ def wave(*shape: int, phase: float) -> Tensor:
 
 
 def fill(model: nn.Module) -> nn.Module:
-    """Give a model its weights by formula."""
+    """Give a model its weights by formula; of one without data, nothing is computed."""
     with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
+        for number, parameter in enumerate(param for param in model.parameters() if not param.is_meta):
             fan_in = parameter.shape[-1] if parameter.dim() > 1 else 4
             parameter.copy_(wave(*parameter.shape, phase=0.1 * number) / fan_in**0.5)
     return model
