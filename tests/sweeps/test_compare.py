@@ -31,7 +31,7 @@ from trainkit.trained.build import build_model
 from trainkit.verbs.looking import report
 from trainkit.verbs.looking.schema import schema_of
 from trainkit.verbs.running import compare as verb
-from trainkit.verbs.support.call import parse
+from trainkit.verbs.support.call import Call, parse
 
 POOL = json.loads((Path(__file__).parent / "digits.json").read_text())
 
@@ -289,3 +289,20 @@ def test_compare_trains_what_is_missing_and_nothing_for_a_null_edit(
     assert main(["compare", str(folders[0].parent), "log_every_steps=5"]) == 0
     assert capfd.readouterr().out.splitlines()[-1] == "the same"
     assert len([*Path("outputs/compare").rglob("result.json")]) == 10
+
+
+@pytest.mark.slow
+def test_seeds_whose_jobs_never_began_are_named(
+    cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sweep(call: Call) -> int:
+        given = dict(line.split("=", 1) for line in call.overrides)
+        begun = 5 if given["optimizer.lr"] == "0.1" else 4  # of B the last one failed before it had a folder
+        side(Path(given["hydra.sweep.dir"]), [0.5 + seed / 100 for seed in range(begun)])
+        return 1
+
+    monkeypatch.setattr("trainkit.verbs.running.train.sweep", sweep)
+    assert main(["compare", "optimizer.lr=0.1", "optimizer.lr=0.2", "recipe=digits", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["pairs"]) == 4
+    assert found["remarks"][0].startswith("no run of optimizer.lr=0.2 has ended with seed 4: outputs/compare/")

@@ -143,10 +143,13 @@ def _trained(call: Call, sides: list[Side], judged: Callable[..., PairedComparis
                 for seed in seeds if place == 1 and start.name else ():
                     write_start(sides[0].cfg, sides[1].cfg, seed, start / f"seed_{seed}.safetensors")
                 sides[place] = _with_runs(call, sides[place], lines, seeds)
+                if absent := sorted({*seeds} - sides[place].by_seed().keys()):
+                    told = f"no run of {sides[place].name} has ended with seed {', '.join(map(str, absent))}"
+                    notes.append(f"{told}: {sides[place].folder}")
                 if changed := [part for part in state_of(sides[place].cfg).differing(state) if part != "config"]:
                     forget_state(sides[place].folder)
                     notes.append(f"{', '.join(changed)} changed while the runs trained: compare again")
-            found = judged(*sides, notes=notes)
+            found = judged(*sides, notes=[*dict.fromkeys(notes)])
             more = found["more_pairs"]
             if "until-sure" not in call.flags or not more or len(seeds) >= most:
                 return found
