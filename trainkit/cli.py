@@ -20,7 +20,6 @@ from trainkit.config.grammar import refusal
 from trainkit.errors import ConfigError, TrainkitError
 from trainkit.redaction import masked_output
 from trainkit.verbs.support.call import Call, module_of, parse, parser_of, verb_of
-from trainkit.verbs.support.project import importable
 from trainkit.verbs.support.table import VERBS
 
 _SHOWN_PROBLEMS: Final = 30
@@ -113,7 +112,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         return answer(flags["shell-completion"], call)
     if "cfg" in flags:
         return _show(call, flags["cfg"])
-    from trainkit.config.targets.allowed import allow_packages  # noqa: PLC0415 - help and completion need none
+    from trainkit.config.targets.allowed import allow_packages, importable  # noqa: PLC0415 - help and completion need none
     from trainkit.config.yaml_files import with_config_dirs  # noqa: PLC0415 - the same
 
     if call.project is not None:

@@ -38,7 +38,7 @@ from trainkit.config.compose import compose as compose_run
 from trainkit.config.composition import Composition, dotted, path_of
 from trainkit.config.grammar import key_of, setting
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig
-from trainkit.config.targets.allowed import ALLOWED_PACKAGES, IN_PROCESS, TARGET, root_of
+from trainkit.config.targets.allowed import ALLOWED_PACKAGES, IN_PROCESS, TARGET, importable, root_of
 from trainkit.config.targets.build import INJECTED, imported, signature_of
 from trainkit.config.values import expanded
 from trainkit.errors import ConfigError, Problem, refuse
@@ -223,14 +223,8 @@ class Given:
         code = folder / "code"
         code.mkdir(exist_ok=True)
         write_atomically(code / f"{self.written.__name__}.py", self.source)
-        before = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(code.absolute()), *([before] if before else [])])
-        try:
+        with importable([code], first=True):
             yield
-        finally:
-            os.environ.pop("PYTHONPATH")
-            if before is not None:
-                os.environ["PYTHONPATH"] = before
 
     def _add_factory(self, group: str, factory: Definition, settings: Mapping[str, Any]) -> list[Problem]:
         if isinstance(factory, type) and group == "objective" and issubclass(factory, nn.Module):

@@ -8,6 +8,7 @@ Python, and `TRAINKIT_ALLOW_PACKAGES` for the workers that such a process starts
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,6 +57,25 @@ def allow_packages(packages: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         _OPENED.subtract(packages)
+
+
+@contextmanager
+def importable(folders: Sequence[Path], *, first: bool = False) -> Iterator[None]:
+    """Let this process, and those that it starts, import modules from these folders while the block runs: after all
+    others, or before them.
+    """
+    before, variable = [*sys.path], os.environ.get("PYTHONPATH")
+    names, inherited = [str(folder.absolute()) for folder in folders], [*filter(None, [variable])]
+    if names:
+        sys.path[:] = [*names, *before] if first else [*before, *names]
+        os.environ["PYTHONPATH"] = os.pathsep.join([*names, *inherited] if first else [*inherited, *names])
+    try:
+        yield
+    finally:
+        if names:
+            sys.path[:] = before
+            os.environ.pop("PYTHONPATH")
+            os.environ.update({} if variable is None else {"PYTHONPATH": variable})
 
 
 def allowed_packages() -> tuple[str, ...]:

@@ -25,22 +25,29 @@ from trainkit.verbs.support.call import Call
 def run(call: Call) -> int:
     """Write the page, and print its path."""
     folders = [Path(argument).expanduser() for argument in call.arguments]
+    is_ledger = len(folders) == 1 and folders[0].suffix == ".jsonl"
     is_sweep = len(folders) == 1 and (folders[0] / "sweep.json").is_file()
-    if len(folders) == 1 and folders[0].suffix == ".jsonl":
-        return _write_ledger(call, folders[0])
-    for folder in folders:
+    for folder in () if is_ledger else folders:
         if not is_sweep and not (folder / "resolved.yaml").is_file():
             raise refusal(str(folder), f"{NO_RUN} Give run folders, or one folder of a sweep.")
         with contextlib.suppress(UnreadableError):  # a page is also written of a run whose config is damaged
             refuse_earlier_names(folder / "resolved.yaml")
     if "send" in call.flags:
+        if is_ledger:
+            raise refusal("--send", "sends runs, and a ledger holds none.")
         if running := [folder for folder in folders if read_status(RunFolder(folder)).is_running]:
             raise refusal(str(running[0]), "is running, and sends its rows itself.")
         return max(map(send_later, folders))
     out = folders[0] / "report.html" if len(folders) == 1 else Path("comparison.html")
-    out = _out(call, out)
+    out = Path(call.flags.get("out", folders[0].with_suffix(".html") if is_ledger else out)).expanduser()
+    if out.is_dir() or not out.parent.is_dir():
+        raise refusal(f"--out {out}", "must be a file in an existing folder.")
     with reporting(out.parent):
-        if is_sweep:
+        if is_ledger:
+            if not (rows := recorded(folders[0])):
+                raise refusal(str(folders[0]), "lists no comparison. trainkit compare A B makes one.")
+            write_page(out, ledger_page(rows, str(folders[0])))
+        elif is_sweep:
             board = collect(folders[0])
             if not board.entries:
                 raise refusal(str(folders[0]), "lists no job.")
@@ -49,31 +56,5 @@ def run(call: Call) -> int:
             write_run_page(RunFolder(folders[0]), out, spread=spread_of_run(folders[0]))
         else:
             write_page(out, comparison_page(compare_runs(folders)))
-    sys.stdout.write(f"{out}\n")
-    return 0
-
-
-def _out(call: Call, default: Path) -> Path:
-    """Return the file to write.
-
-    Raises:
-        ConfigError: it cannot be a file.
-    """
-    out = Path(call.flags.get("out", default)).expanduser()
-    if out.is_dir() or not out.parent.is_dir():
-        raise refusal(f"--out {out}", "must be a file in an existing folder.")
-    return out
-
-
-def _write_ledger(call: Call, ledger: Path) -> int:
-    """Write the page of the comparisons that a ledger lists, and print its path."""
-    if "send" in call.flags:
-        raise refusal("--send", "sends runs, and a ledger holds none.")
-    rows = recorded(ledger)
-    if not rows:
-        raise refusal(str(ledger), "lists no comparison. trainkit compare A B makes one.")
-    out = _out(call, ledger.with_suffix(".html"))
-    with reporting(out.parent):
-        write_page(out, ledger_page(rows, str(ledger)))
     sys.stdout.write(f"{out}\n")
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import socket
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.config.grammar import refusal
+from trainkit.config.targets.allowed import importable
 from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import UnreadableError
 from trainkit.files import parse_json, read_bytes, read_lines, read_map
@@ -48,7 +48,9 @@ def run(call: Call) -> int:
     except UnreadableError as error:
         rule = f"has no result with the hash of its weights: {error.reason}. A run must end, or be stopped by Ctrl-C, "
         raise refusal(str(folder), f"{rule}first.") from None
-    with _saved_sources(folder) as packages, _threads_of(folder):
+    code = [one for one in [folder / "code"] if one.is_dir()]  # the sources that the run has saved
+    packages = sorted({path.stem for one in code for path in one.iterdir() if path.is_dir() or path.suffix == ".py"})
+    with importable(code, first=True), _threads_of(folder):
         cfg = run_config(folder)
         if result.get("own_loss"):
             raise refusal(str(folder), "has losses of its own loop (trainkit.session). Run its script again.")
@@ -97,24 +99,6 @@ def run(call: Call) -> int:
     }
     call.show(document, _lines(document))
     return int(not same)
-
-
-@contextmanager
-def _saved_sources(folder: Path) -> Iterator[list[str]]:
-    """Import the sources that a run has saved before any others, also in new processes; yield their packages."""
-    from trainkit.run.process.setup import variables  # noqa: PLC0415 - nothing is imported to refuse an argument
-
-    code = (folder / "code").resolve()
-    if not code.is_dir():
-        yield []
-        return
-    before = os.environ.get("PYTHONPATH")
-    sys.path.insert(0, str(code))
-    try:
-        with variables({"PYTHONPATH": os.pathsep.join([str(code), *filter(None, [before])])}):
-            yield sorted({path.stem for path in code.iterdir() if path.is_dir() or path.suffix == ".py"})
-    finally:
-        sys.path.remove(str(code))
 
 
 @contextmanager

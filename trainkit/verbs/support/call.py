@@ -17,7 +17,7 @@ from trainkit.config.values import closest, nearest, path_rule
 from trainkit.errors import MISSING, ConfigError, Problem, refuse
 from trainkit.report.json_output import print_json
 from trainkit.verbs.support.one_file import arguments_of
-from trainkit.verbs.support.project import Project, find_project, importable
+from trainkit.verbs.support.project import Project, find_project
 from trainkit.verbs.support.table import VERBS, one_of
 
 if TYPE_CHECKING:
@@ -308,7 +308,7 @@ class Call:
 
     def package_problems(self) -> list[Problem]:
         """Return the problems of the packages that are allowed."""
-        from trainkit.config.targets.allowed import refuse_packages  # noqa: PLC0415 - for an error only
+        from trainkit.config.targets.allowed import importable, refuse_packages  # noqa: PLC0415 - for an error only
 
         try:
             with importable(self.project.code if self.project else ()):

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -63,22 +61,6 @@ def find_project(start: Path) -> Project | None:
         if table is not None:
             return _checked(file, table)
     return None
-
-
-@contextmanager
-def importable(folders: Sequence[Path]) -> Iterator[None]:
-    """Let this process, and those that it starts, import modules from these folders while the block runs."""
-    before, variable = list(sys.path), os.environ.get("PYTHONPATH")
-    if folders:
-        sys.path.extend(map(str, folders))
-        os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [variable]), *map(str, folders)])
-    try:
-        yield
-    finally:
-        if folders:
-            sys.path[:] = before
-            os.environ.pop("PYTHONPATH")
-            os.environ.update({} if variable is None else {"PYTHONPATH": variable})
 
 
 def _checked(file: Path, table: Any) -> Project:
