@@ -20,7 +20,7 @@ from enum import Enum
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 
 class Tag(Enum):
@@ -136,9 +136,12 @@ a_folder: Final = Reads(kind="folder")
 """Marks a field whose value names a folder that a run reads."""
 
 
-def reads_in(hint: Any) -> Reads | None:
-    """Return the mark of an annotation whose value names a file or folder; None without one."""
-    return next((extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Reads)), None)
+Mark = TypeVar("Mark")
+
+
+def marks_in(hint: Any, kind: type[Mark]) -> list[Mark]:
+    """Return the marks of an annotation that are of one kind: `Tagged`, `Limit`, `Reads`, `Unit`."""
+    return [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, kind)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,7 +205,7 @@ def _tags(target: Callable[..., Any]) -> Mapping[str, Tagged]:
     except (TypeError, ValueError):
         return {}
     hints = signature_hints(target)
-    return MappingProxyType({name: _tag_in(hints.get(name)) for name in names})
+    return MappingProxyType({name: tag_in(hints.get(name)) for name in names})
 
 
 _tags_of_class: Final = lru_cache(maxsize=512)(_tags)  # a fingerprint asks once for each key
@@ -229,9 +232,9 @@ def _resolved_hints(subject: Callable[..., Any]) -> Mapping[str, Any]:
     return MappingProxyType(typing.get_type_hints(subject, include_extras=True))
 
 
-def _tag_in(hint: Any) -> Tagged:
-    found = (extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Tagged))
-    return next(found, maths)
+def tag_in(hint: Any) -> Tagged:
+    """Return the tag of an annotation; maths without one."""
+    return next(iter(marks_in(hint, Tagged)), maths)
 
 
 BROKEN: Final = "limit"
@@ -321,8 +324,3 @@ def below(low: float, high: float) -> Limit:
 def pattern(regex: str, rule: str) -> Limit:
     """Require text that matches a regular expression."""
     return Limit(rule=rule, regex=regex)
-
-
-def limits_in(hint: Any) -> list[Limit]:
-    """Return the limits of an annotation."""
-    return [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Limit)]

@@ -20,7 +20,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from trainkit.config.docstrings import doc_lines, summary
 from trainkit.config.values import closest, either
 from trainkit.errors import ConfigError, yaml_text
-from trainkit.fields import BROKEN, limits_in
+from trainkit.fields import BROKEN, Limit, marks_in
 
 DRAFT: Final = GenerateJsonSchema.schema_dialect
 """The edition of JSON Schema."""
@@ -81,7 +81,7 @@ def _rule(value: Any, hint: Any, errors: Sequence[Mapping[str, Any]]) -> str | N
     if "finite_number" in kinds:
         return "must be finite."
     if isinstance(value, int | float):  # a time without its unit is a number
-        for limit in limits_in(hint):
+        for limit in marks_in(hint, Limit):
             if limit.regex is not None and re.fullmatch(limit.regex, yaml_text(value)) is None:
                 return limit.rule
     quoted = "is text: it " if isinstance(value, str) and _reads_as_number(value) else ""

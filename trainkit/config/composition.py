@@ -165,11 +165,7 @@ class Composition:
 
     def origin(self, key: str | KeyPath) -> Origin:
         """Return where a key was set, or else the nearest key above it."""
-        path = path_of(key)
-        for length in range(len(path), 0, -1):
-            if path[:length] in self.origins:
-                return self.origins[path[:length]]
-        return NOWHERE
+        return _nearest(self.origins, path_of(key))
 
     def is_given(self, key: str) -> bool:
         """Return whether the user set a key or chose a node; False for a recipe, a default, a resumed run, and a config
@@ -199,13 +195,8 @@ class Composition:
 
     def problem(self, key: str | KeyPath, rule: str, *, value: Any = None, show_value: bool = True) -> Problem:
         """Return a problem of a key, with the place that set it."""
-        where = self.origin(key).where
         name = key if isinstance(key, str) else dotted(key)
-        return (
-            Problem(key=name, value=value, rule=rule, origin=where)
-            if show_value
-            else Problem(key=name, rule=rule, origin=where)
-        )
+        return Problem(key=name, value=value if show_value else MISSING, rule=rule, origin=self.origin(key).where)
 
 
 def problems_of_points(points: Sequence[Composition], found: Sequence[Iterable[Problem]]) -> list[Problem]:
@@ -297,6 +288,10 @@ DEFAULT: Final = Origin(level=Level.defaults, where="default", shipped=True)
 """The origin of a default of the schema."""
 
 
+def _nearest(origins: Mapping[KeyPath, Origin], path: KeyPath) -> Origin:
+    return next((origins[path[:size]] for size in range(len(path), 0, -1) if path[:size] in origins), NOWHERE)
+
+
 class TrackedTree:
     """A tree of plain values that records the origin of every key while layers are merged.
 
@@ -342,10 +337,7 @@ class TrackedTree:
 
     def origin_of(self, path: KeyPath) -> Origin:
         """Return the origin of a key, or of the nearest key above it that has one."""
-        for length in range(len(path), 0, -1):
-            if path[:length] in self.origins:
-                return self.origins[path[:length]]
-        return NOWHERE
+        return _nearest(self.origins, path)
 
     def _forget(self, path: KeyPath) -> None:
         size = len(path)

@@ -25,10 +25,10 @@ from trainkit.config.grammar import COMMAND_LINE, setting
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of, load_resolved
 from trainkit.config.secrets import is_below, redacted, secret_keys
 from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
-from trainkit.config.targets.build import resolve_target, signature_of
+from trainkit.config.targets.build import signature_of, target_of
 from trainkit.config.values import leaves, plain
 from trainkit.errors import ConfigError, Problem, UnreadableError, refuse
-from trainkit.fields import NO_NEUTRAL, OnlyWith, Tag, Tagged, cosmetic, maths, placement, tags_of
+from trainkit.fields import NO_NEUTRAL, OnlyWith, Tag, Tagged, cosmetic, maths, placement, tag_in, tags_of
 from trainkit.files import read_map
 from trainkit.redaction import REDACTED, variable_of
 
@@ -68,8 +68,7 @@ def tag_of(cfg: RunConfig, path: KeyPath) -> Tagged:
         if name not in hints:
             return maths
         hint = hints[name]
-    found = (extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Tagged))
-    return next(found, maths)
+    return tag_in(hint)
 
 
 def _tag_in_group(cfg: RunConfig, path: KeyPath) -> Tagged:
@@ -79,7 +78,7 @@ def _tag_in_group(cfg: RunConfig, path: KeyPath) -> Tagged:
         node = node.get(name) if isinstance(node, Mapping) else None
     if path[0] in ("logger", "hardware") or (path[0] in LIST_GROUPS and len(path) == 1):
         return cosmetic
-    target = _target_of(node)
+    target = target_of(node)
     if path in (("average",), ("convert",)):
         return maths(neutral={})
     if target is None:
@@ -89,16 +88,6 @@ def _tag_in_group(cfg: RunConfig, path: KeyPath) -> Tagged:
     if path[0] == "data" and path[1] in DATA_HOOKS and path[1] not in tags_of(target):
         return maths(neutral=None)
     return _tag_below(target, path[size:])
-
-
-def _target_of(node: Any) -> Callable[..., Any] | None:
-    if not isinstance(node, Mapping) or not isinstance(node.get(TARGET), str):
-        return None
-    try:
-        target: Callable[..., Any] = resolve_target(node[TARGET])
-    except ConfigError:
-        return None
-    return target
 
 
 def _tag_of_class(group: str, target: Callable[..., Any]) -> Tagged:
@@ -159,7 +148,7 @@ def _is_unused(cfg: RunConfig, path: KeyPath) -> bool:
     if path[0] not in GROUPS or path[0] in LIST_GROUPS:
         return False
     node = getattr(cfg, path[0])
-    only_with = getattr(_target_of(node), "only_with", None)
+    only_with = getattr(target_of(node), "only_with", None)
     return isinstance(only_with, OnlyWith) and path[1] in only_with.unused(node)
 
 

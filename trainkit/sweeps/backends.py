@@ -32,9 +32,9 @@ from omegaconf import DictConfig
 from trainkit.cluster.host import num_cores
 from trainkit.config.annotations import misfit
 from trainkit.config.schema import hints_of
-from trainkit.config.values import nearest, plain
+from trainkit.config.values import nearest
 from trainkit.errors import ConfigError, Problem, require_packages
-from trainkit.fields import above, at_least, limits_in, placement
+from trainkit.fields import above, at_least, placement
 from trainkit.files import open_regular
 from trainkit.run.backends.ray import ray_session
 from trainkit.run.backends.spark import require_java, spark_session
@@ -99,9 +99,8 @@ class JobBackend:
                 rule = f"no such key. {nearest(key, [f'hydra.launcher.{one}' for one in hints])}"
                 problems.append(Problem(key=key, rule=rule, origin="command line"))
                 continue
-            wrong = misfit(value, plain(hints[name]))
-            rules = [wrong] if wrong else [limit.rule for limit in limits_in(hints[name]) if limit.broken_by(value)]
-            problems += [Problem(key=key, value=value, rule=rule, origin="command line") for rule in rules]
+            if wrong := misfit(value, hints[name]):
+                problems.append(Problem(key=key, value=value, rule=wrong, origin="command line"))
         if problems:
             raise ConfigError(problems)
         return cls(**settings)

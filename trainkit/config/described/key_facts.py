@@ -5,9 +5,9 @@ from __future__ import annotations
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from enum import Enum
-from pathlib import PurePath
 from typing import Any, Final
+
+from pydantic_core import to_jsonable_python
 
 from trainkit.config.annotations import expected, holds_quantity
 from trainkit.config.composition import Composition, KeyPath, Level, lookup
@@ -20,8 +20,7 @@ from trainkit.config.targets.build import resolve_target, signature_of
 from trainkit.config.targets.choices import REQUIRED
 from trainkit.config.targets.kinds import ANY_KIND, PLACES, Expected
 from trainkit.config.values import plain
-from trainkit.errors import ConfigError
-from trainkit.fields import Tag, Unit, limits_in
+from trainkit.fields import Limit, Tag, Unit, marks_in
 
 GROUP_KEY_DOCS: Final[Mapping[str, tuple[Any, str]]] = {
     TARGET: (str, "The class or function that this node builds, package.module.Name."),
@@ -54,7 +53,7 @@ def unit_of(hint: Any) -> str:
         >>> unit_of(typing.Annotated[float, unit("seconds")]), unit_of(int), unit_of(str)
         ('seconds', 'a plain number', 'none')
     """
-    declared = (extra.name for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Unit))
+    declared = (mark.name for mark in marks_in(hint, Unit))
     return next(declared, "a plain number" if holds_quantity(hint) else NO_UNIT)
 
 
@@ -116,7 +115,7 @@ def type_text(hint: Any) -> str:
     """
     if plain(hint) in (Any, object):
         return "any value"
-    limits = [limit.rule.removeprefix("must be ").rstrip(".") for limit in limits_in(hint)]
+    limits = [limit.rule.removeprefix("must be ").rstrip(".") for limit in marks_in(hint, Limit)]
     return ", ".join([expected(hint), *limits])
 
 
@@ -184,14 +183,6 @@ def _below(node: Mapping[str, Any], path: KeyPath, found: _Place) -> _Place:
     return _entry(found.hint, found.meaning)
 
 
-def target_of(node: Mapping[str, Any], kind: Expected = ANY_KIND) -> Any:
-    """Return the class or function of a node; None if it names none that may be imported."""
-    try:
-        return resolve_target(node[TARGET], kind) if isinstance(node.get(TARGET), str) else None
-    except ConfigError:
-        return None
-
-
 def _entry(hint: Any, meaning: str) -> _Place:
     """Return the place of an entry with a free name in a mapping."""
     members = [plain(item) for item in (hint, *typing.get_args(plain(hint)))]
@@ -212,22 +203,9 @@ def default_of(target: Any, name: str) -> Any:
     """
     found = next((item for item in fields(target) if item.name == name), None) if is_dataclass(target) else None
     if found is not None and found.default_factory is not MISSING:
-        return plain_value(found.default_factory())
+        return to_jsonable_python(found.default_factory(), serialize_unknown=True)
     key = signature_of(target).keys.get(name)
-    return REQUIRED if key is None or key.required else plain_value(key.default)
-
-
-def plain_value(value: Any) -> Any:
-    """Return a value as YAML holds it: mappings, lists, numbers and text."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {item.name: plain_value(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: plain_value(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain_value(item) for item in value]
-    if isinstance(value, Enum):
-        return value.value
-    return str(value) if isinstance(value, PurePath) else value
+    return REQUIRED if key is None or key.required else to_jsonable_python(key.default, serialize_unknown=True)
 
 
 def _default(composition: Composition, path: KeyPath, place: _Place) -> Any:

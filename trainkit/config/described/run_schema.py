@@ -19,8 +19,6 @@ from trainkit.config.described.key_facts import (
     GROUP_KEY_DOCS,
     NO_UNIT,
     default_of,
-    plain_value,
-    target_of,
     type_text,
     unit_of,
 )
@@ -29,13 +27,14 @@ from trainkit.config.identity import tag_of
 from trainkit.config.optimizers import OWN_KEYS
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.targets.allowed import TARGET
-from trainkit.config.targets.build import GROUP_KEYS, INJECTED, signature_of
+from trainkit.config.targets.build import GROUP_KEYS, INJECTED, signature_of, target_of
 from trainkit.config.targets.checks import OtherChoices
 from trainkit.config.targets.choices import REQUIRED
 from trainkit.config.targets.kinds import PLACES
 from trainkit.config.values import plain
 from trainkit.config.yaml_files import Document, read_document, shipped_conf, shipped_recipes
 from trainkit.errors import yaml_text
+from trainkit.fields import tag_in
 
 VERSION: Final = 1
 _REFERENCE: Final = r"\$\{.+\}|^\?\?\?$"
@@ -247,10 +246,7 @@ class _ConfigSchema:
         schema = {"type": "object", "description": summary(kind), "properties": keys, "additionalProperties": False}
         for name, hint in hints_of(kind).items():
             default = defaults.get(name, default_of(kind, name))
-            tag = next(
-                (extra.tag.value for extra in getattr(hint, "__metadata__", ()) if hasattr(extra, "neutral")), "maths"
-            )
-            keys[name] = self._key(hint, doc_line(kind, name), default, tag)
+            keys[name] = self._key(hint, doc_line(kind, name), default, tag_in(hint).tag.value)
         self.sections[kind.__name__] = schema
 
     def _key(self, hint: Any, meaning: str, default: Any, tag: str) -> Schema:
@@ -262,8 +258,8 @@ class _ConfigSchema:
         facts = [tag, *([f"unit: {unit}"] if unit != NO_UNIT else [])]
         shown: Schema = {}
         if default != REQUIRED:
-            facts.append(f"default: {yaml_text(plain_value(default))}")
-            shown = {} if default is None else {"default": plain_value(default)}  # editors insert a default as text
+            facts.append(f"default: {yaml_text(default)}")
+            shown = {} if default is None else {"default": default}  # editors insert a default as text
         accepted = _with_references(typed)
         if "pattern" in accepted and "pattern" not in typed:
             accepted["patternErrorMessage"] = f"must be {type_text(hint)}."  # editors show it

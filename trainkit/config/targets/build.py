@@ -100,6 +100,16 @@ def resolve_target(path: str, expected: Expected = ANY_KIND) -> Any:
     return found
 
 
+def target_of(node: Any, expected: Expected = ANY_KIND) -> Any:
+    """Return the class or function of a node; None if it is no node, or names none that may be imported."""
+    if not isinstance(node, Mapping) or not isinstance(node.get(TARGET), str):
+        return None
+    try:
+        return resolve_target(node[TARGET], expected)
+    except ConfigError:
+        return None
+
+
 def class_built_by(node: Mapping[str, Any]) -> type | None:
     """Return the class that a node builds; None if its target is a function."""
     target = resolve_target(node[TARGET])

@@ -26,7 +26,7 @@ from trainkit.config.targets.kinds import ANY_KIND, PLACES, Expected, expected_b
 from trainkit.config.values import closest, plain
 from trainkit.config.yaml_files import Document, shipped_conf
 from trainkit.errors import ConfigError, Problem, UnknownKey
-from trainkit.fields import reads_in
+from trainkit.fields import Reads, marks_in
 
 _CHEAP: Final = (
     "schedule", "strategy", "precision", "average", "convert", "cluster", "hardware", "objective", "callbacks",
@@ -192,7 +192,7 @@ class NodeCheck(OtherChoices):
 
     def absent_files(self, path: KeyPath, value: Any, hint: Any) -> Iterator[Problem]:
         """Yield the problems of a key that names files or folders that a run reads, by the mark of its annotation."""
-        mark = reads_in(hint)
+        mark = next(iter(marks_in(hint, Reads)), None)
         if mark is None or not self.composition.reads_files:
             return
         made = bool(mark.unless) and lookup(self.composition.values, (*path[:-1], mark.unless)) is True

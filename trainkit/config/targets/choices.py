@@ -138,6 +138,4 @@ def _definition(module: str, name: str) -> tuple[str, ast.stmt | None]:
 
 @cache
 def _source(module: str) -> str:
-    place = _ROOT.joinpath(*module.split("."))
-    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-    return file.read_text(encoding="utf-8")
+    return _ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
