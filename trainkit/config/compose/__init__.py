@@ -328,6 +328,7 @@ def hydra_choices_of(files: Sequence[ConfigFile]) -> dict[str, str]:
 
 def _plugins(group: str) -> Iterator[tuple[str, type]]:
     """Yield the choices of a group that packages have registered, each with its class."""
+    Plugins.instance()  # registers them
     store = ConfigStore.instance()
     for file in store.list(group):
         module, _, name = str(store.load(f"{group}/{file}").node.get("_target_")).rpartition(".")

@@ -54,7 +54,7 @@ def _completed(document: Document) -> Document:
     for name in INJECTED.get(document.file.parent.name, ()):
         defaults.pop(name, None)
     values = {TARGET: target, **defaults, **document.values}
-    return replace(document, values=values, of_class=frozenset(defaults) - document.values.keys())
+    return replace(document, values=values, of_class=frozenset(defaults.keys() - document.values.keys()))
 
 
 def keys_declared(name: str) -> dict[str, Any]:
