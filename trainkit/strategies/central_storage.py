@@ -421,10 +421,10 @@ class AsyncCentralExecutor(Executor):
         variables = self._variables
         variables.use_stepper(self._steppers[0])
         restore_replica(variables, state)
-        shared = [key for key in state if key.startswith("optimizer/") and key.split("/")[1] not in SLOTS]
+        first = [key for key in state if key.startswith("optimizer/") and key.split("/")[1] not in SLOTS]
         for place, stepper in enumerate(self._steppers[1:], start=1):
             own = {key.replace(f"@{place}/", "/", 1): state[key] for key in state if f"@{place}/" in key}
-            stepper.restore(variables.masters, own or {key: state[key].clone() for key in shared})
+            stepper.restore(variables.masters, own or {key: state[key].clone() for key in first if "@" not in key})
         self._copies.refresh(frozen=True)
 
     def swap_averages(self) -> bool:
