@@ -73,7 +73,9 @@ def rows(*, quick: bool) -> list[Row]:
     stepping = {name: partial(one, epochs) for name, one in peers.available().items()}
     by_hand = stepping.pop(overhead.BY_HAND)
     ours = {name: partial(overhead.trainkit(own), epochs) for name, own in overhead.OURS.items()}
-    in_memory, map_style = list(ours.values())[:2]
+    in_memory = next(iter(ours.values()))
+    map_style = {BASE: compiling.BY_HAND, OURS: compiling.MAP_STYLE, FLOOR: compiling.MAP_STYLE_FLOOR}
+    turns = (3, 2, 1) if quick else None
     loop = "a hand-written PyTorch loop with a DataLoader"
     first = [*startup.OURS, *startup.FIRST_STEP]
     bare = [sys.executable, str(ROOT / "benchmarks/bare.py")]
@@ -83,8 +85,8 @@ def rows(*, quick: bool) -> list[Row]:
             contenders={BASE: by_hand, OURS: in_memory, **stepping, FLOOR: partial(overhead.floor, epochs)},
         ),
         Row(
-            key="map_style", what="the same with a map-style dataset", by=loop,
-            contenders={BASE: by_hand, OURS: map_style, FLOOR: partial(overhead.floor, epochs, one_by_one=True)},
+            key="map_style", what="processor time of a step and its reading, digits MLP, a map-style dataset", by=loop,
+            contenders={name: partial(compiling.apart, "digits", one, turns) for name, one in map_style.items()},
         ),
         *(_compiled(key, quick=quick) for key in ("digits", "convnet", "gpt")),
         Row(

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from benchmarks import report
+from benchmarks import report, workload
 from benchmarks.stepping import RECIPES, floor_loop, plain_loop, trainkit_loop
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.model_transforms import ModelTransforms
@@ -40,6 +40,8 @@ BY_HAND = "hand-written loop"
 FLOOR = "an eager step without any trainer"
 EAGER = "compile.mode=off"
 BF16 = "precision=bf16_mixed"
+MAP_STYLE, MAP_STYLE_FLOOR = "map-style dataset", f"{FLOOR}, map-style dataset"
+"""The digits, read sample by sample: by the loader of a run, and by nothing but a list and torch.stack."""
 TRANSFORMS: Mapping[str, ModelTransforms] = {
     EAGER: ModelTransforms(),
     "compile.mode=default": ModelTransforms(compile_mode="default"),
@@ -68,11 +70,15 @@ def measured(key: str, contender: str, counts: Turns) -> float:
     """Return the seconds of processor time of a step in this process."""
     torch.set_num_threads(1)
     recipe, (before, turns, steps) = RECIPES[key], counts
-    if contender in (BY_HAND, FLOOR):
-        step = plain_loop(recipe) if contender == BY_HAND else floor_loop(recipe)
+    samples = workload.MapStyle() if contender in (MAP_STYLE, MAP_STYLE_FLOOR) else None
+    if contender == BY_HAND:
+        step = plain_loop(recipe)
+    elif contender in (FLOOR, MAP_STYLE_FLOOR):
+        step = floor_loop(recipe, samples)
     else:
         precision = Precision(value="bf16_mixed" if contender == BF16 else "fp32")
-        step = trainkit_loop(recipe, {**TRANSFORMS, **CHANNELS_LAST}.get(contender, ModelTransforms()), precision)
+        transforms = {**TRANSFORMS, **CHANNELS_LAST}.get(contender, ModelTransforms())
+        step = trainkit_loop(recipe, transforms, precision, samples=samples)
         gc.freeze()  # as a training does before its first step
     for _ in range(before):
         step()

@@ -75,9 +75,9 @@ def trainkit(overrides: tuple[str, ...]) -> Callable[[int], float]:
     return run
 
 
-def floor(epochs: int, *, one_by_one: bool = False) -> float:
-    """Return the seconds of a step without any trainer, which reads one gather or sample by sample."""
-    step = floor_loop(DIGITS, workload.MapStyle() if one_by_one else None)
+def floor(epochs: int) -> float:
+    """Return the seconds of a step without any trainer."""
+    step = floor_loop(DIGITS)
 
     def train(epochs: int) -> None:
         for _ in range(workload.steps(epochs)):

@@ -12,6 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks import workload
 from benchmarks.pair import LR, WORKLOADS, Workload
 from trainkit.cluster.tasks import Identity
+from trainkit.config.sections import LoaderConfig
+from trainkit.data.hooks import Reading
+from trainkit.data.reading.loader import Loader
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective
@@ -89,11 +92,18 @@ def floor_loop(of: Workload, samples: workload.MapStyle | None = None) -> Step:
     return step
 
 
-def trainkit_loop(of: Workload, transforms: ModelTransforms, precision: Precision | None = None) -> Step:
+def trainkit_loop(
+    of: Workload,
+    transforms: ModelTransforms,
+    precision: Precision | None = None,
+    *,
+    samples: workload.MapStyle | None = None,
+) -> Step:
     """Return a step of `strategy=one_device`, with data in memory and the fused AdamW of the shipped config.
 
     It is the step of a run whose every target counts, without its loader, rows and callbacks: of the digits, those took
-    a quarter of a run's time a step (2026-11-28).
+    a quarter of a run's time a step (2026-11-28). With `samples` it is the step of a run that counts its targets, and
+    the loader reads them.
     """
     inputs, targets = of.make_data()
     objective: Objective = LanguageModelling(padding=False) if targets.dim() > 1 else Classification()
@@ -101,7 +111,7 @@ def trainkit_loop(of: Workload, transforms: ModelTransforms, precision: Precisio
     training = StepContext(
         plan=BatchPlan(num_samples=len(inputs), global_size=of.batch, micro_size=of.batch),
         objective=objective,
-        weighing=LossWeighting(per_sample=per_sample, planned=per_sample),
+        weighing=LossWeighting(per_sample=per_sample if samples is None else None, planned=per_sample, exact=True),
         rule=lambda _version: UpdateParams(lr_factor=1.0, max_norm=None),
     )
     executor = OneDevice(device="cpu").setup(
@@ -117,9 +127,16 @@ def trainkit_loop(of: Workload, transforms: ModelTransforms, precision: Precisio
         )
     )
     numbers = count()
+    loader = None
+    if samples is not None:
+        reading = Reading(device=torch.device("cpu"), settings=LoaderConfig(cache=False))
+        loader = Loader(samples, plan=training.plan, shards_at=lambda _: (0,), num_steps=10**6, reading=reading)
 
     def step() -> None:
         number = next(numbers)
+        if loader is not None:
+            executor.step(Ticket(number, (0,)), loader.fetch(Ticket(number, (0,))))
+            return
         order = torch.randint(len(targets), (training.plan.batch_size(number),))
         executor.expect_unchanged()
         executor.step(Ticket(number, (0,)), [(inputs.index_select(0, order), targets.index_select(0, order))])
