@@ -25,7 +25,7 @@ TARGETS: Final = "a-target-that-is-refused"
 LAUNCH: Final = "cluster-and-launch"
 SECTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "length-of-the-run": ("epochs", "steps", "stop_at_step"),
+        "length-of-the-run": ("epochs", "steps", "stop_at_step", "stop_after", "stop_after_record"),
         "shards-of-a-step": ("batch",),
         "optimizer-and-learning-rate": ("optimizer", "optimizers", "lr_scaling", "warmup", "schedule", "clip"),
         "model": ("model", "average"),
