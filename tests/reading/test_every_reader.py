@@ -24,6 +24,7 @@ ALLOWED: Final[dict[str, tuple[tuple[str, set[str]], ...]]] = {
     "a part of the package": (
         ("report/error_address.py", {"read_text"}), ("report/web/page.py", {"read_text"}),
         ("extras.py", {"read_text"}), ("verbs/starting/init.py", {"read_text"}),
+        ("config/targets/choices.py", {"read_text"}),
     ),
     "/proc, the cgroup file system, and a memory segment of this run": (
         ("run/estimates/this_machine.py", {"read_text", "json.loads"}),
@@ -33,7 +34,6 @@ ALLOWED: Final[dict[str, tuple[tuple[str, set[str]], ...]]] = {
     ),
     "a config or a variable of the user, and what was read within the bounds": (
         ("config/yaml_files.py", {"yaml.safe_load", "open", "read_text"}),
-        ("config/targets/checks.py", {"read_text"}),
     ),
     "what its own child or parent writes, or it itself has just written": (
         ("run/process/fork_server.py", {"json.loads"}),

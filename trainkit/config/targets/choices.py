@@ -8,7 +8,6 @@ constant, or an object of a dataclass.
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -113,7 +112,8 @@ def _value(module: str, node: ast.expr | None) -> Any:
         given = {str(one.arg): (module, one.value) for one in node.keywords}
         keys = _declared(module, ast.unparse(node.func)) | given
         return {key: _value(*default) for key, default in keys.items()}
-    return REQUIRED if node is None else json.loads(json.dumps(ast.literal_eval(node)))  # tuples become lists
+    value = REQUIRED if node is None else ast.literal_eval(node)
+    return [*value] if isinstance(value, tuple) else value
 
 
 @cache
