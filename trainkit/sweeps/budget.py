@@ -72,7 +72,8 @@ class Budget:
             ConfigError: names the planned share.
 
         Example:
-            >>> Budget.of("1h", price_usd_h=None, on_gpus=False).refuse([(1800.0, 1), (1800.0, 1)], slots=1, jobs=2)
+            >>> hour = Budget(text="1h", limit_s=3600.0, of_devices=False)
+            >>> hour.refuse([(1800.0, 1), (1800.0, 1)], slots=1, jobs=2)
         """
         more = jobs / max(len(planned), 1)
         device_s = sum(seconds * devices for seconds, devices in planned) * more
