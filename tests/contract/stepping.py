@@ -15,7 +15,6 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-import yaml
 from torch import Tensor, nn
 
 from tests.support import drawing_models, own_objectives, reference, zoo
@@ -23,6 +22,7 @@ from tests.support.counting import Calls, StepTrace, counting_graphs
 from tests.support.pool import Place, Pool
 from trainkit.cluster.tasks import Identity
 from trainkit.config.targets.build import build, resolve_target
+from trainkit.config.targets.choices import read_choice
 from trainkit.data.reading.collate import to_device
 from trainkit.errors import ConfigError, TrainingError
 from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket
@@ -51,13 +51,12 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 def node_of(strategy: str) -> dict[str, Any]:
-    """What a strategy's YAML says."""
-    node: dict[str, Any] = yaml.safe_load((CONF / "strategy" / f"{strategy}.yaml").read_text())
-    return node
+    """What a strategy's YAML and its class say."""
+    return dict(read_choice(CONF / "strategy" / f"{strategy}.yaml").values)
 
 
 def takes_replicas(strategy: str) -> bool:
-    """Whether a strategy's YAML has the key `replicas`."""
+    """Whether a strategy has the key `replicas`."""
     return "replicas" in node_of(strategy)
 
 
