@@ -33,6 +33,11 @@ PLACES = [
     if num_ranks(name, count) <= (2 if name in ("multi_worker_mirrored", "tensor_parallel") else 4)
 ]
 
+
+def test_strategies_are_tried_on_one_two_and_four_replicas() -> None:
+    assert {("mirrored", 4), ("fsdp", 4), ("pipeline", 2), ("multi_worker_mirrored", 2)} <= {*PLACES}
+
+
 # 37 points in batches of 16 and 5; 29 sequences in batches of 8 and 5: the last batch of an epoch is short
 CLASSES = Case(task="classes", global_size=16, micro_size=16)
 TOKENS = Case(task="tokens", global_size=8, micro_size=8)
