@@ -34,7 +34,7 @@ EDITS: Final[dict[str, tuple[str, ...]]] = {
         "precision=bf16_mixed",
     ),
     "without effect": (
-        "log_every_steps=7", "checkpoint.keep_last=3", "loader.num_workers=1", "eval.batch_size=128", "",
+        "log_every_steps=7", "checkpoint.keep_last=3", "log_every_steps=11", "eval.batch_size=128", "",
     ),
     "refused": (
         "optimizer.lrr=0.02", "model.hidden=wide", "batch.micro_size=0", "optimizer.lr=-1", "strategy=mirrord",
