@@ -222,6 +222,7 @@ def test_comparisons_are_listed_from_the_ledger(tmp_path: Path, cwd: Path, capsy
     assert main(["compare", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["comparisons"] == [shown]
     with pairs.LEDGER.open("a") as file:
+        file.write(f"{json.dumps(shown | {'version': 2})}\n")
         file.write('{"version": 1, "line": "of no comparison"}\nhalf a li')
     assert main(["compare"]) == 0
     assert shown["line"] in capsys.readouterr().out

@@ -329,7 +329,8 @@ def recorded(ledger: Path = LEDGER) -> list[PairedComparison]:
     with suppress(UnreadableError):
         for line in read_lines(ledger) if ledger.exists() else ():
             with suppress(ValueError):
-                found.append(expect_map(parse_json(line), _KINDS))
+                row = expect_map(parse_json(line), _KINDS)
+                found += [row] if row["version"] == 1 else []
     return found  # type: ignore[return-value]
 
 
