@@ -107,6 +107,7 @@ def test_the_folder_says_which_training_the_model_is_of(plain_run: tuple[Path, d
     card = (folder / "model/README.md").read_text()
     row = f"| val/loss | {result['metrics']['val/loss']:.6g} |"
     assert all(part in card for part in (result["fingerprint"], "tests.support.zoo.Points", row))
+    assert "command" not in card  # this program is none that a stranger could run
 
 
 def test_the_model_is_never_whole_while_it_is_written(

@@ -186,9 +186,11 @@ def trained_model(
     environment: Mapping[str, Any] = {}
     with suppress(UnreadableError):
         environment = read_map(run / "environment.json", {"argv": list}, optional={"begun": dict})
+    command = repeating_command(environment)
     facts = {
         "run": f"{cfg.name}/{run.absolute().name}",
-        "command": repeating_command(environment) or None,
+        # the path of a program that calls trainkit.train, or of a notebook's kernel, tells a stranger nothing
+        "command": command if command.partition(" ")[0] == "trainkit" else None,
         "fingerprint": fingerprint(cfg),
         "metrics": dict(metrics or {}) if which == "last" else {},
     }
