@@ -74,10 +74,24 @@ def train_as(place: Place, folder: str, port: int, environ: dict[str, str], over
 def train_as_task(
     place: Place, folder: str, port: int, cluster: dict[str, list[str]], overrides: tuple[str, ...]
 ) -> Outcome:
-    """Train as a task of a cluster that TF_CONFIG names."""
+    """Train as a task of a cluster that TF_CONFIG names; the first one, which waits for no late worker, comes last."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    from trainkit.run.rendezvous import barrier
+
+    store, others = TCPStore(*place.store, is_master=False), range(1, place.num_ranks)
+    reachable = barrier.reachable
+
+    def looking(host: str, port: int) -> bool:
+        store.set(f"{place.prefix}/{place.rank}", "")
+        return reachable(host, port)
+
+    if place.rank == 0:
+        store.wait([f"{place.prefix}/{rank}" for rank in others])
     role, index = [(role, index) for role, texts in cluster.items() for index in range(len(texts))][place.rank]
     said = json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})
-    with mock.patch.object(os, "nice"):  # an evaluator lowers the priority of its process
+    # an evaluator lowers the priority of its process
+    with mock.patch.object(os, "nice"), mock.patch.object(barrier, "reachable", looking):
         return train(place, folder, port, *overrides, environ={"RANK": "", "WORLD_SIZE": "", "TF_CONFIG": said})
 
 

@@ -64,6 +64,13 @@ def test_a_store_that_closes_while_a_task_connects_is_waited_for(monkeypatch: py
         StoreClient(launch_at(address)).open(stack, waiter)
 
 
+def test_a_rank_gives_up_a_store_that_is_gone_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as ended:
+        address = ended.getsockname()
+    with pytest.raises(LinkError, match=f"no store listens at 127.0.0.1:{address[1]}: Connection refused"):
+        store_client(address, timeout_s=600)
+
+
 def test_a_rank_gives_up_a_store_that_accepts_and_never_answers(
     silent: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ and never answers; its timeout only limits connecting. Nothing here imports torc
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -70,11 +71,16 @@ def store_client(address: tuple[str, int], timeout_s: float) -> Any:
     """Connect to a store that must answer in `timeout_s`, which is also the time limit of the client for a key.
 
     Raises:
-        LinkError: a process listens there and does not answer.
+        LinkError: no process listens there, or one that does not answer.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - see above
 
     host, port = address
+    try:  # its host listens before it starts a client, but torch would try a store that is gone until the timeout
+        with contextlib.suppress(TimeoutError):
+            socket.create_connection(address, timeout=1).close()
+    except OSError as error:
+        raise LinkError(f"no store listens at {host}:{port}: {error.strerror or error}") from None
     timeout, limit_s = timedelta(seconds=timeout_s), max(timeout_s, _START_S)
     try:
         return call_within(lambda: TCPStore(host, port, is_master=False, timeout=timeout), limit_s)
