@@ -94,7 +94,7 @@ def test_the_default_changes_no_fingerprint() -> None:
     ("content", "rule"),
     [
         ("[]", "is not the record"),
-        ('{"version": 1, "stop_after": "1s", "lengths": [[3, 9]]}', "is of a run with stop_after=1s"),
+        ('{"version": 1, "stop_after": "1s", "lengths": [[3, 9]]}', "of a run with stop_after=2s: its time is 1s"),
         ('{"version": 1, "stop_after": "2s", "lengths": [[3, 9], [2, 9]]}', "is no step with a length"),
         ('{"version": 1, "stop_after": "2s", "lengths": [["3", 9]]}', "is no step with a length"),
     ],

@@ -80,12 +80,8 @@ ALIASES: Final = {"multi_worker_mirrored": "mirrored", "tensor_parallel": "mesh:
 """Strategy -> the column that stands for it."""
 
 
-def refusal(overrides: Sequence[str], *, packages: Sequence[str] = ()) -> str | None:
-    """Return the message that refuses a run, of its first problem; None if it is planned.
-
-    Raises:
-        ValueError: the strategy, or its model, has no such key.
-    """
+def _answer(overrides: Sequence[str], packages: Sequence[str]) -> tuple[bool | None, str | None]:
+    """Return whether a run is planned, None if the strategy or its model has no such key, and the first problem."""
     try:
         composition = checked(compose(overrides, packages=packages))
         with allow_packages(composition.packages):
@@ -94,10 +90,10 @@ def refusal(overrides: Sequence[str], *, packages: Sequence[str] = ()) -> str | 
     except ConfigError as error:
         problem = error.problems[0]
         if isinstance(problem, UnknownKey):
-            raise ValueError(problem.rule) from error  # noqa: TRY004 - no type of an argument
+            return None, problem.rule
         given = isinstance(problem.value, str | int | float)
-        return f"`{problem.key}{f'={problem.value}' if given else ''}`: {problem.rule}"
-    return None
+        return False, f"`{problem.key}{f'={problem.value}' if given else ''}`: {problem.rule}"
+    return True, None
 
 
 def capabilities(
@@ -119,10 +115,5 @@ def capabilities(
         for name, strategy in strategies.items():
             text = TEXT if name.endswith("context") and not wanted[0].startswith("recipe=") else ()
             given = (*text, *wanted, *strategy, *beside.get((feature, name), "").split())
-            found = Capability(feature=feature.replace("`", ""), strategy=name, supported=None, reason=None)
-            try:
-                reason = refusal([*{key_of(one): one for one in given}.values()], packages=packages)
-                found = Capability(**{**found, "supported": reason is None, "reason": reason})
-            except ValueError as error:
-                found["reason"] = str(error)
-            yield found
+            supported, reason = _answer([*{key_of(one): one for one in given}.values()], packages)
+            yield Capability(feature=feature.replace("`", ""), strategy=name, supported=supported, reason=reason)

@@ -93,9 +93,8 @@ def prove_resume(
     first = plans[0]
     disturbance = _drawn(first, steps)
     placements = [(label, plan.cfg) for (label, _), plan in zip(points, plans, strict=True)]
-    workers = 0 if first.cfg.loader.num_processes else 1
-    loader = replace(first.cfg.loader, num_workers=workers)
-    placements.append((f"{points[0][0]}, loader.num_workers={workers}", replace(first.cfg, loader=loader)))
+    loader = replace(first.cfg.loader, num_workers=0 if first.cfg.loader.num_processes else 1)
+    placements.append((f"{points[0][0]}, loader.num_workers={loader.num_workers}", replace(first.cfg, loader=loader)))
     with scratch() as folder:
 
         def undisturbed(precision: str) -> Mapping[int, Mapping[str, Tensor]]:

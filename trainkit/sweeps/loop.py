@@ -553,10 +553,8 @@ class SweepLoop:
             sweep.record.write()
         if sweep.is_spent and not self._is_told:
             self._is_told = True
-            text = (
-                f"stopping: sweep.budget={sweep.budget.text} is used up; {len(self._running)} running, each saves first"
-            )
-            self._screen.report(text)
+            text = f"sweep.budget={sweep.budget.text} is used up; {len(self._running)} running, each saves first"
+            self._screen.report(f"stopping: {text}")
             for one in self._running.values():
                 one.process.signal(signal.SIGINT)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from statistics import fmean, stdev, variance
@@ -172,11 +172,9 @@ def standings(
         standing = Standing(name=name, seeds=len(table[name]))
         for rival in order[:place]:
             pairs = [value - table[rival][seed] for seed, value in table[name].items() if seed in table[rival]]
-            if not pairs:
-                continue
-            one = verdict(pairs, level, lower_is_better=lower_is_better, resolution=resolution)
-            if one.answer == "worse":
-                standing = Standing(name=name, seeds=len(table[name]), rival=rival, verdict=one)
+            one = verdict(pairs, level, lower_is_better=lower_is_better, resolution=resolution) if pairs else None
+            if one is not None and one.answer == "worse":
+                standing = replace(standing, rival=rival, verdict=one)
                 break
         found.append(standing)
     return found

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from trainkit.errors import AbsentFileError, ConfigError, Problem, UnreadableError
-from trainkit.files import read_map, write_json_atomically
+from trainkit.files import read_map
 
 RECORD: Final = "stop_after.json"
 """Name of the record in the run folder."""
@@ -33,10 +33,10 @@ class TimeLimit:
 
     Example:
         >>> limit = TimeLimit(seconds=10.0, most=1_000_000)
-        >>> limit.take(20, limit.estimate(20, used=2.5)), limit.lengths, limit.is_over(20)
-        (None, [[20, 80]], False)
-        >>> limit.take(81, limit.estimate(81, used=10.1)), limit.lengths, limit.is_over(81)
-        (None, [[20, 80], [81, 81]], True)
+        >>> limit.take(20, limit.estimate(20, used=2.5)), limit.lengths
+        (False, [[20, 80]])
+        >>> limit.take(81, limit.estimate(81, used=10.1)), limit.lengths
+        (True, [[20, 80], [81, 81]])
     """
 
     seconds: float
@@ -71,17 +71,18 @@ class TimeLimit:
             return self.length(step)
         if used >= self.seconds:
             return step
-        if step == 0 or self._is_young(used):
+        if step == 0 or (self.lengths and 0 <= used - self._recorded < self.seconds / _ENTRIES):
             return max(self.length(step), step + 1)
         self._recorded = used
         return min(max(round(step * self.seconds / used), step + 1), self.most)
 
-    def take(self, step: int, length: int) -> None:
-        """Record an estimate, for update `step` and later ones."""
+    def take(self, step: int, length: int) -> bool:
+        """Record an estimate, for update `step` and later ones; return whether the time is used up."""
         if not self.repeats and (length == step or length != self.length(step)):
             if self.lengths and self.lengths[-1][0] == step:
                 self.lengths.pop()  # the end of a run that is continued with more time
             self.lengths.append([step, length])
+        return self.is_over(step)
 
     def steps_to_next(self, step: int, used: float, length: int) -> int:
         """Return the steps until the next estimate: a quarter of those that remain, at the pace since the last call."""
@@ -90,14 +91,6 @@ class TimeLimit:
         before, self._read = self._read, (step, used)
         pace = (used - before[1]) / max(step - before[0], 1)
         return max(1, min(int((self.seconds - used) / max(4 * pace, 1e-9)), (length - step) // 4))
-
-    def _is_young(self, used: float) -> bool:
-        return bool(self.lengths) and 0 <= used - self._recorded < self.seconds / _ENTRIES
-
-
-def write_record(folder: Path, stop_after: str, lengths: Lengths) -> None:
-    """Write the record of a run."""
-    write_json_atomically(folder / RECORD, {"version": 1, "stop_after": stop_after, "lengths": lengths})
 
 
 def read_record(path: Path, stop_after: str) -> Lengths:
@@ -109,11 +102,12 @@ def read_record(path: Path, stop_after: str) -> Lengths:
     try:
         found = read_map(path, {"version": int, "stop_after": str, "lengths": list})
         expect_lengths(found["lengths"])
+        if found["stop_after"] != stop_after:
+            raise ValueError(f"its time is {found['stop_after']}")
     except (AbsentFileError, UnreadableError, ValueError) as error:
         reason = error.reason if isinstance(error, UnreadableError) else error
-        raise _problem(path, f"is not the record of a run with stop_after: {reason}.") from None
-    if found["stop_after"] != stop_after:
-        raise _problem(path, f"is of a run with stop_after={found['stop_after']}. Give the same time.")
+        rule = f"is not the record of a run with stop_after={stop_after}: {reason}."
+        raise ConfigError([Problem(key="stop_after_record", value=str(path), rule=rule)]) from None
     lengths: Lengths = found["lengths"]
     return lengths
 
@@ -127,7 +121,3 @@ def expect_lengths(lengths: Sequence[object]) -> None:
                 before = step
             case _:
                 raise ValueError(f"{str(one)[:40]} is no step with a length")
-
-
-def _problem(path: Path, rule: str) -> ConfigError:
-    return ConfigError([Problem(key="stop_after_record", value=str(path), rule=rule)])

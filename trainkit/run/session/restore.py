@@ -108,10 +108,10 @@ def make_run_view(
 
 def time_limit_of(plan: RunPlan) -> TimeLimit | None:
     """Return the time limit of a run, or the record that takes its place; None without `stop_after`."""
-    given, seconds, record = plan.cfg.stop_after, plan.stop_after_s, plan.cfg.stop_after_record
-    if given is None or seconds is None:
+    seconds, record = plan.stop_after_s, plan.cfg.stop_after_record
+    if seconds is None:
         return None
-    lengths = [] if record is None else read_record(Path(record).expanduser(), given)
+    lengths = [] if record is None else read_record(Path(record).expanduser(), str(plan.cfg.stop_after))
     return TimeLimit(seconds=seconds, most=plan.num_steps, lengths=lengths, repeats=record is not None)
 
 

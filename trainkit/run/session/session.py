@@ -18,7 +18,7 @@ from trainkit.config.identity import fingerprint
 from trainkit.data.reading.loader import Loader
 from trainkit.data.splits import test_splits, validation_splits
 from trainkit.errors import NonFiniteError, StopKind, TrainingError
-from trainkit.files import Presence
+from trainkit.files import Presence, write_json_atomically
 from trainkit.numerics.schedules import unreduced
 from trainkit.run.folder.continued import starting_weights
 from trainkit.run.folder.run_result import RunResult, record_rollback, suspect_checkpoint_of
@@ -57,7 +57,7 @@ from trainkit.trainer.loop import (
     every_steps_or_epochs,
 )
 from trainkit.trainer.metrics_accumulator import LoggedFigures, each_of, wait_for
-from trainkit.trainer.time_limit import write_record
+from trainkit.trainer.time_limit import RECORD
 
 
 class TaskSession:
@@ -379,7 +379,8 @@ class TaskSession:
         self._keeper.refuse_nonfinite(kept)
         self._keeper.mark_saved()
         if self._limit is not None and self.run.is_owner:
-            write_record(self.run.folder, str(self.cfg.stop_after), self._limit.lengths)
+            record = {"version": 1, "stop_after": self.cfg.stop_after, "lengths": self._limit.lengths}
+            write_json_atomically(self.run.folder / RECORD, record)
         if self._keeper.writes_here:
             data = self._loader.state() if self._data_state is None else self._data_state
             self._keeper.save(kept, data=data, metric=self._scorer.metric)
@@ -413,10 +414,8 @@ class TaskSession:
     def _keep_time(self, length: int) -> None:
         """Record the estimated length of the training, and end it if its time is used up; the same on every rank."""
         run, limit = self.run, self._limit
-        if limit is not None:
-            limit.take(run.state.step, length)
-            if limit.is_over(run.state.step):
-                run.request_stop(f"stop_after={self.cfg.stop_after}")
+        if limit is not None and limit.take(run.state.step, length):
+            run.request_stop(f"stop_after={self.cfg.stop_after}")
 
     def count_compiling(self, seconds: float) -> None:
         """Count a time in which torch.compile worked, if the clock of the training ran."""

@@ -81,10 +81,8 @@ class Side:
 
     def by_seed(self) -> dict[int, list[Run]]:
         """Return the runs of each seed, one for each fold."""
-        found: dict[int, list[Run]] = {}
-        for run in self.runs:
-            found.setdefault(run.cfg.seed, []).append(run)
-        return found
+        seeds = dict.fromkeys(run.cfg.seed for run in self.runs)
+        return {seed: [run for run in self.runs if run.cfg.seed == seed] for seed in seeds}
 
 
 def read_side(name: str) -> Side:
@@ -122,16 +120,13 @@ def ended_runs(folder: Path) -> list[Run]:
 
 
 def _with_configs(entries: Iterable[JobResult]) -> Iterator[Run]:
+    """Yield the runs that have reached their end or have failed; one that was interrupted has not."""
     for entry in entries:
-        if _ended(entry) and (cfg := config_of(entry.folder)) is not None:
+        code = (RunFolder(entry.folder).read_result() or {}).get("exit_code", 0)
+        has_ended = entry.status.startswith(("finished", "failed", "exit ", "signal "))
+        cfg = config_of(entry.folder) if has_ended or (entry.status == "stopped" and code == 0) else None
+        if cfg is not None:
             yield Run(result=entry, cfg=cfg)
-
-
-def _ended(entry: JobResult) -> bool:
-    """Return whether a run has reached its end or has failed; one that was interrupted has not."""
-    result = RunFolder(entry.folder).read_result() or {}
-    reached = entry.status == "finished" or (entry.status == "stopped" and result.get("exit_code", 0) == 0)
-    return reached or entry.status.startswith(("failed", "exit ", "signal "))
 
 
 def _matters(one: RunConfig, other: RunConfig) -> bool:

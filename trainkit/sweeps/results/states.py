@@ -129,8 +129,7 @@ def _stats(paths: Iterable[str]) -> Iterator[str]:
     for text in paths:
         with suppress(OSError, ValueError):
             path = Path(text).expanduser()
-            found = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
-            for file in found:
+            for file in sorted(one for one in (path, *path.rglob("*")) if one.is_file()):
                 about = file.stat()
                 yield f"{file} {about.st_size} {about.st_mtime_ns}"
 

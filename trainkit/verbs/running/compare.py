@@ -48,15 +48,8 @@ def run(call: Call) -> int:
         return 0
     _refuse(call)
     read = [read_side(name) for name in call.arguments]
-    flags = call.flags
-    judged = partial(
-        pairs.compare,
-        metric=flags.get("metric"),
-        mode=flags.get("mode"),
-        edits=flags.get("edits", 1),
-        delta=flags.get("delta"),
-        budget=flags.get("max-pairs", BUDGET),
-    )
+    flags = {name: value for name, value in call.flags.items() if name in ("metric", "mode", "edits", "delta")}
+    judged = partial(pairs.compare, budget=call.flags.get("max-pairs", BUDGET), **flags)
     found = judged(*read) if len(read) == 2 else _trained(call, read, judged)
     pairs.record(found)
     call.show(found, pairs.lines_of(found))
@@ -194,13 +187,10 @@ def _side(name: str, cfg: RunConfig, state: State) -> Side:
     from trainkit.sweeps.launching import identity  # noqa: PLC0415 - imports torch
 
     folder = _ROOT / f"{state.sha256[:10]}-{identity(replace(cfg, seed=0))[:6]}"
-    side = Side(name=name, folder=folder, cfg=cfg, state=state.sha256)
     if folder.exists() and read_state(folder) != state:  # what changed while they trained
-        side = replace(side, folder=free_name(folder))
-    elif folder.exists():
-        side = replace(side, runs=tuple(ended_runs(folder)))
-    write_state(side.folder, state)
-    return side
+        folder = free_name(folder)
+    write_state(folder, state)
+    return Side(name=name, folder=folder, cfg=cfg, runs=tuple(ended_runs(folder)), state=state.sha256)
 
 
 def _with_runs(call: Call, side: Side, lines: Sequence[str], seeds: Sequence[int]) -> Side:

@@ -146,14 +146,12 @@ def rows_of(folder: Path) -> Rows:
     """Return the rows of `metrics.jsonl`; of a step that was logged again, the last one."""
     rows: dict[tuple[int, int], Mapping[str, Any]] = {}
     before = 0
-    try:
+    with suppress(UnreadableError, OSError, ValueError, KeyError, TypeError):  # the weights decide
         for line in read_lines(folder / "metrics.jsonl"):
             row = parse_json(line)
             step, is_evaluation = int(row["step"]), "samples" not in row
             rows[step, -1 if is_evaluation else before] = {**rows.get((step, -1), {}), **row} if is_evaluation else row
             before = before if is_evaluation else step
-    except (UnreadableError, OSError, ValueError, KeyError, TypeError):
-        pass  # as far as it can be read; the weights decide
     return rows
 
 
@@ -166,8 +164,7 @@ def first_difference(recorded: Rows, replayed: Rows) -> FirstDifference | None:
     """
     for key in sorted(recorded.keys() & replayed.keys()):
         left, right = recorded[key], replayed[key]
-        common = (name for name in left if name in right and name not in _CLOCKED)
-        for name in common:
+        for name in (name for name in left if name in right and name not in _CLOCKED):
             if left[name] != right[name] and not name.startswith(("phase/", "gpu/")):
                 return {"step": key[0], "name": name, "recorded": left[name], "replayed": right[name]}
     return None

@@ -160,23 +160,20 @@ def _plan_within_budget(
     cfg = points[0].cfg
     slots = Slots.here(cfg.sweep)
     budget = Budget.of(cfg, on_gpus=slots.on_gpus)
-    planned: list[tuple[float, float]] = []
-    unknown = list[str]()
+    planned: list[tuple[float, float] | None] = []
 
     def checked(plan: RunPlan, model: nn.Module) -> Sequence[Problem]:
         found, outlook = check(plan, model), outlook_of(plan, model)
         seconds = plan.stop_after_s if outlook.budget is None else outlook.budget.hours.middle * 3600
-        if seconds is None:
-            unknown.append(plan.cfg.name or "")
-        else:
-            devices = plan.components.strategy.num_slots(slots.count if slots.on_gpus else 0)
-            planned.append((seconds, devices / slots.jobs_per_device))
+        devices = plan.components.strategy.num_slots(slots.count if slots.on_gpus else 0)
+        planned.append(None if seconds is None else (seconds, devices / slots.jobs_per_device))
         return found
 
     plan_all_points(points, check=checked)
-    if budget is not None and planned and cfg.sweep.resume is None:
-        budget.refuse(planned, slots=slots.count, jobs=cfg.sweep.trials or len(points))
-    if unknown or not planned:
+    known = [one for one in planned if one is not None]
+    if budget is not None and known and cfg.sweep.resume is None:
+        budget.refuse(known, slots=slots.count, jobs=cfg.sweep.trials or len(points))
+    if len(known) < len(planned) or not planned:
         text = "is not held against plans: the time of a job is not known. Give hardware=this"
         sys.stdout.write(f"note: sweep.budget={cfg.sweep.budget} {text}\n")
 
