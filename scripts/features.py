@@ -39,7 +39,7 @@ say: each cell is a run that `python scripts/features.py --write` planned, on tw
 messages are below. `-` is a key that the strategy or its model lacks. `multi_worker_mirrored` is as `mirrored`,
 `tensor_parallel` as `mesh: tensor`; on several axes of a [mesh](mesh.md), the refusals of each hold.
 [`context`](mesh.md#context) takes language models only: its columns are runs of one, or say that the model is none. The
-sizes of a mesh are numbers here: an axis of `auto` is [elastic](elastic.md).
+sizes of a mesh are numbers here: an axis of `auto` is [elastic](runs.md#elastic).
 
 {MARK}
 """

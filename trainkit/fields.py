@@ -4,7 +4,7 @@ A field declares its tag in its annotation, `replicas: Annotated[int, placement]
 own class, of torch's classes) count as maths: a key that can change the result is never treated as harmless.
 
 A field that holds a password or a key is also marked, `pin: Annotated[str, cosmetic, secret]`: its value is neither
-written nor printed, and is not part of a fingerprint (docs/secrets.md).
+written nor printed, and is not part of a fingerprint (docs/config.md#secrets).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ A run is given up
 - after `max_restarts` restarts because of failures in one step, regardless of checkpoints between them;
 - after `max_restarts` restarts in a row whose attempts raised an exception within their first two steps.
 
-The last rule ends a run that advances by one step with each restart. A lost replica (docs/elastic.md) counts in none of
+The last rule ends a run that advances by one step with each restart. A lost replica (docs/runs.md#elastic) counts in none of
 the rules.
 
 Workers without state, and the evaluator, are restarted alone while the others continue. Such a task that dies before it

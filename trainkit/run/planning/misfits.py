@@ -481,7 +481,7 @@ def per_sample_problems(plan: RunPlan, names: Collection[str]) -> Iterator[Probl
             rule = (
                 f"declares dim {declared} of the buffer {name} as that of the samples, and two shards of one of the "
                 "first steps write the same index of it. Give each sample of a step an index of its own "
-                "(docs/recurrent-state.md#data)."
+                "(docs/objectives.md#data)."
             )
             yield Problem(key="model._target_", value=kind, rule=rule)
         if name in dims:
@@ -493,7 +493,7 @@ def per_sample_problems(plan: RunPlan, names: Collection[str]) -> Iterator[Probl
                     f"has the buffer {name}, and the shards of a step write different indices of its dim {dim}, as "
                     f"state of single samples. Buffers are averaged over shards: declare it in the class of "
                     f"{owner or 'the model'}, sample_dims = {{{leaf!r}: {dim}}}, and it is not averaged; or "
-                    f"{{{leaf!r}: None}} if it is no such state (docs/recurrent-state.md)."
+                    f"{{{leaf!r}: None}} if it is no such state (docs/objectives.md#recurrent-state)."
                 )
                 yield Problem(key="model._target_", value=kind, rule=rule)
                 break
