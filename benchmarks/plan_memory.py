@@ -32,6 +32,7 @@ from trainkit.run.estimates.memory import DeviceMemory, part_memories
 from trainkit.run.planning.plan import make_plan
 from trainkit.strategies.base import StepOutcome
 from trainkit.strategies.core.optimizer import OptimizerStepper
+from trainkit.strategies.reducers.shared_memory import SharedMemorySegment
 from trainkit.trained.build import meta_model
 from trainkit.trainer.events import Callback, Run
 
@@ -111,7 +112,10 @@ class PeakBytes(Callback):
                 *run.model.buffers(),
                 *self._recording.updated,
             ]  # not all are collectable
-            self._recording.at_start = bytes_of(alive, known)
+            shared = [one for one in gc.get_objects() if isinstance(one, SharedMemorySegment)]
+            parts = sum(one.total.nbytes * (len(one.slots) + 1) // len(one.slots) for one in shared)
+            known |= {storage_of(slot) for one in shared for slot in (*one.slots, one.total)}
+            self._recording.at_start = bytes_of(alive, known) + parts
             self._recording.alive = {*map(storage_of, alive)} - known
             self._recording.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self._recording.profile.start()
@@ -292,8 +296,8 @@ def write(rows: Sequence[Sequence[str]]) -> None:
         "python benchmarks/plan_memory.py",
         "Each rank is compared with its own part of the plan; a row has the two ratios that are furthest from 1, and "
         "the rank with that of the peak. Lasting: parameters, gradients and optimizer state when the optimizer steps. "
-        "Peak: tensors alive at the start of the third step, and the most allocated beyond them in two steps.\n\n"
-        + report.table(head, rows),
+        "Peak: tensors alive at the start of the third step, and the most allocated beyond them in two steps; of "
+        "memory that ranks share, each has an equal part.\n\n" + report.table(head, rows),
     )
 
 

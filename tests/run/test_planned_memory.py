@@ -235,6 +235,16 @@ def test_a_step_without_data_has_the_bytes_and_the_collectives_of_one_with_data(
 
 
 @pytest.mark.slow
+def test_memory_that_ranks_share_is_planned_in_equal_parts_and_in_every_phase(pool: Pool) -> None:
+    arguments = (*GPT, *ACCUMULATED, "strategy=mirrored", "checkpoint.background=false")
+    measured = pool.run(f"{__name__}.with_data", arguments, num_ranks=2, group=True)[0]
+    (plan,) = parts_planned(*arguments, "strategy.replicas=2")
+    of_others = plan.held.gradient_bytes * 3 // 2  # the slot of the other rank, and half of the total
+    waiting = 5 * 2 * (32 + 32) * 8  # batches
+    assert plan.step == max(measured.peaks.values()) - of_others + waiting
+
+
+@pytest.mark.slow
 def test_ranks_on_gpus_gather_the_next_block_before_it_is_needed_and_copy_nothing() -> None:
     arguments = [*GPT, *ACCUMULATED, "strategy=fsdp", "strategy.replicas=2"]
     gpus, cpus = (make_plan(api.compose(arguments).cfg, num_gpus=count) for count in (2, 0))

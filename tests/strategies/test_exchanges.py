@@ -188,12 +188,12 @@ def test_where_a_rule_meets_an_obstacle_the_other_reducer_is_used_and_a_line_say
 
 
 def test_the_plan_counts_what_reducers_and_compression_keep_beside_the_gradients() -> None:
-    kept = {"backend": 0, "ring": 0.5, "shared_memory": 0.5}
+    kept = {"backend": (0, 0), "ring": (0.5, 0), "shared_memory": (0.5, 0.5)}
     found = {name: Mirrored(reduce=name, replicas=2).gradient_copies(PlanContext()) for name in kept}  # type: ignore[arg-type]
     assert found == kept
-    assert Mirrored(compression="powersgd", replicas=2).gradient_copies(PlanContext()) == 2
-    assert Mirrored(replicas=1).gradient_copies(PlanContext()) == 0
-    assert Mirrored(replicas=2).gradient_copies(PlanContext(num_gpus=2)) == 0
+    assert Mirrored(compression="powersgd", replicas=2).gradient_copies(PlanContext()) == (2, 1)
+    assert Mirrored(replicas=1).gradient_copies(PlanContext()) == (0, 0)
+    assert Mirrored(replicas=2).gradient_copies(PlanContext(num_gpus=2)) == (0, 0)
 
 
 OWN = ProcessId.of(os.getpid())

@@ -436,6 +436,8 @@ class ModelMemory:
     """Elements of parameters and gradients that a device holds temporarily, in addition."""
     gradient_copies: float = 0
     """Copies of all gradients at the peak of a step, in addition to the gradients themselves."""
+    kept_copies: float = 0
+    """Of these copies, those that outlive a step."""
     bucket: int | None = None
     """Elements of gradients that are alive in addition to the vector that holds all gradients and outlives the step;
     None: there is no such vector.

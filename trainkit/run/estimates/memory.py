@@ -181,16 +181,17 @@ def _of_device(
     strategy, batch = plan.components.strategy, batch_bytes(plan)
     beside = held.frozen_bytes + held.workspace_bytes + (held.staging_bytes if held.staged_here else 0)
     # copies of a reducer that was not observed, or of a strategy in whose place one device was
-    is_observed, copies = bool(strategy.observed_ranks(plan.context)), held.exchange_bytes
-    if is_observed and (other := strategy.as_observed()) is strategy:
-        copies = 0
-    elif is_observed:
-        seen_copies = other.estimate_memory(model, plan.context).gradient_copies
-        copies = round(held.gradient_bytes * max(part.memory.gradient_copies - seen_copies, 0))
+    copies, kept = part.memory.gradient_copies, part.memory.kept_copies
+    if is_observed := bool(strategy.observed_ranks(plan.context)):
+        known = strategy.as_observed().estimate_memory(model, plan.context)
+        copies, kept = max(copies - known.gradient_copies, 0), max(kept - known.kept_copies, 0)
     # the batches of the other shards, and of the first step: a run keeps one, and they are views of one batch
     waiting = (2 * shards - seen.num_batches) * batch
-    peaks = {**seen.peaks, "reduce": seen.peaks.get("reduce", 0) + copies}
-    phase = max(_MOMENTS, key=lambda one: peaks.get(one, 0))
+    peaks = {
+        phase: seen.peaks.get(phase, 0) + round(held.gradient_bytes * (copies if phase == "reduce" else kept))
+        for phase in _MOMENTS
+    }
+    phase = max(_MOMENTS, key=lambda one: peaks[one])
     batches = seen.num_batches * batch
     active = max(seen.first_forward, seen.most - held.gradient_bytes) - seen.start + batches
     step = peaks[phase] + waiting + beside
@@ -200,7 +201,8 @@ def _of_device(
     )  # fmt: skip
     if seen.evaluation is None:
         return found
-    size = seen.evaluation + 2 * shards * batch + beside + (0 if is_observed else copies)
+    beside += round(held.gradient_bytes * (kept if is_observed else copies))
+    size = seen.evaluation + 2 * shards * batch + beside
     return replace(
         found, evaluation=size, moment="evaluation" if size > step else found.moment,
         activations=max(active + waiting, seen.evaluation - seen.start + batches + 2 * shards * batch),

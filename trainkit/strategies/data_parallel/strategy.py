@@ -150,15 +150,16 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
 
     def replica_parts(self, model: nn.Module, context: PlanContext) -> tuple[ReplicaPart, ...]:
         """Return the blocks of each device of a replica with a map that fits; without one, one part for all."""
+        copies, kept = self.gradient_copies(context)
+        parts: tuple[ReplicaPart, ...] = ()
         if (found := self._replica_map(context)) is not None:
-            copies = self.gradient_copies(context)
-            if parts := found.planned.held_parts(model, context, gradient_copies=copies):
-                return parts
-        bucket = None
-        if self._takes_gradients(context.numerics, self.num_replicas(context)):
-            bucket = largest_bucket(model, context.formats.master_dtype, self.bucket_bytes)
-        whole = ModelMemory.whole(model, gradient_copies=self.gradient_copies(context), bucket=bucket)
-        return (ReplicaPart(modules=(), memory=whole),)
+            parts = found.planned.held_parts(model, context, gradient_copies=copies)
+        if not parts:
+            bucket = None
+            if self._takes_gradients(context.numerics, self.num_replicas(context)):
+                bucket = largest_bucket(model, context.formats.master_dtype, self.bucket_bytes)
+            parts = (ReplicaPart(modules=(), memory=ModelMemory.whole(model, gradient_copies=copies, bucket=bucket)),)
+        return tuple(replace(one, memory=replace(one.memory, kept_copies=kept)) for one in parts)
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return the memory of the device with the largest use: its part of a replica, the vector of the exchange, the
@@ -198,13 +199,16 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         """Return whether the vector of the exchange is the memory of the gradients."""
         return not numerics.reproducible and (num_replicas > 1 or self.is_grouped) and self.map is None
 
-    def gradient_copies(self, context: PlanContext) -> float:
-        """Return the copies of all gradients at the peak of a step, in addition to the gradients; pure."""
+    def gradient_copies(self, context: PlanContext) -> tuple[float, float]:
+        """Return the copies of all gradients at the peak of a step, in addition to the gradients, and how many of them
+        outlive it; pure.
+        """
         numerics, num_replicas = context.numerics, self.num_replicas(context)
         if numerics.reproducible or (num_replicas == 1 and not self.is_grouped):
-            return synchronous_gradient_copies(numerics, num_replicas)
+            return synchronous_gradient_copies(numerics, num_replicas), 0
         vectors = 0 if self._takes_gradients(numerics, num_replicas) else 1
-        return vectors + self.exchange_copies(self.planned_reducer(context, self.tasks(context))[0], num_replicas)
+        copies, kept = self.exchange_copies(self.planned_reducer(context, self.tasks(context))[0], num_replicas)
+        return vectors + copies, vectors + kept
 
     def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
         """Return the exchange of the gradients, by the reducer and the compression, and of the rows of sparse ones."""

@@ -284,17 +284,20 @@ class MeshStrategy(ProcessGroup, Strategy):
         layout, numerics = self.layout_in(context), context.numerics
         along = layout.axes.replicate * (1 if layout.gathers else layout.axes.context)
         copies: float = 0 if layout.gathers else synchronous_gradient_copies(numerics, along)
+        kept: float = 0
         if layout.gathers and numerics.reproducible:  # the pieces of all ranks that wait for the next lanes
             rounds = -(-numerics.lanes // layout.axes.num_ranks)
             copies = layout.axes.shard * (rounds - 1).bit_length()
-        if layout.axes.replicate > 1 and not numerics.reproducible:
-            copies += self.reduction.exchange_copies(self.reduction.reduce, layout.axes.replicate)
         if self.pipe_stages is not None:
             copies = int(layout.axes.replicate * layout.axes.shard > 1)
+        if layout.axes.replicate > 1 and not numerics.reproducible:
+            more, kept = self.reduction.exchange_copies(self.reduction.reduce, layout.axes.replicate)
+            copies += more
         return ModelMemory(
             resident=layout.resident_elements(model),
             transient=layout.transient_elements(model),
             gradient_copies=copies,
+            kept_copies=kept,
         )
 
     def observed_ranks(self, context: PlanContext) -> tuple[int, ...]:

@@ -125,13 +125,16 @@ class ReductionOptions:
             on_gpus=any(task.device != "cpu" for task in tasks),
         )
 
-    def exchange_copies(self, reducer: Reduce, num_ranks: int) -> float:
-        """Return the number of copies of all gradients that a reducer needs in addition to its vector; pure."""
-        # ring: a slice that receives; shared_memory: a part of the total.
+    def exchange_copies(self, reducer: Reduce, num_ranks: int) -> tuple[float, float]:
+        """Return the copies of all gradients that a reducer needs in addition to its vector, and how many of them
+        outlive a step; pure.
+        """
+        # ring: a slice that receives; shared_memory: a part of the total, which is mapped until the end.
         beside = 1 / num_ranks if reducer in ("ring", "shared_memory") else 0
-        # Two bytes instead of four; PowerSGD: the error, and the gradients to compare with.
+        kept = beside if reducer == "shared_memory" else 0
+        # Two bytes instead of four; PowerSGD: the error, which is kept, and the gradients to compare with.
         compressed = {"none": 0, "bf16": 1, "fp16": 1, "powersgd": 2}
-        return beside + compressed[self.compression]
+        return beside + compressed[self.compression], kept + (self.compression == "powersgd")
 
     def reducer_of(
         self,
