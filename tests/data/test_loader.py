@@ -451,10 +451,10 @@ def test_an_evaluation_draws_the_same_numbers_on_any_number_of_ranks() -> None:
 
 
 def loader_of(
-    source: Any, *, rank: int = 0, num_ranks: int = 1, micro_size: int = 2, count: int | None = None
+    source: Any, *, rank: int = 0, num_ranks: int = 1, micro_size: int = 2, count: int | None = None, **given: Any
 ) -> Loader:
     """A loader of steps of 4 samples."""
-    stream = Stream(source=source, num_samples=count or sum(source.sizes), distribute="files")
+    stream = Stream(source=source, num_samples=count or sum(source.sizes), **{"distribute": "files", **given})
     plan = BatchPlan(num_samples=len(stream), global_size=4, micro_size=micro_size)
     return Loader(
         stream, plan=plan, shards_at=lambda step: own(plan, step, rank, num_ranks),
@@ -519,12 +519,17 @@ def test_a_run_resumes_in_the_middle_on_another_number_of_ranks() -> None:
     assert sorted(found) == list(range(16))
 
 
-def test_another_cut_inside_an_epoch_is_refused_and_at_its_end_accepted() -> None:
+@pytest.mark.parametrize("distribute", ["files", "auto"])  # auto: two files for four shards are read as samples
+def test_another_cut_inside_an_epoch_is_refused_and_at_its_end_accepted(distribute: str) -> None:
     first = loader_of(Numbered(8, 8), micro_size=2)
     dealt(first, 1, (0, 1))
     inside = first.state()
     with pytest.raises(ConfigError, match=r"into 4 shards, .* began with 2\. .* Give batch\.micro_size=2"):
-        loader_of(Numbered(8, 8), micro_size=1).load_state(inside)
+        loader_of(Numbered(8, 8), micro_size=1, distribute=distribute).load_state(inside)
+    other = loader_of(Numbered(8, 8), micro_size=1, distribute="auto")
+    dealt(other, 1, (0, 1, 2, 3))
+    with pytest.raises(ConfigError, match=r"another number of\. .* Give batch\.micro_size as before"):
+        loader_of(Numbered(8, 8), micro_size=2).load_state(other.state())
     dealt(first, 3, (0, 1))
     loader_of(Numbered(8, 8), micro_size=1).load_state(first.state())
 

@@ -300,17 +300,18 @@ class StreamReader:
 
     @property
     def _cut(self) -> list[int]:
-        """Return what determines the samples of a shard where files are dealt."""
+        """Return what determines the samples of a shard where files are dealt; else nothing."""
         assert self._plan is not None
-        return [self._plan.num_samples, self._plan.global_size, self._plan.num_shards(0)]
+        return [] if self._files is None else [self._plan.num_samples, self._plan.global_size, self._plan.num_shards(0)]
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the state before a step: how files are dealt, or the position and the source's own state."""
         assert self._plan is not None
+        begun = {"cut": self._cut, "inside_epoch": step % self._plan.steps_per_epoch != 0}
         if self._files is not None:  # positions follow from the step
-            is_inside = step % self._plan.steps_per_epoch != 0
-            return {"distribute": "files", "cut": self._cut, "inside_epoch": is_inside}
-        return {"epoch": self._epoch, "position": next(iter(self._open), 0), "source": self._stream.state_dict()}
+            return {"distribute": "files", **begun}
+        position = next(iter(self._open), 0)
+        return {**begun, "epoch": self._epoch, "position": position, "source": self._stream.state_dict()}
 
     def load_state(self, state: dict[str, Any] | None) -> str:
         """Restore a position if the source can; otherwise the first read skips samples; return a line that says how.
@@ -318,8 +319,8 @@ class StreamReader:
         Raises:
             ConfigError: the epoch was begun with another cut of a step, so that samples would be read twice or never.
         """
+        self._refuse_other_cut(state or {})
         if self._files is not None:
-            self._refuse_other_cut(state or {})
             return "each shard reads the same files of the stream as before; each part continues inside its file"
         if state is None:
             return (
@@ -337,12 +338,12 @@ class StreamReader:
         assert self._plan is not None
         match state.get("cut"):
             case [_, _, int(old)] if old > 0:
-                shards, micro_size = str(old), -(-self._plan.global_size // old)
+                shards, before = str(old), f"batch.micro_size={-(-self._plan.global_size // old)}"
             case _:
-                shards, micro_size = "another number of", self._plan.micro_size
-        if state.get("inside_epoch") and state.get("cut") != self._cut:
+                shards, before = "another number of", "batch.micro_size as before"
+        if state.get("inside_epoch") and state.get("cut", []) != self._cut:
             rule = (
-                f"cuts a step into {self._cut[2]} shards, and the epoch began with {shards}. Each file belongs to a "
-                f"shard: samples would be read twice or never. Give batch.micro_size={micro_size}."
+                f"cuts a step into {self._plan.num_shards(0)} shards, and the epoch began with {shards}. Each file "
+                f"belongs to a shard: samples would be read twice or never. Give {before}."
             )
             raise ConfigError([Problem(key="batch.micro_size", value=self._plan.micro_size, rule=rule)])
