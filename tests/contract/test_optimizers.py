@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from tests.contract.checks import alone, assert_bits, assert_close
-from tests.contract.stepping import RATES, TASKS, Case, Trained, Trial, _Rank, train
+from tests.contract.stepping import RATES, TASKS, Case, Trained, Trial, train
 from tests.support import zoo
-from tests.support.pool import Place, Pool
+from tests.support.pool import Pool
 from trainkit.numerics.batch import SampleOrder
 from trainkit.objectives.adversarial import Adversarial
 from trainkit.objectives.base import Loss, Model, Objective
@@ -153,25 +153,6 @@ def assert_states(ranks: Sequence[Trained], expected: Trained) -> None:
 def test_phases_train_as_a_loop_written_by_hand(case: Match, pool: Pool) -> None:
     (trained,) = train(pool, case)
     torch.testing.assert_close(trained.weights, by_hand(case), rtol=1e-12, atol=1e-12)
-
-
-def steps_of_phases(place: Place) -> tuple[object, object]:
-    thin = {"replicas": 2, "compression": "powersgd", "powersgd_after": 4}
-    rank = _Rank(place, Match(phases=RATIOS, strategy="mirrored", settings=thin))
-    executor = rank.setup(0)
-    rank.steps(executor, 3)
-    kept = executor.state_dict_extra()
-    executor.close()
-    executor = rank.setup(1)
-    executor.load_state_extra(kept)
-    found = executor.state_dict_extra()
-    executor.close()
-    return kept, found
-
-
-def test_a_resumed_run_sends_no_whole_gradients_of_a_phase_again(pool: Pool) -> None:
-    expected = {"compressed_steps": [6, 1]}
-    assert pool.run("tests.contract.test_optimizers.steps_of_phases", num_ranks=2) == [(expected, expected)] * 2
 
 
 @pytest.mark.parametrize("task", ["duel", "drawn duel"])

@@ -167,6 +167,8 @@ def resumed(place: Place) -> list[int]:
     compressor.set_steps(0)
     executor.load_state_extra(kept)
     found = [compressor.steps]
+    with pytest.raises(ValueError, match="other values than whole numbers"):
+        executor.load_state_extra({"compressed_steps": [3]})
     executor.close()
     return found
 

@@ -54,7 +54,7 @@ from trainkit.strategies.core.replica import (
     sharded_state,
 )
 from trainkit.strategies.core.step import MakeStep, ShardStep, apply_update, observer
-from trainkit.strategies.reducers.vector import BackendReducer, Compressor, DeterministicReducer, LocalReducer, Reducer
+from trainkit.strategies.reducers.vector import BackendReducer, DeterministicReducer, LocalReducer, Reducer
 from trainkit.strategies.tensor_shards import ShardedState, gather_full
 from trainkit.strategies.tensors.layouts import Placement, SingleDevicePlacement, make_dense
 
@@ -391,21 +391,19 @@ class SynchronousExecutor(Executor, Generic[R]):
         """Return the notes."""
         return self._notes
 
-    @property
-    def _compressors(self) -> list[Compressor]:
-        """The compressions of the exchanges: each phase has its own."""
-        reducers = [one.reducer for one in [part.replica for part in self._parts] or [self._replica]]
-        return [one.compressor for one in reducers if one.compressor is not None]
-
     def state_dict_extra(self) -> JsonMap:
-        """Return the steps of a compression with state (PowerSGD), one number per phase."""
-        return {"compressed_steps": [one.steps for one in found]} if (found := self._compressors) else {}
+        """Return the steps of a compression with state (PowerSGD, which takes no phases)."""
+        compressor = self._replica.reducer.compressor
+        return {} if compressor is None else {"compressed_steps": compressor.steps}
 
     def load_state_extra(self, extra: JsonMap) -> None:
-        """Restore the steps of PowerSGD, whose error feedback begins at zero."""
-        given = extra.get("compressed_steps", 0)
-        for place, one in enumerate(self._compressors):
-            one.set_steps(whole_numbers(given)[place] if isinstance(given, list) else int(str(given)))
+        """Restore the steps of PowerSGD, whose error feedback begins at zero.
+
+        Raises:
+            ValueError: the state holds no whole number of them.
+        """
+        if (compressor := self._replica.reducer.compressor) is not None:
+            compressor.set_steps(*whole_numbers([extra.get("compressed_steps", 0)]))
 
     def state_dict(self) -> StateDict:
         """Return parameters in the masters' dtype, buffers, optimizer slots; the same on every rank. Collective if
