@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import time
 from pathlib import Path
+from threading import Lock
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.session.auxiliary import CheckpointEvaluator
 from trainkit.strategies.central_storage import AsyncCentralExecutor
+from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.trainer.checkpoint.tensors import load
 
 POINTS = ("model=net", "data=points", "batch.global_size=16", "batch.micro_size=5")
@@ -258,6 +261,25 @@ def test_an_optimizer_whose_averages_another_one_counts_makes_its_first_step_as_
     assert slots.pop(UPDATES) == 2
     torch.testing.assert_close(slots.pop(AVERAGE), (1 + other.detach()) / 2)
     torch.testing.assert_close(slots, plain.state[other], rtol=0, atol=0)
+
+
+def test_a_step_that_fails_leaves_the_averages_in_their_slots() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight])
+    Ema(decay=0.5).attach(optimizer)
+    count_update([optimizer], [weight])
+    optimizer.register_step_pre_hook(Mock(side_effect=ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):
+        OptimizerStepper(optimizer, [weight]).step([torch.ones(2)], 1.0)
+    assert (optimizer.state[weight].keys(), weight.grad) == ({AVERAGE, UPDATES}, None)
+
+
+def test_averages_that_cannot_be_shown_leave_the_variables_to_the_copies() -> None:
+    variables = Mock(swap_averages=Mock(side_effect=MemoryError))
+    executor = Mock(_lock=Lock(), _shows_averages=False, _variables=variables, _steppers=[None])
+    with pytest.raises(MemoryError):
+        AsyncCentralExecutor.swap_averages(executor)
+    assert not executor._lock.locked()
 
 
 @pytest.mark.slow

@@ -80,6 +80,8 @@ def test_a_gpt_continues_a_text_past_its_context_and_repeats_itself_from_one_see
 
     assert first.shape == (1, 12)
     assert torch.equal(first, second)
+    with pytest.raises(IndexError):
+        model.generate(torch.tensor([[-1]]), num_tokens=1)
     assert model.training
 
 

@@ -67,6 +67,13 @@ def count_update(optimizers: Sequence[torch.optim.Optimizer], params: Iterable[T
                 hook.update(optimizer, members)
 
 
+def put_back(optimizer: torch.optim.Optimizer) -> None:
+    """Give the slots that were set aside for a step back, also if the step has failed."""
+    for hook in optimizer._optimizer_step_post_hooks.values():  # noqa: SLF001
+        if isinstance(hook, AfterStep):
+            hook.put_back()
+
+
 def detach(optimizer: torch.optim.Optimizer) -> None:
     """Keep no averages by the updates of an optimizer: another one of the same parameters counts them."""
     for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):  # noqa: SLF001
@@ -91,11 +98,15 @@ class AfterStep:
                 self._aside.append((slots, dict(slots)))
                 slots.clear()
 
-    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Average the parameters that `Optimizer.step` has updated: those with a gradient."""
+    def put_back(self) -> None:
+        """Fill the emptied slots again."""
         for slots, averages in self._aside:
             slots.update(averages)
         self._aside.clear()
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Average the parameters that `Optimizer.step` has updated: those with a gradient."""
+        self.put_back()
         members = (param for group in optimizer.param_groups for param in group["params"])
         self.update(optimizer, (param for param in members if param.grad is not None))
 

@@ -126,10 +126,12 @@ class Gpt(nn.Module):
         sampling = Sampling(temperature=temperature, top_k=top_k)
         was_training = self.training
         self.eval()
-        for _ in range(num_tokens):
-            scores = self(tokens[:, -self.context :])[:, -1]
-            tokens = torch.cat((tokens, sampling.choose(scores, generator)), dim=1)
-        self.train(was_training)
+        try:
+            for _ in range(num_tokens):
+                scores = self(tokens[:, -self.context :])[:, -1]
+                tokens = torch.cat((tokens, sampling.choose(scores, generator)), dim=1)
+        finally:
+            self.train(was_training)
         return tokens
 
     def new_cache(self) -> KeyValueCache:

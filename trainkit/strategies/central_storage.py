@@ -431,11 +431,13 @@ class AsyncCentralExecutor(Executor):
         """Exchange the variables and their averages; until the second call, no copy reads the variables."""
         if not self._shows_averages:
             self._lock.acquire()
-        self._variables.use_stepper(self._steppers[0])
-        found = self._variables.swap_averages()
-        self._shows_averages = found and not self._shows_averages
-        if not self._shows_averages:
-            self._lock.release()
+        try:
+            self._variables.use_stepper(self._steppers[0])
+            found = self._variables.swap_averages()
+            self._shows_averages = found and not self._shows_averages
+        finally:
+            if not self._shows_averages:
+                self._lock.release()
         return found
 
     def close(self, *, failed: bool = False) -> None:  # noqa: ARG002 - there is no other rank

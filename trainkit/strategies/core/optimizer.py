@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as module
 
-from trainkit.adapters.average import SLOTS
+from trainkit.adapters.average import SLOTS, put_back
 from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.strategies.base import NamedOptimizer
 from trainkit.strategies.tensors.layouts import in_layout
@@ -75,9 +75,12 @@ class OptimizerStepper:
         for group in self.optimizer.param_groups:  # fused kernels support no sparse gradient
             if group.get("fused") and any(p.grad is not None and p.grad.is_sparse for p in group["params"]):
                 group["fused"] = False
-        self.optimizer.step()
-        for param in self._params:
-            param.grad = None
+        try:
+            self.optimizer.step()
+        finally:
+            put_back(self.optimizer)
+            for param in self._params:
+                param.grad = None
         self._find_kernels(grads)
         self._settings = self._settings_now()
 
