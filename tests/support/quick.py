@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -193,6 +194,8 @@ def serve(imports: str, address: str, reader: str) -> int:
         figure = importlib.import_module("matplotlib.figure").Figure()
         figure.text(0, 0, "1")
         figure.savefig(io.BytesIO())  # imports what draws, and reads the fonts
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]  # no public name
+        finalizer.atexit = False  # torch's operators: a process that ends takes a twentieth of a second to forget them
     gc.collect()
     gc.freeze()
     listening = socket.socket(socket.AF_UNIX)
