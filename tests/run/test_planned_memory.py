@@ -235,12 +235,21 @@ def test_a_step_without_data_has_the_bytes_and_the_collectives_of_one_with_data(
 
 
 @pytest.mark.slow
-def test_memory_that_ranks_share_is_planned_in_equal_parts_and_in_every_phase(pool: Pool) -> None:
-    arguments = (*GPT, *ACCUMULATED, "strategy=mirrored", "checkpoint.background=false")
-    measured = pool.run(f"{__name__}.with_data", arguments, num_ranks=2, group=True)[0]
-    (plan,) = parts_planned(*arguments, "strategy.replicas=2")
+@pytest.mark.parametrize(
+    ("own", "more", "num_ranks"),
+    [
+        (["strategy=mirrored"], ["strategy.replicas=2"], 2),
+        (["strategy=mesh", "strategy.replicate=2", "strategy.shard=2", "strategy.reduce=shared_memory"], [], 4),
+    ],
+)
+def test_memory_that_ranks_share_is_planned_in_equal_parts_and_in_every_phase(
+    own: list[str], more: list[str], num_ranks: int, pool: Pool
+) -> None:
+    arguments = (*GPT, *ACCUMULATED, "checkpoint.background=false", *own)
+    measured = pool.run(f"{__name__}.with_data", arguments, num_ranks=num_ranks, group=True)[0]
+    (plan,) = parts_planned(*arguments, *more)
     of_others = plan.held.gradient_bytes * 3 // 2  # the slot of the other rank, and half of the total
-    waiting = 5 * 2 * (32 + 32) * 8  # batches
+    waiting = (5 if num_ranks == 2 else 2) * 2 * (32 + 32) * 8  # batches
     assert plan.step == max(measured.peaks.values()) - of_others + waiting
 
 

@@ -16,7 +16,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -75,6 +75,8 @@ _KINDS: Final[Mapping[str, Kind]] = {
     "reduce": "all-reduce",
 }
 """Part of the name of a collective -> its kind; the first one counts."""
+_COPIED: Final = tuple({*_KINDS.values()} - {"send", *left_out} for left_out in ((), ("all-reduce",)))
+"""The kinds of collectives of which gloo makes a copy: all, and those beside the sum of another reducer."""
 _FREED_S: Final = 0.01
 """Seconds in which a thread of gloo frees what it has exchanged, in steps with data."""
 _SENDS_NOTHING: Final = ("wait_tensor", "barrier", "wrap_tensor_autograd", "recv")
@@ -109,15 +111,17 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         fakes: the mode of the fake tensors; None: all tensors have data.
-        by_gloo: whether collectives copy what they exchange, as gloo does.
+        copied: the kinds of collectives that copy what they exchange, as those of gloo do.
         shards: number of shards that the rank computes in a step.
         only_here: whether a storage counts only while `here`, and outside of passes only if it is made from counted
             ones.
     """
 
-    def __init__(self, fakes: FakeTensorMode | None, *, by_gloo: bool, shards: int, only_here: bool = False) -> None:
+    def __init__(
+        self, fakes: FakeTensorMode | None, *, copied: Collection[Kind], shards: int, only_here: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._fakes, self._by_gloo, self._shards = fakes, by_gloo, shards
+        self._fakes, self._copied, self._shards = fakes, copied, shards
         self._only_here, self.here = only_here, True
         self.live, self.phase = 0, ""
         self.peaks: Counter[str] = Counter()
@@ -283,7 +287,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 kind=kind, ranks=tuple(ranks), num_bytes=size, shard=shard, is_in_update=self.phase == "update"
             )
         )
-        if self._by_gloo and kind != "send":
+        if kind in self._copied:
             self._note(self.live + size)
 
     def see(self, storage: torch.UntypedStorage) -> None:
@@ -440,12 +444,11 @@ def observe(
     chosen = own if count == len(own) else (*own[: count - 1], own[-1])
     fakes = None if has_data else FakeTensorMode(allow_non_fake_inputs=True)
     on_cpu = plan.tasks[rank].device == "cpu"
-    # reducers other than the backend's copy nothing
-    by_gloo = on_cpu and (
-        observed is strategy
-        or len({one.estimate_memory(model, plan.context).gradient_copies for one in (strategy, observed)}) == 1
+    # all-reduces in whose place another reducer sums copy nothing
+    summed = {one.estimate_memory(model, plan.context).gradient_copies for one in (strategy, observed)}
+    watch = watching(
+        fakes, copied=_COPIED[len(summed) > 1] if on_cpu else (), shards=len(chosen), only_here=bool(modules)
     )
-    watch = watching(fakes, by_gloo=by_gloo, shards=len(chosen), only_here=bool(modules))
     with ExitStack() as stack:
         stack.enter_context(Untouched(seed=0))
         stack.enter_context(warnings.catch_warnings(action="ignore"))  # torch's, about its own calls
