@@ -7,8 +7,8 @@ A run is given up
 - after `max_restarts` restarts because of failures in one step, regardless of checkpoints between them;
 - after `max_restarts` restarts in a row whose attempts raised an exception within their first two steps.
 
-The last rule ends a run that advances by one step with each restart. A lost replica (docs/runs.md#elastic) counts in none of
-the rules.
+The last rule ends a run that advances by one step with each restart. A lost replica (docs/runs.md#elastic) counts in
+none of the rules.
 
 Workers without state, and the evaluator, are restarted alone while the others continue. Such a task that dies before it
 has begun is restarted 1 s later, then 2, 4 ... 60 s. A worker that dies more than `max_restarts` times in a row without
