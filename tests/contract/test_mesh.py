@@ -111,19 +111,6 @@ def test_what_is_dropped_out_of_cut_layers_is_that_of_one_device(where: str, poo
 
 
 @pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        (replace(DROPS, settings=TWO | {"plan": {"0": "colwise", "3": "rowwise"}}), "2 (Dropout) draws"),
-        (replace(EVEN, settings=TWO | {"plan": STREAM}, model={"dropout": 0.3}), "blocks.0.dropout (Dropout) draws"),
-    ],
-    ids=["features", "a sequence"],
-)
-def test_code_that_draws_for_a_cut_layer_without_saying_so_is_refused(case: Case, said: str, pool: Pool) -> None:
-    for refused in refusals_of(pool, case):
-        assert re.search(f"{re.escape(said)} random numbers for activations that .* has cut", refused)
-
-
-@pytest.mark.parametrize(
     ("strategy", "settings"), [("tensor_parallel", TWO), ("mesh", TENSOR_SHARDED)], ids=["two ranks", "sharded"]
 )
 def test_rounded_parameters_have_masters_that_are_cut_and_saved(
@@ -515,15 +502,27 @@ def noisy() -> nn.Module:
     return made
 
 
-@pytest.mark.parametrize("cut", [CUT, CUT | {"tensor": 2}], ids=["alone", "beside tensor"])
-def test_code_that_draws_for_its_part_without_saying_so_is_refused(cut: dict[str, Any], pool: Pool) -> None:
-    for refused in refusals_of(pool, replace(GPT, build=noisy, model={}, settings=cut)):
-        assert "blocks.1.dropout (Noisy) draws random numbers" in refused
+DRAWING = replace(GPT, build=noisy, model={})
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (replace(DROPS, settings=TWO | {"plan": {"0": "colwise", "3": "rowwise"}}), "2 (Dropout) draws"),
+        (replace(EVEN, settings=TWO | {"plan": STREAM}, model={"dropout": 0.3}), "blocks.0.dropout (Dropout) draws"),
+        (replace(DRAWING, settings=CUT), "blocks.1.dropout (Noisy) draws"),
+        (replace(DRAWING, settings=CUT | {"tensor": 2}), "blocks.1.dropout (Noisy) draws"),
+    ],
+    ids=["features", "a sequence", "context", "context beside tensor"],
+)
+def test_code_that_draws_for_its_part_without_saying_so_is_refused(case: Case, said: str, pool: Pool) -> None:
+    for refused in refusals_of(pool, case):
+        assert re.search(f"{re.escape(said)} random numbers for .* has cut", refused)
 
 
 def test_code_that_draws_so_in_the_last_stage_is_refused_while_the_first_one_waits(pool: Pool) -> None:
     with pytest.raises(TaskError, match=re.escape("blocks.1.dropout (Noisy) draws random numbers")):
-        train(pool, replace(GPT, build=noisy, model={}, settings=STAGES | {"schedule": "interleaved"}))
+        train(pool, replace(DRAWING, settings=STAGES | {"schedule": "interleaved"}))
 
 
 def test_what_a_cut_sequence_does_not_take_is_refused_by_name() -> None:
