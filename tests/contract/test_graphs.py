@@ -632,7 +632,15 @@ def test_a_step_that_cannot_be_captured_is_called_directly_with_one_warning(capl
 
 def test_a_step_that_also_reads_another_device_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
     batch, other = torch.ones(2), torch.zeros((), device="meta")
-    call = DirectCall(graph=lambda one, _: [one], inputs=[None, other], places=[(0, 0)], layout=None, results=[])
+    call = DirectCall(
+        graph=lambda one, _: [one],
+        inputs=[None, other],
+        places=[2, 1],
+        layout=((), (), ()),
+        takes=bool,
+        constants=(),
+        results=[],
+    )
     caller = CapturingCaller(partial(Repeats, []))
     for _ in range(5):
         caller(call, [batch])

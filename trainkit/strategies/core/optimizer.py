@@ -59,13 +59,15 @@ class OptimizerStepper:
             lr_factor: factor of the learning rate of every group.
         """
         grads, none_missing = self._in_layout(grads)
-        self._refuse_other_rates()
-        if self._kernels is not None and none_missing and self._settings == self._settings_now() and not self._hooks():
+        are_same = self._settings == self._settings_now()
+        if not are_same:
+            self._refuse_other_rates()
+        if self._kernels is not None and none_missing and are_same and not self._hooks():
             for one in self._kernels:
                 if one.counter is not None:
                     one.counter[0].add_(one.counter[1])
             for one in self._kernels:
-                given = [grads[place] for place in one.places]
+                given = list(map(grads.__getitem__, one.places))
                 one.function(one.params, given, *one.slots, lr=one.base_lr * lr_factor, **one.settings)
             return
         for group, base_lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):

@@ -244,6 +244,8 @@ class ShardStep:
         self.weight: Tensor | float = 0.0
         self.terms: dict[str, Tensor] = {}
         self._sparse: dict[int, Tensor | None] = {}
+        self._held: list[Tensor | None] | None = None
+        """The gradients of a lane's shards; None: the replica holds them."""
 
     def run(self) -> Sequence[Tensor | None]:
         """Return the step's gradients, updated buffers and counted weight, summed over shards and ranks; collective."""
@@ -291,7 +293,7 @@ class ShardStep:
 
     def _lane(self, shards: Sequence[tuple[int, Batch]]) -> list[Tensor | None]:
         weights = [self._shard(shard, batch) for shard, batch in shards]
-        weight = total_weight(weights)
+        weight = weights[0] if len(weights) == 1 else total_weight(weights)
         self.weight = added(self.weight, weight)
         if shards[-1][0] == self.ticket.shards[-1]:  # the exchange follows
             self._enter("reduce")
@@ -348,8 +350,8 @@ class ShardStep:
             return training.loss(replica.model, batch, self.ticket.step, shard)
 
     def _take_grads(self, weight: Tensor | float) -> list[Tensor | None]:
-        replica = self.replica
-        taken = replica.take_grads()
+        replica, held, self._held = self.replica, self._held, None
+        taken = replica.take_grads() if held is None else held
         if replica.sparse is None:
             replica.set_sparse(find_sparse(taken))
         if replica.some_unused:

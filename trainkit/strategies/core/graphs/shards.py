@@ -303,7 +303,6 @@ class GraphedShards(ShardStep):
     ) -> None:
         super().__init__(replica, ticket, batches, training)
         self._graphs = graphs
-        self._held: list[Tensor | None] | None = None
 
     def run(self) -> Sequence[Tensor | None]:
         """Run the step like `ShardStep.run`; in the first step, decide what is compiled. Collective."""
@@ -341,6 +340,9 @@ class GraphedShards(ShardStep):
         self._enter("forward")
         found = graphs.shard(batch, replica.loss_scale.scale / self.divisor.value)
         if found is None:
+            if self._held is not None:  # of earlier shards
+                replica.hold_grads(self._held)
+                self._held = None
             return super()._shard(shard, batch)
         names, params = self.training.objective.term_names, replica.trained
         (loss_sum, weight), terms, grads = found[:2], found[2 : 2 + len(names)], found[2 + len(names) :]
@@ -360,9 +362,4 @@ class GraphedShards(ShardStep):
                 grad if total is None else total if grad is None else total.add_(grad)
                 for total, grad in zip(self._held, grads, strict=True)
             ]
-        replica.hold_grads(self._held)
         return weight  # type: ignore[no-any-return]
-
-    def _take_grads(self, weight: Tensor | float) -> list[Tensor | None]:
-        self._held = None
-        return super()._take_grads(weight)

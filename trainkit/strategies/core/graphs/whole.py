@@ -8,13 +8,15 @@ that they check can have changed but the arguments, and those are compared here.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import getitem
 from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
+from torch._C._dynamo.guards import TensorGuards
 from torch.nn import functional
 from torch.nn.modules.utils import _pair
 from torch.utils._pytree import tree_flatten
@@ -155,12 +157,16 @@ class DirectCall:
     graph: Callable[..., Sequence[Any]]
     inputs: Sequence[Any]
     """The inputs of the graph; None in the place of an argument."""
-    places: Sequence[tuple[int, int]]
-    """(place of an input, number of the tensor of the arguments there)."""
-    layout: object
-    """Properties of the arguments for which the graph was compiled."""
-    results: Sequence[tuple[int | None, object]]
-    """For each result of the function its place among the outputs of the graph, or None and a constant."""
+    places: Sequence[int]
+    """The place of each input among `inputs` and then the tensors of the arguments."""
+    layout: tuple[Sequence[object], Sequence[Sequence[int]], Sequence[Sequence[int]]]
+    """Containers of the arguments for which the graph was compiled; sizes and strides of their tensors."""
+    takes: Callable[..., bool]
+    """Returns whether a graph for the tensors of its compilation is one for other tensors, in containers as theirs."""
+    constants: Sequence[object]
+    """The results of the function that are no tensors."""
+    results: Sequence[int]
+    """The place of each result of the function among the outputs of the graph and then the constants."""
 
     def __call__(self, leaves: Sequence[Tensor]) -> list[Any]:
         """Return the results of the function for other tensors of this layout."""
@@ -168,26 +174,26 @@ class DirectCall:
 
     def outputs(self, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the outputs of the graph."""
-        inputs = list(self.inputs)
-        for place, number in self.places:
-            inputs[place] = leaves[number]
-        return self.graph(*inputs)
+        return self.graph(*map((*self.inputs, *leaves).__getitem__, self.places))
 
     def results_of(self, outputs: Sequence[Tensor]) -> list[Any]:
         """Return the results of the function for outputs of the graph."""
-        return [value if place is None else outputs[place] for place, value in self.results]
+        return list(map((*outputs, *self.constants).__getitem__, self.results))
 
     def is_same_as(self, other: DirectCall) -> bool:
         """Return whether another call runs the same graph on the same tensors, but for the arguments."""
         return (
             self.graph is other.graph
-            and (self.layout, self.places, self.results) == (other.layout, other.places, other.results)
+            and _KIND(self) == _KIND(other)
             and all(map(operator.is_, self.inputs, other.inputs))
         )
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the graph reads and writes, but for the arguments."""
         return [one for one in self.inputs if isinstance(one, Tensor)]
+
+
+_KIND: Final = operator.attrgetter("layout", "places", "constants", "results")
 
 
 class WholeGraph:
@@ -214,7 +220,9 @@ class WholeGraph:
         is_joint: bool,
         call: Callable[[DirectCall, Sequence[Tensor]], list[Any]] = DirectCall.__call__,
     ) -> None:
-        from torch._dynamo import config, exc, lookup_backend  # noqa: PLC0415 - slow to import, and most runs need none
+        # slow to import, and most runs need none
+        from torch._dynamo import config, exc, lookup_backend  # noqa: PLC0415
+        from torch._dynamo.eval_frame import innermost_fn  # noqa: PLC0415
 
         self._untraceable = (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
         config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
@@ -235,7 +243,8 @@ class WholeGraph:
             keep_pool_kernels(graph, is_joint=is_joint)
             # Dynamo makes changes of Python objects after each run of the graph: such a graph is never called directly
             changes_objects = _changes_objects()
-            made: Callable[..., Any] = lookup_backend(settings.backend)(graph, inputs, **options)
+            # without the wrapper that keeps Dynamo from tracing it: Dynamo puts one around the function returned here
+            made: Callable[..., Any] = innermost_fn(lookup_backend(settings.backend)(graph, inputs, **options))
             self._drawn = drawing_operation(graph)
             if self._before is None:
                 GENERATORS_LOCK.acquire()  # until the graph has run: other threads also draw from these generators
@@ -267,25 +276,32 @@ class WholeGraph:
         if not unchanged:
             self._direct.clear()
             return self._checked(args)
-        leaves, layout = _layout_of(args)
+        leaves, containers = _parts_of(args)
         for direct in self._direct:
-            if direct.layout == layout:
+            if direct.layout[0] == containers and direct.takes(*leaves):
                 return self._call(direct, leaves)
         self._runs = []
         try:
             results = self._checked(args)
         finally:
             runs, self._runs = self._runs, None
-        known = {id(one): place for place, one in enumerate(runs[0][2])} if len(runs) == 1 else {}
-        if layout is not None and known and all(id(one) in known or _is_constant(one) for one in results):
-            graph, inputs, _ = runs[0]
-            numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
+        if len(runs) != 1 or not _are_apart(leaves):
+            return results
+        graph, inputs, outputs = runs[0]
+        constants = [one for one in results if _is_constant(one)]
+        known = {id(one): place for place, one in enumerate((*outputs, *constants))}
+        if outputs and all(id(one) in known for one in results):
+            numbers = {id(leaf): number for number, leaf in enumerate(leaves, start=len(inputs))}
+            sizes, strides = [list(leaf.shape) for leaf in leaves], [list(leaf.stride()) for leaf in leaves]
+            known_dims: Mapping[str, Any] = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
             new = DirectCall(
                 graph=graph,
                 inputs=[None if id(one) in numbers else one for one in inputs],
-                places=[(place, numbers[id(one)]) for place, one in enumerate(inputs) if id(one) in numbers],
-                layout=layout,
-                results=[(None, one) if _is_constant(one) else (known[id(one)], None) for one in results],
+                places=[numbers.get(id(one), place) for place, one in enumerate(inputs)],
+                layout=(containers, sizes, strides),
+                takes=TensorGuards(*leaves, **known_dims).check,
+                constants=constants,
+                results=[known[id(one)] for one in results],
             )
             self._direct = [new, *self._direct[: _MOST_DIRECT - 1]]
         return results
@@ -312,31 +328,28 @@ class WholeGraph:
         return found
 
 
-def _layout_of(args: tuple[Any, ...]) -> tuple[Sequence[Tensor], object]:
-    """Return the tensors of some arguments, and all properties for which a graph is compiled: None if one is no tensor
-    with strides, or occurs twice.
-    """
+def _parts_of(args: tuple[Any, ...]) -> tuple[Sequence[Tensor], Sequence[object]]:
+    """Return the leaves of some arguments, and their containers."""
     leaves: list[Any] = []
     containers: list[object] = []
     for value in args:
         if isinstance(value, Tensor):
             leaves.append(value)
             containers.append(None)
-        elif type(value) in (tuple, list) and all(isinstance(one, Tensor) for one in value):
+        elif type(value) in (tuple, list) and all(map(isinstance, value, repeat(Tensor))):
             leaves += value
             containers.append((type(value), len(value)))
         else:
             parts, tree = tree_flatten(value)
             leaves += parts
             containers.append(tree)
-    if len(set(map(id, leaves))) < len(leaves):
-        return leaves, None
-    layout = [containers]
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
-            return leaves, None
-        layout.append([type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad])
-    return leaves, layout
+    return leaves, containers
+
+
+def _are_apart(leaves: Sequence[object]) -> bool:
+    """Return whether leaves are tensors with strides, of which none occurs twice."""
+    strided = [id(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    return len(set(strided)) == len(leaves)
 
 
 def _is_constant(result: object) -> bool:
