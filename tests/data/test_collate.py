@@ -488,7 +488,7 @@ CASES = [(name, source) for name in DATASETS for source in READ_FROM if (name, s
 def loader_of(dataset: Any, settings: LoaderConfig, device: torch.device = CPU, hooks: DataHooks = NO_HOOKS) -> Loader:
     plan = BatchPlan(num_samples=len(dataset), global_size=4, micro_size=2)
     reading = Reading(device=device, settings=settings, seed=7, hooks=hooks)
-    return Loader(dataset, plan=plan, shards_at=lambda _: (0, 1), num_steps=2, reading=reading)
+    return Loader(dataset, plan=plan, shards_at=lambda step: range(plan.num_shards(step)), num_steps=2, reading=reading)
 
 
 def flat(batch: Any) -> list[Tensor]:

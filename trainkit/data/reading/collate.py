@@ -422,6 +422,9 @@ class BatchesAsRead(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._batches)
 
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._take, range(len(self._batches)))
+
     @overload
     def __getitem__(self, index: int) -> Any: ...
     @overload

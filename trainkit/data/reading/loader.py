@@ -258,10 +258,10 @@ def _enter_worker(_worker: int) -> None:
 _CHUNK: Final = 1024
 """Number of samples collated at a time when a dataset is read into memory."""
 _BURST: Final = 16
-"""Most requests that are read at a time."""
+"""Most requests that are gathered at a time."""
 _BURST_BYTES: Final = 1 << 20
 """Most bytes of their batches together: they stay in the second-level cache of a processor."""
-_BURST_S: Final = 2e-3
+_BURST_S: Final = 1e-2
 """Longest time that a step waits for batches of later steps."""
 _TAKES_STORED: Final = frozenset({"cpu", "cuda", "meta"})
 """Kinds of devices on which every dtype of stored samples is converted; for others, the host converts them."""
@@ -369,7 +369,7 @@ def _in_bursts(reader: Reader, requests: Iterator[Request]) -> Generator[Any]:
                 if len(batches) == 1:
                     leaves = [leaf for leaf in tree_leaves(batches[0]) if isinstance(leaf, Tensor)]
                     num_bytes = sum(leaf.numel() * leaf.itemsize for leaf in leaves)  # `nbytes` fails for sparse ones
-                    most = min(_BURST, _BURST_BYTES // (num_bytes + 1))
+                    most = _BURST_BYTES // (num_bytes + 1)
                 failed = isinstance(batches[-1], DataError)
                 if failed or len(batches) >= most or perf_counter() - started > _BURST_S:
                     break
