@@ -50,10 +50,8 @@ def _serve(connection: Connection) -> None:
             answer = (None, traceback.format_exc())
         # not `send`: it would share the memory of tensors through a server of this process
         connection.send_bytes(pickle.dumps(answer))
-        if number % _COLLECT_EVERY == 1:
+        if number % _COLLECT_EVERY == 0:
             gc.collect()
-        if number == 1:
-            gc.freeze()  # what is imported by now is most of what each collection would look at
 
 
 def _call(request: Request) -> Any:
