@@ -92,7 +92,10 @@ def train_as_task(
     said = json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})
     # an evaluator lowers the priority of its process
     with mock.patch.object(os, "nice"), mock.patch.object(barrier, "reachable", looking):
-        return train(place, folder, port, *overrides, environ={"RANK": "", "WORLD_SIZE": "", "TF_CONFIG": said})
+        try:
+            return train(place, folder, port, *overrides, environ={"RANK": "", "WORLD_SIZE": "", "TF_CONFIG": said})
+        finally:  # also a task that is refused before it looks
+            store.set(f"{place.prefix}/{place.rank}", "")
 
 
 def train_alone(place: Place, folder: str, port: int, *overrides: str) -> Outcome:

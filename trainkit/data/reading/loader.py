@@ -261,6 +261,8 @@ _BURST: Final = 16
 """Most requests that are gathered at a time."""
 _BURST_BYTES: Final = 1 << 20
 """Most bytes of their batches together: they stay in the second-level cache of a processor."""
+_READ_BYTES: Final = 1 << 18
+"""The same of batches that are read sample by sample, which no plan counts."""
 _BURST_S: Final = 1e-2
 """Longest time that a step waits for batches of later steps."""
 _TAKES_STORED: Final = frozenset({"cpu", "cuda", "meta"})
@@ -369,7 +371,7 @@ def _in_bursts(reader: Reader, requests: Iterator[Request]) -> Generator[Any]:
                 if len(batches) == 1:
                     leaves = [leaf for leaf in tree_leaves(batches[0]) if isinstance(leaf, Tensor)]
                     num_bytes = sum(leaf.numel() * leaf.itemsize for leaf in leaves)  # `nbytes` fails for sparse ones
-                    most = _BURST_BYTES // (num_bytes + 1)
+                    most = _READ_BYTES // (num_bytes + 1)
                 failed = isinstance(batches[-1], DataError)
                 if failed or len(batches) >= most or perf_counter() - started > _BURST_S:
                     break
