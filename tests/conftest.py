@@ -119,10 +119,6 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     quick.quicken_launches()
-    if sys.platform == "linux":
-        # What wakes up does not take the core from what woke it: a rank that is stopped while it holds the lock of a
-        # connection lets the thread of gloo that waits for the lock spin, for a tenth to a fifth of a test's time.
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     pytest.register_assert_rewrite("tests.contract.checks")
     config.pluginmanager.register(NamedEnds(stderr=2))
     if _asks_for_gpus(config):
