@@ -141,7 +141,7 @@ def jobs(scale: int) -> Table:
     for count in (10, 40):
         number = max(count // scale, 2)
         seeds = ",".join(map(str, range(number)))
-        own = ("-m", *QUIET, "eval.metric=train/loss", "steps=1", f"seed={seeds}")
+        own = ("-m", *QUIET, "steps=1", f"seed={seeds}")
         found = cost_of("-m", "trainkit", *own, "hydra.sweep.dir=sweep")
         yield [str(number), f"{found.cpu_s:.1f}", f"{found.cpu_s / number:.2f}", f"{found.mib:.0f}"]
 
