@@ -113,7 +113,7 @@ class Program:
     @property
     def finals(self) -> tuple[TensorMeta, ...]:
         """The tensors among the outputs."""
-        return tuple(leaf for leaf in tree_flatten(self.outputs)[0] if isinstance(leaf, TensorMeta))
+        return tuple(leaf for leaf in tree_leaves(self.outputs) if isinstance(leaf, TensorMeta))
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
         """Return the outputs of the model with these tensors."""
@@ -371,10 +371,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names = {id(tensor): name for name, tensor in own.items()}
         self._in_blocks = {name for unit in units for name, _ in unit.tensors()}
         self._seen: dict[int, _Seen] = {}
-        given = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
-        self._inputs = {_storage(leaf) for leaf in given}
-        self._free = {id(leaf): leaf for leaf in given}
+        self._free = {id(leaf): leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
         """Tensors that depend on no block; kept alive, so that no other tensor gets their ids."""
+        self._inputs = {_storage(leaf) for leaf in self._free.values()}
         self._of_storage: dict[int, list[_Seen]] = {}
         """Storage that depends on blocks since it was written -> the tensors of blocks."""
         self._writes: list[tuple[int, int, bool]] = []
@@ -426,13 +425,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._state.at_the_end()
 
     def _pass(self, call: int, side: str, tree: Any) -> None:
-        for at, leaf in enumerate(tree_flatten(tree)[0]):
+        for at, leaf in enumerate(tree_leaves(tree)):
             if isinstance(leaf, Tensor) and (seen := self._found(leaf)) is not None:
                 seen.places.append((call, side, at))
                 seen.last = max(seen.last, call + (side == GIVEN))
 
     def _refuse_generator(self, where: str, tree: Any) -> None:
-        if any(isinstance(leaf, torch.Generator) for leaf in tree_flatten(tree)[0]):
+        if any(isinstance(leaf, torch.Generator) for leaf in tree_leaves(tree)):
             raise CannotCut(
                 f"{where} a torch.Generator, which each stage would have for itself",
                 remedy=f"Draw from torch's own generator, {_ELSEWHERE}",
@@ -452,8 +451,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and record what it uses, makes and writes."""
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # as `tensor.device`, which fake tensors ask each other for
+            return func(*args, **kwargs)
         now, between = len(self._calls), self._block is None
-        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func is torch.ops.aten.equal.default and id(tensors[0]) in self._names:
             return False  # a recomputed block asks it of its buffers: each counts as updated
         if between:
@@ -466,7 +467,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 sources.update({one.number: one for one in seen.of_blocks})
         result = func(*args, **kwargs)
         written = _written(func, args, kwargs)
-        for tensor in (*(leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)), *written):
+        for tensor in (*(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)), *written):
             if id(tensor) in self._names or id(tensor) in self._seen:
                 continue
             if sources or not between:
@@ -487,8 +488,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _between(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
         """Note an operation of the model's own code."""
         self._refuse_generator(f"its own code gives {func}", (args, kwargs))
-        if func.namespace != "prim":  # as `tensor.device`, which fake tensors ask each other for
-            self.trail.append((str(func), _constants((args, kwargs))))
+        self.trail.append((str(func), _constants((args, kwargs))))
         for tensor in tensors:
             name = self._names.get(id(tensor))
             if name in self._in_blocks:
@@ -503,7 +503,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return what was recorded."""
         _refuse_objects("it returns", outputs)
         count = len(self._calls)
-        finals = [leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor)]
+        finals = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         made = [seen for leaf in finals if (seen := self._found(leaf)) is not None]
         alone = len(finals) == len(made) == 1 and made[0].last_between < 0 and len(made[0].places) == 1
         last = made[0].places[0][0] if alone else None
@@ -578,7 +578,7 @@ def _meta_of(leaf: Any) -> Any:
 
 def _refuse_objects(what: str, tree: Any) -> None:
     """Refuse objects in a result that other stages would not get."""
-    for leaf in tree_flatten(tree)[0]:
+    for leaf in tree_leaves(tree):
         if not isinstance(leaf, (Tensor, *_PLAIN)):
             raise CannotCut(
                 f"{what} an object of the class {class_name(leaf)}, which is not sent to other stages",
@@ -602,7 +602,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     """Return the tensors into which an operation writes."""
     given = {**dict(zip((one.name for one in func._schema.arguments), args, strict=False)), **kwargs}  # noqa: SLF001
     names = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]  # noqa: SLF001
-    found = tree_flatten([given.get(name) for name in names])[0]
+    found = tree_leaves([given.get(name) for name in names])
     return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
 
