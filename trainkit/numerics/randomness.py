@@ -114,7 +114,7 @@ class BlockKeys:
 
     def draw_on_host(self, objective: object) -> bool:
         """Return whether the model or the objective may draw from generators that all threads of a process share."""
-        most = max(self.drawing.most, draws_of(type(objective)))
+        most = self.drawing.at_most(objective)
         return most is Draws.anything or (self._on_host and most is not Draws.nothing)
 
     @property
@@ -144,10 +144,9 @@ class BlockKeys:
     def _enter(self, parts: tuple[int, ...], objective: object, calls: int) -> None:
         if self.silent:
             return
-        self._objective = draws_of(type(objective))
-        if self.drawing.most is self._objective is Draws.nothing:
+        self._objective, most = draws_of(type(objective)), self.drawing.at_most(objective)
+        if most is Draws.nothing:
             return
-        most = max(self.drawing.most, self._objective)
         self._state, self._counts = hash64(*parts), {}
         if most is Draws.anything:
             seed_host(mix64(self._state ^ _HOST) & 0xFFFFFFFF)
@@ -273,6 +272,10 @@ class Drawing:
     """Blocks after which the calling code is keyed again."""
     most: Draws
     """Upper bound of the generators from which the model's code draws."""
+
+    def at_most(self, objective: object) -> Draws:
+        """Return the upper bound for the model and an objective."""
+        return max(self.most, draws_of(type(objective)))
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:

@@ -114,22 +114,18 @@ class StopFlag:
         *,
         signals: Mapping[signal.Signals, StopKind] | None = None,
     ) -> None:
-        self._requested: StopKind | None = None
+        self.requested: StopKind | None = None
+        """The reason to stop, or None: continue."""
         self._on_request = on_request
         self._signals = stop_signals() if signals is None else signals
         self._interrupts = 0
         self._pid = os.getpid()
         self._previous: dict[signal.Signals, Any] = {}
 
-    @property
-    def requested(self) -> StopKind | None:
-        """The reason to stop, or None: continue."""
-        return self._requested
-
     def request(self, reason: StopKind) -> None:
         """Request a stop; later reasons do not replace the first, unless that was a resize."""
-        if self._requested is None or (self._requested == "resized" and reason != "resized"):
-            self._requested = reason
+        if self.requested is None or (self.requested == "resized" and reason != "resized"):
+            self.requested = reason
             self._on_request(reason)
 
     def __enter__(self) -> Self:

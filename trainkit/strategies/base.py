@@ -28,6 +28,7 @@ from trainkit.errors import Problem, TrainingError
 from trainkit.names import name_of
 from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
 from trainkit.numerics.precision import LossScale, Precision
+from trainkit.numerics.schedules import LearningRate
 from trainkit.objectives.base import Access, Collective, Loss, Model, Objective, needs_of
 from trainkit.strategies.model_transforms import Compiles, GraphSettings
 from trainkit.strategies.tensor_shards import ShardedState, TensorShard
@@ -83,6 +84,11 @@ class UpdateParams:
     """The learning rate of this update divided by the base rate, the same factor for every parameter group."""
     max_norm: float | None
     """Clip the gradient to this global norm."""
+
+    @classmethod
+    def at(cls, rate: LearningRate, max_norm: float | None, version: int) -> UpdateParams:
+        """Return the parameters of an update at the rate of its step."""
+        return cls(rate.factor(version), max_norm)
 
 
 UpdateRule = Callable[[int], UpdateParams]

@@ -105,8 +105,8 @@ class TrainingLoop:
     last_step: int
     """Updates after which the loop ends."""
     next_sync_step: Callable[[int], int]
-    interrupted: Callable[[], StopKind | None]
-    """Returns how this process was asked to stop if it is the only one; the ranks of a group agree by a trigger."""
+    interrupted: Callable[[], StopKind | None] | None
+    """Returns how this process was asked to stop; None: the ranks of a group agree by a trigger."""
     on_phase: PhaseListener
     expect_unchanged: Callable[[], None]
     """Called before a step if no action has run since the previous one."""
@@ -156,7 +156,7 @@ class TrainingLoop:
             self.timeline.act(state.step)
             self.has_acted = True
             self.on_acted()
-        if (kind := self.interrupted()) is not None:
+        if self.interrupted is not None and (kind := self.interrupted()) is not None:
             run.request_stop(kind, kind=kind)
         asked = run.stop_reason is not None and self.next_sync_step(state.step) == state.step
         self.is_over = asked or state.step >= self.last_step

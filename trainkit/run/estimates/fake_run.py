@@ -468,7 +468,7 @@ def observe(
             plan=batches,
             objective=own_copy(plan.components.objective),
             weighing=plan.components.weighing,
-            rule=lambda version: UpdateParams(plan.rate.factor(version), plan.cfg.clip.max_norm),
+            rule=partial(UpdateParams.at, plan.rate, plan.cfg.clip.max_norm),
             phases=plan.phases,
             on_gradients=watch.listener,
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -125,12 +126,11 @@ def samples_of(plan: RunPlan) -> Callable[[Ticket], Sequence[int]]:
 
 def make_step_context(plan: RunPlan, on_gradients: GradientListener | None = None) -> StepContext:
     """Return the settings that every step of a plan needs; without a listener, gradients are not observed."""
-    rate, max_norm = plan.rate, plan.cfg.clip.max_norm
     return StepContext(
         plan=plan.batch,
         objective=plan.components.objective,
         weighing=plan.components.weighing,
-        rule=lambda version: UpdateParams(rate.factor(version), max_norm),
+        rule=partial(UpdateParams.at, plan.rate, plan.cfg.clip.max_norm),
         phases=plan.phases,
         on_gradients=on_gradients,
     )

@@ -255,6 +255,7 @@ class TaskSession:
             self.evaluate()
         timeline = TriggerSchedule(self._triggers(), self.run.state.step)
         self._last.begin(timeline, self._journal, self.evaluate)
+        interrupted = self._stop_requested if self._limit is None else self._interrupted
         checks_always = self.callbacks.change_steps or self._loader.calls_own_code
         return TrainingLoop(
             run=self.run,
@@ -265,7 +266,7 @@ class TaskSession:
             timeline=timeline,
             last_step=self.run.state.step if self.run.stop_reason is not None else self.plan.last_step,
             next_sync_step=self.plan.next_sync_step,
-            interrupted=self._interrupted if self.executor.local.all_ranks.num_ranks == 1 else lambda: None,
+            interrupted=interrupted if self.executor.local.all_ranks.num_ranks == 1 else None,
             on_phase=self._step_phase,
             expect_unchanged=(lambda: None) if checks_always else self.executor.expect_unchanged,
             on_acted=lambda: self.enter("data"),

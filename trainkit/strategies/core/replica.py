@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from typing import Final, Self
+from functools import cached_property, lru_cache, partial
+from typing import Any, Final, Self
 
 import torch
 import torch.distributed as dist
@@ -125,6 +126,8 @@ class ReplicaParts:
     """Function that makes another reducer of this kind, for a part of the parameters; collective."""
     numerics: Numerics
     """The `numerics` settings."""
+    draws: bool = True
+    """Whether the model or the objective may draw random numbers, so that each shard needs its key."""
     on_phase: PhaseListener = ignore_phase
     """Callback that receives (phase, step) when forward, backward, reduce or update begins."""
     refuses_unused: bool = False
@@ -182,6 +185,15 @@ class Replica(LocalModel):
         self.exchanged: list[int] | None = None
         """Indices of the gradients that the reducer sums; None: all."""
         self.exchanges = self.num_ranks > 1 or self.lanes is not None or parts.is_grouped
+        """Whether a step sums over ranks or lanes; without it, its reducer is not called."""
+        self.draws = parts.draws
+        self.judges_updates = parts.numerics.leaves_out or self.loss_scale.moves
+        """Whether a step makes no update if a gradient is not finite."""
+        mixes = parts.precision.compute_dtype is not parts.precision.model_dtype
+        self.autocast: Callable[[], AbstractContextManager[Any]] = (
+            partial(parts.precision.autocast, parts.device_types) if mixes else nullcontext
+        )
+        """Makes the context of a forward pass and its loss."""
         self._seed: tuple[tuple[float, torch.dtype], Tensor] | None = None
         self._sums: list[Tensor | None] | None = None
         """Gradients of a lane's earlier shards, if masters are separate."""

@@ -249,16 +249,18 @@ class ShardStep:
 
     def run(self) -> Sequence[Tensor | None]:
         """Return the step's gradients, updated buffers and counted weight, summed over shards and ranks; collective."""
-        packing = self.replica.packing or self.agree_on_grad_layout()
-        if self.replica.buffers.names:
-            self.replica.buffers.begin_step()
-        num_shards = self.training.plan.num_shards(self.ticket.step)
-        reducer = self.replica.reducer
-        reducer.begin(packing, num_shards=num_shards)
-        for lane, sums in self.partials():
-            reducer.add(lane, sums)
-        sums = reducer.finish()
-        return sums if self.replica.exchanged is None else self._for_all_params(sums, self.replica.exchanged)
+        replica, reducer = self.replica, self.replica.reducer
+        packing = replica.packing or self.agree_on_grad_layout()
+        if replica.buffers.names:
+            replica.buffers.begin_step()
+        if replica.exchanges:
+            reducer.begin(packing, num_shards=self.training.plan.num_shards(self.ticket.step))
+            for lane, sums in self.partials():
+                reducer.add(lane, sums)
+            sums = reducer.finish()
+        else:  # this rank has all shards, and autograd has added them up
+            ((_, sums),) = self.partials()
+        return sums if replica.exchanged is None else self._for_all_params(sums, replica.exchanged)
 
     def _for_all_params(self, sums: Sequence[Tensor | None], exchanged: Sequence[int]) -> list[Tensor | None]:
         """Return a gradient per parameter, then buffers and weight: reduced ones, sparse ones, None for unused ones.
@@ -308,10 +310,12 @@ class ShardStep:
         if replica.buffers.names:
             replica.buffers.end_forward(self._shard_fraction(shard))
         total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
-        replica.reducer.begin_backward(replica.reduced, is_last=self._is_last(shard))
+        if replica.exchanges:
+            replica.reducer.begin_backward(replica.reduced, is_last=self._is_last(shard))
         earlier = None if replica.exchanges or len(self.ticket.shards) == 1 else SmallGrads(replica.trained)
         replica.run_backward(total, self._seed(total))
-        replica.reducer.end_backward()
+        if replica.exchanges:
+            replica.reducer.end_backward()
         if earlier is not None:
             earlier.add_up()
         if replica.buffers.names:
@@ -345,8 +349,9 @@ class ShardStep:
 
     def _forward(self, shard: int, batch: Batch) -> Loss:
         replica, training = self.replica, self.training
-        replica.keys.enter(step=self.ticket.step, shard=shard, objective=training.objective, part=training.draw_key)
-        with replica.precision.autocast(replica.device_types):
+        if replica.draws:
+            replica.keys.enter(step=self.ticket.step, shard=shard, objective=training.objective, part=training.draw_key)
+        with replica.autocast():
             return training.loss(replica.model, batch, self.ticket.step, shard)
 
     def _take_grads(self, weight: Tensor | float) -> list[Tensor | None]:
@@ -535,12 +540,12 @@ def apply_update(
         # where reading is free of a wait, a product with 1 is left out: 30 us of a small model's step of 400
         if counted.device.type != "cpu" or counted.tolist() != [divisor.value]:
             _scale(present, divisor.factor(counted).squeeze(0))
-    scale, moves = replica.loss_scale, replica.loss_scale.moves
+    scale = replica.loss_scale
     if scale.scale != 1.0:
         torch._foreach_mul_(present, 1.0 / scale.scale)
     status, norms = Status.applied, None if update.max_norm is None else norms_of(2.0)
     buffers = sums[count : len(sums) - int(divisor.counted)] if replica.buffers.names else []
-    if replica.numerics.leaves_out or moves:
+    if replica.judges_updates:
         status = _decided(replica, buffers, loss_sum, norms_of(_LARGEST) if norms is None else norms)
         if norms is not None and status is not Status.applied:
             # in fp32 the squares of gradients above 1.8e19, which are finite, are not
@@ -558,7 +563,7 @@ def apply_update(
         replica.refresh_params()
     if replica.buffers.names:
         replica.buffers.finish(buffers)
-    if moves:
+    if replica.judges_updates:
         replica.set_loss_scale(scale.after(overflow=False))
     return Status.applied, norm
 

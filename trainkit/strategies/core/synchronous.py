@@ -18,7 +18,7 @@ from trainkit.files import whole_numbers
 from trainkit.numerics.batch import Ticket, shards_of_rank
 from trainkit.numerics.generators import mix64, name_id
 from trainkit.numerics.precision import Precision
-from trainkit.numerics.randomness import BlockKeys, Drawing
+from trainkit.numerics.randomness import BlockKeys, Drawing, Draws
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import (
     Batch,
@@ -241,6 +241,7 @@ def build_parts(
         reducer=reducer,
         another_reducer=partial(make_reducer, ranks.data_ranks, numerics),
         numerics=numerics,
+        draws=drawing.at_most(request.training.objective) is not Draws.nothing,
         on_phase=request.on_phase,
     )
 

@@ -133,6 +133,7 @@ class Reducer(ABC):
 
     The step calls `begin`, `begin_backward` and `end_backward` around each of its backward passes, `add` for what a
     lane (or all shards of this rank) gave, and `finish`.
+    A replica that exchanges nothing (`Replica.exchanges`) calls none of them.
     """
 
     lanes: int | None = None

@@ -324,7 +324,7 @@ class GraphedShards(ShardStep):
     def _forward(self, shard: int, batch: Batch) -> Loss:
         graphs, replica = self._graphs, self.replica
         if graphs.is_whole and not graphs.is_joint:
-            with replica.precision.autocast(replica.device_types):
+            with replica.autocast():
                 found = graphs.shard(batch)
             if found is not None:
                 loss_sum, weight, extra, *terms = found
