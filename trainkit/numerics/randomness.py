@@ -137,10 +137,6 @@ class BlockKeys:
         finally:
             self._state, self._counts = now
 
-    def silence(self, *, silent: bool) -> None:
-        """Set whether no key is set from now on."""
-        self.silent = silent
-
     def _enter(self, parts: tuple[int, ...], objective: object, calls: int) -> None:
         if self.silent:
             return

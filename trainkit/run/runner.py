@@ -171,5 +171,5 @@ def opened(request: RunRequest) -> Iterator[TaskRun]:
             with group.recorded(), group.ending() as ending, group.task(ending.report) as task:
                 yield task
                 ending.finish(task.result)
-            task.receive(ending.result)
+            task.result = ending.result
             group.end(ending.result or {})

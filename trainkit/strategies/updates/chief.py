@@ -269,7 +269,7 @@ class Worker:
         self._mode, self._mixes = mode, mixes
         self._replica = replicas.source
         self._captured = GradientCapture()
-        replicas.source.use_stepper(self._captured)
+        replicas.source.stepper = self._captured
         self._read: tuple[int, int | None] | None = None
         """Version of the variables here, and number of loads of the servers."""
         self._row_lock = Lock()
