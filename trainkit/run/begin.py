@@ -244,7 +244,8 @@ class BegunRun:
         confirm = uncontested if self.fence is None else self.fence.check
         ended = ended_hooks(self.plan.cfg, self.folder.path, self.folder.read_result)
         with ended, recorded_run(self.folder, confirm=confirm) as record:
-            record.status.aim_at(self.plan.known_last_step, self.plan.stop_after_s)
+            seconds = self.plan.stop_after_s
+            record.status.aim_at(self.plan.last_step if seconds is None else None, seconds)
             record.log.write(first)
             if not self.plan.is_measurement:
                 record.page.follow(self.resolved)

@@ -576,12 +576,11 @@ def named_optimizers(
         NamedOptimizer(
             name=one.name,
             params=frozenset(assigned[one.name]),
-            make=make_optimizer(replace(cfg, optimizer={**one.node, **_of_class(one.node, replaced or {})}), model),
+            make=make_optimizer(
+                replace(cfg, optimizer={key: (replaced or {}).get(key, value) for key, value in one.node.items()}),
+                model,
+            ),
             factor=one.rate.factor,
         )
         for one in optimizers
     )
-
-
-def _of_class(node: Mapping[str, Any], settings: Mapping[str, object]) -> dict[str, object]:
-    return {key: value for key, value in settings.items() if key in node}

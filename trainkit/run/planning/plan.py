@@ -141,11 +141,6 @@ def _mig_problems(parts: Components, facts: PlanContext) -> list[Problem]:
     return [Problem(key="strategy", rule=rule)]
 
 
-def with_evaluator(tasks: tuple[Task, ...]) -> tuple[Task, ...]:
-    """Add the evaluator of a launch or of `eval.beside` to the tasks of a strategy, as the last one."""
-    return (*tasks, Task(role="evaluator", index=0, rank=len(tasks)))
-
-
 def _evaluator_problems(
     cfg: RunConfig, parts: Components, launch: LaunchEnvironment | None, backend: ProcessBackend | None, *, own: bool
 ) -> list[Problem]:
@@ -222,11 +217,6 @@ class RunPlan:
         """Updates after which this start of the run ends."""
         asked = self.cfg.stop_at_step
         return self.num_steps if asked is None else min(self.num_steps, self.next_sync_step(asked))
-
-    @property
-    def known_last_step(self) -> int | None:
-        """The same if it is known before the run; None: a time ends it."""
-        return self.last_step if self.cfg.stop_after is None else None
 
     @property
     def stop_after_s(self) -> float | None:
@@ -409,7 +399,8 @@ def make_plan(
     if backend is not None:  # a worker sees only its own GPU
         resolved = replace(resolved, cluster={**cfg.cluster, "num_gpus": context.num_gpus})
     tasks = parts.strategy.tasks(context)
-    tasks = with_evaluator(tasks) if cfg.eval.beside or (launch is not None and launch.has_evaluator) else tasks
+    if cfg.eval.beside or (launch is not None and launch.has_evaluator):
+        tasks = (*tasks, Task(role="evaluator", index=0, rank=len(tasks)))
     plan = _plan_of(resolved, parts, context, tasks, batch)
     found = phase_problems(plan.optimizers, parts.objective) if plan.optimizers or parts.objective.phases else []
     found += average_problems(context.average, parts.datasets, plan.num_steps) if context.average else []

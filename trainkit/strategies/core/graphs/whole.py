@@ -288,7 +288,7 @@ class WholeGraph:
         if len(runs) != 1 or not _are_apart(leaves):
             return results
         graph, inputs, outputs = runs[0]
-        constants = [one for one in results if _is_constant(one)]
+        constants = [one for one in results if one is None or isinstance(one, bool | int | float | str)]
         known = {id(one): place for place, one in enumerate((*outputs, *constants))}
         if outputs and all(id(one) in known for one in results):
             numbers = {id(leaf): number for number, leaf in enumerate(leaves, start=len(inputs))}
@@ -350,10 +350,6 @@ def _are_apart(leaves: Sequence[object]) -> bool:
     """Return whether leaves are tensors with strides, of which none occurs twice."""
     strided = [id(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
     return len(set(strided)) == len(leaves)
-
-
-def _is_constant(result: object) -> bool:
-    return result is None or isinstance(result, bool | int | float | str)
 
 
 def _changes_objects() -> bool:
