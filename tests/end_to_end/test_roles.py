@@ -17,9 +17,10 @@ from tests.support.waiting import wait_for
 pytestmark = [pytest.mark.long, pytest.mark.skipif(sys.platform != "linux", reason="finds tasks in /proc")]
 
 RUN = [
-    "recipe=null", "strategy=parameter_server", "strategy.workers=3", "strategy.servers=2", "strategy.evaluator=true",
+    "recipe=null", "strategy=parameter_server", "strategy.servers=2", "strategy.evaluator=true",
     "epochs=60", "checkpoint.every_steps=50", "eval.every_epochs=null", "quiet=true", "callbacks=[]", "logger=[]",
 ]  # fmt: skip
+WHOLE, IN_PARTS = ("strategy.workers=3",), ("strategy.workers=1", "strategy.shard=2")
 ALONE = "the others continue."
 TOGETHER = "Restarting from the checkpoint of step "
 UNDISTURBED = 0.9639
@@ -44,20 +45,21 @@ def tasks(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("task", "mode", "outcome"),
+    ("task", "mode", "workers", "outcome"),
     [
-        ("worker:0", "async", ALONE),
-        ("worker:1", "sync", ALONE),
-        ("evaluator:0", "sync", ALONE),
-        ("ps:1", "async", TOGETHER),
-        ("chief:0", "sync", TOGETHER),
+        ("worker:0", "async", WHOLE, ALONE),
+        ("worker:1", "sync", WHOLE, ALONE),
+        ("evaluator:0", "sync", WHOLE, ALONE),
+        ("ps:1", "async", WHOLE, TOGETHER),
+        ("chief:0", "sync", WHOLE, TOGETHER),
+        ("worker:1", "sync", IN_PARTS, TOGETHER),
     ],
 )
 def test_a_task_killed_at_a_random_moment_causes_the_documented_restart(
-    tmp_path: Path, task: str, mode: str, outcome: str
+    tmp_path: Path, task: str, mode: str, workers: tuple[str, ...], outcome: str
 ) -> None:
     folder = tmp_path / "run"
-    command = quick.command(*RUN, f"strategy.mode={mode}", f"hydra.run.dir={folder}")
+    command = quick.command(*RUN, *workers, f"strategy.mode={mode}", f"hydra.run.dir={folder}")
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: list(folder.glob("checkpoints/step_*")), process)
     time.sleep(MOMENTS.uniform(0, 2))

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.launchers.launches import launch_of
+from tests.support import zoo
 from tests.support.present import present
 from tests.support.serving import TOKEN, Farm, links_to, serving, state_of, stepping
 from trainkit.cluster.tasks import Task
@@ -77,6 +78,10 @@ REFUSED: list[tuple[dict[str, Any], PlanContext, str, str]] = [
     ({"mode": "async", "staleness": Staleness(policy="lr", bound=3)}, ANY, "strategy.staleness.bound=3", "no effect"),
     ({"transfer": "bf16"}, REPRODUCIBLE, "strategy.transfer=bf16", "Use full"),
     ({"devices_per_worker": 3}, PlanContext(num_gpus=2), "strategy.devices_per_worker=3", "2 GPUs"),
+    ({"shard": 2}, REPRODUCIBLE, "numerics.reproducible=true", "Use strategy.shard=1, or false."),
+    (REPLACED | {"shard": 2}, ANY, "strategy.spare_mode=replace", "Use strategy.shard=1, or duplicate."),
+    ({"tensor": 2, "devices_per_worker": 2}, ANY, "strategy.devices_per_worker=2", "Use strategy.tensor=1, or 1."),
+    ({"shard": 2}, PlanContext(num_gpus=3), "strategy.workers=auto", "take 4 devices, and this host has 3 GPUs"),
     ({"replay": "nowhere"}, ANY, "strategy.replay=nowhere", "updates.jsonl"),
 ]
 
@@ -121,6 +126,47 @@ def test_the_last_ranks_of_a_launch_without_roles_keep_the_variables() -> None:
     assert "started 4 processes. Start 5 or more." in str(few)
     (other,) = ParameterServer(workers=2).validate(facts)
     assert str(other).startswith("strategy.workers=2: but torchrun started 4 processes: 3")
+
+
+def test_a_launch_with_workers_in_parts_has_as_many_processes_for_each() -> None:
+    strategy = ParameterServer(shard=2, tensor=2)
+    named = launch("chief", *["worker"] * 8, "ps")
+    assert strategy.validate(named) == []
+    assert (strategy.num_workers(named), strategy.num_replicas(named)) == (2, 4)
+    assert strategy.num_workers(launch(*["worker"] * 5, "ps")) == 1  # the first worker is the chief
+    for wrong in (launch("chief", *["worker"] * 6, "ps"), PlanContext(launch=launch_of(2))):
+        (problem,) = strategy.validate(wrong)
+        assert str(problem).startswith("strategy.shard=2: takes 4 processes for each worker, and beside the chief")
+        assert str(problem).endswith("Start a multiple of 4.")
+
+
+def test_the_processes_of_a_worker_have_a_gpu_each_and_its_chief_has_none() -> None:
+    strategy = ParameterServer(workers=2, shard=2)
+    tasks = strategy.tasks(PlanContext(num_gpus=4))
+    assert [task.device for task in tasks] == ["cpu", "cuda:0", "cuda:1", "cuda:2", "cuda:3", "cpu"]
+    assert not any(map(strategy.restarts_alone, tasks))  # what one has, the others of its worker lack
+    assert [strategy.num_slots(num_gpus) for num_gpus in (0, 8)] == [6, 4]
+
+
+def test_a_plan_counts_the_parts_of_a_gpu_and_says_what_it_does_not_know() -> None:
+    strategy, model, gpus = ParameterServer(shard=2), nn.Linear(8, 8), PlanContext(num_gpus=4)
+    assert strategy.estimate_memory(model, gpus).resident == {"weight": 32, "bias": 4}
+    assert strategy.estimate_memory(model, PlanContext()).resident == {"weight": 64, "bias": 8}  # of the chief
+    assert strategy.observed_ranks(gpus) == (0,)
+    with pytest.raises(TrainingError, match="without the other processes"):
+        strategy.as_observed()
+    (note,) = strategy.notes(model, gpus)
+    assert "each worker is 2 processes with parts of the model" in note
+
+
+@pytest.mark.parametrize("strategy", [ParameterServer(shard=2), ParameterServer(tensor=2)], ids=["shard", "tensor"])
+def test_workers_in_parts_refuse_sparse_tables(strategy: ParameterServer) -> None:
+    model = zoo.even_gpt()
+    table = model.get_submodule("embed.positions")  # no plan cuts it
+    assert isinstance(table, nn.Embedding)
+    table.sparse = True
+    (problem,) = strategy.validate_model(model, ANY)
+    assert str(problem).startswith("model: embed.positions has sparse gradients, wh")
 
 
 def test_only_the_chief_trains_and_only_workers_are_replaced_alone() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from trainkit.cluster.host import keep_freed_memory
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.config.values import MOST_PROCESSES
-from trainkit.errors import LinkError, Problem
+from trainkit.errors import LinkError, Problem, TrainingError
 from trainkit.fields import above, at_least, at_most, maths, placement, unit
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.copies import copied
@@ -38,10 +39,12 @@ from trainkit.strategies.core.buffers import sample_dims_of
 from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.refusals import async_problems, no_rollback, phase_problems
 from trainkit.strategies.core.replica import Replica
+from trainkit.strategies.core.step import sparse_problems
 from trainkit.strategies.core.synchronous import build_parts, make_stepper, no_reducer
 from trainkit.strategies.model_transforms.compiling import uncompiled
 from trainkit.strategies.traffic import lookups_of
 from trainkit.strategies.updates.chief import OWN, Chief, Worker, WorkerReplicas, sparse_tables
+from trainkit.strategies.updates.group import GroupWorker
 from trainkit.strategies.updates.links import AddressBook, Connection
 from trainkit.strategies.updates.scheduler import (
     FILE,
@@ -55,7 +58,11 @@ from trainkit.strategies.updates.scheduler import (
 from trainkit.strategies.updates.server import ParameterServerClient, VariableServer
 from trainkit.strategies.updates.variables import StepVolume, VariableShards, split_problems, variables_of
 
+if TYPE_CHECKING:
+    from trainkit.strategies.mesh.strategy import Mesh
+
 _ACCEPT = Staleness()
+_COMPUTING: Final = ("chief", "worker")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +88,13 @@ class ParameterServer(Strategy):
     workers: Annotated[int | Literal["auto"], at_least(1), at_most(MOST_PROCESSES), placement, unit("processes")] = (
         "auto"
     )
-    """Processes that compute, the chief among them; auto: 2, or as many as a cluster names."""
+    """Workers that compute, the chief among them; auto: 2, or as many as a cluster names."""
     devices_per_worker: Annotated[int, at_least(1), at_most(MOST_PROCESSES), placement, unit("devices")] = 1
     """Devices that a worker computes with: GPUs, or threads on the CPU; the sum of their gradients is pushed once."""
+    shard: Annotated[int, at_least(1), at_most(MOST_PROCESSES), placement, unit("processes")] = 1
+    """Processes of a worker, over which its parameters are sharded; above 1 the chief does not compute."""
+    tensor: Annotated[int, at_least(1), at_most(MOST_PROCESSES), placement, unit("processes")] = 1
+    """Processes of a worker, over which each layer of the model's plan is cut; above 1 the chief does not compute."""
     servers: Annotated[int | Literal["auto"], at_least(1), at_most(MOST_PROCESSES), placement, unit("processes")] = (
         "auto"
     )
@@ -110,8 +121,13 @@ class ParameterServer(Strategy):
     def facts_in(self, context: PlanContext) -> Facts:
         """Return whether several workers update asynchronously, updates mix shards of steps, or numbers are rounded."""
         rule = "its workers and servers run no loop: the chief assigns their work. Use strategy=multi_worker_mirrored."
+        facts = super().facts_in(context)
+        if self._size > 1:
+            parts = self._mesh.facts_in(_alone(context))
+            keeps, withheld = parts.keeps_memory_format, parts.withheld
+            facts = replace(facts, compiles=parts.compiles, keeps_memory_format=keeps, withheld=withheld)
         return replace(
-            super().facts_in(context),
+            facts,
             changes_maths=(self.mode == "async" and self.workers != 1) or self._replaces or self.transfer != "full",
             is_asynchronous=self.mode == "async",
             withheld_calls={LoopCall.session: rule},
@@ -127,6 +143,11 @@ class ParameterServer(Strategy):
             rule = f"needs a chief and {needed - 1} to keep the variables, and {launch.kind} started "
             rule += f"{launch.num_ranks} process{'' if launch.num_ranks == 1 else 'es'}. Start {needed} or more."
             return [Problem(key="strategy", value="parameter_server", rule=rule)]
+        members = sum(task.role in _COMPUTING for task in self._tasks_of(launch)) - 1
+        if self._size > 1 and (members < 1 or members % self._size):
+            rule = f"takes {self._size} processes for each worker, and beside the chief {launch.kind} has {members} to "
+            rule += f"compute. Start a multiple of {self._size}."
+            return [Problem(key=self._cut_key, value=getattr(self, self._cut_key.partition(".")[2]), rule=rule)]
         facts, found = PlanContext(launch=launch), []
         for key, count in {"workers": self.num_workers(facts), "servers": self.num_servers(facts)}.items():
             if getattr(self, key) not in ("auto", count):
@@ -154,10 +175,22 @@ class ParameterServer(Strategy):
         single = f"{mixing}, an update is made of single shards. Use duplicate, or 1."
         bits = "rounds transferred numbers, and numerics.reproducible promises the bits of one device. Use full, or "
         record = f"holds no {FILE}. Give the folder of a run with strategy=parameter_server."
+        cut, size = f"{self._cut_key}=1", self._size
+        together = f"with {self._cut_key}, the processes of a worker add up their gradients at once. Use {cut}, or "
+        many = self.num_workers(context) * size
         limits: list[tuple[bool, str, object, str]] = [
             (self._replaces and exact, "numerics.reproducible", exact, time),
             (self._replaces and devices > 1, key, devices, single),
             (0 < gpus < devices, key, devices, f"and this host has {gpus} GPUs. Use that many, or fewer."),
+            (size > 1 and exact, "numerics.reproducible", exact, f"{together}false."),
+            (size > 1 and self._replaces, "strategy.spare_mode", self.spare_mode, f"{together}duplicate."),
+            (size > 1 and devices > 1, key, devices, f"with {self._cut_key} each process has one. Use {cut}, or 1."),
+            (
+                size > 1 and context.launch is None and 0 < gpus < many,
+                "strategy.workers",
+                self.workers,
+                f"of {size} processes each take {many} devices, and this host has {gpus} GPUs. Use fewer.",
+            ),
             (self.transfer != "full" and exact, "strategy.transfer", self.transfer, f"{bits}false."),
             (self.replay is not None and not (folder / FILE).is_file(), "strategy.replay", self.replay, record),
         ]
@@ -187,6 +220,9 @@ class ParameterServer(Strategy):
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
         """Return a problem if the optimizer is not elementwise and a variable would be split by rows."""
         found = split_problems(self._shares(model, context.formats, context), context)
+        if self._size > 1:
+            found += self._mesh.validate_model(model, _alone(context))
+            found = found or sparse_problems(model, "whose rows the processes of a worker would have to read together")
         if self._replaces and any(dim is not None for dim in sample_dims_of(model).values()):
             rule = "adds up shards of several steps, and the model keeps state per sample. Use duplicate."
             found.append(Problem(key="strategy.spare_mode", value=self.spare_mode, rule=rule))
@@ -205,21 +241,28 @@ class ParameterServer(Strategy):
         """Return the strategy with the numbers of tasks of the launch."""
         return replace(self, workers=self.num_workers(context), servers=self.num_servers(context))
 
-    def notes(self, model: nn.Module, context: PlanContext) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
-        """Return a note if it trains differently from one device."""
+    def notes(self, model: nn.Module, context: PlanContext) -> tuple[str, ...]:
+        """Return notes of workers in parts, and of a training that differs from that of one device."""
+        found: tuple[str, ...] = ()
+        if self._size > 1:
+            line = f"parameter_server: each worker is {self._size} processes with parts of the model; the chief and "
+            line += "the first process of each worker have it whole in the memory of their hosts, too. The bytes of a "
+            line += "step are not planned: those within a worker are not known."
+            found = (line, *self._mesh.notes(model, _alone(context))[1:])
         if not self.facts_in(context).changes_maths:
-            return ()
+            return found
         why = {
             "the gradients of several workers are applied as they arrive": self.mode == "async",
             "the first shards that arrive make a step": self._replaces,
             "numbers are sent as bfloat16": self.transfer != "full",
         }
         reasons = ", ".join(text for text, holds in why.items() if holds)
-        return (f"parameter_server: {reasons}: a different training from that of one device.",)
+        return (*found, f"parameter_server: {reasons}: a different training from that of one device.")
 
     def num_workers(self, context: PlanContext) -> int:
-        """Return the number of processes that compute gradients."""
-        return self._count(context, self.workers, ("chief", "worker"), 2)
+        """Return the number of workers that compute gradients."""
+        count = self._count(context, self.workers, _COMPUTING, 2)
+        return count if self._size == 1 or context.launch is None else (count - 1) // self._size
 
     def num_servers(self, context: PlanContext) -> int:
         """Return the number of processes that hold variables."""
@@ -242,7 +285,7 @@ class ParameterServer(Strategy):
     def num_replicas(self, context: PlanContext) -> int:
         """Return the number of worker devices that a step needs; in `async` each worker computes whole steps."""
         workers = 1 if self.mode == "async" else max(self.num_workers(context) - self.spare_replicas, 1)
-        return workers * self.devices_per_worker
+        return workers * self._width
 
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:
         """Return the chief, the other workers, the servers and the evaluator; workers share the GPUs of a host."""
@@ -251,7 +294,7 @@ class ParameterServer(Strategy):
             return tuple(self._on_device(task, context.num_gpus, place) for task in self._tasks_of(context.launch))
         counts = {
             "chief": 1,
-            "worker": self.num_workers(context) - 1,
+            "worker": self.num_workers(context) * self._size - (self._size == 1),
             "ps": self.num_servers(context),
             "evaluator": int(self.evaluator),
         }
@@ -259,26 +302,34 @@ class ParameterServer(Strategy):
 
     def num_slots(self, num_gpus: int) -> int:
         """Return the number of GPUs of all workers; without GPUs, a core per process and per computing thread."""
-        computing = self.num_workers(PlanContext()) * self.devices_per_worker
+        workers = self.num_workers(PlanContext())
         if num_gpus:
-            return min(computing, num_gpus)
-        return len(self.tasks(PlanContext())) + computing - self.num_workers(PlanContext())
+            return min(workers * self.devices_per_worker * self._size, num_gpus)
+        return len(self.tasks(PlanContext())) + workers * (self.devices_per_worker - 1)
 
     def runs_loop(self, task: Task) -> bool:
         """Return whether the task is the chief: rank 0, also where a cluster names workers only."""
         return task.rank == 0
 
     def restarts_alone(self, task: Task) -> bool:
-        """Return whether the task is a worker, which has no state that another task would need."""
-        return task.role == "worker" and task.rank > 0
+        """Return whether the task is a worker of its own, which has no state that another task would need."""
+        return task.role == "worker" and task.rank > 0 and self._size == 1
 
-    def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:  # noqa: ARG002 - the servers hold gradients
-        """Return a whole replica and the chief's second model; each thread on a CPU has its own gradients."""
+    def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
+        """Return a whole replica and the chief's second model; each thread on a CPU has its own gradients.
+
+        Of workers in parts on GPUs: the parts of one process.
+        """
+        if self._size > 1 and context.num_gpus:
+            return self._mesh.estimate_memory(model, _alone(context))
         return ModelMemory.whole(model, gradient_copies=self.devices_per_worker)
 
     def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
-        """Return the transfers between workers and servers: pulls and pushes, and rows of sparse tables."""
-        if (named := lookups_of(model, cut)) is None:
+        """Return the transfers between workers and servers: pulls and pushes, and rows of sparse tables.
+
+        None for workers in parts, whose own exchanges are not known.
+        """
+        if self._size > 1 or (named := lookups_of(model, cut)) is None:
             return None
         lookups = dict(zip(sparse_tables(model), named.values(), strict=True))
         shards = self._shares(model, context.formats, context)
@@ -301,8 +352,24 @@ class ParameterServer(Strategy):
             width=(narrow or shards.master_dtype).itemsize,
         )
 
-    def scaled(self, replicas: int, context: PlanContext) -> Scaled:
-        """Return the key for `replicas` workers, and keys that change their traffic."""
+    def observed_ranks(self, context: PlanContext) -> tuple[int, ...]:
+        """Return none, so that one device is observed; of workers in parts on GPUs the chief, which is refused."""
+        return (0,) if self._size > 1 and context.num_gpus else ()
+
+    def as_observed(self) -> ParameterServer:
+        """Return this strategy.
+
+        Raises:
+            TrainingError: a process of a worker in parts takes no step without the others.
+        """
+        if self._size > 1:
+            raise TrainingError("no step is taken without the other processes of a worker")
+        return self
+
+    def scaled(self, replicas: int, context: PlanContext) -> Scaled | None:
+        """Return the key for `replicas` workers, and keys that change their traffic; None for workers in parts."""
+        if self._size > 1:
+            return None
         is_async = self.mode == "async"
         return Scaled(
             keys={"workers": replicas},
@@ -319,7 +386,10 @@ class ParameterServer(Strategy):
 
         A thread computes while this one evaluates: two threads must not compile, so the evaluated model is eager.
         """
-        computing = _replica(replace(request, model=copied(request.model)))
+        work: Callable[[], None] = _nothing
+        if self._size == 1:
+            computing = _replica(replace(request, model=copied(request.model)))
+            work = partial(self._work, request, computing)
         uncompiled(request.model)
         eval_model = _replica(request)
         addresses = AddressBook(request.identity, self.timeout_s)
@@ -330,7 +400,7 @@ class ParameterServer(Strategy):
             addresses,
             self._connect(addresses, shares, OWN),
             scheduler=self._scheduler(request.training.plan),
-            work=lambda: self._work(request, computing),
+            work=work,
             mode=self.mode,
             mixes=self._replaces,
             timeout_s=self.timeout_s,
@@ -343,7 +413,8 @@ class ParameterServer(Strategy):
             LinkError: the connection to the chief or a server broke.
         """
         addresses, task = AddressBook(context.identity, self.timeout_s), context.identity.task
-        if addresses.is_over:
+        is_member = task.role == "worker" and self._size > 1  # the others of its worker wait for it in any case
+        if addresses.is_over and not is_member:
             return
         if task.role == "ps":
             shares = self._shares(context.precision.adapt(context.model), context.precision)
@@ -360,11 +431,11 @@ class ParameterServer(Strategy):
             server.serve(listener, lambda: addresses.is_over)
             return
         context.on_phase("idle", 0)
-        try:
+        if is_member:
+            self._work_together(context, addresses)
+            return
+        with _until_over(addresses):
             self._work(context, _replica(context))
-        except LinkError:
-            if not addresses.is_over:
-                raise
 
     def _work(self, request: SetupRequest, replica: Replica) -> None:
         """Run a worker until the chief ends it; the chief's own on a thread, whose waiting the chief reports."""
@@ -383,6 +454,26 @@ class ParameterServer(Strategy):
             replicas = stack.enter_context(closing(WorkerReplicas(replica, devices)))
             worker = Worker(replicas, servers, data, request.training, mode=self.mode, mixes=self._replaces)
             worker.run(link, (lambda _step: None) if is_own else (lambda step: request.on_phase("idle", step)))
+
+    def _work_together(self, request: SetupRequest, addresses: AddressBook) -> None:
+        """Run one process of a worker in parts until the chief ends it: a rank of a process group of that worker."""
+        task, size, mesh = request.identity.task, self._size, self._mesh
+        group, place = divmod(task.rank - 1, size)
+        prefix = f"{request.identity.prefix}/worker/{group}"
+        own = replace(request.identity, task=replace(task, rank=place), num_ranks=size, prefix=prefix)
+        shares = self._shares(request.precision.adapt(request.model), request.precision)  # of the whole model
+        ranks = mesh.join(own)
+        replica, _, make_step = mesh.build(replace(request, identity=own), ranks)
+        data = request.open_data(replica.device)
+        worker = GroupWorker(replica, data, request.training, make_step=make_step, shares=shares, mode=self.mode)
+        with _until_over(addresses), ExitStack() as stack:
+            link = None
+            if place == 0:
+                stack.enter_context(worker.leading())
+                worker.use_servers(stack.enter_context(closing(self._connect(addresses, shares, str(task)))))
+                link = stack.enter_context(closing(addresses.connect(OWN, name=str(task))))
+            worker.run(link, lambda step: request.on_phase("idle", step))
+        ranks.close(failed=False)
 
     def _connect(self, addresses: AddressBook, shares: VariableShards, name: str) -> ParameterServerClient:
         """Connect to all servers, for one thread of a task."""
@@ -407,8 +498,29 @@ class ParameterServer(Strategy):
             return ReplayScheduler(script=script, staleness=self.staleness)
         if self.mode == "async":
             return AsyncScheduler(plan=plan, staleness=self.staleness, warmup_steps=self.warmup_steps)
-        width, spares = self.devices_per_worker, self.spare_replicas
-        return SyncScheduler(plan=plan, spares=spares, width=width, replaces=self._replaces)
+        return SyncScheduler(plan=plan, spares=self.spare_replicas, width=self._width, replaces=self._replaces)
+
+    @property
+    def _size(self) -> int:
+        """Processes of a worker."""
+        return self.shard * self.tensor
+
+    @property
+    def _width(self) -> int:
+        """Shards that a worker computes at a time."""
+        return self.devices_per_worker * self.shard
+
+    @property
+    def _cut_key(self) -> str:
+        """The key that makes a worker several processes, for messages."""
+        return "strategy.shard" if self.shard > 1 else "strategy.tensor"
+
+    @property
+    def _mesh(self) -> Mesh:
+        """The processes of one worker."""
+        from trainkit.strategies.mesh.strategy import Mesh  # noqa: PLC0415 - slow to import, for several processes only
+
+        return Mesh(shard=self.shard, tensor=self.tensor, timeout_s=self.timeout_s)
 
     @property
     def _replaces(self) -> bool:
@@ -416,10 +528,30 @@ class ParameterServer(Strategy):
         return self.mode == "sync" and self.spare_mode == "replace" and self.spare_replicas > 0
 
     def _on_device(self, task: Task, num_gpus: int, place: int) -> Task:
-        """Return a task with its device: the CPU for servers and evaluator, the GPUs in turn for workers."""
-        computes = task.role in ("chief", "worker") and num_gpus > 0
-        device = f"cuda:{place * self.devices_per_worker % num_gpus}" if computes else "cpu"
+        """Return a task with its device: the GPUs in turn for those that compute, the CPU for the others."""
+        first = int(self._size > 1)  # the chief only evaluates a model that fits on no device
+        computes = task.role in _COMPUTING and task.rank >= first and num_gpus > 0
+        device = f"cuda:{(place - first) * self.devices_per_worker % num_gpus}" if computes else "cpu"
         return Task(role=task.role, index=task.index, rank=task.rank, device=device)
+
+
+def _alone(context: PlanContext) -> PlanContext:
+    """Return the context for the processes of one worker, which a launcher's other processes do not concern."""
+    return replace(context, launch=None)
+
+
+@contextmanager
+def _until_over(addresses: AddressBook) -> Iterator[None]:
+    """Ignore a broken connection inside once the training is over."""
+    try:
+        yield
+    except LinkError:
+        if not addresses.is_over:
+            raise
+
+
+def _nothing() -> None:
+    """Do nothing: the work of a chief that does not compute."""
 
 
 def _by_role(counts: Mapping[str, int]) -> tuple[Task, ...]:

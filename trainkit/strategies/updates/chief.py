@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -85,9 +86,18 @@ class WorkOrder:
         if frame.kind == "bye":
             return None
         try:
-            return cls(**{**frame.meta, "shards": tuple(frame.meta["shards"])})  # type: ignore[arg-type]
+            return cls.of(frame.meta)
         except (TypeError, KeyError) as error:
             raise LinkError(f"{link.peer} sent {frame.kind!r} instead of a work order: {error}") from error
+
+    @classmethod
+    def of(cls, meta: JsonMap) -> Self:
+        """Decode an order, from `asdict` as JSON.
+
+        Raises:
+            TypeError, KeyError: it is something else.
+        """
+        return cls(**{**meta, "shards": tuple(meta["shards"])})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +175,7 @@ def read_when_looked_up(model: nn.Module, pull_rows: Callable[[int, Tensor], Ten
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Computed:
+class Computed:
     """The sums of a work order."""
 
     sums: list[Sums]
@@ -194,7 +204,7 @@ class WorkerReplicas(ComputingCopies):
 
     def compute(
         self, ticket: Ticket, batches: Sequence[Batch], training: StepContext, *, scale: LossScale, batch_size: int
-    ) -> _Computed:
+    ) -> Computed:
         """Compute forward and backward of the shards of a work order.
 
         Replicas take the shards in turn. With a reproducible order of summation each shard is a separate work.
@@ -226,7 +236,7 @@ class WorkerReplicas(ComputingCopies):
                 terms[name] = terms.get(name, 0.0) + float(term)
         loss_sum = sum(float(work.loss_sum) for work in in_order if work.loss_sum is not None)
         divisor = in_order[0].divisor
-        return _Computed(sums=sums, weights=tuple(weights), divisor=divisor, loss_sum=loss_sum, terms=terms)
+        return Computed(sums=sums, weights=tuple(weights), divisor=divisor, loss_sum=loss_sum, terms=terms)
 
     def _sums_of(self, works: Mapping[int, ThreadWork]) -> dict[int, Sums]:
         """Compute the works of one thread one after the other; return their sums on the first replica's device."""
@@ -245,8 +255,95 @@ class GradientCapture(OptimizerStepper):
         self.grads = grads
 
 
-class Worker:
-    """Executes work orders with its own replicas. It keeps no state that another worker would need.
+class OrderWorker(ABC):
+    """Executes work orders. It keeps no state that another worker would need.
+
+    Args:
+        replica: the replica, which has the parameters of the last pull.
+        mode: `async`: a ticket is a whole step, whose gradient is clipped here; `sync`: shards of a step.
+    """
+
+    def __init__(self, replica: Replica, data: Data, training: StepContext, *, mode: Mode) -> None:
+        self._replica, self._data, self._training, self._mode = replica, data, training, mode
+        self._captured = GradientCapture()
+        replica.stepper = self._captured
+        self._read: tuple[int, int | None] | None = None
+        """Version of the variables here, and number of loads of the servers."""
+
+    def run(self, link: Connection | None, waits: Callable[[int], None] = lambda _step: None) -> None:
+        """Execute work orders until there are no more.
+
+        Args:
+            link: the connection to the chief; None: another process of this worker has it.
+            waits: receives the last computed step, whenever there may be no work for a long time.
+        """
+        if link is not None:
+            link.send("ready")
+        waits(0)
+        while (order := self._next(link)) is not None:
+            report = self._execute(order)
+            if link is not None:
+                link.send("report", asdict(report))
+            waits(order.step)
+
+    def _execute(self, order: WorkOrder) -> WorkReport:
+        replica, training, ticket = self._replica, self._training, Ticket(order.step, order.shards)
+        replica.on_phase("data", order.step)
+        batches = self._data.fetch(self._share(ticket))
+        read, mixed = self._pull(order)
+        scale = replace(replica.precision.loss_scale(), scale=order.scale)  # the chief knows the overflows before
+        computed = self._compute(ticket, batches, scale)
+        report = WorkReport(
+            number=order.number,
+            read=read,
+            loss_sum=computed.loss_sum,
+            weights=computed.weights,
+            terms=computed.terms,
+            mixed=mixed,
+            scale=order.scale,
+        )
+        if self._mode == "async":
+            (sums,), loss_sum = computed.sums, computed.loss_sum
+            loss = torch.full((), loss_sum, device=replica.device)  # written by a kernel, without a copy
+            status, norm = apply_update(replica, sums, computed.divisor, training.rule(read), loss_sum=loss)
+            if status is not Status.applied:
+                return replace(report, status=status.value)
+            report = replace(report, norm=None if norm is None else float(norm))
+        for key, sums in zip(report.keys, computed.sums, strict=True):
+            count = len(replica.params)
+            buffers = sums[count : len(sums) - int(computed.divisor.counted)]
+            self._push(key, self._captured.grads if self._mode == "async" else sums[:count], buffers)
+        return report
+
+    def _needs(self, order: WorkOrder) -> bool:
+        """Return whether an order needs variables that are not here."""
+        return self._mode == "async" or self._read != (order.version, order.loads)
+
+    @abstractmethod
+    def _next(self, link: Connection | None) -> WorkOrder | None:
+        """Wait for the next order; None: there are no more."""
+
+    def _share(self, ticket: Ticket) -> Ticket:
+        """Return the part of a ticket that this process computes."""
+        return ticket
+
+    @abstractmethod
+    def _pull(self, order: WorkOrder) -> tuple[int, bool]:
+        """Pull the variables, unless the required ones are present already; return their version, and whether there
+        are several.
+        """
+
+    @abstractmethod
+    def _compute(self, ticket: Ticket, batches: Sequence[Batch], scale: LossScale) -> Computed:
+        """Compute forward and backward of a ticket, of which this process has the batches of its share."""
+
+    @abstractmethod
+    def _push(self, key: str, grads: Sequence[Tensor | None], buffers: Sequence[Tensor | None]) -> None:
+        """Stage a gradient at the servers."""
+
+
+class Worker(OrderWorker):
+    """A worker of one process, with a whole replica for each of its devices.
 
     Args:
         replicas: the replicas; the first has the parameters of the last pull.
@@ -265,82 +362,40 @@ class Worker:
         mode: Mode,
         mixes: bool,
     ) -> None:
-        self._replicas, self._servers, self._data, self._training = replicas, servers, data, training
-        self._mode, self._mixes = mode, mixes
-        self._replica = replicas.source
-        self._captured = GradientCapture()
-        replicas.source.stepper = self._captured
-        self._read: tuple[int, int | None] | None = None
-        """Version of the variables here, and number of loads of the servers."""
+        super().__init__(replicas.source, data, training, mode=mode)
+        self._replicas, self._servers, self._mixes = replicas, servers, mixes
         self._row_lock = Lock()
         self._tables = sparse_tables(replicas.source.model)
         for replica in replicas.copies:
             read_when_looked_up(replica.model, self._pull_rows)
 
-    def run(self, link: Connection, waits: Callable[[int], None] = lambda _step: None) -> None:
-        """Execute work orders until there are no more.
+    def _next(self, link: Connection | None) -> WorkOrder | None:
+        return None if link is None else WorkOrder.received(link)
 
-        Args:
-            link: the connection to the chief.
-            waits: receives the last computed step, whenever there may be no work for a long time.
-        """
-        link.send("ready")
-        waits(0)
-        while (order := WorkOrder.received(link)) is not None:
-            link.send("report", asdict(self._execute(order)))
-            waits(order.step)
-
-    def _execute(self, order: WorkOrder) -> WorkReport:
-        replica, training, ticket = self._replica, self._training, Ticket(order.step, order.shards)
-        replica.on_phase("data", order.step)
-        batches = self._data.fetch(ticket)
-        read = self._pull(order)
-        batch_size = training.plan.global_size if self._mixes else training.plan.batch_size(order.step)
-        scale = replace(replica.precision.loss_scale(), scale=order.scale)  # the chief knows the overflows before
-        computed = self._replicas.compute(ticket, batches, training, scale=scale, batch_size=batch_size)
-        report = WorkReport(
-            number=order.number,
-            read=read,
-            loss_sum=computed.loss_sum,
-            weights=computed.weights,
-            terms=computed.terms,
-            mixed=self._servers.mixed,
-            scale=order.scale,
-        )
-        if self._mode == "async":
-            (sums,), loss_sum = computed.sums, computed.loss_sum
-            loss = torch.full((), loss_sum, device=replica.device)  # written by a kernel, without a copy
-            status, norm = apply_update(replica, sums, computed.divisor, training.rule(read), loss_sum=loss)
-            if status is not Status.applied:
-                return replace(report, status=status.value)
-            report = replace(report, norm=None if norm is None else float(norm))
-        for key, sums in zip(report.keys, computed.sums, strict=True):
-            self._push(key, sums, computed.divisor)
-        return report
-
-    def _pull(self, order: WorkOrder) -> int:
-        """Pull the variables, unless the required ones are present already; return their version."""
+    def _pull(self, order: WorkOrder) -> tuple[int, bool]:
         servers = self._servers
-        if self._mode == "async" or self._read != (order.version, order.loads):
+        if self._needs(order):
             known = None if self._read is None else self._read[1]
             tensors = enumerate(tensors_of(self._replica.model))
             version = servers.pull([None if place in self._tables else one for place, one in tensors])
             self._replicas.refresh(frozen=servers.loads != known)
             self._read = version, servers.loads
         assert self._read is not None
-        return self._read[0]
+        return self._read[0], servers.mixed
 
     def _pull_rows(self, place: int, rows: Tensor) -> Tensor:
         """Return current rows from the servers; threads of the replicas call one after the other."""
         with self._row_lock:
             return self._servers.pull_rows(place, rows)
 
-    def _push(self, key: str, sums: Sequence[Tensor | None], divisor: LossDivisor) -> None:
-        replica, count = self._replica, len(self._replica.params)
-        grads, buffers = sums[:count], sums[count : len(sums) - int(divisor.counted)]
-        if self._mode == "async":
-            grads = self._captured.grads
-        elif replica.sparse and replica.numerics.reproducible:
+    def _compute(self, ticket: Ticket, batches: Sequence[Batch], scale: LossScale) -> Computed:
+        plan = self._training.plan
+        size = plan.global_size if self._mixes else plan.batch_size(ticket.step)
+        return self._replicas.compute(ticket, batches, self._training, scale=scale, batch_size=size)
+
+    def _push(self, key: str, grads: Sequence[Tensor | None], buffers: Sequence[Tensor | None]) -> None:
+        replica = self._replica
+        if self._mode == "sync" and replica.sparse and replica.numerics.reproducible:
             grads = [one.to_dense() if one is not None and one.is_sparse else one for one in grads]
         self._servers.push(key, grads, replica.buffers.in_all_places(buffers))
 

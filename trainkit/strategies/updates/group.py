@@ -1,0 +1,172 @@
+"""A worker of several processes, which hold one replica in parts and compute together.
+
+The first process has the connections to the chief and to the servers. It receives the orders, and reads the variables
+into the memory of its host, whole, of which all keep parts; it collects the gradient from its parts, and pushes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainkit.data.reading.collate import to_device
+from trainkit.errors import LinkError
+from trainkit.files import whole_numbers
+from trainkit.numerics.batch import BatchPlan, Ticket
+from trainkit.numerics.precision import LossScale
+from trainkit.strategies.base import Batch, Data, JsonMap, StepContext
+from trainkit.strategies.collectives import GroupCollective, all_gather_object, broadcast_values
+from trainkit.strategies.core.replica import Replica
+from trainkit.strategies.core.step import MakeStep
+from trainkit.strategies.tensor_shards import iter_gather_full
+from trainkit.strategies.tensors.layouts import local_part
+from trainkit.strategies.updates.chief import Computed, Mode, OrderWorker, WorkOrder
+from trainkit.strategies.updates.links import Connection
+from trainkit.strategies.updates.server import ParameterServerClient
+from trainkit.strategies.updates.variables import VariableShards
+
+_UNLIMITED: Final = timedelta(days=365)
+"""An order may come at any time; the end of another process is noticed at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OrderPlan(BatchPlan):
+    """The plan of a work order: its shards are all that the processes compute in the step."""
+
+    count: int
+    """Number of shards of the order."""
+
+    def num_shards(self, step: int) -> int:  # noqa: ARG002 - an order belongs to one step
+        return self.count
+
+
+class GroupWorker(OrderWorker):
+    """One process of a worker that holds a replica in parts; all take part in each order. Made collectively.
+
+    Args:
+        replica: this process's part, whose ranks are the processes of the worker.
+        make_step: makes a step of all of them.
+        shares: the variables of the whole model.
+        mode: as of `OrderWorker`.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        data: Data,
+        training: StepContext,
+        *,
+        make_step: MakeStep[Replica],
+        shares: VariableShards,
+        mode: Mode,
+    ) -> None:
+        super().__init__(replica, data, training, mode=mode)
+        self._make_step, self._shares, self._mixed = make_step, shares, False
+        waiting, ranks = dist.new_group(backend="gloo", timeout=_UNLIMITED), replica.all_ranks
+        self._waiting = GroupCollective(
+            rank=ranks.rank, num_ranks=ranks.num_ranks, device=torch.device("cpu"), group=waiting
+        )
+        self._servers: ParameterServerClient | None = None
+        self._wholes: list[Tensor] = []
+        """The variables of the last pull, on the first process."""
+
+    def use_servers(self, servers: ParameterServerClient) -> None:
+        """Take the connections to the servers; for the first process."""
+        self._servers = servers
+        self._wholes = [torch.empty(one.shape, dtype=one.dtype) for one in self._shares.variables]
+
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """End the others, which wait for an order or for variables, if a connection breaks; for the first process."""
+        try:
+            yield
+        except LinkError:
+            self._tell(None)
+            raise
+
+    def _tell(self, told: JsonMap | None) -> JsonMap:
+        """Return what the first process tells; collective.
+
+        Raises:
+            LinkError: it has lost the chief or a server.
+        """
+        found, *_ = all_gather_object(told, self._waiting)
+        if found is None and self._waiting.rank > 0:
+            raise LinkError("the first process of this worker has lost the chief or a server")
+        return found or {}
+
+    def _next(self, link: Connection | None) -> WorkOrder | None:
+        order = None if link is None else WorkOrder.received(link)
+        told = self._tell({} if order is None else asdict(order))
+        return WorkOrder.of(told) if told else None
+
+    def _share(self, ticket: Ticket) -> Ticket:
+        ranks = self._replica.data_ranks
+        return Ticket(ticket.step, ticket.shards[ranks.rank :: ranks.num_ranks])
+
+    def _pull(self, order: WorkOrder) -> tuple[int, bool]:
+        if self._needs(order):
+            servers, found = self._servers, dict[str, object]()
+            if servers is not None:
+                found = {"version": servers.pull(self._wholes), "loads": servers.loads, "mixed": servers.mixed}
+            told = self._tell(found)
+            (version, loads), known = whole_numbers([told["version"], told["loads"]]), self._read
+            self._load(frozen=known is None or known[1] != loads)
+            self._read, self._mixed = (version, loads), bool(told["mixed"])
+        assert self._read is not None
+        return self._read[0], self._mixed
+
+    def _load(self, *, frozen: bool) -> None:
+        """Keep this process's parts of the variables, one variable after the other; collective."""
+        replica = self._replica
+        parts, buffers = replica.parts, dict(replica.model.named_buffers())
+        for place, variable in enumerate(self._shares.variables):
+            if variable.kind == "frozen" and not frozen:
+                continue
+            made = None if self._wholes else torch.empty(variable.shape, dtype=variable.dtype, device=replica.device)
+            whole = self._wholes[place] if made is None else made
+            broadcast_values(whole, device=replica.device)
+            if variable.kind == "buffer":
+                local_part(buffers[variable.name]).copy_(whole)
+            else:
+                parts[variable.name].data.copy_(whole[replica.cuts[variable.name].region])
+        replica.refresh_params()
+        replica.reload()
+
+    def _compute(self, ticket: Ticket, batches: Sequence[Batch], scale: LossScale) -> Computed:
+        replica, training = self._replica, self._training
+        replica.set_loss_scale(scale)
+        plan = {item.name: getattr(training.plan, item.name) for item in fields(BatchPlan)}
+        training = replace(training, plan=_OrderPlan(**plan, count=len(ticket.shards)))
+        moved = [to_device(batch, replica.device) for batch in batches]
+        work = self._make_step(replica, self._share(ticket), moved, training)
+        sums = work.run()
+        replica.refuse_changed_params(ticket.step + 1)
+        names = training.objective.term_names
+        loss = 0.0 if work.loss_sum is None else float(work.loss_sum)
+        here = [float(work.weight), loss, *(float(work.terms.get(name, 0.0)) for name in names)]
+        weight, loss_sum, *terms = replica.data_ranks.sum(torch.tensor(here, dtype=torch.float64)).tolist()
+        return Computed(
+            sums=[sums],
+            weights=(weight,),
+            divisor=work.divisor,
+            loss_sum=loss_sum,
+            terms=dict(zip(names, terms, strict=True)),
+        )
+
+    def _push(self, key: str, grads: Sequence[Tensor | None], buffers: Sequence[Tensor | None]) -> None:
+        replica, servers = self._replica, self._servers
+        named = ((name, replica.cuts[name], grad) for name, grad in zip(replica.params, grads, strict=True))
+        pieces = {
+            name: [cut.piece(grad)] for name, cut, grad in named if grad is not None and cut.is_written and grad.numel()
+        }
+        wholes = {name: whole for name, whole in iter_gather_full(pieces, replica.all_ranks) if servers is not None}
+        if servers is not None:
+            servers.push(key, [wholes.get(name) for name in replica.params], replica.buffers.in_all_places(buffers))
