@@ -33,26 +33,21 @@ STEPS: Final = 60
 EVERY: Final = 5
 LIMIT_S: Final = 90.0
 """Seconds without a step after which a run counts as hanging."""
+_TORCHRUN: Final = [
+    "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=3",
+    "--monitor-interval=0.1", __file__,
+]  # fmt: skip
+"""As documented for one host. Without `--standalone`, restarted ranks of torch 2.13 did not join again."""
 LAUNCHES: Final[dict[str, tuple[str, list[str]]]] = {
     "trainkit": ("trainkit", [
         "-m", "trainkit", "recipe=digits", "strategy=mirrored", f"strategy.replicas={RANKS}", "epochs=null",
         f"steps={STEPS}", "log_every_steps=1", f"checkpoint.every_steps={EVERY}", "callbacks=[]", "logger=[]",
         "hydra.run.dir=run",
     ]),
-    "torchrun, DDP": ("torch", [
-        "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--max-restarts=3", "--monitor-interval=0.1",
-        __file__, "--peer=ddp",
-    ]),
-    "Lightning": ("lightning", [__file__, "--peer=lightning"]),
-    "Lightning under torchrun": ("lightning", [
-        "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--max-restarts=3", "--monitor-interval=0.1",
-        __file__, "--peer=lightning",
-    ]),
-    "Accelerate": ("accelerate", [
-        "-m", "accelerate.commands.launch", "--cpu", f"--num_processes={RANKS}", "--num_machines=1",
-        "--mixed_precision=no", "--dynamo_backend=no", "--max_restarts=3", "--monitor_interval=0.1",
-        __file__, "--peer=accelerate",
-    ]),
+    "torchrun, DDP": ("torch", [*_TORCHRUN, "--peer=ddp"]),
+    "torchrun, Accelerate": ("accelerate", [*_TORCHRUN, "--peer=accelerate"]),
+    "torchrun, Lightning": ("lightning", [*_TORCHRUN, "--peer=lightning"]),
+    "Lightning alone": ("lightning", [__file__, "--peer=lightning"]),
 }  # fmt: skip
 """Trainer -> the package it needs, and its arguments of Python."""
 
@@ -249,6 +244,8 @@ def run(name: str, kill: tuple[int, int] | None) -> tuple[str, float]:
         gap_s = max((later - earlier for earlier, later in pairwise(moments)), default=0.0)
         if process.returncode:
             return f"ended, exit code {process.returncode}", gap_s
+        if kill is not None and name != "trainkit" and not Path(place, "killed").exists():
+            return "was not killed", gap_s
         if name == "trainkit":
             return str(json.loads(Path(place, "run/result.json").read_text())["weights_sha256"]), gap_s
         return Path(place, "sha256").read_text(), gap_s
@@ -265,6 +262,8 @@ def main() -> None:
         return
     names = [name for name, (package, _) in LAUNCHES.items() if find_spec(package)]
     numbers, undisturbed = random.Random(7), {name: run(name, None)[0] for name in names}
+    if failed := {name: told for name, told in undisturbed.items() if len(told) != 64}:
+        sys.exit(f"do not train undisturbed: {failed}")
     outcomes, gaps = defaultdict[str, list[str]](list), defaultdict[str, list[float]](list)
     for _ in range(options.rounds):
         kill = (numbers.randrange(RANKS), numbers.randrange(2 * EVERY, STEPS - EVERY))
