@@ -48,7 +48,7 @@ def test_of_many_steps_and_samples_the_first_are_listed() -> None:
 
 def test_a_suspect_step_is_kept_until_a_checkpoint_of_a_later_step_is_saved() -> None:
     found = counting(NumericsConfig(on_nonfinite="rollback"))
-    found.suspect = Suspect(step=7, checkpoint=4)
+    found.train_again(Suspect(step=7, checkpoint=4))
     found.saved(7)
     found.take(LeftOut.whole(PLAN, 7))
     found.saved(8)

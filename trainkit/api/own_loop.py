@@ -105,7 +105,7 @@ class Session:
             self._stack.__exit__(kind, error, trace)
             return
         with self._stack:
-            self._task.trained = loop.finish()
+            self._task.end_with(loop.finish())
         self._stopped = loop.task.run.stop_kind
         result = {**(self._task.result or {}), "folder": str(loop.task.run.folder)}
         self.result = TrainingResult(result, given=self._given, packages=self._composition.packages)

@@ -137,6 +137,10 @@ class BlockKeys:
         finally:
             self._state, self._counts = now
 
+    def silence(self, *, silent: bool) -> None:
+        """Set whether no key is set from now on."""
+        self.silent = silent
+
     def _enter(self, parts: tuple[int, ...], objective: object, calls: int) -> None:
         if self.silent:
             return

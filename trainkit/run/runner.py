@@ -171,5 +171,5 @@ def opened(request: RunRequest) -> Iterator[TaskRun]:
             with group.recorded(), group.ending() as ending, group.task(ending.report) as task:
                 yield task
                 ending.finish(task.result)
-            task.result = ending.result
+            task.receive(ending.result)
             group.end(ending.result or {})

@@ -108,8 +108,16 @@ class TaskRun:
         """
         with self.opened() as session:
             if session is not None:
-                self.trained = session.train()
+                self.end_with(session.train())
         return self.result
+
+    def end_with(self, trained: dict[str, Any]) -> None:
+        """Record the result of `TaskSession.finish`, for the end of `opened`."""
+        self.trained = trained
+
+    def receive(self, result: Result) -> None:
+        """Replace the result by the agreed one of all processes of a launch."""
+        self.result = result
 
     @contextmanager
     def opened(self, given_loss: GivenLoss | None = None) -> Iterator[TaskSession | None]:

@@ -224,7 +224,7 @@ class CopiesStep(ShardStep):
         replica, works, copies = self.replica, self._works, self._copies
         in_turn = copies.may_compile((place, work.batches) for place, work in enumerate(works))
         found = [dict(one) for one in copies.run(lambda work: work.sums(replica.device), works, in_turn=in_turn)]
-        replica.sparse = copies.copies[0].sparse
+        replica.set_sparse(copies.copies[0].sparse)
         device = copies.copies[0].device
         self.loss_sum = sum_of([work.loss_sum.to(device) for work in works if work.loss_sum is not None])
         counted = sum_of([work.weight.to(device) for work in works if isinstance(work.weight, Tensor)])
@@ -380,8 +380,8 @@ class AsyncCentralExecutor(Executor):
         work, sums, _ = self._arrived.pop(item.number)
         variables.on_phase("update", item.ticket.step)
         with self._lock:
-            variables.stepper = self._steppers[int(item.worker)]
-            variables.sparse = work.replica.sparse
+            variables.use_stepper(self._steppers[int(item.worker)])
+            variables.set_sparse(work.replica.sparse)
             variables.buffers.begin_step()
             rule = set_rates(variables.stepper, update.version, self._training.rule(update.version))
             used = work.replica.loss_scale.scale
@@ -408,7 +408,7 @@ class AsyncCentralExecutor(Executor):
     def state_dict(self) -> StateDict:
         """Return the variables and the first copy's optimizer state; that of other copies in slots `NAME@COPY`."""
         variables = self._variables
-        variables.stepper = self._steppers[0]
+        variables.use_stepper(self._steppers[0])
         found = replica_state(variables)
         for place, stepper in enumerate(self._steppers[1:], start=1):
             for key, tensor in stepper.state(variables.masters).items():
@@ -419,7 +419,7 @@ class AsyncCentralExecutor(Executor):
     def load_state_dict(self, state: StateDict) -> None:
         """Restore a state of `state_dict`, or of another strategy, whose optimizer state every copy then uses."""
         variables = self._variables
-        variables.stepper = self._steppers[0]
+        variables.use_stepper(self._steppers[0])
         restore_replica(variables, state)
         first = [key for key in state if key.startswith("optimizer/") and key.split("/")[1] not in SLOTS]
         for place, stepper in enumerate(self._steppers[1:], start=1):
@@ -432,7 +432,7 @@ class AsyncCentralExecutor(Executor):
         if not self._shows_averages:
             self._lock.acquire()
         try:
-            self._variables.stepper = self._steppers[0]
+            self._variables.use_stepper(self._steppers[0])
             found = self._variables.swap_averages()
             self._shows_averages = found and not self._shows_averages
         finally:

@@ -366,7 +366,7 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
             self._make_step(replica, ticket, batches, self._training).agree_on_grad_layout()
         if apart.packing is None:
             apart.adopt_layout(replica)
-            apart.stand_in = replica.stand_in
+            apart.set_stand_in(replica.stand_in)
         if not own.plan.num_shards(ticket.step):  # in a short batch
             self._agree_on_used([None] * len(apart.params))
             return StepOutcome(ticket.step, Status.applied, None, 0.0)

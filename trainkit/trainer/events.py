@@ -141,6 +141,10 @@ class LeftOutSteps:
             f"{REMEDY}, see the samples under skipped_steps in result.json, or raise numerics.max_skipped_share."
         )
 
+    def train_again(self, suspect: Suspect | None) -> None:
+        """Record the step that is trained for the second time; None if no step is."""
+        self.suspect = suspect
+
     def saved(self, step: int) -> None:
         """Clear the suspect when a checkpoint of a later step is saved."""
         if self.suspect is not None and step > self.suspect.step:
@@ -232,6 +236,14 @@ class State:
         if self.left_out.count:
             self.left_out.judge_share(self.step)
         return True
+
+    def take_best(self, value: float | None) -> None:
+        """Record a value of `eval.metric` as the best so far; None: there is none."""
+        self.best = value
+
+    def mark_own_loss(self) -> None:
+        """Record that the user's own loop has computed the loss of a step."""
+        self.own_loss = True
 
     def to_json(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -334,6 +346,14 @@ class Run:
     def add_note(self, message: str) -> None:
         """Add a line to the startup summary, before it is printed."""
         self.notes = (*self.notes, message)
+
+    def keep_example(self, batch: object) -> None:
+        """Keep the first batch that this rank computed."""
+        self.example = batch
+
+    def begin_steps(self) -> None:
+        """Record the step and the time at which this start of the run begins."""
+        self.begun_at, self.begun_moment = self.state.step, time.monotonic()
 
     def request_stop(self, reason: str, *, kind: StopKind | None = None) -> None:
         """End the run after this step; every rank must call it in the same step. The first request counts.

@@ -150,7 +150,7 @@ class TrainingLoop:
         for hook in self.step_end:
             hook(run, outcome)
         if run.example is None and batches:
-            run.example = batches[0]
+            run.keep_example(batches[0])
         if state.step >= self.timeline.next_step:
             self.executor.local.refuse_changed_params(state.step, flags=state.step < self.run.num_steps)
             self.timeline.act(state.step)

@@ -194,7 +194,7 @@ class EvalRunner:
         value, state = self.metric, self.run.state
         if value is None or not better(value, state.best, self._watched.mode):
             return False
-        state.best = value
+        state.take_best(value)
         return True
 
     def recall_best(self, report: Callable[[str], None]) -> None:
@@ -214,7 +214,7 @@ class EvalRunner:
                 f"the best {self._watched.metric} so far was {state.best:g}, and its checkpoint was not kept: the best "
                 f"{since}."
             )
-        state.best = best
+        state.take_best(best)
 
 
 class Averages:

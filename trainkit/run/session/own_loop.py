@@ -142,7 +142,7 @@ class OwnLoop:
                 raise ConfigError([Problem(key="objective", rule=rule)])
             if not callable(function):
                 raise TrainingError(f"loss_fn is a {type(function).__name__}: give a function of (model, batch).")
-            self.task.run.state.own_loss = True
+            self.task.run.state.mark_own_loss()
         self._given.take(function)
 
     def _refuse(self, call: LoopCall) -> None:

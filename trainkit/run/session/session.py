@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -199,7 +198,7 @@ class TaskSession:
             state = run.state
             self._keep_time(self._limit.estimate(state.step, state.seconds - state.compile_s))
         if self.cfg.numerics.on_nonfinite == "rollback":
-            run.state.left_out.suspect = suspect_checkpoint_of(run.folder, checkpoint=run.state.step)
+            run.state.left_out.train_again(suspect_checkpoint_of(run.folder, checkpoint=run.state.step))
 
     def train(self) -> dict[str, Any]:
         """Train to the last step, or until asked to stop; return the content of result.json."""
@@ -220,7 +219,7 @@ class TaskSession:
         self._cleanup.callback(lambda: self._loader.close())  # noqa: PLW0108 - the one that is open then
         for line in self.executor.tune():
             self.warn(line)
-        self.run.begun_at, self.run.begun_moment = self.run.state.step, time.monotonic()
+        self.run.begin_steps()
         self.callbacks.call("run_start", self.run)
         self._journal.proceed()  # the start is no time of training
         # Objects that exist now live to the end; garbage collections over them took 5 to 10 % of a small model's step.
@@ -282,7 +281,7 @@ class TaskSession:
         if self.run.is_owner:
             self.check_fence()
             record_rollback(self.run.folder, suspect)
-        self.run.state.left_out.suspect = suspect
+        self.run.state.left_out.train_again(suspect)
         self._scorer.forget()
         self.enter("data")
         self._loader.close()

@@ -197,9 +197,9 @@ class Replica(LocalModel):
         self._seed: tuple[tuple[float, torch.dtype], Tensor] | None = None
         self._sums: list[Tensor | None] | None = None
         """Gradients of a lane's earlier shards, if masters are separate."""
-        self.update_begun = -1
+        self._update_begun = -1
         """The latest step whose update has begun."""
-        self.update_ended = -1
+        self._update_ended = -1
         """The latest step whose update has ended."""
 
     def restricted(self, names: Container[str], stepper: OptimizerStepper) -> Self:
@@ -235,6 +235,10 @@ class Replica(LocalModel):
         """Return whether this rank writes a tensor that several hold whole."""
         return self.is_rank0
 
+    def set_stand_in(self, batch: Batch) -> None:
+        """Store a batch for steps in which this rank has none."""
+        self.stand_in = batch
+
     def agree_on_used(self, found: Sequence[bool]) -> None:
         """Store which parameters get gradients on any rank, the first time; collective then.
 
@@ -249,6 +253,18 @@ class Replica(LocalModel):
         """Store which parameters get gradients, and which of these the reducer sums (by default all) or are sparse."""
         self.used, self.some_unused = list(used), not all(used)
         self.sparse, self.exchanged = sparse, exchanged
+
+    def set_sparse(self, sparse: dict[int, int] | None) -> None:
+        """Store which gradients are sparse."""
+        self.sparse = sparse
+
+    def set_packing(self, packing: FlatBuffer) -> None:
+        """Store the layout of the exchange of a step."""
+        self.packing = packing
+
+    def use_stepper(self, stepper: OptimizerStepper) -> None:
+        """Use another optimizer from now on."""
+        self.stepper = stepper
 
     def adopt_layout(self, other: Replica) -> None:
         """Copy the layout of gradients and buffers that another replica of the same model has found."""
@@ -277,6 +293,14 @@ class Replica(LocalModel):
         else:
             _engine_run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
+    def begin_update(self, step: int) -> None:
+        """Record that an update of parameters, buffers and optimizer begins."""
+        self._update_begun = step
+
+    def end_update(self, step: int) -> None:
+        """Record that the update is complete."""
+        self._update_ended = step
+
     def recover(self, step: int) -> bool:
         """Restore the buffers that the forward passes of an interrupted step have changed.
 
@@ -287,7 +311,7 @@ class Replica(LocalModel):
             Whether parameters and optimizer are those after that many updates. Only updates of this process count:
             before the first one, the state is that of a checkpoint.
         """
-        if not self.update_begun == self.update_ended == step - 1:
+        if not self._update_begun == self._update_ended == step - 1:
             return False
         self.buffers.recover()
         self.take_grads()  # drop those of the interrupted step

@@ -358,7 +358,7 @@ class ShardStep:
         replica, held, self._held = self.replica, self._held, None
         taken = replica.take_grads() if held is None else held
         if replica.sparse is None:
-            replica.sparse = find_sparse(taken)
+            replica.set_sparse(find_sparse(taken))
         if replica.some_unused:
             self._refuse_late([grad is not None for grad in taken])
         if replica.sparse and replica.lanes is not None:  # they are summed in the order of dense vectors
@@ -428,7 +428,7 @@ class ShardStep:
             strides=[*map(dense_strides, reduced), *[None] * len(rest)],
             places=places,
         )
-        replica.packing = packing
+        replica.set_packing(packing)
         return packing
 
 

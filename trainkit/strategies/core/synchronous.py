@@ -336,7 +336,7 @@ class SynchronousExecutor(Executor, Generic[R]):
                 part.replica.buffers.recover()
                 break
         self._done = -1, []
-        whole.update_ended = step
+        whole.end_update(step)
         return outcome if outcome.status is Status.skipped else _outcome(done, has_phases=bool(self._training.phases))
 
     def _update(
@@ -345,7 +345,7 @@ class SynchronousExecutor(Executor, Generic[R]):
         """Update the parameters by the sums of a step, or of a pass in its own context."""
         replica, training, step = work.replica, training or self._training, work.ticket.step
         replica.on_phase("update", step)
-        self._replica.update_begun = step
+        self._replica.begin_update(step)
         status, norm = apply_update(
             replica,
             sums,
@@ -355,7 +355,7 @@ class SynchronousExecutor(Executor, Generic[R]):
             observe=observer(replica, training, step),
         )
         if not self._parts:
-            replica.update_ended = step
+            replica.end_update(step)
         left_out = (LeftOut.whole(training.plan, step),) if status is Status.skipped else ()
         return StepOutcome(step, status, work.loss_sum, work.weight, norm, left_out, terms=work.terms)
 

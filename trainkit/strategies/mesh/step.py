@@ -162,7 +162,7 @@ def provide_stand_in(replica: Replica, plan: BatchPlan, step: int, batches: Sequ
     if replica.stand_in is None and plan.num_shards(plan.steps_per_epoch - 1) < replica.num_ranks:
         own = batches[0] if batches else None
         has_own = plan.num_shards(step) >= replica.num_ranks
-        replica.stand_in = cloned_batch(own) if has_own else dummy_batch(own, replica.device, replica.all_ranks)
+        replica.set_stand_in(cloned_batch(own) if has_own else dummy_batch(own, replica.device, replica.all_ranks))
 
 
 def dummy_batch(batch: Batch | None, device: torch.device, all_ranks: Collective) -> Batch:
@@ -297,7 +297,7 @@ class ShardedWork(ShardStep):
         grads = [param.shape for param in replica.params.values()] if replica.lanes is None else []
         shapes = [*grads, *buffers.shapes(), *[torch.Size([1])] * self.divisor.counted]
         packing = FlatBuffer(shapes, replica.precision.master_dtype, replica.device, num_grads=len(grads))
-        replica.packing = packing
+        replica.set_packing(packing)
         return packing
 
     def _again(self, *, repeats: bool) -> Batch:

@@ -37,6 +37,10 @@ class Compiled:
         """Whether the module runs its original forward."""
         self._compiled: Callable[..., Any] | None = None
 
+    def run_eagerly(self) -> None:
+        """Run the original forward of the module from now on."""
+        self.is_eager = True
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled module on its inputs."""
         # as a part of a larger graph; is_compiling() is also true while another thread compiles
@@ -104,7 +108,7 @@ def uncompiled(model: nn.Module) -> nn.Module:
         (True, False)
     """
     for compiled in _compiled_forwards(model):
-        compiled.is_eager = True
+        compiled.run_eagerly()
     return model
 
 

@@ -266,7 +266,7 @@ class OrderWorker(ABC):
     def __init__(self, replica: Replica, data: Data, training: StepContext, *, mode: Mode) -> None:
         self._replica, self._data, self._training, self._mode = replica, data, training, mode
         self._captured = GradientCapture()
-        replica.stepper = self._captured
+        replica.use_stepper(self._captured)
         self._read: tuple[int, int | None] | None = None
         """Version of the variables here, and number of loads of the servers."""
 

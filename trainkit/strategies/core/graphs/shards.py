@@ -190,14 +190,14 @@ class ShardGraphs:
         if work.ticket.shards:
             before, attributes = GeneratorStates([replica.device]), ObjectSnapshot(replica.model.named_modules())
             counter = FlopCounterMode(display=False)
-            replica.keys.silent = True
+            replica.keys.silence(silent=True)
             try:
                 with torch.compiler.set_stance("force_eager"), replica.buffers.watch(), counter:
                     loss = work.first_loss()
                 drawn = before.moved()
                 whole = is_step or not (drawn or attributes.changed() or _has_own_derivative(loss.loss_sum))
             finally:
-                replica.keys.silent = False
+                replica.keys.silence(silent=False)
                 before.restore()
                 attributes.restore()
             if is_step and drawn:
@@ -233,7 +233,7 @@ class ShardGraphs:
             TrainingError: with `compile.mode=step`, the shard cannot be one graph.
         """
         keys = self._replica.keys
-        keys.silent = True
+        keys.silence(silent=True)
         try:
             seeds = (self._replica.backward_seed(factor, self._like) for factor in factors)
             return self._graph(batch, *seeds, unchanged=self._unchanged and self.is_joint)
@@ -246,7 +246,7 @@ class ShardGraphs:
             _LOG.warning("compile.mode: blocks are compiled, because a shard cannot be one graph: %s", error)
             return None
         finally:
-            keys.silent = False
+            keys.silence(silent=False)
 
 
 def gradients_of(replica: Replica, training: StepContext) -> Callable[[Batch, Tensor], tuple[Any, ...]]:
