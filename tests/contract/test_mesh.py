@@ -345,9 +345,10 @@ def test_stages_on_a_mesh_train_as_the_reference(name: str, pool: Pool) -> None:
         (replace(STAGED, global_size=10, micro_size=1, num_steps=5), {}),
         (replace(STAGED, global_size=4, micro_size=4, num_steps=5), {}),
         (replace(STAGED, shaping=ModelTransforms(recompute="full"), num_steps=4), {}),
+        (replace(STAGED, resume_at=3), {}),
         (replace(FROZEN, micro_size=2), {}),
     ],
-    ids=["gpipe", "interleaved", "ragged", "accumulated", "idle", "recomputed", "frozen"],
+    ids=["gpipe", "interleaved", "ragged", "accumulated", "idle", "recomputed", "resumed", "frozen"],
 )
 def test_sharded_stages_train_as_the_reference(base: Case, settings: dict[str, Any], pool: Pool) -> None:
     check(replace(base, settings={**PIPES["pipe x shard"], **settings}), pool)
