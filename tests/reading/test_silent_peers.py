@@ -6,17 +6,26 @@ So is a message in the store that this launch did not write: the error names the
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from tests.support.waiting import wait_for
 from trainkit.cluster.launch import LaunchEnvironment, workers
+from trainkit.cluster.tasks import Identity
 from trainkit.errors import HangError, LinkError
 from trainkit.run.rendezvous import barrier as boards
 from trainkit.run.rendezvous.barrier import ProcessBarrier, StoreClient, WaitReporter
 from trainkit.strategies import rendezvous_store
+from trainkit.strategies.groups.process_group import ProcessGroup
 from trainkit.strategies.rendezvous_store import HostedStore, store_client
+
+OPEN = Path("/proc/self/fd")
 
 
 @pytest.fixture
@@ -42,6 +51,18 @@ def launch_at(address: tuple[str, int]) -> LaunchEnvironment:
     return LaunchEnvironment(
         kind="a test", tasks=workers(2), rank=1, local_rank=1, num_local=2, num_hosts=1, store=address
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc lists what is open on Linux alone")
+def test_a_rank_that_has_left_its_group_is_no_client_of_the_store() -> None:
+    with HostedStore() as store:
+        store.open()
+        for number in range(12):
+            ProcessGroup().join(replace(Identity.solo(), store=store.address, prefix=str(number)))
+            dist.destroy_process_group()
+            if number == 1:  # the first has what the process keeps
+                num_open = len([*OPEN.iterdir()])
+        wait_for(lambda: len([*OPEN.iterdir()]) <= num_open, timeout_s=20)
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import torch
@@ -362,7 +361,6 @@ class ProcessGroupOptions(ProcessGroup):
         return self.replicas
 
 
-@cache
 def _await_ranks(store: Any, identity: Identity, timeout_s: float) -> None:
     """Wait until all ranks are about to join: torch's own wait can be interrupted neither by a signal nor by an error.
 
