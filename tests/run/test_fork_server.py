@@ -2,11 +2,14 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from queue import Queue
 
 import pytest
 
@@ -84,6 +87,19 @@ def test_only_a_process_with_one_thread_and_no_gpu_is_forked() -> None:
     told = subprocess.run([sys.executable, "-c", FORKING, *BEFORE_A_FORK], capture_output=True, text=True, check=True)
     assert [digit == "1" for digit in told.stdout] == [*BEFORE_A_FORK.values()]
     assert told.stderr == ""
+
+
+def test_a_process_with_more_files_than_select_takes_forks(tmp_path: Path) -> None:
+    limits, codes = resource.getrlimit(resource.RLIMIT_NOFILE), Queue[int]()
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limits[1]), limits[1]))
+        while stack.enter_context(Path(os.devnull).open()).fileno() < 1024:
+            pass
+        client = stack.enter_context(ForkServerClient((), os.environ))
+        client.fork(("platform",), os.environ, tmp_path / "log", codes.put)
+        assert codes.get(timeout=120) == 0
+    assert "Linux" in (tmp_path / "log").read_text()
 
 
 def test_ranks_of_the_command_line_import_nothing_again_and_compute_the_same(tmp_path: Path) -> None:

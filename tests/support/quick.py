@@ -20,7 +20,6 @@ import io
 import json
 import os
 import runpy
-import select
 import shutil
 import signal
 import socket
@@ -33,6 +32,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -267,7 +267,7 @@ def _end_with(reader: int) -> None:
     fcntl.fcntl(reader, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(reader, 10, signal.SIGKILL)  # F_SETSIG
     fcntl.fcntl(reader, fcntl.F_SETFL, fcntl.fcntl(reader, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([reader], [], [], 0)[0]:  # it was gone before: no signal comes
+    if wait([reader], 0):  # it was gone before: no signal comes
         os.killpg(0, signal.SIGKILL)
 
 

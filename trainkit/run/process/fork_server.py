@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import struct
@@ -34,6 +33,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import import_module
 from itertools import count
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -98,11 +98,11 @@ class ForkServer:
     def serve(self) -> SpawnRequest | None:
         """Serve requests. In the server: return None once the client is gone. In a fork: return its request."""
         while True:
-            ready, _, _ = select.select([self._connection.fileno(), *self._running], [], [])
+            ready = wait([self._connection, *self._running])  # also descriptors that `select` cannot take
             for descriptor in ready:
                 if descriptor in self._running:
                     self._reap(descriptor)
-            if self._connection.fileno() in ready:
+            if self._connection in ready:
                 found = _receive(self._connection)
                 if found is None:
                     return None
