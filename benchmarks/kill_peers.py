@@ -223,6 +223,8 @@ def run(name: str, kill: tuple[int, int] | None) -> tuple[str, float]:
     with tempfile.TemporaryDirectory() as place:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         rows = Path(place, "run/metrics.jsonl" if name == "trainkit" else "steps.jsonl")
+        # Else restarted ranks read the addresses of dead ones in torch 2.13, and a run ends by chance: pytorch#135712.
+        environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         if kill is not None:
             rank, step = kill
             environ["KILL"] = f"{rank}:{step}"
