@@ -83,11 +83,9 @@ def open_descriptor(path: Path, flags: int, *, follow: bool = False) -> int:
     Raises:
         StorageError: the file is to be created or written, and the system refuses.
     """
-    flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    if not follow:
-        flags |= getattr(os, "O_NOFOLLOW", 0)
+    flags |= os.O_NONBLOCK if follow else os.O_NONBLOCK | os.O_NOFOLLOW
     try:
-        # Devices must not even be opened, and Windows opens links: check the file before and after.
+        # Devices must not even be opened: check the file before and after.
         with contextlib.suppress(FileNotFoundError):
             _refuse_irregular(path, path.stat(follow_symlinks=follow).st_mode)
         descriptor = os.open(path, flags, 0o666)  # as in `open`: the umask applies
@@ -649,8 +647,6 @@ class Free:
     @classmethod
     def at(cls, path: Path) -> Free | None:
         """Return the free space of the file system of a path, existing or not; None if unknown."""
-        if not hasattr(os, "statvfs"):
-            return None
         for place in (path, *path.absolute().parents):
             try:
                 found = os.statvfs(place)

@@ -494,7 +494,6 @@ a_function_with_a_long_name(60)
 """
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGUSR2"), reason="this system has no SIGUSR2")
 def test_processes_that_share_a_file_do_not_mix_their_words(tmp_path: Path) -> None:
     file = tmp_path / "stacks"
     with subprocess.Popen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -9,9 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-if sys.platform != "win32":
-    import fcntl
 
 ROOT = Path(__file__).resolve().parents[2]
 

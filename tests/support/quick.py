@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import io
@@ -35,9 +36,6 @@ from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Final, NoReturn
-
-if sys.platform != "win32":
-    import fcntl
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 FORK_SERVER: Final = "trainkit.run.fork_server_main"

@@ -89,8 +89,7 @@ def run_auxiliary(
 ) -> None:
     """Run an auxiliary task until it ends."""
     if identity.task.is_evaluator:
-        if hasattr(os, "nice"):
-            os.nice(_NICENESS)
+        os.nice(_NICENESS)
         folder.error_of(identity.task.rank).unlink(missing_ok=True)  # of an earlier start of this task
         if evaluate_checkpoints(plan, identity, folder, requested=requested, on_phase=on_phase):
             report_end(folder, EvaluatorEnd(status="finished"))
