@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import TextIOWrapper
@@ -193,8 +193,10 @@ class PendingUpdate:
 
 @dataclass(kw_only=True)
 class WorkScheduler(ABC):
-    """The state common to all schedulers: the workers and their work items."""
+    """The state common to all schedulers: the workers, their work items, and the gradients that have arrived."""
 
+    staleness: Staleness = Staleness()
+    """The treatment of stale gradients."""
     version: int = 0
     """Version of the variables: their number of updates."""
     until: int | None = None
@@ -203,14 +205,19 @@ class WorkScheduler(ABC):
     """Work items by number, in the order in which they were assigned, whose gradients may be used."""
     late: Counter[str] = field(default_factory=Counter)
     """Number of discarded gradients by worker."""
+    _again: list[Ticket] = field(default_factory=list)
+    """Tickets that are assigned before any others, in their order."""
+    _arrived: dict[Ticket, WorkItem] = field(default_factory=dict)
+    """Gradients that wait for their update, in the order of their arrival."""
     _clocks: dict[str, int] = field(default_factory=dict)
     _numbers: count[int] = field(default_factory=count)
 
     def recall(self, remembered: JsonMap, version: int, until: int | None) -> None:
         """Start at a version, again after a rollback, with the work that `remember` returned."""
         del remembered
-        self.version, self.until = version, until
+        self.version, self.until, self._again = version, until, []
         self.running.clear()
+        self._arrived.clear()
         self._clocks = dict.fromkeys(self._clocks, 0)
 
     def remember(self) -> JsonMap:
@@ -222,11 +229,12 @@ class WorkScheduler(ABC):
         self._clocks[worker] = min(self._clocks.values(), default=0)
 
     def leave(self, worker: str) -> None:
-        """Remove a worker and assign its work items again."""
+        """Remove a worker and assign its work items again, unless another worker computes the same."""
         self._clocks.pop(worker, None)
         for item in [item for item in self.running.values() if item.worker == worker]:
             del self.running[item.number]
-            self._requeue(item)
+            if all(other.ticket != item.ticket for other in self.running.values()):
+                self._requeue(item.ticket)
 
     def next(self, worker: str) -> WorkItem | None:
         """Return the next work item of an idle worker; None: it must wait for an update, or for the end."""
@@ -240,14 +248,18 @@ class WorkScheduler(ABC):
     def report(self, number: int, worker: str, read: int) -> bool:
         """Record that a gradient, computed after `read` updates, is there; return False if it is to be discarded."""
         item = self.running.pop(number, None)
-        if item is not None and self._accept(replace(item, version=read)):
-            return True
-        self.late[worker] += 1
-        return False
+        if item is None or not self.staleness.decide(self.version - read).takes:
+            self.late[worker] += 1
+            if item is not None:
+                self._requeue(item.ticket)
+            return False
+        self._arrived[item.ticket] = replace(item, version=read)
+        self.running = {other: one for other, one in self.running.items() if one.ticket != item.ticket}
+        return True
 
     @abstractmethod
     def next_ready_update(self) -> PendingUpdate | None:
-        """Return the next update, once all its gradients have arrived."""
+        """Return the next update, once all its gradients have arrived; it is then made, or scheduled again."""
 
     def merged(self, update: PendingUpdate) -> None:
         """Record that the update was made, or skipped by policy: the version advances."""
@@ -258,24 +270,36 @@ class WorkScheduler(ABC):
 
     def requeue_after_overflow(self, update: PendingUpdate) -> None:
         """Assign the shards of an overflowed update again, before any others."""
-        for item in update.items:
-            self._requeue(item)
+        self._requeue(*update.tickets)
 
     @abstractmethod
     def _choose(self, worker: str) -> Ticket | None:
         """Choose the next ticket for a worker."""
 
-    @abstractmethod
-    def _accept(self, item: WorkItem) -> bool:
-        """Keep a gradient for an update; return False if it is of no use."""
+    def _requeue(self, *tickets: Ticket) -> None:
+        self._again = sorted([*self._again, *tickets], key=_order)
 
-    @abstractmethod
-    def _requeue(self, item: WorkItem) -> None:
-        """Assign a work item again."""
+    def _update(self, tickets: Iterable[Ticket]) -> PendingUpdate:
+        """Return the update of gradients that have arrived."""
+        update = PendingUpdate(version=self.version, items=tuple(map(self._arrived.pop, tickets)))
+        return replace(update, decision=self.staleness.decide(update.staleness))
+
+    def _held(self) -> list[Ticket]:
+        """Return the tickets that are assigned, or whose gradients wait."""
+        return [*self._arrived, *dict.fromkeys(item.ticket for item in self.running.values())]
 
     @property
     def _is_over(self) -> bool:
         return self.until is not None and self.version >= self.until
+
+
+def _order(ticket: Ticket) -> tuple[int, tuple[int, ...]]:
+    return ticket.step, ticket.shards
+
+
+def _places(tickets: Iterable[Ticket]) -> list[tuple[int, int]]:
+    """Return (step, shard) of every shard."""
+    return [(ticket.step, shard) for ticket in tickets for shard in ticket.shards]
 
 
 @dataclass(kw_only=True)
@@ -289,32 +313,24 @@ class AsyncScheduler(WorkScheduler):
     """
 
     plan: BatchPlan
-    staleness: Staleness = Staleness()
     warmup_steps: int = 0
     """Updates at the beginning during which one gradient at a time is computed."""
-    _again: list[int] = field(default_factory=list)
     _next: int = 0
-    _arrived: deque[WorkItem] = field(default_factory=deque)
 
     def recall(self, remembered: JsonMap, version: int, until: int | None) -> None:
         """Restore the state: the remembered steps are assigned first."""
         super().recall(remembered, version, until)
-        self._arrived.clear()
-        self._again = sorted(whole_numbers(remembered.get("handed_out", [])))
-        self._next = version + len(self._again)
+        steps = whole_numbers(remembered.get("handed_out", []))
+        self._requeue(*map(self._whole, steps))
+        self._next = version + len(steps)
 
     def remember(self) -> JsonMap:
         """Return the steps that were assigned and are not applied."""
-        steps = [item.ticket.step for item in (*self.running.values(), *self._arrived)]
-        return {"handed_out": sorted([*self._again, *steps])}
+        return {"handed_out": sorted(ticket.step for ticket in [*self._again, *self._held()])}
 
     def next_ready_update(self) -> PendingUpdate | None:
         """Return the update of the gradient that arrived first."""
-        if not self._arrived:
-            return None
-        item = self._arrived.popleft()
-        decision = self.staleness.decide(self.version - item.version)
-        return PendingUpdate(version=self.version, items=(item,), decision=decision)
+        return self._update(list(self._arrived)[:1]) if self._arrived else None
 
     def _choose(self, worker: str) -> Ticket | None:
         if self.version < self.warmup_steps and self.running:
@@ -322,23 +338,14 @@ class AsyncScheduler(WorkScheduler):
         if not self.staleness.may_begin(self._clocks[worker], min(self._clocks.values())):
             return None
         if self._again:
-            step = self._again.pop(0)
-        elif self.until is None or self._next < self.until:
-            step, self._next = self._next, self._next + 1
-        else:
+            return self._again.pop(0)
+        if self.until is not None and self._next >= self.until:
             return None
+        self._next += 1
+        return self._whole(self._next - 1)
+
+    def _whole(self, step: int) -> Ticket:
         return Ticket(step, tuple(range(self.plan.num_shards(step))))
-
-    def _accept(self, item: WorkItem) -> bool:
-        takes = self.staleness.decide(self.version - item.version).takes
-        if takes:
-            self._arrived.append(item)
-        else:
-            self._requeue(item)
-        return takes
-
-    def _requeue(self, item: WorkItem) -> None:
-        self._again = sorted([*self._again, item.ticket.step])
 
 
 @dataclass(kw_only=True)
@@ -364,76 +371,62 @@ class SyncScheduler(WorkScheduler):
     replaces: bool = False
     """Whether the first results that arrive form the update, instead of those of its own step."""
     _fresh: tuple[int, int] = (0, 0)
-    _returned: list[tuple[int, int]] = field(default_factory=list)
-    _results: dict[Ticket, WorkItem] = field(default_factory=dict)
+    """The first shard that was never assigned."""
 
     def recall(self, remembered: JsonMap, version: int, until: int | None) -> None:
         """Restore the state: the remembered shards are assigned first."""
         super().recall(remembered, version, until)
-        self._results.clear()
         found = expect_map(remembered, {}) if self.replaces else {}
         step, shard = whole_numbers(found.get("fresh", [version, 0]))
         self._fresh = (step, shard)
-        self._returned = [(step, shard) for step, shard in map(whole_numbers, found.get("returned", []))]
+        self._requeue(*(Ticket(step, (shard,)) for step, shard in map(whole_numbers, found.get("returned", []))))
 
     def remember(self) -> JsonMap:
         """Return the unused shards, and the first untouched one, if an update may contain shards of several steps."""
         if not self.replaces:
             return {}
-        return {"returned": sorted([*self._returned, *self._held()]), "fresh": list(self._fresh)}
+        return {"returned": sorted(_places([*self._again, *self._held()])), "fresh": list(self._fresh)}
 
     def next_ready_update(self) -> PendingUpdate | None:
         """Return the update, once there are as many results as its step has shards."""
-        if self._is_over or len(_places(self._results)) < self.plan.num_shards(self.version):
+        if self._is_over or len(_places(self._arrived)) < self.plan.num_shards(self.version):
             return None
-        items = sorted(self._results.values(), key=lambda item: (item.ticket.step, item.ticket.shards))
-        return PendingUpdate(version=self.version, items=tuple(items))
+        return self._update(sorted(self._arrived, key=_order))
 
     def merged(self, update: PendingUpdate) -> None:
         """Advance to the next step; outstanding results are then too late."""
         super().merged(update)
-        self._results.clear()
         self._abandon()
         if not self.replaces or self.version % self.plan.steps_per_epoch == 0:
             self._fresh = (self.version, 0)
 
     def requeue_after_overflow(self, update: PendingUpdate) -> None:
         """Assign again all shards that were assigned at the old loss scale."""
-        self._results.clear()
-        self._return(update.tickets)
+        super().requeue_after_overflow(update)
         self._abandon()
 
     def _choose(self, worker: str) -> Ticket | None:  # noqa: ARG002 - all workers are equivalent
         if self._is_over:
             return None
-        if self._next_place() is None:
+        ticket = self._again[0] if self._again else self._untouched()
+        if ticket is None:
             return self._repeated()
-        wanted = self.plan.num_shards(self.version) + (self.spares if self.replaces else 0)
-        return self._pop() if len(self._held()) < wanted else None
+        if len(_places(self._held())) >= self.plan.num_shards(self.version) + self.spares * self.replaces:
+            return None
+        if self._again:
+            return self._again.pop(0)
+        self._fresh = (ticket.step, ticket.shards[-1] + 1)
+        return ticket
 
-    def _next_place(self) -> tuple[int, int] | None:
-        """Return the next shard to assign: of the step, or of the epoch if an update may mix steps."""
-        if self._returned:
-            return self._returned[0]
+    def _untouched(self) -> Ticket | None:
+        """Return the next shards that were never assigned: of the step, or of the epoch if an update may mix steps."""
         step, shard = self._fresh
         if shard >= self.plan.num_shards(step):
             step, shard = step + 1, 0
         per_epoch = self.plan.steps_per_epoch
         end = (self.version // per_epoch + 1) * per_epoch if self.replaces else self.version + 1
-        return (step, shard) if step < end else None
-
-    def _pop(self) -> Ticket:
-        """Take the next shards, all of one step."""
-        taken: list[tuple[int, int]] = []
-        while len(taken) < self.width and (place := self._next_place()) is not None:
-            if taken and place[0] != taken[0][0]:
-                break
-            taken.append(place)
-            if self._returned:
-                self._returned.pop(0)
-            else:
-                self._fresh = (place[0], place[1] + 1)
-        return Ticket(taken[0][0], tuple(shard for _, shard in taken))
+        shards = range(shard, min(shard + self.width, self.plan.num_shards(step)))
+        return Ticket(step, tuple(shards)) if step < end else None
 
     def _repeated(self) -> Ticket | None:
         """Return the outstanding shard with the fewest workers, the first of them."""
@@ -442,31 +435,10 @@ class SyncScheduler(WorkScheduler):
             return None
         return min(copies, key=lambda ticket: copies[ticket])
 
-    def _held(self) -> list[tuple[int, int]]:
-        """Return the shards that are assigned, or whose results wait."""
-        return _places({*self._results, *(item.ticket for item in self.running.values())})
-
-    def _accept(self, item: WorkItem) -> bool:
-        self._results[item.ticket] = item
-        self.running = {number: one for number, one in self.running.items() if one.ticket != item.ticket}
-        return True
-
     def _abandon(self) -> None:
         """Ignore outstanding results from now on, and assign their shards again."""
-        self._return({item.ticket for item in self.running.values()})
+        self._requeue(*{item.ticket for item in self.running.values()})
         self.running.clear()
-
-    def _requeue(self, item: WorkItem) -> None:
-        if all(other.ticket != item.ticket for other in self.running.values()):
-            self._return([item.ticket])
-
-    def _return(self, tickets: Iterable[Ticket]) -> None:
-        self._returned = sorted([*self._returned, *_places(tickets)])
-
-
-def _places(tickets: Iterable[Ticket]) -> list[tuple[int, int]]:
-    """Return (step, shard) of every shard."""
-    return [(ticket.step, shard) for ticket in tickets for shard in ticket.shards]
 
 
 @dataclass(kw_only=True)
@@ -474,15 +446,13 @@ class ReplayScheduler(WorkScheduler):
     """Makes every gradient read its recorded version, and applies the updates in their recorded order.
 
     A gradient that is early waits, so any number of workers is possible. An update waits until all gradients of the
-    version before it have been computed.
+    version before it have been computed. Dropped gradients are not in the record.
     """
 
     script: Sequence[PendingUpdate]
     """The record, from version 0 on."""
-    staleness: Staleness = Staleness()
-    """Scales gradients and rates as in the recorded run; dropped gradients are not in the record."""
-    _to_read: dict[int, deque[Ticket]] = field(default_factory=lambda: defaultdict(deque))
-    _results: dict[Ticket, WorkItem] = field(default_factory=dict)
+    _to_read: dict[int, list[Ticket]] = field(default_factory=dict)
+    """Tickets by the later version that they read."""
 
     def recall(self, remembered: JsonMap, version: int, until: int | None) -> None:
         """Restore the position in the record.
@@ -491,6 +461,7 @@ class ReplayScheduler(WorkScheduler):
             TrainingError: later gradients were computed from variables that no longer exist.
         """
         super().recall(remembered, version, until)
+        self._to_read = defaultdict(list)
         for line in self.script[version:]:
             for item in line.items:
                 if item.version < version:
@@ -499,30 +470,26 @@ class ReplayScheduler(WorkScheduler):
                         f"was computed at version {item.version}. Start it from the beginning with resume=null."
                     )
                 self._to_read[item.version].append(item.ticket)
+        self._requeue(*self._to_read[version])
 
     def next_ready_update(self) -> PendingUpdate | None:
         """Return the next recorded update, once all gradients of the current version are there."""
-        if self._is_over or self._to_read[self.version] or self.running:
+        if self._is_over or self._again or self.running:
             return None
         if self.version >= len(self.script):
             raise TrainingError(
                 f"the recorded run made {len(self.script)} updates, and this run needs more. "
                 f"Use steps={len(self.script)}, or stop_at_step."
             )
-        items = tuple(self._results.pop(ticket) for ticket in self.script[self.version].tickets)
-        update = PendingUpdate(version=self.version, items=items)
-        return replace(update, decision=self.staleness.decide(update.staleness))
+        return self._update(self.script[self.version].tickets)
+
+    def merged(self, update: PendingUpdate) -> None:
+        """Advance to the next version, and assign what has read it."""
+        super().merged(update)
+        self._requeue(*self._to_read[self.version])
 
     def _choose(self, worker: str) -> Ticket | None:  # noqa: ARG002 - the record may name other workers
-        waiting = self._to_read[self.version]
-        return waiting.popleft() if waiting and not self._is_over else None
-
-    def _accept(self, item: WorkItem) -> bool:
-        self._results[item.ticket] = item
-        return True
-
-    def _requeue(self, item: WorkItem) -> None:
-        self._to_read[self.version].append(item.ticket)
+        return self._again.pop(0) if self._again and not self._is_over else None
 
 
 FILE: Final = "updates.jsonl"
