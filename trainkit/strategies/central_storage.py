@@ -40,11 +40,11 @@ from trainkit.strategies.base import (
     StepOutcome,
     ignore_phase,
 )
-from trainkit.strategies.core.copies import ComputingCopies, Sums, ThreadWork, computing_copy, sum_of, total_of
+from trainkit.strategies.core.copies import ComputingCopies, Sums, ThreadWork, computing_copy, total_of
 from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.refusals import async_problems, phase_problems
 from trainkit.strategies.core.replica import Replica, replica_state, restore_replica
-from trainkit.strategies.core.step import ShardStep, apply_update
+from trainkit.strategies.core.step import ShardStep, added, apply_update
 from trainkit.strategies.core.synchronous import OneProcess, SynchronousExecutor, build_parts, make_stepper, set_rates
 from trainkit.strategies.groups.process_group import device_list_problems, device_problems, parse_device
 from trainkit.strategies.model_transforms.compiling import uncompiled
@@ -214,23 +214,22 @@ class CopiesStep(ShardStep):
 
     def agree_on_grad_layout(self) -> FlatBuffer:
         """Find the layout of gradients and buffers in the first copy, and pass it to the others."""
-        self._works[0].agree_on_grad_layout()
-        self._copies.settle(self._works[0].replica)
+        self._copies.agree(self._works[0])
         assert self.replica.packing is not None
         return self.replica.packing
 
     def partials(self) -> Iterator[tuple[int, Sums]]:
         """Yield (lane, its sums) on the variables' device, in an order that does not depend on the threads' speed."""
         replica, works, copies = self.replica, self._works, self._copies
-        in_turn = copies.may_compile((place, work.batches) for place, work in enumerate(works))
-        found = [dict(one) for one in copies.run(lambda work: work.sums(replica.device), works, in_turn=in_turn)]
+        copies.compute([[work] for work in works])
         replica.set_sparse(copies.copies[0].sparse)
-        device = copies.copies[0].device
-        self.loss_sum = sum_of([work.loss_sum.to(device) for work in works if work.loss_sum is not None])
-        counted = sum_of([work.weight.to(device) for work in works if isinstance(work.weight, Tensor)])
-        known = sum(work.weight for work in works if not isinstance(work.weight, Tensor))
-        self.weight = known if counted is None else counted + known
+        device, found = copies.copies[0].device, [dict(work.found) for work in works]
         for work in works:
+            if work.loss_sum is None:  # it had no shard
+                continue
+            loss = work.loss_sum.to(device)
+            self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
+            self.weight = added(self.weight, work.weight.to(device) if isinstance(work.weight, Tensor) else work.weight)
             for name, term in work.terms.items():
                 self.terms[name] = self.terms[name] + term.to(device) if name in self.terms else term.to(device)
         if replica.lanes is None:
@@ -295,9 +294,9 @@ class AsyncCentralExecutor(Executor):
             self._scheduler.join(str(place))
         self._chosen: WorkItem | None = None
         """The work of the ticket that was yielded last."""
-        self._running: dict[Future[tuple[ThreadWork, Sums, int]], WorkItem] = {}
+        self._running: dict[Future[tuple[ThreadWork, int]], WorkItem] = {}
         """Steps in progress, in the order of assignment."""
-        self._arrived: dict[int, tuple[ThreadWork, Sums, int]] = {}
+        self._arrived: dict[int, ThreadWork] = {}
         """Gradients by the number of their work item."""
         self._recalled: JsonMap = {}
         self._lock = Lock()
@@ -339,8 +338,8 @@ class AsyncCentralExecutor(Executor):
         done, _ = wait(self._running, return_when=FIRST_COMPLETED)
         first = next(future for future in self._running if future in done)
         item = self._running.pop(first)
-        self._arrived[item.number] = found = first.result()
-        self._scheduler.report(item.number, item.worker, found[2])
+        self._arrived[item.number], read = first.result()
+        self._scheduler.report(item.number, item.worker, read)
         update = self._scheduler.next_ready_update()
         assert update is not None, "each gradient makes an update"
         return self._apply(update)
@@ -355,9 +354,7 @@ class AsyncCentralExecutor(Executor):
         copy = copies.copies[place]
         copy.set_loss_scale(self._local.loss_scale)
         work = ThreadWork(copy, item.ticket, [to_device(batch, copy.device) for batch in batches], self._training)
-        if self._variables.packing is None:
-            work.agree_on_grad_layout()
-            copies.settle(work.replica)
+        copies.agree(work)
         compiles = copies.may_compile([(place, work.batches)])
         if compiles:
             wait(self._running)
@@ -366,18 +363,19 @@ class AsyncCentralExecutor(Executor):
         if compiles:
             wait([future])
 
-    def _computed(self, work: ThreadWork) -> tuple[ThreadWork, Sums, int]:
+    def _computed(self, work: ThreadWork) -> tuple[ThreadWork, int]:
         """Read the current variables and compute a whole step with them, on a thread; return their version, too."""
         with self._lock:
             self._copies.refresh(work.replica)
             version = self._scheduler.version
-        ((_, sums),) = work.sums(self._variables.device)
-        return work, sums, version
+        work.compute(self._variables.device)
+        return work, version
 
     def _apply(self, update: PendingUpdate) -> StepOutcome:
         """Update the variables by the optimizer of the copy that computed; the first one keeps the averages of all."""
         (item,), variables, local = update.items, self._variables, self._local
-        work, sums, _ = self._arrived.pop(item.number)
+        work = self._arrived.pop(item.number)
+        ((_, sums),) = work.found
         variables.on_phase("update", item.ticket.step)
         with self._lock:
             variables.use_stepper(self._steppers[int(item.worker)])

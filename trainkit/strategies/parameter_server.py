@@ -36,6 +36,7 @@ from trainkit.strategies.base import (
     Transfer,
 )
 from trainkit.strategies.core.buffers import sample_dims_of
+from trainkit.strategies.core.copies import ComputingCopies, computing_copy
 from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.refusals import async_problems, no_rollback, phase_problems
 from trainkit.strategies.core.replica import Replica
@@ -43,7 +44,7 @@ from trainkit.strategies.core.step import sparse_problems
 from trainkit.strategies.core.synchronous import build_parts, make_stepper, no_reducer
 from trainkit.strategies.model_transforms.compiling import uncompiled
 from trainkit.strategies.traffic import lookups_of
-from trainkit.strategies.updates.chief import OWN, Chief, Worker, WorkerReplicas, sparse_tables
+from trainkit.strategies.updates.chief import OWN, Chief, Worker, sparse_tables
 from trainkit.strategies.updates.group import GroupWorker
 from trainkit.strategies.updates.links import AddressBook, Connection
 from trainkit.strategies.updates.scheduler import (
@@ -451,8 +452,9 @@ class ParameterServer(Strategy):
             stack.enter_context(closing(servers))
             data = request.open_data(replica.device)
             link = stack.enter_context(closing(addresses.connect(OWN, name=name)))
-            replicas = stack.enter_context(closing(WorkerReplicas(replica, devices)))
-            worker = Worker(replicas, servers, data, request.training, mode=self.mode, mixes=self._replaces)
+            more = [computing_copy(replica, device, shares=device == replica.device) for device in devices[1:]]
+            copies = stack.enter_context(closing(ComputingCopies(replica, [replica, *more])))
+            worker = Worker(copies, servers, data, request.training, mode=self.mode, mixes=self._replaces)
             worker.run(link, (lambda _step: None) if is_own else (lambda step: request.on_phase("idle", step)))
 
     def _work_together(self, request: SetupRequest, addresses: AddressBook) -> None:

@@ -78,23 +78,24 @@ class ComputingCopies:
         self._seen |= shapes
         return is_new
 
-    def run(
-        self, compute: Callable[[_Work], _Result], works: Sequence[_Work], *, in_turn: bool = False
-    ) -> list[_Result]:
-        """Run each work on its own thread, and return the results; all threads have ended, even if one fails.
-
-        Args:
-            compute: function that runs on the threads.
-            works: the works, one per copy.
-            in_turn: whether each waits for the previous one.
-        """
-        if self._is_alone:
-            return [compute(work) for work in works]
-        if in_turn:
-            return [self.submit(compute, work).result() for work in works]
-        running = [self.submit(compute, work) for work in works]
+    def compute(self, shares: Sequence[Sequence[ThreadWork]]) -> None:
+        """Compute the works of each copy on its own thread; all threads have ended, even if one fails."""
+        in_turn = self.may_compile((copy, work.batches) for copy, works in enumerate(shares) for work in works)
+        running: list[Future[None]] = []
+        for works in shares:
+            if self._is_alone:
+                self._compute(works)
+            else:
+                running.append(self.submit(self._compute, works))
+            if in_turn:
+                wait(running)
         wait(running)  # no thread may compute while the copies are torn down
-        return [one.result() for one in running]
+        for one in running:
+            one.result()
+
+    def _compute(self, works: Sequence[ThreadWork]) -> None:
+        for work in works:
+            work.compute(self.source.device)
 
     @torch.no_grad()
     def refresh(self, *copies: Replica, frozen: bool = False) -> None:
@@ -122,11 +123,13 @@ class ComputingCopies:
         for one in (self.source, *self.copies):
             one.set_loss_scale(scale)
 
-    def settle(self, first: Replica) -> None:
-        """Pass the layout of gradients and buffers that one copy has found to the source and the other copies."""
-        for one in (self.source, *self.copies):
-            if one is not first:
-                one.adopt_layout(first)
+    def agree(self, work: ThreadWork) -> None:
+        """Find the layout of gradients and buffers by the first work, for the source and all copies; once."""
+        if self.source.packing is None:
+            work.agree_on_grad_layout()
+            for one in (self.source, *self.copies):
+                if one is not work.replica:
+                    one.adopt_layout(work.replica)
 
 
 def _shapes(batch: Batch) -> Iterator[torch.Size]:
@@ -186,6 +189,8 @@ class ThreadWork(ShardStep):
         recomputes = draws and any(isinstance(module.forward, Recomputed) for module in self.replica.model.modules())
         self._around_forward = GENERATORS_LOCK if draws else nullcontext()
         self._around_shard = GENERATORS_LOCK if recomputes else nullcontext()
+        self.found: list[tuple[int, Sums]] = []
+        """(lane, its sums), or one sum of all shards; none without a shard."""
 
     def _shard(self, shard: int, batch: Batch) -> Tensor | float:
         with self._around_shard:
@@ -199,15 +204,12 @@ class ThreadWork(ShardStep):
         with self._around_forward:
             return super()._forward(shard, batch)
 
-    def sums(self, device: torch.device) -> list[tuple[int, Sums]]:
-        """Return (lane, its sums), or one sum of all shards; an empty list without a shard. For a thread.
-
-        Each list of sums travels to the device as soon as it is complete, in one transfer.
-        """
+    def compute(self, device: torch.device) -> None:
+        """Find the sums; each list travels to a device as soon as it is complete, in one transfer. For a thread."""
         use_device(self.replica.device)
         if self.replica.buffers.names:
             self.replica.buffers.begin_step()
-        return [(lane, moved(sums, device)) for lane, sums in self.partials()]
+        self.found = [(lane, moved(sums, device)) for lane, sums in self.partials()]
 
 
 def total_of(parts: Sequence[Sums]) -> Sums:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from math import isfinite
 from threading import Lock, Thread
 from typing import Any, Final, Literal, Self
@@ -23,7 +24,7 @@ from trainkit.adapters.average import AVERAGE
 from trainkit.data.reading.collate import to_device
 from trainkit.errors import CheckpointError, LinkError, TrainingError
 from trainkit.files import expect_map
-from trainkit.numerics.batch import Ticket, shards_of_rank
+from trainkit.numerics.batch import Ticket
 from trainkit.numerics.precision import LossScale
 from trainkit.strategies.base import (
     Batch,
@@ -38,10 +39,10 @@ from trainkit.strategies.base import (
     StepCounter,
     StepOutcome,
 )
-from trainkit.strategies.core.copies import ComputingCopies, Sums, ThreadWork, computing_copy, total_of
+from trainkit.strategies.core.copies import ComputingCopies, Sums, ThreadWork, total_of
 from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.replica import Replica, replica_state, restore_replica
-from trainkit.strategies.core.step import LossDivisor, apply_update, cloned_batch
+from trainkit.strategies.core.step import LossDivisor, ShardStep, apply_update, cloned_batch
 from trainkit.strategies.model_transforms.compiling import is_compiled
 from trainkit.strategies.tensors.layouts import FlatBuffer
 from trainkit.strategies.traffic import sparse_tables as tables_of
@@ -174,75 +175,6 @@ def read_when_looked_up(model: nn.Module, pull_rows: Callable[[int, Tensor], Ten
         table.register_forward_pre_hook(reader(place), with_kwargs=True)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Computed:
-    """The sums of a work order."""
-
-    sums: list[Sums]
-    """Sums of all shards together, or of each shard if the order of summation is reproducible."""
-    weights: tuple[float, ...]
-    """Weights of the shards of each sum."""
-    divisor: LossDivisor
-    loss_sum: float
-    terms: dict[str, float]
-
-
-class WorkerReplicas(ComputingCopies):
-    """The replicas of a worker: a given one, which holds the variables read from the servers, and copies of it.
-
-    Args:
-        devices: devices of all replicas, that of the given one first.
-
-    Source: replicas within a worker of tf.distribute.ParameterServerStrategy; in-graph replication, Abadi et al. 2016,
-    arXiv:1605.08695, section 4.4.
-    """
-
-    def __init__(self, first: Replica, devices: Sequence[torch.device]) -> None:
-        more = [computing_copy(first, device, shares=device == first.device) for device in devices[1:]]
-        super().__init__(first, [first, *more])
-        self._is_ordered = first.numerics.reproducible
-
-    def compute(
-        self, ticket: Ticket, batches: Sequence[Batch], training: StepContext, *, scale: LossScale, batch_size: int
-    ) -> Computed:
-        """Compute forward and backward of the shards of a work order.
-
-        Replicas take the shards in turn. With a reproducible order of summation each shard is a separate work.
-        """
-        self.set_loss_scale(scale)
-        shares: list[dict[int, ThreadWork]] = []
-        for rank, replica in enumerate(self.copies):
-            own = shards_of_rank(len(batches), rank=rank, num_ranks=len(self.copies), lanes=None)
-            share = {}
-            for places in [own] if own and not self._is_ordered else [(place,) for place in own]:
-                given = Ticket(ticket.step, tuple(ticket.shards[place] for place in places))
-                moved = [to_device(batches[place], replica.device) for place in places]
-                moved = [cloned_batch(batch) for batch in moved] if self._is_ordered else moved
-                share[places[0]] = ThreadWork(replica, given, moved, training, batch_size)
-            shares.append(share)
-        in_order = [work for _, work in sorted((place, work) for share in shares for place, work in share.items())]
-        if self.source.packing is None:
-            in_order[0].agree_on_grad_layout()
-            self.settle(self.source)
-        in_turn = self.may_compile((rank, work.batches) for rank, share in enumerate(shares) for work in share.values())
-        found = self.run(self._sums_of, shares, in_turn=in_turn)
-        by_place = {place: sums for share in found for place, sums in share.items()}
-        sums, weights = [by_place[place] for place in sorted(by_place)], [float(work.weight) for work in in_order]
-        if not self._is_ordered:
-            weights, sums = [sum(weights)], [total_of(sums)]
-        terms: dict[str, float] = {}
-        for work in in_order:
-            for name, term in work.terms.items():
-                terms[name] = terms.get(name, 0.0) + float(term)
-        loss_sum = sum(float(work.loss_sum) for work in in_order if work.loss_sum is not None)
-        divisor = in_order[0].divisor
-        return Computed(sums=sums, weights=tuple(weights), divisor=divisor, loss_sum=loss_sum, terms=terms)
-
-    def _sums_of(self, works: Mapping[int, ThreadWork]) -> dict[int, Sums]:
-        """Compute the works of one thread one after the other; return their sums on the first replica's device."""
-        return {place: work.sums(self.source.device)[0][1] for place, work in works.items()}
-
-
 class GradientCapture(OptimizerStepper):
     """Replaces an optimizer and captures the gradients, which are sent to the servers."""
 
@@ -292,26 +224,35 @@ class OrderWorker(ABC):
         batches = self._data.fetch(self._share(ticket))
         read, mixed = self._pull(order)
         scale = replace(replica.precision.loss_scale(), scale=order.scale)  # the chief knows the overflows before
-        computed = self._compute(ticket, batches, scale)
+        works, names = self._compute(ticket, batches, scale), training.objective.term_names
+        numbers = [
+            sum(float(work.loss_sum) for work, _ in works if work.loss_sum is not None),
+            *(sum(float(work.terms.get(name, 0.0)) for work, _ in works) for name in names),
+            *(float(work.weight) for work, _ in works),
+        ]
+        loss_sum, *rest = replica.data_ranks.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        terms, weights = dict(zip(names, rest, strict=False)), rest[len(names) :]
+        found, divisor = [sums for _, sums in works], works[0][0].divisor
+        if not replica.numerics.reproducible:
+            found, weights = [total_of(found)], [sum(weights)]
         report = WorkReport(
             number=order.number,
             read=read,
-            loss_sum=computed.loss_sum,
-            weights=computed.weights,
-            terms=computed.terms,
+            loss_sum=loss_sum,
+            weights=tuple(weights),
+            terms=terms,
             mixed=mixed,
             scale=order.scale,
         )
         if self._mode == "async":
-            (sums,), loss_sum = computed.sums, computed.loss_sum
             loss = torch.full((), loss_sum, device=replica.device)  # written by a kernel, without a copy
-            status, norm = apply_update(replica, sums, computed.divisor, training.rule(read), loss_sum=loss)
+            status, norm = apply_update(replica, found[0], divisor, training.rule(read), loss_sum=loss)
             if status is not Status.applied:
                 return replace(report, status=status.value)
             report = replace(report, norm=None if norm is None else float(norm))
-        for key, sums in zip(report.keys, computed.sums, strict=True):
+        for key, sums in zip(report.keys, found, strict=True):
             count = len(replica.params)
-            buffers = sums[count : len(sums) - int(computed.divisor.counted)]
+            buffers = sums[count : len(sums) - int(divisor.counted)]
             self._push(key, self._captured.grads if self._mode == "async" else sums[:count], buffers)
         return report
 
@@ -319,9 +260,9 @@ class OrderWorker(ABC):
         """Return whether an order needs variables that are not here."""
         return self._mode == "async" or self._read != (order.version, order.loads)
 
-    @abstractmethod
     def _next(self, link: Connection | None) -> WorkOrder | None:
         """Wait for the next order; None: there are no more."""
+        return None if link is None else WorkOrder.received(link)
 
     def _share(self, ticket: Ticket) -> Ticket:
         """Return the part of a ticket that this process computes."""
@@ -334,8 +275,12 @@ class OrderWorker(ABC):
         """
 
     @abstractmethod
-    def _compute(self, ticket: Ticket, batches: Sequence[Batch], scale: LossScale) -> Computed:
-        """Compute forward and backward of a ticket, of which this process has the batches of its share."""
+    def _compute(self, ticket: Ticket, batches: Sequence[Batch], scale: LossScale) -> list[tuple[ShardStep, Sums]]:
+        """Compute forward and backward of a ticket, of which this process has the batches of its share.
+
+        Returns:
+            Steps with their sums, in the order of their shards; in a reproducible run one for each shard.
+        """
 
     @abstractmethod
     def _push(self, key: str, grads: Sequence[Tensor | None], buffers: Sequence[Tensor | None]) -> None:
@@ -345,8 +290,11 @@ class OrderWorker(ABC):
 class Worker(OrderWorker):
     """A worker of one process, with a whole replica for each of its devices.
 
+    Source: replicas within a worker of tf.distribute.ParameterServerStrategy; in-graph replication, Abadi et al. 2016,
+    arXiv:1605.08695, section 4.4.
+
     Args:
-        replicas: the replicas; the first has the parameters of the last pull.
+        copies: the replicas, which share the shards of an order; the first has the parameters of the last pull.
         mode: `async`: a ticket is a whole step, whose gradient is clipped here; `sync`: shards of a step.
         mixes: whether an update may contain shards of several steps, so that all are divided by the size of a full
             batch.
@@ -354,7 +302,7 @@ class Worker(OrderWorker):
 
     def __init__(
         self,
-        replicas: WorkerReplicas,
+        copies: ComputingCopies,
         servers: ParameterServerClient,
         data: Data,
         training: StepContext,
@@ -362,15 +310,12 @@ class Worker(OrderWorker):
         mode: Mode,
         mixes: bool,
     ) -> None:
-        super().__init__(replicas.source, data, training, mode=mode)
-        self._replicas, self._servers, self._mixes = replicas, servers, mixes
+        super().__init__(copies.source, data, training, mode=mode)
+        self._copies, self._servers, self._mixes = copies, servers, mixes
         self._row_lock = Lock()
-        self._tables = sparse_tables(replicas.source.model)
-        for replica in replicas.copies:
+        self._tables = sparse_tables(copies.source.model)
+        for replica in copies.copies:
             read_when_looked_up(replica.model, self._pull_rows)
-
-    def _next(self, link: Connection | None) -> WorkOrder | None:
-        return None if link is None else WorkOrder.received(link)
 
     def _pull(self, order: WorkOrder) -> tuple[int, bool]:
         servers = self._servers
@@ -378,7 +323,7 @@ class Worker(OrderWorker):
             known = None if self._read is None else self._read[1]
             tensors = enumerate(tensors_of(self._replica.model))
             version = servers.pull([None if place in self._tables else one for place, one in tensors])
-            self._replicas.refresh(frozen=servers.loads != known)
+            self._copies.refresh(frozen=servers.loads != known)
             self._read = version, servers.loads
         assert self._read is not None
         return self._read[0], servers.mixed
@@ -388,10 +333,23 @@ class Worker(OrderWorker):
         with self._row_lock:
             return self._servers.pull_rows(place, rows)
 
-    def _compute(self, ticket: Ticket, batches: Sequence[Batch], scale: LossScale) -> Computed:
-        plan = self._training.plan
+    def _compute(self, ticket: Ticket, batches: Sequence[Batch], scale: LossScale) -> list[tuple[ShardStep, Sums]]:
+        plan, copies, is_ordered = self._training.plan, self._copies, self._replica.numerics.reproducible
         size = plan.global_size if self._mixes else plan.batch_size(ticket.step)
-        return self._replicas.compute(ticket, batches, self._training, scale=scale, batch_size=size)
+        copies.set_loss_scale(scale)
+        shares: list[list[ThreadWork]] = []
+        for rank, copy in enumerate(copies.copies):
+            own = range(len(batches))[rank :: len(copies.copies)]
+            shares.append([])
+            for places in [own] if own and not is_ordered else [(place,) for place in own]:
+                given = Ticket(ticket.step, tuple(ticket.shards[place] for place in places))
+                moved = [to_device(batches[place], copy.device) for place in places]
+                moved = [cloned_batch(batch) for batch in moved] if is_ordered else moved
+                shares[-1].append(ThreadWork(copy, given, moved, self._training, size))
+        copies.agree(shares[0][0])
+        copies.compute(shares)
+        in_order = (work for of_all in zip_longest(*shares) for work in of_all if work is not None)
+        return [(work, work.found[0][1]) for work in in_order]
 
     def _push(self, key: str, grads: Sequence[Tensor | None], buffers: Sequence[Tensor | None]) -> None:
         replica = self._replica

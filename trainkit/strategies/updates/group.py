@@ -23,11 +23,12 @@ from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.precision import LossScale
 from trainkit.strategies.base import Batch, Data, JsonMap, StepContext
 from trainkit.strategies.collectives import GroupCollective, all_gather_object, broadcast_values
+from trainkit.strategies.core.copies import Sums
 from trainkit.strategies.core.replica import Replica
-from trainkit.strategies.core.step import MakeStep
+from trainkit.strategies.core.step import MakeStep, ShardStep
 from trainkit.strategies.tensor_shards import iter_gather_full
 from trainkit.strategies.tensors.layouts import local_part
-from trainkit.strategies.updates.chief import Computed, Mode, OrderWorker, WorkOrder
+from trainkit.strategies.updates.chief import Mode, OrderWorker, WorkOrder
 from trainkit.strategies.updates.links import Connection
 from trainkit.strategies.updates.server import ParameterServerClient
 from trainkit.strategies.updates.variables import VariableShards
@@ -103,7 +104,7 @@ class GroupWorker(OrderWorker):
         return found or {}
 
     def _next(self, link: Connection | None) -> WorkOrder | None:
-        order = None if link is None else WorkOrder.received(link)
+        order = super()._next(link)
         told = self._tell({} if order is None else asdict(order))
         return WorkOrder.of(told) if told else None
 
@@ -140,7 +141,7 @@ class GroupWorker(OrderWorker):
         replica.refresh_params()
         replica.reload()
 
-    def _compute(self, ticket: Ticket, batches: Sequence[Batch], scale: LossScale) -> Computed:
+    def _compute(self, ticket: Ticket, batches: Sequence[Batch], scale: LossScale) -> list[tuple[ShardStep, Sums]]:
         replica, training = self._replica, self._training
         replica.set_loss_scale(scale)
         plan = {item.name: getattr(training.plan, item.name) for item in fields(BatchPlan)}
@@ -149,17 +150,7 @@ class GroupWorker(OrderWorker):
         work = self._make_step(replica, self._share(ticket), moved, training)
         sums = work.run()
         replica.refuse_changed_params(ticket.step + 1)
-        names = training.objective.term_names
-        loss = 0.0 if work.loss_sum is None else float(work.loss_sum)
-        here = [float(work.weight), loss, *(float(work.terms.get(name, 0.0)) for name in names)]
-        weight, loss_sum, *terms = replica.data_ranks.sum(torch.tensor(here, dtype=torch.float64)).tolist()
-        return Computed(
-            sums=[sums],
-            weights=(weight,),
-            divisor=work.divisor,
-            loss_sum=loss_sum,
-            terms=dict(zip(names, terms, strict=True)),
-        )
+        return [(work, sums)]
 
     def _push(self, key: str, grads: Sequence[Tensor | None], buffers: Sequence[Tensor | None]) -> None:
         replica, servers = self._replica, self._servers
