@@ -52,7 +52,7 @@ from trainkit.strategies.updates.scheduler import (
     WorkScheduler,
     read_record,
 )
-from trainkit.strategies.updates.server import ParameterServerClient, ServerShard, SumOptions, VariableServer, lane_sum
+from trainkit.strategies.updates.server import ParameterServerClient, ServerShard, VariableServer, lane_sum
 from trainkit.strategies.updates.variables import (
     Variable,
     VariableShards,
@@ -662,14 +662,14 @@ def test_sums_over_lanes_have_the_bits_of_the_lane_reducer(servers: int) -> None
     reducer = DeterministicReducer(lanes=8, rank=0, num_ranks=1)
     reducer.begin(packing, num_shards=shards)
     for lane, held in of_lane.items():
-        reducer.add(lane, lane_sum(held, None, packing) if len(held) > 1 else held[0])
+        reducer.add(lane, lane_sum(held, 0, packing) if len(held) > 1 else held[0])
     expected = [present(total) for total in reducer.finish()]
     norms = torch.stack(torch._foreach_norm(expected, 2.0))
     with serving(model, optimizer_of("sgd"), servers=servers) as farm:
         for shard, grads in enumerate(pushed):
             farm.chief.push(f"s/{shard}", grads)
-        options = SumOptions(check_finite=True, lanes=8, norms=True)
-        found = farm.chief.sum([f"s/{shard}" for shard in range(shards)], options, exact=True)
+        keys = [f"s/{shard}" for shard in range(shards)]
+        found = farm.chief.sum(keys, lanes=8, checks=True, norms=True)
         assert found.finite
         assert torch.equal(found.norm, torch.linalg.vector_norm(norms))
         farm.chief.apply(version=1, lr_factor=1.0)
@@ -695,13 +695,11 @@ def test_what_is_discarded_changes_nothing() -> None:
     present(grads[-1])[0] = float("nan")
     with serving(model, optimizer_of("momentum"), servers=2) as farm:
         farm.chief.push("a", grads)
-        assert not farm.chief.sum(["a"], SumOptions(check_finite=True)).finite
-        farm.chief.apply(version=1, lr_factor=1.0, keys=[])
-        assert farm.chief.pull(tensors_of(model)) == 1
+        assert not farm.chief.sum(["a"], checks=True).finite
         farm.chief.push("b", gradients(model, 1))
         farm.chief.discard_staged(["b", "never there"])
         with pytest.raises(TrainingError, match="ps:0 refuses: there is no gradient b"):
-            farm.chief.apply(version=2, lr_factor=1.0, keys=["b"])
+            farm.chief.apply(version=1, lr_factor=1.0, keys=["b"])
         equal(farm.chief.state(), state_of(model))
 
 
@@ -733,7 +731,7 @@ def test_only_the_chief_gives_orders() -> None:
     with serving(Net(), optimizer_of("sgd")) as farm:
         worker = farm.client("worker:3")
         with pytest.raises(ConnectionError, match=r"ps:0 (closed the connection|is gone)"):
-            worker.apply(version=1, lr_factor=1.0, keys=[])
+            worker.apply(version=1, lr_factor=1.0)
         worker.close()
         assert farm.chief.pull(tensors_of(Net())) == 0
 

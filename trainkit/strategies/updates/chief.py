@@ -55,7 +55,7 @@ from trainkit.strategies.updates.scheduler import (
     settled,
     staleness_summary,
 )
-from trainkit.strategies.updates.server import ParameterServerClient, SumOptions, lane_sum
+from trainkit.strategies.updates.server import ParameterServerClient, lane_sum
 from trainkit.strategies.updates.variables import tensors_of, unsaved_of
 
 Mode = Literal["sync", "async"]
@@ -395,8 +395,8 @@ class Chief(Executor):
         self._addresses, self._servers, self._listener = addresses, servers, addresses.listener(OWN)
         self._scheduler, self._mode, self._mixes, self._timeout_s = scheduler, mode, mixes, timeout_s
         numerics = eval_model.numerics
-        self._lanes = numerics.lanes if numerics.reproducible else None
-        """Lanes of the reproducible order of summation."""
+        self._lanes = numerics.lanes if numerics.reproducible else 0
+        """Lanes of the reproducible order of summation; 0: the order is free."""
         self._thread = Thread(target=self._run_worker, args=(work,), name="chief's worker", daemon=True)
         self._events: queue.SimpleQueue[tuple[Connection | None, WorkReport | BaseException | None]]
         self._events = queue.SimpleQueue()
@@ -595,7 +595,7 @@ class Chief(Executor):
             link.close()
             self._scheduler.leave(name)
         if order is not None:
-            count = 1 if self._lanes is None else len(order.shards)
+            count = len(order.shards) if self._lanes else 1
             self._servers.discard_staged(gradient_keys(order.number, count))
 
     def _expire_silent_workers(self) -> None:
@@ -654,16 +654,14 @@ class Chief(Executor):
             of_item = zip(item.ticket.shards, report.keys, report.weights, strict=False)
             staged += [((item.ticket.step, shard), key, weight) for shard, key, weight in of_item]
         staged.sort()
-        weight_factor, buffer_factor = self._factors(update, [weight for _, _, weight in staged])
-        options = SumOptions(
+        factors, buffer_factor = self._factors(update, [weight for _, _, weight in staged])
+        sums = self._servers.sum(
+            [key for _, key, _ in staged],
             lanes=self._lanes,
-            weight_factor=weight_factor,
-            check_finite=scale.moves or leaves_out,
-            check_others=leaves_out,
-            unscale=None if scale.scale == 1.0 else 1.0 / scale.scale,
+            factors=factors if scale.scale == 1.0 else [*factors, 1.0 / scale.scale],
+            checks=scale.moves or leaves_out,
             norms=rule.max_norm is not None,
         )
-        sums = self._servers.sum([key for _, key, _ in staged], options, exact=self._lanes is not None)
         is_lost = leaves_out and not (sums.others_finite and all(isfinite(one.loss_sum) for one in reports))
         if is_lost or not sums.finite:
             retries = not is_lost and (scale.may_retry or not leaves_out)
@@ -682,8 +680,8 @@ class Chief(Executor):
         local.set_loss_scale(scale.after(overflow=False))
         return Status.applied, norm
 
-    def _factors(self, update: PendingUpdate, weights: list[float]) -> tuple[float | None, float]:
-        """Return the factors of gradients and buffers that workers have not applied; None: no factor."""
+    def _factors(self, update: PendingUpdate, weights: list[float]) -> tuple[list[float], float]:
+        """Return the factors of gradients, and the factor of buffers, that workers have not applied."""
         plan = self._training.plan
         samples = sum(plan.shard_size(ticket.step, shard) for ticket in update.tickets for shard in ticket.shards)
         size = plan.global_size if self._mixes else samples
@@ -693,8 +691,8 @@ class Chief(Executor):
             given = [[torch.tensor([weight], dtype=packing.dtype)] for weight in weights]
             (total,) = lane_sum(given, self._lanes, packing)
             assert total is not None
-            return float(divisor.factor(total)), size / samples
-        return (None if size == samples else size / samples), size / samples
+            return [float(divisor.factor(total))], size / samples
+        return ([] if size == samples else [size / samples]), size / samples
 
     def _lr_factor(self, version: int) -> float:
         """Return the factor of the learning rate; servers know those of several optimizers."""

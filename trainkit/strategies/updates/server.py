@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from threading import Condition, Event
-from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+from typing import Concatenate, Final, NamedTuple, ParamSpec, TypeVar, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,8 @@ Parts = list[Tensor | None]
 MakeStepper = Callable[[Mapping[str, nn.Parameter]], OptimizerStepper]
 
 
-def lane_sum(shards: Sequence[Sequence[Tensor | None]], lanes: int | None, packing: FlatBuffer) -> Parts:
-    """Return the sum over the shards of a step, in the same order as `mirrored`; without lanes, one shard after
+def lane_sum(shards: Sequence[Sequence[Tensor | None]], lanes: int, packing: FlatBuffer) -> Parts:
+    """Return the sum over the shards of a step, in the same order as `mirrored`; without lanes (0), one shard after
     another. The gradients of shards are changed.
 
     Example:
@@ -51,7 +51,7 @@ def lane_sum(shards: Sequence[Sequence[Tensor | None]], lanes: int | None, packi
         >>> lane_sum([[torch.tensor(1.0)], [None], [torch.tensor(2.0)]], 8, packing)
         [tensor(3.)]
     """
-    if lanes is None:
+    if not lanes:
         return _in_order(shards)
     dense = [[one.to_dense() if one is not None and one.is_sparse else one for one in shard] for shard in shards]
     reducer = DeterministicReducer(lanes=lanes, rank=0, num_ranks=1)
@@ -166,28 +166,6 @@ class ServerShard:
         self._readers += Counter()  # drops those of memory that nobody reads
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SumOptions:
-    """The operations on a sum of gradients, in this order."""
-
-    lanes: int | None = None
-    """Number of lanes of the order of summation; None: one shard after another."""
-    weight_factor: float | None = None
-    """Factor of the sum: the divisor over the counted weight."""
-    check_finite: bool = False
-    """Check whether every number of the gradients is finite."""
-    check_others: bool = False
-    """Check whether finite buffers stay finite."""
-    unscale: float | None = None
-    """Factor of the sum: one over the loss scale."""
-    norms: bool = False
-    """Return the norm of each gradient."""
-
-
-class RequestRejectedError(Exception):
-    """A request that cannot be answered; the message is sent to the requesting task."""
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request of a client, apart from the arguments of the verb."""
@@ -272,23 +250,24 @@ class VariableServer:
         verb, types = _VERBS[frame.kind]
         tensors = link.tensors(self._most_bytes)
         try:
-            verb(self, Request(link, tensors), **_checked(frame.meta, types))
-        except RequestRejectedError as error:
-            link.send("refused", {"why": str(error)})
+            meta = expect_map(frame.meta, types)
+            verb(self, Request(link, tensors), **{name: meta[name] for name in types})
         except (RuntimeError, ValueError, TypeError, LookupError) as error:  # an optimizer without such gradients
-            link.send("refused", {"why": f"{type(error).__name__}: {error}"[:2000]})
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            link.send("refused", {"why": f"{kind}{error}"[:2000]})
 
     def layout(self, request: Request, *, digest: str) -> None:
         """Check that a client has the same variables and the same partition."""
         if digest != self._digest:
-            raise RequestRejectedError(f"{request.link.peer} has another model, or another number of servers")
+            raise ValueError(f"{request.link.peer} has another model, or another number of servers")
         request.answer()
 
     def pull(self, request: Request, *, version: int, dtype: str, skip: list[int]) -> None:
         """Send the pieces, except for some, once they have this version; trainable ones in this dtype."""
+        left_out = set(whole_numbers(skip))
         with self._changed:
             self._await(version)
-            memory, tensors = self._held.begin_read(set(skip), DTYPES[dtype])
+            memory, tensors = self._held.begin_read(left_out, DTYPES[dtype])
             told = {"version": self._held.version, "loads": self._held.loads}
         try:
             request.answer(told, tensors)
@@ -300,7 +279,7 @@ class VariableServer:
         """Send some rows of a trainable piece."""
         held, rows = self._held.params[piece], request.tensors["rows"]
         if len(rows) and not (rows.min() >= 0 and rows.max() < held.shape[0]):
-            raise RequestRejectedError("rows: there are no such rows")
+            raise ValueError("rows: there are no such rows")
         with self._changed:
             self._await(0)
             found = self._held.masters[held.variable.name].detach().index_select(0, rows).to(DTYPES[dtype])
@@ -312,13 +291,15 @@ class VariableServer:
         Tensors are named by the number of the piece: dense gradients and sums of buffers, rows and values of sparse
         ones (`3`, `4.rows`, `4.values`).
         """
+        if len(key) > _NAME_LENGTH:
+            raise ValueError(f"push: a name of {len(key)} characters")
         parts: Parts = [None] * len(self._pieces)
         for name, tensor in request.tensors.items():
             text, _, what = name.partition(".")
             number = int(text) if text.isdecimal() else -1
             piece = self._pieces[number]
             if number < 0 or piece.variable.kind == "frozen":
-                raise RequestRejectedError(f"push: {name} is not a gradient of a trained variable")
+                raise ValueError(f"push: {name} is not a gradient of a trained variable")
             if what == "rows":
                 parts[number] = self._sparse(piece, tensor, request.tensors[f"{text}.values"])
             elif not what:
@@ -326,7 +307,7 @@ class VariableServer:
         find_sparse(parts)  # else torch warns, once an optimizer makes such tensors
         with self._changed:
             if key not in self._staged and len(self._staged) >= _MOST_STAGED:
-                raise RequestRejectedError(f"{_MOST_STAGED} gradients wait already")
+                raise ValueError(f"{_MOST_STAGED} gradients wait already")
             self._staged[key] = parts
         request.answer()
 
@@ -335,22 +316,27 @@ class VariableServer:
         request: Request,
         *,
         keys: list[str],
-        lanes: int | None,
-        weight_factor: float | None,
-        unscale: float | None,
+        lanes: int,
+        factors: list[float],
+        checks: bool,
         norms: bool,
-        check_finite: bool,
-        check_others: bool,
     ) -> None:
-        """Sum staged gradients, with `SumOptions`; the sum waits for `apply`, or for the next one."""
+        """Sum staged gradients; the sum waits for `apply`, or for the next one.
+
+        Args:
+            request: the request.
+            keys: names of the gradients.
+            lanes: number of lanes of the order of summation; 0: one gradient after another.
+            factors: factors of the sum, one after another.
+            checks: check whether every number of the gradients is finite, and whether finite buffers stay finite.
+            norms: return the norm of each gradient.
+        """
         present = self._sum(keys, lanes)
-        if weight_factor is not None and present:
-            torch._foreach_mul_(present, torch.tensor(weight_factor, dtype=self._dtype))
-        finite = not check_finite or all(bool(norm.isfinite()) for norm in _norms(present, float("inf")))
-        if unscale is not None and present:
-            torch._foreach_mul_(present, unscale)
+        for factor in factors if present else ():
+            torch._foreach_mul_(present, torch.tensor(factor, dtype=self._dtype))
+        finite = not checks or all(bool(norm.isfinite()) for norm in _norms(present, float("inf")))
         with self._changed:
-            others = not check_others or self._held.stays_finite(self._total)
+            others = not checks or self._held.stays_finite(self._total)
         found = {}
         if norms and present:
             grads = enumerate(self._total[: len(self._held.params)])
@@ -363,7 +349,7 @@ class VariableServer:
         """Send the part of the last sum that belongs to a piece."""
         found = self._total[piece]
         if found is None or found.is_sparse:
-            raise RequestRejectedError("total: this server does not hold all of it")
+            raise ValueError("total: this server does not hold all of it")
         request.answer({}, {"total": found.contiguous()})
 
     def apply(
@@ -374,7 +360,7 @@ class VariableServer:
         lr_factor: float,
         factor: float,
         buffer_factor: float,
-        keys: list[str] | None,
+        keys: list[str],
     ) -> None:
         """Make an update of the last sum.
 
@@ -384,11 +370,11 @@ class VariableServer:
             lr_factor: factor of every learning rate.
             factor: factor of the gradients.
             buffer_factor: factor of the sums of floating-point buffers.
-            keys: sum these gradients first; empty: only the version changes.
+            keys: sum these gradients first; none: they are summed already.
         """
         self._on_phase("update", version)
-        if keys is not None:
-            self._sum(keys, None)
+        if keys:
+            self._sum(keys)
         with self._changed:
             _, present = with_values(self._total[: len(self._held.params)])
             if factor != 1.0 and present:
@@ -446,31 +432,29 @@ class VariableServer:
         if not found:
             now = "nothing" if held.version is None else f"version {held.version}"
             why = f"version {version} was not reached within {self._timeout_s:g} s: the server holds {now}"
-            raise RequestRejectedError(why)
+            raise ValueError(why)
 
     def _sparse(self, piece: RowShard, rows: Tensor, values: Tensor) -> Tensor:
         in_order = rows.numel() == 0 or (rows[0] >= 0 and rows[-1] < piece.num_rows and bool((rows.diff() > 0).all()))
         if not in_order:
-            raise RequestRejectedError("push: row indices that do not exist, or are not in order")
+            raise ValueError("push: row indices that do not exist, or are not in order")
         values = values.to(self._dtype).view(len(rows), *piece.shape[1:])
         indices = rows.long().unsqueeze(0)
         return torch.sparse_coo_tensor(indices, values, piece.shape, is_coalesced=True, check_invariants=False)
 
-    def _sum(self, keys: list[str], lanes: int | None) -> list[Tensor]:
+    def _sum(self, keys: list[str], lanes: int = 0) -> list[Tensor]:
         """Sum staged gradients into `_total`; return the gradients of it that exist, values of sparse ones."""
         with self._changed:
             missing = [key for key in keys if key not in self._staged]
             if missing:
-                raise RequestRejectedError(f"there is no gradient {missing[0]}")
+                raise ValueError(f"there is no gradient {missing[0]}")
             self._total = []
             taken = [self._staged.pop(key) for key in keys]
-        if not taken:
-            return []
         pieces, count = self._pieces, len(self._held.params)
         shapes, strides = [torch.Size(piece.shape) for piece in pieces], [piece.strides for piece in pieces]
         packing = FlatBuffer(shapes, self._dtype, torch.device("cpu"), strides=strides)
         total = lane_sum(taken, lanes, packing)
-        if lanes is not None:  # zeros for pieces that had a gradient in an earlier step only, as in a vector exchange
+        if lanes:  # zeros for pieces that had a gradient in an earlier step only, as in a vector exchange
             now = {n for n in range(len(pieces)) if any(parts[n] is not None for parts in taken)}
             self._had_gradient |= {number for number in now if number < count}
             total = [one if n in now or n in self._had_gradient else None for n, one in enumerate(total)]
@@ -485,36 +469,12 @@ def _norms(present: list[Tensor], order: float) -> list[Tensor]:
 
 _REQUESTS: Final = ("layout", "pull", "rows", "push")
 """The verbs of every client; the chief alone may use the others."""
-_VERBS: Final[Mapping[str, tuple[Callable[..., None], dict[str, Any]]]] = {
-    name: (verb, {key: kind for key, kind in get_type_hints(verb).items() if key not in ("request", "return")})
+_NO_META: Final = ("request", "return")
+_VERBS: Final[Mapping[str, tuple[Callable[..., None], dict[str, type]]]] = {
+    name: (verb, {key: get_origin(kind) or kind for key, kind in get_type_hints(verb).items() if key not in _NO_META})
     for name, verb in vars(VariableServer).items()
     if callable(verb) and not name.startswith("_") and name != "serve"
 }
-
-
-def _checked(meta: JsonMap, types: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a verb.
-
-    Raises:
-        RequestRejectedError: one is missing, or has another type.
-    """
-    for name, kind in types.items():
-        if name not in meta or not _fits(meta[name], kind):
-            raise RequestRejectedError(f"{name} is not {kind}")
-    return {name: meta[name] for name in types}
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Return whether a value of a request has the type of an annotation: counts, numbers, names, flags, or lists."""
-    inner = get_args(kind)
-    if get_origin(kind) is list:
-        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
-    if inner:  # or None
-        return value is None or _fits(value, inner[0])
-    if kind is float:
-        return type(value) in (int, float)
-    is_long = value > 2**53 or value < 0 if type(value) is int else kind is str and len(str(value)) > _NAME_LENGTH
-    return type(value) is kind and not is_long
 
 
 P = ParamSpec("P")
@@ -661,6 +621,8 @@ class ParameterServerClient:
     def pull(self, into: Sequence[Tensor | None]) -> int:
         """Read the variables; untrained ones only if they were loaded since the last pull.
 
+        If an update came in between, all servers are read again, so that the requests arrive at the same time.
+
         Args:
             into: one tensor per variable, which is overwritten; None: skip it (its rows are pulled by `pull_rows`).
 
@@ -670,30 +632,20 @@ class ParameterServerClient:
         Raises:
             LinkError: the connection to a server broke.
         """
+        attempts, least = 0, 0
         while True:
             whole = self.loads is None
-            found = self._pulled_alike(into, whole=whole)
-            loads = {load for _, load in found}
-            if loads == {self.loads} or (whole and len(loads) == 1):
-                break
-            self.loads = None
-        [self.loads] = loads
-        self.version = min(version for version, _ in found)
-        return self.version
-
-    def _pulled_alike(self, into: Sequence[Tensor | None], *, whole: bool) -> list[tuple[int, int]]:
-        """Read all servers, and repeat if an update came in between; return version and loads of each.
-
-        All servers are read again, not only the ones behind, so that the requests arrive at the same time.
-        """
-        self.mixed, newest = False, 0
-        for _ in range(_PULLS):
-            found = self._each(lambda server, least=newest: self._pulled(server, into, whole=whole, version=least))  # type: ignore[misc]
-            newest = max(version for version, _ in found)
-            if all(version == newest for version, _ in found):
-                return found
-        self.mixed = True
-        return found
+            found = self._each(
+                lambda server, least=least, whole=whole: self._pulled(server, into, whole=whole, version=least)
+            )
+            versions, loads = ({one[place] for one in found} for place in (0, 1))
+            if len(loads) > 1 or not (whole or self.loads in loads):
+                self.loads, least = None, 0
+                continue
+            [self.loads], attempts = loads, attempts + 1
+            self.version, self.mixed, least = min(versions), len(versions) > 1, max(versions)
+            if not self.mixed or attempts == _PULLS:
+                return self.version
 
     def _pulled(self, server: int, into: Sequence[Tensor | None], *, whole: bool, version: int) -> tuple[int, int]:
         """Read one server's variables, of that version or a later one."""
@@ -826,22 +778,43 @@ class ParameterServerClient:
         keys = [variable.key for variable in self.shares.variables if variable.key in whole]
         return {key: whole[key] for key in dict.fromkeys([*keys, *whole])}
 
-    def sum(self, keys: Sequence[str], options: SumOptions, *, exact: bool = False) -> Sum:
-        """Sum staged gradients; the sum waits for `apply`, or for the next one; for the chief.
+    def sum(
+        self,
+        keys: Sequence[str],
+        *,
+        lanes: int = 0,
+        factors: Sequence[float] = (),
+        checks: bool = False,
+        norms: bool = False,
+    ) -> Sum:
+        """Sum staged gradients on all servers (`VariableServer.sum`); for the chief.
+
+        With lanes, the norm of a split variable is computed from the full gradient, which is transferred for that: it
+        then equals that of one device to the last bit. Else norms of parts are combined, which rounds differently.
 
         Args:
             keys: one per shard of the step, in their order.
-            options: the order of summation, and the operations on the sum.
-            exact: compute the norm of a split variable from the full gradient, which is transferred for that: it then
-                equals that of one device to the last bit. Else norms of parts are combined, which rounds differently.
+            lanes: see there, as all further arguments.
+            factors: see there.
+            checks: see there.
+            norms: see there.
         """
 
         def ask(server: int) -> tuple[bool, bool, dict[int, Tensor]]:
-            told = self.ask(server, {}, VariableServer.sum, keys=list(keys), **asdict(options))
+            told = self.ask(
+                server,
+                {},
+                VariableServer.sum,
+                keys=list(keys),
+                lanes=lanes,
+                factors=list(factors),
+                checks=checks,
+                norms=norms,
+            )
             found, pieces = self._tensors(server), self.shares.pieces[server]
             numbers = found["pieces"].tolist() if found else []
-            norms = zip(numbers, found.get("norms", ()), strict=True)
-            return bool(told["finite"]), bool(told["others"]), {pieces[number].place: norm for number, norm in norms}
+            named = zip(numbers, found.get("norms", ()), strict=True)
+            return bool(told["finite"]), bool(told["others"]), {pieces[number].place: norm for number, norm in named}
 
         answers = self._each(ask)
         parts: dict[int, list[Tensor]] = {}
@@ -852,7 +825,7 @@ class ParameterServerClient:
         for place in sorted(parts):
             if len(parts[place]) == 1:
                 whole.append(parts[place][0])
-            elif exact:
+            elif lanes:
                 whole.append(torch._foreach_norm([self._whole(place)], 2.0)[0])  # noqa: SLF001 - as in torch's clipping
             else:
                 whole.append(torch.linalg.vector_norm(torch.stack(parts[place])))
@@ -866,7 +839,7 @@ class ParameterServerClient:
         lr_factor: float,
         factor: float = 1.0,
         buffer_factor: float = 1.0,
-        keys: Sequence[str] | None = None,
+        keys: Sequence[str] = (),
     ) -> None:
         """Make an update of the last sum, on all servers (`VariableServer.apply`); for the chief.
 
@@ -879,7 +852,7 @@ class ParameterServerClient:
             lr_factor=lr_factor,
             factor=factor,
             buffer_factor=buffer_factor,
-            keys=None if keys is None else list(keys),
+            keys=list(keys),
         )
 
     def discard_staged(self, keys: Sequence[str]) -> None:
