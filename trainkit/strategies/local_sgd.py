@@ -41,7 +41,7 @@ from trainkit.strategies.groups.process_group import ProcessGroupOptions
 from trainkit.strategies.mesh.step import ShardedWork
 from trainkit.strategies.mesh.strategy import Mesh
 from trainkit.strategies.reducers.vector import LocalReducer
-from trainkit.strategies.tensor_shards import ShardedState, read_slice, select
+from trainkit.strategies.tensor_shards import select
 from trainkit.strategies.tensors.layouts import FlatBuffer, dense_strides, in_layout
 from trainkit.strategies.traffic import (
     Vector,
@@ -55,7 +55,8 @@ from trainkit.strategies.traffic import (
     weights_of,
 )
 
-_SLOT: Final = "optimizer/outer_momentum/"
+_MOMENTUM: Final = "outer_momentum"
+"""Name of the slot of the optimizer that holds the outer optimizer's momentum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,7 +321,7 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         self._states: list[Tensor] = []
         """State per sample at the last average: the changes of all ranks are added to it."""
         self._momentum: Tensor | None = None
-        """The outer optimizer's momentum, one flat vector; None before its first step."""
+        """The outer optimizer's momentum, one flat vector; None before its first step, also after a restore."""
         self._skipped: list[tuple[int, int]] = []
         """(step, shard) of the shards that this replica has skipped since the last average."""
 
@@ -482,29 +483,24 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         assert self._start is not None
         moved = self._start - packing.pack(masters)
         if outer.momentum:
-            momentum = torch.zeros_like(moved) if self._momentum is None else self._momentum
-            self._momentum = momentum.mul_(outer.momentum).add_(moved)
+            if self._momentum is None:
+                self._momentum = self._momentum_in_slots()
+            self._momentum.mul_(outer.momentum).add_(moved)
             moved = moved.add_(self._momentum, alpha=outer.momentum) if outer.nesterov else self._momentum
         torch._foreach_copy_(masters, packing.views(self._start.sub_(moved, alpha=lr)))
 
-    def _momenta(self) -> dict[str, Tensor]:
-        """Name of a parameter -> the outer optimizer's momentum of this rank's part of it."""
-        views = [] if self._momentum is None else self._masters.views(self._momentum)
-        return dict(zip(self._replica.masters, views, strict=False))
+    def _momentum_in_slots(self) -> Tensor:
+        """Return the momentum as one vector, whose parts become slots of the parameters, which checkpoints hold.
 
-    def sharded_state_dict(self) -> ShardedState:
-        """Return the shards of this rank, with the outer optimizer's momentum."""
-        state, cuts = super().sharded_state_dict(), self._replica.cuts
-        if not cuts:
-            return state
-        written = {name: part for name, part in self._momenta().items() if cuts[name].is_written and part.numel()}
-        return {**state, **{_SLOT + name: (cuts[name].piece(part),) for name, part in written.items()}}
-
-    def state_dict(self) -> StateDict:
-        """Return the state of every synchronous strategy, and the outer optimizer's momentum."""
-        if self._replica.cuts:
-            return super().state_dict()
-        return {**super().state_dict(), **{_SLOT + name: view for name, view in self._momenta().items()}}
+        Adam takes a parameter without other slots, which was never updated, for one that has them all.
+        """
+        (optimizer,), masters, packing = self._replica.stepper.optimizers, self._replica.masters.values(), self._masters
+        slots, keeps_slots = [optimizer.state.get(master, {}) for master in masters], any(optimizer.state.values())
+        flat = packing.pack([one.get(_MOMENTUM) for one in slots])
+        for master, known, view in zip(masters, slots, packing.views(flat), strict=True):
+            if known or not keeps_slots:
+                optimizer.state[master][_MOMENTUM] = view
+        return flat
 
     def recover(self, step: int) -> bool:
         """Return False: between averages each rank has its own parameters."""
@@ -513,18 +509,9 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
 
     def load_state_dict(self, state: StateDict) -> None:
         """Restore the tensors of a checkpoint of any strategy, by name."""
-        cuts = self._replica.cuts
-        own = [
-            None
-            if (key := _SLOT + name) not in state
-            else read_slice(state, key, cuts[name].region)
-            if cuts
-            else state[key]
-            for name in self._replica.masters
-        ]
-        is_kept = self._settings.outer.lr is not None and any(tensor is not None for tensor in own)
-        self._momentum = self._masters.pack(own) if is_kept else None
-        super().load_state_dict(select(state, lambda name: not name.startswith(_SLOT)))
+        self._momentum = None
+        keeps = self._settings.outer.lr is not None
+        super().load_state_dict(select(state, lambda name: keeps or not name.startswith(f"optimizer/{_MOMENTUM}/")))
 
 
 def _trained(replica: Replica) -> tuple[list[Tensor], list[Tensor]]:
@@ -535,7 +522,7 @@ def _trained(replica: Replica) -> tuple[list[Tensor], list[Tensor]]:
     for master in replica.masters.values():
         kept: dict[str, Any] = optimizer.state.get(master, {})
         for slot, value in sorted(kept.items()):
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and slot != _MOMENTUM:
                 if value.is_sparse:  # momentum of sparse gradients, whose rows differ between ranks
                     kept[slot] = in_layout(value.to_dense(), master.stride())
                 (weighed if value.dim() else counters).append(kept[slot])

@@ -230,7 +230,7 @@ class OrderWorker(ABC):
             *(sum(float(work.terms.get(name, 0.0)) for work, _ in works) for name in names),
             *(float(work.weight) for work, _ in works),
         ]
-        loss_sum, *rest = replica.data_ranks.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        loss_sum, *rest = self._summed(numbers)
         terms, weights = dict(zip(names, rest, strict=False)), rest[len(names) :]
         found, divisor = [sums for _, sums in works], works[0][0].divisor
         if not replica.numerics.reproducible:
@@ -267,6 +267,10 @@ class OrderWorker(ABC):
     def _share(self, ticket: Ticket) -> Ticket:
         """Return the part of a ticket that this process computes."""
         return ticket
+
+    def _summed(self, numbers: list[float]) -> list[float]:
+        """Return the sums of numbers over the processes of this worker."""
+        return numbers
 
     @abstractmethod
     def _pull(self, order: WorkOrder) -> tuple[int, bool]:

@@ -152,6 +152,10 @@ class GroupWorker(OrderWorker):
         replica.refuse_changed_params(ticket.step + 1)
         return [(work, sums)]
 
+    def _summed(self, numbers: list[float]) -> list[float]:
+        found: list[float] = self._replica.data_ranks.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        return found
+
     def _push(self, key: str, grads: Sequence[Tensor | None], buffers: Sequence[Tensor | None]) -> None:
         replica, servers = self._replica, self._servers
         named = ((name, replica.cuts[name], grad) for name, grad in zip(replica.params, grads, strict=True))
