@@ -444,11 +444,6 @@ class AsyncCentralExecutor(Executor):
             self._lock.release()
         self._copies.close()
 
-    def recover(self, step: int) -> bool:
-        """Return False: other threads are in the middle of their steps."""
-        del step
-        return False
-
     def state_dict_extra(self) -> JsonMap:
         """Return the steps that are assigned and not applied."""
         return self._scheduler.remember()

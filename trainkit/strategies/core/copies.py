@@ -212,16 +212,20 @@ class ThreadWork(ShardStep):
         self.found = [(lane, moved(sums, device)) for lane, sums in self.partials()]
 
 
-def total_of(parts: Sequence[Sums]) -> Sums:
-    """Return the sums over threads, starting with the first thread; None if no thread has any."""
-    return [sum_of([one for one in column if one is not None]) for column in zip(*parts, strict=True)]
+def total_of(parts: Sequence[Sums]) -> list[Tensor | None]:
+    """Return sums in the order of the parts, in the memory of the first that has one; sparse ones coalesced.
 
-
-def sum_of(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return the sum of tensors in their order; None if there are none."""
-    if not tensors:
-        return None
-    total = tensors[0]
-    for other in tensors[1:]:
-        total = total + other
+    Example:
+        >>> total_of([[torch.tensor(1.0), None], [torch.tensor(2.0), None]])
+        [tensor(3.), None]
+    """
+    total = list(parts[0])
+    for more in parts[1:]:
+        for place, (left, right) in enumerate(zip(total, more, strict=True)):
+            if left is None or right is None:
+                total[place] = right if left is None else left
+            elif left.is_sparse:
+                total[place] = (left + right).coalesce() if right.is_sparse else right.add_(left)
+            else:
+                left.add_(right)
     return total

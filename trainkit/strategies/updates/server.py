@@ -21,6 +21,7 @@ from trainkit.errors import LinkError, TrainingError
 from trainkit.files import expect_map, whole_numbers
 from trainkit.numerics.batch import lane_order
 from trainkit.strategies.base import JsonMap, PhaseListener, ignore_phase
+from trainkit.strategies.core.copies import total_of
 from trainkit.strategies.core.optimizer import NamedSteppers, OptimizerStepper
 from trainkit.strategies.core.replica import refuse_mismatch
 from trainkit.strategies.core.step import with_values
@@ -52,27 +53,14 @@ def lane_sum(shards: Sequence[Sequence[Tensor | None]], lanes: int, packing: Fla
         [tensor(3.)]
     """
     if not lanes:
-        return _in_order(shards)
+        return total_of(shards)
     dense = [[one.to_dense() if one is not None and one.is_sparse else one for one in shard] for shard in shards]
     reducer = DeterministicReducer(lanes=lanes, rank=0, num_ranks=1)
     reducer.begin(packing, num_shards=len(dense))
     for lane in lane_order(lanes):
         if lane < len(dense):
-            reducer.add(lane, _in_order(dense[lane::lanes]))
+            reducer.add(lane, total_of(dense[lane::lanes]))
     return list(reducer.finish())
-
-
-def _in_order(shards: Sequence[Sequence[Tensor | None]]) -> Parts:
-    total = list(shards[0])
-    for more in shards[1:]:
-        for place, (left, right) in enumerate(zip(total, more, strict=True)):
-            if left is None or right is None:
-                total[place] = right if left is None else left
-            elif left.is_sparse:
-                total[place] = (left + right).coalesce() if right.is_sparse else right.add_(left)
-            else:
-                left.add_(right)
-    return total
 
 
 class ServerShard:
@@ -758,14 +746,12 @@ class ParameterServerClient:
         """Return parameters, saved buffers and optimizer state as full tensors, named as in `replica_state`."""
 
         def read(server: int) -> list[tuple[RowShard, str, Tensor]]:
-            found = []
+            found, pieces = [], {piece.variable.name: piece for piece in self.shares.pieces[server]}
             self.links[server].send(VariableServer.state.__name__)
             while (frame := self.answer(server, "tensor", "answer")).kind == "tensor":
                 meta = expect_map(frame.meta, {"key": str, "shape": list})
-                key, kinds = meta["key"], ("buffer",) if meta["key"].startswith("buffer/") else ("param", "frozen")
-                named = [one for one in self.shares.pieces[server] if one.variable.name == name_in(key)]
-                [piece] = [one for one in named if one.variable.kind in kinds]
-                found.append((piece, key, self._tensors(server)["values"].view(meta["shape"])))
+                piece, values = pieces[name_in(meta["key"])], self._tensors(server)["values"]
+                found.append((piece, meta["key"], values.view(meta["shape"])))
             return found
 
         whole: dict[str, Tensor] = {}
