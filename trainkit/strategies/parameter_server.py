@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
@@ -57,7 +58,7 @@ from trainkit.strategies.updates.scheduler import (
     read_record,
 )
 from trainkit.strategies.updates.server import ParameterServerClient, VariableServer
-from trainkit.strategies.updates.variables import StepVolume, VariableShards, split_problems, variables_of
+from trainkit.strategies.updates.variables import VariableShards, split_problems, step_transfers, variables_of
 
 if TYPE_CHECKING:
     from trainkit.strategies.mesh.strategy import Mesh
@@ -148,75 +149,66 @@ class ParameterServer(Strategy):
         if self._size > 1 and (members < 1 or members % self._size):
             rule = f"takes {self._size} processes for each worker, and beside the chief {launch.kind} has {members} to "
             rule += f"compute. Start a multiple of {self._size}."
-            return [Problem(key=self._cut_key, value=getattr(self, self._cut_key.partition(".")[2]), rule=rule)]
+            return [self._problem(self._cut_key, rule)]
         facts, found = PlanContext(launch=launch), []
         for key, count in {"workers": self.num_workers(facts), "servers": self.num_servers(facts)}.items():
             if getattr(self, key) not in ("auto", count):
                 named = f"{launch.kind} {'names' if launch.names_roles else f'started {launch.num_ranks} processes:'}"
                 rule = f"but {named} {count}{', the chief among them' * (key == 'workers')}. Leave it out."
-                found.append(Problem(key=f"strategy.{key}", value=getattr(self, key), rule=rule))
+                found.append(self._problem(key, rule))
         return found
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems of the fields, with each other and with the context."""
         if context.launch is not None and (found := self.launch_problems(context.launch)):
             return found
-        found, exact, devices = (
-            [*phase_problems(context), *self._problems_of_mode(context)],
-            context.numerics.reproducible,
-            self.devices_per_worker,
-        )
-        folder, gpus = Path(self.replay or "").expanduser(), context.num_gpus
-        mixing, key = "with strategy.spare_mode=replace", "strategy.devices_per_worker"
-        if self._replaces:
+        exact, gpus, workers = context.numerics.reproducible, context.num_gpus, self.num_workers(context)
+        is_async, replaces, spares = self.mode == "async", self._replaces, self.spare_replicas
+        devices, size, cut = self.devices_per_worker, self._size, f"strategy.{self._cut_key}"
+        found = [*phase_problems(context), *(async_problems(context) if is_async else [])]
+        mixing = "with strategy.spare_mode=replace"
+        if replaces:
             found += no_rollback(f"{mixing} the first shards that arrive make a step", context)
         if self.replay is not None:
             found += no_rollback("strategy.replay follows the record of another run", context)
-        time = f"{mixing}, which shards make a step depends on time. Use duplicate, or false."
+        together = f"with {cut}, the processes of a worker add up their gradients at once. Use {cut}=1, or "
+        if exact and (replaces or size > 1):
+            time = f"{mixing}, which shards make a step depends on time. Use duplicate, or "
+            found.append(
+                Problem(key="numerics.reproducible", value=True, rule=f"{time if replaces else together}false.")
+            )
+        waits = "has no effect with strategy.mode=async: no step waits for all its gradients. Leave it out."
+        fresh = "has no effect with strategy.mode=sync: gradients are never stale. Leave it out."
+        few = f"spares are among strategy.workers={workers}, and at least one must compute. Use {workers - 1} or less."
+        none = "has no effect without strategy.spare_replicas. Leave it out."
         single = f"{mixing}, an update is made of single shards. Use duplicate, or 1."
-        bits = "rounds transferred numbers, and numerics.reproducible promises the bits of one device. Use full, or "
+        many = f"of {size} processes each take {workers * size} devices, and this host has {gpus} GPUs. Use fewer."
+        bits = (
+            "rounds transferred numbers, and numerics.reproducible promises the bits of one device. Use full, or false."
+        )
         record = f"holds no {FILE}. Give the folder of a run with strategy=parameter_server."
-        cut, size = f"{self._cut_key}=1", self._size
-        together = f"with {self._cut_key}, the processes of a worker add up their gradients at once. Use {cut}, or "
-        many = self.num_workers(context) * size
-        limits: list[tuple[bool, str, object, str]] = [
-            (self._replaces and exact, "numerics.reproducible", exact, time),
-            (self._replaces and devices > 1, key, devices, single),
-            (0 < gpus < devices, key, devices, f"and this host has {gpus} GPUs. Use that many, or fewer."),
-            (size > 1 and exact, "numerics.reproducible", exact, f"{together}false."),
-            (size > 1 and self._replaces, "strategy.spare_mode", self.spare_mode, f"{together}duplicate."),
-            (size > 1 and devices > 1, key, devices, f"with {self._cut_key} each process has one. Use {cut}, or 1."),
-            (
-                size > 1 and context.launch is None and 0 < gpus < many,
-                "strategy.workers",
-                self.workers,
-                f"of {size} processes each take {many} devices, and this host has {gpus} GPUs. Use fewer.",
-            ),
-            (self.transfer != "full" and exact, "strategy.transfer", self.transfer, f"{bits}false."),
-            (self.replay is not None and not (folder / FILE).is_file(), "strategy.replay", self.replay, record),
+        has_record = self.replay is None or (Path(self.replay).expanduser() / FILE).is_file()
+        rules = [
+            (is_async and spares > 0, "spare_replicas", waits),
+            (is_async and self.spare_mode == "replace", "spare_mode", waits),
+            (not is_async and spares >= workers, "spare_replicas", few),
+            (not is_async and self.spare_mode == "replace" and not spares, "spare_mode", none),
+            (not is_async and self.staleness.policy != "accept", "staleness.policy", fresh),
+            (not is_async and self.warmup_steps > 0, "warmup_steps", fresh),
+            (replaces and devices > 1, "devices_per_worker", single),
+            (0 < gpus < devices, "devices_per_worker", f"and this host has {gpus} GPUs. Use that many, or fewer."),
+            (size > 1 and replaces, "spare_mode", f"{together}duplicate."),
+            (size > 1 and devices > 1, "devices_per_worker", f"with {cut} each process has one. Use {cut}=1, or 1."),
+            (size > 1 and context.launch is None and 0 < gpus < workers * size, "workers", many),
+            (self.transfer != "full" and exact, "transfer", bits),
+            (not has_record, "replay", record),
         ]
-        found += [Problem(key=key, value=value, rule=rule) for holds, key, value, rule in limits if holds]
+        found += [self._problem(key, rule) for holds, key, rule in rules if holds]
         return [*found, *self.staleness.problems()]
 
-    def _problems_of_mode(self, context: PlanContext) -> list[Problem]:
-        """Return the problems of keys that have no effect in this mode."""
-        policy, spares, workers = self.staleness.policy, self.spare_replicas, self.num_workers(context)
-        if self.mode == "async":
-            why, found = "with strategy.mode=async: no step waits for all its gradients", async_problems(context)
-            unused: dict[str, object] = {"spare_replicas": spares or None, "spare_mode": self.spare_mode}
-        else:
-            why, found = "with strategy.mode=sync: gradients are never stale", []
-            unused = {"staleness.policy": policy, "warmup_steps": self.warmup_steps or None}
-            if spares >= workers:
-                rule = f"spares are among strategy.workers={workers}, and at least one must compute."
-                rule = f"{rule} Use {workers - 1} or less."
-                found.append(Problem(key="strategy.spare_replicas", value=spares, rule=rule))
-            if self.spare_mode != "duplicate" and not spares:
-                rule = "has no effect without strategy.spare_replicas. Leave it out."
-                found.append(Problem(key="strategy.spare_mode", value=self.spare_mode, rule=rule))
-        rule = f"has no effect {why}. Leave it out."
-        given = {key: value for key, value in unused.items() if value not in (None, "duplicate", "accept")}
-        return [*found, *(Problem(key=f"strategy.{key}", value=value, rule=rule) for key, value in given.items())]
+    def _problem(self, key: str, rule: str) -> Problem:
+        """Return a problem of one of these keys."""
+        return Problem(key=f"strategy.{key}", value=attrgetter(key)(self), rule=rule)
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
         """Return a problem if the optimizer is not elementwise and a variable would be split by rows."""
@@ -226,10 +218,10 @@ class ParameterServer(Strategy):
             found = found or sparse_problems(model, "whose rows the processes of a worker would have to read together")
         if self._replaces and any(dim is not None for dim in sample_dims_of(model).values()):
             rule = "adds up shards of several steps, and the model keeps state per sample. Use duplicate."
-            found.append(Problem(key="strategy.spare_mode", value=self.spare_mode, rule=rule))
+            found.append(self._problem("spare_mode", rule))
         if self.replay is not None and self.mode == "async" and sparse_tables(model):
             rule = "cannot be to the bit: rows of sparse tables are read at each lookup. Leave it out."
-            found.append(Problem(key="strategy.replay", value=self.replay, rule=rule))
+            found.append(self._problem("replay", rule))
         if sparse_tables(model) and context.objective is not None and Access.parameters in needs_of(context.objective):
             rule = (
                 "reads the parameters of the model, and a worker has only the looked-up rows of a sparse table. Use "
@@ -336,21 +328,20 @@ class ParameterServer(Strategy):
         shards = self._shares(model, context.formats, context)
         tasks = [task for task in self.tasks(context) if not task.is_evaluator]
         narrow = torch.bfloat16 if self.transfer == "bf16" else None
-        volume = StepVolume(
-            model=model,
-            shards=shards,
+        workers = [task.rank for task in tasks if task.role != "ps"]
+        orders = 1 if self.mode == "async" else -(-cut.num_shards // self.devices_per_worker)
+        return step_transfers(
+            model,
+            shards,
             servers=[task.rank for task in tasks if task.role == "ps"],
-            workers=[task.rank for task in tasks if task.role != "ps"],
+            workers=workers,
             num_shards=cut.num_shards,
+            pulls=orders if self.mode == "async" else min(orders, len(workers)),
+            pushes=orders,
+            read_width=(narrow or context.formats.model_dtype).itemsize,
+            width=(narrow or shards.master_dtype).itemsize,
             lookups=lookups,
             pushes_rows=not (context.numerics.reproducible and self.mode == "sync"),
-        )
-        orders = 1 if self.mode == "async" else -(-cut.num_shards // self.devices_per_worker)
-        return volume.transfers(
-            pulls=orders if self.mode == "async" else min(orders, len(volume.workers)),
-            read_width=(narrow or context.formats.model_dtype).itemsize,
-            pushes=orders,
-            width=(narrow or shards.master_dtype).itemsize,
         )
 
     def observed_ranks(self, context: PlanContext) -> tuple[int, ...]:
@@ -515,7 +506,7 @@ class ParameterServer(Strategy):
     @property
     def _cut_key(self) -> str:
         """The key that makes a worker several processes, for messages."""
-        return "strategy.shard" if self.shard > 1 else "strategy.tensor"
+        return "shard" if self.shard > 1 else "tensor"
 
     @property
     def _mesh(self) -> Mesh:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -307,93 +308,82 @@ def split_problems(shares: VariableShards, facts: PlanContext) -> list[Problem]:
     return optimizer_problems(facts, parts=parts, instead="strategy.servers=1")
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepVolume:
-    """The bytes that workers and servers exchange in a step, before a run starts.
+def step_transfers(
+    model: nn.Module,
+    shards: VariableShards,
+    *,
+    servers: Sequence[int],
+    workers: Sequence[int],
+    num_shards: int,
+    pulls: int,
+    pushes: int,
+    read_width: int,
+    width: int,
+    lookups: Mapping[int, Lookups],
+    pushes_rows: bool,
+) -> tuple[Transfer, ...]:
+    """Return what workers and servers exchange in a step, before a run starts.
 
     A worker reads the rows of each lookup in a sparse table from the servers that hold them, and pushes the rows of a
     work order's gradient; they are counted as spread evenly over the table.
+
+    Args:
+        model: the model; unchanged.
+        shards: the parts of the servers.
+        servers: ranks of the servers.
+        workers: ranks of the tasks that compute.
+        num_shards: shards of a step.
+        pulls: number of times that variables are read in a step, by all workers together.
+        pushes: number of gradients of a step.
+        read_width: bytes of a number of a parameter that is read.
+        width: bytes of a number of a gradient, or of a row that is read.
+        lookups: lookups of a shard, by the index of the sparse table.
+        pushes_rows: whether gradients of sparse tables are pushed as rows, not as dense ones.
     """
+    normed = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    updated = {id(buffer) for module in normed for buffer in module.buffers(recurse=False)}
+    names = {name for name, buffer in model.named_buffers() if id(buffer) in updated}
+    pulled, pushed = defaultdict[int, float](float), defaultdict[int, float](float)
+    asked, rows_read, rows_pushed = (
+        defaultdict[int, float](float),
+        defaultdict[int, float](float),
+        defaultdict[int, float](float),
+    )
+    for server, piece in ((server, piece) for server, pieces in enumerate(shards.pieces) for piece in pieces):
+        one, is_trained = lookups.get(piece.place), piece.variable.kind == "param"
+        if one is not None:
+            share, values = piece.num_rows / piece.variable.num_rows, piece.variable.row_numel * width
+            reads = min(one.reads, one.calls * one.table.num_embeddings) * num_shards * share
+            asked[server] += reads * torch.int64.itemsize
+            rows_read[server] += reads * values
+            rows = one.rows(-(-num_shards // pushes)) * share
+            rows_pushed[server] += rows * (row_dtype(piece.variable.num_rows).itemsize + values)
+        elif piece.variable.kind != "frozen":
+            pulled[server] += piece.numel * read_width if is_trained else piece.num_bytes
+        if is_trained and not (pushes_rows and one is not None):
+            pushed[server] += piece.numel * width
+        elif piece.variable.name in names:
+            pushed[server] += piece.numel * shards.master_dtype.itemsize
 
-    model: nn.Module
-    """The model; unchanged."""
-    shards: VariableShards
-    """The parts of the servers."""
-    servers: Sequence[int]
-    """Ranks of the servers."""
-    workers: Sequence[int]
-    """The ranks of the tasks that compute."""
-    num_shards: int
-    """Shards of a step."""
-    lookups: Mapping[int, Lookups]
-    """Lookups of a shard, by the index of the sparse table."""
-    pushes_rows: bool
-    """Whether gradients of sparse tables are pushed as rows, not as dense ones."""
-
-    def transfers(self, *, pulls: int, read_width: int, pushes: int, width: int) -> tuple[Transfer, ...]:
-        """Return the transfers of a step with so many pulls and pushes, by the bytes of a number."""
-        per_worker = -(-pushes // len(self.workers))
-        found = [
-            Transfer(
-                what="variables",
-                how="pull",
-                flows={pair[::-1]: size for pair, size in self._flows(self._pulled(read_width), pulls).items()},
-                messages=2,
-            ),
-            Transfer(
-                what="gradients", how="push", flows=self._flows(self._pushed(width), pushes), messages=2 * per_worker
-            ),
-        ]
-        if self.lookups:
-            calls = 2 * sum(one.calls for one in self.lookups.values()) * -(-self.num_shards // len(self.workers))
-            asked, read, pushed = [0.0] * len(self.servers), [0.0] * len(self.servers), [0.0] * len(self.servers)
-            for server, pieces in enumerate(self.shards.pieces):
-                for piece in pieces:
-                    if (one := self.lookups.get(piece.place)) is not None:
-                        share, values = piece.num_rows / piece.variable.num_rows, piece.variable.row_numel * width
-                        reads = min(one.reads, one.calls * one.table.num_embeddings) * self.num_shards * share
-                        asked[server] += reads * torch.int64.itemsize
-                        read[server] += reads * values
-                        rows = one.rows(-(-self.num_shards // pushes)) * share
-                        pushed[server] += rows * (row_dtype(piece.variable.num_rows).itemsize + values)
-            both = self._flows(asked, 1) | {pair[::-1]: size for pair, size in self._flows(read, 1).items()}
-            what = "rows of sparse tables"
-            found.append(Transfer(what=what, how="pull", flows=both, messages=calls, note=AT_MOST))
-            if self.pushes_rows:
-                flows, what = self._flows(pushed, pushes), "rows of sparse gradients"
-                found.append(Transfer(what=what, how="push", flows=flows, messages=0, note=AT_MOST))
-        return tuple(found)
-
-    def _flows(self, sizes: Sequence[float], count: int) -> dict[tuple[int, int], float]:
-        """Return the bytes from workers to servers, if each server gets so many bytes so often."""
-        pairs = [(worker, place) for place in range(len(self.servers)) for worker in self.workers]
-        return {
-            (worker, self.servers[place]): sizes[place] * count / len(self.workers)
-            for worker, place in pairs
-            if sizes[place]
+    def flows(sizes: Mapping[int, float], count: int, *, to_workers: bool = False) -> dict[tuple[int, int], float]:
+        each = {
+            (worker, servers[place]): size * count / len(workers)
+            for place, size in sizes.items()
+            for worker in workers
+            if size
         }
+        return {pair[::-1]: size for pair, size in each.items()} if to_workers else each
 
-    def _pulled(self, width: int) -> list[float]:
-        def size(piece: RowShard) -> int:
-            if piece.place in self.lookups or piece.variable.kind == "frozen":
-                return 0
-            return piece.numel * width if piece.variable.kind == "param" else piece.num_bytes
-
-        return [sum(map(size, pieces)) for pieces in self.shards.pieces]
-
-    def _pushed(self, width: int) -> list[float]:
-        updated = {
-            f"{name}.{buffer}" if name else buffer
-            for name, module in self.model.named_modules()
-            if isinstance(module, _BatchNorm)
-            for buffer, _ in module.named_buffers(recurse=False)
-        }
-
-        def size(piece: RowShard) -> int:
-            if self.pushes_rows and piece.place in self.lookups:
-                return 0
-            if piece.variable.kind == "param":
-                return piece.numel * width
-            return piece.numel * self.shards.master_dtype.itemsize if piece.variable.name in updated else 0
-
-        return [sum(map(size, pieces)) for pieces in self.shards.pieces]
+    per_worker, back = -(-pushes // len(workers)), flows(pulled, pulls, to_workers=True)
+    found = [
+        Transfer(what="variables", how="pull", flows=back, messages=2),
+        Transfer(what="gradients", how="push", flows=flows(pushed, pushes), messages=2 * per_worker),
+    ]
+    if lookups:
+        calls = 2 * sum(one.calls for one in lookups.values()) * -(-num_shards // len(workers))
+        both, what = flows(asked, 1) | flows(rows_read, 1, to_workers=True), "rows of sparse tables"
+        found.append(Transfer(what=what, how="pull", flows=both, messages=calls, note=AT_MOST))
+        if pushes_rows:
+            given, what = flows(rows_pushed, pushes), "rows of sparse gradients"
+            found.append(Transfer(what=what, how="push", flows=given, messages=0, note=AT_MOST))
+    return tuple(found)
