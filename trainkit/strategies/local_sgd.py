@@ -15,7 +15,6 @@ from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import Problem
 from trainkit.fields import above, at_least, at_most, below, maths, placement, unit
 from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
-from trainkit.objectives.base import Collective
 from trainkit.strategies.base import (
     Batch,
     Facts,
@@ -277,7 +276,6 @@ class LocalSgd(ProcessGroupOptions, Strategy):
             ranks,
             make_step=step,
             make_step_apart=partial(ShardedWork, group=group),
-            own=own,
             copies=place.group("replicate"),
         )
 
@@ -290,7 +288,6 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         apart: the same model, with sums over the ranks of its replica.
         make_step: makes a step of all replicas together.
         make_step_apart: makes a step of one replica.
-        own: the ranks of this replica.
         copies: the ranks with the same part of the other replicas; None: all ranks.
     """
 
@@ -304,12 +301,11 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         *,
         make_step: MakeStep[Replica] = ShardStep,
         make_step_apart: MakeStep[Replica] = ShardStep,
-        own: Collective | None = None,
         copies: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(replica, training, ranks=ranks, make_step=make_step)
         self._settings, self._apart, self._make_step_apart = settings, apart, make_step_apart
-        self._own, self._copies = own or LocalCollective(), copies
+        self._own, self._copies = apart.data_ranks, copies
         self._steps = 0
         """Steps since the last average, the same on every rank."""
         self._targets: Tensor | float = 0.0

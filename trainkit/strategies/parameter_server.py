@@ -47,7 +47,7 @@ from trainkit.strategies.model_transforms.compiling import uncompiled
 from trainkit.strategies.traffic import lookups_of
 from trainkit.strategies.updates.chief import OWN, Chief, Worker, sparse_tables
 from trainkit.strategies.updates.group import GroupWorker
-from trainkit.strategies.updates.links import AddressBook, Connection
+from trainkit.strategies.updates.links import AddressBook
 from trainkit.strategies.updates.scheduler import (
     FILE,
     AsyncScheduler,
@@ -378,7 +378,7 @@ class ParameterServer(Strategy):
 
         A thread computes while this one evaluates: two threads must not compile, so the evaluated model is eager.
         """
-        work: Callable[[], None] = _nothing
+        work = None
         if self._size == 1:
             computing = _replica(replace(request, model=copied(request.model)))
             work = partial(self._work, request, computing)
@@ -470,16 +470,9 @@ class ParameterServer(Strategy):
 
     def _connect(self, addresses: AddressBook, shares: VariableShards, name: str) -> ParameterServerClient:
         """Connect to all servers, for one thread of a task."""
-        links: list[Connection] = []
-        try:
-            for index in range(shares.num_servers):
-                links.append(addresses.connect(f"ps:{index}", name=name))  # noqa: PERF401 - closed if a later one fails
-            narrow = torch.bfloat16 if self.transfer == "bf16" else None
-            return ParameterServerClient(links, shares, transfer=narrow, timeout_s=self.timeout_s)
-        except BaseException:
-            for link in links:
-                link.close()
-            raise
+        links = [addresses.connect(f"ps:{index}", name=name) for index in range(shares.num_servers)]
+        narrow = torch.bfloat16 if self.transfer == "bf16" else None
+        return ParameterServerClient(links, shares, transfer=narrow, timeout_s=self.timeout_s)
 
     def _shares(self, model: nn.Module, precision: Precision, context: PlanContext | None = None) -> VariableShards:
         """Return the partition of the variables over the servers."""
@@ -541,10 +534,6 @@ def _until_over(addresses: AddressBook) -> Iterator[None]:
     except LinkError:
         if not addresses.is_over:
             raise
-
-
-def _nothing() -> None:
-    """Do nothing: the work of a chief that does not compute."""
 
 
 def _by_role(counts: Mapping[str, int]) -> tuple[Task, ...]:

@@ -377,7 +377,7 @@ class Chief(Executor):
     Args:
         eval_model: the model that is evaluated; its loss scale is adjusted here.
         servers: the connections to the servers.
-        work: runs the chief's own worker, on a thread.
+        work: runs the chief's own worker, on a thread; None: it has none.
         mixes: whether an update may contain shards of several steps.
         timeout_s: seconds that a worker may take for one work item.
     """
@@ -390,7 +390,7 @@ class Chief(Executor):
         servers: ParameterServerClient,
         *,
         scheduler: WorkScheduler,
-        work: Callable[[], None],
+        work: Callable[[], None] | None,
         mode: Mode,
         mixes: bool,
         timeout_s: float,
@@ -540,9 +540,10 @@ class Chief(Executor):
         if self._log is not None:
             self._log.close()
 
-    def _run_worker(self, work: Callable[[], None]) -> None:
+    def _run_worker(self, work: Callable[[], None] | None) -> None:
         try:
-            work()
+            if work is not None:
+                work()
         except BaseException as error:  # noqa: BLE001 - raised again in the main thread
             self._events.put((None, error))
 
@@ -653,14 +654,11 @@ class Chief(Executor):
         """Apply the sum of shards' gradients: like `apply_update`, but on the servers."""
         local, rule, leaves_out = self._eval_model, self._training.rule(update.version), self._leaves_out
         scale = local.loss_scale
-        staged = []
-        for item, report in zip(update.items, reports, strict=True):  # one gradient per shard, or one for all
-            of_item = zip(item.ticket.shards, report.keys, report.weights, strict=False)
-            staged += [((item.ticket.step, shard), key, weight) for shard, key, weight in of_item]
-        staged.sort()
-        factors, buffer_factor = self._factors(update, [weight for _, _, weight in staged])
+        # one gradient per shard, or one for all; a worker takes neighbouring shards, so these are in their order
+        keys = [key for report in reports for key in report.keys]
+        factors, buffer_factor = self._factors(update, [weight for report in reports for weight in report.weights])
         sums = self._servers.sum(
-            [key for _, key, _ in staged],
+            keys,
             lanes=self._lanes,
             factors=factors if scale.scale == 1.0 else [*factors, 1.0 / scale.scale],
             checks=scale.moves or leaves_out,
