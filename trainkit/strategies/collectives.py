@@ -22,9 +22,9 @@ _ABORT_S: Final = 2.0
 
 
 def broadcast_values(
-    tensor: Tensor, group: dist.ProcessGroup | None = None, device: torch.device | None = None
+    tensor: Tensor, group: dist.ProcessGroup | None = None, device: torch.device | None = None, source: int = 0
 ) -> None:
-    """Overwrite a tensor with the values of a group's first rank, also if their strides differ; collective.
+    """Overwrite a tensor with the values of one rank of a group, also if their strides differ; collective.
 
     Backends send tensors in memory order, and NCCL requires contiguous ones.
 
@@ -32,11 +32,13 @@ def broadcast_values(
         tensor: a tensor with the same shape and dtype on every rank.
         group: the ranks that take part; None: all.
         device: the device whose tensors they exchange; None: that of the tensor.
+        source: the rank within the group that has the values.
     """
     own = tensor.detach()
     sent = own.contiguous().to(device)
-    dist.broadcast(sent.reshape(-1).view(torch.uint8), group=group, group_src=0)  # gloo takes bytes of any dtype
-    if sent is not own:
+    if sent.numel():  # gloo takes bytes of any dtype
+        dist.broadcast(sent.reshape(-1).view(torch.uint8), group=group, group_src=source)
+    if sent is not own and dist.get_rank(group) != source:
         own.copy_(sent)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainkit.adapters.average import AVERAGE
 from trainkit.objectives.base import Collective
-from trainkit.strategies.collectives import all_gather_object
+from trainkit.strategies.collectives import all_gather_object, broadcast_values
 
 _Box = tuple[Sequence[int], Sequence[int]]
 """Offset and size of a part."""
@@ -192,21 +192,15 @@ def _gathered(
         return own[0].tensor.detach()
     dtype: torch.dtype = getattr(torch, first["dtype"])
     whole = torch.empty(first["shape"], dtype=dtype)
+    on_gpu = all_ranks.num_ranks > 1 and dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     for rank, entry in holders:
         for place, cut in enumerate(entry["cuts"]):
             part = own[place].tensor.detach() if rank == all_ranks.rank else torch.empty(cut["size"], dtype=dtype)
-            whole[region(cut["offset"], cut["size"])] = part if all_ranks.num_ranks == 1 else _broadcast(part, rank)
+            if all_ranks.num_ranks > 1:
+                broadcast_values(part, device=device, source=rank)
+            whole[region(cut["offset"], cut["size"])] = part
     return whole
-
-
-def _broadcast(tensor: Tensor, source: int) -> Tensor:
-    """Broadcast the tensor of a rank of the default group; collective. As bytes: not every backend supports bf16."""
-    on_gpu = dist.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    content = tensor.to(device).contiguous()
-    if content.numel():
-        dist.broadcast(content.reshape(-1).view(torch.uint8), src=source)
-    return content
 
 
 class LazyStateDict(Mapping[str, Tensor]):

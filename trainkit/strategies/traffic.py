@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.numerics.batch import owned_nodes
 from trainkit.strategies.base import CollectiveCall, Flows, PlanContext, StepCut, Strategy, Transfer
+from trainkit.strategies.tensors.layouts import row_dtype
 
 
 def ring(ranks: Sequence[int], num_bytes: float) -> Flows:
@@ -313,7 +314,6 @@ AT_MOST: Final = (
     "their number."
 )
 """The note of transfers of rows."""
-_INT32: Final = 2**31
 
 
 def sparse_tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
@@ -397,8 +397,7 @@ def gathered_rows(
         return ()
     flows = []
     for one in lookups.values():
-        index = 4 if one.table.num_embeddings < _INT32 else 8
-        row = index + one.table.embedding_dim * width
+        row = row_dtype(one.table.num_embeddings).itemsize + one.table.embedding_dim * width
         flows.append(all_gather(ranks, len(ranks) * one.rows(shards) * row))
     return (
         Transfer(

@@ -22,7 +22,7 @@ from trainkit.objectives.base import Collective, Loss, add_terms
 from trainkit.strategies.base import Batch, LossWeighting, Status, StepContext, UpdateParams, UpdateTensors
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.object_snapshot import ObjectSnapshot
-from trainkit.strategies.tensors.layouts import FlatBuffer, dense_strides, find_sparse, layout_mark
+from trainkit.strategies.tensors.layouts import FlatBuffer, dense_strides, find_sparse, layout_mark, row_dtype
 
 MOST_ELEMENTS: Final = 2**16
 """Elements of the largest gradient that is put aside; this many in total may be put aside in any model."""
@@ -80,9 +80,6 @@ class SmallGrads:
             torch._foreach_add_(totals, grads)
 
 
-_INT32: Final = 2**31
-
-
 def gather_sparse(grad: Tensor | None, like: Tensor, *, sparse_dim: int, collective: Collective) -> tuple[Tensor, int]:
     """Return the sum of a sparse gradient over the ranks; collective.
 
@@ -104,7 +101,7 @@ def gather_sparse(grad: Tensor | None, like: Tensor, *, sparse_dim: int, collect
             like.shape,
         )
     own = grad.coalesce()
-    narrow = torch.int32 if max(like.shape[:sparse_dim]) < _INT32 else torch.int64
+    narrow = row_dtype(max(like.shape[:sparse_dim]))
     indices = collective.gather(own.indices().t().to(narrow).contiguous())
     values = collective.gather(own.values())
     total = torch.sparse_coo_tensor(torch.cat(indices).t().long(), torch.cat(values), like.shape).coalesce()

@@ -63,6 +63,16 @@ def view_of(flat: Tensor, shape: Sequence[int], strides: Strides) -> Tensor:
     return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
 
 
+def row_dtype(num_rows: int) -> torch.dtype:
+    """Return the dtype of the row indices of a sparse gradient that are sent.
+
+    Example:
+        >>> row_dtype(2**31 - 1), row_dtype(2**31)
+        (torch.int32, torch.int64)
+    """
+    return torch.int32 if num_rows < 2**31 else torch.int64
+
+
 def layout_mark(tensor: Tensor) -> int:
     """Return a number of 63 bits that identifies the order of a dense tensor's dims in memory; 0: contiguous.
 

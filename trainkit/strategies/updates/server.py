@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from threading import Condition, Event
 from typing import Concatenate, Final, NamedTuple, ParamSpec, TypeVar, get_origin, get_type_hints
 
@@ -27,10 +28,10 @@ from trainkit.strategies.core.replica import refuse_mismatch
 from trainkit.strategies.core.step import with_values
 from trainkit.strategies.reducers.vector import DeterministicReducer
 from trainkit.strategies.tensor_shards import name_in, read_slice, shape_of
-from trainkit.strategies.tensors.layouts import FlatBuffer, find_sparse, in_layout, in_memory_order, view_of
+from trainkit.strategies.tensors.layouts import FlatBuffer, find_sparse, in_layout, in_memory_order, row_dtype, view_of
 from trainkit.strategies.tensors.staging import ByteLayout, TensorKind, host_bytes, moved
 from trainkit.strategies.updates.links import DTYPES, AuthenticatedListener, Connection, Frame, dtype_name
-from trainkit.strategies.updates.variables import RowShard, VariableShards, row_dtype
+from trainkit.strategies.updates.variables import RowShard, VariableShards
 
 CHIEF: Final = "chief"
 """Name of the only task whose requests may change the state."""
@@ -188,6 +189,8 @@ class VariableServer:
         self._ended = Event()
         self._broken: BaseException | None = None
         self._pieces, self._digest, self._dtype = shares.pieces[index], shares.digest, shares.master_dtype
+        shapes, strides = [torch.Size(one.shape) for one in self._pieces], [one.strides for one in self._pieces]
+        self._packing = FlatBuffer(shapes, self._dtype, torch.device("cpu"), strides=strides)
         self._held = ServerShard(self._pieces, self._dtype, make_stepper)
         self._most_bytes = shares.most_bytes(index)
         self._on_phase, self._timeout_s = on_phase, timeout_s
@@ -438,12 +441,9 @@ class VariableServer:
                 raise ValueError(f"there is no gradient {missing[0]}")
             self._total = []
             taken = [self._staged.pop(key) for key in keys]
-        pieces, count = self._pieces, len(self._held.params)
-        shapes, strides = [torch.Size(piece.shape) for piece in pieces], [piece.strides for piece in pieces]
-        packing = FlatBuffer(shapes, self._dtype, torch.device("cpu"), strides=strides)
-        total = lane_sum(taken, lanes, packing)
+        count, total = len(self._held.params), lane_sum(taken, lanes, self._packing)
         if lanes:  # zeros for pieces that had a gradient in an earlier step only, as in a vector exchange
-            now = {n for n in range(len(pieces)) if any(parts[n] is not None for parts in taken)}
+            now = {n for n in range(len(total)) if any(parts[n] is not None for parts in taken)}
             self._had_gradient |= {number for number in now if number < count}
             total = [one if n in now or n in self._had_gradient else None for n, one in enumerate(total)]
         grads, present = with_values(total[:count])
@@ -623,9 +623,7 @@ class ParameterServerClient:
         attempts, least = 0, 0
         while True:
             whole = self.loads is None
-            found = self._each(
-                lambda server, least=least, whole=whole: self._pulled(server, into, whole=whole, version=least)
-            )
+            found = self._each(partial(self._pulled, into=into, whole=whole, version=least))
             versions, loads = ({one[place] for one in found} for place in (0, 1))
             if len(loads) > 1 or not (whole or self.loads in loads):
                 self.loads, least = None, 0
@@ -635,7 +633,7 @@ class ParameterServerClient:
             if not self.mixed or attempts == _PULLS:
                 return self.version
 
-    def _pulled(self, server: int, into: Sequence[Tensor | None], *, whole: bool, version: int) -> tuple[int, int]:
+    def _pulled(self, server: int, *, into: Sequence[Tensor | None], whole: bool, version: int) -> tuple[int, int]:
         """Read one server's variables, of that version or a later one."""
         key = (whole, *(None if tensor is None else tensor.data_ptr() for tensor in into))
         known, buffer = self._buffers.get(server, ((), None))

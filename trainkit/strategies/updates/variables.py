@@ -19,7 +19,7 @@ from trainkit.errors import Problem
 from trainkit.strategies.base import PlanContext, Transfer
 from trainkit.strategies.core.buffers import sample_dims_of
 from trainkit.strategies.core.refusals import optimizer_problems
-from trainkit.strategies.tensors.layouts import dense_strides, part_strides
+from trainkit.strategies.tensors.layouts import dense_strides, part_strides, row_dtype
 from trainkit.strategies.traffic import AT_MOST, Lookups
 
 Kind = Literal["param", "frozen", "buffer"]
@@ -247,11 +247,6 @@ class VariableShards:
     def _names(self, chooses: Callable[[RowShard], bool]) -> tuple[str, ...]:
         params = [piece for pieces in self.pieces for piece in pieces if piece.variable.kind == "param"]
         return tuple(dict.fromkeys(piece.variable.name for piece in params if chooses(piece)))
-
-
-def row_dtype(num_rows: int) -> torch.dtype:
-    """Return the dtype of transferred row indices."""
-    return torch.int32 if num_rows < 2**31 else torch.int64
 
 
 def _cut(variables: Sequence[Variable], places: Sequence[int], num_servers: int) -> list[list[RowShard]]:
