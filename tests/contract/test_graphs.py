@@ -790,14 +790,14 @@ def test_rows_of_a_sparse_table_are_pulled_before_each_lookup_of_a_compiled_mode
 @pytest.mark.slow
 def test_copies_take_turns_where_a_shape_is_new_and_compute_together_where_none_is() -> None:
     turns: list[bool] = []
-    run = ComputingCopies.run
+    may_compile = ComputingCopies.may_compile
 
-    def noted(self: ComputingCopies, compute: Any, works: Any, *, in_turn: bool = False) -> Any:
-        turns.append(in_turn)
-        return run(self, compute, works, in_turn=in_turn)
+    def noted(self: ComputingCopies, given: Any) -> bool:
+        turns.append(may_compile(self, given))
+        return turns[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ComputingCopies, "run", noted)
+        patch.setattr(ComputingCopies, "may_compile", noted)
         run_rank(None, replace(COPIED, **THREADS, num_steps=3, resume_at=None))
     assert turns == [True, False, False]
 

@@ -15,6 +15,7 @@ from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import Problem
 from trainkit.fields import above, at_least, at_most, below, maths, placement, unit
 from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
+from trainkit.objectives.base import Collective
 from trainkit.strategies.base import (
     Batch,
     Facts,
@@ -251,32 +252,26 @@ class LocalSgd(ProcessGroupOptions, Strategy):
     def setup(self, request: SetupRequest) -> LocalSgdExecutor:
         """Join the other ranks, and broadcast the model of rank 0."""
         ranks = self.join(request.identity)
-        # For independent steps, the same model, optimizer and buffers, without sums over the other replicas.
+        alone: Collective = LocalCollective()
+        step: MakeStep[Replica] = ShardStep
+        step_alone: MakeStep[Replica] = ShardStep
+        copies = join_norms = None
         if self.shard == 1:
-            parts, alone = build_parts(request, ranks=ranks), LocalCollective()
-            replica = Replica(parts)
+            replica = Replica(build_parts(request, ranks=ranks))
             broadcast_initial(replica)
-            apart = Replica(replace(parts, data_ranks=alone, all_ranks=alone, reducer=LocalReducer()))
-            return LocalSgdExecutor(self, replica, apart, request.training, ranks)
-        replica, place, step = self._mesh.build(request, ranks)
-        group = place.group("shard")
-        own = GroupCollective(rank=place.places["shard"], num_ranks=self.shard, device=replica.device, group=group)
+        else:
+            replica, place, step = self._mesh.build(request, ranks)
+            group, copies = place.group("shard"), place.group("replicate")
+            rank, device = place.places["shard"], replica.device
+            alone = GroupCollective(rank=rank, num_ranks=self.shard, device=device, group=group)
+            join_norms = joined_norms(dict.fromkeys(replica.params, True), device, group)
+            step_alone = partial(ShardedWork, group=group)
+        # for independent steps, the same model, optimizer and buffers, without sums over the other replicas
         parts = replace(
-            replica.parts_made_of,
-            data_ranks=own,
-            all_ranks=own,
-            reducer=LocalReducer(),
-            join_norms=joined_norms(dict.fromkeys(replica.params, True), replica.device, group),
+            replica.parts_made_of, data_ranks=alone, all_ranks=alone, reducer=LocalReducer(), join_norms=join_norms
         )
         return LocalSgdExecutor(
-            self,
-            replica,
-            Replica(parts),
-            request.training,
-            ranks,
-            make_step=step,
-            make_step_apart=partial(ShardedWork, group=group),
-            copies=place.group("replicate"),
+            self, replica, Replica(parts), request.training, ranks, make_steps=(step, step_alone), copies=copies
         )
 
 
@@ -286,8 +281,7 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
     Args:
         replica: the model, with sums over all ranks.
         apart: the same model, with sums over the ranks of its replica.
-        make_step: makes a step of all replicas together.
-        make_step_apart: makes a step of one replica.
+        make_steps: the makers of a step of all replicas together, and of a step of one replica.
         copies: the ranks with the same part of the other replicas; None: all ranks.
     """
 
@@ -299,12 +293,11 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         training: StepContext,
         ranks: RankGroup,
         *,
-        make_step: MakeStep[Replica] = ShardStep,
-        make_step_apart: MakeStep[Replica] = ShardStep,
-        copies: dist.ProcessGroup | None = None,
+        make_steps: tuple[MakeStep[Replica], MakeStep[Replica]],
+        copies: dist.ProcessGroup | None,
     ) -> None:
-        super().__init__(replica, training, ranks=ranks, make_step=make_step)
-        self._settings, self._apart, self._make_step_apart = settings, apart, make_step_apart
+        super().__init__(replica, training, ranks=ranks, make_step=make_steps[0])
+        self._settings, self._apart, self._make_step_apart = settings, apart, make_steps[1]
         self._own, self._copies = apart.data_ranks, copies
         self._steps = 0
         """Steps since the last average, the same on every rank."""

@@ -177,6 +177,8 @@ class Connection:
             LinkError: there are more numbers, they do not fit into a tensor, or the connection broke.
         """
         unread, self._unread = self._unread, {}
+        if not unread:
+            return {}
         size = sum(kind.nbytes for kind in unread.values())
         known = {name: tensor for name, tensor in (into or {}).items() if name in unread}
         kinds = {name: TensorKind(torch.Size([one.numel()]), one.dtype) for name, one in known.items()}
@@ -184,11 +186,8 @@ class Connection:
             raise self._refusal(f"sent {size} unexpected bytes")
         rest = {name: kind for name, kind in unread.items() if name not in known}
         layout = ByteLayout(list(rest.values()))
-        found = (
-            {**known, **dict(zip(rest, layout.views(torch.empty(layout.size, dtype=torch.uint8)), strict=True))}
-            if rest
-            else known
-        )
+        memory = torch.empty(layout.size, dtype=torch.uint8)
+        found = {**known, **dict(zip(rest, layout.views(memory), strict=True))}
         self._fill([_memory_of(found[name]) for name in unread if found[name].numel()], self.timeout_s)
         return found
 

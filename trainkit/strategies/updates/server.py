@@ -74,7 +74,8 @@ class ServerShard:
     def __init__(self, pieces: Sequence[RowShard], dtype: torch.dtype, make_stepper: MakeStepper) -> None:
         self.pieces = tuple(pieces)
         self.params = [piece for piece in pieces if piece.variable.kind == "param"]
-        self.version: int | None = None
+        self.version = -1
+        """Number of updates; -1: nothing was loaded yet."""
         self.loads = 0
         shapes, strides = [torch.Size(one.shape) for one in self.params], [one.strides for one in self.params]
         self._packing = FlatBuffer(shapes, dtype, torch.device("cpu"), strides=strides)
@@ -412,18 +413,12 @@ class VariableServer:
 
     def _await(self, version: int) -> None:
         """Wait until the variables have this version; the caller holds the lock."""
-        held = self._held
-
-        def is_there() -> bool:
-            return self._ended.is_set() or (held.version is not None and held.version >= version)
-
-        found = self._changed.wait_for(is_there, self._timeout_s)
+        found = self._changed.wait_for(lambda: self._ended.is_set() or self._held.version >= version, self._timeout_s)
         if self._ended.is_set():
             raise LinkError("the run is over")
         if not found:
-            now = "nothing" if held.version is None else f"version {held.version}"
-            why = f"version {version} was not reached within {self._timeout_s:g} s: the server holds {now}"
-            raise ValueError(why)
+            why = f"version {version} was not reached within {self._timeout_s:g} s: the server holds "
+            raise ValueError(f"{why}version {self._held.version}")
 
     def _sparse(self, piece: RowShard, rows: Tensor, values: Tensor) -> Tensor:
         in_order = rows.numel() == 0 or (rows[0] >= 0 and rows[-1] < piece.num_rows and bool((rows.diff() > 0).all()))
