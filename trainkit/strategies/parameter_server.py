@@ -35,6 +35,7 @@ from trainkit.strategies.base import (
     Strategy,
     TaskContext,
     Transfer,
+    ignore_phase,
 )
 from trainkit.strategies.core.buffers import sample_dims_of
 from trainkit.strategies.core.copies import ComputingCopies, computing_copy
@@ -446,7 +447,7 @@ class ParameterServer(Strategy):
             more = [computing_copy(replica, device, shares=device == replica.device) for device in devices[1:]]
             copies = stack.enter_context(closing(ComputingCopies(replica, [replica, *more])))
             worker = Worker(copies, servers, data, request.training, mode=self.mode, mixes=self._replaces)
-            worker.run(link, (lambda _step: None) if is_own else (lambda step: request.on_phase("idle", step)))
+            worker.run(link, ignore_phase if is_own else request.on_phase)
 
     def _work_together(self, request: SetupRequest, addresses: AddressBook) -> None:
         """Run one process of a worker in parts until the chief ends it: a rank of a process group of that worker."""
@@ -465,7 +466,7 @@ class ParameterServer(Strategy):
                 stack.enter_context(worker.leading())
                 worker.use_servers(stack.enter_context(closing(self._connect(addresses, shares, str(task)))))
                 link = stack.enter_context(closing(addresses.connect(OWN, name=str(task))))
-            worker.run(link, lambda step: request.on_phase("idle", step))
+            worker.run(link, request.on_phase)
         ranks.close(failed=False)
 
     def _connect(self, addresses: AddressBook, shares: VariableShards, name: str) -> ParameterServerClient:

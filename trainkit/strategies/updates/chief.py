@@ -32,12 +32,14 @@ from trainkit.strategies.base import (
     Executor,
     JsonMap,
     LeftOut,
+    PhaseListener,
     SetupRequest,
     StateDict,
     Status,
     StepContext,
     StepCounter,
     StepOutcome,
+    ignore_phase,
 )
 from trainkit.strategies.core.copies import ComputingCopies, Sums, ThreadWork, total_of
 from trainkit.strategies.core.optimizer import OptimizerStepper
@@ -199,30 +201,32 @@ class OrderWorker(ABC):
         self._replica, self._data, self._training, self._mode = replica, data, training, mode
         self._captured = GradientCapture()
         replica.use_stepper(self._captured)
-        self._read: tuple[int, int | None] | None = None
-        """Version of the variables here, and number of loads of the servers."""
+        self._read = -1, 0, False
+        """Version of the variables here, number of loads of the servers, and whether there are several versions."""
 
-    def run(self, link: Connection | None, waits: Callable[[int], None] = lambda _step: None) -> None:
+    def run(self, link: Connection | None, on_phase: PhaseListener = ignore_phase) -> None:
         """Execute work orders until there are no more.
 
         Args:
             link: the connection to the chief; None: another process of this worker has it.
-            waits: receives the last computed step, whenever there may be no work for a long time.
+            on_phase: receives (`idle`, the last computed step), whenever there may be no work for a long time.
         """
         if link is not None:
             link.send("ready")
-        waits(0)
+        on_phase("idle", 0)
         while (order := self._next(link)) is not None:
             report = self._execute(order)
             if link is not None:
                 link.send("report", asdict(report))
-            waits(order.step)
+            on_phase("idle", order.step)
 
     def _execute(self, order: WorkOrder) -> WorkReport:
         replica, training, ticket = self._replica, self._training, Ticket(order.step, order.shards)
         replica.on_phase("data", order.step)
         batches = self._data.fetch(self._share(ticket))
-        read, mixed = self._pull(order)
+        if self._mode == "async" or self._read[:2] != (order.version, order.loads):
+            self._read = self._pull()
+        read, _, mixed = self._read
         scale = replace(replica.precision.loss_scale(), scale=order.scale)  # the chief knows the overflows before
         works, names = self._compute(ticket, batches, scale), training.objective.term_names
         numbers = [
@@ -256,10 +260,6 @@ class OrderWorker(ABC):
             self._push(key, self._captured.grads if self._mode == "async" else sums[:count], buffers)
         return report
 
-    def _needs(self, order: WorkOrder) -> bool:
-        """Return whether an order needs variables that are not here."""
-        return self._mode == "async" or self._read != (order.version, order.loads)
-
     def _next(self, link: Connection | None) -> WorkOrder | None:
         """Wait for the next order; None: there are no more."""
         return None if link is None else WorkOrder.received(link)
@@ -273,10 +273,8 @@ class OrderWorker(ABC):
         return numbers
 
     @abstractmethod
-    def _pull(self, order: WorkOrder) -> tuple[int, bool]:
-        """Pull the variables, unless the required ones are present already; return their version, and whether there
-        are several.
-        """
+    def _pull(self) -> tuple[int, int, bool]:
+        """Pull the variables, untrained ones only after another load of the servers; return what `_read` describes."""
 
     @abstractmethod
     def _compute(self, ticket: Ticket, batches: Sequence[Batch], scale: LossScale) -> list[tuple[ShardStep, Sums]]:
@@ -321,16 +319,11 @@ class Worker(OrderWorker):
         for replica in copies.copies:
             read_when_looked_up(replica.model, self._pull_rows)
 
-    def _pull(self, order: WorkOrder) -> tuple[int, bool]:
-        servers = self._servers
-        if self._needs(order):
-            known = None if self._read is None else self._read[1]
-            tensors = enumerate(tensors_of(self._replica.model))
-            version = servers.pull([None if place in self._tables else one for place, one in tensors])
-            self._copies.refresh(frozen=servers.loads != known)
-            self._read = version, servers.loads
-        assert self._read is not None
-        return self._read[0], servers.mixed
+    def _pull(self) -> tuple[int, int, bool]:
+        servers, tensors = self._servers, enumerate(tensors_of(self._replica.model))
+        version = servers.pull([None if place in self._tables else one for place, one in tensors])
+        self._copies.refresh(frozen=servers.loads != self._read[1])
+        return version, servers.loads, servers.mixed
 
     def _pull_rows(self, place: int, rows: Tensor) -> Tensor:
         """Return current rows from the servers; threads of the replicas call one after the other."""
@@ -402,8 +395,7 @@ class Chief(Executor):
         self._lanes = numerics.lanes if numerics.reproducible else 0
         """Lanes of the reproducible order of summation; 0: the order is free."""
         self._thread = Thread(target=self._run_worker, args=(work,), name="chief's worker", daemon=True)
-        self._events: queue.SimpleQueue[tuple[Connection | None, WorkReport | BaseException | None]]
-        self._events = queue.SimpleQueue()
+        self._events = queue.SimpleQueue[tuple[Connection | None, WorkReport | BaseException | None]]()
         """Messages of workers, None: it is ready; and the error of the chief's own."""
         self._workers: dict[str, Connection] = {}
         self._orders: dict[str, tuple[WorkOrder, float]] = {}

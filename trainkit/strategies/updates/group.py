@@ -69,7 +69,7 @@ class GroupWorker(OrderWorker):
         mode: Mode,
     ) -> None:
         super().__init__(replica, data, training, mode=mode)
-        self._make_step, self._shares, self._mixed = make_step, shares, False
+        self._make_step, self._shares = make_step, shares
         waiting, ranks = dist.new_group(backend="gloo", timeout=_UNLIMITED), replica.all_ranks
         self._waiting = GroupCollective(
             rank=ranks.rank, num_ranks=ranks.num_ranks, device=torch.device("cpu"), group=waiting
@@ -112,17 +112,14 @@ class GroupWorker(OrderWorker):
         ranks = self._replica.data_ranks
         return Ticket(ticket.step, ticket.shards[ranks.rank :: ranks.num_ranks])
 
-    def _pull(self, order: WorkOrder) -> tuple[int, bool]:
-        if self._needs(order):
-            servers, found = self._servers, dict[str, object]()
-            if servers is not None:
-                found = {"version": servers.pull(self._wholes), "loads": servers.loads, "mixed": servers.mixed}
-            told = self._tell(found)
-            (version, loads), known = whole_numbers([told["version"], told["loads"]]), self._read
-            self._load(frozen=known is None or known[1] != loads)
-            self._read, self._mixed = (version, loads), bool(told["mixed"])
-        assert self._read is not None
-        return self._read[0], self._mixed
+    def _pull(self) -> tuple[int, int, bool]:
+        servers, found = self._servers, dict[str, object]()
+        if servers is not None:
+            found = {"version": servers.pull(self._wholes), "loads": servers.loads, "mixed": servers.mixed}
+        told = self._tell(found)
+        version, loads = whole_numbers([told["version"], told["loads"]])
+        self._load(frozen=loads != self._read[1])
+        return version, loads, bool(told["mixed"])
 
     def _load(self, *, frozen: bool) -> None:
         """Keep this process's parts of the variables, one variable after the other; collective."""

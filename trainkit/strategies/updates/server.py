@@ -549,8 +549,8 @@ class ParameterServerClient:
         """The version of the variables that were pulled last."""
         self.mixed = False
         """Whether the pulled variables have several versions, because no attempt found all servers at one."""
-        self.loads: int | None = None
-        """Number of loads of the servers at the last pull."""
+        self.loads = 0
+        """Number of loads of the servers at the last pull; 0: unknown."""
         self._buffers: dict[int, tuple[tuple[object, ...], PullBuffer]] = {}
         try:
             self.check()
@@ -617,11 +617,11 @@ class ParameterServerClient:
         """
         attempts, least = 0, 0
         while True:
-            whole = self.loads is None
+            whole = not self.loads
             found = self._each(partial(self._pulled, into=into, whole=whole, version=least))
             versions, loads = ({one[place] for one in found} for place in (0, 1))
             if len(loads) > 1 or not (whole or self.loads in loads):
-                self.loads, least = None, 0
+                self.loads, least = 0, 0
                 continue
             [self.loads], attempts = loads, attempts + 1
             self.version, self.mixed, least = min(versions), len(versions) > 1, max(versions)
