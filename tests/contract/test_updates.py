@@ -255,9 +255,9 @@ def applied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps whose gradients were applied, in that order."""
     steps, apply = [], AsyncCentralExecutor._apply
 
-    def noted(executor: AsyncCentralExecutor, update: PendingUpdate) -> Any:
+    def noted(executor: AsyncCentralExecutor, update: PendingUpdate, work: ThreadWork) -> Any:
         steps.append(update.items[0].ticket.step)
-        return apply(executor, update)
+        return apply(executor, update, work)
 
     monkeypatch.setattr(AsyncCentralExecutor, "_apply", noted)
     return steps

@@ -296,8 +296,6 @@ class AsyncCentralExecutor(Executor):
         """The work of the ticket that was yielded last."""
         self._running: dict[Future[tuple[ThreadWork, int]], WorkItem] = {}
         """Steps in progress, in the order of assignment."""
-        self._arrived: dict[int, ThreadWork] = {}
-        """Gradients by the number of their work item."""
         self._recalled: JsonMap = {}
         self._lock = Lock()
         """Held while all variables are read or written, and while they are exchanged for their averages."""
@@ -338,11 +336,11 @@ class AsyncCentralExecutor(Executor):
         done, _ = wait(self._running, return_when=FIRST_COMPLETED)
         first = next(future for future in self._running if future in done)
         item = self._running.pop(first)
-        self._arrived[item.number], read = first.result()
+        work, read = first.result()
         self._scheduler.report(item.number, item.worker, read)
         update = self._scheduler.next_ready_update()
         assert update is not None, "each gradient makes an update"
-        return self._apply(update)
+        return self._apply(update, work)
 
     @property
     def _idle(self) -> list[str]:
@@ -371,10 +369,9 @@ class AsyncCentralExecutor(Executor):
         work.compute(self._variables.device)
         return work, version
 
-    def _apply(self, update: PendingUpdate) -> StepOutcome:
+    def _apply(self, update: PendingUpdate, work: ThreadWork) -> StepOutcome:
         """Update the variables by the optimizer of the copy that computed; the first one keeps the averages of all."""
         (item,), variables, local = update.items, self._variables, self._local
-        work = self._arrived.pop(item.number)
         ((_, sums),) = work.found
         variables.on_phase("update", item.ticket.step)
         with self._lock:
