@@ -657,10 +657,11 @@ class Chief(Executor):
             norms=rule.max_norm is not None,
         )
         is_lost = leaves_out and not (sums.others_finite and all(isfinite(one.loss_sum) for one in reports))
-        if is_lost or not sums.finite:
-            retries = not is_lost and (scale.may_retry or not leaves_out)
-            local.set_loss_scale(scale.after(overflow=True) if retries else scale.after_skip())
-            return (Status.retry if retries else Status.skipped), None
+        found = Status.skipped if is_lost else Status.applied if sums.finite else Status.retry
+        status, after = settled(scale, scale.scale, found, leaves_out=leaves_out)
+        local.set_loss_scale(after)
+        if status is not Status.applied:
+            return status, None
         norm, factor = None, 1.0
         if rule.max_norm is not None:
             norm = sums.norm
@@ -671,8 +672,7 @@ class Chief(Executor):
             factor=factor,
             buffer_factor=buffer_factor,
         )
-        local.set_loss_scale(scale.after(overflow=False))
-        return Status.applied, norm
+        return status, norm
 
     def _factors(self, update: PendingUpdate, weights: list[float]) -> tuple[list[float], float]:
         """Return the factors of gradients, and the factor of buffers, that workers have not applied."""
