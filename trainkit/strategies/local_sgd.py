@@ -35,7 +35,7 @@ from trainkit.strategies.base import (
 from trainkit.strategies.collectives import GroupCollective, LocalCollective, RankGroup, all_gather_object
 from trainkit.strategies.core.refusals import optimizer_problems
 from trainkit.strategies.core.replica import Replica, joined_norms
-from trainkit.strategies.core.step import MakeStep, ShardStep, apply_update, cloned_batch
+from trainkit.strategies.core.step import MakeStep, ShardStep, cloned_batch
 from trainkit.strategies.core.synchronous import SynchronousExecutor, broadcast_initial, build_parts
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
 from trainkit.strategies.mesh.step import ShardedWork
@@ -360,8 +360,8 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         if not own.plan.num_shards(ticket.step):  # in a short batch
             self._agree_on_used([None] * len(apart.params))
             return StepOutcome(ticket.step, Status.applied, None, 0.0)
-        status = Status.retry
-        while status is Status.retry:  # at half the scale: the others go on meanwhile
+        outcome = None
+        while outcome is None or outcome.status is Status.retry:  # at half the scale: the others go on meanwhile
             apart.set_loss_scale(replica.loss_scale)
             fresh = [cloned_batch(batch) for batch in batches] if replica.loss_scale.moves else batches
             work = self._make_step_apart(apart, ticket, fresh, own)
@@ -370,13 +370,12 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
             for place, param in enumerate(apart.trained):
                 if replica.exchanges and sums[place] is None and apart.used[place]:
                     sums[place] = torch.zeros_like(param, dtype=apart.precision.master_dtype)
-            replica.on_phase("update", ticket.step)
-            status, norm = apply_update(apart, sums, work.divisor, own.rule(ticket.step), loss_sum=work.loss_sum)
+            outcome = self._update(work, sums, own)
             replica.set_loss_scale(apart.loss_scale)
-        if status is Status.skipped:
+        if outcome.status is Status.skipped:
             self._skipped += [(ticket.step, shard) for shard in ticket.shards]
-            return StepOutcome(ticket.step, status, None, 0.0)
-        return StepOutcome(ticket.step, status, work.loss_sum, work.weight, norm, terms=work.terms)
+            return StepOutcome(ticket.step, outcome.status, None, 0.0)
+        return outcome
 
     def _agree_on_used(self, grads: Sequence[Tensor | None]) -> None:
         """Find which parameters get gradients in any replica; collective, once. Whole ones have done so before."""
