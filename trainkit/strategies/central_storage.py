@@ -21,7 +21,7 @@ from trainkit.data.reading.collate import to_device
 from trainkit.errors import Problem
 from trainkit.fields import maths, placement
 from trainkit.files import whole_numbers
-from trainkit.numerics.batch import Ticket, lane_order, shards_of_rank
+from trainkit.numerics.batch import Ticket
 from trainkit.strategies.base import (
     Batch,
     Executor,
@@ -40,15 +40,14 @@ from trainkit.strategies.base import (
     StepOutcome,
     ignore_phase,
 )
-from trainkit.strategies.core.copies import ComputingCopies, Sums, ThreadWork, computing_copy, total_of
+from trainkit.strategies.core.copies import ComputingCopies, CopiesStep, ThreadWork, computing_copy
 from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.refusals import async_problems, phase_problems
 from trainkit.strategies.core.replica import Replica, replica_state, restore_replica
-from trainkit.strategies.core.step import ShardStep, added, apply_update
+from trainkit.strategies.core.step import apply_update
 from trainkit.strategies.core.synchronous import OneProcess, SynchronousExecutor, build_parts, make_stepper, set_rates
 from trainkit.strategies.groups.process_group import device_list_problems, device_problems, parse_device
 from trainkit.strategies.model_transforms.compiling import uncompiled
-from trainkit.strategies.tensors.layouts import FlatBuffer
 from trainkit.strategies.updates.scheduler import AsyncScheduler, PendingUpdate, WorkItem, settled
 
 _CPU_THREADS = 2
@@ -186,58 +185,6 @@ class CentralStorage(OneProcess):
             return parse_device(self.parameter_device) or "cpu"
         computing = self._computing(num_gpus)
         return computing[0] if len(computing) == 1 else "cpu"
-
-
-class CopiesStep(ShardStep):
-    """One try at a step whose shards the copies share, each on its own thread.
-
-    Args:
-        copies: the copies; the replica of the step holds the variables.
-    """
-
-    def __init__(
-        self,
-        replica: Replica,
-        ticket: Ticket,
-        batches: Sequence[Batch],
-        training: StepContext,
-        *,
-        copies: ComputingCopies,
-    ) -> None:
-        super().__init__(replica, ticket, batches, training)
-        self._copies, given = copies, dict(zip(ticket.shards, batches, strict=True))
-        num_shards, count, self._works = training.plan.num_shards(ticket.step), len(copies.copies), list[ThreadWork]()
-        for place, copy in enumerate(copies.copies):
-            own = shards_of_rank(num_shards, rank=place, num_ranks=count, lanes=replica.lanes)
-            own_batches = [to_device(given[shard], copy.device) for shard in own]
-            self._works.append(ThreadWork(copy, Ticket(ticket.step, own), own_batches, training))
-
-    def agree_on_grad_layout(self) -> FlatBuffer:
-        """Find the layout of gradients and buffers in the first copy, and pass it to the others."""
-        self._copies.agree(self._works[0])
-        assert self.replica.packing is not None
-        return self.replica.packing
-
-    def partials(self) -> Iterator[tuple[int, Sums]]:
-        """Yield (lane, its sums) on the variables' device, in an order that does not depend on the threads' speed."""
-        replica, works, copies = self.replica, self._works, self._copies
-        copies.compute([[work] for work in works])
-        replica.set_sparse(copies.copies[0].sparse)
-        device, found = copies.copies[0].device, [dict(work.found) for work in works]
-        for work in works:
-            if work.loss_sum is None:  # it had no shard
-                continue
-            loss = work.loss_sum.to(device)
-            self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
-            self.weight = added(self.weight, work.weight.to(device) if isinstance(work.weight, Tensor) else work.weight)
-            for name, term in work.terms.items():
-                self.terms[name] = self.terms[name] + term.to(device) if name in self.terms else term.to(device)
-        if replica.lanes is None:
-            yield 0, total_of([own[0] for own in found if own])
-            return
-        for lane in lane_order(replica.lanes):
-            if lane in found[lane % len(works)]:
-                yield lane, found[lane % len(works)][lane]
 
 
 class CentralExecutor(SynchronousExecutor[Replica]):

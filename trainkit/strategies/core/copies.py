@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from trainkit.cluster.host import use_device
-from trainkit.numerics.batch import Ticket
+from trainkit.data.reading.collate import to_device
+from trainkit.numerics.batch import Ticket, lane_order, shards_of_rank
 from trainkit.numerics.copies import copied
 from trainkit.numerics.generators import GENERATORS_LOCK
 from trainkit.numerics.precision import LossScale
@@ -22,9 +23,10 @@ from trainkit.objectives.base import Loss
 from trainkit.strategies.base import Batch, PhaseListener, StepContext, ignore_phase
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.replica import PlacedModel, Replica
-from trainkit.strategies.core.step import ShardStep
+from trainkit.strategies.core.step import ShardStep, added
 from trainkit.strategies.model_transforms.compiling import is_compiled
 from trainkit.strategies.model_transforms.recomputing import Recomputed
+from trainkit.strategies.tensors.layouts import FlatBuffer
 from trainkit.strategies.tensors.staging import Parcel, moved
 
 Sums = Sequence[Tensor | None]
@@ -210,6 +212,61 @@ class ThreadWork(ShardStep):
         if self.replica.buffers.names:
             self.replica.buffers.begin_step()
         self.found = [(lane, moved(sums, device)) for lane, sums in self.partials()]
+
+
+class CopiesStep(ShardStep):
+    """One try at a step whose shards the copies share, each on its own thread.
+
+    Args:
+        copies: the copies; the replica of the step holds the variables.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        ticket: Ticket,
+        batches: Sequence[Batch],
+        training: StepContext,
+        batch_size: int | None = None,
+        *,
+        copies: ComputingCopies,
+    ) -> None:
+        super().__init__(replica, ticket, batches, training, batch_size)
+        self._copies, given = copies, dict(zip(ticket.shards, batches, strict=True))
+        num_shards, count, self._works = training.plan.num_shards(ticket.step), len(copies.copies), list[ThreadWork]()
+        for place, copy in enumerate(copies.copies):
+            own = ticket.shards[place::count]
+            if replica.lanes is not None:
+                own = shards_of_rank(num_shards, rank=place, num_ranks=count, lanes=replica.lanes)
+            own_batches = [to_device(given[shard], copy.device) for shard in own]
+            self._works.append(ThreadWork(copy, Ticket(ticket.step, own), own_batches, training, batch_size))
+
+    def agree_on_grad_layout(self) -> FlatBuffer:
+        """Find the layout of gradients and buffers in the first copy, and pass it to the others."""
+        self._copies.agree(self._works[0])
+        assert self.replica.packing is not None
+        return self.replica.packing
+
+    def partials(self) -> Iterator[tuple[int, Sums]]:
+        """Yield (lane, its sums) on the variables' device, in an order that does not depend on the threads' speed."""
+        replica, works, copies = self.replica, self._works, self._copies
+        copies.compute([[work] for work in works])
+        replica.set_sparse(copies.copies[0].sparse)
+        device, found = copies.copies[0].device, [dict(work.found) for work in works]
+        for work in works:
+            if work.loss_sum is None:  # it had no shard
+                continue
+            loss = work.loss_sum.to(device)
+            self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
+            self.weight = added(self.weight, work.weight.to(device) if isinstance(work.weight, Tensor) else work.weight)
+            for name, term in work.terms.items():
+                self.terms[name] = self.terms[name] + term.to(device) if name in self.terms else term.to(device)
+        if replica.lanes is None:
+            yield 0, total_of([own[0] for own in found if own])
+            return
+        for lane in lane_order(replica.lanes):
+            if lane in found[lane % len(works)]:
+                yield lane, found[lane % len(works)][lane]
 
 
 def total_of(parts: Sequence[Sums]) -> list[Tensor | None]:

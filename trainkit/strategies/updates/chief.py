@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import zip_longest
 from math import isfinite
 from threading import Lock, Thread
 from typing import Any, Final, Literal, Self
@@ -41,7 +40,7 @@ from trainkit.strategies.base import (
     StepOutcome,
     ignore_phase,
 )
-from trainkit.strategies.core.copies import ComputingCopies, Sums, ThreadWork, total_of
+from trainkit.strategies.core.copies import ComputingCopies, CopiesStep, Sums, ThreadWork
 from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.replica import Replica, replica_state, restore_replica
 from trainkit.strategies.core.step import LossDivisor, ShardStep, apply_update, cloned_batch
@@ -236,9 +235,7 @@ class OrderWorker(ABC):
         ]
         loss_sum, *rest = self._summed(numbers)
         terms, weights = dict(zip(names, rest, strict=False)), rest[len(names) :]
-        found, divisor = [sums for _, sums in works], works[0][0].divisor
-        if not replica.numerics.reproducible:
-            found, weights = [total_of(found)], [sum(weights)]
+        divisor = works[0][0].divisor
         report = WorkReport(
             number=order.number,
             read=read,
@@ -250,11 +247,11 @@ class OrderWorker(ABC):
         )
         if self._mode == "async":
             loss = torch.full((), loss_sum, device=replica.device)  # written by a kernel, without a copy
-            status, norm = apply_update(replica, found[0], divisor, training.rule(read), loss_sum=loss)
+            status, norm = apply_update(replica, works[0][1], divisor, training.rule(read), loss_sum=loss)
             if status is not Status.applied:
                 return replace(report, status=status.value)
             report = replace(report, norm=None if norm is None else float(norm))
-        for key, sums in zip(report.keys, found, strict=True):
+        for key, (_, sums) in zip(report.keys, works, strict=True):
             count = len(replica.params)
             buffers = sums[count : len(sums) - int(divisor.counted)]
             self._push(key, self._captured.grads if self._mode == "async" else sums[:count], buffers)
@@ -281,7 +278,7 @@ class OrderWorker(ABC):
         """Compute forward and backward of a ticket, of which this process has the batches of its share.
 
         Returns:
-            Steps with their sums, in the order of their shards; in a reproducible run one for each shard.
+            A step with its sums; in a reproducible run one for each shard, in their order.
         """
 
     @abstractmethod
@@ -331,22 +328,20 @@ class Worker(OrderWorker):
             return self._servers.pull_rows(place, rows)
 
     def _compute(self, ticket: Ticket, batches: Sequence[Batch], scale: LossScale) -> list[tuple[ShardStep, Sums]]:
-        plan, copies, is_ordered = self._training.plan, self._copies, self._replica.numerics.reproducible
+        plan, copies, count = self._training.plan, self._copies, len(self._copies.copies)
         size = plan.global_size if self._mixes else plan.batch_size(ticket.step)
         copies.set_loss_scale(scale)
-        shares: list[list[ThreadWork]] = []
-        for rank, copy in enumerate(copies.copies):
-            own = range(len(batches))[rank :: len(copies.copies)]
-            shares.append([])
-            for places in [own] if own and not is_ordered else [(place,) for place in own]:
-                given = Ticket(ticket.step, tuple(ticket.shards[place] for place in places))
-                moved = [to_device(batches[place], copy.device) for place in places]
-                moved = [cloned_batch(batch) for batch in moved] if is_ordered else moved
-                shares[-1].append(ThreadWork(copy, given, moved, self._training, size))
-        copies.agree(shares[0][0])
-        copies.compute(shares)
-        in_order = (work for of_all in zip_longest(*shares) for work in of_all if work is not None)
-        return [(work, work.found[0][1]) for work in in_order]
+        if not self._replica.numerics.reproducible:
+            work = CopiesStep(self._replica, ticket, batches, self._training, size, copies=copies)
+            return [(work, work.run())]
+        works = []
+        for place, (shard, batch) in enumerate(zip(ticket.shards, batches, strict=True)):
+            copy = copies.copies[place % count]
+            own = [cloned_batch(to_device(batch, copy.device))]
+            works.append(ThreadWork(copy, Ticket(ticket.step, (shard,)), own, self._training, size))
+        copies.agree(works[0])
+        copies.compute([works[place::count] for place in range(count)])
+        return [(work, work.found[0][1]) for work in works]
 
     def _push(self, key: str, grads: Sequence[Tensor | None], buffers: Sequence[Tensor | None]) -> None:
         replica = self._replica
