@@ -28,7 +28,6 @@ from trainkit.strategies.base import (
     Facts,
     JsonMap,
     LeftOut,
-    LocalModel,
     LoopCall,
     ModelMemory,
     PlanContext,
@@ -158,20 +157,12 @@ class CentralStorage(OneProcess):
         computing = ComputingCopies(variables, copies)
         if not is_async:
             return CentralExecutor(computing, request.training)
-        local = LocalModel(
-            # the evaluated model must not change during evaluation, nor be compiled: the copies compute all the time
-            model=uncompiled(variables.model),
-            device=variables.device,
-            device_types=tuple(sorted({device.type for device in (*devices, variables.device)})),
-            data_ranks=variables.data_ranks,
-            precision=request.precision,
-            lanes=variables.lanes,
-        )
+        uncompiled(variables.model)  # which is evaluated while the copies compute
         masters = variables.masters
         steppers = [make_stepper(request, masters) for _ in devices]
         for optimizer in [one for stepper in steppers[1:] for one in stepper.optimizers]:
             detach(optimizer)
-        return AsyncCentralExecutor(computing, local, request.training, steppers)
+        return AsyncCentralExecutor(computing, request.training, steppers)
 
     def _computing(self, num_gpus: int) -> list[str]:
         """Return the devices of the model copies."""
@@ -231,10 +222,8 @@ class CentralExecutor(SynchronousExecutor[Replica]):
 class AsyncCentralExecutor(Executor):
     """The variables and the copies, each of which computes whole steps and has its own optimizer over the variables."""
 
-    def __init__(
-        self, copies: ComputingCopies, local: LocalModel, training: StepContext, steppers: Sequence[OptimizerStepper]
-    ) -> None:
-        self._copies, self._variables, self._local, self._training = copies, copies.source, local, training
+    def __init__(self, copies: ComputingCopies, training: StepContext, steppers: Sequence[OptimizerStepper]) -> None:
+        self._copies, self._variables, self._training = copies, copies.source, training
         self._steppers = list(steppers)
         self._scheduler = AsyncScheduler(plan=training.plan)
         for place in range(len(steppers)):
@@ -249,9 +238,9 @@ class AsyncCentralExecutor(Executor):
         self._shows_averages = False
 
     @property
-    def local(self) -> LocalModel:
+    def local(self) -> Replica:
         """The variables, which are evaluated."""
-        return self._local
+        return self._variables
 
     def assign(self, step: int) -> tuple[int, ...]:
         """Return all shards: a thread computes a whole step."""
@@ -297,7 +286,7 @@ class AsyncCentralExecutor(Executor):
     def _send(self, item: WorkItem, batches: Sequence[Batch]) -> None:
         copies, place = self._copies, int(item.worker)
         copy = copies.copies[place]
-        copy.set_loss_scale(self._local.loss_scale)
+        copy.set_loss_scale(self._variables.loss_scale)
         work = ThreadWork(copy, item.ticket, [to_device(batch, copy.device) for batch in batches], self._training)
         copies.agree(work)
         compiles = copies.may_compile([(place, work.batches)])
@@ -318,7 +307,7 @@ class AsyncCentralExecutor(Executor):
 
     def _apply(self, update: PendingUpdate, work: ThreadWork) -> StepOutcome:
         """Update the variables by the optimizer of the copy that computed; the first one keeps the averages of all."""
-        (item,), variables, local = update.items, self._variables, self._local
+        (item,), variables = update.items, self._variables
         ((_, sums),) = work.found
         variables.on_phase("update", item.ticket.step)
         with self._lock:
@@ -326,11 +315,11 @@ class AsyncCentralExecutor(Executor):
             variables.set_sparse(work.replica.sparse)
             variables.buffers.begin_step()
             rule = set_rates(variables.stepper, update.version, self._training.rule(update.version))
-            used = work.replica.loss_scale.scale
+            now, used = variables.loss_scale, work.replica.loss_scale.scale
             variables.set_loss_scale(replace(variables.precision.loss_scale(), scale=used))
             found, norm = apply_update(variables, sums, work.divisor, rule, loss_sum=work.loss_sum)
             leaves_out = variables.numerics.leaves_out
-            status, scale = settled(local.loss_scale, used, found, leaves_out=leaves_out)
+            status, scale = settled(now, used, found, leaves_out=leaves_out)
             if status is Status.applied and item.worker != "0":
                 pairs = zip(variables.masters.values(), sums, strict=False)
                 count_update(self._steppers[0].optimizers, [param for param, grad in pairs if grad is not None])
@@ -338,13 +327,13 @@ class AsyncCentralExecutor(Executor):
                 self._scheduler.requeue_after_overflow(update)
             else:
                 self._scheduler.merged(update)
-        local.set_loss_scale(scale)
-        local.step_metrics["staleness"] = float(update.staleness)
-        weight = work.weight.to(local.device) if isinstance(work.weight, Tensor) else work.weight
+        variables.set_loss_scale(scale)
+        variables.step_metrics["staleness"] = float(update.staleness)
+        weight = work.weight.to(variables.device) if isinstance(work.weight, Tensor) else work.weight
         assert work.loss_sum is not None
-        losses = work.loss_sum.to(local.device)
+        losses = work.loss_sum.to(variables.device)
         left_out = (LeftOut(update.version, update.tickets),) if status is Status.skipped else ()
-        terms = {name: term.to(local.device) for name, term in work.terms.items()}
+        terms = {name: term.to(variables.device) for name, term in work.terms.items()}
         return StepOutcome(update.version, status, losses, weight, norm, left_out, update.tickets, terms)
 
     def state_dict(self) -> StateDict:
