@@ -64,10 +64,9 @@ TOKENS = Case(task="tokens", global_size=8, micro_size=3, max_norm=0.05, shaping
         replace(POINTS, micro_size=3, optimizer="adamw", max_norm=0.5, resume_at=4),
         replace(POINTS, model={"norm": True}, micro_size=4),
         pytest.param(replace(TOKENS, strategy="mirrored", settings={"replicas": 2}), marks=pytest.mark.long),
-        replace(POINTS, micro_size=3, optimizer="adamw", strategy="mirrored", settings={"replicas": 2}, resume_at=4),
         replace(POINTS, micro_size=3, optimizer="adamw", strategy="mesh", settings=COPIES, resume_at=4),
     ],
-    ids=["sgd", "shards", "adamw", "resumed", "buffers", "mirrored", "mirrored_resumed", "mesh"],
+    ids=["sgd", "shards", "adamw", "resumed", "buffers", "mirrored", "mesh"],
 )
 @pytest.mark.slow
 def test_six_steps_are_those_of_the_reference(case: Case, pool: Pool) -> None:
@@ -80,7 +79,7 @@ TOLERANCES: dict[Value, float] = {"fp32": 1e-5, "bf16": 0.05, "bf16_mixed": 0.05
 
 @pytest.mark.parametrize(
     ("precision", "micro_size"),
-    [("fp32", 3), ("bf16", 3), ("bf16_mixed", 8), ("fp16_mixed", 3)],
+    [("bf16_mixed", 8), ("fp16_mixed", 3)],
 )
 @pytest.mark.slow
 def test_every_precision_trains_as_eagerly(precision: Value, micro_size: int, pool: Pool) -> None:

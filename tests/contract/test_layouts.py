@@ -75,14 +75,11 @@ def test_every_reducer_gives_gradients_the_strides_of_their_parameters(reduce: s
 
 
 @BASES
-@pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.slow
-def test_reproducible_runs_end_in_the_same_bits_on_any_number_of_replicas_and_resumed(
-    base: Case, count: int, pool: Pool
-) -> None:
+def test_reproducible_runs_end_in_the_same_bits_on_three_replicas_and_resumed(base: Case, pool: Pool) -> None:
     base = replace(base, **REPRODUCIBLE)
     expected = weights_sha256(train(pool, base)[0].state)
-    many = placed(base, "mirrored", replicas=count)
+    many = placed(base, "mirrored", replicas=3)
     found = [*train(pool, many), *train(pool, replace(many, resume_at=4))]
     assert {weights_sha256(rank.state) for rank in found} == {expected}
 

@@ -138,8 +138,6 @@ def test_a_training_continued_at_an_average_ends_in_the_same_bits(pool: Pool) ->
 
 
 SHARDED: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "outer": {"optimizer": "adamw", "outer": {"lr": 0.7}},
     "norm and clipping": {"model": {"norm": True}, "max_norm": 0.05},
     "first as one device": {"optimizer": "adamw", "local_after": 3},
     "continued": {"optimizer": "adamw", "outer": {"lr": 0.7}, "resume_at": 6},

@@ -156,7 +156,6 @@ def test_one_changed_bit_of_a_part_is_found_and_named(wrong: int, name: str, sai
 
 
 GATE = [
-    ("Gpt", Mesh(2, 2, 2)),
     ("Llama", Mesh(2, 1, 1, 2)),
     ("Llama", Mesh(1, 1, 2, 1, 2)),
     ("GPT-2", Mesh(1, 2, 1)),
@@ -179,8 +178,6 @@ def partly_frozen() -> nn.Module:
 
 FROZEN = Case(strategy="mesh", task="tokens", build=partly_frozen, num_steps=4, max_norm=0.05)
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "1 x 1": {"shard": 1},
-    "1 x 2": {"shard": 2},
     "1 x 4": {"shard": 4},
     "2 x 2": {"replicate": 2, "shard": 2},
     "1 x 3": {"shard": 3},
@@ -192,19 +189,19 @@ FIXED_GPT = replace(GPT, **FIXED, num_steps=4)
 BITS: dict[str, tuple[Case, Sequence[str]]] = {
     "dropout, accumulated": (
         replace(FIXED_GPT, model={"dropout": 0.2}, global_size=12, micro_size=1),
-        ("1 x 2", "2 x 2", "1 x 3"),
+        ("2 x 2", "1 x 3"),
     ),
     "statistics, ragged": (
         replace(NET, **FIXED, model={"width": 7, "norm": True, "dropout": 0.3}, micro_size=3),
-        tuple(LAYOUTS),
+        ("1 x 4", "1 x 3", "3 x 1"),
     ),
     "idle ranks, summed last": (
         replace(FIXED_GPT, global_size=4, micro_size=2, settings={"sync": "last"}),
         ("1 x 4", "2 x 2"),
     ),
     "tied and frozen": (replace(FROZEN, **FIXED, resume_at=2), ("2 x 2", "1 x 3")),
-    "bf16_mixed": (replace(FIXED_GPT, precision="bf16_mixed"), ("2 x 2", "1 x 3")),
-    "bf16": (replace(FIXED_GPT, precision="bf16", micro_size=1), ("2 x 2", "1 x 3")),
+    "bf16_mixed": (replace(FIXED_GPT, precision="bf16_mixed"), ("2 x 2",)),
+    "bf16": (replace(FIXED_GPT, precision="bf16", micro_size=1), ("1 x 3",)),
 }
 
 
@@ -222,21 +219,18 @@ def test_a_language_model_on_a_mesh_is_that_of_the_reference(family: str, mesh: 
     assert error <= TOLERANCES["fp64"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
-def test_in_another_precision_it_is_that_of_one_device_up_to_rounding(precision: str, pool: Pool) -> None:
-    begins_alike, error = compare(pool, "Gpt", Mesh(1, 2, 2), precision)
+@pytest.mark.parametrize("mesh", [Mesh(1, 2, 2), Mesh(1, 1, 1, context=2)], ids=str)
+def test_in_bf16_mixed_it_is_that_of_one_device_up_to_rounding(mesh: Mesh, pool: Pool) -> None:
+    begins_alike, error = compare(pool, "Gpt", mesh, "bf16_mixed")
     assert begins_alike
-    assert error <= TOLERANCES[precision]
+    assert error <= TOLERANCES["bf16_mixed"]
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (Mesh(1, 2, 2), Mesh(2, 1, 1)),
-        (Mesh(2, 2, 1), Mesh(1, 1, 2)),
         (Mesh(1, 1, 4), Mesh(1, 2, 1, 2)),
         (Mesh(1, 2, 1, 2), Mesh(2, 1, 2)),
-        (Mesh(1, 1, 1, context=4), Mesh(2, 1, 2)),
         (Mesh(1, 2, 1), Mesh(1, 2, 1, context=2)),
     ],
     ids=str,
@@ -290,7 +284,6 @@ def test_batch_statistics_are_summed_over_replicate_and_shard(shard: int, pool: 
 def test_every_reducer_sums_the_copies_of_a_part(reduce: str, pool: Pool) -> None:
     settings = {"reduce": reduce, "replicate": 2, "shard": 2}
     check(replace(NET, model={"width": 7, "norm": True}, micro_size=3, settings=settings), pool)
-    check(replace(GPT, micro_size=1, settings={**settings, "replicate": 3, "shard": 1}, num_steps=3), pool)
     check(replace(GPT, settings=settings | {"sync": "last"}, num_steps=3), pool)
 
 
@@ -327,11 +320,10 @@ PIPES: dict[str, dict[str, int]] = {
     "pipe x shard": {"shard": 2, "pipe": 2},
     "pipe x tensor": {"shard": 1, "pipe": 2, "tensor": 2},
     "pipe x replicate x shard": {"replicate": 2, "shard": 2, "pipe": 2},
-    "pipe x shard x tensor": {"shard": 2, "pipe": 2, "tensor": 2},
 }
 
 
-@pytest.mark.parametrize("name", ["pipe x tensor", "pipe x replicate x shard", "pipe x shard x tensor"])
+@pytest.mark.parametrize("name", ["pipe x tensor", "pipe x replicate x shard"])
 def test_stages_on_a_mesh_train_as_the_reference(name: str, pool: Pool) -> None:
     check(replace(STAGED, settings=PIPES[name]), pool)
 
@@ -380,16 +372,14 @@ def test_dropout_in_sharded_stages_is_that_of_one_device(pool: Pool) -> None:
     assert_close(train(pool, replace(base, settings=PIPES["pipe x shard"])), alone(base), rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"), [("pipe x shard", "bf16"), ("pipe x tensor", "bf16_mixed"), ("pipe x shard", "fp32")]
-)
+@pytest.mark.parametrize(("name", "precision"), [("pipe x shard", "bf16"), ("pipe x tensor", "bf16_mixed")])
 def test_in_another_precision_stages_are_those_of_one_device_up_to_rounding(
     name: str, precision: str, pool: Pool
 ) -> None:
     base = replace(STAGED, optimizer="sgd", precision=precision, num_steps=4)
-    expected, close = alone(base).losses, 1e-4 if precision == "fp32" else 0.03
+    expected = alone(base).losses
     for rank in train(pool, replace(base, settings=PIPES[name])):
-        assert rank.losses == pytest.approx(expected, rel=close)
+        assert rank.losses == pytest.approx(expected, rel=0.03)
 
 
 class Owning(nn.Module):
@@ -423,18 +413,11 @@ def test_what_stages_do_not_take_is_refused_by_name() -> None:
 
 
 CUT: dict[str, Any] = {"context": 2, "shard": 1}
-AXES: dict[str, dict[str, Any]] = {
-    "2": CUT,
-    "4": CUT | {"context": 4},
-    "replicate, shard": {"replicate": 2, "shard": 2, "context": 2},
-    "shard, tensor": {"shard": 2, "context": 2, "tensor": 2},
-    "pipe, replicate": CUT | {"pipe": 2, "replicate": 2},
-    "pipe, tensor": CUT | {"pipe": 2, "tensor": 2},
-}
 SHARDED, STAGES = {"context": 2, "shard": 2}, CUT | {"pipe": 2}
-SHARDED_STAGES = SHARDED | {"pipe": 2}
 SEQUENCES: dict[str, Case] = {
-    **{axes: replace(GPT, settings=settings, num_steps=4) for axes, settings in AXES.items()},
+    "2": replace(GPT, settings=CUT, num_steps=4),
+    "4": replace(GPT, settings=CUT | {"context": 4}, num_steps=4),
+    "pipe, tensor": replace(GPT, settings=STAGES | {"tensor": 2}, num_steps=4),
     "accumulated, ragged": replace(GPT, settings=CUT, task="hidden", global_size=10, micro_size=3, num_steps=5),
     "an idle copy": replace(GPT, settings=CUT | {"replicate": 2, "reduce": "ring"}, global_size=4, micro_size=4),
     "summed last": replace(GPT, settings=SHARDED | {"sync": "last"}, global_size=10, micro_size=2, num_steps=5),
@@ -443,8 +426,6 @@ SEQUENCES: dict[str, Case] = {
     "pipe, gpipe": replace(GPT, settings=STAGES | {"schedule": "gpipe"}, micro_size=2),
     "pipe, interleaved": replace(GPT, settings=STAGES | {"schedule": "interleaved"}, micro_size=1),
     "pipe, zero_bubble": replace(GPT, settings=STAGES | {"schedule": "zero_bubble"}, micro_size=1),
-    "pipe, shard, idle": replace(GPT, settings=SHARDED_STAGES, global_size=4, micro_size=4, num_steps=5),
-    "pipe, frozen, resumed": replace(FROZEN, settings=STAGES, micro_size=2, resume_at=2),
 }
 
 
@@ -453,20 +434,9 @@ def test_sequences_cut_over_ranks_are_those_of_the_reference(case: str, pool: Po
     check(SEQUENCES[case], pool)
 
 
-@pytest.mark.parametrize("family", ["Gpt", "Llama"])
-def test_in_bf16_mixed_it_is_that_of_one_device_up_to_rounding(family: str, pool: Pool) -> None:
-    assert compare(pool, family, Mesh(1, 1, 1, context=2), "bf16_mixed").error <= TOLERANCES["bf16_mixed"]
-
-
-@pytest.mark.parametrize(
-    ("cut", "even"),
-    [(CUT, {}), (SHARDED, {}), (STAGES, {}), (SHARDED_STAGES, {"micro_size": 2, "num_steps": 2})],
-    ids=["whole", "sharded", "stages", "both"],
-)
-def test_what_is_dropped_out_of_parts_is_that_of_one_device(
-    cut: dict[str, Any], even: dict[str, Any], pool: Pool
-) -> None:
-    base = replace(GPT, **{"model": {"bias": False, "dropout": 0.3}, "num_steps": 4, **even})
+@pytest.mark.parametrize("cut", [CUT, SHARDED, STAGES], ids=["whole", "sharded", "stages"])
+def test_what_is_dropped_out_of_parts_is_that_of_one_device(cut: dict[str, Any], pool: Pool) -> None:
+    base = replace(GPT, model={"bias": False, "dropout": 0.3}, num_steps=4)
     assert_close(train(pool, replace(base, settings=cut)), alone(base))
 
 
@@ -548,8 +518,11 @@ ADAMW = replace(GATHERED, optimizer="adamw", model={"bias": False})
 HYBRID = {"replicas": 4, "replicate": 2}
 
 
-@pytest.mark.parametrize("settings", [HYBRID, {"replicas": 4, "sync": "last"}], ids=str)
-@pytest.mark.parametrize("base", [replace(SHARDED_NET, model={"norm": True}), GATHERED], ids=["norm", "gpt"])
+@pytest.mark.parametrize(
+    ("base", "settings"),
+    [(replace(SHARDED_NET, model={"norm": True}), {"replicas": 4, "sync": "last"}), (GATHERED, HYBRID)],
+    ids=["norm, summed last", "gpt, hybrid"],
+)
 def test_clip_accumulation_ragged_batches_and_a_resume_at_once(
     base: Case, settings: dict[str, Any], pool: Pool
 ) -> None:
@@ -602,7 +575,7 @@ def test_a_checkpoint_is_that_of_one_device_and_loads_there(pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_four_ranks_hold_a_quarter_each_and_gather_a_block_at_a_time(pool: Pool) -> None:
-    blocks = 12
+    blocks = 6
     model = {"width": 128, "num_layers": blocks, "bias": False}
     base = replace(ADAMW, model=model, precision="fp32", num_steps=2, global_size=4, micro_size=1)
     lasting, peak = bytes_of_rank(None, replace(base, strategy="one_device"))

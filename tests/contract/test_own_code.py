@@ -108,9 +108,7 @@ FSDP = ("strategy=fsdp", "strategy.replicas=2")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "workers"), [(ONE, 0), (ONE, 2), (MIRRORED, 2), (FSDP, 0)], ids=["one", "workers", "mirrored", "fsdp"]
-)
+@pytest.mark.parametrize(("strategy", "workers"), [(ONE, 2), (FSDP, 0)], ids=["workers", "fsdp"])
 def test_padded_sequences_train_by_their_tokens_on_every_layout(
     tmp_path: Path, strategy: tuple[str, ...], workers: int
 ) -> None:
@@ -333,7 +331,7 @@ def test_tensors_of_a_callback_are_restored_and_evaluating_changes_nothing(strat
 @pytest.mark.slow
 def test_what_a_callback_evaluates_is_the_same_on_every_placement(tmp_path: Path) -> None:
     rows = []
-    for strategy in ("one_device", "mirrored", "fsdp"):
+    for strategy in ("one_device", "fsdp"):
         run(
             tmp_path / strategy,
             *CALLED,
@@ -414,7 +412,6 @@ HERE = __name__
 OVERFLOWS = ("precision=fp16_mixed", "precision.initial_scale=4e9", "batch.micro_size=2")
 WRITING_PLACES = [
     (),
-    ("strategy=mirrored", "strategy.replicas=2"),
     ("strategy=fsdp", "strategy.replicas=2"),
     ("strategy=parameter_server",),
 ]
@@ -492,8 +489,8 @@ CHANGING = (
     "steps=6", "eval.batch_size=4",
 )  # fmt: skip
 CHANGED_UNDER = {
-    **{name: (f"strategy={name}",) for name in ("one_device", "central_storage", "device_map", "pipeline")},
-    **{name: (f"strategy={name}", "strategy.replicas=2") for name in ("mirrored", "fsdp", "local_sgd")},
+    **{name: (f"strategy={name}",) for name in ("one_device", "central_storage", "pipeline")},
+    **{name: (f"strategy={name}", "strategy.replicas=2") for name in ("fsdp", "local_sgd")},
     "central_storage, async": ("strategy=central_storage", "strategy.mode=async"),
     "parameter_server": ("strategy=parameter_server", "strategy.workers=2"),
 }
@@ -509,9 +506,9 @@ def test_a_callback_that_unfreezes_or_freezes_ends_the_run_at_that_step(strategy
         run(tmp_path / "run", *CHANGING, *changing, *CHANGED_UNDER[strategy])
 
 
-# one device, threads, ranks and workers; the test above has all strategies
+# one device, threads and ranks; the test above has all executors
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["one_device", "central_storage", "mirrored", "parameter_server"])
+@pytest.mark.parametrize("strategy", ["one_device", "central_storage", "fsdp"])
 def test_a_forward_pass_that_unfreezes_ends_the_run(strategy: str, tmp_path: Path) -> None:
     changing = ("model=changes_itself", "model.how=unfreeze")
     with pytest.raises(TrainingError, match=r"requires_grad of 0\.(weight|bias), .* was changed to True"):

@@ -45,13 +45,25 @@ FILES = {
 }
 
 
+def written(folder: Path) -> Path:
+    for name, text in FILES.items():
+        (path := folder / name).parent.mkdir(parents=True)
+        path.write_text(text)
+    return folder
+
+
 @pytest.fixture
 def conf(cwd: Path) -> Path:
-    for name, text in FILES.items():
-        path = cwd / "conf" / name
-        path.parent.mkdir(parents=True)
-        path.write_text(text)
-    return cwd / "conf"
+    return written(cwd / "conf")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody disturbs, and the log of its samples beside it."""
+    root = tmp_path_factory.mktemp("whole")
+    undisturbed = command(written(root / "conf"), f"hydra.run.dir={root}/run")
+    subprocess.run(undisturbed, env=environ(root / "log"), check=True, stdout=subprocess.DEVNULL)
+    return root
 
 
 def arguments(conf: Path, *more: str) -> list[str]:
@@ -93,17 +105,18 @@ def killed_runs(conf: Path, log: Path, kills: int) -> int:
     return kills
 
 
-def test_a_run_killed_at_random_moments_sees_the_same_samples_and_ends_in_the_same_bits(conf: Path) -> None:
-    whole, parts = conf.parent / "whole.log", conf.parent / "parts.log"
-    subprocess.run(command(conf, "hydra.run.dir=whole"), env=environ(whole), check=True, stdout=subprocess.DEVNULL)
+def test_a_run_killed_at_random_moments_sees_the_same_samples_and_ends_in_the_same_bits(
+    conf: Path, whole: Path
+) -> None:
+    parts = conf.parent / "parts.log"
     begun = killed_runs(conf, parts, kills=3)
     is_over = Path("run/result.json").exists() and result_of("run")["status"] == "finished"
     last = subprocess.run(command(conf, "resume=auto"), env=environ(parts), check=False, capture_output=True, text=True)
     assert (last.returncode, last.stderr) == (0, "")
     assert parts.read_text().count("start") == begun + (0 if is_over else 1)
-    assert result_of("run")["weights_sha256"] == result_of("whole")["weights_sha256"]
+    assert result_of("run")["weights_sha256"] == result_of(whole / "run")["weights_sha256"]
     seen = samples_by_step(parts, num_samples=37, global_size=8)
-    assert seen == samples_by_step(whole, num_samples=37, global_size=8)
+    assert seen == samples_by_step(whole / "log", num_samples=37, global_size=8)
     assert sorted(seen) == list(range(STEPS))
     assert [path.name for path in Path().glob("run*")] == ["run"]
 
@@ -135,10 +148,8 @@ def test_replicas_that_drift_apart_stop_the_run_and_the_parameter_is_named(conf:
     ) in ended.stderr
 
 
-def test_ctrl_c_saves_and_stops_and_the_rest_is_the_same(conf: Path) -> None:
+def test_ctrl_c_saves_and_stops_and_the_rest_is_the_same(conf: Path, whole: Path) -> None:
     log = conf.parent / "reads.log"
-    subprocess.run(command(conf, "hydra.run.dir=whole"), env=environ(log), check=True, stdout=subprocess.DEVNULL)
-    log.unlink()
     itself = [sys.executable, "-m", "trainkit", *arguments(conf)]
     process = subprocess.Popen(itself, env=environ(log), stdout=subprocess.PIPE, text=True)
     wait_for(lambda: log.exists() and log.read_text().count("read") >= 60)
@@ -149,7 +160,7 @@ def test_ctrl_c_saves_and_stops_and_the_rest_is_the_same(conf: Path) -> None:
     assert "resume" in out.splitlines()[-1]
     resume = quick.command("resume", "run", "--allow-package=tests")
     subprocess.run(resume, env=environ(log), check=True, stdout=subprocess.DEVNULL)
-    assert result_of("run")["weights_sha256"] == result_of("whole")["weights_sha256"]
+    assert result_of("run")["weights_sha256"] == result_of(whole / "run")["weights_sha256"]
 
 
 DIGITS = (

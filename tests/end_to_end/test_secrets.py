@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -138,7 +137,7 @@ def test_a_run_its_traceback_and_its_resume_hold_no_secret(
 
 
 def test_the_processes_of_a_run_show_no_secret(cwd: Path) -> None:
-    command = [sys.executable, "-m", "trainkit", *ALL, "strategy=mirrored", "strategy.replicas=2", "name=a"]
+    command = quick.command(*ALL, "strategy=mirrored", "strategy.replicas=2", "name=a")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (run,) = (cwd / "outputs/a").iterdir()

@@ -45,7 +45,7 @@ def folders(tmp_path: Path) -> list[str]:
 
 
 def test_a_launch_makes_one_run_folder_and_the_bits_of_mirrored(
-    start: Callable[..., list[Any]], tmp_path: Path
+    start: Callable[..., list[Any]], alone: str, tmp_path: Path
 ) -> None:
     (result, _, said), (other, _, own) = start()
     assert said.startswith("launch by RANK and WORLD_SIZE: rank 0 of 2 on one host, rendezvous at 127.0.0.1:")
@@ -53,8 +53,7 @@ def test_a_launch_makes_one_run_folder_and_the_bits_of_mirrored(
     assert (other["status"], other["folder"]) == ("finished", str(tmp_path / "run"))
     assert folders(tmp_path) == ["run"]
     assert len(list(tmp_path.rglob(".hydra"))) == 1
-    alone = start("strategy=one_device", "hydra.run.dir=alone", num_ranks=1)[0][0]
-    assert result["weights_sha256"] == alone["weights_sha256"]
+    assert result["weights_sha256"] == alone
 
 
 def test_one_launch_may_train_again_and_again(start: Callable[..., list[Any]], tmp_path: Path) -> None:
@@ -134,13 +133,14 @@ def test_a_launch_that_is_started_again_goes_on_in_its_folder_on_more_processes(
     assert f"restarted by the launcher: continues {tmp_path / 'run'}" in notes
 
 
-def test_a_task_that_stands_for_a_host_runs_a_rank_a_device(start: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_a_task_that_stands_for_a_host_runs_a_rank_a_device(
+    start: Callable[..., list[Any]], alone: str, tmp_path: Path
+) -> None:
     workers = ",".join(f"127.0.0.1:{port}" for port in free_ports(2))
     spec = ["cluster=spec", f"cluster.worker=[{workers}]"]
     own = [[*spec, f"cluster.task=worker:{index}", "strategy.replicas=4"] for index in range(2)]
     told = start(own, function="train_unlike")
-    alone = start("strategy=one_device", "hydra.run.dir=alone", num_ranks=1)[0][0]
-    assert told[0][0]["weights_sha256"] == alone["weights_sha256"]
+    assert told[0][0]["weights_sha256"] == alone
     assert sorted(path.name for path in (tmp_path / "run/logs").iterdir()) == [f"rank_{rank}.log" for rank in (1, 2, 3)]
 
 
@@ -167,13 +167,10 @@ def test_a_second_group_cannot_write_into_the_folder_of_the_first(
 
 ABSENT = DataError("/data/labels.txt is absent.")
 PLACES = {
-    "notes": "trainkit.run.begin.model_notes",
     "cores": "trainkit.run.rendezvous.join.own_cores",
     "the plan": "trainkit.run.begin.make_plan",
     "log": "trainkit.run.rendezvous.join.announce_log",
-    "callbacks": "trainkit.run.task.build_callbacks",
     "the model": "trainkit.run.session.session.transformed_model",
-    "the group": "trainkit.strategies.data_parallel.strategy.build_parts",
     "the loader": "trainkit.run.session.session.loader_of",
     "a step": "trainkit.strategies.core.synchronous.apply_update",
 }
@@ -193,7 +190,7 @@ def test_a_rank_that_fails_alone_ends_the_others_with_its_reason(
     assert all("/data/labels.txt is absent." in error[2] for error in (first, other))
     assert other[1] == 3
     result = RunFolder(tmp_path / "run").read_result()
-    assert "/data/labels.txt is absent." in result["reason"] if result else place in {"notes", "cores", "the plan"}
+    assert "/data/labels.txt is absent." in result["reason"] if result else place in {"cores", "the plan"}
 
 
 @pytest.mark.parametrize(
