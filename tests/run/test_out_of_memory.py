@@ -26,7 +26,7 @@ from trainkit.config.check import checked
 from trainkit.config.compose import compose
 from trainkit.errors import OutOfMemoryError, TrainingError
 from trainkit.run.estimates import remedies
-from trainkit.run.estimates.remedies import MemoryKind, Saving, largest_savings, memory_kind
+from trainkit.run.estimates.remedies import Change, MemoryKind, largest_savings, memory_kind
 from trainkit.run.planning import convolutions
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.session.session import TaskSession
@@ -60,8 +60,8 @@ def told(*arguments: str, error: Exception = ALLOCATOR, step: int | None = 3, nu
     return str(caught.value).splitlines()
 
 
-def savings(plan: RunPlan) -> list[Saving]:
-    return largest_savings(plan, meta_model(plan.cfg), placing=False)
+def savings(plan: RunPlan) -> list[Change]:
+    return [change for change, _ in largest_savings(plan, meta_model(plan.cfg), placing=False)]
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -121,19 +121,24 @@ Beside = AbstractContextManager[object]
 def device_memory(
     plan: RunPlan, model: nn.Module, counter: Beside | None = None, *, evaluates: bool = True
 ) -> DeviceMemory:
-    """Return the memory of the device of a run with the largest use.
-
-    Args:
-        plan: the run, with the choices of its strategy resolved.
-        model: the model, with or without data; unchanged.
-        counter: context manager around forward and backward of a shard.
-        evaluates: whether evaluations count; otherwise the steps alone.
-    """
+    """Return the memory of the device of a run with the largest use: the largest of its `part_memories`."""
     return max(part_memories(plan, model, counter, evaluates=evaluates), key=lambda one: one.most)
 
 
+def least_memory(plan: RunPlan, model: nn.Module) -> DeviceMemory:
+    """Return what a device of a run needs at least, without observing a step: for its state, and to copy it."""
+    held = memory_of(plan, model)
+    state = held.parameter_bytes + held.buffer_bytes + (held.optimizer_bytes or 0)
+    return DeviceMemory(held=held, step=state, checkpoint=_checkpoint_bytes(held))
+
+
 def part_memories(
-    plan: RunPlan, model: nn.Module, counter: Beside | None = None, *, evaluates: bool = True
+    plan: RunPlan,
+    model: nn.Module,
+    counter: Beside | None = None,
+    *,
+    evaluates: bool = True,
+    observed: Callable[..., ObservedSteps] | None = None,
 ) -> list[DeviceMemory]:
     """Return the memory of each device of a replica, in the order of its parts (for a pipeline, its ranks).
 
@@ -142,6 +147,7 @@ def part_memories(
         model: the model, with or without data; unchanged.
         counter: context manager around forward and backward of a shard.
         evaluates: whether evaluations count; otherwise the steps alone.
+        observed: stands for `fake_run.observe`.
     """
     from trainkit.run.estimates.fake_run import observe  # noqa: PLC0415 - imports torch's compiler: seconds
 
@@ -158,13 +164,9 @@ def part_memories(
         found, calls = list[DeviceMemory](), dict[int, Sequence[CollectiveCall]]()
         for place, part in enumerate(parts):
             rank = ranks[place] if ranks else 0
-            seen = observe(
-                plan,
-                model,
-                rank=rank,
-                modules=part.modules if len(parts) > 1 and not ranks else (),
-                evaluates=evaluates,
-                batch_of=batch_of,
+            modules = part.modules if len(parts) > 1 and not ranks else ()
+            seen = (observed or observe)(
+                plan, model, rank=rank, modules=modules, evaluates=evaluates, batch_of=batch_of
             )
             calls[rank] = seen.collectives
             found.append(_of_device(plan, model, held[place], part, seen, shards=shards))

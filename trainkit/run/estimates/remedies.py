@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import re
 import resource
@@ -10,28 +11,39 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
-from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.config.schema import RunConfig
+from trainkit.config.sections import CheckpointConfig
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import build
 from trainkit.errors import ConfigError, OutOfMemoryError, TrainingError, TrainkitError, chain_of, first_line
 from trainkit.files import num_bytes
 from trainkit.report.schemas.planning import PlannedRemedy
 from trainkit.run.estimates.hardware import Hardware
-from trainkit.run.estimates.memory import DeviceMemory, HostMemory, device_memory, verdict_of
+from trainkit.run.estimates.memory import (
+    DeviceMemory,
+    HostMemory,
+    Verdict,
+    device_memory,
+    least_memory,
+    part_memories,
+    verdict_of,
+)
 from trainkit.run.estimates.passes import evaluated_samples
 from trainkit.run.planning.memory import Memory, memory_of
 from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.strategies.shipped import shipped_strategies
 from trainkit.trained.build import meta_model
+
+if TYPE_CHECKING:
+    from trainkit.run.estimates.fake_run import ObservedSteps
 
 MOST: Final = 3
 """Number of remedies."""
@@ -43,15 +55,17 @@ _ANOTHER: Final = "another training"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Change:
+class Change:
     """A change that is legal for a config."""
 
     overrides: str
+    """Arguments to add to the command line."""
     price: str
+    """Cost of the change, in words."""
     cfg: RunConfig
 
 
-_Kind = Callable[[RunPlan, nn.Module], Iterator[_Change]]
+_Kind = Callable[[RunPlan], Iterator[Change]]
 """Function that yields the changes of one kind, the cheapest first."""
 
 
@@ -67,18 +81,19 @@ def remedies_for(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[Pl
         model: the model, with or without data; unchanged.
         hardware: the hardware that it must fit.
     """
-    if verdict_of(plan, device_memory(plan, model, evaluates=False), hardware).fits:
-        smaller = _cheapest(_smaller_evaluations, plan, model, hardware, evaluates=True)
+    trials = _Trials(model=model, hardware=hardware)
+    if trials.verdict(plan, evaluates=False).fits:
+        smaller = trials.cheapest(_smaller_evaluations, plan, evaluates=True)
         if smaller is not None and smaller[0].fits:
             return [smaller[0]]
     found: list[PlannedRemedy] = []
     for kind in _KINDS:
-        alone = _cheapest(kind, plan, model, hardware)
+        alone = trials.cheapest(kind, plan, below=min((one.needs for one in found), default=math.inf))
         if alone is not None:
-            found.append(_with_evaluations(*alone, model, hardware))
+            found.append(trials.with_evaluations(*alone))
     fitting = [one for one in found if one.fits]
     if len(fitting) < MOST:
-        joined = _joined(plan, model, hardware)
+        joined = trials.joined(plan)
         known = {one.overrides for one in found}
         found += [one for one in joined if one.overrides not in known]
         fitting = [one for one in found if one.fits]
@@ -86,19 +101,92 @@ def remedies_for(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[Pl
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saving:
-    """A change that a run out of memory does not use yet."""
+class _Trials:
+    """Changes that are planned for one hardware; a step that several of them take is observed once."""
 
-    overrides: str
-    """Arguments to add to the command line."""
-    price: str
-    """Cost of the change, in words."""
-    saved: int
-    """Bytes that the run then needs less, of the memory that ran out."""
+    model: nn.Module
+    hardware: Hardware
+    seen: dict[str, ObservedSteps] = field(default_factory=dict)
+    """What was observed of a rank, by its config."""
+
+    def verdict(self, plan: RunPlan, *, evaluates: bool) -> Verdict:
+        """Return whether a run fits, with its evaluations or with its steps alone."""
+        parts = part_memories(plan, self.model, observed=self._observed)
+        counted = parts if evaluates else [replace(one, evaluation=None) for one in parts]
+        return verdict_of(plan, max(counted, key=lambda one: one.most), self.hardware)
+
+    def _observed(self, plan: RunPlan, model: nn.Module, **how: Any) -> ObservedSteps:
+        """Observe a rank, unless it was observed with other settings of its checkpoints, which no step depends on."""
+        from trainkit.run.estimates.fake_run import observe  # noqa: PLC0415 - imports torch's compiler: seconds
+
+        cfg = replace(plan.cfg, checkpoint=CheckpointConfig())
+        key = json.dumps([cfg.to_dict(), how["rank"], how["modules"]], default=str)
+        if key not in self.seen:
+            self.seen[key] = observe(plan, model, **how)
+        return self.seen[key]
+
+    def cheapest(
+        self, kind: _Kind, plan: RunPlan, *, evaluates: bool = False, below: float = math.inf
+    ) -> tuple[PlannedRemedy, RunPlan] | None:
+        """Return the first change of a kind with which the steps fit, else the one whose steps need the least memory;
+        None if there is none. Evaluations count with `evaluates`.
+
+        A change that can neither fit nor need fewer bytes than `below`, because the state alone needs them, is left
+        out: more tasks on a host that is too small.
+        """
+        best: tuple[PlannedRemedy, RunPlan] | None = None
+        for change in kind(plan):
+            other = _planned_anew(plan, change.cfg)
+            if other is None:
+                continue
+            least = verdict_of(other, least_memory(other, self.model), self.hardware)
+            if least.needs > least.has and least.needs >= below:
+                continue
+            verdict = self.verdict(other, evaluates=evaluates)
+            fits = verdict.fits is True
+            one = PlannedRemedy(overrides=change.overrides, price=change.price, needs=verdict.needs, fits=fits)
+            if best is None or one.needs < best[0].needs:
+                best = one, other
+            if fits:
+                break
+        return best
+
+    def joined(self, plan: RunPlan) -> list[PlannedRemedy]:
+        """Return combinations of changes: each kind added to the earlier kinds that help."""
+        found: list[PlannedRemedy] = []
+        overrides, prices, current = "", "", plan
+        needs = self.verdict(plan, evaluates=False).needs
+        for kind in _KINDS:
+            step = self.cheapest(kind, current, below=needs)
+            if step is None or step[0].needs >= needs:
+                continue
+            one, current = step
+            needs = one.needs
+            overrides, prices = f"{overrides} {one.overrides}".strip(), f"{prices}; {one.price}".strip("; ")
+            whole = replace(one, overrides=_last_of_each(overrides), price=prices)
+            found.append(self.with_evaluations(whole, current))
+            if one.fits:
+                break
+        return found
+
+    def with_evaluations(self, one: PlannedRemedy, plan: RunPlan) -> PlannedRemedy:
+        """Return a change that is planned for steps alone, with the memory of evaluations, and with smaller batches of
+        them if they do not fit.
+        """
+        verdict = self.verdict(plan, evaluates=True)
+        whole = replace(one, needs=verdict.needs, fits=verdict.fits is True)
+        if whole.fits or not one.fits:
+            return whole
+        smaller = self.cheapest(_smaller_evaluations, plan, evaluates=True)
+        if smaller is None:
+            return whole
+        more = smaller[0]
+        return replace(more, overrides=f"{one.overrides} {more.overrides}", price=f"{one.price}; {more.price}")
 
 
-def largest_savings(plan: RunPlan, model: nn.Module, *, placing: bool) -> list[Saving]:
-    """Return the changes that save the most memory of a run that is out of memory, at most three, the largest first.
+def largest_savings(plan: RunPlan, model: nn.Module, *, placing: bool) -> list[tuple[Change, int]]:
+    """Return the changes that save the most memory of a run that is out of memory, at most three, the largest first,
+    each with the bytes that the run then needs less, of the memory that ran out.
 
     Each change is planned like the run itself; those that it would refuse are left out. Changes that make another
     training come last.
@@ -116,60 +204,25 @@ def largest_savings(plan: RunPlan, model: nn.Module, *, placing: bool) -> list[S
     def needs(other: RunPlan) -> int:
         found = device_memory(other, model, evaluates=False)
         if placing:
-            held = replace(found.held, staging_bytes=0)
-            found = DeviceMemory(held=held, part=found.part)
+            found = DeviceMemory(held=replace(found.held, staging_bytes=0), part=found.part)
         return verdict_of(other, found, memory).needs
 
     before, count = needs(plan), plan.context.num_gpus or 4
-    savings: list[Saving] = []
+    savings: list[tuple[Change, int]] = []
     until = time.monotonic() + (_ENOUGH_S if len(plan.tasks) > 1 else math.inf)
     # what can save most comes first, in case that the time is too short for all
     for kind in sorted(_KINDS, key=lambda kind: kind is not _sharded):
         if time.monotonic() > until:
             break
-        for change in kind(plan, model) if kind is not _sharded else _sharded_over(plan, count):
-            other = planned_anew(plan, change.cfg, launch=plan.context.launch)
+        for change in kind(plan) if kind is not _sharded else _sharded_over(plan, count):
+            other = _planned_anew(plan, change.cfg)
             if other is None:
                 continue
-            savings.append(Saving(overrides=change.overrides, price=change.price, saved=before - needs(other)))
+            savings.append((change, before - needs(other)))
             if kind is not _sharded:
                 break
-    useful = [one for one in savings if one.saved > 0]
-    return sorted(useful, key=lambda one: (one.price.startswith(_ANOTHER), -one.saved))[:MOST]
-
-
-def _joined(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[PlannedRemedy]:
-    """Return combinations of changes: each kind added to the earlier kinds that help."""
-    found: list[PlannedRemedy] = []
-    overrides, prices, current = "", "", plan
-    needs = verdict_of(plan, device_memory(plan, model, evaluates=False), hardware).needs
-    for kind in _KINDS:
-        step = _cheapest(kind, current, model, hardware)
-        if step is None or step[0].needs >= needs:
-            continue
-        one, current = step
-        needs = one.needs
-        overrides, prices = f"{overrides} {one.overrides}".strip(), f"{prices}; {one.price}".strip("; ")
-        whole = replace(one, overrides=_last_of_each(overrides), price=prices)
-        found.append(_with_evaluations(whole, current, model, hardware))
-        if one.fits:
-            break
-    return found
-
-
-def _with_evaluations(one: PlannedRemedy, plan: RunPlan, model: nn.Module, hardware: Hardware) -> PlannedRemedy:
-    """Return a change that is planned for steps alone, with the memory of evaluations, and with smaller batches of them
-    if they do not fit.
-    """
-    verdict = verdict_of(plan, device_memory(plan, model), hardware)
-    whole = replace(one, needs=verdict.needs, fits=verdict.fits is True)
-    if whole.fits or not one.fits:
-        return whole
-    smaller = _cheapest(_smaller_evaluations, plan, model, hardware, evaluates=True)
-    if smaller is None:
-        return whole
-    more = smaller[0]
-    return replace(more, overrides=f"{one.overrides} {more.overrides}", price=f"{one.price}; {more.price}")
+    useful = [one for one in savings if one[1] > 0]
+    return sorted(useful, key=lambda one: (one[0].price.startswith(_ANOTHER), -one[1]))[:MOST]
 
 
 def _last_of_each(overrides: str) -> str:
@@ -177,80 +230,65 @@ def _last_of_each(overrides: str) -> str:
     return " ".join({word.partition("=")[0]: word for word in overrides.split()}.values())
 
 
-def _cheapest(
-    kind: _Kind, plan: RunPlan, model: nn.Module, hardware: Hardware, *, evaluates: bool = False
-) -> tuple[PlannedRemedy, RunPlan] | None:
-    """Return the first change of a kind with which the steps fit, else the one whose steps need the least memory; None
-    if there is none. Evaluations count with `evaluates`.
-    """
-    best: tuple[PlannedRemedy, RunPlan] | None = None
-    for change in kind(plan, model):
-        other = planned_anew(plan, change.cfg, launch=plan.context.launch)
-        if other is None:
-            continue
-        verdict = verdict_of(other, device_memory(other, model, evaluates=evaluates), hardware)
-        fits = verdict.fits is True
-        one = PlannedRemedy(overrides=change.overrides, price=change.price, needs=verdict.needs, fits=fits)
-        if best is None or one.needs < best[0].needs:
-            best = one, other
-        if fits:
-            break
-    return best
-
-
-def _smaller_evaluations(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
+def _smaller_evaluations(plan: RunPlan) -> Iterator[Change]:
     size = evaluated_samples(plan)
     while size > 1:
         size = (size + 1) // 2
         cfg = replace(plan.cfg, eval=replace(plan.cfg.eval, batch_size=size))
-        yield _Change(overrides=f"eval.batch_size={size}", price="more batches in an evaluation", cfg=cfg)
+        yield Change(overrides=f"eval.batch_size={size}", price="more batches in an evaluation", cfg=cfg)
 
 
-def _smaller_shards(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
+def _smaller_shards(plan: RunPlan) -> Iterator[Change]:
     size = plan.batch.micro_size
     while size > 1:
         size = (size + 1) // 2
         count = -(-plan.batch.global_size // size)
         price = f"{count} shards a step, each of less work for the device"
-        overrides, cfg = with_shards_of(plan, size)
-        yield _Change(overrides=overrides, price=price, cfg=cfg)
+        overrides, cfg = _with_shards_of(plan, size)
+        yield Change(overrides=overrides, price=price, cfg=cfg)
 
 
-def _without_copy(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
+def _without_copy(plan: RunPlan) -> Iterator[Change]:
     if plan.cfg.checkpoint.background:
         cfg = replace(plan.cfg, checkpoint=replace(plan.cfg.checkpoint, background=False))
-        yield _Change(overrides="checkpoint.background=false", price="steps wait for each checkpoint", cfg=cfg)
+        yield Change(overrides="checkpoint.background=false", price="steps wait for each checkpoint", cfg=cfg)
 
 
-def _recomputed(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
+def _recomputed(plan: RunPlan) -> Iterator[Change]:
     if plan.cfg.activation_checkpointing != "full":
         cfg = replace(plan.cfg, activation_checkpointing="full")
         price = "each block is computed twice: a third more work"
-        yield _Change(overrides="activation_checkpointing=full", price=price, cfg=cfg)
+        yield Change(overrides="activation_checkpointing=full", price=price, cfg=cfg)
 
 
-def _sharded(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
+def _sharded(plan: RunPlan) -> Iterator[Change]:
     for count in (2, 4, 8, 16, 32, 64):
         if count > max(plan.context.num_gpus, 4):
             return
         yield from _sharded_over(plan, count)
 
 
-def _sharded_over(plan: RunPlan, count: int) -> Iterator[_Change]:
-    for overrides, cfg in sharding_choices(plan, count):
-        price = f"{count} devices, which exchange parameters or activations in every step"
-        yield _Change(overrides=overrides, price=price, cfg=cfg)
+def _sharded_over(plan: RunPlan, count: int) -> Iterator[Change]:
+    """Yield the strategies that shard the model over several devices, if it is not sharded already."""
+    if count < 2 or plan.components.strategy.facts_in(plan.context).is_sharded:
+        return
+    price = f"{count} devices, which exchange parameters or activations in every step"
+    for name, target, kind in shipped_strategies():
+        if keys := kind.sharded_over(count):
+            cfg, more = _with_shards_for_all(plan, {TARGET: target, **keys})
+            given = " ".join(f"strategy.{key}={value}" for key, value in keys.items())
+            yield Change(overrides=f"strategy={name} {given}{more}", price=price, cfg=cfg)
 
 
-def _narrower(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
+def _narrower(plan: RunPlan) -> Iterator[Change]:
     narrower = plan.components.precision.narrower
     if narrower is not None:
         cfg = replace(plan.cfg, precision={**plan.cfg.precision, "value": narrower})
         price = "other rounding: compare the results"
-        yield _Change(overrides=f"precision={narrower}", price=price, cfg=cfg)
+        yield Change(overrides=f"precision={narrower}", price=price, cfg=cfg)
 
 
-def _leaner_optimizer(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
+def _leaner_optimizer(plan: RunPlan) -> Iterator[Change]:
     if plan.optimizers or plan.cfg.optimizer.get("momentum") == 0.0:
         return
     node: dict[str, Any] = {
@@ -258,31 +296,13 @@ def _leaner_optimizer(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
     }  # fmt: skip
     cfg = replace(plan.cfg, optimizer=node)
     price = f"{_ANOTHER}, without momentum: it needs another learning rate"
-    yield _Change(overrides="optimizer=sgd", price=price, cfg=cfg)
+    yield Change(overrides="optimizer=sgd", price=price, cfg=cfg)
 
 
 _KINDS: Final[tuple[_Kind, ...]] = (_smaller_shards, _without_copy, _recomputed, _sharded, _narrower, _leaner_optimizer)
 """Kinds of changes from the cheapest on: the same training in other pieces, more work, more devices, other rounding,
 another training.
 """
-
-
-def sharding_choices(plan: RunPlan, count: int) -> Iterator[tuple[str, RunConfig]]:
-    """Yield the strategies that shard the model over several devices: overrides, and the config with them.
-
-    Args:
-        plan: a run; if its model is sharded already, there are none.
-        count: number of devices.
-    """
-    if count < 2 or plan.components.strategy.facts_in(plan.context).is_sharded:
-        return
-    for name, target, kind in shipped_strategies():
-        keys = kind.sharded_over(count)
-        if not keys:
-            continue
-        cfg, more = _with_shards_for_all(plan, {TARGET: target, **keys})
-        given = " ".join(f"strategy.{key}={value}" for key, value in keys.items())
-        yield f"strategy={name} {given}{more}", cfg
 
 
 def _with_shards_for_all(plan: RunPlan, node: Mapping[str, Any]) -> tuple[RunConfig, str]:
@@ -296,26 +316,21 @@ def _with_shards_for_all(plan: RunPlan, node: Mapping[str, Any]) -> tuple[RunCon
     micro = min(plan.batch.micro_size, max(plan.batch.global_size // replicas, 1))
     if micro == plan.batch.micro_size and plan.given.global_size == plan.batch.global_size:
         return cfg, ""
-    overrides, cut = with_shards_of(plan, micro)
+    overrides, cut = _with_shards_of(plan, micro)
     return replace(cut, strategy=cfg.strategy), f" {overrides}"
 
 
-def with_shards_of(plan: RunPlan, size: int) -> tuple[str, RunConfig]:
+def _with_shards_of(plan: RunPlan, size: int) -> tuple[str, RunConfig]:
     """Return the overrides, and the config with them, that cut the steps of a run into shards of this size."""
     cfg = replace(plan.cfg, batch=replace(plan.cfg.batch, micro_size=size))
     return " ".join(plan.given.overrides(global_size=plan.batch.global_size, micro_size=size)), cfg
 
 
-def planned_anew(plan: RunPlan, cfg: RunConfig, *, launch: LaunchEnvironment | None = None) -> RunPlan | None:
-    """Return the plan of another config on the same devices; None if a run refuses it.
-
-    Args:
-        plan: a run.
-        cfg: another config for its data.
-        launch: the external launch of its processes.
-    """
+def _planned_anew(plan: RunPlan, cfg: RunConfig) -> RunPlan | None:
+    """Return the plan of another config for the data and devices of a run; None if it would be refused."""
+    context = plan.context
     try:
-        other = make_plan(cfg, num_gpus=plan.context.num_gpus, launch=launch, splits=plan.components.datasets)
+        other = make_plan(cfg, num_gpus=context.num_gpus, launch=context.launch, splits=plan.components.datasets)
         model = meta_model(other.cfg)
         model_notes(other, model)  # raises what the run itself would raise
         return replace(other.resolved(lambda: model), given=plan.given)
@@ -396,8 +411,8 @@ def _with_remedies(plan: RunPlan, head: str, *, placing: bool) -> str:
     needs = f"The run needs {num_bytes(memory.total_bytes)} per device, and activations: {_parts(memory)}."
     if not ways:
         return f"{head} {needs}"
-    width = max(len(way.overrides) for way in ways)
-    lines = [f"  {way.overrides:<{width}}  {num_bytes(way.saved)} less: {way.price}" for way in ways]
+    width = max(len(way.overrides) for way, _ in ways)
+    lines = [f"  {way.overrides:<{width}}  {num_bytes(saved)} less: {way.price}" for way, saved in ways]
     return "\n".join([f"{head} {needs} To need less, try one of:", *lines])
 
 
@@ -452,6 +467,11 @@ _SHARED_FILES: Final = re.compile(r"^/dev/shm/(?:torch_|psm_|sem\.|nccl-)")
 """Files of torch, multiprocessing and NCCL; a run folder may lie in /dev/shm as well, and fill it."""
 _ON_CHIP: Final = re.compile(r"memory in memory space (?:vmem|smem|sflag)\b|out of resources?: shared memory")
 _DEVICE_OF_XLA: Final = re.compile(r"RESOURCE_EXHAUSTED.*memory in memory space hbm\b", re.DOTALL)
+_TEXTS: Final = {
+    _ON_CHIP: MemoryKind.on_chip, _DEVICE: MemoryKind.device, _DEVICE_OF_XLA: MemoryKind.device,
+    _SHARED: MemoryKind.shared, _HOST: MemoryKind.host,
+}  # fmt: skip
+"""Text of an error -> the memory that ran out; the first one counts."""
 _PERHAPS: Final = re.compile(
     r"\b(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_NOT_INITIALIZED|\bCUDNN_STATUS_INTERNAL_ERROR\b"
 )
@@ -477,8 +497,7 @@ def memory_kind(error: BaseException, *, device_is_short: Callable[[], bool] | N
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
         seen.add(id(current))
-        kind = _kind(current, device_is_short or _device_is_short)
-        if kind is not None:
+        if (kind := _kind(current, device_is_short or _device_is_short)) is not None:
             return kind
         current = current.__cause__
     return None
@@ -489,33 +508,16 @@ def _kind(error: BaseException, device_is_short: Callable[[], bool]) -> MemoryKi
     names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
     if "torch.OutOfMemoryError" in names:
         return MemoryKind.device
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return MemoryKind.host
     if isinstance(error, OSError):
-        return _kind_of_system(error)
-    if isinstance(error, RuntimeError) or "triton.OutOfResources" in names:
-        return _kind_of_text(str(error), device_is_short)
-    return None
-
-
-def _kind_of_system(error: OSError) -> MemoryKind | None:
-    if error.errno == errno.ENOMEM:
-        return MemoryKind.host
-    in_shm = any(_SHARED_FILES.match(str(name)) for name in (error.filename, error.filename2))
-    return MemoryKind.shared if error.errno == errno.ENOSPC and in_shm else None
-
-
-def _kind_of_text(text: str, device_is_short: Callable[[], bool]) -> MemoryKind | None:
-    texts = {
-        MemoryKind.on_chip: (_ON_CHIP,),
-        MemoryKind.device: (_DEVICE, _DEVICE_OF_XLA),
-        MemoryKind.shared: (_SHARED,),
-        MemoryKind.host: (_HOST,),
-    }
-    for kind, patterns in texts.items():
-        if any(pattern.search(text) for pattern in patterns):
-            return kind
-    return MemoryKind.device if _PERHAPS.search(text) and device_is_short() else None
+        in_shm = any(_SHARED_FILES.match(str(name)) for name in (error.filename, error.filename2))
+        return MemoryKind.shared if error.errno == errno.ENOSPC and in_shm else None
+    if not isinstance(error, RuntimeError) and "triton.OutOfResources" not in names:
+        return None
+    text = str(error)
+    kind = next((kind for pattern, kind in _TEXTS.items() if pattern.search(text)), None)
+    return MemoryKind.device if kind is None and _PERHAPS.search(text) and device_is_short() else kind
 
 
 def _device_is_short() -> bool:
