@@ -6,6 +6,7 @@ one is below it. Without `--write`, exits with 1 if `docs/features.md` says othe
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Final
@@ -49,10 +50,11 @@ def page() -> str:
     """Return the page."""
     rows = [f"| feature | {' | '.join(STRATEGIES)} |", f"|---|{'---|' * len(STRATEGIES)}"]
     reasons = []
-    for feature, wanted in {**FEATURES, **OWN}.items():
+    features, beside = {**FEATURES, **OWN}, {**BESIDE, **OWN_BESIDE}
+    found = capabilities(features=features, beside=beside, packages=["benchmarks", "tests"])
+    for feature in features:
         cells, said = [], dict[str, list[str]]()
-        row = {feature: wanted}
-        for one in capabilities(features=row, beside={**BESIDE, **OWN_BESIDE}, packages=["benchmarks", "tests"]):
+        for one in itertools.islice(found, len(STRATEGIES)):
             if one["supported"] is False:
                 said.setdefault(str(one["reason"]), []).append(one["strategy"])
             cells.append({True: "yes", False: "**no**", None: "-"}[one["supported"]])

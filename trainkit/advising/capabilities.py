@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from dataclasses import replace
+from functools import cache
+from typing import Any, Final
 
 from trainkit.config.check import checked
 from trainkit.config.compose import compose
+from trainkit.config.composition import Composition
 from trainkit.config.grammar import key_of
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.errors import ConfigError, UnknownKey
@@ -80,12 +84,32 @@ ALIASES: Final = {"multi_worker_mirrored": "mirrored", "tensor_parallel": "mesh:
 """Strategy -> the column that stands for it."""
 
 
-def _answer(overrides: Sequence[str], packages: Sequence[str]) -> tuple[bool | None, str | None]:
-    """Return whether a run is planned, None if the strategy or its model has no such key, and the first problem."""
+def _under(feature: Composition, strategy: Composition) -> Composition:
+    """Return the composition of a feature with the strategy of another one."""
+    origins = {path: origin for path, origin in feature.origins.items() if path[0] != "strategy"}
+    return replace(
+        feature,
+        values={**feature.values, "strategy": strategy.values["strategy"]},
+        origins=origins | {path: origin for path, origin in strategy.origins.items() if path[0] == "strategy"},
+        choices={**feature.choices, "strategy": strategy.choices["strategy"]},
+        overrides=(*feature.overrides, *strategy.overrides),
+        given=(*feature.given, *strategy.given),
+    )
+
+
+def _answer(composition: Composition, opened: dict[str, Mapping[str, Any]]) -> tuple[bool | None, str | None]:
+    """Return whether a run is planned, None if the strategy or its model has no such key, and the first problem.
+
+    Args:
+        composition: the run.
+        opened: the splits of the data of earlier runs, which are opened once.
+    """
     try:
-        composition = checked(compose(overrides, packages=packages))
+        composition = checked(composition)
+        data = json.dumps(composition.cfg.data, default=str)
         with allow_packages(composition.packages):
-            plan = make_plan(composition.cfg, num_gpus=0)
+            plan = make_plan(composition.cfg, num_gpus=0, splits=opened.get(data))
+            opened[data] = plan.components.datasets
             model_notes(plan, meta_model(plan.cfg), composition.is_given)
     except ConfigError as error:
         problem = error.problems[0]
@@ -111,9 +135,15 @@ def capabilities(
         beside: feature and strategy -> the arguments that the model needs there.
         packages: packages of the classes that the arguments name.
     """
+    composed = cache(lambda *words: compose([*{key_of(one): one for one in words}.values()], packages=packages))
+    opened: dict[str, Mapping[str, Any]] = {}
     for feature, wanted in features.items():
         for name, strategy in strategies.items():
             text = TEXT if name.endswith("context") and not wanted[0].startswith("recipe=") else ()
-            given = (*text, *wanted, *strategy, *beside.get((feature, name), "").split())
-            supported, reason = _answer([*{key_of(one): one for one in given}.values()], packages)
+            own = (*text, *wanted, *beside.get((feature, name), "").split())
+            if any(key_of(one).startswith("strategy") for one in own):  # of a choice: they are composed together
+                both = composed(*text, *wanted, *strategy, *own[len(text) + len(wanted) :])
+            else:
+                both = _under(composed(*own), composed(*strategy))
+            supported, reason = _answer(both, opened)
             yield Capability(feature=feature.replace("`", ""), strategy=name, supported=supported, reason=reason)
