@@ -93,7 +93,8 @@ KEEPING = (
 CHANGING = (
     "seed=1 epochs=2 batch.global_size=32 batch.micro_size=8 batch.drop_last=true loader.shuffle=false "
     "loader.cache=true clip.max_norm=1 numerics.reproducible=true model.dropout=0.1 optimizer.lr=0.1 optimizer=sgd "
-    "schedule=linear precision=fp64 objective.label_smoothing=0.1 warmup.steps=3 optimizer.groups={} init_from=x"
+    "schedule=linear precision=fp64 objective.label_smoothing=0.1 warmup.steps=3 optimizer.groups={} init_from=x "
+    "optimizers.a.match=[a]"
 )
 
 
@@ -103,6 +104,7 @@ def test_what_can_change_the_result_alone_changes_the_fingerprint() -> None:
     assert [argument for argument in KEEPING.split() if fingerprint(cfg(argument)) != plain] == []
     assert [argument for argument in CHANGING.split() if fingerprint(cfg(argument)) == plain] == []
     assert fingerprint(cfg("epochs=2")) == fingerprint(cfg("epochs=2.0")), "numbers count by value"
+    assert fingerprint(RunConfig(stop_after="5min")) != fingerprint(RunConfig()), "though it takes the place of epochs"
 
 
 def test_a_difference_says_what_can_matter_first() -> None:

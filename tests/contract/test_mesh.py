@@ -241,21 +241,6 @@ def test_a_training_goes_to_another_mesh_in_the_middle_of_an_epoch(
     assert resume_error(pool, Resumed("Gpt", before, after, 6), tmp_path) <= TOLERANCES["fp64"]
 
 
-def test_copies_alone_take_what_needs_whole_parameters() -> None:
-    adafactor = PlanContext(optimizer=torch.optim.Adafactor)
-    copies, parts = {"replicate": 2, "shard": 1}, {"replicate": 1, "shard": 2}
-    assert replace(NET, settings=copies).make_strategy().validate(adafactor) == []
-    (problem,) = replace(NET, settings=parts).make_strategy().validate(adafactor)
-    assert "Adafactor uses whole parameters, and here a rank has only parts" in str(problem)
-
-
-@pytest.mark.slow
-def test_the_fused_layers_of_gpt2_are_not_cut_by_name() -> None:
-    case = replace(case_of("GPT-2", Mesh(1, 1, 2)), settings={"shard": 1, "tensor": 2, "plan": {"c_attn": "colwise"}})
-    (problem,) = case.make_strategy().validate_model(case.make_model(), PlanContext())
-    assert "transformer.h.0.attn.c_attn is a Conv1D, and colwise is for nn.Linear" in str(problem)
-
-
 @pytest.mark.parametrize(
     "base",
     [

@@ -26,7 +26,6 @@ from trainkit.cli import main
 from trainkit.cluster.local import detect
 from trainkit.config.check import checked
 from trainkit.config.compose import compose
-from trainkit.config.identity import fingerprint
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
@@ -502,13 +501,6 @@ def test_the_memory_of_all_optimizers_is_planned() -> None:
         param.numel() for name, param in meta_model(both.cfg).named_parameters() if name.startswith("generator.")
     )
     assert 0 <= sizes[0] - sizes[1] - 2 * 4 * count <= 64  # two moments, and a count of steps a tensor
-
-
-def test_the_key_changes_no_fingerprint_while_it_is_empty() -> None:
-    cfg = compose(["recipe=null"]).cfg
-    without = {key: value for key, value in cfg.to_dict().items() if key != "optimizers"}
-    assert fingerprint(RunConfig.from_dict(without)) == fingerprint(cfg)
-    assert fingerprint(compose(["recipe=null", "optimizers.a.match=['*']"]).cfg) != fingerprint(cfg)
 
 
 def test_the_gan_recipe_logs_each_phase_and_writes_its_pictures(tmp_path: Path) -> None:

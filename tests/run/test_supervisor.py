@@ -543,18 +543,6 @@ def test_of_many_restarts_the_first_are_listed_and_the_rest_is_counted(
     assert ([one["step"] for one in found["restarts"]], found["restarts_not_listed"]) == ([0, 1], 3)
 
 
-def test_an_exception_that_comes_again_ends_the_run(folder: RunFolder, fake: Callable[..., None]) -> None:
-    fake("steps=6 save=1 pause=0.02", raising="1:ValueError:bad sample")
-    with pytest.raises(CrashLoopError) as caught:
-        run_fakes(folder, 2, max_restarts=3, log=print)
-    assert caught.value.exit_code == 6
-    told = "gave up: rank 1 raised the same exception twice in the same place, in step 2: rank 1 "
-    assert str(caught.value).startswith(told)
-    result = present(folder.read_result())
-    assert result["reason"] == str(caught.value)
-    assert [(one["step"], one["rank"], one["checkpoint"]) for one in result["restarts"]] == [(2, 1, 2)]
-
-
 def test_restarts_are_counted_through_resume(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=2 pause=0.02", fail="rank=1,step=3,phase=forward,attempt=0,action=kill")
     run_fakes(folder, 2, log=print)

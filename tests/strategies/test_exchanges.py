@@ -654,14 +654,6 @@ def test_a_rank_holds_its_part_of_what_is_cut_and_of_all_rows_where_replicas_sha
     assert whole_rows.transient == 0 < shared_rows.transient
 
 
-def test_the_plan_of_a_run_says_which_layers_are_cut() -> None:
-    (layers,) = TensorParallel(degree=2).notes(gpt(dropout=0.1), PLAIN)
-    assert "embed.tokens rowwise, queries_keys_values colwise, project rowwise" in layers
-    assert layers.endswith("Each rank has 72 of 1,704 parameters whole.")
-    (alone,) = TensorParallel().notes(gpt(), PLAIN)
-    assert "shards no layer" in alone
-
-
 PLAIN = PlanContext()
 
 
