@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import torch
 import torch.distributed as dist
@@ -97,8 +97,26 @@ def calibration_file(machine: Machine) -> Path:
     return cache_folder() / f"calibration-{machine.mark}.json"
 
 
-def calibration_of(machine: Machine, say: Say | None) -> Mapping[str, Any] | None:
-    """Return the figures of this machine (`_KINDS`): the kept ones, else measured ones, kept for the next use.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """The figures that were measured on a machine; its file also holds the version and the machine."""
+
+    date: str
+    """The day, `2026-11-23`."""
+    tflops: Mapping[str, float]
+    """10^12 operations a second of matrix products, by number format."""
+    memory_gb_s: float
+    """10^9 bytes a second, read and written, of a copy."""
+    operation_us: float
+    """Microseconds of an operation on few numbers."""
+    within_host: Link
+    """The link between two processes of this machine."""
+    input_mb_s: float
+    """10^6 bytes a second that one process reads and collates."""
+
+
+def calibration_of(machine: Machine, say: Say | None) -> Calibration | None:
+    """Return the figures of this machine: the kept ones, else measured ones, which are kept for the next use.
 
     Args:
         machine: this machine.
@@ -115,7 +133,8 @@ def calibration_of(machine: Machine, say: Say | None) -> Mapping[str, Any] | Non
         path = calibration_file(machine)
         kept = read_map(path, _KINDS)
         if kept["version"] == VERSION:
-            return {**kept, "within_host": Link(**kept["within_host"])}
+            figures = {name: kept[name] for name in _KINDS if name not in ("version", "within_host")}
+            return Calibration(**figures, within_host=Link(**kept["within_host"]))
         reason = f"its version is {kept['version']!r}"
     except (AbsentFileError, RuntimeError):  # a user without a home folder has no caches
         reason = ""
@@ -134,13 +153,7 @@ def calibration_of(machine: Machine, say: Say | None) -> Mapping[str, Any] | Non
     try:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            kept = {
-                "version": VERSION,
-                "machine": asdict(machine),
-                **found,
-                "within_host": asdict(found["within_host"]),
-            }
-            write_json_atomically(path, kept)
+            write_json_atomically(path, {"version": VERSION, "machine": asdict(machine), **asdict(found)})
             say(f"kept in {path}: remove it to measure again")
     except (OSError, StorageError) as error:
         say(f"not kept: {error}")
@@ -165,18 +178,22 @@ class ThisMachine(HardwareChoice):
         if found is None:
             return self._not_measured(machine)
         known = recognised(machine.gpus[0]) if machine.gpus else None
-        figures = {name: found[name] for name in _KINDS if name not in ("version", "date")}
-        figures["between_hosts"] = found["within_host"]
+        measured = ("tflops", "memory_gb_s", "operation_us", "within_host", "between_hosts", "input_mb_s")
         return Hardware(
             name=machine.name,
             memory_gib=_memory_bytes() / 2**30,
             workspace_mib=None if known is None else known.workspace_mib,
+            memory_gb_s=found.memory_gb_s,
+            tflops=found.tflops,
+            within_host=found.within_host,
+            between_hosts=found.within_host,
             reached=_MEASURED,
+            operation_us=found.operation_us,
+            input_mb_s=found.input_mb_s,
             price_usd_h=self.price_usd_h,
             whole_host=not machine.gpus,
-            source=dict.fromkeys(figures, "measured here"),
-            date=dict.fromkeys(figures, found["date"]),
-            **figures,
+            source=dict.fromkeys(measured, "measured here"),
+            date=dict.fromkeys(measured, found.date),
         )
 
     def _not_measured(self, machine: Machine) -> Hardware:
@@ -274,19 +291,25 @@ def _gpu_bytes(device: str) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def _measured(machine: Machine, say: Say) -> Mapping[str, Any]:
-    """Measure the figures of this machine."""
+def _measured(machine: Machine, say: Say) -> Calibration:
     device = torch.device("cuda" if machine.gpus else "cpu")
-    found: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "tflops": dict(_matmul_rates(device, say))}
-    found["memory_gb_s"] = rate = _copy_rate(device)
-    say(f"memory: {rate:.1f} GB/s read and written by a copy")
-    found["operation_us"] = operation_us = _operation_us(device)
+    tflops = dict(_matmul_rates(device, say))
+    memory_gb_s = _copy_rate(device)
+    say(f"memory: {memory_gb_s:.1f} GB/s read and written by a copy")
+    operation_us = _operation_us(device)
     say(f"one operation: {operation_us:.1f} us")
-    found["input_mb_s"] = input_mb_s = _input_rate()
+    input_mb_s = _input_rate()
     say(f"input: {input_mb_s:,.0f} MB/s collated by one process")
-    found["within_host"] = link = measured_link(num_gpus=len(machine.gpus))
-    say(f"link: {link.gb_s:.2f} GB/s, {link.latency_us:.0f} us between two processes")
-    return found
+    within_host = measured_link(num_gpus=len(machine.gpus))
+    say(f"link: {within_host.gb_s:.2f} GB/s, {within_host.latency_us:.0f} us between two processes")
+    return Calibration(
+        date=datetime.now(UTC).date().isoformat(),
+        tflops=tflops,
+        memory_gb_s=memory_gb_s,
+        operation_us=operation_us,
+        within_host=within_host,
+        input_mb_s=input_mb_s,
+    )
 
 
 def cpu_fact(name: str) -> str | None:
