@@ -40,7 +40,7 @@ from tests.support.present import present
 from tests.support.saving import save, whole
 from trainkit.errors import CheckpointError, StorageError, UnreadableError
 from trainkit.files import Free
-from trainkit.strategies.tensor_shards import TensorShard, read_slice, shape_of
+from trainkit.strategies.tensor_shards import TensorShard, meta_of, read_slice
 from trainkit.trainer import failpoints
 from trainkit.trainer.checkpoint import saving
 from trainkit.trainer.checkpoint.saving import Draft, Saver, begin, commit, write_part
@@ -455,7 +455,7 @@ def test_a_tensor_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
     assert torch.equal(tensors["param/w"], whole)
     for number in (0, 2):  # what is read first needs neither
         os.truncate(tmp_path / "step_00000008" / f"rank_0000{number}.safetensors", 0)
-    assert shape_of(tensors, "param/w") == (5, 4)
+    assert meta_of(tensors, "param/w").shape == (5, 4)
     region = (slice(3, 5), slice(0, 1))
     assert torch.equal(read_slice(tensors, "param/w", region), whole[region])
     with pytest.raises(CheckpointError, match="was cut short"):

@@ -228,7 +228,7 @@ class LocalSgd(ProcessGroupOptions, Strategy):
             return found
         ranks, width = ranks_of(self, context), context.formats.master_dtype.itemsize
         dense = exchanged_elements(model) - sum(table.numel() for table in weights_of(lookups))
-        vector = Vector.of(dense // self.shard, width)
+        vector = Vector(num_bytes=dense // self.shard * width, element_bytes=width)
         parts = [ranks[place :: self.shard] for place in range(self.shard)]  # ranks with the same part
         host = ranks_a_host(context, len(ranks))
         each = [reduction("backend", part, vector, ranks_a_host=host)[0] for part in parts if len(part) > 1]

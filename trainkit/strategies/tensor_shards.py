@@ -209,12 +209,8 @@ class LazyStateDict(Mapping[str, Tensor]):
     """
 
     @abstractmethod
-    def shape_of(self, name: str) -> torch.Size:
-        """Return the shape of a tensor without reading it."""
-
-    @abstractmethod
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor without reading it."""
+    def meta_of(self, name: str) -> Tensor:
+        """Return a tensor on the meta device, with shape and dtype of a tensor that is not read."""
 
     @abstractmethod
     def region_of(self, name: str, region: tuple[slice, ...]) -> Tensor:
@@ -232,24 +228,14 @@ def name_in(key: str) -> str:
     return rest.partition("/")[2] if kind == "optimizer" else rest
 
 
-def shape_of(tensors: Mapping[str, Tensor], name: str) -> torch.Size:
-    """Return the shape of a tensor, which is read only if the mapping is not lazy.
+def meta_of(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return a tensor for its shape and dtype: without its values, unless the mapping has them at hand.
 
     Example:
-        >>> shape_of({"param/w": torch.zeros(2, 3)}, "param/w")
+        >>> meta_of({"param/w": torch.zeros(2, 3)}, "param/w").shape
         torch.Size([2, 3])
     """
-    return tensors.shape_of(name) if isinstance(tensors, LazyStateDict) else tensors[name].shape
-
-
-def dtype_of(tensors: Mapping[str, Tensor], name: str) -> torch.dtype:
-    """Return the dtype of a tensor, which is read only if the mapping is not lazy.
-
-    Example:
-        >>> dtype_of({"param/w": torch.zeros(2, 3)}, "param/w")
-        torch.float32
-    """
-    return tensors.dtype_of(name) if isinstance(tensors, LazyStateDict) else tensors[name].dtype
+    return tensors.meta_of(name) if isinstance(tensors, LazyStateDict) else tensors[name]
 
 
 def read_slice(tensors: Mapping[str, Tensor], name: str, region: tuple[slice, ...]) -> Tensor:
@@ -308,11 +294,8 @@ class _Renamed(LazyStateDict):
     def __contains__(self, name: object) -> bool:
         return name in self._keys
 
-    def shape_of(self, name: str) -> torch.Size:
-        return shape_of(self._tensors, self._keys[name])
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        return dtype_of(self._tensors, self._keys[name])
+    def meta_of(self, name: str) -> Tensor:
+        return meta_of(self._tensors, self._keys[name])
 
     def region_of(self, name: str, region: tuple[slice, ...]) -> Tensor:
         return read_slice(self._tensors, self._keys[name], region)

@@ -91,11 +91,6 @@ def joined(*several: Flows) -> Flows:
     return total
 
 
-def times(flows: Flows, factor: float) -> Flows:
-    """Return flows multiplied by a number."""
-    return {pair: num_bytes * factor for pair, num_bytes in flows.items()}
-
-
 def traffic_of(strategy: Strategy, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
     """Return the transfers of a step; none for a strategy of one process, None if they are not known."""
     return () if len(strategy.tasks(context)) == 1 else strategy.traffic(model, context, cut)
@@ -158,7 +153,7 @@ def observed_transfers(
             if other not in covered:
                 groups.append([one + other - rank for one in ranks])
                 covered.update(groups[-1])
-        each = [times(_flows(kind, group, size, device_type), share(group[0])) for group in groups]
+        each = [_flows(kind, group, size * share(group[0]), device_type) for group in groups]
         twice = kind == "all-reduce" or (kind == "reduce-scatter" and device_type == "cpu")
         found[key] = joined(found.get(key, {}), *each)
         rounds = 1 if kind == "send" else (len(ranks) - 1) * (2 if twice else 1)
@@ -195,11 +190,6 @@ class Vector:
     """Bytes of a sent element."""
     bucket_mb: float = 25.0
     """MiB that the backend exchanges at once; 0: all."""
-
-    @classmethod
-    def of(cls, num_elements: int, width: int) -> Vector:
-        """Return a vector of elements of `width` bytes, in the backend's own buckets."""
-        return cls(num_bytes=num_elements * width, element_bytes=width)
 
     @property
     def num_buckets(self) -> int:

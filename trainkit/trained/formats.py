@@ -32,7 +32,7 @@ from trainkit.models.gpt import Gpt
 from trainkit.numerics.copies import copied
 from trainkit.numerics.generators import Untouched
 from trainkit.strategies.reducers.shared_memory import available_bytes
-from trainkit.strategies.tensor_shards import dtype_of, shape_of
+from trainkit.strategies.tensor_shards import meta_of
 from trainkit.trained.build import meta_model, model_with
 from trainkit.trained.checking import (
     Check,
@@ -124,7 +124,8 @@ def write_weights(trained: TrainedModel, draft: Path) -> Written:
     if absent := sorted({key for key in names.values() if key not in tensors}):
         folder = trained.weights.checkpoint.folder
         raise CheckpointError(f"{folder} is a checkpoint of another model: {absent[0]} is missing there.")
-    kinds = {name: (dtype_of(tensors, key), tuple(shape_of(tensors, key))) for name, key in names.items()}
+    metas = {name: meta_of(tensors, key) for name, key in names.items()}
+    kinds = {name: (one.dtype, tuple(one.shape)) for name, one in metas.items()}
 
     def read(name: str) -> Tensor:
         trained.working()

@@ -240,13 +240,10 @@ class FileWeights(LazyStateDict):
     def __len__(self) -> int:
         return len(self._keys)
 
-    def shape_of(self, name: str) -> torch.Size:
-        """Return the shape of a tensor without reading it."""
-        return torch.Size(self._file.kind_of(self._keys[name])[1])
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor without reading it."""
-        return self._file.kind_of(self._keys[name])[0]
+    def meta_of(self, name: str) -> Tensor:
+        """Return a tensor on the meta device, with shape and dtype of a tensor that is not read."""
+        dtype, shape = self._file.kind_of(self._keys[name])
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     def region_of(self, name: str, region: tuple[slice, ...]) -> Tensor:
         """Return a part of a tensor."""

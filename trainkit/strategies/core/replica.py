@@ -27,7 +27,7 @@ from trainkit.strategies.base import Batch, LocalModel, Numerics, PhaseListener,
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.reducers.vector import Reducer
-from trainkit.strategies.tensor_shards import ShardedState, ShardSlice, TensorShard, name_in, read_slice, shape_of
+from trainkit.strategies.tensor_shards import ShardedState, ShardSlice, TensorShard, meta_of, name_in, read_slice
 from trainkit.strategies.tensors.layouts import FlatBuffer, Placement, TensorPlaces, local_part
 
 JoinNorms = Callable[[Tensor, Sequence[int], float], Tensor]
@@ -476,7 +476,7 @@ class _Local(Mapping[str, Tensor]):
 
     def __getitem__(self, key: str) -> Tensor:
         cut = self._cuts.get(name_in(key))
-        if cut is None or tuple(shape_of(self._wholes, key)) != cut.shape:  # a step count is not sharded
+        if cut is None or tuple(meta_of(self._wholes, key).shape) != cut.shape:  # a step count is not sharded
             return self._wholes[key]
         return read_slice(self._wholes, key, cut.region).clone()
 
@@ -501,7 +501,7 @@ def _misshapen_slots(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, T
         shape = own.get(f"param/{name}")
         if kind != "optimizer" or shape is None:
             continue
-        found = tuple(shape_of(tensors, key))
+        found = tuple(meta_of(tensors, key).shape)
         slot = slot.partition("@")[0]
         if slot in _LIKE_PARAM and found != shape:
             yield f"{key} is {found} there and {shape} here"
@@ -519,9 +519,9 @@ def refuse_mismatch(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Te
     beside = ("optimizer/", "callback/")
     lines += [f"{key} is not in this model" for key in tensors if key not in own and not key.startswith(beside)]
     lines += [
-        f"{key} is {tuple(shape_of(tensors, key))} there and {shape} here"
+        f"{key} is {tuple(meta_of(tensors, key).shape)} there and {shape} here"
         for key, shape in own.items()
-        if key in tensors and tuple(shape_of(tensors, key)) != shape
+        if key in tensors and tuple(meta_of(tensors, key).shape) != shape
     ]
     lines += _misshapen_slots(own, tensors)
     if lines:

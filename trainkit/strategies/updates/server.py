@@ -27,7 +27,7 @@ from trainkit.strategies.core.optimizer import NamedSteppers, OptimizerStepper
 from trainkit.strategies.core.replica import refuse_mismatch
 from trainkit.strategies.core.step import with_values
 from trainkit.strategies.reducers.vector import DeterministicReducer
-from trainkit.strategies.tensor_shards import name_in, read_slice, shape_of
+from trainkit.strategies.tensor_shards import meta_of, name_in, read_slice
 from trainkit.strategies.tensors.layouts import FlatBuffer, find_sparse, in_layout, in_memory_order, row_dtype, view_of
 from trainkit.strategies.tensors.staging import ByteLayout, TensorKind, host_bytes, moved
 from trainkit.strategies.updates.links import DTYPES, AuthenticatedListener, Connection, Frame, dtype_name
@@ -729,7 +729,7 @@ class ParameterServerClient:
             for key in tensors:
                 found = trained.get(name_in(key)) if key.startswith("optimizer/") else None
                 if found is not None and "@" not in key.split("/")[1]:
-                    is_part = shape_of(tensors, key) == found.variable.shape
+                    is_part = meta_of(tensors, key).shape == found.variable.shape
                     send(key, (read_slice(tensors, key, found.region) if is_part else tensors[key]).cpu())
             self.ask(server, {}, VariableServer.start, version=version)
 

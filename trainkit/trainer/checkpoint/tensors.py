@@ -570,13 +570,9 @@ class StoredTensors(LazyStateDict):
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
-    def shape_of(self, name: str) -> torch.Size:
-        """Return the shape of a tensor without reading it."""
-        return torch.Size(self._entries[name].shape)
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor without reading it."""
-        return self._entries[name].dtype
+    def meta_of(self, name: str) -> Tensor:
+        """Return a tensor on the meta device, with shape and dtype of a tensor that is not read."""
+        return torch.empty(self._entries[name].shape, dtype=self._entries[name].dtype, device="meta")
 
     def region_of(self, name: str, region: tuple[slice, ...]) -> Tensor:
         """Read a region of a tensor from the pieces that overlap it, one after the other.
