@@ -25,8 +25,8 @@ class TensorShard:
     """A rectangular part of a tensor on one rank.
 
     Example:
-        >>> TensorShard(tensor=torch.ones(2, 3), offset=(2, 0), shape=(4, 3)).region
-        (slice(2, 4, None), slice(0, 3, None))
+        >>> TensorShard.whole(torch.ones(2, 3)).offset
+        (0, 0)
     """
 
     tensor: Tensor
@@ -40,11 +40,6 @@ class TensorShard:
     def whole(cls, tensor: Tensor) -> Self:
         """Return the shard of a tensor that is not sharded."""
         return cls(tensor=tensor, offset=(0,) * tensor.dim(), shape=tuple(tensor.shape))
-
-    @property
-    def region(self) -> tuple[slice, ...]:
-        """The region of the part in the full tensor."""
-        return region(self.offset, self.tensor.shape)
 
 
 def region(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
