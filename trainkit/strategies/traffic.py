@@ -91,6 +91,11 @@ def joined(*several: Flows) -> Flows:
     return total
 
 
+def times(flows: Flows, factor: float) -> Flows:
+    """Return flows multiplied by a number."""
+    return {pair: num_bytes * factor for pair, num_bytes in flows.items()}
+
+
 def traffic_of(strategy: Strategy, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
     """Return the transfers of a step; none for a strategy of one process, None if they are not known."""
     return () if len(strategy.tasks(context)) == 1 else strategy.traffic(model, context, cut)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import queue
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -397,16 +396,15 @@ class Chief(Executor):
         """The current work of each busy worker, and the time of its assignment."""
         self._reports: dict[int, WorkReport] = {}
         """The gradients that wait at the servers, by number."""
-        self._log: UpdateLog | None = None
+        self._log = UpdateLog(None, 0)
         self._recalled: JsonMap = {}
         """The assigned work in a checkpoint."""
         self._loads = 0
+        """Number of loads of the servers; 0 before the first ticket."""
         self._seen = 0
         """The version of the evaluated model."""
         self._shows_averages = False
         """Whether the evaluated model holds averages."""
-        self._staleness = Counter[int]()
-        """Number of updates by staleness."""
         self._mixed = 0
         """Number of gradients that were computed from variables of several versions."""
 
@@ -431,11 +429,8 @@ class Chief(Executor):
         self._servers.load_state(replica_state(self._eval_model), version=version, unsaved=unsaved)
         self._seen, self._loads = version, self._loads + 1
         self._reports.clear()
-        if self._log is not None:
-            self._log.close()
+        self._log.close()
         self._log = UpdateLog(None if folder is None else folder / FILE, version)
-        if self._mode == "async":
-            self._staleness = Counter(line.staleness for line in self._log.kept)
         while True:
             yield Ticket(position.step, ())
 
@@ -485,7 +480,6 @@ class Chief(Executor):
         """Return the state of the servers; before the first step, the state that they will load."""
         if self._thread.ident is None:
             return replica_state(self._eval_model)
-        assert self._log is not None
         self._log.flush()
         return self._servers.state()
 
@@ -495,7 +489,7 @@ class Chief(Executor):
 
     def state_dict_extra(self) -> JsonMap:
         """Return the work that is assigned and not applied."""
-        return self._recalled if self._log is None else self._scheduler.remember()
+        return self._scheduler.remember() if self._loads else self._recalled
 
     def load_state_extra(self, extra: JsonMap) -> None:
         """Assign this work again, before any other."""
@@ -504,8 +498,8 @@ class Chief(Executor):
     def result_extra(self) -> JsonMap:
         """Return the staleness of the updates, and the number of late gradients."""
         found: dict[str, object] = {}
-        if self._staleness:
-            found["staleness"] = staleness_summary(self._staleness)
+        if self._mode == "async" and self._log.staleness:
+            found["staleness"] = staleness_summary(self._log.staleness)
         if self._scheduler.late:
             found["late_gradients"] = dict(sorted(self._scheduler.late.items()))
         if self._mixed:
@@ -524,8 +518,7 @@ class Chief(Executor):
         self._listener.close()
         if self._thread.ident is not None:
             self._thread.join()
-        if self._log is not None:
-            self._log.close()
+        self._log.close()
 
     def _run_worker(self, work: Callable[[], None] | None) -> None:
         try:
@@ -614,12 +607,10 @@ class Chief(Executor):
         if status is Status.retry:
             scheduler.requeue_after_overflow(update)
         else:
-            assert self._log is not None
             scheduler.merged(update)
             self._log.note(update)
             self._mixed += sum(report.mixed for report in reports)
             if self._mode == "async":
-                self._staleness[update.staleness] += 1
                 local.step_metrics["staleness"] = float(update.staleness)
             if scheduler.late:
                 local.step_metrics["late_gradients"] = float(scheduler.late.total())

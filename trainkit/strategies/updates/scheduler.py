@@ -506,16 +506,18 @@ class UpdateLog:
 
     def __init__(self, path: Path | None, version: int) -> None:
         known = read_record(path) if path is not None and path.exists() else ()
-        self.kept = tuple(update for update in known if update.version < version)
-        """The valid records of earlier starts."""
+        kept = [update for update in known if update.version < version]
+        self.staleness = Counter(update.staleness for update in kept)
+        """Number of updates by staleness, with those of earlier starts."""
         self._path = path or Path(os.devnull)
         with naming(self._path):
             binary = self._path.open("wb") if path is None else open_regular(path, "wb")
             self._file = TextIOWrapper(binary, encoding="utf-8")
-            self._file.writelines(f"{update.text()}\n" for update in self.kept)
+            self._file.writelines(f"{update.text()}\n" for update in kept)
 
     def note(self, update: PendingUpdate) -> None:
         """Append an update."""
+        self.staleness[update.staleness] += 1
         with naming(self._path):
             self._file.write(f"{update.text()}\n")
 
