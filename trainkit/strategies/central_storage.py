@@ -190,10 +190,6 @@ class CentralExecutor(SynchronousExecutor[Replica]):
         """The first copy, which is evaluated."""
         return self._copies.copies[0]
 
-    def assign(self, step: int) -> tuple[int, ...]:
-        """Return all shards: the threads share them."""
-        return tuple(range(self._training.plan.num_shards(step)))
-
     def step(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
         """Run forward and backward on all threads, and update the variables once."""
         self._copies.set_loss_scale(self.local.loss_scale)
