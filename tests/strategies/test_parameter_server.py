@@ -648,7 +648,7 @@ def test_a_state_that_one_server_gave_goes_on_on_three() -> None:
     with serving(model, optimizer_of("adamw")) as farm:
         early, late = updated(farm, model, 1), updated(farm, model, 2)
     with serving(model, optimizer_of("adamw"), servers=3, loads=False) as farm:
-        farm.chief.load_state(early, version=1, unsaved={"buffer/table": model.table})
+        farm.chief.load_state({**early, "buffer/table": model.table}, version=1)
         equal(updated(farm, model, 2), late)
     assert late["optimizer/step/head.bias"] == 2
 
@@ -831,7 +831,7 @@ def test_bf16_halves_the_bytes_and_rounds_what_travels_once() -> None:
         for worker in (whole, half):
             worker.pull(tensors_of(worked))
         full = a_step(farm, whole, worked, grads)
-        farm.chief.load_state(state_of(model), version=0, unsaved={"buffer/table": model.table})
+        farm.chief.load_state({**state_of(model), "buffer/table": model.table}, version=0)
         half.pull(tensors_of(worked))
         short = a_step(farm, half, worked, grads)
         state = farm.chief.state()

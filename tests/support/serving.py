@@ -66,7 +66,7 @@ def serving(
         stack.callback(chief.close)
         farm = Farm(shares, addresses, chief)
         if loads:
-            chief.load_state(state_of(model), version=0, unsaved=unsaved_of(model))
+            chief.load_state({**state_of(model), **unsaved_of(model)}, version=0)
         yield farm
         chief.shutdown()
 

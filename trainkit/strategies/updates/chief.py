@@ -425,8 +425,8 @@ class Chief(Executor):
             self._scheduler.recall(self._recalled, version, until)
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"meta.json does not hold the assigned steps: {error}.") from None
-        unsaved = unsaved_of(self._eval_model.model)
-        self._servers.load_state(replica_state(self._eval_model), version=version, unsaved=unsaved)
+        local = self._eval_model
+        self._servers.load_state({**replica_state(local), **unsaved_of(local.model)}, version=version)
         self._seen, self._loads = version, self._loads + 1
         self._reports.clear()
         self._log.close()

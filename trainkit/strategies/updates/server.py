@@ -698,21 +698,18 @@ class ParameterServerClient:
 
         self._each(stage)
 
-    def load_state(
-        self, tensors: Mapping[str, Tensor], *, version: int, unsaved: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def load_state(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
         """Load the variables into the servers; for the chief.
 
         Args:
-            tensors: parameters, buffers and the optimizer's state, from `replica_state`; a checkpoint is read piece by
-                piece.
+            tensors: parameters, buffers and the optimizer's state, from `replica_state`, and the buffers that no
+                checkpoint holds (`unsaved_of`); read piece by piece.
             version: number of updates of the variables.
-            unsaved: `buffer/<name>` -> buffers that no checkpoint holds (`unsaved_of`).
 
         Raises:
             CheckpointError: they belong to another model.
         """
-        refuse_mismatch({one.key: one.shape for one in self.shares.variables if one.saved}, tensors)
+        refuse_mismatch({one.key: one.shape for one in self.shares.variables}, tensors)
 
         def load(server: int) -> None:
             pieces = self.shares.pieces[server]
@@ -724,8 +721,7 @@ class ParameterServerClient:
 
             for piece in pieces:
                 key = piece.variable.key
-                held = tensors if key in tensors else unsaved or {}
-                send(key, read_slice(held, key, piece.region).detach().to("cpu", piece.variable.dtype))
+                send(key, read_slice(tensors, key, piece.region).detach().to("cpu", piece.variable.dtype))
             for key in tensors:
                 found = trained.get(name_in(key)) if key.startswith("optimizer/") else None
                 if found is not None and "@" not in key.split("/")[1]:
