@@ -46,7 +46,7 @@ from trainkit.strategies.core.step import sparse_problems
 from trainkit.strategies.core.synchronous import build_parts, make_stepper, no_reducer
 from trainkit.strategies.model_transforms.compiling import uncompiled
 from trainkit.strategies.traffic import lookups_of
-from trainkit.strategies.updates.chief import OWN, Chief, Worker, sparse_tables
+from trainkit.strategies.updates.chief import Chief, Worker, sparse_tables
 from trainkit.strategies.updates.group import GroupWorker
 from trainkit.strategies.updates.links import AddressBook
 from trainkit.strategies.updates.scheduler import (
@@ -58,7 +58,7 @@ from trainkit.strategies.updates.scheduler import (
     WorkScheduler,
     read_record,
 )
-from trainkit.strategies.updates.server import ParameterServerClient, VariableServer
+from trainkit.strategies.updates.server import CHIEF, ParameterServerClient, VariableServer
 from trainkit.strategies.updates.variables import VariableShards, split_problems, step_transfers, variables_of
 
 if TYPE_CHECKING:
@@ -391,7 +391,7 @@ class ParameterServer(Strategy):
             request,
             eval_model,
             addresses,
-            self._connect(addresses, shares, OWN),
+            self._connect(addresses, shares, CHIEF),
             scheduler=self._scheduler(request.training.plan),
             work=work,
             mode=self.mode,
@@ -434,16 +434,16 @@ class ParameterServer(Strategy):
         """Run a worker until the chief ends it; the chief's own on a thread, whose waiting the chief reports."""
         addresses, task = AddressBook(request.identity, self.timeout_s), request.identity.task
         is_own = self.runs_loop(task)
-        name, shares = OWN if is_own else str(task), self._shares(replica.model, replica.precision)
+        name, shares = CHIEF if is_own else str(task), self._shares(replica.model, replica.precision)
         devices = [replica.device] * self.devices_per_worker
         if replica.device.type != "cpu":
             first, count = replica.device.index or 0, torch.cuda.device_count()
             devices = [torch.device("cuda", (first + place) % count) for place in range(self.devices_per_worker)]
         with ExitStack() as stack:
-            servers = self._connect(addresses, shares, f"worker:{OWN}" if is_own else name)
+            servers = self._connect(addresses, shares, f"worker:{CHIEF}" if is_own else name)
             stack.enter_context(closing(servers))
             data = request.open_data(replica.device)
-            link = stack.enter_context(closing(addresses.connect(OWN, name=name)))
+            link = stack.enter_context(closing(addresses.connect(CHIEF, name=name)))
             more = [computing_copy(replica, device, shares=device == replica.device) for device in devices[1:]]
             copies = stack.enter_context(closing(ComputingCopies(replica, [replica, *more])))
             worker = Worker(copies, servers, data, request.training, mode=self.mode, mixes=self._replaces)
@@ -465,7 +465,7 @@ class ParameterServer(Strategy):
             if place == 0:
                 stack.enter_context(worker.leading())
                 worker.use_servers(stack.enter_context(closing(self._connect(addresses, shares, str(task)))))
-                link = stack.enter_context(closing(addresses.connect(OWN, name=str(task))))
+                link = stack.enter_context(closing(addresses.connect(CHIEF, name=str(task))))
             worker.run(link, request.on_phase)
         ranks.close(failed=False)
 

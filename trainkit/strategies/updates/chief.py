@@ -55,7 +55,7 @@ from trainkit.strategies.updates.scheduler import (
     settled,
     staleness_summary,
 )
-from trainkit.strategies.updates.server import ParameterServerClient, lane_sum
+from trainkit.strategies.updates.server import CHIEF, ParameterServerClient, lane_sum
 from trainkit.strategies.updates.variables import tensors_of, unsaved_of
 
 Mode = Literal["sync", "async"]
@@ -349,8 +349,6 @@ class Worker(OrderWorker):
         self._servers.push(key, grads, replica.buffers.in_all_places(buffers))
 
 
-OWN: Final = "chief"
-"""Name of the worker in the chief's own process."""
 _POLL_S: Final = 1.0
 """Seconds between two checks for workers that have been silent for long."""
 
@@ -383,7 +381,7 @@ class Chief(Executor):
         timeout_s: float,
     ) -> None:
         self._request, self._eval_model, self._training = request, eval_model, request.training
-        self._addresses, self._servers, self._listener = addresses, servers, addresses.listener(OWN)
+        self._addresses, self._servers, self._listener = addresses, servers, addresses.listener(CHIEF)
         self._scheduler, self._mode, self._mixes, self._timeout_s = scheduler, mode, mixes, timeout_s
         numerics = eval_model.numerics
         self._lanes = numerics.lanes if numerics.reproducible else 0
@@ -439,7 +437,7 @@ class Chief(Executor):
         del ticket, batches
         if self._thread.ident is None:
             self._listener.serve(self._listen)
-            self._addresses.publish(OWN, self._listener.address)
+            self._addresses.publish(CHIEF, self._listener.address)
             self._thread.start()
         while True:
             update = self._scheduler.next_ready_update()
@@ -447,7 +445,7 @@ class Chief(Executor):
             self._hand_out()
             if outcome is not None:
                 return outcome
-            if OWN in self._workers and OWN not in self._orders:  # so that the hang detector does not blame the chief
+            if CHIEF in self._workers and CHIEF not in self._orders:  # else the hang detector blames the chief
                 self._eval_model.on_phase("idle", self._scheduler.version)
             with suppress(queue.Empty):
                 self._take(*self._events.get(timeout=_POLL_S))
@@ -467,13 +465,12 @@ class Chief(Executor):
             self._shows_averages, self._seen = False, -1
             self.refresh_model()
             return True
-        state = self.state_dict()
-        averages = {name: state.get(f"optimizer/{AVERAGE}/{name}") for name in self._eval_model.params}
+        state, params = self.state_dict(), self._eval_model.params
+        averages = {name: state[key] for name in params if (key := f"optimizer/{AVERAGE}/{name}") in state}
         with torch.no_grad():
             for name, average in averages.items():
-                if average is not None:
-                    self._eval_model.params[name].copy_(average)
-        self._shows_averages = any(average is not None for average in averages.values())
+                params[name].copy_(average)
+        self._shows_averages = bool(averages)
         return self._shows_averages
 
     def state_dict(self) -> StateDict:
@@ -589,7 +586,7 @@ class Chief(Executor):
         if silent:
             self._servers.check()  # where a server does not answer, its workers wait, and it is the one to be named
         for name, order in silent.items():
-            if name == OWN:
+            if name == CHIEF:
                 said = f"no gradient within strategy.timeout_s={self._timeout_s:g}"
                 raise TrainingError(f"step {order.step}: {said}")
             self._lose(name)
@@ -602,7 +599,7 @@ class Chief(Executor):
         losses = self._number(sum(report.loss_sum for report in reports))
         weight = sum(weight for report in reports for weight in report.weights)
         left_out = (LeftOut(update.version, update.tickets),) if status is Status.skipped else ()
-        names = dict.fromkeys(name for report in reports for name in report.terms)
+        names = self._training.objective.term_names
         terms = {name: self._number(sum(report.terms.get(name, 0.0) for report in reports)) for name in names}
         if status is Status.retry:
             scheduler.requeue_after_overflow(update)

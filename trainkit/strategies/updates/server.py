@@ -34,7 +34,7 @@ from trainkit.strategies.updates.links import DTYPES, AuthenticatedListener, Con
 from trainkit.strategies.updates.variables import RowShard, VariableShards
 
 CHIEF: Final = "chief"
-"""Name of the only task whose requests may change the state."""
+"""Name of the only task whose requests may change the state, and of the worker in its own process."""
 _POLL_S: Final = 0.5
 _MOST_STAGED: Final = 4096
 """Limit of the gradients that are staged at a time."""
