@@ -156,6 +156,7 @@ def test_one_changed_bit_of_a_part_is_found_and_named(wrong: int, name: str, sai
 
 
 GATE = [
+    ("Gpt", Mesh(2, 2, 2)),
     ("Llama", Mesh(2, 1, 1, 2)),
     ("Llama", Mesh(1, 1, 2, 1, 2)),
     ("GPT-2", Mesh(1, 2, 1)),
@@ -178,6 +179,8 @@ def partly_frozen() -> nn.Module:
 
 FROZEN = Case(strategy="mesh", task="tokens", build=partly_frozen, num_steps=4, max_norm=0.05)
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "1 x 1": {"shard": 1},
+    "1 x 2": {"shard": 2},
     "1 x 4": {"shard": 4},
     "2 x 2": {"replicate": 2, "shard": 2},
     "1 x 3": {"shard": 3},
@@ -193,7 +196,7 @@ BITS: dict[str, tuple[Case, Sequence[str]]] = {
     ),
     "statistics, ragged": (
         replace(NET, **FIXED, model={"width": 7, "norm": True, "dropout": 0.3}, micro_size=3),
-        ("1 x 4", "1 x 3", "3 x 1"),
+        tuple(LAYOUTS),
     ),
     "idle ranks, summed last": (
         replace(FIXED_GPT, global_size=4, micro_size=2, settings={"sync": "last"}),
@@ -305,10 +308,11 @@ PIPES: dict[str, dict[str, int]] = {
     "pipe x shard": {"shard": 2, "pipe": 2},
     "pipe x tensor": {"shard": 1, "pipe": 2, "tensor": 2},
     "pipe x replicate x shard": {"replicate": 2, "shard": 2, "pipe": 2},
+    "pipe x shard x tensor": {"shard": 2, "pipe": 2, "tensor": 2},
 }
 
 
-@pytest.mark.parametrize("name", ["pipe x tensor", "pipe x replicate x shard"])
+@pytest.mark.parametrize("name", ["pipe x tensor", "pipe x replicate x shard", "pipe x shard x tensor"])
 def test_stages_on_a_mesh_train_as_the_reference(name: str, pool: Pool) -> None:
     check(replace(STAGED, settings=PIPES[name]), pool)
 
@@ -402,6 +406,8 @@ SHARDED, STAGES = {"context": 2, "shard": 2}, CUT | {"pipe": 2}
 SEQUENCES: dict[str, Case] = {
     "2": replace(GPT, settings=CUT, num_steps=4),
     "4": replace(GPT, settings=CUT | {"context": 4}, num_steps=4),
+    "shard, tensor": replace(GPT, settings=SHARDED | {"tensor": 2}, num_steps=4),
+    "replicate, shard": replace(GPT, settings=SHARDED | {"replicate": 2}, num_steps=4),
     "pipe, tensor": replace(GPT, settings=STAGES | {"tensor": 2}, num_steps=4),
     "accumulated, ragged": replace(GPT, settings=CUT, task="hidden", global_size=10, micro_size=3, num_steps=5),
     "an idle copy": replace(GPT, settings=CUT | {"replicate": 2, "reduce": "ring"}, global_size=4, micro_size=4),
