@@ -31,6 +31,7 @@ from trainkit.errors import ConfigError, Problem, StopKind, TrainingError, Train
 from trainkit.files import read_map
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.copies import copied
+from trainkit.numerics.generators import Untouched
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, needs_of
 from trainkit.run.agent.agent import AgentSettings
@@ -39,7 +40,6 @@ from trainkit.run.agent.supervisor import supervise
 from trainkit.run.begin import write_resolved
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import Components, build_components, model_of_rank, model_transforms_of
-from trainkit.run.planning.notes import kept_generators
 from trainkit.run.planning.plan import plan_context
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.heartbeat import beats_of
@@ -242,7 +242,7 @@ def _refuse_misfits(job: Job) -> None:
         rule = f"the samples of {job.request.split} do not fit the {what}: {named_first_line(error)}. A sample is "
         return ConfigError([Problem(key="data", value=job.cfg.data[TARGET], rule=f"{rule}{shape_text(samples[0])}.")])
 
-    with kept_generators():
+    with Untouched(seed=0):
         model = build_model(job.cfg) if job.checkpoint is not None else job.model
         places = range(min(2, size_of(job.dataset)))
         samples = [read_sample(job.dataset, place) for place in places]

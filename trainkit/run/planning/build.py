@@ -26,6 +26,7 @@ from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import admitted, build, class_built_by, is_torch_scheduler
 from trainkit.config.targets.kinds import PLACES
 from trainkit.data.hooks import DataHooks
+from trainkit.data.reading.files import listed
 from trainkit.data.splits import build_splits, folded, read_sample
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.batch import BatchPlan
@@ -108,14 +109,12 @@ class Components:
 
     @property
     def weighing(self) -> LossWeighting:
-        """Normalisation of the loss, derived from one sample."""
-        if self.hooks.collate is not None:
-            return self._weighing_collated()
-        return LossWeighting.of(self.objective, self.sample)
-
-    def _weighing_collated(self) -> LossWeighting:
-        """Return the normalisation of the loss if a collate may pad: by a constant weight, else by counting."""
+        """Normalisation of the loss, derived from one sample; where a collate may pad, by a constant weight, else by
+        counting.
+        """
         objective, per_sample = self.objective, None
+        if self.hooks.collate is None:
+            return LossWeighting.of(objective, self.sample)
         with suppress(Exception):  # an objective that reads the sample cannot know its weight in a batch
             per_sample = objective.weight_per_sample(None)
         if objective.plans_exactly:  # this reads what it can of a sample before it is collated
@@ -511,48 +510,39 @@ def assigned_parameters(model: nn.Module, optimizers: Sequence[PlannedOptimizer]
 
 def assignment_problems(model: nn.Module, optimizers: Sequence[PlannedOptimizer]) -> list[Problem]:
     """Return patterns that match nothing, and parameters of no optimizer or of two."""
-    found = list(_pattern_problems(model, optimizers))
+    takes, params, found = parameter_matches(model), dict(model.named_parameters()), list[Problem]()
+    for one in optimizers:
+        for pattern in one.match:
+            matched = [name for name in params if takes(name, (pattern,))]
+            if not matched:
+                rule = f"matches no parameter of the model, which has {listed(params, 3)}."
+            elif not any(params[name].requires_grad for name in matched):
+                rule = f"matches only frozen parameters: {listed(matched, 3)}."
+            else:
+                continue
+            found.append(Problem(key=f"optimizers.{one.name}.match", value=pattern, rule=rule))
     assigned, owner = assigned_parameters(model, optimizers), dict[str, str]()
     for optimizer, names in assigned.items():
         twice = [name for name in names if name in owner]
         if twice:
-            rule = f"takes {_some(twice)}, which optimizers.{owner[twice[0]]} takes, too. Each needs one optimizer."
+            rule = f"takes {listed(twice, 3)}, which optimizers.{owner[twice[0]]} takes, too. Each needs one optimizer."
             found.append(Problem(key=f"optimizers.{optimizer}.match", rule=rule))
         if not names and not found:
             rule = "takes no parameter: the others take all. Leave it out, or narrow their patterns."
             found.append(Problem(key=f"optimizers.{optimizer}", rule=rule))
         owner.update(dict.fromkeys(names, optimizer))
-    rest = [name for name, param in model.named_parameters() if param.requires_grad and name not in owner]
+    rest = [name for name, param in params.items() if param.requires_grad and name not in owner]
     if rest and not found:
-        rule = f"no optimizer takes {_some(rest)}. Leave the match of one optimizer out, or freeze them."
+        rule = f"no optimizer takes {listed(rest, 3)}. Leave the match of one optimizer out, or freeze them."
         found.append(Problem(key="optimizers", rule=rule))
     return found
-
-
-def _pattern_problems(model: nn.Module, optimizers: Sequence[PlannedOptimizer]) -> Iterator[Problem]:
-    takes, params = parameter_matches(model), dict(model.named_parameters())
-    for one in optimizers:
-        for pattern in one.match:
-            names = [name for name in params if takes(name, (pattern,))]
-            if not names:
-                rule = f"matches no parameter of the model, which has {_some(list(params))}."
-            elif not any(params[name].requires_grad for name in names):
-                rule = f"matches only frozen parameters: {_some(names)}."
-            else:
-                continue
-            yield Problem(key=f"optimizers.{one.name}.match", value=pattern, rule=rule)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def optimizer_notes(model: nn.Module, optimizers: Sequence[PlannedOptimizer]) -> list[str]:
     """Return a line for each optimizer: the parameters that it updates."""
     sizes = {name: param.numel() for name, param in model.named_parameters()}
     return [
-        f"optimizers.{optimizer} updates {sum(sizes[name] for name in names):,} parameters: {_some(names)}"
+        f"optimizers.{optimizer} updates {sum(sizes[name] for name in names):,} parameters: {listed(names, 3)}"
         for optimizer, names in assigned_parameters(model, optimizers).items()
     ]
 

@@ -25,13 +25,12 @@ from trainkit.data.reading.collate import immovable_in, shape_text, to_device
 from trainkit.data.splits import read_sample, size_of
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError, named_first_line, text_of, with_frames
 from trainkit.numerics.batch import Positions, Ticket
-from trainkit.numerics.generators import GeneratorStates
+from trainkit.numerics.generators import GeneratorStates, Untouched
 from trainkit.numerics.precision import buffers_apart
 from trainkit.objectives.base import Loss, Objective
 from trainkit.objectives.classification import ScoredClasses
 from trainkit.objectives.linear_cross_entropy import scores_kept
 from trainkit.run.planning.build import make_optimizer, named_optimizers
-from trainkit.run.planning.notes import kept_generators
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.core.buffers import sample_dims_of, sum_problem, written_indices
 from trainkit.strategies.core.graphs.shards import shard_problems
@@ -65,12 +64,17 @@ def refuse_misfits(plan: RunPlan, model: nn.Module) -> None:
         ConfigError: a key or a class must change.
         DataError: a sample must change.
     """
-    if problems := [*_state_problems(plan, model)]:
-        raise ConfigError(problems)
+    declared = [name for name, dim in sample_dims_of(model).items() if dim is not None]
+    if declared and plan.components.strategy.facts_in(plan.context).is_asynchronous:
+        rule = (
+            f"the model keeps state per sample ({declared[0]}), and a step must read that of the step before it. Use "
+            "strategy.mode=sync."
+        )
+        raise ConfigError([Problem(key="strategy.mode", value="async", rule=rule)])
     dataset = plan.components.datasets["train"]
     if not hasattr(dataset, "__getitem__"):
         return  # reading a stream twice may cost more than its first error
-    with kept_generators(), warnings.catch_warnings():
+    with Untouched(seed=0), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         count = size_of(dataset)
         few = num_tried(plan)
@@ -85,17 +89,6 @@ def refuse_misfits(plan: RunPlan, model: nn.Module) -> None:
 def num_tried(plan: RunPlan) -> int:
     """Return the number of samples that are run first."""
     return max(2, min(_SAMPLES, plan.batch.micro_size))
-
-
-def _state_problems(plan: RunPlan, model: nn.Module) -> Iterator[Problem]:
-    """Yield the problem of state per sample whose steps are computed at the same time."""
-    declared = [name for name, dim in sample_dims_of(model).items() if dim is not None]
-    if declared and plan.components.strategy.facts_in(plan.context).is_asynchronous:
-        rule = (
-            f"the model keeps state per sample ({declared[0]}), and a step must read that of the step before it. Use "
-            "strategy.mode=sync."
-        )
-        yield Problem(key="strategy.mode", value="async", rule=rule)
 
 
 def _try(plan: RunPlan, model: nn.Module, places: Sequence[int]) -> TrainkitError | None:
@@ -202,7 +195,10 @@ class _Trial:
                 loss = objective.loss(model, batch)
             now = dict(model.named_buffers()) if apart else {}
             self.updated = tuple(name for name, one in apart.items() if not torch.equal(one, now[name]))
-            _count(objective, loss, batch, numbers=self.numbers)
+            if self.numbers and isinstance(loss, Loss):
+                with torch.no_grad():
+                    for metric in objective.metrics().values():  # they count the batch, as an evaluation does
+                        metric.update(loss, batch)
             problem = _loss_problem(loss, objective, trains=any(param.requires_grad for param in model.parameters()))
             if problem is None and self.numbers:
                 _refuse_no_probabilities(loss, objective)
@@ -374,21 +370,10 @@ class _Trial:
         path = self.running[-1][0] if self.running else ""
         who = f"the {self.part}{f', in {path},' if path else ''} raised {named_first_line(error)}"
         where = f"With samples {_listed(self.places)}, the first of them {shape_text(self.samples[0])}"
-        return f"{where}, {who}.{gave}{_LISTED if _has_list(self.samples[0]) else ''}"
-
-
-def _has_list(sample: Any) -> bool:
-    """Return whether a field of a sample is a list of numbers."""
-    parts = sample.values() if isinstance(sample, dict) else sample if isinstance(sample, tuple) else ()
-    return any(isinstance(part, list) and part and isinstance(part[0], int | float) for part in parts)
-
-
-def _count(objective: Objective, loss: object, batch: Any, *, numbers: bool) -> None:
-    """Let the metrics of the objective count the batch, as an evaluation does."""
-    if numbers and isinstance(loss, Loss):
-        with torch.no_grad():
-            for metric in objective.metrics().values():
-                metric.update(loss, batch)
+        sample = self.samples[0]
+        parts = sample.values() if isinstance(sample, dict) else sample if isinstance(sample, tuple) else ()
+        is_listed = any(isinstance(part, list) and part and isinstance(part[0], int | float) for part in parts)
+        return f"{where}, {who}.{gave}{_LISTED if is_listed else ''}"
 
 
 def _loss_problem(loss: object, objective: Objective, *, trains: bool) -> Problem | None:

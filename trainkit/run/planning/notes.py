@@ -16,25 +16,25 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from trainkit.config.composition import Composition, problems_of_points
 from trainkit.config.schema import MonitoredMetric
 from trainkit.config.targets.build import resolve_target
-from trainkit.data.reading.collate import CollateFunction, collate
+from trainkit.data.reading.collate import CollateFunction, collate, parts_of
+from trainkit.data.reading.files import listed
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.splits import build_splits, folded, remarks, size_of, test_splits, validation_splits
 from trainkit.errors import ConfigError, Problem, named_first_line, refuse
 from trainkit.numerics.batch import AT_EQUAL_CUT, CUT_UNKNOWN
-from trainkit.numerics.generators import GeneratorStates, seed_host
+from trainkit.numerics.generators import GeneratorStates, Untouched, seed_host
 from trainkit.objectives.base import Access, Objective
 from trainkit.objectives.fields import named_fields, unused_fields
 from trainkit.objectives.linear_cross_entropy import scores_kept
@@ -111,7 +111,7 @@ def probe(
     Returns:
         The findings. The generators of torch (CPU), `random` and NumPy are restored.
     """
-    with kept_generators(), warnings.catch_warnings(), torch.enable_grad():
+    with Untouched(seed=0), warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
         _vary_constant_parameters(model)
         return _findings(Shard(model, objective, samples, collate))
@@ -268,100 +268,60 @@ class Shard:
             for name, buffer in self._model.named_buffers():
                 buffer.copy_(self._buffers[name])
         seed_host(0)
-        recorder = _CallRecorder(len(places))
-        kept = scores_kept() if self._objective.takes_hidden else nullcontext()
-        with recorder.recording(self._model), kept:
+        given, inputs, outputs = list[tuple[Tensor, int]](), list[Tensor](), list[Tensor]()
+        drew, states = set[str](), GeneratorStates([])
+
+        def note(who: str) -> None:
+            nonlocal states
+            if states.moved():
+                drew.add(who)
+            states = GeneratorStates([])
+
+        def before(_model: nn.Module, args: Any, kwargs: Any) -> None:
+            note(OBJECTIVE)
+            found = _by_sample([args, kwargs], len(places))
+            inputs.extend(tensor.detach().movedim(dim, 0).clone() for tensor, dim in found)
+
+        def after(_model: nn.Module, _args: Any, output: Any) -> None:
+            note(MODEL)
+            found = list(_by_sample(output, len(places)))
+            given.extend(found)
+            outputs.extend(tensor.detach().movedim(dim, 0).clone() for tensor, dim in found)
+
+        with ExitStack() as stack:
+            stack.callback(self._model.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(self._model.register_forward_hook(after).remove)
+            if self._objective.takes_hidden:
+                stack.enter_context(scores_kept())
             loss = self._objective.loss(self._model, batch)
+            note(OBJECTIVE)
         total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
+        wanted = [tensor for tensor, _ in given if tensor.requires_grad and total.requires_grad]
+        found = iter(torch.autograd.grad(total, wanted, allow_unused=True) if wanted else ())
+        grads = [(next(found) if wanted and tensor.requires_grad else None, dim) for tensor, dim in given]
         return Pass(
-            inputs=tuple(recorder.inputs),
-            outputs=tuple(recorder.outputs),
-            grads=recorder.grads(total),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            grads=tuple(None if grad is None else grad.movedim(dim, 0) for grad, dim in grads),
             total=total.detach(),
             buffers={name: t.clone() for name, t in self._model.named_buffers() if t.is_floating_point()},
-            drew=frozenset(recorder.drew),
+            drew=frozenset(drew),
         )
 
 
-class _CallRecorder:
-    """Records the calls of a model while an objective runs it."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._given: list[tuple[Tensor, int]] = []
-        self.inputs: list[Tensor] = []
-        self.outputs: list[Tensor] = []
-        self.drew: set[str] = set()
-        self._state = GeneratorStates([])
-
-    @contextmanager
-    def recording(self, model: nn.Module) -> Iterator[None]:
-        """Record every call of the model until the block ends."""
-        hooks = [
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after),
-        ]
-        try:
-            yield
-            self._note(OBJECTIVE)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def grads(self, total: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the loss with respect to each output."""
-        wanted = [tensor for tensor, _ in self._given if tensor.requires_grad]
-        if not wanted or not total.requires_grad:
-            return (None,) * len(self._given)
-        found = iter(torch.autograd.grad(total, wanted, allow_unused=True))
-        by_output = [(next(found) if tensor.requires_grad else None, dim) for tensor, dim in self._given]
-        return tuple(None if grad is None else grad.movedim(dim, 0) for grad, dim in by_output)
-
-    def _before(self, _model: nn.Module, args: Any, kwargs: Any) -> None:
-        self._note(OBJECTIVE)
-        self.inputs += [tensor.detach().movedim(dim, 0).clone() for tensor, dim in self._by_sample([args, kwargs])]
-
-    def _after(self, _model: nn.Module, _args: Any, output: Any) -> None:
-        self._note(MODEL)
-        found = list(self._by_sample(output))
-        self._given += found
-        self.outputs += [tensor.detach().movedim(dim, 0).clone() for tensor, dim in found]
-
-    def _by_sample(self, value: Any) -> Iterator[tuple[Tensor, int]]:
-        """Yield tensors with one element per sample, and that dim: the first, or the only one of that size."""
-        for tensor in _tensors_in(value):
-            dims = [dim for dim, size in enumerate(tensor.shape) if size == self._size]
-            if dims and (dims[0] == 0 or len(dims) == 1):
-                yield tensor, dims[0]
-
-    def _note(self, who: str) -> None:
-        if self._state.moved():
-            self.drew.add(who)
-        self._state = GeneratorStates([])
-
-
-@contextmanager
-def kept_generators() -> Iterator[None]:
-    """Restore the generators of torch (CPU), `random` and NumPy when the block ends."""
-    states = GeneratorStates([])
-    try:
-        yield
-    finally:
-        states.restore()
+def _by_sample(value: Any, size: int) -> Iterator[tuple[Tensor, int]]:
+    """Yield tensors with one element per sample, and that dim: the first, or the only one of that size."""
+    for tensor in _tensors_in(value):
+        dims = [dim for dim, extent in enumerate(tensor.shape) if extent == size]
+        if dims and (dims[0] == 0 or len(dims) == 1):
+            yield tensor, dims[0]
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors_in(part)
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _tensors_in(part)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _tensors_in(getattr(value, field.name))
+    for part in parts_of(value) or ():
+        yield from _tensors_in(part)
 
 
 def is_never_given(_key: str) -> bool:
@@ -423,14 +383,18 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
     refuse([*problems, *(problem for problem, _ in keys if is_given(problem.key))])
     notes = optimizer_notes(model, plan.optimizers) if plan.optimizers else []
     notes += [note for _, note in keys if note]
-    if not validation_splits(plan.components.datasets):
+    if not validation_splits(datasets := plan.components.datasets):
         notes.append("the data has no validation split: nothing is evaluated, and no checkpoint is the best")
     notes += [
         *_slower_than_fp32(plan),
         *_members(plan, model),
         *_fields_left_out(plan.components),
-        *_splits_left_out(plan.components.datasets),
-        *remarks(plan.components.datasets.values(), plan.components.hooks),
+        *(
+            f"the split {name} is not evaluated: only val, test, val_NAME and test_NAME are"
+            for name in datasets
+            if name not in {"train", *validation_splits(datasets), *test_splits(datasets)}
+        ),
+        *remarks(datasets.values(), plan.components.hooks),
         *plan.components.objective.notes(model, plan.components.sample),
         *strategy.notes(model, plan.context),
     ]
@@ -519,7 +483,7 @@ def _coupling_of_data(plan: RunPlan) -> Iterator[tuple[str, str]]:
     collate, train = plan.components.hooks.collate, plan.components.datasets["train"]
     if collate is None or not hasattr(train, "__getitem__"):
         return
-    with kept_generators(), suppress(Exception):  # the training reports failures
+    with Untouched(seed=0), suppress(Exception):  # the training reports failures
         samples = list({_shape(sample): sample for sample in _some(train)}.values())
         alone = [_widths(collate([sample], [0])) for sample in samples]
         if any(widths != _widths(collate(samples, range(len(samples)))) for widths in alone):
@@ -527,7 +491,7 @@ def _coupling_of_data(plan: RunPlan) -> Iterator[tuple[str, str]]:
 
 
 def _widths(batch: Any) -> list[tuple[int, ...]]:
-    return [tuple(leaf.shape[1:]) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return [tuple(tensor.shape[1:]) for tensor in _tensors_in(batch)]
 
 
 def _coupling_of_model(plan: RunPlan, model: nn.Module, *, at_any_size: bool) -> Coupling:
@@ -543,7 +507,7 @@ def _coupling_of_model(plan: RunPlan, model: nn.Module, *, at_any_size: bool) ->
             not_probed=f"the model has {count:,} parameters, more than {_CHEAP:,}: trainkit prove probes it"
         )
     try:
-        with kept_generators():
+        with Untouched(seed=0):
             samples = _samples_of_one_shape(plan.components.datasets["train"])
         if isinstance(samples, str):
             return Coupling(not_probed=samples)
@@ -584,13 +548,9 @@ def _shape(value: Any) -> Any:
     """Return the properties that samples of one batch must share: types, shapes and dtypes."""
     if isinstance(value, Tensor | np.ndarray):
         return type(value), tuple(value.shape), value.dtype
-    if isinstance(value, tuple | list):
-        return tuple(map(_shape, value))
     if isinstance(value, Mapping):
         return tuple((key, _shape(part)) for key, part in value.items())
-    if is_dataclass(value) and not isinstance(value, type):
-        return tuple(_shape(getattr(value, one.name)) for one in fields(value))
-    return type(value)
+    return type(value) if (parts := parts_of(value)) is None else tuple(map(_shape, parts))
 
 
 _SHOWN: Final = 6
@@ -658,15 +618,24 @@ def _members(plan: RunPlan, model: nn.Module) -> Iterator[str]:
     count = sum(map(len, found.values()))
     for name in groups:
         held = found[name]
-        more = f" and {len(held) - _SHOWN} more" if len(held) > _SHOWN else ""
-        listed = f"{len(held)} of {count} parameters: {', '.join(held[:_SHOWN])}{more}" if held else "no parameter"
-        yield f"optimizer.groups.{name} holds {listed}"
+        members = f"{len(held)} of {count} parameters: {listed(held, _SHOWN)}" if held else "no parameter"
+        yield f"optimizer.groups.{name} holds {members}"
 
 
 def objective_problems(plan: RunPlan, model: nn.Module) -> list[Problem]:
     """Return the problems of the objective of a plan: of its terms, its model, and with compiling."""
     objective, compiled = plan.components.objective, plan.cfg.compile.mode
-    found = [*_term_problems(plan), *objective.validate_model(model, plan.components.sample)]
+    taken, names = {"loss", *objective.metrics()}, objective.term_names
+    found = [
+        Problem(
+            key="objective",
+            rule=f"{type(objective).__name__} has the term {name!r} in addition to a loss, metric or term of that "
+            "name. Give each its own name.",
+        )
+        for place, name in enumerate(names)
+        if name in taken or name in names[:place]
+    ]
+    found += objective.validate_model(model, plan.components.sample)
     if compiled != "off" and Access.derivatives in objective.needs:
         named = f"{type(objective).__name__} {Access.derivatives.value}"
         rule = f"compiles one backward pass, and {named}, which takes a second. Use compile.mode=off."
@@ -685,18 +654,6 @@ _IN_PARTS: Final = ("chunked", "liger")
 """Values of `cross_entropy` for a loss that never holds all scores."""
 
 
-def _term_problems(plan: RunPlan) -> Iterator[Problem]:
-    objective = plan.components.objective
-    taken = {"loss", *objective.metrics()}
-    for place, name in enumerate(objective.term_names):
-        if name in taken or name in objective.term_names[:place]:
-            rule = (
-                f"{type(objective).__name__} has the term {name!r} in addition to a loss, metric or term of that name. "
-            )
-            rule += "Give each its own name."
-            yield Problem(key="objective", rule=rule)
-
-
 def _fields_left_out(parts: Components) -> list[str]:
     """Return a note about fields that neither the model nor the loss receives."""
     objective = parts.selecting
@@ -709,15 +666,6 @@ def _fields_left_out(parts: Components) -> list[str]:
         return []
     return [
         f"not used, of each sample: {', '.join(numbers)}. objective.input=[NAME,NAME] gives the model several fields."
-    ]
-
-
-def _splits_left_out(names: Iterable[str]) -> list[str]:
-    used = {"train", *validation_splits(names), *test_splits(names)}
-    return [
-        f"the split {name} is not evaluated: only val, test, val_NAME and test_NAME are"
-        for name in names
-        if name not in used
     ]
 
 
