@@ -168,8 +168,17 @@ def fingerprint(cfg: RunConfig) -> str:
         >>> fingerprint(RunConfig(name="a")) == fingerprint(RunConfig(name="b")) != fingerprint(RunConfig(seed=1))
         True
     """
-    text = json.dumps(_canonical(maths_keys(cfg)), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return digest_of(maths_keys(cfg))
+
+
+def digest_of(values: Any) -> str:
+    """Return the SHA-256 of plain values; keys count as texts, and numbers by value.
+
+    Example:
+        >>> digest_of({1: (2.0,)}) == digest_of({"1": [2]})
+        True
+    """
+    return hashlib.sha256(json.dumps(_canonical(values), sort_keys=True).encode()).hexdigest()
 
 
 def _canonical(value: Any) -> Any:

@@ -10,8 +10,6 @@ kinds; otherwise it is ignored.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from trainkit.config.identity import fingerprint
+from trainkit.config.identity import digest_of, fingerprint
 from trainkit.errors import UnreadableError
 from trainkit.files import Kind, cache_folder, read_map, write_json_atomically
 from trainkit.run.planning.plan import RunPlan
@@ -50,7 +48,7 @@ def key_of(plan: RunPlan) -> str:
         "processes": len(plan.tasks),
         "devices": _devices(plan),
     }
-    return hashlib.sha256(json.dumps(_plain(placement), sort_keys=True).encode()).hexdigest()
+    return digest_of(placement)
 
 
 def keep_proof(plan: RunPlan, found: Mapping[str, Any]) -> str | None:
@@ -90,13 +88,6 @@ def last_proof(plan: RunPlan) -> dict[str, Any] | None:
     except UnreadableError:
         return None
     return found if found is not None and found["version"] == _VERSION else None
-
-
-def _plain(value: Any) -> Any:
-    """Convert a value so that JSON can sort it: the keys of a device map may be numbers and names."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _devices(plan: RunPlan) -> str:
