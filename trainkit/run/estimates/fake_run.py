@@ -322,11 +322,6 @@ def _group_of(arg: object) -> dist.ProcessGroup | None:
     return None
 
 
-def own_rank() -> int:
-    """Return the rank whose steps are observed."""
-    return dist.get_rank()
-
-
 def group_ranks(args: Sequence[Any]) -> list[int]:
     """Return the ranks that take part in a collective."""
     return dist.get_process_group_ranks(next(group for group in map(_group_of, args) if group is not None))
@@ -551,8 +546,7 @@ def _no_data(device: torch.device) -> Any:
 
 
 def _batch(example: Any, fakes: FakeTensorMode | None) -> Any:
-    return tree_map(lambda leaf: _copied(leaf, fakes) if isinstance(leaf, Tensor) else leaf, example)
+    def copied(leaf: Any) -> Any:
+        return leaf if not isinstance(leaf, Tensor) else leaf.clone() if fakes is None else fake_of(leaf, fakes)
 
-
-def _copied(tensor: Tensor, fakes: FakeTensorMode | None) -> Tensor:
-    return tensor.clone() if fakes is None else fake_of(tensor, fakes)
+    return tree_map(copied, example)

@@ -18,6 +18,7 @@ from itertools import count
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter
@@ -27,7 +28,6 @@ from trainkit.run.estimates.fake_run import (
     group_ranks,
     in_backward,
     is_asked_device,
-    own_rank,
     reduction_of,
 )
 from trainkit.strategies.base import GradientListener, UpdateTensors
@@ -239,7 +239,7 @@ class Story(Watch):  # type: ignore[no-untyped-call]
         """Let the result of a scattered sum have the stories of this rank's part, range by range."""
         (start, end), (first, _) = _span(given), _span(out)
         size = (end - start) // len(ranks)
-        start += size * list(ranks).index(own_rank())
+        start += size * list(ranks).index(dist.get_rank())
         self._put(out, event)
         for low, high, events in self._regions.get(self._key(given), ()):
             span = max(low, start) - start + first, min(high, start + size) - start + first

@@ -295,30 +295,19 @@ def verdict_of(plan: RunPlan, memory: DeviceMemory, hardware: Hardware | HostMem
 
     The memory of a host is shared by all tasks on it, and that of a device by the tasks on that device.
     """
-    apiece = memory.most if hardware.whole_host else memory.peak or memory.held.total_bytes
-    apiece += PROCESS_BYTES if hardware.whole_host else CONTEXT_BYTES
-    sharers = _sharers(plan, hardware)
+    launch, held = plan.context.launch, memory.held
+    if hardware.whole_host:
+        sharers = -(-len(plan.tasks) // (1 if launch is None else launch.num_hosts))
+        needs = (memory.most + PROCESS_BYTES) * sharers
+        if held.staged_here and not plan.components.strategy.facts_in(plan.context).is_sharded:
+            needs -= held.staging_bytes * (sharers - 1)  # of tasks that hold the whole state, one copies it
+    else:
+        counts = Counter(task.device for task in plan.tasks if task.device != "cpu")
+        sharers = max(counts.values(), default=1) if launch is None else 1
+        needs = ((memory.peak or held.total_bytes) + CONTEXT_BYTES) * sharers
     return Verdict(
-        needs=apiece * sharers - _unstaged(plan, memory, hardware, sharers),
+        needs=needs,
         has=hardware.memory_bytes,
         name=hardware.name,
         is_complete=memory.peak is not None,
     )
-
-
-def _unstaged(plan: RunPlan, memory: DeviceMemory, hardware: Hardware | HostMemory, sharers: int) -> int:
-    """Return the bytes of copies that tasks do not have: only one task has the copy if each holds the whole state."""
-    is_sharded = plan.components.strategy.facts_in(plan.context).is_sharded
-    counted = hardware.whole_host and memory.held.staged_here and not is_sharded
-    return memory.held.staging_bytes * (sharers - 1) if counted else 0
-
-
-def _sharers(plan: RunPlan, hardware: Hardware | HostMemory) -> int:
-    """Return the largest number of tasks that share a memory."""
-    launch = plan.context.launch
-    if hardware.whole_host:
-        return -(-len(plan.tasks) // (1 if launch is None else launch.num_hosts))
-    if launch is not None:
-        return 1
-    counts = Counter(task.device for task in plan.tasks if task.device != "cpu")
-    return max(counts.values(), default=1)

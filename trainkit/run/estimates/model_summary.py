@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -63,45 +63,17 @@ def summary_of(plan: RunPlan, model: nn.Module) -> ModelSummary:
         plan: the run.
         model: the model, with or without data; unchanged.
     """
-    watched = _Watched(counter=WorkCounter(), layers={})
+    counter, layers, opened = WorkCounter(), dict[str, Layer](), list[int]()
     objective, note, flops = own_copy(plan.components.objective), "", None
 
     def loss(model: Model, batch: Any) -> Loss:
-        with watched.counter:
+        with counter:
             return objective.loss(model, batch)
 
-    try:
-        with ExitStack() as stack:
-            for name, module in model.named_modules():
-                if not [*module.children()] or [*module.parameters(recurse=False)]:
-                    watched.watch(name, module, stack)
-            dry_pass(plan, model, loss=loss)
-        flops = watched.counter.work().flops
-    except Exception as error:  # noqa: BLE001 - the user's model and objective may fail in any way without data
-        note = f"it cannot run without data ({type(error).__name__}: {error}): no shapes and operations".splitlines()[0]
-        for layer in watched.layers.values():
-            layer.flops = None
-    params = [*model.parameters()]
-    return ModelSummary(
-        layers=[*watched.layers.values()],
-        batch=plan.batch.shard_size(0, 0),
-        flops=flops,
-        parameters=sum(one.numel() for one in params),
-        trained=sum(one.numel() for one in params if one.requires_grad),
-        note=note,
-    )
-
-
-@dataclass(kw_only=True)
-class _Watched:
-    counter: WorkCounter
-    layers: dict[str, Layer]
-    _open: list[int] = field(default_factory=list)
-
-    def watch(self, name: str, module: nn.Module, stack: ExitStack) -> None:
+    def watch(name: str, module: nn.Module, stack: ExitStack) -> None:
         """Record the calls of a module, also of its copies, until the stack closes."""
         own = [*module.parameters(recurse=False)]
-        layer = self.layers[name] = Layer(
+        layer = layers[name] = Layer(
             name=name or "(model)",
             kind=type(module).__name__,
             parameters=sum(one.numel() for one in own),
@@ -109,10 +81,10 @@ class _Watched:
         )
 
         def begin(_module: nn.Module, _args: Any) -> None:
-            self._open.append(self.counter.work().flops)
+            opened.append(counter.work().flops)
 
         def end(_module: nn.Module, _args: Any, outputs: Any) -> None:
-            layer.flops = (layer.flops or 0) + self.counter.work().flops - self._open.pop()
+            layer.flops = (layer.flops or 0) + counter.work().flops - opened.pop()
             layer.calls += 1
             found = next((one for one in tree_leaves(outputs) if isinstance(one, Tensor)), None)
             if layer.output is None and found is not None:
@@ -120,3 +92,23 @@ class _Watched:
 
         stack.callback(module.register_forward_pre_hook(begin).remove)
         stack.callback(module.register_forward_hook(end).remove)
+
+    try:
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
+                if not [*module.children()] or [*module.parameters(recurse=False)]:
+                    watch(name, module, stack)
+            dry_pass(plan, model, loss=loss)
+        flops = counter.work().flops
+    except Exception as error:  # noqa: BLE001 - the user's model and objective may fail in any way without data
+        note = f"it cannot run without data ({type(error).__name__}: {error}): no shapes and operations".splitlines()[0]
+        layers = {name: replace(layer, flops=None) for name, layer in layers.items()}
+    params = [*model.parameters()]
+    return ModelSummary(
+        layers=[*layers.values()],
+        batch=plan.batch.shard_size(0, 0),
+        flops=flops,
+        parameters=sum(one.numel() for one in params),
+        trained=sum(one.numel() for one in params if one.requires_grad),
+        note=note,
+    )

@@ -68,15 +68,10 @@ class Traffic:
         found = tuple(replace(one, first_step=0, end_step=None, every=1) for one in transfers)
         return replace(self, transfers=found)
 
-    @property
-    def lasting(self) -> Traffic:
-        """The transfers of a step on average, in the last phase."""
-        return self.around(max((one.first_step for one in self.transfers), default=0))
-
     def by_link(self) -> dict[LinkKind, float]:
         """Return the bytes of a step on average, in the last phase, over each kind of link, of all ranks together."""
         total: dict[LinkKind, float] = {}
-        for one in self.lasting.transfers:
+        for one in self.around(max((one.first_step for one in self.transfers), default=0)).transfers:
             for pair, size in one.flows.items():
                 link = self.link_of(one, pair)
                 total[link] = total.get(link, 0.0) + size
@@ -283,7 +278,9 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not is_free(func):
             formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)  # noqa: SLF001 - as torch does
             flops = 0 if formula is None else int(formula(*args, **named, out_val=found))
-            self._operations[flops, _bytes_of((args, named, found))] += 1
+            # one that is argument and result counts once
+            tensors = {id(leaf): leaf for leaf in tree_iter((args, named, found)) if isinstance(leaf, Tensor)}
+            self._operations[flops, sum(one.nbytes for one in tensors.values() if one.layout is torch.strided)] += 1
         return found
 
     def work(self) -> Work:
@@ -298,12 +295,6 @@ def is_free(func: Any) -> bool:
     if not name.startswith("aten::") or name in _ALLOCATE or not returns:
         return True
     return any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
-
-
-def _bytes_of(values: Any) -> int:
-    """Return the bytes of all tensors; one that is argument and result counts once."""
-    tensors = {id(leaf): leaf for leaf in tree_iter(values) if isinstance(leaf, Tensor)}
-    return sum(one.numel() * one.element_size() for one in tensors.values() if one.layout is torch.strided)
 
 
 def update_work(elements: int, *, width: int, slots: int) -> Work:
@@ -494,20 +485,6 @@ def budget_of(
     return Budget(hours=hours, device_hours=hours.middle * num_devices, cost_usd=cost)
 
 
-def rows_of(time: StepTime, budget: Budget | None) -> Iterator[tuple[str, str]]:
-    """Yield the lines of `trainkit plan`: label, text."""
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in time.shares().items() if share >= 0.005)
-    yield "time a step", f"{_seconds(time.band)}: {shares}"
-    if time.mfu is not None:
-        yield "MFU", f"{time.mfu:.1%} of the peak"
-    if budget is not None:
-        yield "time to the end", _hours(budget.hours)
-        if budget.cost_usd is not None:
-            low, high = budget.cost_usd.low, budget.cost_usd.high
-            dollars = f"{low:,.2f} to {high:,.2f}" if high >= 0.01 else "less than 0.01"
-            yield "cost to the end", f"{dollars} US dollars ({budget.device_hours:,.3g} device hours)"
-
-
 def _seconds(band: Band) -> str:
     unit, factor = ("s", 1.0) if band.low >= 1 else ("ms", 1e3) if band.low >= 1e-3 else ("us", 1e6)
     return f"{band.low * factor:.3g} to {band.high * factor:.3g} {unit}"
@@ -550,8 +527,17 @@ class Outlook:
         if self.work is not None:
             yield "work a step", f"{_counted(self.work.flops)}FLOP"
         yield "checkpoint", num_bytes(self.checkpoint_bytes)
-        if self.time is not None:
-            yield from rows_of(self.time, self.budget)
+        if (time := self.time) is not None:
+            shares = ", ".join(f"{name} {share:.0%}" for name, share in time.shares().items() if share >= 0.005)
+            yield "time a step", f"{_seconds(time.band)}: {shares}"
+            if time.mfu is not None:
+                yield "MFU", f"{time.mfu:.1%} of the peak"
+        if self.budget is not None:
+            yield "time to the end", _hours(self.budget.hours)
+            if self.budget.cost_usd is not None:
+                low, high = self.budget.cost_usd.low, self.budget.cost_usd.high
+                dollars = f"{low:,.2f} to {high:,.2f}" if high >= 0.01 else "less than 0.01"
+                yield "cost to the end", f"{dollars} US dollars ({self.budget.device_hours:,.3g} device hours)"
 
     def notes(self) -> Iterator[str]:
         """Yield notes about unknown figures, and about the source of the hardware figures."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -78,26 +78,22 @@ def memory_of(plan: RunPlan, model: nn.Module, estimate: ModelMemory | None = No
     apart = master_width * trained if precision.model_dtype is not precision.master_dtype else 0
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     optimizer = _optimizer_bytes(plan, model, held, master_width)
+    bucket = None
+    if estimate.bucket is not None:  # graphs of whole steps accumulate all gradients outside of the vector
+        bucket = (trained if plan.cfg.compile.mode == "step" else min(estimate.bucket, trained)) * master_width
     return Memory(
         num_params=sum(param.numel() for param in model.parameters()),
         parameter_bytes=count * width + apart,
         buffer_bytes=buffers,
         gradient_bytes=trained * master_width,  # gradients of another dtype are added to these, then freed
         exchange_bytes=round(estimate.gradient_copies * trained) * master_width,
-        bucket_bytes=None if estimate.bucket is None else _bucket(plan, estimate.bucket, trained) * master_width,
+        bucket_bytes=bucket,
         optimizer_bytes=optimizer,
         gathered_bytes=estimate.transient * master_width,
         frozen_bytes=sum(_frozen_bytes(one, width) for _, one in frozen_models(plan.components.objective)),
         staging_bytes=count * master_width + buffers + (optimizer or 0) if plan.cfg.checkpoint.background else 0,
         staged_here=all(task.device == "cpu" for task in plan.tasks),
     )
-
-
-def _bucket(plan: RunPlan, bucket: int, trained: int) -> int:
-    """Return the bytes of gradients outside of the exchange vector: graphs of whole steps accumulate all of them
-    separately.
-    """
-    return trained if plan.cfg.compile.mode == "step" else min(bucket, trained)
 
 
 def checkpoint_bytes(plan: RunPlan, model: nn.Module) -> int:
@@ -137,8 +133,22 @@ def refuse_small_host(plan: RunPlan, model: nn.Module, host_bytes: int) -> None:
 
 def _optimizer_bytes(plan: RunPlan, model: nn.Module, held: Mapping[str, int], width: int) -> int | None:
     """Count the optimizer state after one step on `meta` parameters; None if the optimizer cannot run on them."""
-    optimizers = stepped_optimizers(plan, model, held)
-    if optimizers is None:
+    params = dict[str, nn.Parameter]()
+    for name, param in model.named_parameters():
+        if param.requires_grad and (size := held.get(name)):  # flat if the parameter is sharded
+            is_whole = size == param.numel()
+            made = torch.empty_like(param, device="meta") if is_whole else torch.empty(size, device="meta")
+            params[name] = nn.Parameter(made)
+    try:
+        make, named = optimizers_of(plan, model, {"fused": False, "foreach": False})
+        optimizers = NamedSteppers.of(named, params).optimizers if named else (make(params),)
+        for param in params.values():
+            param.grad = torch.empty_like(param)
+        for optimizer in optimizers:
+            optimizer.step()
+    except TrainkitError:
+        raise
+    except Exception:  # noqa: BLE001 - any optimizer may need real data, in its own way
         return None
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
@@ -159,37 +169,3 @@ def optimizers_of(
     known = {key: value for key, value in settings.items() if key in node}
     named = named_optimizers(cfg, plan.optimizers, model, settings) if plan.optimizers else ()
     return make_optimizer(replace(cfg, optimizer={**node, **known}), model), named
-
-
-def stepped_optimizers(
-    plan: RunPlan, model: nn.Module, held: Mapping[str, int]
-) -> Sequence[torch.optim.Optimizer] | None:
-    """Return the optimizers of a run after one step on `meta` parameters; None if one of them cannot.
-
-    Args:
-        plan: the run.
-        model: the model, possibly without data.
-        held: elements of each parameter on the device.
-    """
-    params = {
-        name: nn.Parameter(_abstract(param, held[name]))
-        for name, param in model.named_parameters()
-        if param.requires_grad and held.get(name)
-    }
-    try:
-        make, named = optimizers_of(plan, model, {"fused": False, "foreach": False})
-        optimizers = NamedSteppers.of(named, params).optimizers if named else (make(params),)
-        for param in params.values():
-            param.grad = torch.empty_like(param)
-        for optimizer in optimizers:
-            optimizer.step()
-    except TrainkitError:
-        raise
-    except Exception:  # noqa: BLE001 - any optimizer may need real data, in its own way
-        return None
-    return optimizers
-
-
-def _abstract(param: Tensor, size: int) -> Tensor:
-    """Return the `meta` tensor of a parameter on one device; flat if the parameter is sharded."""
-    return torch.empty_like(param, device="meta") if size == param.numel() else torch.empty(size, device="meta")

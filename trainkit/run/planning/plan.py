@@ -25,11 +25,11 @@ from trainkit.cluster.tasks import Task
 from trainkit.config.identity import fingerprint
 from trainkit.config.optimizers import optimizer_node
 from trainkit.config.schema import RunConfig
-from trainkit.config.sections import BatchConfig, NumericsConfig
+from trainkit.config.sections import BatchConfig
 from trainkit.config.targets.allowed import IN_PROCESS, TARGET, root_of
 from trainkit.config.targets.build import build, class_built_by
 from trainkit.config.values import seconds_of
-from trainkit.data.hooks import DataHooks, Reading
+from trainkit.data.hooks import Reading
 from trainkit.data.splits import size_of, validation_splits
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError, refuse, together
 from trainkit.files import parse_json
@@ -300,14 +300,27 @@ class RunPlan:
         share = memory_share(os.environ) if "cuda" in "".join(computing) else 1.0
         devices = sorted({device.partition(":")[0] for device in computing})
         warmup = f"{self.rate.warmup_steps} steps from {self.rate.start:g}" if self.rate.warmup_steps else "none"
+        roles = Counter(task.role for task in self.tasks)
+        sampler, steps = self.components.hooks.sampler, f"{self.num_steps:,}"
+        drawn = (
+            "" if sampler is None else f", drawn by {sampler.name}: an epoch does not contain every sample exactly once"
+        )
+        if cfg.stop_after is not None:
+            most = "" if cfg.epochs is None and cfg.steps is None else f", {steps} at most"
+            steps = f"those of {cfg.stop_after} of training{most}"
+        share_skipped = f"{cfg.numerics.max_skipped_share * 100:g} %"
+        reactions = {
+            "skip": f"skipped, at most {cfg.numerics.max_skips_in_a_row} steps in a row and {share_skipped} of all",
+            "rollback": "trained again from the last checkpoint",
+        }
         rows = {
             "recipe": cfg.recipe,
             "strategy": cfg.strategy["_target_"].rpartition(".")[2],
-            "tasks": _roles_text(self.tasks),
+            "tasks": ", ".join(f"{n} {role}" for role, n in roles.items()) if roles.keys() - {"worker"} else None,
             "replicas": f"{self.num_replicas} on {', '.join(devices)}",
-            "samples": f"{batch.num_samples:,} for training{_drawn_text(self.components.hooks)}",
+            "samples": f"{batch.num_samples:,} for training{drawn}",
             "global batch": f"{batch.global_size} = {factors} on {replicas}",
-            "steps": f"{_steps_text(cfg, self.num_steps)} ({batch.steps_per_epoch:,} an epoch)",
+            "steps": f"{steps} ({batch.steps_per_epoch:,} an epoch)",
             "optimizers": ", ".join(one.text for one in self.optimizers) or None,
             "learning rate": ", ".join(f"{one.name} {one.rate.peak:g}" for one in self.optimizers) or peak,
             "warmup": warmup,
@@ -320,39 +333,10 @@ class RunPlan:
             "recomputed": model_transforms_of(cfg).recomputed,
             "compiled": None if cfg.compile.mode == "off" else f"{cfg.compile.mode}, {cfg.compile.backend}",
             "memory": f"at most {share:.0%} of each GPU, which jobs of a sweep share" if share < 1 else None,
-            "not finite": _skips_text(cfg.numerics),
+            "not finite": reactions.get(cfg.numerics.on_nonfinite),
             "reproducible": f"yes, {cfg.numerics.lanes} lanes" if cfg.numerics.reproducible else None,
         }
         return {label: text for label, text in rows.items() if text}
-
-
-def _steps_text(cfg: RunConfig, num_steps: int) -> str:
-    """Return the length of a training in updates, or in time."""
-    if cfg.stop_after is None:
-        return f"{num_steps:,}"
-    most = "" if cfg.epochs is None and cfg.steps is None else f", {num_steps:,} at most"
-    return f"those of {cfg.stop_after} of training{most}"
-
-
-def _roles_text(tasks: Sequence[Task]) -> str | None:
-    """Return the number of tasks of each role, if there is more than one role."""
-    counts = Counter(task.role for task in tasks)
-    return ", ".join(f"{count} {role}" for role, count in counts.items()) if counts.keys() - {"worker"} else None
-
-
-def _drawn_text(hooks: DataHooks) -> str:
-    """Return how samples are drawn, if not each of them once per epoch."""
-    if hooks.sampler is None:
-        return ""
-    return f", drawn by {hooks.sampler.name}: an epoch does not contain every sample exactly once"
-
-
-def _skips_text(numerics: NumericsConfig) -> str | None:
-    """Return the reaction to a step that is not finite, if it does not end the run."""
-    if numerics.on_nonfinite == "skip":
-        share = f"{numerics.max_skipped_share * 100:g} %"
-        return f"skipped, at most {numerics.max_skips_in_a_row} steps in a row and {share} of all"
-    return "trained again from the last checkpoint" if numerics.on_nonfinite == "rollback" else None
 
 
 def make_plan(
@@ -379,7 +363,9 @@ def make_plan(
     debug = cluster if isinstance(cluster, Debug) else None
     cfg = cfg if debug is None else debug.without_limits(cfg)
     parts = build_components(cfg, splits)
-    context = plan_context(cfg, parts, num_gpus=_num_gpus(backend) if num_gpus is None else num_gpus, launch=launch)
+    if num_gpus is None:
+        num_gpus = count_gpus() if backend is None or backend.num_gpus == "auto" else backend.num_gpus
+    context = plan_context(cfg, parts, num_gpus=num_gpus, launch=launch)
 
     def cut() -> BatchPlan:
         problems = strategy_problems(parts.strategy, context) if cfg.optimizers else []
@@ -480,10 +466,6 @@ def _optimizer_makers(cfg: RunConfig) -> dict[str, list[MakeOptimizer]]:
 def _made(node: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
     optimizer: Optimizer = build(node, "optimizer", params=params)
     return optimizer
-
-
-def _num_gpus(backend: ProcessBackend | None) -> int:
-    return count_gpus() if backend is None or backend.num_gpus == "auto" else backend.num_gpus
 
 
 def batch_sizes(cfg: RunConfig, strategy: Strategy, context: PlanContext) -> BatchSizes | list[Problem]:
@@ -589,11 +571,13 @@ def with_workers(plan: RunPlan, choose: ChooseWorkers | None) -> tuple[RunPlan, 
     Raises:
         ConfigError: `auto` cannot be measured for this run.
     """
-    if choose is None or plan.backend is not None or _has_objects(plan.cfg):
+    cfg = plan.cfg
+    targets = [str(node.get(TARGET, "")) for node in (cfg.model, cfg.data, cfg.objective, cfg.optimizer)]
+    # another process cannot build an object of this session
+    if choose is None or plan.backend is not None or any(root_of(target) == IN_PROCESS for target in targets):
         raise ConfigError([_unmeasured()])
     number, note = choose(plan)
-    cfg = replace(plan.cfg, loader=replace(plan.cfg.loader, num_workers=number))
-    return replace(plan, cfg=cfg), f"{_KEY}=auto: {note}"
+    return replace(plan, cfg=replace(cfg, loader=replace(cfg.loader, num_workers=number))), f"{_KEY}=auto: {note}"
 
 
 def refuse_open_workers(cfg: RunConfig) -> None:
@@ -604,12 +588,6 @@ def refuse_open_workers(cfg: RunConfig) -> None:
     """
     if cfg.loader.num_workers == "auto":
         raise ConfigError([_unmeasured()])
-
-
-def _has_objects(cfg: RunConfig) -> bool:
-    """Return whether a target is an object of this session, which another process cannot build."""
-    nodes = (cfg.model, cfg.data, cfg.objective, cfg.optimizer)
-    return any(root_of(str(node.get(TARGET, ""))) == IN_PROCESS for node in nodes)
 
 
 def _unmeasured() -> Problem:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -144,11 +144,12 @@ def _planned(
         hardware = hardware_of(composition.cfg, line_printer("plan"))
         outlook = outlook_of(plan, model, ends=ends)
         parts = plan.components.strategy.describe_partition(model, plan.context)
-        if hardware is not None and hardware.whole_host:
-            refuse_small_host(plan, model, hardware.memory_bytes)
-        verdict = None if hardware is None else verdict_of(plan, outlook.memory, hardware)
-        too_big = hardware is not None and verdict is not None and verdict.fits is False
-        remedies = remedies_for(plan, model, hardware) if too_big and hardware is not None else []
+        verdict, remedies = None, list[PlannedRemedy]()
+        if hardware is not None:
+            if hardware.whole_host:
+                refuse_small_host(plan, model, hardware.memory_bytes)
+            verdict = verdict_of(plan, outlook.memory, hardware)
+            remedies = remedies_for(plan, model, hardware) if verdict.fits is False else []
     except ConfigError as error:
         raise composition.with_origins(error) from error
     notes = [*composition.notes, *notes, *outlook.memory.notes(), *outlook.notes()]
@@ -158,7 +159,12 @@ def _planned(
 def _show(found: _Planned) -> None:
     plan, memory = found.plan, found.outlook.memory
     rows = plan.summary(memory.held.num_params) | dict([*where_rows(plan), *_more(found), *memory.rows()])
-    rows = rows if found.knows_length else _without_length(rows, found)
+    if not found.knows_length:  # without the rows that depend on the length of the data
+        curves = {f"rate {name}".strip() for name in found.rates} | {"rate curve"}
+        unknown = {"samples", "last batch", *(() if plan.cfg.warmup.epochs is None else ("warmup", *curves))}
+        rows |= {} if found.num_steps is None else {"steps": f"{found.num_steps:,}"}
+        unknown |= {"steps", *curves} if found.num_steps is None else set()
+        rows = {label: text for label, text in rows.items() if label not in unknown}
     rows |= dict([*(found.verdict.rows() if found.verdict else ()), *found.outlook.rows()])
     print_summary(f"plan of {plan.cfg.name}", rows, notes=found.notes)
     if found.parts:
@@ -172,16 +178,6 @@ def _show(found: _Planned) -> None:
         print_rows(
             (head, "needs", "price"), [(one.overrides, num_bytes(one.needs), one.price) for one in found.remedies]
         )
-
-
-def _without_length(rows: Mapping[str, str], found: _Planned) -> dict[str, str]:
-    """Return the rows that do not depend on the length of the data."""
-    curves = {f"rate {name}".strip() for name in found.rates} | {"rate curve"}
-    unknown = {"samples", "last batch", *(() if found.plan.cfg.warmup.epochs is None else ("warmup", *curves))}
-    if found.num_steps is None:
-        unknown |= {"steps", *curves}
-    kept = {label: text for label, text in rows.items() if label not in unknown}
-    return kept if found.num_steps is None else {**kept, "steps": f"{found.num_steps:,}"}
 
 
 def _document(found: _Planned) -> dict[str, object]:
