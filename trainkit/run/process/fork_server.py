@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import struct
@@ -33,7 +34,6 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import import_module
 from itertools import count
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -98,11 +98,14 @@ class ForkServer:
     def serve(self) -> SpawnRequest | None:
         """Serve requests. In the server: return None once the client is gone. In a fork: return its request."""
         while True:
-            ready = wait([self._connection, *self._running])  # also descriptors that `select` cannot take
+            waiting, requests = select.poll(), self._connection.fileno()  # `select` takes no descriptor above 1,023
+            for descriptor in (requests, *self._running):
+                waiting.register(descriptor, select.POLLIN)
+            ready = [descriptor for descriptor, _ in waiting.poll()]
             for descriptor in ready:
                 if descriptor in self._running:
                     self._reap(descriptor)
-            if self._connection in ready:
+            if requests in ready:
                 found = _receive(self._connection)
                 if found is None:
                     return None
