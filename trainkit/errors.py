@@ -436,6 +436,23 @@ def named_first_line(error: BaseException) -> str:
     return name if line == name else f"{name}: {line[:_LONGEST]}"
 
 
+def listed(texts: Iterable[object], most: int = 5, count: int | None = None) -> str:
+    """Return texts for a message: the first few, and the number of the others.
+
+    Args:
+        texts: the texts, or the first of them.
+        most: how many are shown.
+        count: the number of all, if these are the first; None: these are all.
+
+    Example:
+        >>> listed("abcd", 2), listed([3, 4], 8, 30)
+        ('a, b and 2 more', '3, 4 and 28 more')
+    """
+    found = [str(text) for text in texts]
+    more = (count or len(found)) - min(len(found), most)
+    return f"{', '.join(found[:most])}{f' and {more} more' if more > 0 else ''}"
+
+
 def is_library(file: str) -> bool:
     """Return whether a source file belongs to trainkit, to Python, or to a known library; others are the user's own.
 

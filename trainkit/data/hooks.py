@@ -16,9 +16,8 @@ from trainkit.config.sections import LoaderConfig
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import build_callable, hooks_in
 from trainkit.data.reading.collate import CollateFunction, collate, shape_text
-from trainkit.data.reading.files import listed
 from trainkit.data.reading.iterable import Stream
-from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
+from trainkit.errors import ConfigError, DataError, Problem, TrainkitError, listed
 from trainkit.numerics.batch import BatchPlan, Order, SampleOrder
 from trainkit.numerics.generators import Untouched, generators_of, hash64, mix64_array
 from trainkit.numerics.randomness import transform_key

@@ -24,7 +24,7 @@ from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.yaml_files import read_document, shipped_conf
 from trainkit.data.reading.collate import CollateFunction, collate
-from trainkit.errors import Problem, TrainingError
+from trainkit.errors import Problem, TrainingError, listed
 from trainkit.names import name_of
 from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
 from trainkit.numerics.precision import LossScale, Precision
@@ -343,7 +343,7 @@ class ParamGuard:
                 "removed": [name for name in self._params if name not in params],
                 "replaced": [name for name, param in self._params.items() if params.get(name, param) is not param],
             }
-            if said := " and ".join(f"{_listed(names)} was {kind}" for kind, names in kinds.items() if names):
+            if said := " and ".join(f"{listed(names)} was {kind}" for kind, names in kinds.items() if names):
                 return f"the parameter {said}"
             self._watch()  # only modules without parameters are new
         if not flags or [*map(_TRAINS, self._all)] == self._trains:
@@ -353,7 +353,7 @@ class ParamGuard:
         }
         trains = next(iter(changed.values()))
         names = [name for name, value in changed.items() if value is trains]
-        return f"requires_grad of {_listed(names)} was changed to {trains}"
+        return f"requires_grad of {listed(names)} was changed to {trains}"
 
     def refuse_change(self, step: int, *, flags: bool = True) -> None:
         """Raise if a parameter was changed.
@@ -368,10 +368,6 @@ class ParamGuard:
     def refusal(change: str) -> str:
         """Return the sentence about a change that ends the run."""
         return f"{change} by the model's or your own code, but {_REMEDY}"
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 @dataclass(kw_only=True)

@@ -35,8 +35,7 @@ from torch import nn
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import NumericsConfig
 from trainkit.config.targets.build import build, class_built_by
-from trainkit.data.reading.files import listed
-from trainkit.errors import NonFiniteError, Problem, StopKind, TrainingError, status_of_error
+from trainkit.errors import NonFiniteError, Problem, StopKind, TrainingError, listed, status_of_error
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.schedules import LearningRate
 from trainkit.objectives.base import Collective, Objective

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from trainkit.cluster.host import peak_resident_bytes
-from trainkit.data.reading.files import listed
-from trainkit.errors import NonFiniteError, TrainingError, ZeroWeightError
+from trainkit.errors import NonFiniteError, TrainingError, ZeroWeightError, listed
 from trainkit.strategies.base import LeftOut, LocalModel, PhaseListener, Status, StepOutcome
 from trainkit.trainer.events import REMEDY, Run
 

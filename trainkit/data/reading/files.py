@@ -67,23 +67,6 @@ def alike(texts: Iterable[str]) -> list[list[str]]:
     return [sorted(group) for group in groups.values() if len(group) > 1]
 
 
-def listed(texts: Iterable[object], most: int = 5, count: int | None = None) -> str:
-    """Return texts for a message: the first few, and the number of the others.
-
-    Args:
-        texts: the texts, or the first of them.
-        most: how many are shown.
-        count: the number of all, if these are the first; None: these are all.
-
-    Example:
-        >>> listed("abcd", 2), listed([3, 4], 8, 30)
-        ('a, b and 2 more', '3, 4 and 28 more')
-    """
-    found = [str(text) for text in texts]
-    more = (count or len(found)) - min(len(found), most)
-    return f"{', '.join(found[:most])}{f' and {more} more' if more > 0 else ''}"
-
-
 def fetch(url: str, to: Path, *, accept: Callable[[Path], object]) -> None:
     """Download a file; it appears under its name only when complete and accepted, so processes may do this at once.
 

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainkit.data.declaration import Declared, image, label
-from trainkit.data.reading.files import alike, existing, fetch, listed
+from trainkit.data.reading.files import alike, existing, fetch
 from trainkit.data.stored import InMemory, Normalisation, Samples, Stored
-from trainkit.errors import ConfigError, DataError, Problem
+from trainkit.errors import ConfigError, DataError, Problem, listed
 from trainkit.fields import Limit, Reads, a_folder, above, at_least, below, maths, placement, unit
 from trainkit.files import cache_folder
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainkit.data.reading.files import existing, listed
+from trainkit.data.reading.files import existing
 from trainkit.data.sets.tables import rows_of_split
 from trainkit.data.stored import InMemory
-from trainkit.errors import DataError, first_line, require_packages
+from trainkit.errors import DataError, first_line, listed, require_packages
 from trainkit.fields import Reads, below, unit
 
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from trainkit.config.grammar import quoted_form
 from trainkit.config.values import either
-from trainkit.data.reading.files import alike, listed, text_of
+from trainkit.data.reading.files import alike, text_of
 from trainkit.data.stored import InMemory
-from trainkit.errors import DataError
+from trainkit.errors import DataError, listed
 from trainkit.fields import a_file, below, maths, pattern, placement, unit
 
 _LIKE_A_NUMBER: Final = re.compile(r"[-+$€£]?\s*(\d[\d.,' _]*|nan|inf|infinity)\s*%?", re.IGNORECASE)

@@ -26,9 +26,8 @@ from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import admitted, build, class_built_by, is_torch_scheduler
 from trainkit.config.targets.kinds import PLACES
 from trainkit.data.hooks import DataHooks
-from trainkit.data.reading.files import listed
 from trainkit.data.splits import build_splits, folded, read_sample
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, listed
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.generators import Untouched
 from trainkit.numerics.precision import Precision

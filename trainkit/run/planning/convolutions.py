@@ -26,14 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.data.reading.collate import to_device
-from trainkit.errors import Problem
+from trainkit.errors import Problem, listed
 from trainkit.numerics.copies import copied
 from trainkit.numerics.generators import Untouched
 from trainkit.run.planning.plan import RunPlan
 from trainkit.trained.build import build_objective
 
-_SHOWN: Final = 3
-"""Names of layers in the message."""
 _Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 _META: Final = torch.device("meta")
 
@@ -54,11 +52,10 @@ def convolution_problems(plan: RunPlan, model: nn.Module) -> list[Problem]:
     found = _faulty_calls(plan, model, suspects) if suspects else []
     if not found:
         return []
-    names = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
     rule = (
-        f"may have a wrong gradient on this CPU in {names}: torch leaves parts of it unwritten where padded images are "
-        "smaller than the stride, or volumes smaller than the kernel. Use precision=fp32, larger images, or fewer "
-        "strides."
+        f"may have a wrong gradient on this CPU in {listed(found, 3)}: torch leaves parts of it unwritten where "
+        "padded images are smaller than the stride, or volumes smaller than the kernel. Use precision=fp32, larger "
+        "images, or fewer strides."
     )
     return [Problem(key="precision", value=plan.components.precision.value, rule=rule)]
 

@@ -29,10 +29,9 @@ from trainkit.config.composition import Composition, problems_of_points
 from trainkit.config.schema import MonitoredMetric
 from trainkit.config.targets.build import resolve_target
 from trainkit.data.reading.collate import CollateFunction, collate, parts_of
-from trainkit.data.reading.files import listed
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.splits import build_splits, folded, remarks, size_of, test_splits, validation_splits
-from trainkit.errors import ConfigError, Problem, named_first_line, refuse
+from trainkit.errors import ConfigError, Problem, listed, named_first_line, refuse
 from trainkit.numerics.batch import AT_EQUAL_CUT, CUT_UNKNOWN
 from trainkit.numerics.generators import GeneratorStates, Untouched, seed_host
 from trainkit.objectives.base import Access, Objective

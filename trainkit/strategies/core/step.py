@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from trainkit.errors import Problem, TrainingError
+from trainkit.errors import Problem, TrainingError, listed
 from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Collective, Loss, add_terms
 from trainkit.strategies.base import Batch, LossWeighting, Status, StepContext, UpdateParams, UpdateTensors
@@ -482,9 +482,8 @@ def agree_on_exchanged_grads(replica: Replica, used: Sequence[int], sparse_dims:
 
 
 def _unused(names: list[str]) -> str:
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return (
-        f"no gradient in the first step for {shown}. Freeze what is not trained (requires_grad=False), or set "
+        f"no gradient in the first step for {listed(names)}. Freeze what is not trained (requires_grad=False), or set "
         "strategy.allow_unused=true, which excludes it from the exchange."
     )
 

@@ -11,7 +11,7 @@ from typing import Final
 from torch import Tensor, nn
 
 from trainkit.config.values import closest
-from trainkit.errors import Problem
+from trainkit.errors import Problem, listed
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -272,9 +272,8 @@ def uncovered(units: Sequence[Block], assigned: Assigned, *, noun: str) -> list[
     names = [name for unit in without for name, _ in unit.tensors()]
     if not names:
         return []
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     least = next(unit.name for unit in without if any(True for _ in unit.tensors()))
-    rule = f"no {noun} for {shown}. Add {least}: {noun.upper()}, or {REST}: {noun.upper()}."
+    rule = f"no {noun} for {listed(names)}. Add {least}: {noun.upper()}, or {REST}: {noun.upper()}."
     return [Problem(key=_KEY, rule=rule)]
 
 

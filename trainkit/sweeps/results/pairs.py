@@ -21,7 +21,7 @@ from trainkit.config.grammar import refusal
 from trainkit.config.identity import difference
 from trainkit.config.schema import NO_RUN, MonitoredMetric, RunConfig
 from trainkit.config.sections import CvConfig
-from trainkit.errors import CheckpointError, UnreadableError
+from trainkit.errors import CheckpointError, UnreadableError, listed
 from trainkit.files import expect_map, json_value, open_regular, parse_json, read_lines, reporting
 from trainkit.report.curves import number
 from trainkit.report.numbers import figure
@@ -177,7 +177,8 @@ def compare(
     ours, theirs = a.by_seed(), b.by_seed()
     seeds = sorted(ours.keys() & theirs.keys())
     if not seeds and not same:
-        rule = f"has no seed in common with {a.name}: {_some(theirs)} and {_some(ours)}. Train both with equal seeds."
+        seeds_of = f"{listed(theirs, 4)} and {listed(ours, 4)}"
+        rule = f"has no seed in common with {a.name}: {seeds_of}. Train both with equal seeds."
         raise refusal(b.name, rule)
     known = sorted({name for run in (*a.runs, *b.runs) for name in run.result.metrics})
     if goal.metric not in known and known:
@@ -370,7 +371,7 @@ def _unpaired(a: Side, b: Side) -> Iterator[str]:
     keys = [one.key for one in _differences(a, b) if one.matters]
     order = [key for key in keys if key.startswith(_ORDER) and key != "cv.fold"]
     if order:
-        yield f"another order of samples ({_some(order)})"
+        yield f"another order of samples ({listed(order, 4)})"
     shares = bool(b.runs) and _shares_start(b.runs[0].cfg)
     if not shares and any(key.startswith(_WEIGHTS) for key in keys) and (shapes := _other_shapes(a.runs[0], b.runs[0])):
         yield shapes
@@ -389,7 +390,7 @@ def _other_shapes(one: Run, other: Run) -> str:
     if not unequal:
         return ""
     texts = [f"{name} {shapes[0].get(name, 'none')} and {shapes[1].get(name, 'none')}" for name in unequal]
-    return f"other shapes of weights ({_some(texts)})"
+    return f"other shapes of weights ({listed(texts, 4)})"
 
 
 def _remarks(a: Side, b: Side, whole: Sequence[tuple[float, float]], pairs: Sequence[ComparedPair]) -> Iterator[str]:
@@ -405,12 +406,6 @@ def _remarks(a: Side, b: Side, whole: Sequence[tuple[float, float]], pairs: Sequ
     ended = [[run.result for run in side.runs if run.result.status in COMPLETE] for side in (a, b)]
     lengths = [{one.steps for one in results if one.steps is not None} for results in ended]
     if lengths[0] != lengths[1]:
-        yield f"other numbers of steps: {_some(sorted(lengths[0]))} and {_some(sorted(lengths[1]))}"
+        yield f"other numbers of steps: {listed(sorted(lengths[0]), 4)} and {listed(sorted(lengths[1]), 4)}"
         if a.cfg.stop_after is not None or b.cfg.stop_after is not None:
             yield "stop_after ends a run by the clock: the speed of each is part of the difference, with all its noise"
-
-
-def _some(items: Any, most: int = 4) -> str:
-    """Return the first of some items as text."""
-    texts = [str(item) for item in items]
-    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
