@@ -61,6 +61,11 @@ class Loss:
     """The dim of `outputs` with the classes, if they are scores of classes."""
 
     @property
+    def total(self) -> Tensor:
+        """() the sum whose gradients are those of this shard: `loss_sum`, and `extra` by the weight."""
+        return self.loss_sum if self.extra is None else self.loss_sum + self.extra * self.weight
+
+    @property
     def classes(self) -> Tensor:
         """The class of each target, for metrics: of probabilities, the most likely one."""
         found: Tensor = self.targets

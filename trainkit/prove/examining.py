@@ -555,7 +555,7 @@ class PlainLoop:
         replica.keys.enter(step=step, shard=keyed_as, objective=objective)
         loss = objective.loss(replica.model, batch)
         after = self.buffers()
-        total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
+        total = loss.total
         grads = torch.autograd.grad(total, list(self.params.values()), allow_unused=True)
         self.sparse = self.sparse or any(grad is not None and grad.is_sparse for grad in grads)
         found = {

@@ -136,4 +136,4 @@ def dry_pass(
                     found = one(made, inputs)
                 if after_forward is not None:
                     after_forward()
-                torch.autograd.backward(found.loss_sum if found.extra is None else found.loss_sum + found.extra)
+                torch.autograd.backward(found.total)

@@ -294,7 +294,7 @@ class Shard:
                 stack.enter_context(scores_kept())
             loss = self._objective.loss(self._model, batch)
             note(OBJECTIVE)
-        total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
+        total = loss.total
         wanted = [tensor for tensor, _ in given if tensor.requires_grad and total.requires_grad]
         found = iter(torch.autograd.grad(total, wanted, allow_unused=True) if wanted else ())
         grads = [(next(found) if wanted and tensor.requires_grad else None, dim) for tensor, dim in given]

@@ -306,7 +306,7 @@ class ShardStep:
         self._enter("backward")
         if replica.buffers.names:
             replica.buffers.end_forward(self._shard_fraction(shard))
-        total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
+        total = loss.total
         if replica.exchanges:
             replica.reducer.begin_backward(replica.reduced, is_last=self._is_last(shard))
         earlier = None if replica.exchanges or len(self.ticket.shards) == 1 else SmallGrads(replica.trained)

@@ -261,7 +261,7 @@ def gradients_of(replica: Replica, training: StepContext) -> Callable[[Batch, Te
     def gradients(batch: Batch, seed: Tensor) -> tuple[Any, ...]:
         with nullcontext() if autocast is None else torch.autocast(device_type, dtype=autocast):
             loss = objective.loss(model, batch)
-        total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
+        total = loss.total
         grads = torch.autograd.grad(total, params, seed.to(total.dtype), allow_unused=True)
         terms: Any = loss.terms or {}
         weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight

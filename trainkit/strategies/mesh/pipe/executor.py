@@ -669,7 +669,7 @@ class PipelineWork(ShardStep):
                 loss = objective.score(self._program.filled(found), chunk.targets)
             if replica.held.sequences is not None:
                 replica.held.sequences.scored(loss)
-            total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
+            total = loss.total
             if not chunk.counts:
                 return total * 0.0
             seen = loss.loss_sum.detach()
