@@ -471,9 +471,12 @@ class ParameterServer(Strategy):
 
     def _connect(self, addresses: AddressBook, shares: VariableShards, name: str) -> ParameterServerClient:
         """Connect to all servers, for one thread of a task."""
-        links = [addresses.connect(f"ps:{index}", name=name) for index in range(shares.num_servers)]
-        narrow = torch.bfloat16 if self.transfer == "bf16" else None
-        return ParameterServerClient(links, shares, transfer=narrow, timeout_s=self.timeout_s)
+        narrow, peers = torch.bfloat16 if self.transfer == "bf16" else None, range(shares.num_servers)
+        with ExitStack() as stack:  # the first links are closed if a later one fails
+            links = [stack.enter_context(closing(addresses.connect(f"ps:{peer}", name=name))) for peer in peers]
+            client = ParameterServerClient(links, shares, transfer=narrow, timeout_s=self.timeout_s)
+            stack.pop_all()
+        return client
 
     def _shares(self, model: nn.Module, precision: Precision, context: PlanContext | None = None) -> VariableShards:
         """Return the partition of the variables over the servers."""
