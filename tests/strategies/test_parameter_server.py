@@ -736,6 +736,35 @@ def test_only_the_chief_gives_orders() -> None:
         assert farm.chief.pull(tensors_of(Net())) == 0
 
 
+ASKED = {"pull": {"version": 0, "dtype": "float32", "skip": []}, "rows": {"piece": 0, "dtype": "float32"}}
+
+
+@pytest.mark.parametrize(
+    ("verb", "wrong"),
+    [
+        ("pull", {"version": -1}),
+        ("pull", {"version": True}),
+        ("pull", {"version": 2**60}),
+        ("pull", {"skip": ["0"]}),
+        ("pull", {"skip": [-1]}),
+        ("pull", {"skip": None}),
+        ("rows", {"piece": -1}),
+        ("push", {"key": "k" * 1025}),
+        ("push", {}),
+    ],
+    ids=["behind", "flag", "long", "text in a list", "behind in a list", "nothing", "no piece", "long name", "no name"],
+)
+def test_a_request_with_a_value_of_another_type_or_size_is_refused(verb: str, wrong: dict[str, Any]) -> None:
+    with serving(Net(), optimizer_of("sgd")) as farm:
+        worker = farm.client("worker:3")
+        worker.links[0].send(verb, {**ASKED.get(verb, {}), **wrong}, {"rows": torch.zeros(0, dtype=torch.int64)})
+        (name,) = wrong or ["key"]
+        with pytest.raises(TrainingError, match=f"ps:0 refuses: {name} is not "):
+            worker.answer(0)
+        assert worker.pull(tensors_of(Net())) == 0
+        worker.close()
+
+
 def test_a_client_or_a_checkpoint_of_another_model_is_refused() -> None:
     model = Net()
     with serving(model, optimizer_of("sgd")) as farm:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from threading import Condition, Event
-from typing import Concatenate, Final, NamedTuple, ParamSpec, TypeVar, get_origin, get_type_hints
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -242,8 +242,7 @@ class VariableServer:
         verb, types = _VERBS[frame.kind]
         tensors = link.tensors(self._most_bytes)
         try:
-            meta = expect_map(frame.meta, types)
-            verb(self, Request(link, tensors), **{name: meta[name] for name in types})
+            verb(self, Request(link, tensors), **_checked(frame.meta, types))
         except (RuntimeError, ValueError, TypeError, LookupError) as error:  # an optimizer without such gradients
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             link.send("refused", {"why": f"{kind}{error}"[:2000]})
@@ -256,10 +255,9 @@ class VariableServer:
 
     def pull(self, request: Request, *, version: int, dtype: str, skip: list[int]) -> None:
         """Send the pieces, except for some, once they have this version; trainable ones in this dtype."""
-        left_out = set(whole_numbers(skip))
         with self._changed:
             self._await(version)
-            memory, tensors = self._held.begin_read(left_out, DTYPES[dtype])
+            memory, tensors = self._held.begin_read(set(skip), DTYPES[dtype])
             told = {"version": self._held.version, "loads": self._held.loads}
         try:
             request.answer(told, tensors)
@@ -283,8 +281,6 @@ class VariableServer:
         Tensors are named by the number of the piece: dense gradients and sums of buffers, rows and values of sparse
         ones (`3`, `4.rows`, `4.values`).
         """
-        if len(key) > _NAME_LENGTH:
-            raise ValueError(f"push: a name of {len(key)} characters")
         parts: Parts = [None] * len(self._pieces)
         for name, tensor in request.tensors.items():
             text, _, what = name.partition(".")
@@ -452,12 +448,33 @@ def _norms(present: list[Tensor], order: float) -> list[Tensor]:
 
 _REQUESTS: Final = ("layout", "pull", "rows", "push")
 """The verbs of every client; the chief alone may use the others."""
-_NO_META: Final = ("request", "return")
-_VERBS: Final[Mapping[str, tuple[Callable[..., None], dict[str, type]]]] = {
-    name: (verb, {key: get_origin(kind) or kind for key, kind in get_type_hints(verb).items() if key not in _NO_META})
+_VERBS: Final[Mapping[str, tuple[Callable[..., None], dict[str, Any]]]] = {
+    name: (verb, {key: kind for key, kind in get_type_hints(verb).items() if key not in ("request", "return")})
     for name, verb in vars(VariableServer).items()
     if callable(verb) and not name.startswith("_") and name != "serve"
 }
+
+
+def _checked(meta: JsonMap, types: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a verb.
+
+    Raises:
+        ValueError: one is missing, or has another type.
+    """
+    for name, kind in types.items():
+        if name not in meta or not _fits(meta[name], kind):
+            raise ValueError(f"{name} is not {kind}")
+    return {name: meta[name] for name in types}
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Return whether a value of a request has the type of an annotation: counts, numbers, names, flags, or lists."""
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_fits(one, get_args(kind)[0]) for one in value)
+    if kind is float:
+        return type(value) in (int, float)
+    is_long = value > 2**53 or value < 0 if type(value) is int else kind is str and len(str(value)) > _NAME_LENGTH
+    return type(value) is kind and not is_long
 
 
 P = ParamSpec("P")
