@@ -126,9 +126,9 @@ def test_rows_evaluations_and_tables_are_lines_of_json(tmp_path: Path) -> None:
 
 
 def test_rows_are_written_once_a_second_and_before_a_checkpoint(tmp_path: Path) -> None:
-    now, run = [0.0], run_double(tmp_path)
-    file = MetricsFile(clock=lambda: now[0])
-    for step, now[0], written in ((1, 0.0, [1]), (2, 0.5, [1]), (3, 0.9, [1]), (4, 1.0, [1, 2, 3, 4])):
+    seconds, run = [0.0], run_double(tmp_path)
+    file = MetricsFile(clock=lambda: seconds[0])
+    for step, seconds[0], written in ((1, 0.0, [1]), (2, 0.5, [1]), (3, 0.9, [1]), (4, 1.0, [1, 2, 3, 4])):
         file.log(run, row(step))
         assert steps_in(tmp_path) == written
     file.log(run, row(5))
@@ -170,10 +170,10 @@ def test_the_end_prints_a_sample_and_keeps_it(tmp_path: Path, capsys: pytest.Cap
     run, sample = writing_run(tmp_path), Sample(prompt="def ", num_tokens=5)
     sample.run_start(run)
     sample.train_end(run, {"status": "finished"})
-    kept = (tmp_path / "sample.txt").read_bytes().decode()  # an untrained model writes "\\r" too
-    assert kept.startswith("def ")
+    sample_text = (tmp_path / "sample.txt").read_bytes().decode()  # an untrained model writes "\\r" too
+    assert sample_text.startswith("def ")
     assert capsys.readouterr().out.startswith("sample\n  def ")
-    assert sample.text(run) + "\n" == kept
+    assert sample.text(run) + "\n" == sample_text
 
 
 def test_a_token_that_the_text_does_not_have_fails_no_training(
@@ -196,10 +196,10 @@ def test_what_cannot_write_is_refused_at_the_start(tmp_path: Path) -> None:
 def test_every_rank_takes_part_where_ranks_compute_together_and_the_owner_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Run] = []
+    calls: list[Run] = []
 
     def text(_: Sample, asking: Run) -> str:
-        asked.append(asking)
+        calls.append(asking)
         return "text"
 
     monkeypatch.setattr(Sample, "text", text)
@@ -210,9 +210,9 @@ def test_every_rank_takes_part_where_ranks_compute_together_and_the_owner_writes
         ("finished", False, True, True, False),
         ("finished", True, True, True, True),
     ):
-        asked.clear()
+        calls.clear()
         Sample().train_end(run, {"status": status})
-        assert (bool(asked), (tmp_path / "sample.txt").exists()) == (takes_part, writes)
+        assert (bool(calls), (tmp_path / "sample.txt").exists()) == (takes_part, writes)
 
 
 ACCURACY = {"metric": "val/accuracy", "mode": "max", "every_steps": 1, "every_epochs": None}
@@ -289,13 +289,13 @@ def test_a_metric_that_the_evaluation_does_not_give_is_a_problem() -> None:
 def test_the_factors_of_a_plateau_are_those_of_torch(settings: dict[str, Any]) -> None:
     values = [1.0, 0.9, 0.95, 0.9, 0.91, 0.89, 0.895, 0.9, math.nan, 0.9, 0.5, 0.6, 0.6, 0.6, 0.6]
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    torch_s, ours = ReduceLROnPlateau(optimizer, factor=0.5, **settings), Plateau(factor=0.5, **settings)
+    torch_s, plateau = ReduceLROnPlateau(optimizer, factor=0.5, **settings), Plateau(factor=0.5, **settings)
     watched = run_double(Path(), eval={"every_steps": 1})
     for step, value in enumerate(values, start=1):
         torch_s.step(value)
         watched.state.step = step
-        ours.eval_end(watched, {"step": step, "val/loss": value})
-        assert ours.rate_factor(step) == pytest.approx(optimizer.param_groups[0]["lr"])
+        plateau.eval_end(watched, {"step": step, "val/loss": value})
+        assert plateau.rate_factor(step) == pytest.approx(optimizer.param_groups[0]["lr"])
 
 
 @pytest.mark.slow
@@ -326,9 +326,9 @@ def no_channels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that the alert's command appends each message to."""
-    path, script = tmp_path / "told", tmp_path / "tell"
+    path, script = tmp_path / "alerts.log", tmp_path / "append"
     script.write_text(f"#!/bin/sh\ncat >> '{path}'\necho >> '{path}'\n")
     script.chmod(0o700)
     monkeypatch.setenv(COMMAND, str(script))
@@ -357,35 +357,35 @@ def test_without_a_channel_or_with_another_url_than_http_nothing_starts() -> Non
     ],
 )
 def test_the_end_of_a_run_is_told_as_text_if_it_is_asked_for(
-    tmp_path: Path, told: Path, status: Any, events: dict[str, Any], event: str | None
+    tmp_path: Path, log: Path, status: Any, events: dict[str, Any], event: str | None
 ) -> None:
     Alert(**events).ended(Ending(name=HOSTILE, folder=tmp_path, status=status, reason="why", steps=3))
-    found = messages(told)
-    assert [message["event"] for message in found] == ([] if event is None else [event])
-    for message in found:
+    alerts = messages(log)
+    assert [message["event"] for message in alerts] == ([] if event is None else [event])
+    for message in alerts:
         assert (message["run"], message["step"], message["folder"]) == (HOSTILE, 3, str(tmp_path))
         assert f"{status} after 3 steps: why" in message["text"]
     assert not (tmp_path / "pwned").exists()
 
 
-def test_the_alert_of_a_failed_run_contains_the_reason(tmp_path: Path, told: Path) -> None:
+def test_the_alert_of_a_failed_run_contains_the_reason(tmp_path: Path, log: Path) -> None:
     short = ["recipe=null", "callbacks=[alert]", "logger=[]", "quiet=true", "epochs=null", "steps=9"]
     with pytest.raises(NonFiniteError):
         trainkit.train([*short, "optimizer=sgd", "optimizer.lr=1e30"], run_dir=tmp_path / "run")
-    (message,) = messages(told)
+    (message,) = messages(log)
     assert message["event"] == "failed"
     assert "the loss is nan" in message["text"]
 
 
-def test_a_loss_that_is_not_finite_sends_one_alert(tmp_path: Path, told: Path) -> None:
+def test_a_loss_that_is_not_finite_sends_one_alert(tmp_path: Path, log: Path) -> None:
     run, alert = run_double(tmp_path), Alert()
     for step in (10, 20):
         alert.log(run, {**row(step), "train/loss": math.nan})
     alert.run_end(run, {})
-    assert [message["event"] for message in messages(told)] == ["nonfinite"]
+    assert [message["event"] for message in messages(log)] == ["nonfinite"]
 
 
-def test_a_metric_better_than_the_threshold_sends_one_alert_also_after_a_resume(tmp_path: Path, told: Path) -> None:
+def test_a_metric_better_than_the_threshold_sends_one_alert_also_after_a_resume(tmp_path: Path, log: Path) -> None:
     run, alert, resumed = run_double(tmp_path), Alert(better_than=0.3), Alert(better_than=0.3)
     for loss in (0.3, 0.29, 0.28):
         alert.eval_end(run, {"val/loss": loss})
@@ -393,17 +393,17 @@ def test_a_metric_better_than_the_threshold_sends_one_alert_also_after_a_resume(
     resumed.restore(alert.state())
     resumed.eval_end(run, {"val/loss": 0.1})
     resumed.run_end(run, {})
-    (message,) = messages(told)
+    (message,) = messages(log)
     assert "val/loss is 0.29, better than 0.3 (" in message["text"]
 
 
 def test_a_command_that_fails_or_hangs_is_named_and_ended_with_what_it_started() -> None:
-    for words, limit, trouble in (
+    for command, limit, trouble in (
         (("false",), 60.0, "ended with exit code 1"),
         (("/no/such",), 60.0, "cannot be started: No such file or directory"),
         (("/bin/sh", "-c", "sleep 600 & sleep 600"), 0.2, "did not end within 0.2 s"),
     ):
-        assert call_command(words, {}, limit) == f"{COMMAND} {trouble}"
+        assert call_command(command, {}, limit) == f"{COMMAND} {trouble}"
 
 
 @pytest.fixture
@@ -421,11 +421,11 @@ def server() -> Iterator[tuple[str, list[Any]]]:
         def log_message(self, *_: Any) -> None:
             """Print nothing."""
 
-    with HTTPServer(("127.0.0.1", 0), Handler) as found:
-        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+    with HTTPServer(("127.0.0.1", 0), Handler) as http_server:
+        thread = threading.Thread(target=http_server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield f"http://127.0.0.1:{found.server_port}", posted
-        found.shutdown()
+        yield f"http://127.0.0.1:{http_server.server_port}", posted
+        http_server.shutdown()
         thread.join()
 
 
@@ -448,10 +448,10 @@ CFG = RunConfig.from_dict({"name": "digits", "callbacks": {"alert": {"_target_":
 
 @pytest.fixture
 def endings(monkeypatch: pytest.MonkeyPatch) -> list[Ending]:
-    found: list[Ending] = []
+    reported: list[Ending] = []
     monkeypatch.setenv("TRAINKIT_ALERT_COMMAND", "true")
-    monkeypatch.setattr(Alert, "ended", lambda _self, ending: found.append(ending))
-    return found
+    monkeypatch.setattr(Alert, "ended", lambda _self, ending: reported.append(ending))
+    return reported
 
 
 @pytest.mark.parametrize(
@@ -463,13 +463,14 @@ def test_an_error_outside_of_ranks_is_sent(
 ) -> None:
     with pytest.raises(type(error)), ended_hooks(CFG, tmp_path, RunFolder(tmp_path).read_result):
         raise error
-    assert [(one.status, one.reason, one.steps) for one in endings] == [(status, str(error).splitlines()[0], None)]
+    (ending,) = endings
+    assert (ending.status, ending.reason, ending.steps) == (status, str(error).splitlines()[0], None)
 
 
 def test_a_result_reaches_the_ended_hook_with_its_steps(tmp_path: Path, endings: list[Ending]) -> None:
     with ended_hooks(CFG, tmp_path, RunFolder(tmp_path).read_result):
         (tmp_path / "result.json").write_text('{"status": "finished", "reason": "all steps done", "steps": 7}')
-    assert [(one.name, one.status, one.steps) for one in endings] == [("digits", "finished", 7)]
+    assert [(ending.name, ending.status, ending.steps) for ending in endings] == [("digits", "finished", 7)]
 
 
 def test_an_error_of_the_hook_is_a_warning(
@@ -502,11 +503,11 @@ def test_mfu_is_the_work_of_the_samples_over_the_peak() -> None:
     instruments = Instruments(torch.device("cpu"))
     assert "mfu" not in instruments.figures(seconds=1.0, samples=10, targets=10.0, waited_s=0.0)
     instruments.know(CountedWork(flops_a_sample=2e9, peak_flops=1e12, launches=70))
-    found = instruments.figures(seconds=2.0, samples=400, targets=400.0, waited_s=3.0)
-    assert (found["mfu"], found["launches"], found["data_wait"]) == (0.4, 70.0, 1.0)
+    figures = instruments.figures(seconds=2.0, samples=400, targets=400.0, waited_s=3.0)
+    assert (figures["mfu"], figures["launches"], figures["data_wait"]) == (0.4, 70.0, 1.0)
     assert instruments.overall()["samples_per_s"] == 200.0  # without the first row
     instruments.know(CountedWork(flops_a_sample=2e9, peak_flops=1e12, launches=None))  # a compiled run
-    assert instruments.overall().keys() == found.keys() - {"launches"}
+    assert instruments.overall().keys() == figures.keys() - {"launches"}
 
 
 def test_on_a_gpu_the_wait_for_data_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,16 +519,16 @@ def test_on_a_gpu_the_wait_for_data_is_that_of_the_device(monkeypatch: pytest.Mo
     instruments, heard = Instruments(torch.device("cuda", 1)), list[str]()
     instruments.heard(lambda phase, _: heard.append(phase))("data", 0)
     assert heard == ["data"]
-    found = instruments.figures(seconds=2.5, samples=10, targets=10.0, waited_s=2.4)  # the host waited for the device
-    assert (found["data_wait"], found["phase/forward"], found["phase/input"]) == (0.1, 0.2, 0.1)
-    assert (found["memory"], found["memory_peak"]) == (100.0, 200.0)
+    figures = instruments.figures(seconds=2.5, samples=10, targets=10.0, waited_s=2.4)  # the host waited for the device
+    assert (figures["data_wait"], figures["phase/forward"], figures["phase/input"]) == (0.1, 0.2, 0.1)
+    assert (figures["memory"], figures["memory_peak"]) == (100.0, 200.0)
 
 
 class NvmlError(Exception):
     """An error of the driver."""
 
 
-def nvml(asked: list[int], *, power: int | None = 312_500) -> SimpleNamespace:
+def nvml(queries: list[int], *, power: int | None = 312_500) -> SimpleNamespace:
     """The driver of a machine with GPUs, whose handles are their numbers; without `power` it reports none."""
 
     def watts(_: object) -> int:
@@ -536,8 +537,8 @@ def nvml(asked: list[int], *, power: int | None = 312_500) -> SimpleNamespace:
         return power
 
     def use(handle: bytes) -> SimpleNamespace:
-        asked.append(int(handle.decode().removeprefix("GPU-")))
-        return SimpleNamespace(gpu=87 - asked[-1])
+        queries.append(int(handle.decode().removeprefix("GPU-")))
+        return SimpleNamespace(gpu=87 - queries[-1])
 
     return SimpleNamespace(
         NVMLError=NvmlError, NVML_TEMPERATURE_GPU=0, nvmlInit=lambda: None, nvmlDeviceGetPowerUsage=watts,
@@ -564,9 +565,9 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
 
 def test_a_row_gets_the_figures_that_each_gpu_reports_in_their_units(start: Start) -> None:
     callback, run = start(nvml([]), gpus=2)
-    found = callback.row_figures(run)
-    assert [found[f"gpu/1/{name}"] for name in ("use", "memory", "power", "temperature")] == [0.86, 2**30, 312.5, 64]
-    assert (found["gpu/0/use"], len(found)) == (0.87, 8)
+    figures = callback.row_figures(run)
+    assert [figures[f"gpu/1/{name}"] for name in ("use", "memory", "power", "temperature")] == [0.86, 2**30, 312.5, 64]
+    assert (figures["gpu/0/use"], len(figures)) == (0.87, 8)
     callback, run = start(nvml([], power=None))
     assert [*callback.row_figures(run)] == ["gpu/0/use", "gpu/0/memory", "gpu/0/temperature"]
 
@@ -574,15 +575,15 @@ def test_a_row_gets_the_figures_that_each_gpu_reports_in_their_units(start: Star
 def test_the_driver_is_asked_once_a_second_at_most_and_by_one_rank(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, now = list[int](), [100.0]
-    monkeypatch.setattr("trainkit.callbacks.gpu.time.monotonic", lambda: now[0])
-    callback, run = start(nvml(asked))
+    queries, seconds = list[int](), [100.0]
+    monkeypatch.setattr("trainkit.callbacks.gpu.time.monotonic", lambda: seconds[0])
+    callback, run = start(nvml(queries))
     sizes = []
-    for now[0] in (100.0, 100.5, 101.0):
+    for seconds[0] in (100.0, 100.5, 101.0):
         sizes.append(len(callback.row_figures(run)))
-    assert (sizes, asked) == ([4, 0, 4], [0, 0])
-    callback, run = start(nvml(asked), is_owner=False)
-    assert (dict(callback.row_figures(run)), asked) == ({}, [0, 0])
+    assert (sizes, queries) == ([4, 0, 4], [0, 0])
+    callback, run = start(nvml(queries), is_owner=False)
+    assert (dict(callback.row_figures(run)), queries) == ({}, [0, 0])
 
 
 def test_a_row_has_the_figures_of_callbacks_and_keeps_those_of_the_trainer(tmp_path: Path) -> None:
@@ -633,8 +634,8 @@ def test_on_a_gpu_the_steps_are_timed_together_and_a_step_takes_their_mean(
     monkeypatch.setattr(PhaseClock, "lap", lambda _: {"input": 0.3, "exchange": 0.6})
     run = run_double(tmp_path, is_owner=False)
     run.device = torch.device("cuda", 1)
-    found = json.loads((profiled(run, until=5, skip_steps=4, num_steps=9) / "rank_0.json").read_text())
-    assert found == {"steps": [2.0], "inputs": [pytest.approx(0.1)], "exchanges": [pytest.approx(0.2)]}
+    profile = json.loads((profiled(run, until=5, skip_steps=4, num_steps=9) / "rank_0.json").read_text())
+    assert profile == {"steps": [2.0], "inputs": [pytest.approx(0.1)], "exchanges": [pytest.approx(0.2)]}
     assert waits == [run.device] * 2
 
 
@@ -686,9 +687,9 @@ def test_a_count_in_python_that_compiles_each_step_again_is_said_once_with_its_r
     finally:
         times.close()
         torch._dynamo.reset()
-    found = [record.getMessage() for record in caplog.records if record.name == CompileTime.__module__]
-    assert len(found) == warnings
-    assert all("again in steps 13, 14, 15, " in text and "Its reason: self.calls == " in text for text in found)
+    warned = [record.getMessage() for record in caplog.records if record.name == CompileTime.__module__]
+    assert len(warned) == warnings
+    assert all("again in steps 13, 14, 15, " in text and "Its reason: self.calls == " in text for text in warned)
     assert times.seconds > 0
 
 
@@ -734,10 +735,10 @@ def test_a_plain_line_shows_all_known_values_and_leaves_out_the_others() -> None
 
 
 def test_plain_lines_come_every_few_seconds_and_the_last_always() -> None:
-    now, lines = [0.0], list[str]()
-    line = RepeatedLine(lambda one: lines.append(plain_text(one)), every_s=5.0, clock=lambda: now[0])
+    seconds, lines = [0.0], list[str]()
+    line = RepeatedLine(lambda text: lines.append(plain_text(text)), every_s=5.0, clock=lambda: seconds[0])
     for step in range(1, 10):
-        now[0] = step * 2.0
+        seconds[0] = step * 2.0
         line.update(Reading(step=step, num_steps=9))
     line.close()
     line.close()
@@ -773,15 +774,15 @@ def test_a_notebook_gets_a_bar_whose_texts_are_no_html() -> None:
 
 @pytest.mark.parametrize("pause_every", [40, 100])
 def test_after_a_third_of_a_run_with_pauses_the_remaining_time_is_known_within_a_tenth(pause_every: int) -> None:
-    now, pace, estimate, estimated_at = 0.0, Pace(last_step=1000, step=0, moment=0.0), math.nan, 0.0
+    seconds, pace, estimate, estimated_at = 0.0, Pace(last_step=1000, step=0, moment=0.0), math.nan, 0.0
     for step in range(1, 1001):
-        now += 4.0 if step == 1 else 0.05
+        seconds += 4.0 if step == 1 else 0.05
         if step % 10 == 0:
-            pace.row(step, now=now)
+            pace.row(step, now=seconds)
         if step == 330:
-            estimate, estimated_at = pace.remaining_s(now=now), now
-        now += 1.1 * (step % pause_every == 0)
-    assert estimate / (now - estimated_at) == pytest.approx(1.0, abs=0.1)
+            estimate, estimated_at = pace.remaining_s(now=seconds), seconds
+        seconds += 1.1 * (step % pause_every == 0)
+    assert estimate / (seconds - estimated_at) == pytest.approx(1.0, abs=0.1)
 
 
 def test_a_slow_start_is_forgotten_and_a_finished_run_has_nothing_left() -> None:
@@ -796,14 +797,14 @@ def test_a_slow_start_is_forgotten_and_a_finished_run_has_nothing_left() -> None
 def test_the_line_counts_down_through_an_evaluation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = [0.0]
-    monkeypatch.setattr("trainkit.callbacks.progress.time.monotonic", lambda: now[0])
+    seconds = [0.0]
+    monkeypatch.setattr("trainkit.callbacks.progress.time.monotonic", lambda: seconds[0])
     run, progress = run_double(tmp_path), Progress(every_s=1e-9)
     run.begun_moment = 0.0
-    now[0] = 1.0
+    seconds[0] = 1.0
     run.state.step = 10
     progress.log(run, row(10))  # 10 steps in a second, as the row says: 9 s for the other 90
-    now[0] = 3.0
+    seconds[0] = 3.0
     progress.eval_end(run, {"val/loss": 1.0})
     assert [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines()] == ["0:09 left", "0:07 left"]
 
@@ -824,10 +825,10 @@ def shown_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_each_evaluation_counts_every_sample_once_and_the_last_one_is_drawn_and_shown(shown_run: Path) -> None:
     tables = [json.loads(line) for line in (shown_run / "tables.jsonl").read_text().splitlines()]
-    found = [one for one in tables if one["name"] == "val/confusion"]
-    counts = [[row[1:] for row in one["rows"]] for one in found]
-    assert [(one["step"], sum(map(sum, rows))) for one, rows in zip(found, counts, strict=True)] == [(2, 360), (4, 360)]
-    right = sum(row[place] for place, row in enumerate(counts[1])) / 360
+    confusions = [table for table in tables if table["name"] == "val/confusion"]
+    counts = [[row[1:] for row in table["rows"]] for table in confusions]
+    assert ([table["step"] for table in confusions], [sum(map(sum, rows)) for rows in counts]) == ([2, 4], [360, 360])
+    right = sum(row[label] for label, row in enumerate(counts[1])) / 360
     assert json.loads((shown_run / "result.json").read_text())["metrics"]["val/accuracy"] == pytest.approx(
         right, abs=1e-12
     )
@@ -870,13 +871,13 @@ def test_a_worst_sample_is_drawn_with_its_class_guess_and_probability(
     class Animals:
         classes = ("cat", "dog")
 
-        def __getitem__(self, place: int) -> tuple[torch.Tensor, int]:
-            return torch.full((3, 4, 4), float(place)), 1
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            return torch.full((3, 4, 4), float(index)), 1
 
-    told = list[Sequence[str]]()
+    shown_captions = list[Sequence[str]]()
 
     def keep(images: Sequence[Any], captions: Sequence[Sequence[str]]) -> Any:
-        told.extend(captions)
+        shown_captions.extend(captions)
         return captioned(images, captions)
 
     monkeypatch.setattr("trainkit.callbacks.figures.captioned", keep)
@@ -885,7 +886,7 @@ def test_a_worst_sample_is_drawn_with_its_class_guess_and_probability(
     table = Table(columns=("sample", "loss", "target", "guess", "probability"), rows=((7, 4.0, 1.0, 0.0, 0.98),))
     callback.eval_tables(run, {"val/worst": table, "other/worst": table})
     callback.run_end(run, {})
-    assert told == [("dog", "guess cat", "98 %")]
+    assert shown_captions == [("dog", "guess cat", "98 %")]
     assert (tmp_path / "plots/worst_val.png").read_bytes().startswith(b"\x89PNG")
     assert dataset_of(run, "val_ema") is run.datasets["val"]
 
@@ -931,16 +932,16 @@ def run_with_histograms(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_first_step_and_each_that_divides_are_recorded_and_shown_by_tensorboard(
     run_with_histograms: Path,
 ) -> None:
-    found = records(run_with_histograms)
-    assert [one["step"] for one in found] == [1, 2, 4]
-    assert [*found[0]] == ["step", "gradients", "activations", "weights"]
-    assert [*found[0]["gradients"]] == [*found[0]["weights"]]
+    recorded = records(run_with_histograms)
+    assert [row["step"] for row in recorded] == [1, 2, 4]
+    assert [*recorded[0]] == ["step", "gradients", "activations", "weights"]
+    assert [*recorded[0]["gradients"]] == [*recorded[0]["weights"]]
     events = EventAccumulator(
         str(run_with_histograms / "tensorboard/histograms"), size_guidance={"histograms": 0}
     ).Reload()
-    names = {f"{kind}/{name}" for kind in found[0] if kind != "step" for name in found[0][kind]}
+    names = {f"{kind}/{name}" for kind in recorded[0] if kind != "step" for name in recorded[0][kind]}
     assert {*events.Tags()["histograms"]} == names
-    assert [one.step for one in events.Histograms(min(names))] == [1, 2, 4]
+    assert [event.step for event in events.Histograms(min(names))] == [1, 2, 4]
 
 
 def test_the_gradient_is_the_one_of_the_update_whatever_the_shards_and_the_loss_scale(
@@ -949,29 +950,29 @@ def test_the_gradient_is_the_one_of_the_update_whatever_the_shards_and_the_loss_
     hashes_of(tmp_path / "run", *EACH, "batch.micro_size=8", "precision=fp16_mixed")
     whole, cut = records(run_with_histograms)[0], records(tmp_path / "run")[0]
     for kind in ("gradients", "activations"):
-        for name, one in whole[kind].items():
-            assert cut[kind][name]["rms"] == pytest.approx(one["rms"], rel=0.02)  # 2^-10, the step of fp16, a few times
+        for name, stats in whole[kind].items():
+            assert cut[kind][name]["rms"] == pytest.approx(stats["rms"], rel=0.02)  # a few times 2^-10, a step of fp16
 
 
 def test_activations_alone_are_recorded(tmp_path: Path) -> None:
     hashes_of(tmp_path / "run", *EACH, "callbacks.histograms.kinds=[activations]")
-    assert [[*one] for one in records(tmp_path / "run")] == [["step", "activations"]] * 3
+    assert [[*row] for row in records(tmp_path / "run")] == [["step", "activations"]] * 3
 
 
 def test_a_resumed_run_drops_the_records_of_steps_that_it_trains_again(tmp_path: Path) -> None:
     (tmp_path / "histograms.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 4)))
     Histograms().run_start(run_double(tmp_path, step=2))
-    assert [one["step"] for one in records(tmp_path)] == [1, 2]
+    assert [row["step"] for row in records(tmp_path)] == [1, 2]
 
 
 def test_values_are_counted_in_the_bucket_that_holds_them_and_what_is_not_finite_apart() -> None:
     values = torch.tensor([0.0, 1.0, -1.0, -3.0, 4.0, float("nan"), float("inf")])
-    found = Distribution.of(*measure(values))
-    shown = found.to_json()
-    assert (found.num_finite, shown["nonfinite"], shown["zero_share"]) == (5, 2, 0.2)
-    assert (found.total, found.squares, found.low, found.high) == (1.0, 27.0, -3.0, 4.0)
-    assert found.quantiles((0.2, 1.0)) == [0.0, pytest.approx(4.0, rel=0.1)]
-    limits, counts = found.buckets()
+    distribution = Distribution.of(*measure(values))
+    shown = distribution.to_json()
+    assert (distribution.num_finite, shown["nonfinite"], shown["zero_share"]) == (5, 2, 0.2)
+    assert (distribution.total, distribution.squares, distribution.low, distribution.high) == (1.0, 27.0, -3.0, 4.0)
+    assert distribution.quantiles((0.2, 1.0)) == [0.0, pytest.approx(4.0, rel=0.1)]
+    limits, counts = distribution.buckets()
     uppers = [limit for limit, count in zip(limits, counts, strict=True) for _ in range(count)]
     for value, upper in zip((-3.0, -1.0, 0.0, 1.0), uppers, strict=False):
         assert value <= upper <= value + 0.2 * abs(value) + 1e-9  # a quarter of an octave
@@ -979,8 +980,8 @@ def test_values_are_counted_in_the_bucket_that_holds_them_and_what_is_not_finite
 
 
 def test_values_beyond_the_buckets_and_empty_tensors_are_counted() -> None:
-    found = Distribution.of(*measure(torch.tensor([1e-30, -1e30], dtype=torch.bfloat16)))
-    assert (found.num_finite, sum(found.buckets()[1])) == (2, 2)
+    distribution = Distribution.of(*measure(torch.tensor([1e-30, -1e30], dtype=torch.bfloat16)))
+    assert (distribution.num_finite, sum(distribution.buckets()[1])) == (2, 2)
     empty = Distribution.of(*measure(torch.zeros(0)))
     assert (empty.num_finite, empty.buckets(), empty.to_json()["quantiles"]) == (0, ([], []), None)
 
@@ -999,10 +1000,10 @@ def test_buckets_of_parts_add_up_to_those_of_the_whole() -> None:
             return [tensor, measure(self.other)[1][None]]
 
     whole = torch.randn(100, generator=torch.Generator().manual_seed(0))
-    found = summed({"w": measure(whole[:30])}, {"w": True}, Two(other=whole[30:]))["w"]
+    total = summed({"w": measure(whole[:30])}, {"w": True}, Two(other=whole[30:]))["w"]
     expected = measure(whole)
-    assert torch.equal(found[0][:NUM_COUNTS], expected[0][:NUM_COUNTS])
-    assert torch.equal(found[1], expected[1])
+    assert torch.equal(total[0][:NUM_COUNTS], expected[0][:NUM_COUNTS])
+    assert torch.equal(total[1], expected[1])
     copied = summed({"w": measure(whole)}, {"w": False}, Two(other=whole))["w"]
     assert int(copied[0][:NUM_COUNTS].sum()) == 100  # a copy of another rank's part counts once
 
@@ -1031,8 +1032,8 @@ def test_what_backward_computes_again_counts_once(tmp_path: Path) -> None:
     for phase in ("data", "forward", "backward"):
         callback.phase_listener()(phase, 0)
         model(torch.ones(5, 2))
-    (found,) = callback._recorder._found["activations"].values()
-    assert int(found[0][:NUM_COUNTS].sum()) == 15
+    (counted,) = callback._recorder._found["activations"].values()
+    assert int(counted[0][:NUM_COUNTS].sum()) == 15
 
 
 @pytest.mark.parametrize(
@@ -1056,8 +1057,8 @@ def test_where_nothing_can_be_shown_the_run_is_refused_before_it_starts(
 def test_two_ranks_count_what_one_counts(strategy: str, run_with_histograms: Path, tmp_path: Path) -> None:
     of_two = [f"strategy={strategy}", "strategy.replicas=2", "batch.micro_size=16"]
     assert hashes_of(tmp_path / "run", *EACH, *of_two) == hashes_of(tmp_path / "plain", "callbacks=[]", *of_two)
-    one, two = records(run_with_histograms), records(tmp_path / "run")
+    alone, two = records(run_with_histograms), records(tmp_path / "run")
     assert [row["step"] for row in two] == [1, 2, 4]
-    for name, found in one[0]["gradients"].items():
-        assert two[0]["gradients"][name]["rms"] == pytest.approx(found["rms"], rel=1e-4)  # fp32 sums in another order
-    assert two[0]["weights"] == one[0]["weights"]
+    for name, grad in alone[0]["gradients"].items():
+        assert two[0]["gradients"][name]["rms"] == pytest.approx(grad["rms"], rel=1e-4)  # fp32 sums in another order
+    assert two[0]["weights"] == alone[0]["weights"]

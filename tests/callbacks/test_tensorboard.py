@@ -52,17 +52,17 @@ def test_tensorboard_reads_scalars_counts_texts_and_pictures(tmp_path: Path) -> 
     events.image("batch", pixels, step=0)
     events.close()
     events.close()
-    found = read(tmp_path)
+    written = read(tmp_path)
     assert losses(tmp_path) == [(10, 0.5), (3_000_000, -1.5)]
-    assert [one.wall_time for one in found.Scalars("train/loss")] == [1000.5, 1001.5]
-    (histogram,) = found.Histograms("staleness")
+    assert [event.wall_time for event in written.Scalars("train/loss")] == [1000.5, 1001.5]
+    (histogram,) = written.Histograms("staleness")
     counts = histogram.histogram_value
     assert (histogram.step, counts.min, counts.max, counts.num, counts.sum) == (11, 0, 3, 11, 14)
     assert (list(counts.bucket), list(counts.bucket_limit)) == ([1, 8, 0, 2], [0.5, 1.5, 2.5, 3.5])
-    (text,) = found.Tensors("val/each")
+    (text,) = written.Tensors("val/each")
     assert (text.step, text.tensor_proto.string_val[0].decode()) == (11, table.markdown())
-    assert found.SummaryMetadata("val/each").plugin_data.plugin_name == "text"
-    (image,) = found.Images("batch")
+    assert written.SummaryMetadata("val/each").plugin_data.plugin_name == "text"
+    (image,) = written.Images("batch")
     assert (image.height, image.width, image.step) == (4, 9, 0)
 
 
@@ -94,9 +94,9 @@ def test_tensorboard_reads_the_settings_of_a_job_and_its_last_end(tmp_path: Path
     events = [Event.FromString(raw) for raw in RawEventFileLoader(str(path)).Load()]
     values = [value for event in events for value in event.summary.value]
     start, end = (HParamsPluginData.FromString(value.metadata.plugin_data.content) for value in values)
-    found = start.session_start_info.hparams
-    assert (found["optimizer.lr"].number_value, found["model"].string_value) == (0.1, "mlp")
-    assert found["batch.drop_last"].bool_value
+    hparams = start.session_start_info.hparams
+    assert (hparams["optimizer.lr"].number_value, hparams["model"].string_value) == (0.1, "mlp")
+    assert hparams["batch.drop_last"].bool_value
     assert (start.session_start_info.group_name, end.session_end_info.status) == ("3", 1)
 
 
@@ -120,10 +120,10 @@ def written(folder: Path, *steps: int, begun_at: int = 0, example: Any = None, l
 
 def test_a_row_is_a_point_on_every_curve_but_the_counters_and_the_first_images_are_shown_once(tmp_path: Path) -> None:
     written(tmp_path, 10, 20, example=(torch.rand(9, 1, 8, 8), torch.arange(9)))
-    found = read(tmp_path)
-    assert sorted(found.Tags()["scalars"]) == ["data_wait", "lr", "samples_per_s", "train/loss", "val/loss"]
+    events = read(tmp_path)
+    assert sorted(events.Tags()["scalars"]) == ["data_wait", "lr", "samples_per_s", "train/loss", "val/loss"]
     assert losses(tmp_path) == [(10, 0.5), (20, 0.5)]
-    assert [(image.height, image.width) for image in found.Images("first batch")] == [(17, 71)]
+    assert [(image.height, image.width) for image in events.Images("first batch")] == [(17, 71)]
 
 
 def test_a_resumed_run_voids_what_its_checkpoint_does_not_hold(tmp_path: Path) -> None:

@@ -45,8 +45,8 @@ def canary(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def problem(target: str, place: str | None = None) -> str:
-    return refused(resolve_target, target, *([PLACES[place]] if place else []))[0].removeprefix(f"_target_={target}: ")
+def problem(target: str, kind: str | None = None) -> str:
+    return refused(resolve_target, target, *([PLACES[kind]] if kind else []))[0].removeprefix(f"_target_={target}: ")
 
 
 @pytest.mark.slow
@@ -83,8 +83,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("target", REFUSED)
 def test_a_refusal_says_the_rule(target: str) -> None:
-    place = "model" if target.startswith("torch.optim.") else None
-    assert problem(target, place).startswith(REFUSED[target])
+    kind = "model" if target.startswith("torch.optim.") else None
+    assert problem(target, kind).startswith(REFUSED[target])
 
 
 def test_a_nested_class_fits_the_annotation_of_its_key() -> None:
@@ -242,23 +242,23 @@ HYDRA = [
 ]
 
 
-@pytest.mark.parametrize(("place", "node", "words"), HYDRA)
+@pytest.mark.parametrize(("group", "node", "problem"), HYDRA)
 def test_hydras_own_node_names_its_plugins_alone(
-    canary: Path, write_conf: Write, capsys: pytest.CaptureFixture[str], place: str, node: object, words: str
+    canary: Path, write_conf: Write, capsys: pytest.CaptureFixture[str], group: str, node: object, problem: str
 ) -> None:
     values = {"evil": node}
-    for name in reversed(["hydra", *place.split(".")]):
+    for name in reversed(["hydra", *group.split(".")]):
         values = {name: values}
     folder = write_conf({"recipe/evil.yaml": "# @package _global_\n" + yaml.safe_dump(values)})
     assert main(["--config-dir", str(folder), "recipe=evil", "steps=1"]) == 2
-    assert words in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
     assert not canary.exists()
 
 
 def test_a_launcher_holds_no_node_that_runs_code(canary: Path, refuse: Refuse) -> None:
     node = "+hydra.launcher.a={_target_:os.system,command:'touch canary'}"
-    (told,) = refuse("-m", "recipe=null", "steps=1", "seed=1,2", node)
-    assert told.startswith("hydra.launcher.a._target_=os.system: os is not among the packages")
+    (problem,) = refuse("-m", "recipe=null", "steps=1", "seed=1,2", node)
+    assert problem.startswith("hydra.launcher.a._target_=os.system: os is not among the packages")
     assert not canary.exists()
 
 
@@ -285,30 +285,30 @@ HERE = __name__
 
 
 def test_lists_paths_and_enums_become_what_the_annotation_says() -> None:
-    made = build({"_target_": f"{HERE}.Outer", "sizes": [1, 2], "path": "x/y", "mode": "fast"})
-    assert made == Outer(sizes=(1, 2), path=Path("x/y"), mode=Mode.fast)
+    component = build({"_target_": f"{HERE}.Outer", "sizes": [1, 2], "path": "x/y", "mode": "fast"})
+    assert component == Outer(sizes=(1, 2), path=Path("x/y"), mode=Mode.fast)
 
 
 def test_nested_nodes_are_built_first_also_in_lists_and_mappings() -> None:
     node = {"_target_": f"{HERE}.Inner", "size": 3}
-    made = build({"_target_": f"{HERE}.Outer", "inner": node, "others": [node], "extra": {"a": node}})
-    assert made.inner == made.others[0] == made.extra["a"] == Inner(size=3)
+    component = build({"_target_": f"{HERE}.Outer", "inner": node, "others": [node], "extra": {"a": node}})
+    assert component.inner == component.others[0] == component.extra["a"] == Inner(size=3)
     assert build({"_target_": f"{HERE}.Outer", "inner": {"size": 4}}).inner == Inner(size=4)
 
 
 @pytest.mark.parametrize(
-    ("target", "words"),
+    ("target", "rule"),
     [
         ("timm.create_model", "there is no module timm."),
         ("collections.Cuonter", "there is no Cuonter in collections."),
         ("math.pi", "is neither a class nor a function."),
     ],
 )
-def test_a_target_that_is_none_is_named(target: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_is_none_is_named(target: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
     with allow_packages(["collections", "math"]), pytest.raises(ConfigError) as caught:
         resolve_target(target)
-    assert str(caught.value.problems[0]).startswith(f"_target_={target}: {words}")
+    assert str(caught.value.problems[0]).startswith(f"_target_={target}: {rule}")
 
 
 PACKAGE = """\
@@ -335,8 +335,11 @@ class Loose:
 """
 
 
+Compose = Callable[..., Composition]
+
+
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_conf: Write) -> Callable[..., Composition]:
+def own_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_conf: Write) -> Compose:
     """A package `test_own_nets` and a choice `model=mine` that names a class of it."""
     (tmp_path / "test_own_nets.py").write_text(PACKAGE)
     (tmp_path / "test_own_bad.py").write_text("raise RuntimeError('half written')\n")
@@ -353,15 +356,15 @@ def problems(composition: Composition) -> list[str]:
     return [str(problem) for problem in check_names(composition) or check_values(composition)]
 
 
-def test_a_users_class_is_built_once_its_package_is_named(own: Callable[..., Composition], tmp_path: Path) -> None:
-    assert problems(own()) == []
-    (problem,) = problems(own(packages=()))
+def test_a_users_class_is_built_once_its_package_is_named(own_choice: Compose, tmp_path: Path) -> None:
+    assert problems(own_choice()) == []
+    (problem,) = problems(own_choice(packages=()))
     assert problem.startswith("model._target_=test_own_nets.Net: test_own_nets is not among the packages that targets")
     assert problem.endswith(f"To trust it: --allow-package test_own_nets. ({tmp_path}/conf/model/mine.yaml:2)")
 
 
-def test_a_package_that_nobody_named_is_never_imported(own: Callable[..., Composition]) -> None:
-    assert problems(own("model._target_=test_own_bad.Net", packages=("test_own_nets",))) != []
+def test_a_package_that_nobody_named_is_never_imported(own_choice: Compose) -> None:
+    assert problems(own_choice("model._target_=test_own_bad.Net", packages=("test_own_nets",))) != []
     assert "test_own_bad" not in sys.modules
 
 
@@ -377,21 +380,21 @@ def test_a_package_that_nobody_named_is_never_imported(own: Callable[..., Compos
         ("model._target_=test_own_bad.Net", "model._target_=test_own_bad.Net: cannot be imported: RuntimeError: half"),
     ],
 )
-def test_its_signature_is_its_schema(own: Callable[..., Composition], argument: str, problem: str) -> None:
-    (found,) = problems(own(argument))
-    assert found.startswith(problem)
+def test_its_signature_is_its_schema(own_choice: Compose, argument: str, problem: str) -> None:
+    (message,) = problems(own_choice(argument))
+    assert message.startswith(problem)
 
 
-def test_keys_that_only_kwargs_take_are_accepted_and_said_to_be_unchecked(own: Callable[..., Composition]) -> None:
-    composed = own("model._target_=test_own_nets.Loose", "model.anything=3")
+def test_keys_that_only_kwargs_take_are_accepted_and_said_to_be_unchecked(own_choice: Compose) -> None:
+    composed = own_choice("model._target_=test_own_nets.Loose", "model.anything=3")
     assert checked(composed).notes == ("model.anything: not checked, its class takes any key",)
 
 
 def test_an_optional_package_that_is_absent_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     composed = compose(["recipe=null", "model._target_=transformers.GPT2LMHeadModel"])
-    (found,) = [text for text in problems(composed) if "_target_" in text]
-    assert "its module needs transformers, which is not installed. Install it: pip install" in found
+    (message,) = [text for text in problems(composed) if "_target_" in text]
+    assert "its module needs transformers, which is not installed. Install it: pip install" in message
 
 
 CONF = Path(__file__).resolve().parents[1] / "support" / "conf"
@@ -418,7 +421,7 @@ def test_functions_and_classes_are_taken_by_name_or_as_a_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "said"),
+    ("argument", "problem"),
     [
         ("data.collate=os.system", "data.collate=os.system: os is not among the packages"),
         ("data.collate={_target_: os.system}", "data.collate._target_=os.system: os is not among the packages"),
@@ -431,13 +434,13 @@ def test_functions_and_classes_are_taken_by_name_or_as_a_node() -> None:
         ("data.collat=x.y", "data.collat: no such key in digits. Did you mean data.collate?"),
     ],
 )
-def test_what_cannot_be_called_there_is_refused_with_its_key(argument: str, said: str) -> None:
-    assert problems_of(argument)[0].startswith(said)
+def test_what_cannot_be_called_there_is_refused_with_its_key(argument: str, problem: str) -> None:
+    assert problems_of(argument)[0].startswith(problem)
 
 
 def test_a_key_without_a_value_leaves_the_fingerprint_as_it_was() -> None:
     plain = {"data": {"_target_": "trainkit.data.Digits", "scaling": "unit"}}
     unset = {"data": {**plain["data"], "collate": None, "sampler": None}}
-    given = {"data": {**plain["data"], "collate": "trainkit.data.Lists"}}
-    prints = [fingerprint(RunConfig.from_dict(values)) for values in (plain, unset, given)]
+    with_default = {"data": {**plain["data"], "collate": "trainkit.data.Lists"}}
+    prints = [fingerprint(RunConfig.from_dict(values)) for values in (plain, unset, with_default)]
     assert prints[0] == prints[1] != prints[2]

@@ -42,10 +42,10 @@ def test_a_line_is_split_into_verb_arguments_flags_and_overrides() -> None:
 
 
 def test_all_mistakes_are_reported_together() -> None:
-    found = refused(parse, ["epohs=3", "--nope", "--config-dir"])
-    assert [one.partition(":")[0].partition("=")[0] for one in found] == ["--config-dir", "--nope", "epohs"]
-    found = refused(parse, ["--mode", "best", "top", "sweep", "--k=0", "--json=3", "--metrc", "--metric"])
-    assert [one.partition(". ")[0] for one in found] == [
+    problems = refused(parse, ["epohs=3", "--nope", "--config-dir"])
+    assert [problem.partition(":")[0].partition("=")[0] for problem in problems] == ["--config-dir", "--nope", "epohs"]
+    problems = refused(parse, ["--mode", "best", "top", "sweep", "--k=0", "--json=3", "--metrc", "--metric"])
+    assert [problem.partition(". ")[0] for problem in problems] == [
         "--mode=best: must be min or max",
         "--k=0: must be a whole number, 1 to 1,000,000,000",
         "--json=3: --json takes no value",
@@ -72,8 +72,8 @@ def test_ls_lists_groups_choices_and_a_choice(capsys: pytest.CaptureFixture[str]
     assert main(["ls", "schedule"]) == 0
     assert "linear               A straight line from the peak to end\n" in capsys.readouterr().out
     assert main(["ls", "schedule", "linear"]) == 0
-    told = "_target_: trainkit.schedules.Linear\n# Defaults of trainkit.schedules.Linear\nend: 0.0\n"
-    assert told in capsys.readouterr().out
+    text = "_target_: trainkit.schedules.Linear\n# Defaults of trainkit.schedules.Linear\nend: 0.0\n"
+    assert text in capsys.readouterr().out
 
 
 def test_ls_goes_on_past_a_broken_file(write_conf: Write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +103,7 @@ def test_explain_shows_value_origin_meaning_and_tag_and_a_group_key_by_key(capsy
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("line", "expected"),
     [
         ("--config-dir conf model=mi", ["model=mine"]),
         ("plan --config-dir=conf model=mine model.wi", ["model.width="]),
@@ -113,12 +113,12 @@ def test_explain_shows_value_origin_meaning_and_tag_and_a_group_key_by_key(capsy
     ],
 )
 def test_completion_through_the_shells_variable_lists_the_users_own_choices(
-    cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, expected: list[str]
+    cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, expected: list[str]
 ) -> None:
     for name in ("conf/model/mine.yaml", "my conf/model/other.yaml"):
         (cwd / name).parent.mkdir(parents=True, exist_ok=True)
         (cwd / name).write_text("_target_: mypkg.Net\nwidth: 4\n")
-    monkeypatch.setenv("COMP_LINE", f"trainkit {words}")
+    monkeypatch.setenv("COMP_LINE", f"trainkit {line}")
     assert main(["-sc", "query=bash"]) == 0
     assert capsys.readouterr().out.splitlines() == expected
 
@@ -147,8 +147,8 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
 def test_a_command_that_composes_anew_names_the_folders_of_the_user(cwd: Path) -> None:
     (cwd / "my conf").mkdir()
     call, _ = parse(["prove", "strategy=mirrored", "--config-dir", "my conf", "--config-dir=/srv/conf", "--steps", "3"])
-    told = "trainkit prove --config-dir 'my conf' --config-dir /srv/conf strategy=mirrored --steps 3"
-    assert call.command == told
+    expected = "trainkit prove --config-dir 'my conf' --config-dir /srv/conf strategy=mirrored --steps 3"
+    assert call.command == expected
     with with_config_dirs(call.config_dirs):
         assert config_dir_arguments() == ["--config-dir", "my conf", "--config-dir", "/srv/conf"]
     assert config_dir_arguments() == []
@@ -165,10 +165,10 @@ def test_a_printed_command_names_its_folder_for_the_shell_and_for_the_command_li
     commands = [printed_command(verb, [Path(name), "k=1"]) for name in NAMES for verb in ("resume", "top")]
     bash = "".join(f'printf "%s\\0" {command}\nprintf "\\n"\n' for command in commands)
     done = subprocess.run(["bash", "-c", bash], capture_output=True, text=True, check=True)
-    for place, line in enumerate(done.stdout.splitlines()):
+    for index, line in enumerate(done.stdout.splitlines()):
         call, _ = parse(line.split("\0")[1:-1])
-        assert (call.verb, call.overrides) == (("resume", "top")[place % 2], ("k=1",))
-        assert Path(call.arguments[0]).expanduser().samefile(cwd / NAMES[place // 2])
+        assert (call.verb, call.overrides) == (("resume", "top")[index % 2], ("k=1",))
+        assert Path(call.arguments[0]).expanduser().samefile(cwd / NAMES[index // 2])
 
 
 @pytest.mark.slow
@@ -183,7 +183,7 @@ def test_a_setting_is_read_back_as_the_same_text() -> None:
 def test_a_word_with_an_equals_sign_is_a_path_where_one_is_missing_and_exists(cwd: Path) -> None:
     Path("out/lr=0.1").mkdir(parents=True)
     Path("seed=1").mkdir()
-    found = {
+    cases = {
         ("resume", "out/lr=0.1", "seed=1"): (("out/lr=0.1",), ("seed=1",)),
         ("evaluate", "seed=1", "seed=1"): (("seed=1",), ("seed=1",)),
         ("report", "seed=1", "out/lr=0.1"): (("seed=1", "out/lr=0.1"), ()),
@@ -192,8 +192,8 @@ def test_a_word_with_an_equals_sign_is_a_path_where_one_is_missing_and_exists(cw
         ("resume", "--", "no=1"): (("no=1",), ()),
         ("train", "seed=1"): ((), ("seed=1",)),
     }
-    for words, expected in found.items():
-        call, _ = parse(words)
+    for arguments, expected in cases.items():
+        call, _ = parse(arguments)
         assert (call.arguments, call.overrides) == expected
 
 
@@ -215,7 +215,7 @@ RUN = ("recipe=null", "model=own", "steps=8", "batch.micro_size=32", "callbacks=
 
 
 @pytest.fixture
-def own(cwd: Path) -> Path:
+def project(cwd: Path) -> Path:
     """The current folder, with a package, `model=own` and a choice `strategy=pair` of the user's."""
     (cwd / "test_pasted_nets.py").write_text(PACKAGE)
     for name, text in {
@@ -247,9 +247,9 @@ def printed_after(name: str, text: str) -> str:
     return line.removeprefix(name).strip()
 
 
-def test_a_stopped_run_resumes_by_its_printed_command_with_choices_of_the_user(own: Path) -> None:
+def test_a_stopped_run_resumes_by_its_printed_command_with_choices_of_the_user(project: Path) -> None:
     for strategy in ("one_device", "pair"):
-        folder = own / strategy
+        folder = project / strategy
         text = ran(*OWN, *RUN, f"strategy={strategy}", "stop_at_step=4", f"hydra.run.dir={strategy}")
         command = printed_after("resume ", text)
         assert command == json.loads((folder / "result.json").read_text())["resume"]
@@ -258,7 +258,7 @@ def test_a_stopped_run_resumes_by_its_printed_command_with_choices_of_the_user(o
         assert json.loads((folder / "result.json").read_text())["steps"] == 8
 
 
-def test_a_task_started_by_hand_prints_its_rank_and_log(own: Path) -> None:
+def test_a_task_started_by_hand_prints_its_rank_and_log(project: Path) -> None:
     workers = ",".join(f"'127.0.0.1:{free_port()}'" for _ in range(2))
     spec = ("cluster=spec", f"cluster.worker=[{workers}]", "strategy=multi_worker_mirrored", "hydra.run.dir=run")
     tasks = [quick.command(*OWN, *RUN, *spec, f"cluster.task=worker:{index}") for index in range(2)]
@@ -267,7 +267,7 @@ def test_a_task_started_by_hand_prints_its_rank_and_log(own: Path) -> None:
     assert [process.returncode for process in started] == [0, 0], text
     assert "launch by cluster=spec: rank 1 of 2 on one host" in text
     assert "worker:1, rank 1 of 2: its output goes to run/logs/rank_1.log\n" in text
-    assert (own / "run/logs/rank_1.log").exists()
+    assert (project / "run/logs/rank_1.log").exists()
 
 
 LONG = "has a name of 300 bytes; a file system takes 255 at most."
@@ -275,7 +275,7 @@ LONG = "has a name of 300 bytes; a file system takes 255 at most."
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "start"),
     [
         (("name='a\x1b[31m'",), "name=a\\x1b[31m: may hold letters, digits,"),
         (("steps=9999999999999999999999",), "steps=9999999999999999999999: must fit into 64 bits"),
@@ -292,16 +292,16 @@ LONG = "has a name of 300 bytes; a file system takes 255 at most."
     ids=lambda value: value[:40] if isinstance(value, str) else None,
 )
 def test_an_argument_without_bound_is_refused_on_one_screen(
-    refuse: Refuse, arguments: tuple[str, ...], told: str
+    refuse: Refuse, arguments: tuple[str, ...], start: str
 ) -> None:
     problems = refuse("plan", "recipe=null", *arguments)
     assert max(map(len, problems)) < 1500
-    assert problems[0].startswith(told)
+    assert problems[0].startswith(start)
     assert len(problems) == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "start"),
     [
         (("seed=range(1000000000)",), "seed=range(1000000000): lists about 1,000,000,000 values, and 10,000 is"),
         (("seed=range(5000)", "epochs=range(1,5001)"), "-m: makes 25,000,000 points of all keys together"),
@@ -309,10 +309,10 @@ def test_an_argument_without_bound_is_refused_on_one_screen(
     ],
 )
 def test_a_sweep_without_number_is_refused_before_it_is_counted_out(
-    refuse: Refuse, arguments: tuple[str, ...], told: str
+    refuse: Refuse, arguments: tuple[str, ...], start: str
 ) -> None:
     (problem,) = refuse("-m", "recipe=null", *arguments)
-    assert problem.startswith(told)
+    assert problem.startswith(start)
 
 
 @pytest.mark.slow

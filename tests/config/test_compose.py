@@ -114,8 +114,8 @@ def test_home_is_expanded_in_paths_only(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_run_folder_given_on_the_command_line_differs_from_the_default() -> None:
-    given = compose(["recipe=null", "hydra.run.dir=out/${name}"])
-    assert (str(given.run_dir), given.run_dir_given) == ("out/run", True)
+    composition = compose(["recipe=null", "hydra.run.dir=out/${name}"])
+    assert (str(composition.run_dir), composition.run_dir_given) == ("out/run", True)
     default = compose(["recipe=null"])
     assert str(default.run_dir).startswith("outputs/run/20")
     assert not default.run_dir_given
@@ -160,12 +160,12 @@ def test_of_the_batch_triple_global_size_is_displaced_last(
 def test_the_text_of_a_variable_is_read_as_what_its_key_takes(
     monkeypatch: pytest.MonkeyPatch, write_conf: Write
 ) -> None:
-    given = {"EPOCHS": "3", "RATE": "1e-3", "WIDTHS": "[8, 16]", "ONE": "5", "NORM": "true", "NAME": "0123"}
-    for name, text in given.items():
+    environ = {"EPOCHS": "3", "RATE": "1e-3", "WIDTHS": "[8, 16]", "ONE": "5", "NORM": "true", "NAME": "0123"}
+    for name, text in environ.items():
         monkeypatch.setenv(name, text)
     folder = write_conf({"recipe/mine.yaml": "epochs: ${oc.env:EPOCHS}\nbatch: {global_size: '${oc.env:ABSENT,32}'}\n"})
-    own = ("optimizer.lr=${oc.env:RATE}", "model.hidden=${oc.env:WIDTHS}", "model.batch_norm=${oc.env:NORM}")
-    values = checked(compose(["recipe=mine", *own, "name=${oc.env:NAME}"], config_dirs=[folder])).values
+    overrides = ("optimizer.lr=${oc.env:RATE}", "model.hidden=${oc.env:WIDTHS}", "model.batch_norm=${oc.env:NORM}")
+    values = checked(compose(["recipe=mine", *overrides, "name=${oc.env:NAME}"], config_dirs=[folder])).values
     assert (values["epochs"], values["batch"]["global_size"], values["optimizer"]["lr"]) == (3, 32, 0.001)
     assert (values["model"]["hidden"], values["model"]["batch_norm"]) == ([8, 16], True)
     assert values["name"] == "0123", "a key that takes text keeps it"
@@ -210,18 +210,18 @@ def composed(write_conf: Write) -> Callable[..., Composition]:
 
 
 def test_an_experiment_is_composed_over_the_defaults(composed: Callable[..., Composition]) -> None:
-    found = composed("experiment=small")
-    values = found.values
+    composition = composed("experiment=small")
+    values = composition.values
     assert (values["seed"], values["steps"], values["epochs"], values["name"]) == (12345, 6, None, "small")
     assert (values["model"]["hidden"], values["optimizer"]["lr"]) == ([5], 0.02)
     assert (values["recipe"], values["eval"]["metric"], list(values["callbacks"])) == (None, None, ["progress"])
-    assert found.notes == ()
+    assert composition.notes == ()
 
 
 def test_the_command_line_wins_over_an_experiment_and_its_choices(composed: Callable[..., Composition]) -> None:
-    found = composed("experiment=small", "seed=1", "optimizer=adam")
-    assert (found.values["seed"], found.values["optimizer"]["lr"]) == (1, 0.001)
-    (note,) = found.notes
+    composition = composed("experiment=small", "seed=1", "optimizer=adam")
+    assert (composition.values["seed"], composition.values["optimizer"]["lr"]) == (1, 0.001)
+    (note,) = composition.notes
     assert note.startswith("optimizer=adam replaces sgd: the keys that the experiment set in optimizer are dropped")
 
 
@@ -230,10 +230,10 @@ def test_an_experiment_wins_over_a_recipe_that_it_names(composed: Callable[..., 
     assert (values["steps"], values["epochs"], values["recipe"], values["name"]) == (3, None, "digits", "short")
     assert (values["optimizer"]["lr"], values["eval"]["metric"]) == (0.01, "val/accuracy")
     # a recipe of the command line lies below the experiment too
-    both = composed("experiment=small", "recipe=digits")
-    assert (both.values["optimizer"]["lr"], both.values["warmup"]["epochs"]) == (0.02, 1)
+    composition = composed("experiment=small", "recipe=digits")
+    assert (composition.values["optimizer"]["lr"], composition.values["warmup"]["epochs"]) == (0.02, 1)
     assert "the experiment replaces mlp: the keys that the recipe set in model are dropped with it" in " ".join(
-        both.notes
+        composition.notes
     )
 
 
@@ -269,9 +269,9 @@ def test_a_key_that_the_user_set_is_never_left_out() -> None:
 
 @pytest.mark.slow
 def test_a_replaced_class_does_without_the_keys_of_the_class_before(cwd: Path) -> None:
-    own = ("steps=2", "optimizer._target_=torch.optim.RMSprop", "optimizer.momentum=0.5", "callbacks=[]", "logger=[]")
-    assert main([*own, "hydra.run.dir=run"]) == 0
-    notes = [note for note in checked(compose(own)).notes if "RMSprop" in note]
+    keys = ("steps=2", "optimizer._target_=torch.optim.RMSprop", "optimizer.momentum=0.5", "callbacks=[]", "logger=[]")
+    assert main([*keys, "hydra.run.dir=run"]) == 0
+    notes = [note for note in checked(compose(keys)).notes if "RMSprop" in note]
     assert [note.partition("=")[0] for note in notes] == ["optimizer.betas", "optimizer.amsgrad", "optimizer.fused"]
     assert "is left out with optimizer._target_=torch.optim.RMSprop: no such key in RMSprop." in notes[0]
     # in a second round, the setting of a group that the class does not have
@@ -300,38 +300,37 @@ NODES = {
 }
 
 
-@pytest.mark.parametrize("place", ["recipe", "experiment"])
-def test_a_class_in_a_file_means_the_same_as_on_the_command_line(place: str, write_conf: Write) -> None:
-    text = "".join(f"{group}: {node}\n" for group, node in NODES.items())
-    folder = write_conf({f"{place}/own.yaml": text})
-    found = checked(compose([f"{place}=own"], config_dirs=[folder]))
+@pytest.mark.parametrize("kind", ["recipe", "experiment"])
+def test_a_class_in_a_file_means_the_same_as_on_the_command_line(kind: str, write_conf: Write) -> None:
+    folder = write_conf({f"{kind}/own.yaml": "".join(f"{group}: {node}\n" for group, node in NODES.items())})
+    file = checked(compose([f"{kind}=own"], config_dirs=[folder]))
     typed = checked(compose(["recipe=null", *(f"{group}={node}" for group, node in NODES.items())]))
-    assert {group: found.values[group] for group in NODES} == {group: typed.values[group] for group in NODES}
-    assert [note for note in found.notes if "left out" in note] == [note for note in typed.notes if "left out" in note]
+    assert {group: file.values[group] for group in NODES} == {group: typed.values[group] for group in NODES}
+    assert [note for note in file.notes if "left out" in note] == [note for note in typed.notes if "left out" in note]
 
 
 def test_a_choice_of_the_user_replaces_the_class_of_a_recipe(write_conf: Write) -> None:
     folder = write_conf({"recipe/own.yaml": f"optimizer: {NODES['optimizer']}\n"})
-    found = checked(compose(["recipe=own", "optimizer=adamw"], config_dirs=[folder]))
-    assert found.values["optimizer"]["_target_"] == "torch.optim.AdamW"
-    assert found.notes[0].startswith("optimizer=adamw replaces torch.optim.SGD: the keys that the recipe set")
+    composition = checked(compose(["recipe=own", "optimizer=adamw"], config_dirs=[folder]))
+    assert composition.values["optimizer"]["_target_"] == "torch.optim.AdamW"
+    assert composition.notes[0].startswith("optimizer=adamw replaces torch.optim.SGD: the keys that the recipe set")
 
 
 def test_a_callback_of_the_recipe_alone_is_left_out_where_other_data_lacks_what_it_needs() -> None:
-    found = checked(compose(["recipe=shakespeare", "data=synthetic_tokens"]))
-    assert [*found.values["callbacks"]] == ["progress", "plots"]
+    composition = checked(compose(["recipe=shakespeare", "data=synthetic_tokens"]))
+    assert [*composition.values["callbacks"]] == ["progress", "plots"]
     rule = "needs encode and decode of the data, and SyntheticTokens has no encode, decode."
-    assert any(note.startswith(f"callbacks.sample: is left out of the recipe: {rule}") for note in found.notes)
-    asked = checked(compose(["recipe=shakespeare", "data=synthetic_tokens", "callbacks=[sample]"]))
-    assert [*asked.values["callbacks"]] == ["sample"], "the user chose it: it is refused at the start of the run"
+    assert any(note.startswith(f"callbacks.sample: is left out of the recipe: {rule}") for note in composition.notes)
+    chosen = checked(compose(["recipe=shakespeare", "data=synthetic_tokens", "callbacks=[sample]"]))
+    assert [*chosen.values["callbacks"]] == ["sample"], "the user chose it: it is refused at the start of the run"
     assert "sample" in checked(compose(["recipe=shakespeare"])).values["callbacks"]
 
 
 @pytest.fixture
 def earlier(tmp_path: Path) -> Path:
     """A run folder with the config that a run resolved."""
-    given = ["recipe=null", "optimizer=sgd", "optimizer.lr=0.3", "batch.micro_size=16", "stop_at_step=5"]
-    values = compose(given).values
+    arguments = ["recipe=null", "optimizer=sgd", "optimizer.lr=0.3", "batch.micro_size=16", "stop_at_step=5"]
+    values = compose(arguments).values
     (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
     return tmp_path
 
@@ -347,9 +346,9 @@ def test_the_config_is_that_of_the_run(earlier: Path) -> None:
 def test_another_training_is_refused_by_name(earlier: Path) -> None:
     composed = compose_resumed(earlier, ["optimizer.lr=0.1", "seed=1"])
     problems = other_training(difference(load_resolved(earlier / "resolved.yaml"), composed.cfg), run=earlier)
-    told = [str(problem) for problem in composed.with_origins(ConfigError(problems)).problems]
-    assert told[0] == f"seed=1: the run to resume, {earlier}, has 0. Give it the same value. (command line)"
-    assert told[1].startswith(f"optimizer.lr=0.1: the run to resume, {earlier}, has 0.3.")
+    lines = [str(problem) for problem in composed.with_origins(ConfigError(problems)).problems]
+    assert lines[0] == f"seed=1: the run to resume, {earlier}, has 0. Give it the same value. (command line)"
+    assert lines[1].startswith(f"optimizer.lr=0.1: the run to resume, {earlier}, has 0.3.")
 
 
 def points(*arguments: str) -> list[Composition]:
@@ -368,8 +367,8 @@ def test_a_key_of_a_group_applies_to_the_choices_that_have_it() -> None:
 @pytest.mark.parametrize("prefix", ["", "+"])
 def test_a_key_that_only_the_class_of_the_user_takes_is_swept(prefix: str) -> None:
     """`width` is a key of the shipped gpt, which no class of these points is."""
-    own = "model._target_=tests.config.test_compose.Net"
-    call, _ = parse(["--allow-package", "tests", "-m", "recipe=null", own, f"{prefix}model.width=8,16"])
+    target = "model._target_=tests.config.test_compose.Net"
+    call, _ = parse(["--allow-package", "tests", "-m", "recipe=null", target, f"{prefix}model.width=8,16"])
     assert [point.values["model"]["width"] for point in call.compose_points()] == [8, 16]
 
 
@@ -385,9 +384,9 @@ def test_a_key_that_no_point_has_is_a_problem() -> None:
 
 
 def test_problems_of_plans_are_reported_for_all_points_before_the_first_run(refuse: Refuse) -> None:
-    told = refuse("-m", "recipe=null", "steps=20", "warmup.steps=5,30,40", "batch.micro_size=64,32")
+    problems = refuse("-m", "recipe=null", "steps=20", "warmup.steps=5,30,40", "batch.micro_size=64,32")
     rule = "steps of warmup, and the training has 20. Use 20 or fewer. (command line)"
-    assert told == [f"warmup.steps=30: 30 {rule}", f"warmup.steps=40: 40 {rule}"]
+    assert problems == [f"warmup.steps=30: 30 {rule}", f"warmup.steps=40: 40 {rule}"]
 
 
 def test_the_command_of_a_point_holds_what_it_needs_and_nothing_of_the_sweep(tmp_path: Path) -> None:
@@ -400,8 +399,8 @@ def test_the_command_of_a_point_holds_what_it_needs_and_nothing_of_the_sweep(tmp
     )  # fmt: skip
 
 
-def overrides(*given: str) -> tuple[str, ...]:
-    return expand_folds(Call(overrides=("recipe=null", *given))).overrides[1:]
+def overrides(*extra: str) -> tuple[str, ...]:
+    return expand_folds(Call(overrides=("recipe=null", *extra))).overrides[1:]
 
 
 def test_folds_become_a_key_that_is_swept() -> None:
@@ -419,7 +418,7 @@ def test_sweeps_whose_points_would_have_other_folds_are_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("arguments", "expected"),
     [
         (["cv.folds=1"], ["cv.folds=1: must be at least 2."]),
         (["cv.folds=3", "cv.fold=3"], ["cv.fold=3: there are cv.folds=3, counted from 0. Use 2 or less."]),
@@ -429,5 +428,5 @@ def test_sweeps_whose_points_would_have_other_folds_are_refused(tmp_path: Path) 
         ),
     ],
 )
-def test_bad_folds_are_problems_before_anything_runs(given: list[str], told: list[str]) -> None:
-    assert [line.removesuffix(" (command line)") for line in refused(trainkit.compose, given)] == told
+def test_bad_folds_are_problems_before_anything_runs(arguments: list[str], expected: list[str]) -> None:
+    assert [line.removesuffix(" (command line)") for line in refused(trainkit.compose, arguments)] == expected

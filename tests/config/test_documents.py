@@ -54,27 +54,27 @@ def test_keys_and_defaults_are_read_with_their_lines(document: Document) -> None
     ],
 )
 def test_a_trap_is_what_yaml_reads_otherwise_than_it_looks(tmp_path: Path, texts: list[str], traps: bool) -> None:
-    (tmp_path / "mine.yaml").write_text("".join(f"key{place}: {text}\n" for place, text in enumerate(texts)))
-    found: Sequence[Problem] = ()
+    (tmp_path / "mine.yaml").write_text("".join(f"key{index}: {text}\n" for index, text in enumerate(texts)))
+    problems: Sequence[Problem] = ()
     try:
         read_document(tmp_path / "mine.yaml")
     except ConfigError as error:
-        found = error.problems
-    assert [problem.value for problem in found] == (texts if traps else [])
+        problems = error.problems
+    assert [problem.value for problem in problems] == (texts if traps else [])
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "rule"),
     [
         (b"defaults: mlp\n", "defaults: must be a list."),
         (b"- a\n", "must hold keys and values."),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, content: bytes, words: str) -> None:
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, content: bytes, rule: str) -> None:
     (tmp_path / "mine.yaml").write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         read_document(tmp_path / "mine.yaml")
-    assert words in str(caught.value)
+    assert rule in str(caught.value)
     assert "mine.yaml" in str(caught.value)
 
 
@@ -99,9 +99,9 @@ def test_yaml_that_breaks_a_bound_is_refused_with_its_line(
     write_conf: Write, refuse: Refuse, text: str, rule: str, line: int
 ) -> None:
     folder = write_conf({"model/bad.yaml": f"_target_: trainkit.models.Mlp\n{text}"})
-    (told,) = refuse("explain", "model", "--config-dir", str(folder), "recipe=null", "model=bad")
-    assert told.startswith(f"bad.yaml: {rule}")
-    assert told.endswith(f" ({folder}/model/bad.yaml:{line})")
+    (problem,) = refuse("explain", "model", "--config-dir", str(folder), "recipe=null", "model=bad")
+    assert problem.startswith(f"bad.yaml: {rule}")
+    assert problem.endswith(f" ({folder}/model/bad.yaml:{line})")
 
 
 def test_a_file_that_is_no_text_or_too_large_is_refused(write_conf: Write) -> None:
@@ -122,8 +122,8 @@ def test_what_is_no_regular_file_is_no_choice_and_stops_no_listing(
     folder = write_conf({"model/good.yaml": "a: 1\n"})
     file = folder / "model" / "bad.yaml"
     os.mkfifo(file) if kind == "pipe" else file.symlink_to(kind)
-    (told,) = refuse("explain", "model", "--config-dir", str(folder), "model=bad")
-    assert told.startswith("model=bad: no such choice. There are: convnet,")
+    (problem,) = refuse("explain", "model", "--config-dir", str(folder), "model=bad")
+    assert problem.startswith("model=bad: no such choice. There are: convnet,")
     assert main(["ls", "model", "--config-dir", str(folder)]) == 0
     out = capsys.readouterr()
     assert "bad.yaml: cannot be read: it " in out.err or kind == "bad.yaml"
@@ -134,7 +134,7 @@ OUTSIDE = "names a file outside of the folders of the config."
 
 
 @pytest.mark.parametrize(
-    ("item", "told"),
+    ("item", "rule"),
     [
         ("x", "defaults: files include one another without an end."),
         ("../../outside", f"defaults=../../outside: {OUTSIDE}"),
@@ -144,9 +144,9 @@ OUTSIDE = "names a file outside of the folders of the config."
     ],
 )
 def test_a_defaults_list_leads_to_choices_and_not_back_to_itself(
-    write_conf: Write, refuse: Refuse, item: str, told: str
+    write_conf: Write, refuse: Refuse, item: str, rule: str
 ) -> None:
     folder = write_conf({"recipe/x.yaml": f"defaults:\n - {item}\n", "../outside.yaml": "name: read\n"})
-    (found,) = refuse("explain", "name", "--config-dir", str(folder), "recipe=x")
-    assert found.startswith(told)
-    assert found.endswith("/recipe/x.yaml:2)")
+    (problem,) = refuse("explain", "name", "--config-dir", str(folder), "recipe=x")
+    assert problem.startswith(rule)
+    assert problem.endswith("/recipe/x.yaml:2)")

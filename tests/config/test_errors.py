@@ -92,7 +92,7 @@ COMMANDS = {
     "--config-name=other": "--config-name=other: is Hydra's, and not needed here",
     "--cfg job resume RUN": "--cfg: prints what key=value compose, and not RUN.",
 }
-REFUSED = {**{f"recipe=null {line}": told for line, told in ARGUMENTS.items()}, **COMMANDS}
+REFUSED = {**{f"recipe=null {line}": problem for line, problem in ARGUMENTS.items()}, **COMMANDS}
 
 
 @pytest.mark.parametrize("line", REFUSED)
@@ -103,7 +103,8 @@ def test_a_bad_line_is_refused_by_what_is_wrong(refuse: Refuse, line: str) -> No
 
 def test_a_key_of_other_choices_names_them(refuse: Refuse) -> None:
     (problem,) = refuse("recipe=null", "strategy.replicas=2")
-    having = [one.stem for one in (shipped_conf() / "strategy").glob("*.yaml") if "replicas" in read_choice(one).values]
+    files = (shipped_conf() / "strategy").glob("*.yaml")
+    having = [file.stem for file in files if "replicas" in read_choice(file).values]
     assert problem.startswith("strategy.replicas: no such key in one_device. It belongs to ")
     assert f" {', '.join(sorted(having))}: " in problem
 
@@ -130,8 +131,8 @@ def test_a_key_of_other_choices_names_them(refuse: Refuse) -> None:
     ],
 )
 def test_all_problems_are_reported_at_once(refuse: Refuse, line: str, keys: str) -> None:
-    told = [problem.partition(":")[0].partition("=")[0] for problem in refuse("recipe=null", *line.split(" "))]
-    assert sorted(told) == sorted(keys.split())
+    refused = [problem.partition(":")[0].partition("=")[0] for problem in refuse("recipe=null", *line.split(" "))]
+    assert sorted(refused) == sorted(keys.split())
 
 
 @pytest.mark.parametrize(
@@ -150,16 +151,16 @@ def test_a_mistake_in_a_users_own_recipe_names_its_file_and_line(
     refuse: Refuse, write_conf: Write, text: str, line: int, problem: str
 ) -> None:
     folder = write_conf({"recipe/mine.yaml": text})
-    (found,) = refuse("--config-dir", str(folder), "recipe=mine")
-    assert found.startswith(problem)
-    assert found.endswith(f" ({folder}/recipe/mine.yaml:{line})")
+    (message,) = refuse("--config-dir", str(folder), "recipe=mine")
+    assert message.startswith(problem)
+    assert message.endswith(f" ({folder}/recipe/mine.yaml:{line})")
 
 
 def test_an_own_copy_of_the_defaults_that_names_what_is_gone_says_which_line(refuse: Refuse, write_conf: Write) -> None:
     folder = write_conf({"config.yaml": (shipped_conf() / "config.yaml").read_text().replace("adamw", "adamm")})
-    (found,) = refuse("--config-dir", str(folder), "recipe=null")
-    assert found.startswith("optimizer=adamm: no such choice. Did you mean adam?")
-    assert found.endswith(f" ({folder}/config.yaml:7)")
+    (message,) = refuse("--config-dir", str(folder), "recipe=null")
+    assert message.startswith("optimizer=adamm: no such choice. Did you mean adam?")
+    assert message.endswith(f" ({folder}/config.yaml:7)")
 
 
 ABSENT = MissingExtraError(key="logger=wandb", package="wandb", extra="wandb")
@@ -242,8 +243,8 @@ def code(cwd: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(jobs, "multirun", lambda *_, **__: [])
 
     def run(line: str) -> int:
-        words = [line] if "{" in line and not line.startswith("-") else line.split(" ")
-        return main(words)
+        arguments = [line] if "{" in line and not line.startswith("-") else line.split(" ")
+        return main(arguments)
 
     return run
 

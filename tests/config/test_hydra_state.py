@@ -37,7 +37,7 @@ def handlers() -> Iterator[None]:
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
     yield
-    for handler in [one for one in root.handlers if one not in before]:
+    for handler in [handler for handler in root.handlers if handler not in before]:
         root.removeHandler(handler)
         handler.close()
     root.handlers[:] = before

@@ -40,12 +40,12 @@ def test_the_parts_of_a_file_are_found_by_name_or_as_the_only_ones() -> None:
         ],
         "of_mine",
     )  # fmt: skip
-    given = ["recipe=digits", "objective=classification", "model._target_=of_mine.Base"]
-    assert arguments_of("./of_mine.py", given) == (["data=null", "data._target_=of_mine.Points"], "of_mine")
+    overrides = ["recipe=digits", "objective=classification", "model._target_=of_mine.Base"]
+    assert arguments_of("./of_mine.py", overrides) == (["data=null", "data._target_=of_mine.Points"], "of_mine")
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (
             WHOLE,
@@ -57,11 +57,11 @@ def test_the_parts_of_a_file_are_found_by_name_or_as_the_only_ones() -> None:
         ("def", "is no Python: "),
     ],
 )
-def test_what_is_ambiguous_or_absent_is_refused(file: Path, text: str, told: str) -> None:
+def test_what_is_ambiguous_or_absent_is_refused(file: Path, text: str, message: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError) as refused:
         arguments_of("of_mine.py", [])
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_a_function_gives_the_loss_of_each_sample_and_no_mean(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,10 +35,10 @@ def test_every_folder_of_a_project_has_its_choices_and_packages(
     before = os.environ.get("PYTHONPATH")
     monkeypatch.chdir(home / "below")
     assert main(["plan", "recipe=null", "model=tiny"]) == 0
-    told = (
+    errors = (
         f"project {home}/pyproject.toml: config folders ../conf; packages waves_of_mine (--no-project leaves it out)\n"
     )
-    assert capsys.readouterr().err.startswith(told)
+    assert capsys.readouterr().err.startswith(errors)
     assert (str(home / "src") in sys.path, os.environ.get("PYTHONPATH")) == (False, before)
 
 
@@ -55,14 +55,14 @@ def test_all_problems_of_the_table_are_named_together(home: Path, capsys: pytest
     (home / "pyproject.toml").write_text(f"[tool.trainkit]\n{table}")
     os.chdir(home / "below")
     assert main(["plan", "recipe=null", "model=tiny"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("5 problems in the config\n")
-    for words in (
+    errors = capsys.readouterr().err
+    assert errors.startswith("5 problems in the config\n")
+    for message in (
         "tool.trainkit.config_dir=3: no such key. Did you mean config_dirs?", f"=gone: there is no folder {home}/gone.",
         f"=json: there is no json in {home} or", "--allow-package torch.",
         f"=link: {home}/link is a link to /usr/share.",
     ):  # fmt: skip
-        assert words in told
+        assert message in errors
 
 
 def test_a_module_that_python_imports_from_elsewhere_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,6 +80,6 @@ def test_what_belongs_to_another_user_is_refused(
     assert main(["plan", "recipe=null", "model=tiny"]) == 2
     monkeypatch.setattr(project, "_is_mine", lambda path: path.suffix != ".toml")
     assert main(["plan", "recipe=null", "model=tiny"]) == 2
-    told = capsys.readouterr().err
-    assert "waves_of_mine.py belongs to another user. Only packages below" in told
-    assert "pyproject.toml: belongs to another user. To start without it: --no-project." in told
+    errors = capsys.readouterr().err
+    assert "waves_of_mine.py belongs to another user. Only packages below" in errors
+    assert "pyproject.toml: belongs to another user. To start without it: --no-project." in errors

@@ -108,9 +108,9 @@ def test_what_can_change_the_result_alone_changes_the_fingerprint() -> None:
 
 
 def test_a_difference_says_what_can_matter_first() -> None:
-    found = difference(cfg(), cfg("strategy=mirrored", "optimizer.lr=0.1", "name=b"))
-    assert next((item.key, item.tag.value) for item in found) == ("optimizer.lr", "maths")
-    tags = {item.key: item.tag.value for item in found}
+    differences = difference(cfg(), cfg("strategy=mirrored", "optimizer.lr=0.1", "name=b"))
+    assert next((item.key, item.tag.value) for item in differences) == ("optimizer.lr", "maths")
+    tags = {item.key: item.tag.value for item in differences}
     assert {key for key, tag in tags.items() if tag == "maths"} == {"optimizer.lr"}
     assert (tags["name"], tags["strategy.replicas"], tags["strategy.bucket_mb"]) == ("cosmetic", "placement", "speed")
     assert difference(cfg(), cfg()) == []
@@ -202,9 +202,9 @@ def test_what_a_class_marks_is_a_secret_also_in_its_parts() -> None:
 
 
 def test_a_secret_is_no_part_of_a_fingerprint_or_of_what_makes_another_training() -> None:
-    one, other = (RunConfig(data={"token": secret}) for secret in ("${oc.env:K}", "${oc.env:OTHER}"))
-    assert (fingerprint(one), identity(one)) == (fingerprint(other), identity(other))
-    assert other_training(difference(one, other), run=Path("a")) == []
+    left, other = (RunConfig(data={"token": secret}) for secret in ("${oc.env:K}", "${oc.env:OTHER}"))
+    assert (fingerprint(left), identity(left)) == (fingerprint(other), identity(other))
+    assert other_training(difference(left, other), run=Path("a")) == []
 
 
 def test_a_variable_of_a_secret_is_looked_up_where_the_object_is_built_and_masked_there(
@@ -237,19 +237,19 @@ def test_a_secret_that_is_a_common_word_or_a_number_is_not_masked_in_other_texts
         sys.stdout.write(f"outputs/digits/2026 {common}\n")
         sys.stdout.write("xlong-secretx sk4digits aQwErTyUi abcdefghijklmnopq http://a:b@c\n")
     sys.stdout.write("long-secret")
-    told, hidden, after = capsys.readouterr().out.split("\n")
-    assert (told, after) == (f"outputs/digits/2026 {common}", "long-secret")
+    line, hidden, after = capsys.readouterr().out.split("\n")
+    assert (line, after) == (f"outputs/digits/2026 {common}", "long-secret")
     assert hidden == "x(redacted)x (redacted) (redacted) (redacted) http://a:(redacted)@c"
 
 
 def test_a_traceback_and_its_record_hold_no_secret() -> None:
     with masked_output():
         remember("canary-words")
-        words = error_report(1, ConfigError([Problem(key="data.token", value="k7", rule="canary-words is wrong.")]))
-    assert words.problems == (
+        report = error_report(1, ConfigError([Problem(key="data.token", value="k7", rule="canary-words is wrong.")]))
+    assert report.problems == (
         {"key": "data.token", "rule": "(redacted) is wrong.", "origin": "", "value": "(redacted)"},
     )
-    assert "canary-words" not in words.message + words.traceback
+    assert "canary-words" not in report.message + report.traceback
 
 
 def test_environment_json_contains_arguments_seed_packages_and_devices(tmp_path: Path) -> None:

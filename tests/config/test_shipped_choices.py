@@ -45,9 +45,9 @@ def test_a_choice_has_every_key_of_its_class_and_repeats_no_default() -> None:
         usual = {key: default_of(kind, key) for key in signature_of(kind).keys if key not in INJECTED.get(group, ())}
         assert {*choice.values} - {TARGET, *GROUP_KEYS.get(group, ())} == usual.keys(), file
         assert [key for key in choice.of_class if repr(choice.values[key]) != repr(usual[key])] == [], file
-        own = written.keys() & usual.keys() - written.get("source", {}).keys()  # a figure stands beside its source
+        repeated = written.keys() & usual.keys() - written.get("source", {}).keys()  # a figure stands beside its source
         of_torch = str(written.get(TARGET)).startswith("torch.")
-        assert of_torch or [key for key in own if written[key] == usual[key]] == [], file
+        assert of_torch or [key for key in repeated if written[key] == usual[key]] == [], file
     for path, value in leaves(read_document(shipped_conf() / "config.yaml").values):
         assert path[0] == "hydra" or lookup(RunConfig().to_dict(), path) != value, path
 
@@ -91,9 +91,9 @@ EXAMPLE = "trainkit.strategies.MyStrategy"  # docs/adding-a-strategy.md
 @pytest.mark.parametrize("public", names.NAMES)
 def test_a_name_is_that_of_its_class(public: str) -> None:
     package, _, kind = public.rpartition(".")
-    found = getattr(import_module(package), kind)
-    assert (found.__module__, found.__qualname__) == (names.NAMES[public], kind)
-    assert names.name_of(found) == public
+    kind_class = getattr(import_module(package), kind)
+    assert (kind_class.__module__, kind_class.__qualname__) == (names.NAMES[public], kind)
+    assert names.name_of(kind_class) == public
 
 
 def test_the_names_are_those_of_the_shipped_files() -> None:
@@ -118,8 +118,8 @@ def test_each_verb_refuses_a_run_of_an_earlier_version(tmp_path: Path, capsys: p
     )
     for command in ("resume", "evaluate", "predict --out=x.jsonl", "report", "generate --prompt=x", "export --to=onnx",
         *(["quantize --to=int8_weight"] if find_spec("torchao") else []), f"diff {old}", f"report {old}"):  # fmt: skip
-        verb, *rest = command.split()
-        assert main([verb, str(old), *rest]) == 2, command
+        verb, *arguments = command.split()
+        assert main([verb, str(old), *arguments]) == 2, command
         assert capsys.readouterr().err.splitlines() == ["1 problem in the config", f"  {problem}"], command
     with pytest.raises(ConfigError) as caught:
         trainkit.load(old)

@@ -72,21 +72,21 @@ class Outcome:
         """Return what is wrong with it: another rank or cause, a cause that differs between screen, file and code."""
         first = self.reason.splitlines()[0] if self.reason else ""
         mismatch = "collective" in kind
-        found = []
+        wrong = []
         if not re.search(SAID[kind].replace("step 3 \\(forward", "step \\d \\(\\w+"), first):
-            found.append(f"cause: {first}")
+            wrong.append(f"cause: {first}")
         if not mismatch and not plain(first).startswith(f"rank {rank} "):
-            found.append(f"not rank {rank}: {first}")
+            wrong.append(f"not rank {rank}: {first}")
         if not re.search(r"rank \d+ \(pid \d+ on [^)]+\)", first):
-            found.append("no pid and host")
+            wrong.append("no pid and host")
         if first not in self.screen:
-            found.append(f"the screen says something else:\n{self.screen}")
+            wrong.append(f"the screen says something else:\n{self.screen}")
         if self.code != (5 if kind in HANGS else 1) or self.status != "failed":
-            found.append(f"exit code {self.code}, status {self.status}")
+            wrong.append(f"exit code {self.code}, status {self.status}")
         if kind in PLACES and (PLACES[kind] not in self.screen or LIMIT not in self.screen):
-            found.append(f"neither place nor limit:\n{self.screen}")
-        found += [f"an after-effect on the screen: {line}" for line in re.findall(_AFTER_EFFECTS, self.screen)]
-        return found
+            wrong.append(f"neither place nor limit:\n{self.screen}")
+        wrong += [f"an after-effect on the screen: {line}" for line in re.findall(_AFTER_EFFECTS, self.screen)]
+        return wrong
 
 
 _AFTER_EFFECTS = r".*(?:gloo/transport|terminate called|Fatal Python error|ended while rank).*"
@@ -108,11 +108,11 @@ def launch(
         path = folder / "conf" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    several = ["supervisor.max_restarts=0"] if any(one.startswith("strategy=") for one in overrides) else []
+    several = ["supervisor.max_restarts=0"] if any(override.startswith("strategy=") for override in overrides) else []
     arguments = ["--config-dir", str(folder / "conf"), *latest(*OVERRIDES, *several, *overrides)]
     command = quick.command(*arguments) if quickly else [sys.executable, "-m", "trainkit", *arguments]
-    place = {PLACE: "callback"} if "model=net" not in overrides else {}
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), FAULT: fault, **place}
+    environ_place = {PLACE: "callback"} if "model=net" not in overrides else {}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), FAULT: fault, **environ_place}
     return subprocess.Popen(
         [*within, *command], cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -127,8 +127,8 @@ def outcome(folder: Path, process: subprocess.Popen[str]) -> Outcome:
             process.kill()
     path = folder / "run/result.json"
     result = json.loads(path.read_text()) if path.is_file() else {}
-    said = {"reason": result.get("reason", ""), "status": result.get("status", "")}
-    return Outcome(code=process.returncode, screen=screen, **said)
+    fields = {"reason": result.get("reason", ""), "status": result.get("status", "")}
+    return Outcome(code=process.returncode, screen=screen, **fields)
 
 
 def train(folder: Path, fault: str, *overrides: str) -> Outcome:

@@ -32,9 +32,9 @@ def _fill(mount: Path, _: Path, *, but: int = 0) -> None:
     """Take all room, or all but so many bytes; once."""
     if (mount / "filler").exists():
         return
-    found = os.statvfs(mount)
+    stats = os.statvfs(mount)
     with (mount / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        file.write(bytes(max(0, found.f_bavail * found.f_frsize - but)))
+        file.write(bytes(max(0, stats.f_bavail * stats.f_frsize - but)))
         while not but:
             file.write(bytes(512))
 
@@ -62,19 +62,19 @@ _FAULTS: dict[str, Any] = {
 
 
 @contextlib.contextmanager
-def mounted(place: Path, options: str) -> Iterator[Path]:
+def mounted(mount: Path, options: str) -> Iterator[Path]:
     """Mount a small file system in memory; whatever happens, nothing of it stays.
 
     Raises:
         PermissionError: this process may not mount; says why.
     """
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", options, "none", str(place)]
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "none", str(mount)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise PermissionError(done.stderr.strip())
     try:
-        yield place
+        yield mount
     finally:
-        while os.path.ismount(place):
-            subprocess.run(["umount", "-l", place], check=True)
+        while os.path.ismount(mount):
+            subprocess.run(["umount", "-l", mount], check=True)

@@ -32,9 +32,9 @@ def _fault() -> tuple[str, int, int]:
 
 
 def _eat_memory() -> None:
-    held = []
+    blocks = []
     while True:
-        held.append(bytearray(os.urandom(1 << 20)) * 32)
+        blocks.append(bytearray(os.urandom(1 << 20)) * 32)
 
 
 def _exchange() -> None:
@@ -78,19 +78,19 @@ class Fault(Callback):
             fail_at(run.state.step)
 
 
-def fail_at(now: int) -> None:
+def fail_at(current: int) -> None:
     """Do what is planted for this step and rank."""
     kind, rank, step = _fault()
-    here = rank == _rank()
-    if now != step:
+    is_here = rank == _rank()
+    if current != step:
         return
-    if (kind, here) in (("extra collective", True), ("missing collective", False)):
+    if (kind, is_here) in (("extra collective", True), ("missing collective", False)):
         _exchange()
-    elif here and kind == "raised 'peer'":
+    elif is_here and kind == "raised 'peer'":
         raise RuntimeError("the peer table is broken: connection reset by peer")
-    elif here and kind == "raised":
+    elif is_here and kind == "raised":
         raise ValueError("bad batch 17")
-    elif here and kind in ACTIONS:
+    elif is_here and kind in ACTIONS:
         ACTIONS[kind]()
 
 

@@ -46,17 +46,17 @@ class Start(Callback):
 def samples_by_step(log: Path, *, num_samples: int, global_size: int) -> dict[int, list[int]]:
     """The samples that each step was made of; a step that was computed again counts once, the last time."""
     per_epoch = -(-num_samples // global_size)
-    found: dict[int, list[int]] = {}
+    by_step: dict[int, list[int]] = {}
     step = 0
-    taken: list[int] = []
+    indices: list[int] = []
     for line in log.read_text().splitlines():
-        word, number = line.split()
-        if word == "start":
-            step, taken = int(number), []
+        event, number = line.split()
+        if event == "start":
+            step, indices = int(number), []
             continue
-        taken.append(int(number))
+        indices.append(int(number))
         last = step % per_epoch == per_epoch - 1
-        if len(taken) == (num_samples - global_size * (per_epoch - 1) if last else global_size):
-            found[step] = taken
-            step, taken = step + 1, []
-    return found
+        if len(indices) == (num_samples - global_size * (per_epoch - 1) if last else global_size):
+            by_step[step] = indices
+            step, indices = step + 1, []
+    return by_step

@@ -8,8 +8,8 @@ ROW = every.Row(key="two", what="time of it", by="a loop", contenders={}, invers
 
 
 def test_a_ratio_is_taken_within_a_round() -> None:
-    taken = {"base": [4.0, 8.0], "trainkit": [2.0, 2.0], "DDP": [4.0, 2.0]}
-    assert every.ratios(ROW, taken) == {"trainkit": [2.0, 4.0], "DDP": [1.0, 4.0]}
+    seconds = {"base": [4.0, 8.0], "trainkit": [2.0, 2.0], "DDP": [4.0, 2.0]}
+    assert every.ratios(ROW, seconds) == {"trainkit": [2.0, 4.0], "DDP": [1.0, 4.0]}
 
 
 def test_the_table_of_readme_keeps_what_was_not_measured() -> None:

@@ -32,7 +32,9 @@ def _limit(kind: str) -> float:
     return 5 if kind in HANGS else 60
 
 
-@pytest.mark.parametrize("kind", [pytest.param(one, marks=() if one in SHORT else pytest.mark.long) for one in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in SHORT else pytest.mark.long) for kind in KINDS]
+)
 def test_of_two_ranks_the_one_that_failed_is_named(cwd: Path, kind: str) -> None:
     loader = "loader.num_workers=1" if kind == "loader hang" else "loader.num_workers=0"
     assert train(cwd, f"{kind}:1:{STEP}", *mirrored(2, hang_timeout_s=_limit(kind)), loader).problems(kind, 1) == []
@@ -52,9 +54,9 @@ def test_under_other_strategies_that_rank_is_named(cwd: Path, kind: str, strateg
 @pytest.mark.long
 def test_one_process_whose_loader_hangs_ends_by_itself(cwd: Path) -> None:
     settings = ("model=net", "supervisor.hang_timeout_s=5", "steps=99", "loader.num_workers=1")
-    found = train(cwd, "loader hang:-1:30", *settings)  # after the passes that show what the model does
-    assert (found.code, found.status) == (5, "failed")
-    assert "rank 0 has made no progress for " in plain(found.reason)
+    ended = train(cwd, "loader hang:-1:30", *settings)  # after the passes that show what the model does
+    assert (ended.code, ended.status) == (5, "failed")
+    assert "rank 0 has made no progress for " in plain(ended.reason)
 
 
 @pytest.mark.long
@@ -65,12 +67,12 @@ def test_a_server_of_parameters_that_is_stopped_is_named(cwd: Path) -> None:
     wait_for((cwd / "run/checkpoints/step_00000020").exists, process)
     server = next(pid for pid, name in descendants(process.pid).items() if name == "ps:0")
     os.kill(server, signal.SIGSTOP)
-    found = outcome(cwd, process)
-    first = found.reason.splitlines()[0]
-    assert f"(pid {server} on " in first, found.screen
+    ended = outcome(cwd, process)
+    first = ended.reason.splitlines()[0]
+    assert f"(pid {server} on " in first, ended.screen
     assert "is stopped by a signal (state T)" in first
-    assert first in found.screen
-    assert (found.status, found.code) == ("failed", 5)
+    assert first in ended.screen
+    assert (ended.status, ended.code) == ("failed", 5)
 
 
 @pytest.fixture

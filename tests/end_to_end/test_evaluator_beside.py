@@ -33,7 +33,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     "settings",
     [
         pytest.param(MIRRORED, marks=pytest.mark.slow),
-        *(pytest.param(one, marks=pytest.mark.long) for one in PLACES.values()),
+        *(pytest.param(settings, marks=pytest.mark.long) for settings in PLACES.values()),
         pytest.param(("strategy=pipeline", "strategy.replicas=1"), marks=pytest.mark.matrix),
     ],
     ids=["mirrored", *PLACES, "pipeline"],
@@ -42,25 +42,25 @@ def test_every_checkpoint_is_evaluated_beside_the_training_of_any_strategy(
     settings: tuple[str, ...], tmp_path: Path
 ) -> None:
     result = run(tmp_path / "run", *POINTS, *settings, "eval.beside=true")
-    found = {row["step"]: row for row in rows(tmp_path / "run")}
-    assert sorted(found) == [3, 6]
+    by_step = {row["step"]: row for row in rows(tmp_path / "run")}
+    assert sorted(by_step) == [3, 6]
     written = list_complete(tmp_path / "run/checkpoints")
-    assert [one.metric for one in written] == [None, None], "the last one is not written again with its metric"
+    assert [saved.metric for saved in written] == [None, None], "the last one is not written again with its metric"
     assert result["evaluator"] == {"status": "finished", "reason": None, "evaluated": 2, "not_evaluated": []}
     plain = run(tmp_path / "plain", *POINTS)
     assert result["metrics"] == pytest.approx(plain["metrics"], rel=1e-12)
     lines = map(json.loads, (tmp_path / "plain/metrics.jsonl").read_text().splitlines())
-    for own in (line for line in lines if "val_ema/loss" in line):
-        assert {name: found[own["step"]][name] for name in plain["metrics"]} == pytest.approx(
-            {name: own[name] for name in plain["metrics"]}, rel=1e-12
+    for line in (line for line in lines if "val_ema/loss" in line):
+        assert {name: by_step[line["step"]][name] for name in plain["metrics"]} == pytest.approx(
+            {name: line[name] for name in plain["metrics"]}, rel=1e-12
         )
 
 
 def test_an_evaluator_that_cannot_stand_beside_a_run_is_refused(tmp_path: Path) -> None:
-    for settings, told in (
+    for settings, message in (
         ((*SERVERS, "strategy.evaluator=true"), "the strategy has its own evaluator"),
         ((*MIRRORED, "elastic.min_replicas=1"), "the run may continue with fewer tasks"),
         (("callbacks=[early_stop]",), "callbacks.early_stop: needs evaluations during the training"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             run(tmp_path / "run", *POINTS, *settings, "eval.beside=true")

@@ -91,10 +91,10 @@ SIZED = {
 LARGE = [*WORKLOADS["gpt_large"](False).overrides, *WORKLOADS["gpt_large"](False).sizes, "strategy=fsdp", *ALONE]
 SIZED_GPT = ["recipe=null", "steps=24", *WORKLOADS["gpt"](False).overrides, *WORKLOADS["gpt"](False).sizes]
 PLANNED: dict[str, Sequence[str]] = {
-    **{one[1]: [*comparing.DIGITS, *one, "precision=bf16_mixed"] for one in comparing.PAIRS},
-    **{f"alone {one[0]}": [*comparing.DIGITS, *comparing.DRAWING, *one, "precision=fp64"]
-       for one in comparing.ALONE_CHOICES},
-    **{f"map {one[0]}": [*comparing.DIGITS, *comparing.DRAWING, *one] for one in comparing.maps(small=True)},
+    **{choice[1]: [*comparing.DIGITS, *choice, "precision=bf16_mixed"] for choice in comparing.PAIRS},
+    **{f"alone {choice[0]}": [*comparing.DIGITS, *comparing.DRAWING, *choice, "precision=fp64"]
+       for choice in comparing.ALONE_CHOICES},
+    **{f"map {choice[0]}": [*comparing.DIGITS, *comparing.DRAWING, *choice] for choice in comparing.maps(small=True)},
     **{mode: [*comparing.DIGITS, _mode(mode), "precision=fp16_mixed"] for mode in comparing.MODES},
     **{name: ["recipe=null", "steps=60", *arguments] for name, arguments in SIZED.items()},
     **{axis: [*comparing.TEXT, *comparing.of_mesh(axis)] for axis in comparing.AXES},
@@ -112,14 +112,14 @@ def test_what_a_small_run_leaves_out_can_be_planned(name: str, request: pytest.F
         request.getfixturevalue("compiled_gradients")
     if "convert=float8" in arguments and find_spec("torchao") is None:
         pytest.skip("needs torchao")
-    graphs = ["compile.backend=aot_eager"] if any(one.startswith("compile.mode") for one in arguments) else []
-    found = api.compose([*arguments, *graphs], config_dirs=[ROOT / "benchmarks/conf"], packages=["benchmarks"])
+    graphs = ["compile.backend=aot_eager"] if any(argument.startswith("compile.mode") for argument in arguments) else []
+    composition = api.compose([*arguments, *graphs], config_dirs=[ROOT / "benchmarks/conf"], packages=["benchmarks"])
     with allow_packages(["benchmarks"]):
-        plan = make_plan(found.cfg)
+        plan = make_plan(composition.cfg)
         model_notes(plan, meta_model(plan.cfg))
 
 
 def test_a_save_holds_the_numbers_from_before_the_next_update(tmp_path: Path) -> None:
-    found = list(save.measured(1e-3, torch.device("cpu"), tmp_path))
-    assert [list(one) for one in found] == [["late_s"], ["is_whole"]] * 2
-    assert found[1::2] == [{"is_whole": True}] * 2
+    figures = list(save.measured(1e-3, torch.device("cpu"), tmp_path))
+    assert [list(figure) for figure in figures] == [["late_s"], ["is_whole"]] * 2
+    assert figures[1::2] == [{"is_whole": True}] * 2

@@ -85,7 +85,7 @@ def spoilt(mount: Mount, conf: Path, fault: str, arguments: list[str]) -> None:
 # one of both strategies that a fault differs for, and two cases by default
 @pytest.mark.parametrize(("fault", "strategy"), [
     ("full", "one_device"), ("removed", "mirrored"),
-    *(pytest.param(*one, marks=pytest.mark.long) for one in (
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
         ("nearly full", "one_device"), ("no inodes", "mirrored"), ("read-only", "one_device"),
         ("renamed", "mirrored"), ("unmounted", "one_device"),
     )),
@@ -96,18 +96,18 @@ def test_a_disk_that_is_spoilt_during_the_run_ends_it_with_4(
     spoilt(mount, tmp_path / "conf", fault, STRATEGIES[strategy])
 
 
-@pytest.mark.parametrize(("options", "told"), [
+@pytest.mark.parametrize(("options", "message"), [
     ("size=300k", "has too little room for the checkpoints of this run: 718 KiB are needed"),
     pytest.param("size=3m,ro", "run cannot be written: Read-only file system.", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_disk_that_is_spoilt_from_the_start_starts_nothing(
-    mount: Mount, tmp_path: Path, options: str, told: str
+    mount: Mount, tmp_path: Path, options: str, message: str
 ) -> None:
     disk = mount(options)
     ended = train(disk, tmp_path / "conf", *STRATEGIES["mirrored"])
     assert ended.returncode == 4
     (line,) = ended.stderr.splitlines()
-    assert told in line
+    assert message in line
     assert list(disk.iterdir()) == []
 
 
@@ -120,7 +120,7 @@ def test_a_run_that_met_a_full_disk_is_resumed_once_there_is_room(mount: Mount, 
     (disk / "filler").write_bytes(b"")
     resumed = train(disk, tmp_path / "conf", "resume=auto", fault="full")
     assert (whole.returncode, resumed.returncode) == (0, 0), resumed.stderr
-    results = [RunFolder(place / "run").read_result() or {} for place in (disk, tmp_path)]
+    results = [RunFolder(folder / "run").read_result() or {} for folder in (disk, tmp_path)]
     assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
     assert not (disk / "run" / ".reserve").exists()
     shutil.rmtree(tmp_path / "run")

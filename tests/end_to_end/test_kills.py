@@ -109,15 +109,15 @@ def test_a_run_killed_at_random_moments_sees_the_same_samples_and_ends_in_the_sa
     conf: Path, whole: Path
 ) -> None:
     parts = conf.parent / "parts.log"
-    begun = killed_runs(conf, parts, kills=3)
+    starts = killed_runs(conf, parts, kills=3)
     is_over = Path("run/result.json").exists() and result_of("run")["status"] == "finished"
     last = subprocess.run(command(conf, "resume=auto"), env=environ(parts), check=False, capture_output=True, text=True)
     assert (last.returncode, last.stderr) == (0, "")
-    assert parts.read_text().count("start") == begun + (0 if is_over else 1)
+    assert parts.read_text().count("start") == starts + (0 if is_over else 1)
     assert result_of("run")["weights_sha256"] == result_of(whole / "run")["weights_sha256"]
-    seen = samples_by_step(parts, num_samples=37, global_size=8)
-    assert seen == samples_by_step(whole / "log", num_samples=37, global_size=8)
-    assert sorted(seen) == list(range(STEPS))
+    samples = samples_by_step(parts, num_samples=37, global_size=8)
+    assert samples == samples_by_step(whole / "log", num_samples=37, global_size=8)
+    assert sorted(samples) == list(range(STEPS))
     assert [path.name for path in Path().glob("run*")] == ["run"]
 
 
@@ -191,17 +191,17 @@ def test_two_of_four_are_lost_and_return_and_no_bit_differs(cwd: Path, monkeypat
     (cwd / "gone").touch()
     monkeypatch.setenv("TRAINKIT_FAIL", ";".join([*broken(2, "gone"), *broken(3, "gone")]))
     mirrored = ["strategy=mirrored", "strategy.replicas=4", "elastic.min_replicas=2", "elastic.retry_s=3"]
-    said = []
+    lines = []
     with subprocess.Popen(
         elastic(*mirrored, "hydra.run.dir=elastic"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         for line in present(process.stderr):
-            said.append(line)
+            lines.append(line)
             if "continues with 2 of 4 replicas" in line:
                 (cwd / "gone").unlink()
         out = present(process.stdout).read()
     assert process.returncode == 0
-    assert said[-1].endswith("again: 4 of 4 replicas.\n")
+    assert lines[-1].endswith("again: 4 of 4 replicas.\n")
     assert "note: continues with 2 of 4 replicas: they share the shards of each step" in out
     assert out.count("finished after") == 1
     assert "resized" not in out
@@ -240,8 +240,8 @@ def test_a_rank_that_is_killed_while_it_saves_costs_that_checkpoint_alone(
     saved = "checkpoint.background=false"  # or the save before may be under way as well
     result = run(tmp_path / "run", *POINTS, "strategy=fsdp", "strategy.replicas=2", saved)
     assert (result["status"], result["steps"]) == ("finished", 9)
-    said = "rank 1 was ended by SIGKILL in step 4 (save)."
-    assert said in (text := plain(capfd.readouterr().err))
+    message = "rank 1 was ended by SIGKILL in step 4 (save)."
+    assert message in (text := plain(capfd.readouterr().err))
     assert "Restarting from the checkpoint of step 3" in text  # the first epoch's, being the best
     for name, tensor in weights(whole).items():
         torch.testing.assert_close(weights(result)[name], tensor, rtol=1e-12, atol=1e-14)
@@ -253,8 +253,8 @@ CHILDREN = ("strategy=mirrored", "strategy.replicas=2", "loader.num_workers=1", 
 
 
 def runs(folder: RunFolder, after: int) -> bool:
-    found = read_status(folder)
-    return found.state == "running" and (found.step or 0) > after
+    status = read_status(folder)
+    return status.state == "running" and (status.step or 0) > after
 
 
 @pytest.mark.long
@@ -272,9 +272,9 @@ def test_a_closed_terminal_saves_nohup_goes_on_and_a_kill_is_seen(cwd: Path) -> 
     assert (result["status"], result["reason"]) == ("hangup", "the terminal was closed (SIGHUP)")
     assert Path(result["last"]).name == f"step_{result['steps']:08d}"
     assert (read_status(folder).state, read_status(folder).step) == ("hangup", result["steps"])
-    told = folder.log.read_text()
-    assert "\x1b" not in told
-    assert f"hangup after {result['steps']:,} steps" in told
+    log = folder.log.read_text()
+    assert "\x1b" not in log
+    assert f"hangup after {result['steps']:,} steps" in log
 
     with (cwd / "nohup.out").open("w") as output:
         process = subprocess.Popen(
@@ -289,6 +289,6 @@ def test_a_closed_terminal_saves_nohup_goes_on_and_a_kill_is_seen(cwd: Path) -> 
     assert read_status(folder).state == "killed"
     assert (read_status(folder).resumable, folder.read_result()) == (True, None)
     before, after = folder.log.read_text().split("\n----- ")
-    assert before + "\n" == told
+    assert before + "\n" == log
     assert "continues at" in after
     assert "\nstep " in after

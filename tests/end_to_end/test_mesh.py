@@ -41,7 +41,7 @@ KILLED, STOPPED = "rank 1 was ended by SIGKILL in step", "rank 1 has made no pro
 
 
 @pytest.mark.parametrize(
-    ("axis", "sent", "said"),
+    ("axis", "sent", "message"),
     [
         ("replicate", signal.SIGSTOP, STOPPED),
         ("shard", signal.SIGKILL, KILLED),
@@ -50,17 +50,17 @@ KILLED, STOPPED = "rank 1 was ended by SIGKILL in step", "rank 1 has made no pro
         *(pytest.param(axis, signal.SIGSTOP, STOPPED, marks=pytest.mark.matrix) for axis in ("shard", "tensor")),
     ],
 )
-def test_a_rank_that_is_killed_or_stopped_is_named_and_costs_no_bit(axis: str, sent: int, said: str, cwd: Path) -> None:
+def test_a_rank_that_is_killed_or_stopped_is_named_and_costs_no_bit(axis: str, sent: int, line: str, cwd: Path) -> None:
     subprocess.run(command("whole", *AXES[axis]), check=True, stdout=subprocess.DEVNULL)
     process = subprocess.Popen(
         command("after", *AXES[axis]), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     wait_for(lambda: any(Path("after").glob("checkpoints/step_*")), process)
     os.kill(tasks(cwd / "after")["worker:1"], sent)
-    told = plain(process.communicate(timeout=300)[1])
-    assert process.returncode == 0, told
-    assert said in told
-    assert "Restarting from the checkpoint of step" in told
+    errors = plain(process.communicate(timeout=300)[1])
+    assert process.returncode == 0, errors
+    assert line in errors
+    assert "Restarting from the checkpoint of step" in errors
     assert result_of("after")["weights_sha256"] == result_of("whole")["weights_sha256"]
     assert tasks(cwd / "after") == {}
 
@@ -70,7 +70,7 @@ def test_a_rank_that_is_killed_or_stopped_is_named_and_costs_no_bit(axis: str, s
     [
         ("replicate", 1),
         ("shard", 2),
-        *(pytest.param(*one, marks=pytest.mark.matrix) for one in (("shard", 1), ("replicate", 2))),
+        *(pytest.param(*case, marks=pytest.mark.matrix) for case in (("shard", 1), ("replicate", 2))),
     ],
 )
 def test_a_run_continues_on_the_ranks_that_are_left_of_auto(

@@ -45,9 +45,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(run: Path, out: Path, *overrides: str, fail: str = "") -> int:
-    words = ["predict", str(run), "--out", str(out), "--allow-package=tests", *ROWS, *overrides]
+    arguments = ["predict", str(run), "--out", str(out), "--allow-package=tests", *ROWS, *overrides]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), **({"TRAINKIT_FAIL": fail} if fail else {})}
-    return subprocess.run(quick.command(*words), env=environ, capture_output=True, check=False).returncode
+    return subprocess.run(quick.command(*arguments), env=environ, capture_output=True, check=False).returncode
 
 
 def failpoint(length: int, rank: int) -> str:

@@ -33,15 +33,15 @@ MOMENTS = random.Random(5)
 
 def tasks(folder: Path) -> dict[str, int]:
     """Process ids of the tasks that run in a folder, by task."""
-    found = {}
+    pids = {}
     for process in Path("/proc").glob("[0-9]*"):  # forks of the quick process show its command line: the folder counts
         try:
-            name, ours = (process / "comm").read_text().strip(), (process / "cwd").readlink() == folder.parent
+            name, is_in_folder = (process / "comm").read_text().strip(), (process / "cwd").readlink() == folder.parent
         except OSError:
             continue
-        if ours and name.partition(":")[0] in ROLES:
-            found[name] = int(process.name)
-    return found
+        if is_in_folder and name.partition(":")[0] in ROLES:
+            pids[name] = int(process.name)
+    return pids
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,10 @@ def test_a_task_killed_at_a_random_moment_causes_the_documented_restart(
     wait_for(lambda: list(folder.glob("checkpoints/step_*")), process)
     time.sleep(MOMENTS.uniform(0, 2))
     os.kill(tasks(folder)[task], signal.SIGKILL)
-    _, told = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 0
-    assert "was ended by SIGKILL" in told.splitlines()[0]
-    assert outcome in told.splitlines()[0]
+    assert "was ended by SIGKILL" in errors.splitlines()[0]
+    assert outcome in errors.splitlines()[0]
     result = json.loads((folder / "result.json").read_text())
     assert (result["status"], result["steps"]) == ("finished", 1380)
     assert result["metrics"]["val/accuracy"] == pytest.approx(UNDISTURBED, abs=NOISE)

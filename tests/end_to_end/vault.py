@@ -34,10 +34,10 @@ class Vault(Callback):
         """Look at the command line of every process."""
         if self.quotes:
             raise ValueError(f"refuses {self.api_key} and {self.mark}")
-        given = [self.api_key, self.headers["A"], self.tokens[0], self.mark, self.door.code]
+        secrets = [self.api_key, self.headers["A"], self.tokens[0], self.mark, self.door.code]
         if run.is_owner:
             shown = [file for file in Path("/proc").glob("[0-9]*/cmdline") if self._is_in(file)]
-            (run.folder / "seen").write_text(f"{len(shown)} {len(''.join(given))}")
+            (run.folder / "seen").write_text(f"{len(shown)} {len(''.join(secrets))}")
 
     def _is_in(self, file: Path) -> bool:
         try:

@@ -49,7 +49,7 @@ def parameters() -> list[Any]:
 
 
 @pytest.fixture
-def tell(installed: Path, cwd: Path, clean_environ: dict[str, str]) -> Callable[..., list[str]]:
+def run_story(installed: Path, cwd: Path, clean_environ: dict[str, str]) -> Callable[..., list[str]]:
     """Runs a story as a user does, and returns what it prints."""
     shutil.copytree(HERE / "stories", cwd / "stories", ignore=shutil.ignore_patterns("__pycache__"))
 
@@ -63,8 +63,8 @@ def tell(installed: Path, cwd: Path, clean_environ: dict[str, str]) -> Callable[
 
 
 @pytest.mark.parametrize("name", parameters())
-def test_a_story_ends_alike_on_one_device_and_on_two_replicas(name: str, tell: Callable[..., list[str]]) -> None:
-    for line in tell(name):
+def test_a_story_ends_alike_on_one_device_and_on_two_replicas(name: str, run_story: Callable[..., list[str]]) -> None:
+    for line in run_story(name):
         strategy, _, result = line.partition(": ")
         reason = REFUSED.get((name, strategy.split()[0]))
         assert result.startswith("as one_device, ") if reason is None else reason in result, line
@@ -74,9 +74,9 @@ def test_a_story_ends_alike_on_one_device_and_on_two_replicas(name: str, tell: C
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", EVERY)
 def test_a_story_is_proved_and_resumed_by_each_strategy_or_refused_by_name(
-    name: str, tell: Callable[..., list[str]]
+    name: str, run_story: Callable[..., list[str]]
 ) -> None:
-    outcomes = dict(line.split(": ", 1) for line in tell(name, "every"))
+    outcomes = dict(line.split(": ", 1) for line in run_story(name, "every"))
     assert outcomes.keys() == EVERYWHERE.keys()
     for strategy, usual in EVERYWHERE.items():
         start = EXCEPTIONS.get((name, strategy), usual)
@@ -84,5 +84,5 @@ def test_a_story_is_proved_and_resumed_by_each_strategy_or_refused_by_name(
 
 
 @pytest.mark.long
-def test_a_loop_of_ones_own_ends_alike_on_one_device_and_on_two_ranks(tell: Callable[..., list[str]]) -> None:
-    assert tell(module="stories._own_loop") == ["mirrored: as one_device", "fsdp: as one_device"]
+def test_a_loop_of_ones_own_ends_alike_on_one_device_and_on_two_ranks(run_story: Callable[..., list[str]]) -> None:
+    assert run_story(module="stories._own_loop") == ["mirrored: as one_device", "fsdp: as one_device"]

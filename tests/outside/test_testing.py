@@ -26,8 +26,8 @@ def test_a_strategy_of_other_numbers_is_reported_with_the_command_that_shows_it(
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("strategy=one_device")
     assert "  the same numbers, both with batch.micro_size=24: NO" in lines
-    own = "trainkit prove --allow-package tests recipe=null optimizer=sgd optimizer.lr=0.1 steps=4"
-    assert lines[-1].startswith(f"To reproduce it: {own}")
+    command = "trainkit prove --allow-package tests recipe=null optimizer=sgd optimizer.lr=0.1 steps=4"
+    assert lines[-1].startswith(f"To reproduce it: {command}")
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def test_a_comparison_shows_differing_keys_alone_with_their_tags(
 def test_differing_keys_stand_in_the_order_of_what_they_can_change() -> None:
     keys = [DifferingKey(key=tag, tag=tag, values=["1", "2"]) for tag in ("cosmetic", "speed", "maths", "placement")]
     content = page_of([run_of("a"), run_of("b")], differences=keys)
-    assert [one["key"] for one in content["differences"]] == ["maths", "placement", "speed", "cosmetic"]
+    assert [row["key"] for row in content["differences"]] == ["maths", "placement", "speed", "cosmetic"]
 
 
 def test_an_evaluation_stands_between_the_rows_before_and_after_it() -> None:
@@ -82,12 +82,12 @@ def test_a_curve_of_a_comparison_has_at_most_500_points() -> None:
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_a_sweep_shows_the_best_1000_runs_and_the_curves_of_the_best_200(mode: str) -> None:
-    best_first = [place if mode == "min" else 1_201 - place for place in range(1_202)]
+    best_first = [rank if mode == "min" else 1_201 - rank for rank in range(1_202)]
     line, metrics = '{"step": 1, "val/loss": 1}', [{"val/loss": float(value)} for value in best_first]
-    runs = [run_of(str(place), line, metrics=metrics[place], is_faded=place == 0) for place in range(1_202)]
+    runs = [run_of(str(rank), line, metrics=metrics[rank], is_faded=rank == 0) for rank in range(1_202)]
     content = page_of(runs[::-1], mode=mode, is_sweep=True)
     assert sorted(int(run["name"]) for run in content["runs"]) == [*range(1, 1_001)]  # the failed one is the last
-    drawn = [content["runs"][one["run"]] for one in content["curves"][0]["runs"]]
+    drawn = [content["runs"][row["run"]] for row in content["curves"][0]["runs"]]
     assert sorted(int(run["name"]) for run in drawn) == [*range(1, 201)]
     assert [note.partition(", ")[2] for note in content["notes"]] == [
         "only the 1,000 best by val/loss are shown.",
@@ -100,8 +100,8 @@ def test_a_run_has_a_cost_where_it_has_a_price_and_a_plan_says_its_devices(runs:
         plan = {"time": {"total_h": hours}, "cost": {"device_h": device_hours}}
         (runs / name / "plan.json").write_text(json.dumps(plan))
     (runs / "c/plan.json").unlink(missing_ok=True)
-    found = compare_runs([runs / name for name in "abc"]).runs
-    assert [run.usd_s for run in found] == [0.002, None, None]  # 3.6 dollars an hour, of two devices
+    compared = compare_runs([runs / name for name in "abc"]).runs
+    assert [run.usd_s for run in compared] == [0.002, None, None]  # 3.6 dollars an hour, of two devices
     resolved = runs / "a/resolved.yaml"
     resolved.write_text(resolved.read_text().replace("price_usd_h: 3.6", "price_usd_h: null"))
     assert compare_runs([runs / "a", runs / "b"]).runs[0].usd_s is None
@@ -133,6 +133,6 @@ def test_the_end_of_a_sweep_writes_the_spread_over_seeds_into_the_pages_of_its_j
 def test_report_refuses_folders_of_which_one_is_no_run(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for arguments, word in (([str(tmp_path)], "Give run folders"), (["--out", "none/page.html"], "existing folder")):
+    for arguments, message in (([str(tmp_path)], "Give run folders"), (["--out", "none/page.html"], "existing folder")):
         assert main(["report", str(runs / "a"), *arguments]) == 2
-        assert word in capsys.readouterr().err
+        assert message in capsys.readouterr().err

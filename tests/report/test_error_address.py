@@ -30,9 +30,9 @@ def kinds(base: type[TrainkitError] = TrainkitError) -> Iterator[type[TrainkitEr
 
 
 def test_every_address_is_a_section_of_the_page_and_every_section_of_a_kind_an_address() -> None:
-    page, found = [*sections()], {*kinds()}
-    addresses = {*SECTIONS, COMMAND_LINE, LAUNCH, OTHER_KEYS, TARGETS, *(kind.anchor for kind in found)}
-    assert NotExportableError in found
+    page, problem_kinds = [*sections()], {*kinds()}
+    addresses = {*SECTIONS, COMMAND_LINE, LAUNCH, OTHER_KEYS, TARGETS, *(kind.anchor for kind in problem_kinds)}
+    assert NotExportableError in problem_kinds
     assert addresses - {*page} == set()
     assert {*page[page.index("every-kind-of-error") + 1 :]} - addresses == set()
     assert len(page) == len(re.findall(r"^##+ ", (ROOT / "docs/errors.md").read_text(), re.MULTILINE))

@@ -65,19 +65,19 @@ def run_page_at(folder: Path, rows: list[dict[str, Any]], name: str = "all steps
 def comparison_at(path: Path, settings: list[dict[str, str]], *, is_sweep: bool, name: str = "") -> Path:
     """The page of runs with these settings, the last of which was pruned."""
     runs = []
-    for place, one in enumerate(settings):
+    for index, values in enumerate(settings):
         rows = LoggedRows()
-        for row in rows_of(0.01 * (1 + place), f"train/loss{name}"):
+        for row in rows_of(0.01 * (1 + index), f"train/loss{name}"):
             rows.add(json.dumps(row).encode())
-        is_last = place == len(settings) - 1
-        command = f"{name}trainkit {' '.join(f'{key}={value}' for key, value in one.items())}"
+        is_last = index == len(settings) - 1
+        command = f"{name}trainkit {' '.join(f'{key}={value}' for key, value in values.items())}"
         runs.append(
             ComparedRun(
-                name=f"{name}{place}", folder=name, status="pruned" if is_last else "finished", is_faded=is_last,
-                metrics={"val/loss": 1.0 - 0.1 * place}, command=command, settings=one, rows=rows,
+                name=f"{name}{index}", folder=name, status="pruned" if is_last else "finished", is_faded=is_last,
+                metrics={"val/loss": 1.0 - 0.1 * index}, command=command, settings=values, rows=rows,
             )
         )  # fmt: skip
-    keys = [DifferingKey(key=key, tag="maths", values=[one[key] for one in settings]) for key in settings[0]]
+    keys = [DifferingKey(key=key, tag="maths", values=[values[key] for values in settings]) for key in settings[0]]
     goal = MonitoredMetric(metric="val/loss", mode="min")
     page = Comparison(title=name or "runs", goal=goal, runs=runs, differences=keys, is_sweep=is_sweep, notes=[name])
     write_page(path, comparison_page(page))
@@ -136,12 +136,13 @@ def test_curves_show_every_step_and_value_of_metrics_jsonl(browser: Any, tmp_pat
     rows: list[dict[str, Any]] = [{"step": step, "samples": step, "even": step * 0.123456} for step in range(1, 2_000)]
     rows += [{"step": step, "samples": step, "uneven": 0.1, "none": None} for step in (2_001, 2_005, 2_006)]
     page = opened(browser, run_page_at(tmp_path, rows))
-    found = {name: (steps, values) for name, steps, values in page.evaluate(
+    curves = {name: (steps, values) for name, steps, values in page.evaluate(
         "data.curves.map((one) => [one.name, steps(one), one.y])"
     )}  # fmt: skip
-    assert found["even"] == ([*range(1, 2_000)], pytest.approx([step * 0.123456 for step in range(1, 2_000)], rel=1e-6))
-    assert found["uneven"] == ([2_001, 2_005, 2_006], [0.1] * 3)
-    assert found["none"] == ([2_001, 2_005, 2_006], [None] * 3)
+    steps = [*range(1, 2_000)]
+    assert curves["even"] == (steps, pytest.approx([step * 0.123456 for step in steps], rel=1e-6))
+    assert curves["uneven"] == ([2_001, 2_005, 2_006], [0.1] * 3)
+    assert curves["none"] == ([2_001, 2_005, 2_006], [None] * 3)
     page.context.close()
 
 
@@ -176,7 +177,7 @@ def test_a_hostile_name_is_text(browser: Any, tmp_path: Path, kind: str) -> None
         path = run_page_at(tmp_path, rows_of(0.05, f"train/loss{HOSTILE}"), HOSTILE)
     else:
         keys = [HOSTILE, *(f"{number}{HOSTILE}" for number in range(12))]
-        settings = [dict.fromkeys(keys, f"{place}{HOSTILE}") for place in range(2)]
+        settings = [dict.fromkeys(keys, f"{index}{HOSTILE}") for index in range(2)]
         path = comparison_at(tmp_path / "page.html", settings, is_sweep=True, name=HOSTILE)
     page = opened(browser, path, width=360)
     if kind == "sweep":

@@ -25,13 +25,13 @@ def test_pictures_of_runs_and_measurements_are_drawn_with_any_text_and_with_gaps
     spread: dict[str, Any] = {"median": 2.0, "low": 1.0, "high": 3.0}
     choice = {"label": "a" * 60, "samples_per_s": spread, "parts_s": {"forward": spread, "backward": spread}}
     draw_bench(tmp_path / "bench.png", title="t" * 200, choices=[choice, choice])
-    found = [
+    predictions = [
         {"replicas": count, "speedup": {"middle": count * 0.9, "low": 0.8 * count, "high": 1.0 * count}, "step_s": 0.1,
          "efficiency": 0.9, "cost_per_million": None}
         for count in (1, 2, 4)
     ]  # fmt: skip
     checks = [{"replicas": 2, "measured_s": 0.05}]
-    draw_scale(tmp_path / "scale.png", title="scale", predictions=found, checks=checks, knee=None)
+    draw_scale(tmp_path / "scale.png", title="scale", predictions=predictions, checks=checks, knee=None)
     assert all(map(is_png, (tmp_path / "plots/loss.png", tmp_path / "bench.png", tmp_path / "scale.png")))
 
 

@@ -45,7 +45,7 @@ def test_the_verdict_of_a_failed_step_names_no_other_step(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("mode", "step", "value"), [("max", 8, 0.9), ("min", 4, 0.2)])
 def test_the_best_value_is_the_one_of_the_mode(tmp_path: Path, mode: str, step: int, value: float) -> None:
-    lines = [f'{{"step": {at}, "val/score": {score}}}' for at, score in ((4, 0.2), (8, 0.9), (9, 0.5))]
+    lines = [f'{{"step": {step}, "val/score": {score}}}' for step, score in ((4, 0.2), (8, 0.9), (9, 0.5))]
     config = {"eval": {"metric": "val/score", "mode": mode}}
     best = document(written(tmp_path, result={**RESULT, "metrics": {"val/score": 0.5}}), *lines, config=config)["best"]
     assert (best["step"], best["value"], best["last"]) == (step, value, 0.5)
@@ -114,13 +114,13 @@ def test_the_trust_strip_shows_what_supports_the_figures_and_what_does_not(tmp_p
     for number, (content, config, value, good) in enumerate(STRIP[name]):
         (tmp_path / str(number)).mkdir()
         trust = document(written(tmp_path / str(number), **content), config=config)["trust"]
-        assert [(one["value"], one["good"]) for one in trust if one["name"] == name] == [(value, good)], number
+        assert [(row["value"], row["good"]) for row in trust if row["name"] == name] == [(value, good)], number
 
 
 def test_the_trust_strip_says_of_what_it_counts(tmp_path: Path) -> None:
     counted = {"restarts": [RESTART, RESTART, {**RESTART, "kind": "alone"}], "rollbacks": ROLLBACKS}
     files = written(tmp_path, **result(**counted, skipped_steps=SKIPPED, skipped_steps_not_listed=8))
-    details = {one["name"]: one["detail"] for one in document(files)["trust"]}
+    details = {row["name"]: row["detail"] for row in document(files)["trust"]}
     assert details["restarts"] == "2 all, 1 alone"
     assert details["rollbacks"] == "the last: step 31, trained again from the checkpoint of step 30"
     assert details["samples repeated or skipped"] == "of 10 steps that were not finite (skipped_steps)"
@@ -128,22 +128,22 @@ def test_the_trust_strip_says_of_what_it_counts(tmp_path: Path) -> None:
 
 def test_the_samples_of_an_active_run_and_an_unreadable_config_are_not_judged(tmp_path: Path) -> None:
     active = document(written(tmp_path, **result()), state="running")["trust"]
-    assert {one["name"]: one["value"] for one in active}["samples repeated or skipped"] == "not yet"
+    assert {row["name"]: row["value"] for row in active}["samples repeated or skipped"] == "not yet"
     (tmp_path / "resolved.yaml").write_text("{")
-    assert {one["name"]: one["value"] for one in page_of(tmp_path)["trust"]}["reproducible"] == "unknown"
+    assert {row["name"]: row["value"] for row in page_of(tmp_path)["trust"]}["reproducible"] == "unknown"
 
 
 def test_checkpoints_evaluations_and_restarts_are_marked(tmp_path: Path) -> None:
     for step in (4, 8, 9):
-        place = tmp_path / f"checkpoints/step_{step:08}"
-        place.mkdir(parents=True)
+        checkpoint = tmp_path / f"checkpoints/step_{step:08}"
+        checkpoint.mkdir(parents=True)
         if step != 9:  # without a manifest it is none
-            (place / "manifest.json").write_text("{}")
+            (checkpoint / "manifest.json").write_text("{}")
     (tmp_path / "checkpoints/index.json").write_text('{"best": "step_00000004"}')
     (tmp_path / "restarts.jsonl").write_text(json.dumps(RESTART) + "\n")
     files = written(tmp_path, settings={"settings": [], "continued_at": [8]}, rollbacks={"rollbacks": ROLLBACKS[:1]})
-    found = document(files, '{"step": 6, "val/loss": 1.0}')["marks"]
-    assert [(one["kind"], one["step"], one["text"]) for one in found] == [
+    marks = document(files, '{"step": 6, "val/loss": 1.0}')["marks"]
+    assert [(row["kind"], row["step"], row["text"]) for row in marks] == [
         ("checkpoint", 4, "best"),
         ("checkpoint", 8, ""),
         ("evaluation", 6, ""),
@@ -155,9 +155,9 @@ def test_checkpoints_evaluations_and_restarts_are_marked(tmp_path: Path) -> None
 
 def test_goodput_is_the_training_over_the_time_of_the_command(tmp_path: Path) -> None:
     line = '{"step": 1, "samples": 1, "seconds": 30.0, "data_wait": 0.5}'
-    found = document(written(tmp_path, result={**RESULT, "model_seconds": 10.0}), line)["time"]
-    assert found["goodput"] == 0.6
-    assert [(one["name"], one["seconds"]) for one in found["parts"]] == [
+    time = document(written(tmp_path, result={**RESULT, "model_seconds": 10.0}), line)["time"]
+    assert time["goodput"] == 0.6
+    assert [(row["name"], row["seconds"]) for row in time["parts"]] == [
         ("steps", 15.0),
         ("waiting for data", 15.0),
         ("start, evaluation and saving", 10.0),
@@ -172,9 +172,9 @@ def test_goodput_of_a_restarted_run_counts_all_its_starts(tmp_path: Path) -> Non
     }  # fmt: skip
     result = {**RESULT, "restarts": [RESTART], "model_seconds": 5.0}
     written(tmp_path, result=result, status=status, environment={"started": "2001-09-09T01:46:40+00:00"})
-    found = page_of(tmp_path)["time"]
-    assert found["goodput"] == 0.3
-    assert found["parts"][2] == {"name": "restarts, start, evaluation and saving", "seconds": 65.0}
+    time = page_of(tmp_path)["time"]
+    assert time["goodput"] == 0.3
+    assert time["parts"][2] == {"name": "restarts, start, evaluation and saving", "seconds": 65.0}
     alone = written(tmp_path, result={**RESULT, "restarts": [{**RESTART, "kind": "alone"}]})
     assert document(alone)["time"]["goodput"] == 0.75
 
@@ -192,17 +192,17 @@ def test_goodput_of_a_restarted_run_counts_all_its_starts(tmp_path: Path) -> Non
 def test_a_page_says_why_the_goodput_is_not_known(
     tmp_path: Path, files: dict[str, Any], config: dict[str, Any], why: str
 ) -> None:
-    found = document(written(tmp_path, **files), config=config)["time"]
-    assert found["goodput"] is None
-    assert why in found["note"]
+    time = document(written(tmp_path, **files), config=config)["time"]
+    assert time["goodput"] is None
+    assert why in time["note"]
 
 
 def test_the_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
     at_end = {"memory": 130, "step_s": 0.25, "bytes_a_step": None}
     measured = {"memory": 120, "step_s": None, "bytes_a_step": 0.0, "per_cent": {"memory": 20.0}, "at_end": at_end}
     plan = {"memory": 100, "step_s": None, "bytes_a_step": None}
-    found = document(written(tmp_path, result={**RESULT, "plan": plan, "measured": measured}))["plan"]
-    assert [tuple(row.values()) for row in found] == [
+    rows = document(written(tmp_path, result={**RESULT, "plan": plan, "measured": measured}))["plan"]
+    assert [tuple(row.values()) for row in rows] == [
         ("memory", "peak memory", 100.0, 120.0, 130.0, 20.0),
         ("step_s", "time of a step", None, None, 0.25, None),
         ("bytes_a_step", "data sent in a step", None, 0.0, None, None),
@@ -224,23 +224,23 @@ def test_the_last_sign_of_each_rank_is_shown(tmp_path: Path) -> None:
 
 
 def test_the_worst_samples_of_an_evaluation_are_shown_with_a_small_picture(tmp_path: Path) -> None:
-    place = tmp_path / "evaluations/best-val"
-    place.mkdir(parents=True)
+    evaluation = tmp_path / "evaluations/best-val"
+    evaluation.mkdir(parents=True)
     table = {"columns": ["sample", "loss"], "rows": [[7, 2.5], "no row", *([[8, 1.5]] * 40)]}
     content = {"split": "val", "checkpoint": "best", "tables": {"val/worst": table}}
-    (place / "evaluation.json").write_text(json.dumps(content))
-    found = document(RunFiles.read(tmp_path))["worst"]
-    assert (found["what"], found["columns"]) == ("split val, checkpoint best", ["sample", "loss"])
-    assert (found["rows"][:2], len(found["rows"])) == ([["7", "2.5"], ["8", "1.5"]], 32)
+    (evaluation / "evaluation.json").write_text(json.dumps(content))
+    worst = document(RunFiles.read(tmp_path))["worst"]
+    assert (worst["what"], worst["columns"]) == ("split val, checkpoint best", ["sample", "loss"])
+    assert (worst["rows"][:2], len(worst["rows"])) == ([["7", "2.5"], ["8", "1.5"]], 32)
     for size, is_shown in ((100, True), (1 << 20, False)):
-        (place / "worst.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(size))
+        (evaluation / "worst.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(size))
         assert (document(RunFiles.read(tmp_path))["worst"]["picture"] is not None) == is_shown
 
 
 def test_a_continued_run_is_repeated_by_the_command_that_began_it(tmp_path: Path) -> None:
     environment = {"argv": ["/bin/trainkit", "resume", "run"], "begun": {"argv": ["/bin/trainkit", "seed=3", "a=[]"]}}
     commands = document(written(tmp_path, environment=environment, result={**RESULT, "resume": "again"}))["commands"]
-    assert [(one["what"], one["command"]) for one in commands] == [
+    assert [(row["what"], row["command"]) for row in commands] == [
         ("repeat", "trainkit seed=3 'a=[]'"),
         ("continue", "again"),
     ]

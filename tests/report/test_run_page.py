@@ -33,9 +33,9 @@ SHORT = ("recipe=null", "steps=24", "epochs=null", "callbacks=[]", "logger=[]", 
 
 def content_of(page: str) -> dict[str, Any]:
     """What a browser reads from the text of a page."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    content: dict[str, Any] = json.loads(found[1])
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert match is not None
+    content: dict[str, Any] = json.loads(match[1])
     return content
 
 
@@ -54,7 +54,7 @@ def points(curve: dict[str, Any]) -> list[tuple[int, float | None]]:
     """The points of a curve, as charts.js reads them."""
     if "every" in curve:
         first, stride, number = curve["every"]
-        steps = [first + stride * place for place in range(number)]
+        steps = [first + stride * index for index in range(number)]
     else:
         steps = [*itertools.accumulate(curve["dx"])]
     return list(zip(steps, curve["y"], strict=True))
@@ -63,10 +63,10 @@ def points(curve: dict[str, Any]) -> list[tuple[int, float | None]]:
 def test_every_run_has_a_page_with_every_value_of_its_result_and_its_curves(run: Path) -> None:
     page, result = shown(run / "report.html"), json.loads((run / "result.json").read_text())
     assert result["steps"] == 24
-    found = {key: json.loads(value) for key, value in page["result"]}
-    assert {re.split(r"[.\[]", key)[0] for key in found} == {*result}
+    result_values = {key: json.loads(value) for key, value in page["result"]}
+    assert {re.split(r"[.\[]", key)[0] for key in result_values} == {*result}
     plain = {key: value for key, value in result.items() if not isinstance(value, dict | list)}
-    assert {**found, **plain, "metrics.val/loss": result["metrics"]["val/loss"]} == found
+    assert {**result_values, **plain, "metrics.val/loss": result["metrics"]["val/loss"]} == result_values
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for curve in page["curves"]:
         logged = [(row["step"], row[curve["name"]]) for row in rows if curve["name"] in row]
@@ -76,11 +76,11 @@ def test_every_run_has_a_page_with_every_value_of_its_result_and_its_curves(run:
 
 def test_the_page_names_who_set_what_differs_and_the_weights(run: Path) -> None:
     page = shown(run / "report.html")
-    settings = {one["key"]: one for one in page["settings"]}
+    settings = {row["key"]: row for row in page["settings"]}
     expected = {"key": "optimizer.lr", "value": "0.02", "recipe": "0.001", "set_by": "command line", "tag": "maths"}
     assert settings["optimizer.lr"] == expected
     assert settings["callbacks"]["tag"] == "cosmetic"
-    strip = {one["name"]: one["value"] for one in page["trust"]}
+    strip = {row["name"]: row["value"] for row in page["trust"]}
     assert strip["restarts"] == strip["samples repeated or skipped"] == "0"
     assert strip["weights (SHA-256)"] == json.loads((run / "result.json").read_text())["weights_sha256"][:12]
 
@@ -152,11 +152,11 @@ def test_a_curve_of_up_to_2000_points_is_whole_and_a_longer_one_keeps_its_extrem
         curve.add(step, None if math.isnan(value) else value)
         if step == 1_999:
             assert curve.points() == list(enumerate(values[:2_000]))
-    kept = curve.points()
-    assert {(17_001, -1.0), (3, 1e9), (30_001, None), (39_999, values[-1])} < {*kept}
-    assert all(value is None or value == values[step] for step, value in kept)
-    steps = [step for step, _ in kept]
-    assert (len(kept) <= 2_000, steps) == (True, sorted(steps))
+    points = curve.points()
+    assert {(17_001, -1.0), (3, 1e9), (30_001, None), (39_999, values[-1])} < {*points}
+    assert all(value is None or value == values[step] for step, value in points)
+    steps = [step for step, _ in points]
+    assert (len(points) <= 2_000, steps) == (True, sorted(steps))
     assert max(later - earlier for earlier, later in itertools.pairwise(steps)) < 160  # twice the width of a bucket
 
 
@@ -181,13 +181,13 @@ def test_rows_that_a_resumed_run_drops_are_dropped_from_the_curves(tmp_path: Pat
 
 
 def test_the_page_is_written_each_minute_and_after_an_evaluation(run: Path, tmp_path: Path) -> None:
-    folder, now = shutil.copytree(run, tmp_path / "run"), [0.0]
-    writer = PageWriter(RunFolder(folder), clock=lambda: now[0])
+    folder, clock = shutil.copytree(run, tmp_path / "run"), [0.0]
+    writer = PageWriter(RunFolder(folder), clock=lambda: clock[0])
     page, evaluation = folder / "report.html", '{"step": 30, "val/loss": 1.0}\n'
     writer.write()
     moments = ((9.0, evaluation, False), (10.0, "", True), (69.0, "", False), (70.0, "", True))
     for moment, row, is_due in moments:
-        written_at, now[0] = page.stat().st_mtime_ns, moment
+        written_at, clock[0] = page.stat().st_mtime_ns, moment
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(row)
         writer.look()
@@ -246,9 +246,9 @@ def test_the_commands_of_a_resumed_run_add_to_its_settings_and_its_marks(
     monkeypatch.setattr(sys, "argv", ["trainkit", "resume", str(folder)])
     assert main(latest("resume", str(folder), "log_every_steps=2", "quiet=true")) == 0
     page = shown(folder / "report.html")
-    settings = {one["key"]: one["value"] for one in page["settings"]}
+    settings = {row["key"]: row["value"] for row in page["settings"]}
     assert (settings["seed"], settings["log_every_steps"]) == ("3", "2")
-    marks = {(one["kind"], one["step"]) for one in page["marks"]}
+    marks = {(row["kind"], row["step"]) for row in page["marks"]}
     assert {("restart", 4), ("evaluation", 3), ("evaluation", 6)} < marks
-    repeat, again = (one["command"] for one in page["commands"])
+    repeat, again = (row["command"] for row in page["commands"])
     assert (repeat, again[:15]) == ("trainkit seed=3", "trainkit resume")

@@ -44,16 +44,16 @@ def printed(capsys: pytest.CaptureFixture[str], name: str, *arguments: str, code
     """What a verb prints with --json, valid against its schema."""
     capsys.readouterr()
     assert main([*arguments, "--json"]) == code
-    found = json.loads(capsys.readouterr().out)
-    refuse_invalid(name, found)
-    return found
+    document = json.loads(capsys.readouterr().out)
+    refuse_invalid(name, document)
+    return document
 
 
 def test_every_schema_documents_every_key() -> None:
     for name in DOCUMENTS:
         schema = schema_of(name)
         for part in (schema, *schema.get("$defs", {}).values()):
-            assert [(name, key) for key, one in part["properties"].items() if not one.get("description")] == []
+            assert [(name, key) for key, schema in part["properties"].items() if not schema.get("description")] == []
 
 
 def test_a_document_without_a_key_is_refused_and_a_result_needs_status_and_reason_only() -> None:
@@ -63,9 +63,10 @@ def test_a_document_without_a_key_is_refused_and_a_result_needs_status_and_reaso
 
 
 def test_an_error_is_a_document_that_names_every_problem(capsys: pytest.CaptureFixture[str]) -> None:
-    found = printed(capsys, "error", "plan", "seed=-1", "optimizer.lrr=3", code=2)
-    assert [(one["key"], one["value"]) for one in found["problems"]] == [("seed", "-1"), ("optimizer.lrr", None)]
-    assert (found["exit_code"], found["sections"][1]) == (2, "optimizer-and-learning-rate")
+    document = printed(capsys, "error", "plan", "seed=-1", "optimizer.lrr=3", code=2)
+    first, second = document["problems"]
+    assert (first["key"], first["value"], second["key"], second["value"]) == ("seed", "-1", "optimizer.lrr", None)
+    assert (document["exit_code"], document["sections"][1]) == (2, "optimizer-and-learning-rate")
 
 
 @pytest.mark.parametrize("key", ["batch", "seed", "optimizer.groups", "callbacks"])
@@ -75,11 +76,11 @@ def test_explain(capsys: pytest.CaptureFixture[str], key: str) -> None:
 
 def test_ls(capsys: pytest.CaptureFixture[str], runs: Path) -> None:
     for arguments in ((), ("strategy",), ("strategy", "fsdp")):
-        found = printed(capsys, "ls", "ls", *arguments)
-        assert "strategy" in {choice["group"] for choice in found["choices"] if choice["name"] == "fsdp"}
-        assert (found["text"] is not None) == (len(arguments) == 2)
-    found = printed(capsys, "ls", "ls", str(runs))
-    states = sorted((run["folder"], run["state"], run["step"]) for run in found["runs"])
+        document = printed(capsys, "ls", "ls", *arguments)
+        assert "strategy" in {choice["group"] for choice in document["choices"] if choice["name"] == "fsdp"}
+        assert (document["text"] is not None) == (len(arguments) == 2)
+    document = printed(capsys, "ls", "ls", str(runs))
+    states = sorted((run["folder"], run["state"], run["step"]) for run in document["runs"])
     assert states == [(str(runs / seed), "finished", 24) for seed in "34"]
 
 
@@ -92,17 +93,17 @@ def test_ls(capsys: pytest.CaptureFixture[str], runs: Path) -> None:
 )
 @pytest.mark.slow
 def test_plan(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], fits: bool) -> None:
-    found = printed(capsys, "plan", "plan", *arguments)
-    assert (found["fits"], bool(found["remedies"])) == (fits, not fits)
+    document = printed(capsys, "plan", "plan", *arguments)
+    assert (document["fits"], bool(document["remedies"])) == (fits, not fits)
 
 
 def test_top_and_diff_with_its_exit_code(capsys: pytest.CaptureFixture[str], runs: Path) -> None:
-    found = printed(capsys, "top", "top", str(runs), "--k", "1")
-    assert (found["metric"], found["mode"], found["total"], len(found["runs"])) == ("val/loss", "min", 2, 1)
+    document = printed(capsys, "top", "top", str(runs), "--k", "1")
+    assert (document["metric"], document["mode"], document["total"], len(document["runs"])) == ("val/loss", "min", 2, 1)
     assert main(["top", str(runs), "--then", "--json"]) == 2
     assert "Leave out --then." in capsys.readouterr().err
-    found = printed(capsys, "diff", "diff", str(runs / "3"), str(runs / "4"), code=1)
-    assert found["differences"] == [{"key": "seed", "left": 3, "right": 4, "tag": "maths"}]
+    document = printed(capsys, "diff", "diff", str(runs / "3"), str(runs / "4"), code=1)
+    assert document["differences"] == [{"key": "seed", "left": 3, "right": 4, "tag": "maths"}]
     same = printed(capsys, "diff", "diff", str(runs / "3"), str(runs / "3"))
     assert same == {"version": 1, "differences": [], "can_change_result": 0}
 
@@ -128,9 +129,9 @@ def test_the_index_of_a_sharded_checkpoint_lists_the_pieces_of_each_rank(tmp_pat
     halves = [TensorShard(tensor=torch.zeros(2, 3), offset=(2 * rank, 0), shape=(4, 3)) for rank in range(2)]
     parts = [write_part(draft.folder, {"param/w": (half,)}, rank=rank) for rank, half in enumerate(halves)]
     commit(draft, parts, owner)
-    found = json.loads((tmp_path / "step_00000001/index.json").read_text())
-    refuse_invalid("checkpoint_index", found)
-    assert [piece["file"][:10] for piece in found["tensors"]["param/w"]["pieces"]] == ["rank_00000", "rank_00001"]
+    index = json.loads((tmp_path / "step_00000001/index.json").read_text())
+    refuse_invalid("checkpoint_index", index)
+    assert [piece["file"][:10] for piece in index["tensors"]["param/w"]["pieces"]] == ["rank_00000", "rank_00001"]
 
 
 def test_the_files_of_an_evaluator_a_tracker_and_a_sweep(tmp_path: Path) -> None:

@@ -67,8 +67,8 @@ def test_a_line_may_come_in_pieces_and_one_without_an_end_takes_bounded_memory(l
         assert len(cast("Any", sys.stdout)._tail) < 1 << 15
         print()
         sys.stdout.write("x" * 100_000)
-    first, second, *rest = log.read_text().splitlines()
-    assert (first, second, sum(map(len, rest))) == ("ab", "19999 of 20,000", 100_000)
+    first, second, *pieces = log.read_text().splitlines()
+    assert (first, second, sum(map(len, pieces))) == ("ab", "19999 of 20,000", 100_000)
 
 
 def test_a_second_run_appends_below_a_line(log: Path) -> None:
@@ -157,10 +157,10 @@ LONG = [f"ValueError: {number}" for number in range(40)]
     [([*LIBRARY, *USER], ["bad", "rank 1"]), ([*LIBRARY, *USER, *LIBRARY], ["bad"]), ([*LIBRARY, *USER], LONG)],
 )
 def test_the_users_line_and_both_ends_of_the_message_stay_in_one_screen(frames: list[str], message: list[str]) -> None:
-    told = one_screen("\n".join([*HEAD, *frames, *message]), 31).splitlines()
-    assert len(told) <= 31
-    assert told[:2] == HEAD
-    assert any(line.startswith("  ... ") for line in told)
-    assert (USER[1] in told, message[0] in told, told[-1]) == (True, True, message[-1])
+    lines = one_screen("\n".join([*HEAD, *frames, *message]), 31).splitlines()
+    assert len(lines) <= 31
+    assert lines[:2] == HEAD
+    assert any(line.startswith("  ... ") for line in lines)
+    assert (USER[1] in lines, message[0] in lines, lines[-1]) == (True, True, message[-1])
     short = "\n".join([*HEAD, *USER, "ValueError: bad"])
     assert one_screen(short, 10) == short

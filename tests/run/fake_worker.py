@@ -90,8 +90,8 @@ def run(
     if rank > 0 and os.environ.get("FAKE_ROLES"):
         assist(folder, identity, heart)
         return None
-    found = list_complete(folder.checkpoints)
-    for step in range(found[0].step if found else 0, int(SETTINGS.get("steps", 4))):
+    checkpoints = list_complete(folder.checkpoints)
+    for step in range(checkpoints[0].step if checkpoints else 0, int(SETTINGS.get("steps", 4))):
         if stop.requested:
             if stop.requested == "resized" and rank == 0:
                 save(folder, step)

@@ -50,9 +50,9 @@ def run_tasks(
     folder: RunFolder, tasks: Sequence[Task], *, hang_timeout_s: float | Literal["auto"] = "auto", **settings: Any
 ) -> dict[str, Any]:
     folder.path.mkdir(exist_ok=True)
-    given = AgentSettings(limits=TimeLimits(hang_timeout_s=hang_timeout_s), **settings)
+    agent_settings = AgentSettings(limits=TimeLimits(hang_timeout_s=hang_timeout_s), **settings)
     command = [sys.executable, str(Path(__file__).with_name("fake_worker.py")), str(folder.resolved)]
-    result = supervise(folder.resolved, tasks, given, folder=folder, command=command, rendezvous=NoStore())
+    result = supervise(folder.resolved, tasks, agent_settings, folder=folder, command=command, rendezvous=NoStore())
     return {key: value for key, value in result.items() if key != "restarts"}  # read from the folder where they matter
 
 

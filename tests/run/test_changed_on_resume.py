@@ -34,10 +34,10 @@ def test_a_longer_training_is_that_of_its_length_from_the_start(tmp_path: Path, 
     whole = run(tmp_path / "whole", *TINY, "schedule=constant", "epochs=4")
     run(tmp_path / "parts", *FLAT, *stop)
     assert resume(tmp_path / "parts", "epochs=4") == 0
-    found = result_of(tmp_path / "parts")
-    assert (found["weights_sha256"], found["fingerprint"]) == (whole["weights_sha256"], whole["fingerprint"])
-    assert found["steps"] == 12
-    assert "changes" not in found
+    result = result_of(tmp_path / "parts")
+    assert (result["weights_sha256"], result["fingerprint"]) == (whole["weights_sha256"], whole["fingerprint"])
+    assert result["steps"] == 12
+    assert "changes" not in result
 
 
 @pytest.mark.slow
@@ -58,17 +58,17 @@ def test_a_new_schedule_needs_its_flag_and_is_labelled(tmp_path: Path, capsys: p
     scratch = run(tmp_path / "scratch", *FALLING, "epochs=4")
     run(tmp_path / "run", *FALLING)
     assert resume(tmp_path / "run", "epochs=4") == 2
-    said = capsys.readouterr().err
-    assert "  epochs=4: " in said
-    assert "--new-schedule" in said
+    errors = capsys.readouterr().err
+    assert "  epochs=4: " in errors
+    assert "--new-schedule" in errors
     assert resume(tmp_path / "run", "epochs=4", "--new-schedule") == 0
-    found = result_of(tmp_path / "run")
-    assert (found["steps"], found["changes"]) == (12, ["after step 6: epochs=2 became 4"])
-    assert found["fingerprint"] != scratch["fingerprint"]
+    result = result_of(tmp_path / "run")
+    assert (result["steps"], result["changes"]) == (12, ["after step 6: epochs=2 became 4"])
+    assert result["fingerprint"] != scratch["fingerprint"]
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["lr"] for row in rows if row["step"] == 12 and "lr" in row] == [pytest.approx(0.1 * 0.017037, rel=1e-3)]
     assert resume(tmp_path / "run") == 0
-    assert result_of(tmp_path / "run")["fingerprint"] == found["fingerprint"]
+    assert result_of(tmp_path / "run")["fingerprint"] == result["fingerprint"]
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def edit(folder: Path, **changed: Any) -> None:
 def test_a_key_that_was_edited_by_hand_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "run", *FLAT, "stop_at_step=3")
     edit(tmp_path / "run", lr=0.5)
-    told = "optimizer.lr=0.5: was changed by hand after the run began with 0.1"
+    problem = "optimizer.lr=0.5: was changed by hand after the run began with 0.1"
     with pytest.raises(ConfigError, match="was changed by hand"):
         run(tmp_path / "other", *FLAT, "optimizer.lr=0.5", f"resume={tmp_path / 'run'}")
     with pytest.raises(ConfigError, match="was changed by hand"):
@@ -105,7 +105,7 @@ def test_a_key_that_was_edited_by_hand_is_refused_by_name(tmp_path: Path, capsys
         other = shutil.copytree(tmp_path / "run", tmp_path / removed.replace("/", "_"))
         (other / removed).unlink(missing_ok=True)
         assert resume(other) == 2
-        assert told in capsys.readouterr().err
+        assert problem in capsys.readouterr().err
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert resume(tmp_path / "run", "optimizer.lr=0.1") == 2
 
@@ -130,8 +130,8 @@ RISING = (
 
 
 def index(folder: Path) -> dict[str, str]:
-    found: dict[str, str] = json.loads((folder / "checkpoints/index.json").read_text())
-    return found
+    document: dict[str, str] = json.loads((folder / "checkpoints/index.json").read_text())
+    return document
 
 
 def steps(folder: Path) -> list[int]:

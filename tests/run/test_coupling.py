@@ -36,7 +36,7 @@ DRAWS = "draws random numbers"
 
 def samples(count: int = 8) -> list[tuple[Tensor, int]]:
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(6, generator=generator), place % 3) for place in range(count)]
+    return [(torch.randn(6, generator=generator), index % 3) for index in range(count)]
 
 
 def mlp(**settings: object) -> Mlp:
@@ -73,7 +73,7 @@ def counting(model: Changed, outputs: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("model", "found"),
+    ("model", "coupling"),
     [
         (mlp(), ""),
         (mlp(dropout=0.2), f"the model {DRAWS}"),
@@ -89,8 +89,8 @@ def counting(model: Changed, outputs: Tensor) -> Tensor:
     ],
     ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
 )
-def test_models(model: nn.Module, found: str) -> None:
-    assert probe(model, Classification(), samples()).text == found
+def test_models(model: nn.Module, coupling: str) -> None:
+    assert probe(model, Classification(), samples()).text == coupling
 
 
 def losing(score: Callable[[Any, Tensor, Tensor], Loss]) -> Objective:
@@ -106,8 +106,8 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Loss:
 
 
 def contrastive(outputs: Tensor) -> Loss:
-    ones = functional.normalize(outputs)
-    return cross_entropy(ones @ ones.T, torch.arange(len(ones)))
+    directions = functional.normalize(outputs)
+    return cross_entropy(directions @ directions.T, torch.arange(len(directions)))
 
 
 def with_auxiliary_loss(model: Model, x: Tensor, y: Tensor) -> Loss:
@@ -117,7 +117,7 @@ def with_auxiliary_loss(model: Model, x: Tensor, y: Tensor) -> Loss:
 
 
 @pytest.mark.parametrize(
-    ("objective", "found"),
+    ("objective", "coupling"),
     [
         (Classification(class_weights=[1.0, 2.0, 7.0], label_smoothing=0.1), ""),
         (losing(lambda model, x, y: cross_entropy(model(x + torch.randn_like(x)), y)), f"the objective {DRAWS}"),
@@ -127,8 +127,8 @@ def with_auxiliary_loss(model: Model, x: Tensor, y: Tensor) -> Loss:
     ],
     ids=["weighted", "noise", "auxiliary", "inside", "contrastive_inside"],
 )
-def test_objectives(objective: Objective, found: str) -> None:
-    assert probe(mlp(), objective, samples()).text == found
+def test_objectives(objective: Objective, coupling: str) -> None:
+    assert probe(mlp(), objective, samples()).text == coupling
 
 
 class Reporting(nn.Module):
@@ -145,9 +145,9 @@ class Reporting(nn.Module):
 
 def tokens(count: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    for place in range(count):
+    for index in range(count):
         ids = torch.randint(5, (9,), generator=generator)
-        yield ids, ids.where(torch.arange(9) >= place, -100)  # of each sample another number of targets counts
+        yield ids, ids.where(torch.arange(9) >= index, -100)  # of each sample another number of targets counts
 
 
 def test_a_mean_over_unequal_numbers_of_targets_does_not_couple() -> None:
@@ -216,10 +216,10 @@ class Ragged:
 
 
 def test_samples_of_one_shape_are_looked_for() -> None:
-    found = cut_facts._samples_of_one_shape(Ragged(alike=4))
-    assert not isinstance(found, str)
-    assert [inputs.shape for inputs, _ in found] == [(6,)] * 8
-    assert len({index for _, index in found}) == 8
+    same_shape = cut_facts._samples_of_one_shape(Ragged(alike=4))
+    assert not isinstance(same_shape, str)
+    assert [inputs.shape for inputs, _ in same_shape] == [(6,)] * 8
+    assert len({index for _, index in same_shape}) == 8
     why = "there are not 4 samples of one shape among the first 32"
     assert cut_facts._samples_of_one_shape(Ragged(alike=32)) == why
 
@@ -264,20 +264,20 @@ def test_an_equal_cut_is_the_same_training_whatever_the_model_is() -> None:
 def test_another_cut_matters_to_a_model_that_couples_samples() -> None:
     arguments = "strategy=mirrored", "strategy.replicas=4"
     assert sameness(*arguments, coupling=lambda: NOTHING).verdict == "yes"
-    found = sameness(*arguments, coupling=lambda: COUPLED)
-    assert (found.verdict, found.remedy) == ("no", "batch.micro_size=16")
+    answer = sameness(*arguments, coupling=lambda: COUPLED)
+    assert (answer.verdict, answer.remedy) == ("no", "batch.micro_size=16")
     assert sameness(*arguments, base=("batch.micro_size=16",)).verdict == "yes"  # the remedy, pasted
 
 
 def test_the_remedy_takes_the_place_of_accumulation() -> None:
-    found = sameness("strategy=mirrored", coupling=lambda: COUPLED, base=("batch.accumulation=2",))
-    assert found.remedy == "batch.micro_size=16 instead of batch.accumulation"
+    answer = sameness("strategy=mirrored", coupling=lambda: COUPLED, base=("batch.accumulation=2",))
+    assert answer.remedy == "batch.micro_size=16 instead of batch.accumulation"
 
 
 def test_an_unknown_coupling_gives_an_unknown_verdict() -> None:
-    found = sameness("strategy=mirrored", coupling=lambda: Coupling(not_probed="it is too large"))
+    answer = sameness("strategy=mirrored", coupling=lambda: Coupling(not_probed="it is too large"))
     why = "batch.micro_size is 32 here and 64 under one_device; coupling: not probed, it is too large"
-    assert found == Sameness(verdict="unknown", reasons=(why,), remedy="batch.micro_size=32")
+    assert answer == Sameness(verdict="unknown", reasons=(why,), remedy="batch.micro_size=32")
 
 
 @pytest.mark.parametrize(
@@ -290,9 +290,9 @@ def test_an_unknown_coupling_gives_an_unknown_verdict() -> None:
     ],
 )  # fmt: skip
 def test_keys_that_change_the_result_are_named_and_no_cut_helps(arguments: list[str], reasons: list[str]) -> None:
-    found = sameness(*arguments)
-    assert (found.verdict, found.remedy) == ("no", None)
-    assert all(one.startswith(start) for one, start in zip(found.reasons, reasons, strict=True))
+    answer = sameness(*arguments)
+    assert (answer.verdict, answer.remedy) == ("no", None)
+    assert all(reason.startswith(start) for reason, start in zip(answer.reasons, reasons, strict=True))
 
 
 def test_a_batch_that_follows_the_replicas_is_another_training() -> None:

@@ -86,16 +86,16 @@ def test_after_continue_the_weights_are_those_without_a_debugger(cwd: Path) -> N
 
 def test_the_failure_of_another_rank_is_named(cwd: Path) -> None:
     command = quick.command(*stopping(cwd, "assert get_rank() == 0, 'of rank 1'"))
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert told.returncode == 1
-    assert "AssertionError: of rank 1" in told.stderr
-    assert "rank 1" in told.stderr.splitlines()[1]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert "AssertionError: of rank 1" in process.stderr
+    assert "rank 1" in process.stderr.splitlines()[1]
 
 
 def test_a_rank_that_the_run_has_not_is_refused(cwd: Path) -> None:
-    told = subprocess.run(quick.command(*TWO, *DEBUG, "cluster.rank=2"), capture_output=True, text=True, check=False)
-    assert told.returncode == 2
-    assert "cluster.rank=2: there is no such rank. There are: 0 (worker:0), 1 (worker:1)." in told.stderr
+    process = subprocess.run(quick.command(*TWO, *DEBUG, "cluster.rank=2"), capture_output=True, text=True, check=False)
+    assert process.returncode == 2
+    assert "cluster.rank=2: there is no such rank. There are: 0 (worker:0), 1 (worker:1)." in process.stderr
     assert not Path("run").exists()
 
 
@@ -103,11 +103,11 @@ def test_a_rank_that_the_run_has_not_is_refused(cwd: Path) -> None:
 @pytest.mark.parametrize("strategy", [*PLACES, *(pytest.param(name, marks=pytest.mark.matrix) for name in ALIKE)])
 def test_the_last_rank_trains_in_this_process_as_anywhere(cwd: Path, strategy: str) -> None:
     ranks, keys = (PLACES | ALIKE)[strategy]
-    place = [f"strategy={strategy}", *(f"strategy.{key}" for key in keys.split())]
+    strategy_keys = [f"strategy={strategy}", *(f"strategy.{key}" for key in keys.split())]
     shas = []
     for name, more in {"plain": (), "debug": ("cluster=debug", f"cluster.rank={ranks - 1}")}.items():
-        command = quick.command(*TRAIN, *place, *more, f"hydra.run.dir={name}")
-        told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-        assert told.returncode == 0, told.stderr
+        command = quick.command(*TRAIN, *strategy_keys, *more, f"hydra.run.dir={name}")
+        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        assert process.returncode == 0, process.stderr
         shas.append(json.loads(Path(name, "result.json").read_text())["weights_sha256"])
     assert shas[0] == shas[1]

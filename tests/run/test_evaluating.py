@@ -80,9 +80,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def test_every_checkpoint_gets_the_figures_that_the_training_found(run: RunFolder) -> None:
     evaluate(run)
-    own = {row["step"]: row["val/accuracy"] for row in rows(run.metrics) if "val/accuracy" in row}
-    assert {row["step"]: row["val/accuracy"] for row in rows(run.evaluations)} == own
-    assert sorted(own) == [4, 8, 12]
+    accuracies = {row["step"]: row["val/accuracy"] for row in rows(run.metrics) if "val/accuracy" in row}
+    assert {row["step"]: row["val/accuracy"] for row in rows(run.evaluations)} == accuracies
+    assert sorted(accuracies) == [4, 8, 12]
 
 
 def test_what_was_done_in_an_earlier_life_is_not_done_again(run: RunFolder) -> None:
@@ -112,10 +112,10 @@ def test_the_best_evaluated_checkpoint_and_the_one_that_is_being_evaluated_are_k
     metrics = {"step_00000004": 0.9, "step_00000008": 0.5}
     EvaluatedIndex(metrics=metrics, evaluating="step_00000008").write(run.checkpoints)
     Retention(keep_last=1, keep_best=1, mode="max").apply(run.checkpoints, step=12, owner=owner_of(run.checkpoints))
-    assert [one.step for one in list_complete(run.checkpoints)] == [12, 8, 4]
+    assert [checkpoint.step for checkpoint in list_complete(run.checkpoints)] == [12, 8, 4]
     EvaluatedIndex(metrics=metrics).write(run.checkpoints)
     Retention(keep_last=1, keep_best=1, mode="max").apply(run.checkpoints, step=12, owner=owner_of(run.checkpoints))
-    assert [one.step for one in list_complete(run.checkpoints)] == [12, 4]
+    assert [checkpoint.step for checkpoint in list_complete(run.checkpoints)] == [12, 4]
 
 
 def test_a_damaged_checkpoint_is_named_and_left_out(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,10 +131,10 @@ def test_a_damaged_checkpoint_is_named_and_left_out(run: RunFolder, capsys: pyte
 def test_it_waits_for_checkpoints_until_there_is_a_result(run: RunFolder) -> None:
     result = run.read_result()
     run.result.unlink()
-    asked = iter(range(6))
+    polls = iter(range(6))
 
     def requested() -> None:
-        if next(asked, "over") == "over":
+        if next(polls, "over") == "over":
             run.write_result(present(result))
 
     evaluate(run, requested)
@@ -163,17 +163,17 @@ BESIDE = ["recipe=null", "strategy=parameter_server", "strategy.evaluator=true"]
 
 
 @pytest.mark.parametrize(
-    ("splits", "keys", "told"),
+    ("splits", "keys", "expected"),
     [
         (None, ["callbacks=[early_stop]"], "callbacks.early_stop: needs evaluations during the training"),
         ({"train": Digits(split="train")}, [], "strategy.evaluator: has no validation split to evaluate on"),
     ],
 )
 def test_an_evaluator_with_nothing_to_do_is_refused(
-    splits: Mapping[str, Any] | None, keys: list[str], told: str
+    splits: Mapping[str, Any] | None, keys: list[str], expected: str
 ) -> None:
     (problem,) = refused(make_plan, trainkit.compose([*BESIDE, *keys]).cfg, splits=splits)
-    assert problem.startswith(told)
+    assert problem.startswith(expected)
 
 
 @pytest.fixture
@@ -237,8 +237,8 @@ def test_a_stop_ends_the_wait(folder: RunFolder) -> None:
     end = awaited(folder, clock, requested=lambda: "stopped" if clock.now >= 5 else None)
     assert end == EvaluatorEnd(status="stopped", reason="the run was asked to end")
     assert clock.now == 5
-    told = describe(folder, end)
-    assert told == {"status": "finished", "reason": None, "evaluated": 0, "not_evaluated": []}, "nothing was left to do"
+    evaluator_result = {"status": "finished", "reason": None, "evaluated": 0, "not_evaluated": []}
+    assert describe(folder, end) == evaluator_result, "nothing was left to do"
 
 
 def test_a_result_that_did_not_wait_is_brought_up_to_date(folder: RunFolder) -> None:
@@ -281,7 +281,7 @@ def test_an_evaluator_that_is_killed_and_comes_again_names_the_best_checkpoint(t
     result, screen = finished(folder, "step=10,life=0,action=kill")
     assert result["best"] == f"{folder.path}/checkpoints/step_00000010"
     assert result["evaluator"] == {"status": "finished", "reason": None, "evaluated": 4, "not_evaluated": []}
-    assert [(one["kind"], one["task"], one["step"]) for one in result["restarts"]] == [("alone", "evaluator:0", 10)]
+    assert [(row["kind"], row["task"], row["step"]) for row in result["restarts"]] == [("alone", "evaluator:0", 10)]
     assert "/checkpoints/step_00000010\n" in screen[screen.index("  best ") :]
 
 

@@ -56,9 +56,9 @@ def put(path: Path, step: int, owner: OwnershipToken | None = None) -> None:
 
 @pytest.mark.parametrize("name", ["result.json", "plots/loss.png", "checkpoints/index.json", "logs/rank_1", MARK])
 def test_a_folder_with_files_of_a_runs_names_is_refused_and_not_changed(tmp_path: Path, name: str) -> None:
-    for one in (name, "thesis.tex"):
-        (tmp_path / one).parent.mkdir(exist_ok=True)
-        (tmp_path / one).write_text(one)
+    for file in (name, "thesis.tex"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(file)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ConfigError, match=rf"holds {name.partition('/rank')[0]}, which a run would write, and no run"):
         RunFolder(tmp_path).begin()
@@ -224,7 +224,7 @@ def test_json_replaces_a_file_in_one_move_or_leaves_the_old_one(tmp_path: Path) 
     with pytest.raises(TypeError):
         write_json_atomically(path, {"loss": object()})
     assert json.loads(path.read_text()) == {"loss": None, "list": [None, 2.0], "path": "a/b"}
-    assert [found.name for found in path.parent.iterdir()] == ["result.json"]
+    assert [file.name for file in path.parent.iterdir()] == ["result.json"]
 
 
 def test_the_command_to_resume_allows_the_packages_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,8 +289,8 @@ def test_a_full_disk_without_a_name_is_the_one_that_is_full(monkeypatch: pytest.
         "enlarge it (docker run --shm-size=1g; mount -o remount,size=1g /dev/shm), or lower loader.num_workers."
     )
     set_free(monkeypatch, 1 << 30)  # where none is full the line of code is named
-    told = r"a file cannot be written \(.*test_existing_folders.py:\d+\): No space left"
-    with pytest.raises(StorageError, match=told), reporting(tmp_path):
+    message = r"a file cannot be written \(.*test_existing_folders.py:\d+\): No space left"
+    with pytest.raises(StorageError, match=message), reporting(tmp_path):
         raise failure(errno.ENOSPC)
 
 
@@ -315,8 +315,8 @@ def test_a_run_that_its_disk_cannot_hold_is_refused(tmp_path: Path, monkeypatch:
     refuse_small_disk(tmp_path, size=1 << 20, kept=3, steps_left=3)  # it saves three times at most
     with pytest.raises(StorageError) as caught:
         refuse_small_disk(tmp_path, size=1 << 20, kept=3, steps_left=9)
-    told = "has too little room for the checkpoints of this run: 4 MiB are needed (4 checkpoints of 1 MiB), 3 MiB are"
-    assert told in str(caught.value)
+    rule = "has too little room for the checkpoints of this run: 4 MiB are needed (4 checkpoints of 1 MiB), 3 MiB are"
+    assert rule in str(caught.value)
     # checkpoints that are there need no room again
     save(tmp_path / "checkpoints", step=1, tensors={"param/w": torch.zeros(1 << 18)}, meta={})
     set_free(monkeypatch, 1 << 20)
@@ -358,9 +358,9 @@ def test_a_heartbeat_needs_no_block_of_the_disk_later(tmp_path: Path) -> None:
 def test_a_report_that_is_refused_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "gone" / "live" / "rank_1.error.json"
     write_error_report(path, 1, ValueError("my own"))
-    told = capsys.readouterr().err
-    assert "ValueError: my own" in told
-    assert told.endswith(f"This report could not be written to {path}: No such file or directory.\n")
+    errors = capsys.readouterr().err
+    assert "ValueError: my own" in errors
+    assert errors.endswith(f"This report could not be written to {path}: No such file or directory.\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -422,10 +422,10 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def written(folder: RunFolder, **changes: Any) -> None:
     """A status that this process could have written a moment ago."""
-    here, mark = Machine.here(), ProcessId.of(os.getpid())
+    machine, mark = Machine.here(), ProcessId.of(os.getpid())
     content = {
-        "state": "running", "step": 3, "pid": mark.pid, "process_start": mark.started, "host": here.host,
-        "boot_id": here.boot_id, "processes": here.processes, "resumable": True, "updated": time.time(),
+        "state": "running", "step": 3, "pid": mark.pid, "process_start": mark.started, "host": machine.host,
+        "boot_id": machine.boot_id, "processes": machine.processes, "resumable": True, "updated": time.time(),
     }  # fmt: skip
     (folder.path / FILE).write_text(json.dumps(content | changes))
 
@@ -475,8 +475,8 @@ def test_a_later_process_of_the_same_number_is_another(folder: RunFolder, change
 
 def test_the_status_of_another_host_depends_on_its_age_and_shows_it(folder: RunFolder) -> None:
     written(folder, host="elsewhere", updated=1000.0)
-    there = replace(Machine.here(), host="here")
-    fresh, old = (read_status(folder, here=there, now=now) for now in (1030.0, 1500.0))
+    renamed = replace(Machine.here(), host="here")
+    fresh, old = (read_status(folder, here=renamed, now=now) for now in (1030.0, 1500.0))
     assert (fresh.state, fresh.note) == ("running", "last update 30 s ago on another host")
     assert (old.state, old.note) == ("silent", "last update 500 s ago on another host")
 

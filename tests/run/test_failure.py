@@ -189,9 +189,9 @@ def test_if_all_reports_are_lost_connections_the_unresponsive_rank_is_named(fold
     say(folder, 0, raised_in_c(RuntimeError, RESET))
     for rank, step in ((0, 4), (1, 3), (2, 4)):
         beat(folder, rank, step)
-    found = root_cause(folder, [exited(0)], [1, 2])
-    assert found.headline == "rank 1 stopped answering in step 3 (forward)."
-    assert isinstance(found.error(), HangError)
+    failure = root_cause(folder, [exited(0)], [1, 2])
+    assert failure.headline == "rank 1 stopped answering in step 3 (forward)."
+    assert isinstance(failure.error(), HangError)
 
 
 @pytest.fixture
@@ -210,10 +210,10 @@ def test_a_stopped_process_is_named_before_one_that_is_further_behind(folder: Ru
     evidence = ProcessEvidence(folder, lambda: {0: ProcessId.of(os.getpid()), 1: stopped})
     limit = Limit(key="supervisor.hang_timeout_s", seconds=5)
     overdue = OverdueRank(rank=0, heartbeat=read_heartbeat(folder.heartbeat_of(0)), silence_s=6.0, limit=limit)
-    found = root_cause(folder, [], [0, 1], evidence, overdue)
-    assert found.rank == 1
+    failure = root_cause(folder, [], [0, 1], evidence, overdue)
+    assert failure.rank == 1
     remedy = f"it is stopped by a signal (state T). To let it continue: kill -CONT {stopped.pid}. {limit.remedy(6.0)}"
-    assert plain(found.headline) == f"rank 1 has made no progress for 6 s in step 5 (forward): {remedy}"
+    assert plain(failure.headline) == f"rank 1 has made no progress for 6 s in step 5 (forward): {remedy}"
     lost = raised_in_c(RuntimeError, RESET)
     say(folder, 2, lost)
     unresponsive = root_cause(folder, [exited(2)], [0, 1], evidence)
@@ -250,8 +250,8 @@ def test_a_kill_for_lack_of_memory_is_told_by_the_counter_of_the_cgroup(folder: 
 def test_exit_code_0_before_the_end_is_a_failure_and_that_of_a_requested_stop_is_not(folder: RunFolder) -> None:
     beat(folder, 1, 7)
     assert not is_clean(folder, exited(1, 0), stopping=True)
-    found = root_cause(folder, [exited(1, 0)], [])
-    assert found.headline == "rank 1 exited with code 0 in step 7 (forward) before the training was done."
+    failure = root_cause(folder, [exited(1, 0)], [])
+    assert failure.headline == "rank 1 exited with code 0 in step 7 (forward) before the training was done."
     folder.done_of(1).touch()
     assert is_clean(folder, exited(1, 0), stopping=False)
     assert [is_clean(folder, exited(2, 130), stopping=stopping) for stopping in (True, False)] == [True, False]
@@ -260,9 +260,9 @@ def test_exit_code_0_before_the_end_is_a_failure_and_that_of_a_requested_stop_is
 def test_sys_exit_is_reported_with_the_line_that_called_it(folder: RunFolder) -> None:
     beat(folder, 1, 7)
     say(folder, 1, raised(SystemExit(0)))
-    found = root_cause(folder, [exited(1, 0)], [])
-    assert plain(found.headline) == "rank 1 exited with code 0 in step 7 (forward) before the training was done."
-    assert found.detail.splitlines()[-1] == "SystemExit: 0"
+    failure = root_cause(folder, [exited(1, 0)], [])
+    assert plain(failure.headline) == "rank 1 exited with code 0 in step 7 (forward) before the training was done."
+    assert failure.detail.splitlines()[-1] == "SystemExit: 0"
 
 
 def test_the_first_error_of_a_rank_is_the_one_it_reports(folder: RunFolder) -> None:
@@ -270,8 +270,8 @@ def test_the_first_error_of_a_rank_is_the_one_it_reports(folder: RunFolder) -> N
     report(ValueError("the cause"))
     beat(folder, 1, 9, "save")
     assert report(OSError("while it was ending")).message == "the cause"
-    found = root_cause(folder, [exited(1)], [])
-    assert plain(found.headline) == "rank 1 failed while starting: ValueError: the cause."
+    failure = root_cause(folder, [exited(1)], [])
+    assert plain(failure.headline) == "rank 1 failed while starting: ValueError: the cause."
 
 
 def test_a_verdict_names_pid_and_host(folder: RunFolder) -> None:
@@ -302,9 +302,9 @@ def test_a_process_without_an_error_report_shows_the_end_of_its_log(folder: RunF
 )
 def test_an_error_of_ours_arrives_as_it_was_raised(folder: RunFolder, error: TrainkitError) -> None:
     say(folder, 1, error)
-    found = root_cause(folder, [exited(1, error.exit_code)], [])
-    assert found.is_permanent
-    assert (type(found.error()), str(found.error())) == (type(error), str(error))
+    failure = root_cause(folder, [exited(1, error.exit_code)], [])
+    assert failure.is_permanent
+    assert (type(failure.error()), str(failure.error())) == (type(error), str(error))
 
 
 def test_an_error_class_of_a_user_arrives_as_the_one_of_ours_it_is_made_from(folder: RunFolder) -> None:
@@ -312,8 +312,8 @@ def test_an_error_class_of_a_user_arrives_as_the_one_of_ours_it_is_made_from(fol
         pass
 
     say(folder, 0, BadBatchError("batch 7"))
-    found = root_cause(folder, [exited(0)], []).error()
-    assert (type(found), str(found)) == (TrainingError, "batch 7")
+    error = root_cause(folder, [exited(0)], []).error()
+    assert (type(error), str(error)) == (TrainingError, "batch 7")
     folder.error_of(0).write_text('{"rank": 0}')
     assert read_error_report(folder.error_of(0)) is None, "a damaged report is ignored"
 
@@ -328,7 +328,7 @@ def test_an_exit_that_is_reported_when_no_rank_runs_any_more_counts(folder: RunF
     group = mock.Mock(running=[], marks={})
     failure, exits = agent._first_failure(group, 0, exited(0))
     assert plain(failure.headline) == "rank 1 failed while starting: ValueError: bad batch."
-    assert [one.rank for one in exits] == [0, 1]
+    assert [event.rank for event in exits] == [0, 1]
 
 
 LOST = ErrorReport(
@@ -351,8 +351,8 @@ CUT_OFF = RankFacts(rank=0, report=LOST)
     ],
 )
 def test_a_failure_waits_for_the_one_that_caused_it(facts: list[RankFacts], graces: Graces, wait_s: float) -> None:
-    found = first_failure(facts, waited_s=0.0, graces=graces)
-    assert found == wait_s if wait_s else isinstance(found, tuple)
+    verdict = first_failure(facts, waited_s=0.0, graces=graces)
+    assert verdict == wait_s if wait_s else isinstance(verdict, tuple)
     assert isinstance(first_failure(facts, waited_s=wait_s, graces=graces), tuple)
 
 

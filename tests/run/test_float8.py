@@ -33,9 +33,9 @@ EMULATED = (*WIDE, "convert.emulate=true")
 
 def problems_of(*arguments: str) -> list[str]:
     plan = make_plan(api.compose(arguments).cfg)
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as caught:
         model_notes(plan, meta_model(plan.cfg))
-    return [str(problem) for problem in found.value.problems]
+    return [str(problem) for problem in caught.value.problems]
 
 
 def test_the_output_layer_and_odd_dims_stay() -> None:
@@ -49,7 +49,7 @@ def test_the_output_layer_and_odd_dims_stay() -> None:
 def test_an_older_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8, "find_spec", lambda _: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: (8, 9) if place else (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9) if device else (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
     model = nn.Sequential(nn.Linear(16, 16))
     settings: dict[str, Any] = {"output": None, "precision": "bf16"}
@@ -91,7 +91,7 @@ def test_prove_says_that_the_numbers_differ_by_design_and_only_a_conversion_coun
 @needs_torchao
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_products_are_rounded_and_names_parameters_and_bits_of_weights_stay(recipe: str) -> None:
-    configs = [api.compose(one).cfg for one in (WIDE[:3], [*EMULATED, f"convert.recipe={recipe}"])]
+    configs = [api.compose(overrides).cfg for overrides in (WIDE[:3], [*EMULATED, f"convert.recipe={recipe}"])]
     plain, eight = (
         transformed_model(plan.cfg, plan.components.strategy, plan.tasks[0]) for plan in map(make_plan, configs)
     )
@@ -99,10 +99,10 @@ def test_products_are_rounded_and_names_parameters_and_bits_of_weights_stay(reci
     assert all(torch.equal(tensor, eight.state_dict()[name]) for name, tensor in plain.state_dict().items())
     inputs = torch.linspace(-1, 1, 8 * 64).reshape(8, 1, 8, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        one, other = plain(inputs), eight(inputs)
+        exact, other = plain(inputs), eight(inputs)
         other.sum().backward()
-    assert not torch.equal(one, other)
-    torch.testing.assert_close(one, other, rtol=0.25, atol=0.1)  # 3 bits of mantissa in each of two layers
+    assert not torch.equal(exact, other)
+    torch.testing.assert_close(exact, other, rtol=0.25, atol=0.1)  # 3 bits of mantissa in each of two layers
     assert present(next(eight.parameters()).grad).dtype is torch.float32
 
 

@@ -39,9 +39,9 @@ def training(tmp_path: Path) -> Iterator[Training]:
         [*LONG, f"steps={LAST}", f"hydra.run.dir={folder}"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
     ) as process:
         wait_for(lambda: list(folder.glob("checkpoints/step_*")), process)
-        found = descendants(process.pid)
-        pids = {name: pid for pid, name in found.items() if name.startswith("worker:")}
-        (nursery,) = (pid for pid in found if pids.keys() & set(descendants(pid).values()))
+        children = descendants(process.pid)
+        pids = {name: pid for pid, name in children.items() if name.startswith("worker:")}
+        (nursery,) = (pid for pid in children if pids.keys() & set(descendants(pid).values()))
         yield process, folder, nursery, pids
         process.kill()
 
@@ -84,9 +84,9 @@ for code in sys.argv[1:]:
 
 
 def test_only_a_process_with_one_thread_and_no_gpu_is_forked() -> None:
-    told = subprocess.run([sys.executable, "-c", FORKING, *BEFORE_A_FORK], capture_output=True, text=True, check=True)
-    assert [digit == "1" for digit in told.stdout] == [*BEFORE_A_FORK.values()]
-    assert told.stderr == ""
+    command = [sys.executable, "-c", FORKING, *BEFORE_A_FORK]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ([digit == "1" for digit in process.stdout], process.stderr) == ([*BEFORE_A_FORK.values()], "")
 
 
 def test_a_process_with_more_files_than_select_takes_forks(tmp_path: Path) -> None:
@@ -103,19 +103,19 @@ def test_a_process_with_more_files_than_select_takes_forks(tmp_path: Path) -> No
 
 
 def test_ranks_of_the_command_line_import_nothing_again(tmp_path: Path) -> None:
-    made = ("strategy=mirrored", "strategy.replicas=2", "steps=3", "callbacks=[]", "logger=[]")
-    command = [sys.executable, "-m", "trainkit", "recipe=null", *made, f"hydra.run.dir={tmp_path}/run"]
+    overrides = ("strategy=mirrored", "strategy.replicas=2", "steps=3", "callbacks=[]", "logger=[]")
+    command = [sys.executable, "-m", "trainkit", "recipe=null", *overrides, f"hydra.run.dir={tmp_path}/run"]
     watched = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
-    told = subprocess.run(command, env=watched, capture_output=True, text=True, check=True)
-    assert sum(line.endswith("| torch") for line in told.stderr.splitlines()) == 1
+    process = subprocess.run(command, env=watched, capture_output=True, text=True, check=True)
+    assert sum(line.endswith("| torch") for line in process.stderr.splitlines()) == 1
 
 
 def test_a_rank_that_dies_is_forked_again_by_the_same_process(training: Training) -> None:
     process, folder, nursery, pids = training
     os.kill(pids["worker:1"], signal.SIGKILL)
-    wait_for(lambda: _are_two_ranks(found := descendants(nursery)) and not {*found} & {*pids.values()}, process)
-    _, told = process.communicate(timeout=120)
-    assert "rank 1 was ended by SIGKILL" in plain(told)
+    wait_for(lambda: _are_two_ranks(children := descendants(nursery)) and not {*children} & {*pids.values()}, process)
+    _, output = process.communicate(timeout=120)
+    assert "rank 1 was ended by SIGKILL" in plain(output)
     assert json.loads((folder / "result.json").read_text())["steps"] == LAST
 
 
@@ -123,9 +123,9 @@ def test_a_rank_that_dies_is_forked_again_by_the_same_process(training: Training
 def test_the_run_restarts_with_a_new_fork_server_after_the_first_one_dies(training: Training) -> None:
     process, folder, nursery, pids = training
     os.kill(nursery, signal.SIGKILL)
-    _, told = process.communicate(timeout=120)
-    assert process.returncode == 0, told
-    assert "Restarting from the checkpoint of step" in told
+    _, output = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "Restarting from the checkpoint of step" in output
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
     assert json.loads((folder / "result.json").read_text())["steps"] == LAST
 
@@ -138,8 +138,8 @@ def test_all_end_with_the_supervisor(training: Training) -> None:
     wait_for(lambda: not any(_runs(pid) for pid in (nursery, *pids.values())))
 
 
-def _are_two_ranks(found: dict[int, str]) -> bool:
-    return sorted(found.values()) == ["worker:0", "worker:1"]
+def _are_two_ranks(children: dict[int, str]) -> bool:
+    return sorted(children.values()) == ["worker:0", "worker:1"]
 
 
 def _runs(pid: int) -> bool:

@@ -17,51 +17,51 @@ PLAN = BatchPlan(num_samples=600, global_size=300, micro_size=300)
 
 
 def counting(settings: NumericsConfig, *steps: int) -> LeftOutSteps:
-    found = LeftOutSteps(settings, lambda ticket: range(ticket.step * 300, ticket.step * 300 + 300))
+    left_out = LeftOutSteps(settings, lambda ticket: range(ticket.step * 300, ticket.step * 300 + 300))
     for step in steps:
-        found.take(LeftOut.whole(PLAN, step))
-    return found
+        left_out.take(LeftOut.whole(PLAN, step))
+    return left_out
 
 
 def test_a_row_is_counted_from_its_first_step() -> None:
     skip = NumericsConfig(on_nonfinite="skip", max_skips_in_a_row=3)
-    found = counting(skip, 1, 2, 5, 6)
-    assert (found.first, found.last) == (5, 6)
+    left_out = counting(skip, 1, 2, 5, 6)
+    assert (left_out.first, left_out.last) == (5, 6)
     with pytest.raises(NonFiniteError, match=r"^numerics\.max_skips_in_a_row=3: steps 5 to 7 were left out"):
         counting(skip, 1, 2, 5, 6, 7)
 
 
 @pytest.mark.parametrize(("steps", "done"), [(1, 100), (2, 200), (50, 99)])
 def test_a_share_is_too_large_only_above_the_limit_and_from_step_100_on(steps: int, done: int) -> None:
-    found = counting(NumericsConfig(on_nonfinite="skip"), *range(0, 2 * steps, 2))
-    found.judge_share(done)
+    left_out = counting(NumericsConfig(on_nonfinite="skip"), *range(0, 2 * steps, 2))
+    left_out.judge_share(done)
     with pytest.raises(NonFiniteError, match=r"^numerics\.max_skipped_share=0\.01: "):
         counting(NumericsConfig(on_nonfinite="skip"), *range(0, 2 * steps + 2, 2)).judge_share(max(done, 100))
 
 
 def test_of_many_steps_and_samples_the_first_are_listed() -> None:
-    found = counting(NumericsConfig(), *range(0, 2200, 2)).findings()
-    assert len(found["skipped_steps"]) == 1000
-    assert found["skipped_steps_not_listed"] == 100
-    assert found["skipped_steps"][1] == {"step": 2, "samples": list(range(600, 856)), "num_samples": 300}
+    findings = counting(NumericsConfig(), *range(0, 2200, 2)).findings()
+    assert len(findings["skipped_steps"]) == 1000
+    assert findings["skipped_steps_not_listed"] == 100
+    assert findings["skipped_steps"][1] == {"step": 2, "samples": list(range(600, 856)), "num_samples": 300}
 
 
 def test_a_suspect_step_is_kept_until_a_checkpoint_of_a_later_step_is_saved() -> None:
-    found = counting(NumericsConfig(on_nonfinite="rollback"))
-    found.train_again(Suspect(step=7, checkpoint=4))
-    found.saved(7)
-    found.take(LeftOut.whole(PLAN, 7))
-    found.saved(8)
+    left_out = counting(NumericsConfig(on_nonfinite="rollback"))
+    left_out.train_again(Suspect(step=7, checkpoint=4))
+    left_out.saved(7)
+    left_out.take(LeftOut.whole(PLAN, 7))
+    left_out.saved(8)
     with pytest.raises(RollbackNeeded, match="step 9"):
-        found.take(LeftOut.whole(PLAN, 9))
+        left_out.take(LeftOut.whole(PLAN, 9))
 
 
-@pytest.mark.parametrize(("checkpoint", "known"), [(3, False), (4, True), (7, True), (8, False)])
-def test_a_resumed_run_finds_its_suspect_step_in_the_record(checkpoint: int, known: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("checkpoint", "is_known"), [(3, False), (4, True), (7, True), (8, False)])
+def test_a_resumed_run_finds_its_suspect_step_in_the_record(checkpoint: int, is_known: bool, tmp_path: Path) -> None:
     record_rollback(tmp_path, Suspect(step=2, checkpoint=0))
     record_rollback(tmp_path, Suspect(step=7, checkpoint=4))
     assert rollbacks_of(tmp_path) == [{"step": 2, "checkpoint": 0}, {"step": 7, "checkpoint": 4}]
-    assert (suspect_checkpoint_of(tmp_path, checkpoint=checkpoint) is not None) == known
+    assert (suspect_checkpoint_of(tmp_path, checkpoint=checkpoint) is not None) == is_known
 
 
 def test_a_damaged_record_of_rollbacks_is_named(tmp_path: Path) -> None:

@@ -308,9 +308,9 @@ def test_a_run_ends_inside_the_warmup_of_its_recipe(cwd: Path) -> None:
     (run,) = cwd.glob("outputs/digits/*")
     rates = [json.loads(line).get("lr") for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rates[0] == pytest.approx(0.01 * 5 / 23), "step 5 of a warmup of 23 steps, as in the whole training"
-    found = json.loads((run / "environment.json").read_text())["notes"]
+    recorded = json.loads((run / "environment.json").read_text())["notes"]
     note = "warmup.epochs=1 is 23 steps: the run ends inside it, at step 5 the rate is 0.00217 of 0.01"
-    assert note in found
+    assert note in recorded
     # its processes and a resumed run plan the same config again
     assert main(["resume", str(run), "strategy=mirrored", "strategy.replicas=1"]) == 0
 
@@ -349,9 +349,9 @@ def test_a_loss_in_parts_is_refused_where_graphs_of_steps_use_all_scores(notes: 
     small = ("recipe=null", "model=gpt", "model.num_layers=1", "model.num_heads=1", "model.width=8", "model.context=8",
              "model.vocab_size=16", "data=synthetic_tokens", "data.vocab_size=16", "data.context=8", "steps=2",
              "objective=language_modelling", "objective.padding=false", "compile.mode=step")  # fmt: skip
-    said = notes(*small, "objective.cross_entropy=chunked", code=2)
-    (found,) = [line for line in said if line.startswith("objective.cross_entropy")]
-    assert found.startswith("objective.cross_entropy=chunked: has no effect with compile.mode=step, whose graphs")
+    lines = notes(*small, "objective.cross_entropy=chunked", code=2)
+    (note,) = [line for line in lines if line.startswith("objective.cross_entropy")]
+    assert note.startswith("objective.cross_entropy=chunked: has no effect with compile.mode=step, whose graphs")
     notes(*small, "objective.cross_entropy=plain")
 
 
@@ -467,7 +467,7 @@ def refused(*overrides: str) -> list[Problem]:
 )
 def test_a_misfit_is_refused_by_its_key(overrides: tuple[str, ...], key: str, part: str) -> None:
     recipe = () if "recipe=gan" in overrides else ("recipe=null",)
-    assert [(one.key, part in one.rule) for one in refused(*recipe, *overrides)] == [(key, True)]
+    assert [(misfit.key, part in misfit.rule) for misfit in refused(*recipe, *overrides)] == [(key, True)]
 
 
 @pytest.mark.slow
@@ -476,29 +476,29 @@ def test_a_strategy_takes_several_optimizers_or_refuses_them_by_name() -> None:
     for strategy in sorted(path.stem for path in (CONF / "strategy").glob("*.yaml")):
         keys = (*GAN, f"strategy={strategy}")
         if strategy in taking:
-            assert [one.name for one in planned(*keys).optimizers] == ["discriminator", "generator"]
+            assert [spec.name for spec in planned(*keys).optimizers] == ["discriminator", "generator"]
         else:
-            assert "optimizers" in [one.key for one in refused(*keys)], strategy
+            assert "optimizers" in [misfit.key for misfit in refused(*keys)], strategy
 
 
 def test_frozen_parameters_need_no_optimizer_and_a_pattern_for_them_alone_is_refused() -> None:
     plan = planned(*GAN)
     model = meta_model(plan.cfg)
-    own = [param for name, param in model.named_parameters() if name.startswith("generator.")]
-    for param in own:
+    params = [param for name, param in model.named_parameters() if name.startswith("generator.")]
+    for param in params:
         param.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"optimizers\.generator\.match.* frozen parameters"):
         model_notes(plan, model)
-    own[0].requires_grad_(True)
+    params[0].requires_grad_(True)
     assert any("updates 2,048 parameters: generator.0.weight" in note for note in model_notes(plan, model))
 
 
 def test_the_memory_of_all_optimizers_is_planned() -> None:
-    both = planned(*GAN, "precision=fp32")
-    one = planned(*GAN, "optimizers.generator={_target_:torch.optim.SGD,lr:0.1,match:['generator.*']}")
-    sizes = [memory_of(plan, meta_model(plan.cfg)).optimizer_bytes or 0 for plan in (both, one)]
+    with_adam = planned(*GAN, "precision=fp32")
+    with_sgd = planned(*GAN, "optimizers.generator={_target_:torch.optim.SGD,lr:0.1,match:['generator.*']}")
+    sizes = [memory_of(plan, meta_model(plan.cfg)).optimizer_bytes or 0 for plan in (with_adam, with_sgd)]
     count = sum(
-        param.numel() for name, param in meta_model(both.cfg).named_parameters() if name.startswith("generator.")
+        param.numel() for name, param in meta_model(with_adam.cfg).named_parameters() if name.startswith("generator.")
     )
     assert 0 <= sizes[0] - sizes[1] - 2 * 4 * count <= 64  # two moments, and a count of steps a tensor
 
@@ -525,8 +525,8 @@ def test_a_run_resumes_on_another_number_of_replicas(tmp_path: Path) -> None:
     common = [*GAN, "epochs=null", "steps=6", "batch.micro_size=32", "precision=fp64", "eval.every_epochs=null"]
     whole = trained("whole")
     trained("first", "strategy=fsdp", "strategy.replicas=2", "stop_at_step=3")
-    found = trained("second", f"resume={tmp_path / 'first'}")
-    expected, tensors = (load(Path(one["last"])).tensors for one in (whole, found))
+    resumed = trained("second", f"resume={tmp_path / 'first'}")
+    expected, tensors = (load(Path(result["last"])).tensors for result in (whole, resumed))
     assert expected.keys() == tensors.keys()
     for name, tensor in expected.items():
         assert torch.allclose(tensors[name], tensor, rtol=1e-12, atol=1e-12), name
@@ -594,4 +594,4 @@ def test_a_processor_without_instructions_for_bfloat16_is_noted(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able, raising=False)
     plan = make_plan(compose(["recipe=digits", f"precision={precision}"]).cfg, num_gpus=0)
     notes = model_notes(plan, meta_model(plan.cfg))
-    assert noted == any(one.startswith(f"precision={precision}: this processor has no inst") for one in notes)
+    assert noted == any(note.startswith(f"precision={precision}: this processor has no inst") for note in notes)

@@ -94,7 +94,7 @@ def test_a_remedy_that_the_run_would_refuse_is_not_named(monkeypatch: pytest.Mon
     statistics = ("model.batch_norm=true", "recipe=null", "steps=1", "batch.global_size=4", "batch.micro_size=2")
     for keys, refused in ((images, "precision=bf16_mixed"), (statistics, "batch.micro_size=1")):
         plan = make_plan(checked(compose(keys)).cfg, num_gpus=0)
-        assert [one for one in savings(plan) if refused in one.overrides] == []
+        assert [saving for saving in savings(plan) if refused in saving.overrides] == []
 
 
 @pytest.mark.parametrize("size", ["batch.global_size=16", "batch.micro_size=8"])
@@ -102,10 +102,10 @@ def test_a_remedy_that_the_run_would_refuse_is_not_named(monkeypatch: pytest.Mon
 def test_a_remedy_beside_a_given_accumulation_keeps_the_samples_of_a_step(size: str) -> None:
     sizes = (size, "batch.accumulation=2")
     plan = make_plan(compose([*GPT[:-1], *sizes]).cfg, num_gpus=0)
-    changes = [one.overrides.split() for one in savings(plan)]
-    assert any("batch.accumulation=null" in one for one in changes)
-    for one in changes:
-        keys = {text.partition("=")[0]: text for text in (*GPT[:-1], *sizes, *one)}
+    changes = [saving.overrides.split() for saving in savings(plan)]
+    assert any("batch.accumulation=null" in saving for saving in changes)
+    for change in changes:
+        keys = {text.partition("=")[0]: text for text in (*GPT[:-1], *sizes, *change)}
         assert make_plan(compose([*keys.values()]).cfg, num_gpus=0).batch.global_size == 16
 
 
@@ -137,9 +137,9 @@ def test_a_run_that_does_not_fit_ends_in_its_first_step_and_its_remedy_trains(
         run = tmp_path / str(len([*tmp_path.iterdir()]))
         monkeypatch.setattr(TaskSession, "train", begun)
         code = main([*FULL, *more, f"hydra.run.dir={run}"])
-        held: dict[str, str] = json.loads((run / "result.json").read_text())
-        assert code == (held["status"] == "failed")
-        return held["reason"]
+        result: dict[str, str] = json.loads((run / "result.json").read_text())
+        assert code == (result["status"] == "failed")
+        return result["reason"]
 
     train = TaskSession.train
 
@@ -163,11 +163,11 @@ FULL = (
 
 @pytest.mark.slow
 def test_the_tensors_of_the_failed_step_are_freed_before_the_state_is_saved() -> None:
-    plan, held, alive = make_plan(compose(GPT).cfg, num_gpus=0), list[ref[torch.Tensor]](), list[bool]()
+    plan, refs, alive = make_plan(compose(GPT).cfg, num_gpus=0), list[ref[torch.Tensor]](), list[bool]()
 
     def step() -> None:
         activations = torch.ones(4)
-        held.append(ref(activations))
+        refs.append(ref(activations))
         try:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         except RuntimeError as error:
@@ -178,7 +178,7 @@ def test_the_tensors_of_the_failed_step_are_freed_before_the_state_is_saved() ->
         try:
             yield
         finally:
-            alive.append(held[0]() is not None)
+            alive.append(refs[0]() is not None)
 
     with pytest.raises(OutOfMemoryError), saving(), explain_oom(plan, plan.tasks[0], lambda: 3):
         step()

@@ -69,14 +69,14 @@ def planned(*arguments: str) -> DeviceMemory:
 )
 @pytest.mark.slow
 def test_the_planned_peak_is_that_of_a_step(arguments: tuple[str, ...], cwd: Path) -> None:
-    found = planned(*arguments)
+    memory = planned(*arguments)
     with Counting() as counting:
         api.train(api.compose([*arguments, *SHORT]))
-    held = found.held
-    lasting = held.parameter_bytes + held.gradient_bytes + (held.optimizer_bytes or 0)
-    assert found.step is not None
+    state = memory.held
+    lasting = state.parameter_bytes + state.gradient_bytes + (state.optimizer_bytes or 0)
+    assert memory.step is not None
     assert lasting == pytest.approx(counting.lasting, rel=0.1), "with the batches and the data"
-    step = found.step - held.staging_bytes  # a thread allocates the copy, where no operation is counted
+    step = memory.step - state.staging_bytes  # a thread allocates the copy, where no operation is counted
     assert step == pytest.approx(counting.peak, rel=0.1)
 
 
@@ -90,12 +90,12 @@ def test_the_planned_peak_is_that_of_a_step(arguments: tuple[str, ...], cwd: Pat
 )
 @pytest.mark.slow
 def test_the_planned_peak_of_an_evaluation_is_the_measured_one(arguments: tuple[str, ...], cwd: Path) -> None:
-    own = (*arguments, "batch.global_size=2", "eval.batch_size=16", "checkpoint.background=false")
-    found = planned(*own)
+    settings = (*arguments, "batch.global_size=2", "eval.batch_size=16", "checkpoint.background=false")
+    memory = planned(*settings)
     with Counting() as counting:
-        api.train(api.compose([*own, *SHORT, "eval.every_steps=1"]))
-    assert (found.moment, found.peak) == ("evaluation", found.evaluation)
-    assert found.evaluation == pytest.approx(counting.peak, rel=0.03), "outputs of an earlier batch are freed"
+        api.train(api.compose([*settings, *SHORT, "eval.every_steps=1"]))
+    assert (memory.moment, memory.peak) == ("evaluation", memory.evaluation)
+    assert memory.evaluation == pytest.approx(counting.peak, rel=0.03), "outputs of an earlier batch are freed"
 
 
 @pytest.mark.parametrize(
@@ -107,35 +107,35 @@ def test_the_planned_peak_of_an_evaluation_is_the_measured_one(arguments: tuple[
 def test_a_run_copies_the_state_as_planned(
     arguments: tuple[str, ...], cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, taken = planned(*arguments).held, list[int]()
+    state, copied = planned(*arguments).held, list[int]()
     release = Snapshot.release
 
     def counted(snapshot: Snapshot) -> None:
-        taken.append(sum(buffer.nbytes for buffer in snapshot.buffers.values()))
+        copied.append(sum(buffer.nbytes for buffer in snapshot.buffers.values()))
         release(snapshot)
 
     monkeypatch.setattr(Snapshot, "release", counted)
     api.train(api.compose([*arguments, *SHORT]))
-    assert taken == [held.staging_bytes]
+    assert copied == [state.staging_bytes]
     without = planned(*arguments, "checkpoint.background=false").held
-    assert (without.staging_bytes, held.total_bytes - without.total_bytes) == (0, held.staging_bytes)
+    assert (without.staging_bytes, state.total_bytes - without.total_bytes) == (0, state.staging_bytes)
 
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_what_reads_numbers_is_unknown_and_nothing_else(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def reads(self: Classification, model: Model, batch: tuple[torch.Tensor, ...]) -> Loss:
-        found = self.score(model(batch[0]), batch[1])
-        return found if trains and torch.is_grad_enabled() else Loss(found.loss_sum, float(found.loss_sum))
+        loss = self.score(model(batch[0]), batch[1])
+        return loss if trains and torch.is_grad_enabled() else Loss(loss.loss_sum, float(loss.loss_sum))
 
     monkeypatch.setattr(Classification, "loss", reads)
-    found = planned("recipe=digits")
-    assert found.evaluation is None
-    assert (found.peak is not None, found.activations is not None) == (trains, trains)
+    memory = planned("recipe=digits")
+    assert memory.evaluation is None
+    assert (memory.peak is not None, memory.activations is not None) == (trains, trains)
     if trains:
-        assert (found.peak, found.moment) == (found.step, "backward")
-        assert found.notes()[0].startswith("activations of an evaluation are not known")
+        assert (memory.peak, memory.moment) == (memory.step, "backward")
+        assert memory.notes()[0].startswith("activations of an evaluation are not known")
     else:
-        (note,) = found.notes()
+        (note,) = memory.notes()
         assert note == (
             "activations are not known: the model or the objective reads the values of a tensor (.item(), float(), "
             "if, a mask)."
@@ -149,9 +149,9 @@ def test_what_reads_numbers_is_unknown_and_nothing_else(trains: bool, monkeypatc
      ("mi300x", "seed=0", 0)],
 )  # fmt: skip
 def test_the_workspaces_of_cublas_count_on_hardware_that_has_them(hardware: str, more: str, mib: float) -> None:
-    found, without = planned("recipe=digits", more, f"hardware={hardware}"), planned("recipe=digits", more)
-    assert found.held.workspace_bytes == mib * 2**20
-    assert found.step == (without.step or 0) + mib * 2**20
+    memory, without = planned("recipe=digits", more, f"hardware={hardware}"), planned("recipe=digits", more)
+    assert memory.held.workspace_bytes == mib * 2**20
+    assert memory.step == (without.step or 0) + mib * 2**20
 
 
 def test_a_run_on_a_gpu_with_figures_counts_its_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_a_run_on_a_gpu_with_figures_counts_its_workspaces(monkeypatch: pytest.M
     model = meta_model(plan.cfg)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     for is_initialized, mib in ((False, 0), (True, 64)):  # a plan alone uses no GPU
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda known=is_initialized: known)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda answer=is_initialized: answer)
         assert device_memory(plan, model).held.workspace_bytes == mib * 2**20
 
 
@@ -206,9 +206,9 @@ OBSERVED: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 def observed(num_ranks: int, arguments: tuple[str, ...], rank: int = 0, *, has_data: bool = False) -> ObservedSteps:
-    one = {"strategy=tensor_parallel", "strategy=pipeline"} & {*arguments}
-    replicas = 1 if one else num_ranks // (2 if "strategy.shard=2" in arguments else 1)
-    is_given = "strategy=mesh" in arguments or not any(word.startswith("strategy=") for word in arguments)
+    is_split = {"strategy=tensor_parallel", "strategy=pipeline"} & {*arguments}
+    replicas = 1 if is_split else num_ranks // (2 if "strategy.shard=2" in arguments else 1)
+    is_given = "strategy=mesh" in arguments or not any(argument.startswith("strategy=") for argument in arguments)
     cfg = api.compose([*arguments, *(() if is_given else [f"strategy.replicas={replicas}"])]).cfg
     plan = make_plan(cfg)
     model = meta_model(plan.cfg)
@@ -223,28 +223,28 @@ def with_data(place: Place, arguments: tuple[str, ...]) -> ObservedSteps:
 @pytest.mark.parametrize("name", OBSERVED)
 def test_a_step_without_data_has_the_bytes_and_the_collectives_of_one_with_data(name: str, pool: Pool) -> None:
     num_ranks, arguments = OBSERVED[name]
-    found = pool.run(f"{__name__}.with_data", arguments, num_ranks=num_ranks, group=True)[0]
+    measured = pool.run(f"{__name__}.with_data", arguments, num_ranks=num_ranks, group=True)[0]
     planned_steps = observed(num_ranks, arguments)
-    assert planned_steps.collectives == found.collectives
-    peaks = (max(planned_steps.peaks.values()), max(found.peaks.values()))
+    assert planned_steps.collectives == measured.collectives
+    peaks = (max(planned_steps.peaks.values()), max(measured.peaks.values()))
     if "pipe" in name or "stages" in name:  # another thread frees what was sent
         assert peaks[0] == pytest.approx(peaks[1], rel=0.005)
     else:
-        assert (peaks[0], planned_steps.start) == (peaks[1], found.start)
+        assert (peaks[0], planned_steps.start) == (peaks[1], measured.start)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("own", "more", "num_ranks"),
+    ("strategy_keys", "more", "num_ranks"),
     [
         (["strategy=mirrored"], ["strategy.replicas=2"], 2),
         (["strategy=mesh", "strategy.replicate=2", "strategy.shard=2", "strategy.reduce=shared_memory"], [], 4),
     ],
 )
 def test_memory_that_ranks_share_is_planned_in_equal_parts_and_in_every_phase(
-    own: list[str], more: list[str], num_ranks: int, pool: Pool
+    strategy_keys: list[str], more: list[str], num_ranks: int, pool: Pool
 ) -> None:
-    arguments = (*GPT, *ACCUMULATED, "checkpoint.background=false", *own)
+    arguments = (*GPT, *ACCUMULATED, "checkpoint.background=false", *strategy_keys)
     measured = pool.run(f"{__name__}.with_data", arguments, num_ranks=num_ranks, group=True)[0]
     (plan,) = parts_planned(*arguments, *more)
     of_others = plan.held.gradient_bytes * 3 // 2  # the slot of the other rank, and half of the total
@@ -256,16 +256,16 @@ def test_memory_that_ranks_share_is_planned_in_equal_parts_and_in_every_phase(
 def test_ranks_on_gpus_gather_the_next_block_before_it_is_needed_and_copy_nothing() -> None:
     arguments = [*GPT, *ACCUMULATED, "strategy=fsdp", "strategy.replicas=2"]
     gpus, cpus = (make_plan(api.compose(arguments).cfg, num_gpus=count) for count in (2, 0))
-    found, by_gloo = (observe(one, meta_model(one.cfg)) for one in (gpus, cpus))
-    assert found.peaks != by_gloo.peaks
-    assert {one.num_bytes for one in found.collectives} == {one.num_bytes for one in by_gloo.collectives}
+    by_nccl, by_gloo = (observe(plan, meta_model(plan.cfg)) for plan in (gpus, cpus))
+    assert by_nccl.peaks != by_gloo.peaks
+    assert {call.num_bytes for call in by_nccl.collectives} == {call.num_bytes for call in by_gloo.collectives}
 
 
 def test_an_unknown_collective_is_refused_and_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_run, "_KINDS", {})
-    found = planned("recipe=digits", "strategy=fsdp", "strategy.replicas=2")
-    assert found.peak is None
-    assert "the collective" in found.notes()[0]
+    memory = planned("recipe=digits", "strategy=fsdp", "strategy.replicas=2")
+    assert memory.peak is None
+    assert "the collective" in memory.notes()[0]
 
 
 def test_each_device_of_a_map_holds_what_its_modules_compute() -> None:
@@ -275,7 +275,7 @@ def test_each_device_of_a_map_holds_what_its_modules_compute() -> None:
     first, second = part_memories(plan, model)
     (alone,) = parts_planned("recipe=digits", "model.hidden=[256,256]")
     assert first.held.parameter_bytes + second.held.parameter_bytes == alone.held.parameter_bytes
-    steps = [present(one.step) - one.held.staging_bytes * one.held.staged_here for one in (first, second, alone)]
+    steps = [present(part.step) - part.held.staging_bytes * part.held.staged_here for part in (first, second, alone)]
     assert 0.9 * steps[2] < steps[0] + steps[1] < 1.5 * steps[2]
 
 
@@ -320,8 +320,8 @@ LAPTOP = (
 def shown(cwd: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
     def plan(*arguments: str, code: int = 0) -> dict[str, Any]:
         assert main(["plan", "--json", *arguments]) == code
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return found
+        document: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return document
 
     return plan
 
@@ -351,55 +351,56 @@ def test_every_remedy_makes_the_run_fit(shown: Callable[..., dict[str, Any]]) ->
     keys = [change.partition("=")[0] for change in first["overrides"].split()]  # joined where none is enough alone
     assert keys == ["batch.micro_size", "checkpoint.background", "activation_checkpointing", "eval.batch_size"]
     small = (*LAPTOP, "hardware.memory_gib=0.33")
-    found = shown(*small)
-    assert found["fits"] is False
-    changes = [one["overrides"] for one in found["remedies"]]
+    document = shown(*small)
+    assert document["fits"] is False
+    changes = [remedy["overrides"] for remedy in document["remedies"]]
     assert changes[:2] == ["batch.micro_size=8", "activation_checkpointing=full"]
-    for one in found["remedies"]:
-        other = shown(*small, *one["overrides"].split())
+    for remedy in document["remedies"]:
+        other = shown(*small, *remedy["overrides"].split())
         assert other["fits"] is True
-        assert max(other["memory"]["peak"], other["memory"]["checkpoint"]) + 320 * 2**20 == one["needs"]
+        assert max(other["memory"]["peak"], other["memory"]["checkpoint"]) + 320 * 2**20 == remedy["needs"]
 
 
 @pytest.mark.slow
 def test_an_evaluation_that_alone_does_not_fit_gets_smaller_batches(shown: Callable[..., dict[str, Any]]) -> None:
     small = (*LAPTOP, "batch.global_size=2", "eval.batch_size=16", "hardware.memory_gib=0.3186")
-    found = shown(*small)
-    assert (found["fits"], found["memory"]["moment"]) == (False, "evaluation")
-    (only,) = found["remedies"]
+    document = shown(*small)
+    assert (document["fits"], document["memory"]["moment"]) == (False, "evaluation")
+    (only,) = document["remedies"]
     assert (only["overrides"], only["fits"]) == ("eval.batch_size=8", True)
 
 
 @pytest.mark.slow
 def test_a_run_whose_evaluation_will_not_fit_says_so_after_its_first_steps() -> None:
-    said = {}
+    misfits = {}
     for gib in (0.3186, 1.0):
         arguments = (*LAPTOP, "batch.global_size=2", "eval.batch_size=16", f"hardware.memory_gib={gib}")
         plan = make_plan(api.compose(arguments).cfg, num_gpus=0)
         model = meta_model(plan.cfg)
-        said[gib] = evaluation_misfit(plan, model, device_memory(plan, model), present(hardware_of(plan.cfg)))
-    text = str(said[0.3186])
+        misfits[gib] = evaluation_misfit(plan, model, device_memory(plan, model), present(hardware_of(plan.cfg)))
+    text = str(misfits[0.3186])
     assert text.startswith("an evaluation will run out of memory: it needs ")
     assert text.endswith(" Resume with eval.batch_size=8.")
-    assert said[1.0] is None
+    assert misfits[1.0] is None
 
 
 @pytest.mark.slow
 def test_the_copy_of_a_checkpoint_counts_on_the_cpu(shown: Callable[..., dict[str, Any]]) -> None:
     wide = ("recipe=digits", "model.hidden=[4000,4000]", "hardware=laptop", "hardware.memory_gib=0.6")
-    found, without = shown(*wide), shown(*wide, "checkpoint.background=false")
-    assert found["memory"]["staging"] == 3 * found["memory"]["parameters"] + 24, "Adam's slots, and six counts of steps"
-    assert found["memory"]["peak"] - without["memory"]["peak"] == found["memory"]["staging"]
-    assert (found["fits"], without["fits"]) == (False, True)
-    assert found["remedies"][0]["overrides"] == "checkpoint.background=false"
+    copied, without = shown(*wide), shown(*wide, "checkpoint.background=false")
+    memory = copied["memory"]
+    assert memory["staging"] == 3 * memory["parameters"] + 24, "Adam's slots, and six counts of steps"
+    assert memory["peak"] - without["memory"]["peak"] == memory["staging"]
+    assert (copied["fits"], without["fits"]) == (False, True)
+    assert copied["remedies"][0]["overrides"] == "checkpoint.background=false"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "copies"), [("mirrored", 1), ("fsdp", 2)])
 def test_tasks_that_hold_the_whole_state_have_one_copy_of_it_together(strategy: str, copies: int) -> None:
     def needs(on: str) -> tuple[int, int]:
-        own = ("recipe=digits", f"strategy={strategy}", "strategy.replicas=2", "hardware=laptop")
-        plan = make_plan(api.compose([*own, f"checkpoint.background={on}"]).cfg)
+        overrides = ("recipe=digits", f"strategy={strategy}", "strategy.replicas=2", "hardware=laptop")
+        plan = make_plan(api.compose([*overrides, f"checkpoint.background={on}"]).cfg)
         model, hardware = meta_model(plan.cfg), present(hardware_of(plan.cfg))
         memory = device_memory(plan.resolved(lambda: model), model)
         return verdict_of(plan, memory, hardware).needs, memory.held.staging_bytes
@@ -411,8 +412,8 @@ def test_tasks_that_hold_the_whole_state_have_one_copy_of_it_together(strategy: 
 
 @pytest.mark.parametrize(("replicas", "fits"), [(1, True), (2, False)])
 def test_tasks_of_a_host_share_its_memory(replicas: int, fits: bool) -> None:
-    own = ("strategy=mirrored", f"strategy.replicas={replicas}", "hardware=laptop", "hardware.memory_gib=0.5")
-    plan = make_plan(api.compose(["recipe=digits", *own]).cfg)
+    overrides = ("strategy=mirrored", f"strategy.replicas={replicas}", "hardware=laptop", "hardware.memory_gib=0.5")
+    plan = make_plan(api.compose(["recipe=digits", *overrides]).cfg)
     model = meta_model(plan.cfg)
     memory = device_memory(plan.resolved(lambda: model), model)
     assert verdict_of(plan, memory, present(hardware_of(plan.cfg))).fits is fits
@@ -453,8 +454,8 @@ SHIPPED = [name for name in CHOICES if name not in ("none", "this")]
 
 
 def node_of(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((shipped_conf() / "hardware" / f"{name}.yaml").read_text())
-    return found
+    node: dict[str, Any] = yaml.safe_load((shipped_conf() / "hardware" / f"{name}.yaml").read_text())
+    return node
 
 
 def test_every_figure_has_a_source_and_a_date_and_every_kind_its_own_names() -> None:
@@ -477,8 +478,8 @@ def test_a_run_takes_the_rates_of_its_gpu_by_the_name_of_the_driver(
     driver_name: str, name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: driver_name if device.index == 1 else "other")
-    found = hardware_under(torch.device("cuda", 1))
-    assert (found and found.name) == name
+    hardware = hardware_under(torch.device("cuda", 1))
+    assert (hardware and hardware.name) == name
     assert hardware_under(torch.device("cpu")) is None
 
 
@@ -510,9 +511,9 @@ def test_this_machine_takes_the_figures_that_are_kept(tmp_path: Path, monkeypatc
     }  # fmt: skip
     calibration_file(machine).parent.mkdir()
     calibration_file(machine).write_text(json.dumps(values))
-    found = ThisMachine(price_usd_h=0.5).here()
-    assert (found.tflops["fp32"], found.memory_gb_s, found.input_mb_s, found.price_usd_h) == (0.1, 9.0, 90.0, 0.5)
-    assert found.notes == (f"hardware: {machine.name}; measured here (2026-11-23)",)
+    node = ThisMachine(price_usd_h=0.5).here()
+    assert (node.tflops["fp32"], node.memory_gb_s, node.input_mb_s, node.price_usd_h) == (0.1, 9.0, 90.0, 0.5)
+    assert node.notes == (f"hardware: {machine.name}; measured here (2026-11-23)",)
 
 
 def test_a_damaged_calibration_is_refused_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,10 +535,10 @@ def test_the_first_plan_measures_this_machine_and_keeps_the_figures(
     assert main(["plan", "hardware=this"]) == 0
     path = calibration_file(Machine.here())
     assert f"plan: kept in {path}: remove it to measure again" in capsys.readouterr().err
-    found = ThisMachine().here()
-    assert {"fp64", "fp32", "bf16"} <= found.tflops.keys()
-    assert found.within_host == Link(gb_s=1.5, latency_us=40.0)
-    assert found.date["tflops"] == json.loads(path.read_text())["date"]
+    hardware = ThisMachine().here()
+    assert {"fp64", "fp32", "bf16"} <= hardware.tflops.keys()
+    assert hardware.within_host == Link(gb_s=1.5, latency_us=40.0)
+    assert hardware.date["tflops"] == json.loads(path.read_text())["date"]
     assert main(["plan", "hardware=this"]) == 0
     assert "measured once" not in capsys.readouterr().err
 
@@ -545,6 +546,6 @@ def test_the_first_plan_measures_this_machine_and_keeps_the_figures(
 @pytest.mark.long
 def test_a_link_is_measured_between_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(this_machine, "_ROUND_S", 1e-4)
-    found = this_machine.measured_link(num_gpus=0)
-    assert found.gb_s > 0
-    assert found.latency_us > 0
+    link = this_machine.measured_link(num_gpus=0)
+    assert link.gb_s > 0
+    assert link.latency_us > 0

@@ -24,7 +24,7 @@ def replayed(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[in
     code = main(["replay", *map(str, arguments), *OWN, "--json"])
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     jsonschema.Draft202012Validator(schema_of("replay")).validate(document)
-    document["differing"] = [one for one in document["differing"] if "tracked files" not in one]  # of this repository
+    document["differing"] = [line for line in document["differing"] if "tracked files" not in line]  # of this checkout
     return code, document
 
 
@@ -38,8 +38,8 @@ def test_rows_are_compared_by_their_steps_and_without_clocks() -> None:
     later: Rows = {(4, 2): {"train/loss": 1.0, "seconds": 9.0}, (6, 5): {"train/loss": 3.0}}
     assert first_difference(left, later) is None
     other: Rows = {(6, -1): {"val/loss": 0.5}, (6, 4): {"train/loss": 2.0}}
-    found = first_difference(left, other)
-    assert found == {"step": 6, "name": "val/loss", "recorded": None, "replayed": 0.5}
+    difference = first_difference(left, other)
+    assert difference == {"step": 6, "name": "val/loss", "recorded": None, "replayed": 0.5}
 
 
 @pytest.mark.slow
@@ -47,10 +47,10 @@ def test_a_replay_is_the_same_bits_and_a_changed_record_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = run(tmp_path / "run", *NET)
-    code, found = replayed(capsys, tmp_path / "run", "--out", tmp_path / "a")
-    assert (code, found["same"], found["first"], found["differing"]) == (0, True, None, [])
-    assert (found["steps"], found["rows"] > 3) == (6, True)
-    assert found["replayed_sha256"] == result["weights_sha256"]
+    code, report = replayed(capsys, tmp_path / "run", "--out", tmp_path / "a")
+    assert (code, report["same"], report["first"], report["differing"]) == (0, True, None, [])
+    assert (report["steps"], report["rows"] > 3) == (6, True)
+    assert report["replayed_sha256"] == result["weights_sha256"]
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     changed = {**json.loads(rows[1]), "train/loss": 0.125}
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([rows[0], json.dumps(changed), *rows[2:], ""]))
@@ -58,9 +58,9 @@ def test_a_replay_is_the_same_bits_and_a_changed_record_is_named(
     devices = json.loads(environment.read_text())["devices"]
     edited(environment, python="2.7", devices={**devices, "threads": 3})
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    code, found = replayed(capsys, tmp_path / "run", "--out", tmp_path / "b")
-    assert (code, found["first"]["step"], found["first"]["name"]) == (1, changed["step"], "train/loss")
-    assert [line.partition(",")[0] for line in found["differing"]] == ["python was 2.7", "threads was 3"]
+    code, report = replayed(capsys, tmp_path / "run", "--out", tmp_path / "b")
+    assert (code, report["first"]["step"], report["first"]["name"]) == (1, changed["step"], "train/loss")
+    assert [line.partition(",")[0] for line in report["differing"]] == ["python was 2.7", "threads was 3"]
     assert threads[0] == 3, "a job of a sweep has a share of the cores"
 
 
@@ -69,11 +69,11 @@ def test_a_run_that_a_time_ended_and_a_stopped_one_are_replayed_to_their_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     timed = run(tmp_path / "timed", *NET[:-2], "stop_after=0.2s", "strategy=mirrored", "strategy.replicas=2")
-    code, found = replayed(capsys, tmp_path / "timed", "--out", tmp_path / "a")
-    assert (code, found["steps"], found["replayed_sha256"]) == (0, timed["steps"], timed["weights_sha256"])
+    code, report = replayed(capsys, tmp_path / "timed", "--out", tmp_path / "a")
+    assert (code, report["steps"], report["replayed_sha256"]) == (0, timed["steps"], timed["weights_sha256"])
     stopped = run(tmp_path / "stopped", *NET, "stop_at_step=3")
-    code, found = replayed(capsys, tmp_path / "stopped", "--out", tmp_path / "b")
-    assert (code, found["steps"], found["replayed_sha256"]) == (0, 3, stopped["weights_sha256"])
+    code, report = replayed(capsys, tmp_path / "stopped", "--out", tmp_path / "b")
+    assert (code, report["steps"], report["replayed_sha256"]) == (0, 3, stopped["weights_sha256"])
 
 
 @pytest.mark.slow
@@ -89,9 +89,9 @@ def test_the_sources_in_a_run_are_those_that_are_replayed(
     line = ["kept_model.py", "data=digits", "objective=classification", *QUIET[1:], "steps=3", "hydra.run.dir=run"]
     assert main(line) == 0
     (tmp_path / "kept_model.py").write_text("class Replayed: ...\n")
-    code, found = replayed(capsys, "run", "--out", "again")
-    assert (code, found["same"]) == (0, True)
-    assert found["differing"] == ["sources: kept_model.py has changed; the copy in the run is used"]
+    code, report = replayed(capsys, "run", "--out", "again")
+    assert (code, report["same"]) == (0, True)
+    assert report["differing"] == ["sources: kept_model.py has changed; the copy in the run is used"]
 
 
 @pytest.mark.slow

@@ -97,28 +97,28 @@ def test_the_signal_for_stacks_does_not_end_a_worker_that_only_starts(tmp_path: 
         group.start(0, [sys.executable, "-c", ""], os.environ, tmp_path / "log")
         group.signal(signal.SIGUSR2)
         group.join()
-    assert [one.code for one in exits] == [0]
+    assert [event.code for event in exits] == [0]
 
 
 @pytest.mark.parametrize(
-    ("environ", "code", "told"),
+    ("environ", "code", "message"),
     [
         ({"FAKE": "steps=4", "FAKE_RAISE": "0:DataError:no such file"}, 3, "trainkit.errors.DataError: no such file\n"),
         ({"TRAINKIT_RANK": "first"}, 2, "  TRAINKIT_RANK=first: must be a whole number, 0 or more. (environment)\n"),
     ],
 )
-def test_a_worker_by_hand_prints_its_error(folder: RunFolder, environ: dict[str, str], code: int, told: str) -> None:
+def test_a_worker_by_hand_prints_its_error(folder: RunFolder, environ: dict[str, str], code: int, message: str) -> None:
     folder.path.mkdir()
     command = [sys.executable, str(Path(__file__).with_name("fake_worker.py")), str(folder.resolved)]
     done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == code
-    assert done.stderr.endswith(told)
+    assert done.stderr.endswith(message)
 
 
 def test_a_worker_started_by_hand_that_is_not_the_chief_prints_its_rank(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trainkit.run.worker_main", str(tmp_path / "resolved.yaml")]
-    place = {"TRAINKIT_RANK": "1", "TRAINKIT_RANKS": "2", "TRAINKIT_STORE": "127.0.0.1:1"}
-    done = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, timeout=60, check=False)
+    address = {"TRAINKIT_RANK": "1", "TRAINKIT_RANKS": "2", "TRAINKIT_STORE": "127.0.0.1:1"}
+    done = subprocess.run(command, env=os.environ | address, capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr.startswith("worker:1, rank 1 of 2: its output stays in this terminal\n")
     assert done.returncode == 4, "there is no run"
 
@@ -136,7 +136,7 @@ def listeners(port: int) -> list[str]:
     lines = [
         line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
     ]
-    return [words[1].partition(":")[0] for words in lines if words[3] == "0A" and words[1].endswith(f":{port:04X}")]
+    return [fields[1].partition(":")[0] for fields in lines if fields[3] == "0A" and fields[1].endswith(f":{port:04X}")]
 
 
 def test_the_store_listens_on_loopback_only_and_every_attempt_has_its_own_keys() -> None:
@@ -183,11 +183,11 @@ def test_a_notice_of_a_scheduler_is_a_preemption() -> None:
 
 
 def test_the_first_stop_reason_is_kept_and_reported_once_and_a_second_ctrl_c_interrupts_at_once() -> None:
-    told: list[str] = []
-    with StopFlag(told.append) as stop:
+    reasons: list[str] = []
+    with StopFlag(reasons.append) as stop:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):  # a scheduler may repeat itself
             interrupt(number)
-    assert (stop.requested, told) == ("preempted", ["preempted"])
+    assert (stop.requested, reasons) == ("preempted", ["preempted"])
     with StopFlag() as stop:
         interrupt(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
@@ -270,8 +270,8 @@ def test_an_exit_without_freeing_objects_joins_threads_and_flushes_open_files(tm
 
 
 def test_one_process_agrees_with_itself_and_asks_at_most_twice_as_many_steps_later() -> None:
-    asked = StopSaveConsensus(LocalCollective(), lambda: "resized", lambda: True).ask()
-    assert asked == StopSaveDecision(stop="resized", save=True)
+    decision = StopSaveConsensus(LocalCollective(), lambda: "resized", lambda: True).ask()
+    assert decision == StopSaveDecision(stop="resized", save=True)
     agreement, intervals = StopSaveConsensus(LocalCollective(), lambda: None), []
     for _ in range(4):
         assert agreement.ask() == StopSaveDecision(stop=None, save=False)

@@ -54,8 +54,8 @@ def ranks(**changes: object) -> RankWork:
 
 
 def exchange(num_bytes: float, *, overlaps: bool, ranks_a_host: int = 2) -> Traffic:
-    one = Transfer(what="gradients", how="x", flows={(0, 1): num_bytes, (1, 0): num_bytes}, overlaps=overlaps)
-    return Traffic(transfers=(one,), ranks_a_host=ranks_a_host)
+    transfer = Transfer(what="gradients", how="x", flows={(0, 1): num_bytes, (1, 0): num_bytes}, overlaps=overlaps)
+    return Traffic(transfers=(transfer,), ranks_a_host=ranks_a_host)
 
 
 @pytest.mark.parametrize(("recomputes", "passes"), [(False, 4), (True, 5)])
@@ -67,11 +67,11 @@ def test_operations_are_counted_as_torch_counts_them_with_their_recomputation(re
                 outputs = checkpoint(block, inputs, use_reentrant=False) if recomputes else block(inputs)
                 outputs.sum().backward()
 
-    ours, theirs = WorkCounter(), FlopCounterMode(display=False)
-    run(ours)
-    run(theirs)
-    one = 2 * 4 * 8 * 8
-    assert ours.work().flops == theirs.get_total_flops() == (passes + 1) * one
+    counter, reference = WorkCounter(), FlopCounterMode(display=False)
+    run(counter)
+    run(reference)
+    product = 2 * 4 * 8 * 8
+    assert counter.work().flops == reference.get_total_flops() == (passes + 1) * product
 
 
 def test_a_view_is_no_work_and_an_operation_takes_the_longer_of_arithmetic_and_memory() -> None:
@@ -118,22 +118,22 @@ def test_samples_are_waited_for_unless_other_processes_read_them() -> None:
 def test_plan_prints_time_and_cost_with_their_shares(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", "recipe=digits", "strategy=mirrored", "hardware=laptop", "hardware.price_usd_h=7200"]
     assert main([*argv, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    time, cost = found["time"], found["cost"]
+    document = json.loads(capsys.readouterr().out)
+    time, cost = document["time"], document["cost"]
     assert time["low_s"] <= time["step_s"] <= time["high_s"]
     assert sum(time["shares"].values()) == pytest.approx(1.0)
-    assert cost["total"] == pytest.approx(time["step_s"] * found["steps"] * 2, rel=1e-6)
-    assert found["traffic"]["links"] == {"memory": 2 * 9610 * 4}
+    assert cost["total"] == pytest.approx(time["step_s"] * document["steps"] * 2, rel=1e-6)
+    assert document["traffic"]["links"] == {"memory": 2 * 9610 * 4}
     assert main(["plan", "recipe=digits", "--json"]) == 0  # without hardware
-    found = json.loads(capsys.readouterr().out)
-    assert found["work"]["flops"] > 2e6
-    assert (found["time"]["step_s"], found["cost"]["total"], found["traffic"]["links"]) == (None, None, {})
+    document = json.loads(capsys.readouterr().out)
+    assert document["work"]["flops"] > 2e6
+    assert (document["time"]["step_s"], document["cost"]["total"], document["traffic"]["links"]) == (None, None, {})
 
 
 def trained(folder: Path, *overrides: str) -> dict[str, Any]:
     assert main(["recipe=digits", "callbacks=[]", "logger=[]", f"hydra.run.dir={folder}", *overrides]) == 0
-    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return found
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return result
 
 
 @pytest.mark.slow
@@ -150,9 +150,9 @@ def test_after_20_steps_the_plan_and_the_measured_step_stand_side_by_side(
     assert len(lines) == 1
     written = json.loads((tmp_path / "run/plan.json").read_text())
     assert (written["memory"]["step"], written["time"]["step_s"]) == (plan["memory"], plan["step_s"])
-    found = [one["per_cent"]["memory"] for one in (measured, measured["at_end"])]
+    errors = [comparison["per_cent"]["memory"] for comparison in (measured, measured["at_end"])]
     planned = [written["memory"]["step"], written["memory"]["evaluation"]]  # it evaluates after 23 steps
-    assert found == [round(100 * (10**6 / size - 1), 1) for size in planned]
+    assert errors == [round(100 * (10**6 / size - 1), 1) for size in planned]
     rehearsed = trained(tmp_path / "rehearsed", "steps=21", "hardware=h100_sxm", "quiet=true")
     assert rehearsed["measured"]["per_cent"]["step_s"] is None, "a processor is not held against the plan of a GPU"
 
@@ -186,18 +186,18 @@ class Remembering(Classification):
     before: ClassVar[Tensor | float] = 0.0
 
     def score(self, outputs: Tensor, targets: Tensor) -> Loss:
-        found = super().score(outputs, targets)
-        before, self.__dict__["before"] = self.before, found.loss_sum.detach()
-        return replace(found, loss_sum=found.loss_sum + 0.1 * before)
+        loss = super().score(outputs, targets)
+        before, self.__dict__["before"] = self.before, loss.loss_sum.detach()
+        return replace(loss, loss_sum=loss.loss_sum + 0.1 * before)
 
 
 @pytest.mark.slow
 def test_the_plan_of_a_training_changes_no_state_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = ("objective._target_=tests.run.test_step_time.Remembering", "--allow-package", "tests", "quiet=true")
-    held = trained(tmp_path / "held", "steps=24", *own)
-    assert "plan_error" not in held
+    overrides = ("objective._target_=tests.run.test_step_time.Remembering", "--allow-package", "tests", "quiet=true")
+    watched = trained(tmp_path / "held", "steps=24", *overrides)
+    assert "plan_error" not in watched
     monkeypatch.setattr(account, "_LAST", 100)
-    assert held["metrics"] == trained(tmp_path / "not_held", "steps=24", *own)["metrics"]
+    assert watched["metrics"] == trained(tmp_path / "not_held", "steps=24", *overrides)["metrics"]
 
 
 class Stubborn(nn.Linear):
@@ -216,26 +216,26 @@ class Stubborn(nn.Linear):
 
 @pytest.mark.slow
 def test_a_model_with_data_is_not_built_a_second_time_beside_the_trained_one(tmp_path: Path) -> None:
-    own = ("recipe=null", "data=digits", "model._target_=tests.run.test_step_time.Stubborn", "--allow-package", "tests")
-    found = {}
+    keys = ("recipe=null", "data=digits", "model._target_=tests.run.test_step_time.Stubborn", "--allow-package=tests")
+    results = {}
     for steps in (19, 21):
         Stubborn.built = 0
         folder = tmp_path / str(steps)
-        arguments = [*own, "callbacks=[]", "logger=[]", "quiet=true", f"steps={steps}", f"hydra.run.dir={folder}"]
+        arguments = [*keys, "callbacks=[]", "logger=[]", "quiet=true", f"steps={steps}", f"hydra.run.dir={folder}"]
         assert main(arguments) == 0
-        found[steps] = Stubborn.built, json.loads((folder / "result.json").read_text())
-    assert found[19][0] == found[21][0]
-    assert found[21][1]["plan_error"] == "TrainingError: the model cannot be built without data"
-    assert not {"plan", "measured", "plan_error"} & found[19][1].keys(), "a shorter run plans nothing"
+        results[steps] = Stubborn.built, json.loads((folder / "result.json").read_text())
+    assert results[19][0] == results[21][0]
+    assert results[21][1]["plan_error"] == "TrainingError: the model cannot be built without data"
+    assert not {"plan", "measured", "plan_error"} & results[19][1].keys(), "a shorter run plans nothing"
 
 
 def test_bytes_of_connections_are_counted_while_they_are_open() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    with listener, socket.create_connection(listener.getsockname()) as one:
+    with listener, socket.create_connection(listener.getsockname()) as client:
         other, _ = listener.accept()
-        with other, one.dup(), other.dup():
+        with other, client.dup(), other.dup():
             before = present(tcp_bytes())
-            one.sendall(b"x" * 10_000)
+            client.sendall(b"x" * 10_000)
             assert len(other.recv(10_000, socket.MSG_WAITALL)) == 10_000
             assert 20_000 <= present(tcp_bytes()) - before < 30_000  # both ends, each once however many descriptors
 
@@ -257,16 +257,16 @@ def test_an_unknown_figure_has_no_difference_and_a_known_one_stands_with_what_wa
 
 def test_the_layers_of_an_mlp(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", "--model", "--json", "recipe=null", "model=mlp", "batch.global_size=32"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    jsonschema.Draft202012Validator(schema_of("model")).validate(found)
-    layers = [(one["name"], one["kind"], one["output"], one["parameters"], one["flops"]) for one in found["layers"]]
+    document = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator(schema_of("model")).validate(document)
+    layers = [(row["name"], row["kind"], row["output"], row["parameters"], row["flops"]) for row in document["layers"]]
     assert layers == [
         ("layers.0", "Linear", [32, 128], 64 * 128 + 128, 2 * 32 * 64 * 128),
         ("layers.1", "ReLU", [32, 128], 0, 0),
         ("layers.2", "Linear", [32, 10], 128 * 10 + 10, 2 * 32 * 128 * 10),
     ]
-    assert (found["batch"], found["parameters"], found["trained"]) == (32, 9610, 9610)
-    assert found["flops"] == sum(one["flops"] for one in found["layers"])
+    assert (document["batch"], document["parameters"], document["trained"]) == (32, 9610, 9610)
+    assert document["flops"] == sum(layer["flops"] for layer in document["layers"])
     assert main(["ls", "--model", "recipe=null", "model=mlp"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "9,610 parameters, 1.21 M FLOPs in a forward pass of 64 samples"

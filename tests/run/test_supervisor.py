@@ -75,13 +75,13 @@ def test_rank_0_prints_through_also_into_a_notebook_and_the_others_into_their_lo
 
 def test_a_killed_rank_is_named_and_all_continue_from_a_save(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=2 pause=0.05", fail="rank=1,step=3,phase=forward,attempt=0,action=kill")
-    said: list[str] = []
-    assert run_fakes(folder, 2, log=said.append) == {"status": "finished", "attempt": 1}
+    messages: list[str] = []
+    assert run_fakes(folder, 2, log=messages.append) == {"status": "finished", "attempt": 1}
     expected = (
         "rank 1 was ended by SIGKILL in step 3 (forward). "
         "Restarting from the checkpoint of step 2 (1 of 3 without a newer one)."
     )
-    assert [plain(line) for line in said] == [expected]
+    assert [plain(line) for line in messages] == [expected]
     assert [line["prefix"] for line in said_by(folder, 1)] == ["attempt/0", "attempt/1"]
 
 
@@ -100,17 +100,17 @@ def test_without_a_checkpoint_a_failure_ends_the_run(folder: RunFolder, fake: Ca
 
 def test_restarts_that_get_no_further_are_given_up(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=1 pause=0.02", fail="rank=0,step=3,phase=forward,action=kill")
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.raises(CrashLoopError) as caught:
-        run_fakes(folder, 2, max_restarts=2, log=said.append)
-    assert len(said) == 2
+        run_fakes(folder, 2, max_restarts=2, log=messages.append)
+    assert len(messages) == 2
     assert plain(caught.value) == (
         "gave up after 2 restarts without progress beyond the checkpoint of step 3: "
         "rank 0 was ended by SIGKILL in step 3 (forward)."
     )
     assert_no_process_is_left(folder)
     result = present(folder.read_result())
-    assert [(one["kind"], one["step"], one["checkpoint"]) for one in result["restarts"]] == [("all", 3, 3)] * 2
+    assert [(row["kind"], row["step"], row["checkpoint"]) for row in result["restarts"]] == [("all", 3, 3)] * 2
     assert (result["status"], result["steps"], result["reason"]) == ("failed", 3, str(caught.value))
     assert result["last"] == f"{folder.path}/checkpoints/step_00000003"
     assert result["resume"] == f"trainkit resume --allow-package tests {folder.path}"
@@ -138,24 +138,24 @@ def test_a_rank_without_a_pulse_is_named_and_ended(folder: RunFolder, fake: Call
 
 def lives(folder: RunFolder, rank: int) -> list[tuple[int, int]]:
     """(attempt, life) of each start of a rank, by its log."""
-    return [(one["attempt"], one["life"]) for one in said_by(folder, rank)]
+    return [(restart["attempt"], restart["life"]) for restart in said_by(folder, rank)]
 
 
 def test_a_worker_that_is_killed_is_started_again_alone(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=100 pause=0.02", fail="rank=1,step=3,phase=forward,life=0,action=kill")
-    said: list[str] = []
-    assert run_roles(folder, "worker worker ps", log=said.append) == {"status": "finished", "attempt": 0}
+    messages: list[str] = []
+    assert run_roles(folder, "worker worker ps", log=messages.append) == {"status": "finished", "attempt": 0}
     expected = "rank 1 was ended by SIGKILL in step 3 (forward). Restarting only worker:0; the others continue."
-    assert [plain(line) for line in said] == [expected]
+    assert [plain(line) for line in messages] == [expected]
     assert [lives(folder, rank) for rank in (1, 2, 3)] == [[(0, 0), (0, 1)], [(0, 0)], [(0, 0)]]
     assert_no_process_is_left(folder)
 
 
 def test_a_worker_that_hangs_is_ended_and_started_again_alone(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=200 pause=0.02", fail="rank=1,step=3,phase=forward,life=0,action=hang")
-    said: list[str] = []
-    assert run_roles(folder, "worker ps", hang_timeout_s=1, log=said.append)["attempt"] == 0
-    (line,) = map(plain, said)
+    messages: list[str] = []
+    assert run_roles(folder, "worker ps", hang_timeout_s=1, log=messages.append)["attempt"] == 0
+    (line,) = map(plain, messages)
     assert line.startswith("rank 1 has made no progress for 1 s in step 3 (forward). ")
     assert line.endswith(" Restarting only worker:0; the others continue.")
 
@@ -163,10 +163,10 @@ def test_a_worker_that_hangs_is_ended_and_started_again_alone(folder: RunFolder,
 def test_a_worker_that_keeps_dying_without_progress_ends_it(folder: RunFolder, fake: Callable[..., None]) -> None:
     hang = "rank=0,step=0,phase=forward,action=hang"
     fake("steps=9", fail=f"{hang};rank=1,step=2,phase=forward,action=kill")
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.raises(CrashLoopError) as caught:
-        run_roles(folder, "worker", max_restarts=1, log=said.append)
-    assert len(said) == 1
+        run_roles(folder, "worker", max_restarts=1, log=messages.append)
+    assert len(messages) == 1
     assert plain(caught.value).splitlines()[0] == (
         "gave up after 1 restarts of worker:0 alone without progress beyond step 0: "
         "rank 1 was ended by SIGKILL in step 2 (forward)."
@@ -177,19 +177,19 @@ def test_a_worker_that_keeps_dying_without_progress_ends_it(folder: RunFolder, f
 def test_an_evaluator_that_keeps_dying_is_given_up(
     folder: RunFolder, fake: Callable[..., None], tmp_path: Path
 ) -> None:
-    marker, said = tmp_path / "slow", []
+    marker, messages = tmp_path / "slow", []
     marker.touch()  # the training is slow until the evaluator is given up, however loaded the machine is
     slow = f"rank=0,phase=forward,while={marker},action=slow"
     fake("steps=2000", fail=f"{slow};rank=1,step=0,phase=forward,action=kill")
 
     def say(line: str) -> None:
-        said.append(line)
-        if len(said) == 2:
+        messages.append(line)
+        if len(messages) == 2:
             marker.unlink()
 
     assert run_roles(folder, "evaluator", max_restarts=1, log=say)["status"] == "finished"
-    assert len(said) == 2
-    assert said[1].endswith(
+    assert len(messages) == 2
+    assert messages[1].endswith(
         "Evaluation gave up after 1 restarts of evaluator:0 alone; the training continues without it."
     )
 
@@ -202,20 +202,20 @@ def test_an_error_of_a_workers_own_ends_the_run(folder: RunFolder, fake: Callabl
 
 def test_an_error_of_the_evaluators_own_does_not(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=150 pause=0.02", raising="1:DataError:/gone")
-    said: list[str] = []
-    assert run_roles(folder, "evaluator", log=said.append)["status"] == "finished"
-    (line,) = map(plain, said)
+    messages: list[str] = []
+    assert run_roles(folder, "evaluator", log=messages.append)["status"] == "finished"
+    (line,) = map(plain, messages)
     assert line.startswith("rank 1 failed in step 2 (idle): DataError: /gone. Restarting only evaluator:0")
 
 
 def test_a_task_that_dies_before_it_begins_waits_1_s_then_2_and_at_most_60(folder: RunFolder) -> None:
     folder.live.mkdir(parents=True)
-    said: list[str] = []
+    messages: list[str] = []
     task = Task(role="worker", index=0, rank=1)
-    restarter = TaskRestarter(tasks={1: task}, folder=folder, max_restarts=99, log=said.append, clock=lambda: 0.0)
+    restarter = TaskRestarter(tasks={1: task}, folder=folder, max_restarts=99, log=messages.append, clock=lambda: 0.0)
     for _ in range(8):
         restarter.on_death(Failure(rank=1, headline="It died."))
-    waits = [line.rpartition(" in ")[2] for line in said]
+    waits = [line.rpartition(" in ")[2] for line in messages]
     assert waits == [f"{seconds} s; the others continue." for seconds in (1, 2, 4, 8, 16, 32, 60, 60)]
     assert restarter.due() == []
 
@@ -252,12 +252,12 @@ def broken(index: int, marker: Path | None = None) -> str:
 
 def test_several_lost_replicas_do_not_count_as_restarts(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=2 pause=0.02", fail=";".join(broken(index) for index in (0, 1, 3)))
-    said: list[str] = []
-    assert run_fakes(folder, 4, min_replicas=1, max_restarts=1, log=said.append)["status"] == "finished"
+    messages: list[str] = []
+    assert run_fakes(folder, 4, min_replicas=1, max_restarts=1, log=messages.append)["status"] == "finished"
     assert story(folder, 2)[0] == "attempt 0: rank 2 of 4"
     assert story(folder, 2)[-1].endswith("rank 0 of 1")
     lost = "(cpu) is lost: the run continues with 1 of 4 replicas, and retries it in 60 s. Restarting from the checkpo"
-    assert lost in plain(said[-1])
+    assert lost in plain(messages[-1])
 
 
 def test_below_the_minimum_the_run_is_given_up(folder: RunFolder, fake: Callable[..., None]) -> None:
@@ -273,16 +273,16 @@ def test_below_the_minimum_the_run_is_given_up(folder: RunFolder, fake: Callable
 def test_a_replica_is_taken_back_at_a_checkpoint(folder: RunFolder, fake: Callable[..., None], tmp_path: Path) -> None:
     (tmp_path / "gone").touch()
     fake("steps=200 save=2 pause=0.01", fail=broken(1, tmp_path / "gone"))
-    said = []
+    messages = []
 
     def say(line: str) -> None:
-        said.append(line)
+        messages.append(line)
         if "is lost" in line:
             (tmp_path / "gone").unlink()
 
     result = run_fakes(folder, 2, min_replicas=1, retry_s=0.1, log=say)
     assert result == {"status": "finished", "attempt": 3}
-    assert said[-1] == "tries worker:1 (cpu) again: 2 of 2 replicas."
+    assert messages[-1] == "tries worker:1 (cpu) again: 2 of 2 replicas."
     assert story(folder, 0)[-2:] == ["attempt 2: rank 0 of 1", "attempt 3: rank 0 of 2"]
 
 
@@ -352,8 +352,8 @@ def test_ranks_that_are_left_over_by_a_replica_wait_for_the_lost_one() -> None:
     clock = Clock()
     tasks = [Task(role="worker", index=rank, rank=rank, device="cpu") for rank in range(6)]
     membership = ReplicaMembership(tasks, min_replicas=1, ranks_a_replica=2, clock=clock)
-    told = membership.record_failure(1, at_start=True)
-    assert told == "worker:1 (cpu) is lost: the run continues with 2 of 3 replicas, and retries it in 60 s."
+    message = membership.record_failure(1, at_start=True)
+    assert message == "worker:1 (cpu) is lost: the run continues with 2 of 3 replicas, and retries it in 60 s."
     assert (indices(membership), membership.at_minimum) == ([0, 2, 3, 4], False)  # and 5 waits
     assert membership.record_failure(3, at_start=True) is not None
     assert (indices(membership), membership.at_minimum) == ([0, 2, 3, 5], False)
@@ -385,7 +385,7 @@ def plan(*overrides: str, launch: LaunchEnvironment | None = None) -> RunPlan:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "expected"),
     [
         ((*MIRRORED, "elastic.min_replicas=3"), "elastic.min_replicas=3: more than the 2 replicas of this run"),
         (("recipe=null", "elastic.min_replicas=1"), "elastic.min_replicas=1: has no effect: this strategy runs in one"),
@@ -398,9 +398,9 @@ def plan(*overrides: str, launch: LaunchEnvironment | None = None) -> RunPlan:
         ((*MIRRORED, "elastic.min_replicas=0"), "elastic.min_replicas=0: must be at least 1"),
     ],
 )  # fmt: skip
-def test_a_setting_that_cannot_work_is_refused(overrides: tuple[str, ...], told: str) -> None:
+def test_a_setting_that_cannot_work_is_refused(overrides: tuple[str, ...], expected: str) -> None:
     (problem,) = refused(plan, *overrides)
-    assert problem.startswith(told)
+    assert problem.startswith(expected)
 
 
 def test_all_replicas_may_be_the_fewest_and_an_engine_watches_over_a_single_process_too() -> None:
@@ -489,8 +489,8 @@ def test_the_same_exception_of_all_ranks_is_recognised_whichever_rank_is_named_f
             write_error_report(folder.error_of(task.rank), task.rank, ValueError(f"at {object()}"))
         faults.append(fault_of(folder, tasks, named, begun_at=3, reached=3))
     rule = RestartPolicy(max_restarts=3)
-    told = "gave up: rank 0 raised the same exception twice in the same place, in step 5"
-    assert [rule.refuse(fault) for fault in faults] == [None, told]
+    expected = "gave up: rank 0 raised the same exception twice in the same place, in step 5"
+    assert [rule.refuse(fault) for fault in faults] == [None, expected]
 
 
 @pytest.mark.parametrize(("error", "lost"), [(ValueError("gone"), True), (DataError("no such file"), False)])
@@ -527,7 +527,7 @@ def test_a_group_started_again_from_outside_is_refused_if_its_error_comes_again(
         answers.append(relaunch.refusal)
         before = relaunch.to_json()
     assert answers == [None, "gave up: rank 1 raised the same exception twice in the same place, while starting"]
-    assert [one["cause"] for one in restarts_of(folder.path)["restarts"]] == ["rank 1 failed."]
+    assert [restart["cause"] for restart in restarts_of(folder.path)["restarts"]] == ["rank 1 failed."]
     assert record_relaunch(folder, failure, before=before, tolerant=True).refusal is None
     assert record_relaunch(folder, None, before=before).refusal is None, "the processes left no report"
 
@@ -539,8 +539,8 @@ def test_of_many_restarts_the_first_are_listed_and_the_rest_is_counted(
     monkeypatch.setattr("trainkit.run.folder.run_folder._LISTED", 2)
     for step in range(5):
         record_restart(folder.path, Restart(kind="all", cause="", step=step))
-    found = restarts_of(folder.path)
-    assert ([one["step"] for one in found["restarts"]], found["restarts_not_listed"]) == ([0, 1], 3)
+    document = restarts_of(folder.path)
+    assert ([row["step"] for row in document["restarts"]], document["restarts_not_listed"]) == ([0, 1], 3)
 
 
 def test_restarts_are_counted_through_resume(folder: RunFolder, fake: Callable[..., None]) -> None:
@@ -549,17 +549,15 @@ def test_restarts_are_counted_through_resume(folder: RunFolder, fake: Callable[.
     assert len(present(folder.read_result())["restarts"]) == 1
     fake("steps=9 save=2 pause=0.02", fail="rank=0,step=7,phase=forward,attempt=0,action=kill")
     run_fakes(folder, 2, log=print)
-    assert [(one["kind"], one["task"], one["step"]) for one in present(folder.read_result())["restarts"]] == [
-        ("all", "worker:1", 3),
-        ("all", "worker:0", 7),
-    ]
+    rows = present(folder.read_result())["restarts"]
+    assert [(row["kind"], row["task"], row["step"]) for row in rows] == [("all", "worker:1", 3), ("all", "worker:0", 7)]
 
 
 def test_a_worker_that_raises_it_again_is_not_started_again(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=500 pause=0.02", fail="rank=1,step=3,phase=forward,action=raise")
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.raises(CrashLoopError) as caught:
-        run_roles(folder, "worker ps", log=said.append)
-    assert len(said) == 1
-    told = "gave up: worker:0 raised the same exception twice in the same place: rank 1 "
-    assert str(caught.value).startswith(told)
+        run_roles(folder, "worker ps", log=messages.append)
+    assert len(messages) == 1
+    expected = "gave up: worker:0 raised the same exception twice in the same place: rank 1 "
+    assert str(caught.value).startswith(expected)

@@ -101,8 +101,8 @@ def test_a_module_beside_a_run_is_left(
 def test_a_worker_builds_nothing_that_its_parent_did_not_allow(edited: Callable[[str], Path], cwd: Path) -> None:
     canary = edited("a module that is imported")
     command = [sys.executable, "-m", "trainkit.run.worker_main", "runs/0/resolved.yaml"]
-    known = {name: text for name, text in os.environ.items() if not name.startswith("TRAINKIT_")}
-    environ = {**known, "PYTHONPATH": os.pathsep.join([str(ROOT), str(cwd)])}
+    inherited = {name: text for name, text in os.environ.items() if not name.startswith("TRAINKIT_")}
+    environ = {**inherited, "PYTHONPATH": os.pathsep.join([str(ROOT), str(cwd)])}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert "model._target_=evil_module.inner.Net: evil_module is not among the packages" in done.stderr
@@ -137,10 +137,10 @@ def test_an_allowed_class_is_trained_resumed_and_evaluated(cwd: Path, monkeypatc
     Path("test_own_mlp.py").write_text("from trainkit.models.mlp import Mlp\nclass Own(Mlp): pass\n")
     monkeypatch.syspath_prepend(cwd)
     monkeypatch.setenv("PYTHONPATH", str(cwd))
-    own, two = ["--allow-package", "test_own_mlp"], ["strategy=mirrored", "strategy.replicas=2"]
+    allow, two = ["--allow-package", "test_own_mlp"], ["strategy=mirrored", "strategy.replicas=2"]
     model = ["model._target_=test_own_mlp.Own", "checkpoint.keep_last=1"]
-    assert main([*own, *latest(*RUN, *model, *two, "steps=2", "stop_at_step=1", "hydra.run.dir=run")]) == 0
-    assert main([*own, "resume", "run"]) == 0
+    assert main([*allow, *latest(*RUN, *model, *two, "steps=2", "stop_at_step=1", "hydra.run.dir=run")]) == 0
+    assert main([*allow, "resume", "run"]) == 0
     assert evaluator.main(["run", "--allow-package", "test_own_mlp"]) == 0
     assert (main(["resume", "run"]), evaluator.main(["run"])) == (2, 2)
     assert type(trainkit.load("run", packages=["test_own_mlp"])).__name__ == "Own"

@@ -48,7 +48,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def notes_of(folder: Path) -> list[str]:
     with pytest.warns(UserWarning, match="mine"):
         assert main([*RUN, f"hydra.run.dir={folder}"]) == 0
-    return [str(one) for one in json.loads((folder / "result.json").read_text()).get("notes", [])]
+    return [str(note) for note in json.loads((folder / "result.json").read_text()).get("notes", [])]
 
 
 @pytest.mark.slow
@@ -57,19 +57,19 @@ def test_the_line_of_a_model_that_waits_is_named_once_with_its_file(
 ) -> None:
     monkeypatch.setattr(syncs, "_WATCHED", "cpu")
     shown = warnings.showwarning
-    (said,) = (one for one in notes_of(tmp_path / "run") if "each step wait" in one)
+    (named,) = (note for note in notes_of(tmp_path / "run") if "each step wait" in note)
     line = 1 + Path(__file__).read_text().split("exec(WAIT)  # as")[0].count("\n")
-    assert said.startswith(
+    assert named.startswith(
         f"{__file__}:{line}, in forward: this line makes each step wait for cpu, 2 times: exec(WAIT)"
     )
-    assert capsys.readouterr().out.count(said) == 1
+    assert capsys.readouterr().out.count(named) == 1
     assert modes == ["warn", "default"]
     assert warnings.showwarning is shown
 
 
 @pytest.mark.slow
 def test_a_run_on_a_processor_watches_nothing(tmp_path: Path) -> None:
-    assert not any("each step wait" in one for one in notes_of(tmp_path / "run"))
+    assert not any("each step wait" in note for note in notes_of(tmp_path / "run"))
     assert modes == []
 
 

@@ -80,10 +80,10 @@ class Scene:
         until = self.now + for_s
         while self.now < until:
             self.now += 0.5
-            found = self.monitor.look(self.ranks)
-            if found is not None:
+            overdue = self.monitor.look(self.ranks)
+            if overdue is not None:
                 evidence = ProcessEvidence(self.folder)
-                facts = facts_of(evidence, running=self.ranks, reports={}, overdue=found)
+                facts = facts_of(evidence, running=self.ranks, reports={}, overdue=overdue)
                 return failure_of(evidence, facts).headline
         return None
 
@@ -120,10 +120,10 @@ def test_an_assistant_is_judged_by_itself_however_far_the_others_are(tmp_path: P
         scene.beat((step, "update"), (20, "forward"), (step, "idle")) if step == 4 else scene.hearts[0].beat(
             step, "data"
         )
-        if found := scene.look(4):
+        if overdue := scene.look(4):
             break
-    assert found is not None
-    assert found.startswith("rank 1 has made no progress for 10 s in step 20 (forward).")
+    assert overdue is not None
+    assert overdue.startswith("rank 1 has made no progress for 10 s in step 20 (forward).")
 
 
 def test_a_rank_that_may_wait_for_one_of_another_host_has_the_longest_limit(tmp_path: Path) -> None:
@@ -155,9 +155,9 @@ def test_a_rank_that_only_waits_for_a_processor_is_not_hanging(tmp_path: Path) -
 
 def test_an_endless_loop_that_gets_half_a_processor_is_found_in_twice_the_time(tmp_path: Path) -> None:
     scene = Scene(tmp_path).beat((3, "forward"), (3, "forward"))
-    while (found := scene.look(1)) is None and scene.now < 60:
+    while (overdue := scene.look(1)) is None and scene.now < 60:
         scene.threads = {1: ThreadTimes(ran_s=scene.now / 2, waited_s=scene.now / 2, ready=True)}
-    assert found is not None
+    assert overdue is not None
     assert 18 <= scene.now <= 24
 
 
@@ -173,7 +173,7 @@ def test_a_process_is_read_from_proc() -> None:
     try:
         assert child.pid in children_of(os.getpid())
         before, deadline = thread_times([child.pid]), time.monotonic() + 60
-        while not (now := thread_times([child.pid]).get(child.pid)) or now.ran_s <= before[child.pid].ran_s:
+        while not (times := thread_times([child.pid]).get(child.pid)) or times.ran_s <= before[child.pid].ran_s:
             assert time.monotonic() < deadline
             time.sleep(0.02)
     finally:
@@ -397,11 +397,11 @@ def test_a_pass_that_hangs_right_after_a_row_has_the_limit_of_a_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The callbacks of the row have the limit of an evaluation, 10 minutes by default."""
-    own = ("--allow-package", "tests", "model={_target_: tests.end_to_end.hanging.Looping}")
+    overrides = ("--allow-package", "tests", "model={_target_: tests.end_to_end.hanging.Looping}")
     short = ("supervisor.hang_timeout_s=0.5", "log_every_steps=10", "logger=[]", "callbacks=[]")
-    assert main(["recipe=digits", "steps=20", *own, *short, f"hydra.run.dir={tmp_path}/run"]) == 5
-    assert "rank 0 has made no progress for" in (said := capsys.readouterr().err)
-    assert " in step 10. The limit is supervisor.hang_timeout_s=0.5" in said
+    assert main(["recipe=digits", "steps=20", *overrides, *short, f"hydra.run.dir={tmp_path}/run"]) == 5
+    assert "rank 0 has made no progress for" in (errors := capsys.readouterr().err)
+    assert " in step 10. The limit is supervisor.hang_timeout_s=0.5" in errors
 
 
 @pytest.mark.slow
@@ -458,9 +458,9 @@ def test_a_thread_that_does_not_take_the_interrupt_is_ended_with_its_process(
 @pytest.mark.slow
 def test_a_debugger_may_hold_the_process(folder: RunFolder) -> None:
     beats = beating(7, "data")
-    held = compile("import time; time.sleep(1.5)", "/usr/lib/python3/bdb.py", "exec")
+    code = compile("import time; time.sleep(1.5)", "/usr/lib/python3/bdb.py", "exec")
     with SelfWatch(HASTY, folder, read=lambda _: beats.count()):
-        exec(held)
+        exec(code)
         time.sleep(0.2)  # the time in the debugger does not count once it is left
         beats("idle", 7)
 
@@ -506,7 +506,7 @@ def test_processes_that_share_a_file_do_not_mix_their_words(tmp_path: Path) -> N
         finally:
             os.killpg(process.pid, signal.SIGKILL)
     title, line = r"Current thread 0x\w+ \(most recent call first\):", r'  File "<string>", line \d+ in [a-z_<>]+'
-    assert [one for one in stacks.splitlines() if not re.fullmatch(f"{title}|{line}", one)] == []
+    assert [text for text in stacks.splitlines() if not re.fullmatch(f"{title}|{line}", text)] == []
     assert stacks.count("in a_function_with_a_long_name\n") == 4 * 61
     assert stacks.count("<module>") == 4
 

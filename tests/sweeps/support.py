@@ -52,13 +52,13 @@ if count < int(sys.argv[2]): os.kill(os.getpid(), signal.SIGKILL)
 
 
 def job(
-    folder: Path, number: int, code: str, *words: object, slots: int = 1, config: str = "", steps: int | None = None
+    folder: Path, number: int, code: str, *arguments: object, slots: int = 1, config: str = "", steps: int | None = None
 ) -> SweepJob:
-    place = folder / str(number)
-    command = (sys.executable, "-c", code, str(place), *map(str, words))
+    job_folder = folder / str(number)
+    command = (sys.executable, "-c", code, str(job_folder), *map(str, arguments))
     return SweepJob(
         name=str(number),
-        folder=place,
+        folder=job_folder,
         overrides=("epochs=1", f"steps={number if steps is None else steps}"),
         command=command,
         slots=slots,

@@ -18,9 +18,9 @@ from trainkit.sweeps.loop import STOPPED, Slots
 
 
 def budget(text: str, *, price: float | None = None, on_gpus: bool = True) -> Budget:
-    found = Budget.of(RunConfig(sweep=SweepConfig(budget=text), hardware={"price_usd_h": price}), on_gpus=on_gpus)
-    assert found is not None
-    return found
+    limit = Budget.of(RunConfig(sweep=SweepConfig(budget=text), hardware={"price_usd_h": price}), on_gpus=on_gpus)
+    assert limit is not None
+    return limit
 
 
 def test_a_budget_counts_devices_dollars_or_the_clock() -> None:
@@ -50,8 +50,8 @@ def test_plans_that_pass_the_budget_are_refused_by_devices_and_by_the_clock() ->
 
 
 def test_a_budget_changes_neither_a_fingerprint_nor_a_job() -> None:
-    given = RunConfig(sweep=SweepConfig(budget="30min"))
-    assert (fingerprint(given), identity(given)) == (fingerprint(RunConfig()), identity(RunConfig()))
+    cfg = RunConfig(sweep=SweepConfig(budget="30min"))
+    assert (fingerprint(cfg), identity(cfg)) == (fingerprint(RunConfig()), identity(RunConfig()))
 
 
 @pytest.mark.slow
@@ -66,9 +66,9 @@ def test_a_budget_that_is_used_up_stops_running_jobs_starts_no_other_and_counts_
     out = capfd.readouterr().out
     assert "stopping: sweep.budget=1s is used up; 2 running, each saves first\n" in out
     assert " of 1s is used; go on with sweep.resume=" in out
-    kept = json.loads((tmp_path / "sweep.json").read_text())
-    assert kept["budget"] == "1s"
-    assert 1 <= kept["spent"]["elapsed_s"] < kept["spent"]["device_s"]
+    record = json.loads((tmp_path / "sweep.json").read_text())
+    assert record["budget"] == "1s"
+    assert 1 <= record["spent"]["elapsed_s"] < record["spent"]["device_s"]
     assert run(sweep_in(tmp_path, budget=budget("1s")), job(tmp_path, 4, RUN, 0.5)) == codes
     assert run(sweep_in(tmp_path, budget=budget("1h")), job(tmp_path, 4, RUN, 0.5))["4"] == 0
 

@@ -56,11 +56,12 @@ def judged(a: Side, b: Side, metric: str | None = None, **settings: Any) -> Any:
 
 def test_five_pairs_of_digits_tell_two_weight_decays_apart(tmp_path: Path) -> None:
     b = side(tmp_path / "b", POOL["loss"][:5])
-    found = judged(side(tmp_path / "a", POOL["changed"]["optimizer.weight_decay=0.1"][:5], clip={"max_norm": 1.0}), b)
-    assert found["line"].startswith("better  val/loss -0.00"), found["line"]
-    assert found["line"].endswith("], 95 % at any look, 5 pairs, this validation set")
-    assert found["gain_of_pairing"] > 1
-    assert [one["key"] for one in found["differences"]] == ["clip.max_norm"]
+    losses = POOL["changed"]["optimizer.weight_decay=0.1"][:5]
+    comparison = judged(side(tmp_path / "a", losses, clip={"max_norm": 1.0}), b)
+    assert comparison["line"].startswith("better  val/loss -0.00"), comparison["line"]
+    assert comparison["line"].endswith("], 95 % at any look, 5 pairs, this validation set")
+    assert comparison["gain_of_pairing"] > 1
+    assert [difference["key"] for difference in comparison["differences"]] == ["clip.max_norm"]
     assert judged(b, read_side(str(tmp_path / "a")))["answer"] == "worse"
 
 
@@ -70,7 +71,7 @@ def test_of_400_equal_trainings_looked_at_after_each_pair_few_are_told_apart(kin
     chance, wins = random.Random(0), 0
     for _ in range(400):
         seeds = chance.sample(range(200), 60)
-        gaps = [POOL[kind][one] - POOL[kind][other] for one, other in zip(seeds[:30], seeds[30:], strict=True)]
+        gaps = [POOL[kind][first] - POOL[kind][other] for first, other in zip(seeds[:30], seeds[30:], strict=True)]
         looks = (verdict(gaps[:pairs], resolution=resolution, budget=0).answer for pairs in range(4, 31))
         wins += any(answer in ("better", "worse") for answer in looks)
     assert wins <= 20  # 5 %
@@ -86,9 +87,9 @@ def test_pairing_gains_what_the_page_says() -> None:
     for title, name in gains.items():
         pairs = [*zip(POOL["loss"], POOL["changed"][name], strict=False)]
         gain = sum(map(variance, zip(*pairs, strict=True))) / variance([later - earlier for earlier, later in pairs])
-        told = re.search(rf"^\| {re.escape(title)} \| [^|]+ \| ([\d.]+) \|", page, re.MULTILINE)
-        assert told is not None
-        assert f"{gain:.2g}" == told[1]
+        row = re.search(rf"^\| {re.escape(title)} \| [^|]+ \| ([\d.]+) \|", page, re.MULTILINE)
+        assert row is not None
+        assert f"{gain:.2g}" == row[1]
 
 
 @pytest.mark.slow
@@ -100,29 +101,29 @@ def test_a_layer_that_grew_starts_with_the_weights_of_the_smaller_one(tmp_path: 
     assert shapes_differ(a, b)
     assert not shapes_differ(a, other)
     write_start(a, b, 7, tmp_path / "starts" / "seed_7.safetensors")
-    found = load_file(tmp_path / "starts" / "seed_7.safetensors")
+    weights = load_file(tmp_path / "starts" / "seed_7.safetensors")
     small, large = (build_model(replace(cfg, seed=7)).state_dict() for cfg in (a, b))
-    assert torch.equal(found["layers.0.weight"][:3], small["layers.0.weight"])
-    assert torch.equal(found["layers.0.weight"][3:], large["layers.0.weight"][3:])
-    assert torch.equal(found["layers.2.weight"][:, :3], small["layers.2.weight"])
-    assert torch.equal(found["layers.2.bias"], small["layers.2.bias"])
+    assert torch.equal(weights["layers.0.weight"][:3], small["layers.0.weight"])
+    assert torch.equal(weights["layers.0.weight"][3:], large["layers.0.weight"][3:])
+    assert torch.equal(weights["layers.2.weight"][:, :3], small["layers.2.weight"])
+    assert torch.equal(weights["layers.2.bias"], small["layers.2.bias"])
 
 
 def test_fewer_than_four_pairs_answer_nothing_and_say_how_many_are_missing(tmp_path: Path) -> None:
     a, b = side(tmp_path / "a", [0.5, 0.6, 0.55]), side(tmp_path / "b", [0.4, 0.5, 0.46])
-    found = judged(a, b)
-    assert found["answer"] == "not distinguishable yet"
-    assert found["more_pairs"] == 1
-    assert found["line"].endswith("3 pairs: nothing is concluded from fewer than 4")
+    comparison = judged(a, b)
+    assert comparison["answer"] == "not distinguishable yet"
+    assert comparison["more_pairs"] == 1
+    assert comparison["line"].endswith("3 pairs: nothing is concluded from fewer than 4")
 
 
 def test_the_side_with_more_divergences_is_never_better(tmp_path: Path) -> None:
     a = side(tmp_path / "a", [0.5, 0.6, 0.55, 0.52, 0.58, 0.53])
     b = side(tmp_path / "b", [0.4, 0.5, 0.45, 0.42, 0.481, None])
-    found = judged(a, b)
-    assert (found["a"]["diverged"], found["b"]["diverged"]) == (0, 1)
-    assert found["answer"] == "not distinguishable yet"
-    assert any("more of its runs diverged" in text for text in found["remarks"])
+    comparison = judged(a, b)
+    assert (comparison["a"]["diverged"], comparison["b"]["diverged"]) == (0, 1)
+    assert comparison["answer"] == "not distinguishable yet"
+    assert any("more of its runs diverged" in text for text in comparison["remarks"])
     assert judged(b, a)["answer"] == "not distinguishable yet"  # A may not be the better one either
     exploded = side(tmp_path / "c", [0.4, 0.5, 0.45, 0.42, 0.481, 9.0])
     assert judged(a, exploded)["b"]["diverged"] == 1
@@ -143,9 +144,9 @@ def test_a_run_that_was_interrupted_is_no_pair(tmp_path: Path) -> None:
 def test_a_tie_by_one_sample_is_called_a_tie(tmp_path: Path, metric: str) -> None:
     a = side(tmp_path / "a", [350 / 360] * 5 + [349 / 360], metric)
     b = side(tmp_path / "b", [351 / 360] * 5 + [350 / 360], metric)
-    found = judged(a, b, metric)
-    assert found["answer"] == "not distinguishable yet"
-    assert found["remarks"] == [f"a tie: the means differ by one step of {metric}, 0.002778, or less"]
+    comparison = judged(a, b, metric)
+    assert comparison["answer"] == "not distinguishable yet"
+    assert comparison["remarks"] == [f"a tie: the means differ by one step of {metric}, 0.002778, or less"]
 
 
 def test_the_clock_of_stop_after_is_said_to_be_part_of_a_difference(tmp_path: Path) -> None:
@@ -153,12 +154,12 @@ def test_the_clock_of_stop_after_is_said_to_be_part_of_a_difference(tmp_path: Pa
         side(tmp_path / name, POOL["loss"][:5], stop_after="5s")
         for seed, path in enumerate(sorted((tmp_path / name).glob("*/result.json"))):
             path.write_text(json.dumps(json.loads(path.read_text()) | {"steps": steps + seed}))
-    found = judged(read_side(str(tmp_path / "a")), read_side(str(tmp_path / "b")))
-    assert found["remarks"] == [
+    comparison = judged(read_side(str(tmp_path / "a")), read_side(str(tmp_path / "b")))
+    assert comparison["remarks"] == [
         "other numbers of steps: 100, 101, 102, 103 and 1 more and 120, 121, 122, 123 and 1 more",
         "stop_after ends a run by the clock: the speed of each is part of the difference, with all its noise",
     ]
-    assert not found["unpaired"]
+    assert not comparison["unpaired"]
 
 
 def test_skewed_differences_are_said(tmp_path: Path) -> None:
@@ -185,8 +186,8 @@ def test_equal_hashes_are_the_same_bits(tmp_path: Path) -> None:
 def test_a_renamed_layer_is_the_same_bits(tmp_path: Path) -> None:
     sides = [side(tmp_path / name, [0.5]) for name in "ab"]
     first, second = torch.arange(6.0), torch.ones(2, 3)
-    for one, names in zip(sides, (("body", "head"), ("zebra", "head")), strict=True):
-        folder = one.folder / "0" / "model"
+    for runs, names in zip(sides, (("body", "head"), ("zebra", "head")), strict=True):
+        folder = runs.folder / "0" / "model"
         folder.mkdir()
         save_file(dict(zip(names, (first, second), strict=True)), folder / "model.safetensors")
     assert judged(sides[0], sides[1])["answer"] == "the same bits"
@@ -235,7 +236,7 @@ def test_comparisons_are_listed_from_the_ledger(tmp_path: Path, cwd: Path, capsy
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (["optimizer.lr=1"], "Give A and B"),
         (["recipe=digits", "optimizer.lr=1", "optimizer.lr=2"], "is given for both sides, and again"),
@@ -244,9 +245,9 @@ def test_comparisons_are_listed_from_the_ledger(tmp_path: Path, cwd: Path, capsy
         (["a", "b", "--pairs", "6"], "has no effect: the seeds are those of a"),
     ],
 )
-def test_words_that_name_no_two_sides_are_refused(words: list[str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        verb.run(parse(["compare", *words])[0])
+def test_words_that_name_no_two_sides_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        verb.run(parse(["compare", *arguments])[0])
 
 
 def test_an_empty_side_keeps_its_place() -> None:
@@ -297,13 +298,13 @@ def test_seeds_whose_jobs_never_began_are_named(
     cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def sweep(call: Call) -> int:
-        given = dict(line.split("=", 1) for line in call.overrides)
-        begun = 5 if given["optimizer.lr"] == "0.1" else 4  # of B the last one failed before it had a folder
-        side(Path(given["hydra.sweep.dir"]), [0.5 + seed / 100 for seed in range(begun)])
+        overrides = dict(line.split("=", 1) for line in call.overrides)
+        count = 5 if overrides["optimizer.lr"] == "0.1" else 4  # of B the last one failed before it had a folder
+        side(Path(overrides["hydra.sweep.dir"]), [0.5 + seed / 100 for seed in range(count)])
         return 1
 
     monkeypatch.setattr("trainkit.verbs.running.train.sweep", sweep)
     assert main(["compare", "optimizer.lr=0.1", "optimizer.lr=0.2", "recipe=digits", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert len(found["pairs"]) == 4
-    assert found["remarks"][0].startswith("no run of optimizer.lr=0.2 has ended with seed 4: outputs/compare/")
+    comparison = json.loads(capsys.readouterr().out)
+    assert len(comparison["pairs"]) == 4
+    assert comparison["remarks"][0].startswith("no run of optimizer.lr=0.2 has ended with seed 4: outputs/compare/")

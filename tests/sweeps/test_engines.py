@@ -41,10 +41,10 @@ from trainkit.trained.build import meta_model
 WAITS = "import time; time.sleep(60)"
 
 
-def described(folder: Path, code: str, *words: object, started: int | None = None) -> Path:
+def described(folder: Path, code: str, *arguments: object, started: int | None = None) -> Path:
     path = folder / "1.json"
     JobSpec(
-        command=(sys.executable, "-c", code, *map(str, words)),
+        command=(sys.executable, "-c", code, *map(str, arguments)),
         environ={"GIVEN": "7"},
         cwd=str(folder),
         log="run/output.log",
@@ -72,13 +72,13 @@ def in_threads(pool: ThreadPoolExecutor, *, loses: bool) -> Submit:
 
 
 @contextlib.contextmanager
-def started(folder: Path, code: str, *words: object, loses: bool = False) -> Iterator[tuple[Any, Callable[[], Any]]]:
+def started(folder: Path, code: str, *args: object, loses: bool = False) -> Iterator[tuple[Any, Callable[[], Any]]]:
     ends: SimpleQueue[Any] = SimpleQueue()
     with (
         ThreadPoolExecutor() as pool,
         Remote(in_threads(pool, loses=loses), folder / ".jobs") as remote,
     ):
-        command = [sys.executable, "-c", code, *map(str, words)]
+        command = [sys.executable, "-c", code, *map(str, args)]
         job = remote(
             JobCommand(number=5, command=command, environ={}, log=folder / "0" / "output.log", report=ends.put, slots=2)
         )
@@ -108,8 +108,8 @@ def test_a_job_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
 
 def test_the_end_of_a_job_is_reported_once(tmp_path: Path) -> None:
     with started(tmp_path, "raise SystemExit(4)") as (job, ended):
-        told = ended()
-        assert (told.attempt, told.code) == (5, 4)
+        end = ended()
+        assert (end.attempt, end.code) == (5, 4)
         job.kill()  # it has ended: nothing to do
 
 
@@ -139,7 +139,7 @@ def test_jobs_that_come_together_are_one_array_and_one_that_is_killed_before_is_
             JobCommand(number=number, command=[], environ={}, log=tmp_path / "log", report=ends.put)
             for number in range(3)
         ]
-        jobs = [remote(one) for one in orders]
+        jobs = [remote(order) for order in orders]
         jobs[1].kill()
         codes = {ended.attempt: ended.code for ended in (ends.get(timeout=60) for _ in range(3))}
     assert (batches, codes) == ([2], {0: 0, 1: -signal.SIGKILL, 2: 0})
@@ -155,11 +155,11 @@ def test_a_job_that_its_engine_lost_has_failed_and_says_why(tmp_path: Path) -> N
 def test_the_keys_of_a_launcher_are_those_of_its_class_and_others_are_refused_together() -> None:
     for launcher in ENGINES:
         kind = ENGINES[launcher]
-        assert plugin._KEYS[launcher] == {one.name: getattr(kind(), one.name) for one in fields(kind)}
-    told = "".join(refused(ENGINES["submitit_slurm"].of, {"node": 1, "nodes": 0, "partition": 3}))
-    assert "Did you mean hydra.launcher.nodes?" in told
-    assert "hydra.launcher.nodes=0: must be at least 1" in told
-    assert "hydra.launcher.partition=3: must be text" in told
+        assert plugin._KEYS[launcher] == {field.name: getattr(kind(), field.name) for field in fields(kind)}
+    problems = "".join(refused(ENGINES["submitit_slurm"].of, {"node": 1, "nodes": 0, "partition": 3}))
+    assert "Did you mean hydra.launcher.nodes?" in problems
+    assert "hydra.launcher.nodes=0: must be at least 1" in problems
+    assert "hydra.launcher.partition=3: must be text" in problems
 
 
 def test_an_engine_that_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,10 +217,10 @@ def test_a_job_sees_its_own_gpus_by_the_names_they_were_given_and_its_share_of_t
 
 def test_jobs_that_share_gpus_are_spread_over_them() -> None:
     slots = slots_of(num_gpus=2, jobs_per_device=2)
-    taken = [slots.take(1) for _ in range(3)]
-    assert [one.places for one in taken] == [(0,), (1,), (0,)]
+    leases = [slots.take(1) for _ in range(3)]
+    assert [lease.places for lease in leases] == [(0,), (1,), (0,)]
     assert (slots.in_use, slots.total, slots.free) == (3, 4, 1)
-    assert taken[0].environ["TRAINKIT_MEMORY_SHARE"] == "0.5"
+    assert leases[0].environ["TRAINKIT_MEMORY_SHARE"] == "0.5"
 
 
 def test_what_the_machine_does_not_have_is_refused() -> None:
@@ -249,7 +249,7 @@ def test_never_more_than_the_slots_are_in_use(tmp_path: Path) -> None:
     widths = [1, 2, 1, 1, 2, 1, 3]
     jobs = [job(tmp_path, number, clock, slots=width) for number, width in enumerate(widths)]
     run(sweep_in(tmp_path, slots=Slots(count=3)), *jobs)
-    spans = [tuple(map(float, (one.folder / "output.log").read_text().split())) for one in jobs]
+    spans = [tuple(map(float, (job.folder / "output.log").read_text().split())) for job in jobs]
     used = [
         sum(width for width, (begin, end) in zip(widths, spans, strict=True) if begin <= moment < end)
         for moment, _ in spans
@@ -272,9 +272,9 @@ def test_a_job_takes_the_devices_of_its_strategy() -> None:
 def test_a_process_takes_its_part_of_the_share_of_each_of_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[tuple[float, str]] = []
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *limit: limits.append(limit))
-    both = [Task(role="worker", index=rank, rank=rank, device="cuda:0") for rank in range(2)]
+    workers = [Task(role="worker", index=rank, rank=rank, device="cuda:0") for rank in range(2)]
     central = Task(role="worker", index=0, rank=0, computes_on=("cuda:0", "cuda:1"))
-    for task, tasks, share in ((both[0], both, 0.5), (central, [central], 0.25), (both[0], both, 1.0)):
+    for task, tasks, share in ((workers[0], workers, 0.5), (central, [central], 0.25), (workers[0], workers, 1.0)):
         limit_memory(task, tasks, share)
     assert sorted(limits) == [(0.25, "cuda:0"), (0.25, "cuda:0"), (0.25, "cuda:1")]
 
@@ -284,6 +284,6 @@ def test_a_process_takes_its_part_of_the_share_of_each_of_its_gpus(monkeypatch: 
 )
 def test_jobs_that_cannot_share_the_memory_of_the_host_are_refused(host_bytes: int, rule: str | None) -> None:
     plan = make_plan(compose(["recipe=digits"]).cfg, num_gpus=0)
-    found = crowding_problems(plan, meta_model(plan.cfg), jobs=3, jobs_per_device=1, host_bytes=host_bytes)
-    assert [problem.key for problem in found] == ([] if rule is None else ["sweep.slots"])
-    assert rule is None or rule in found[0].rule
+    problems = crowding_problems(plan, meta_model(plan.cfg), jobs=3, jobs_per_device=1, host_bytes=host_bytes)
+    assert [problem.key for problem in problems] == ([] if rule is None else ["sweep.slots"])
+    assert rule is None or rule in problems[0].rule

@@ -134,7 +134,7 @@ def test_a_signal_stops_all_jobs_in_good_order_and_ends_the_sweep(
     sweep = sweep_in(tmp_path, slots=Slots(count=2))
     sender = signalled(tmp_path / "1/here", number)
     with pytest.raises(error, match=rf"2 of 3 jobs were started.* sweep\.resume={tmp_path}$"):
-        run(sweep, *(job(tmp_path, place, POLITE) for place in range(2)), job(tmp_path, 2, RUN, 0.9))
+        run(sweep, *(job(tmp_path, number, POLITE) for number in range(2)), job(tmp_path, 2, RUN, 0.9))
     sender.join()
     assert sweep.exit_codes == {"0": 130, "1": 130}
     sweep.finish()
@@ -143,7 +143,7 @@ def test_a_signal_stops_all_jobs_in_good_order_and_ends_the_sweep(
 
 def test_a_narrow_job_starts_at_once_in_a_gap_that_a_wide_one_leaves(tmp_path: Path) -> None:
     waits = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.01)\n"
-    wide = [job(tmp_path, place, waits, tmp_path / "2/runs", slots=2) for place in range(2)]
+    wide = [job(tmp_path, number, waits, tmp_path / "2/runs", slots=2) for number in range(2)]
     sweep = sweep_in(tmp_path, slots=Slots(count=3))
     assert run(sweep, *wide, job(tmp_path, 2, COUNT)) == {"0": 0, "1": 0, "2": 0}
 
@@ -251,8 +251,8 @@ def test_a_finished_job_is_not_run_again_and_a_failed_one_is(tmp_path: Path, cap
     assert run(sweep_in(tmp_path), *jobs) == {"0": 0, "1": -9}
     capfd.readouterr()
     assert run(sweep_in(tmp_path), *jobs) == {"0": 0, "1": 0}
-    told = f"job 0 (steps=0): already has a result, in {tmp_path}/0\njob 1 (steps=1) goes on\njob 1 (steps=1) done, "
-    assert capfd.readouterr().out.startswith(told)
+    lines = f"job 0 (steps=0): already has a result, in {tmp_path}/0\njob 1 (steps=1) goes on\njob 1 (steps=1) done, "
+    assert capfd.readouterr().out.startswith(lines)
     file = tmp_path / "sweep.json"  # killed before the end of its process was noted
     file.write_text(file.read_text().replace('"exit_code": 0', '"exit_code": null', 1))
     assert run(sweep_in(tmp_path), jobs[0])["0"] == 0
@@ -271,23 +271,23 @@ def test_jobs_of_an_earlier_sweep_that_gave_nothing_are_forgotten(tmp_path: Path
 
 @pytest.mark.parametrize("moment", [random.uniform(0.2, 0.9)], ids=["once"])
 def test_a_sweep_that_is_killed_at_any_moment_ends_as_if_it_had_not_been(tmp_path: Path, moment: float) -> None:
-    place, calm = tmp_path / "killed", tmp_path / "calm"
+    folder, calm = tmp_path / "killed", tmp_path / "calm"
     code = (
         "import sys; from pathlib import Path; from tests.sweeps.test_jobs import *; place = Path(sys.argv[1])\n"
         "run(sweep_in(place, slots=Slots(count=2)), *slow_jobs(place))"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(place)], stdout=subprocess.DEVNULL) as sweep:
-        wait_for((place / "sweep.json").exists)
+    with subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.DEVNULL) as sweep:
+        wait_for((folder / "sweep.json").exists)
         time.sleep(moment)
         sweep.kill()
-    had = [number for number in range(LONG_ENOUGH) if (place / str(number) / "result.json").exists()]
+    had = [number for number in range(LONG_ENOUGH) if (folder / str(number) / "result.json").exists()]
     assert len(had) < LONG_ENOUGH, f"killed too late, after {moment} s"
-    again = sweep_in(place, slots=Slots(count=2))
-    assert set(run(again, *slow_jobs(place)).values()) == {0}
-    assert [times_run(place, number) for number in had] == [1] * len(had)
+    again = sweep_in(folder, slots=Slots(count=2))
+    assert set(run(again, *slow_jobs(folder)).values()) == {0}
+    assert [times_run(folder, number) for number in had] == [1] * len(had)
     undisturbed = sweep_in(calm, slots=Slots(count=2))
     run(undisturbed, *slow_jobs(calm))
-    assert board(place) == board(calm)
+    assert board(folder) == board(calm)
 
 
 SHORT = ("recipe=null", "callbacks=[]", "logger=[]", "sweep.name=mine")
@@ -304,8 +304,8 @@ def swept(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
 
 
 def jobs_of(folder: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((folder / "sweep.json").read_text())["jobs"]
-    return found
+    rows: list[dict[str, Any]] = json.loads((folder / "sweep.json").read_text())["jobs"]
+    return rows
 
 
 def test_a_sweep_from_the_command_line(cwd: Path) -> None:
@@ -332,15 +332,15 @@ def test_a_sweep_from_the_command_line(cwd: Path) -> None:
 def test_jobs_of_one_process_and_of_two_share_the_slots_and_the_same_point_runs_once(cwd: Path) -> None:
     done = swept("strategy=one_device,mirrored", "seed=1,1", "steps=2", "sweep.slots=2")
     folder = cwd / "outputs/sweeps/mine"
-    found = [(row["job"], row["slots"], row["exit_code"]) for row in jobs_of(folder)]
-    assert found == [("0", 1, 0), ("2", 2, 0)]
+    rows = [(row["job"], row["slots"], row["exit_code"]) for row in jobs_of(folder)]
+    assert rows == [("0", 1, 0), ("2", 2, 0)]
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "2"]
     assert "strategy=mirrored seed=1: equals job 2, which runs only once\n" in done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "word"),
+    ("arguments", "message"),
     [
         (("sweep.slots=1,2",), "sweep.slots=1,2: is about the sweep as a whole"),
         (("sweep.name=mine", "sweep.resume=gone"), "sweep.name=mine: has no effect with sweep.resume"),
@@ -352,8 +352,8 @@ def test_jobs_of_one_process_and_of_two_share_the_slots_and_the_same_point_runs_
     ],
 )
 def test_what_a_sweep_cannot_mean_is_refused_before_a_job_starts(
-    cwd: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], word: str
+    cwd: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
     assert main(["-m", *latest(*SHORT[:-1], "seed=1,2", *arguments)]) == 2
-    assert word in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not list(cwd.glob("outputs/**/resolved.yaml"))

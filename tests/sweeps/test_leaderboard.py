@@ -48,8 +48,8 @@ def made(root: Path, name: str, **result: Any) -> Path:
     folder.mkdir(parents=True)
     accuracy = result.pop("accuracy", None)
     metrics = {} if accuracy is None else {"val/accuracy": accuracy, "val/loss": result.pop("loss", None)}
-    known = {"status": "finished", "metrics": metrics, "seconds": 6.13} | result
-    (folder / "result.json").write_text(json.dumps(known))
+    content = {"status": "finished", "metrics": metrics, "seconds": 6.13} | result
+    (folder / "result.json").write_text(json.dumps(content))
     (folder / "resolved.yaml").write_text("eval: {metric: val/accuracy}\n")
     return folder
 
@@ -145,8 +145,8 @@ def test_the_page_ends_with_the_commands_for_the_best(tmp_path: Path, monkeypatc
         "trainkit -m 'callbacks=[]' 'seed=range(4)'",
         "trainkit top rates --k 1 --then strategy=mirrored",
     ]
-    told = "The best point with other seeds:\n\n```bash\ntrainkit -m 'callbacks=[]' 'seed=range(4)'\n```\n"
-    assert told in board.markdown(base=tmp_path)
+    text = "The best point with other seeds:\n\n```bash\ntrainkit -m 'callbacks=[]' 'seed=range(4)'\n```\n"
+    assert text in board.markdown(base=tmp_path)
     assert swept(tmp_path, [row(tmp_path, "1", None)]).commands(Path("rates")) == []
 
 
@@ -159,9 +159,9 @@ def test_tensorboard_gets_the_settings_of_jobs_that_write_for_it(tmp_path: Path)
 
 def folded(root: Path, accuracies: Sequence[float | None]) -> Leaderboard:
     """A sweep over two rates, three folds each."""
-    places = [(rate, fold) for rate in ("0.1", "0.2") for fold in range(3)]
+    points = [(rate, fold) for rate in ("0.1", "0.2") for fold in range(3)]
     rows = []
-    for number, ((rate, fold), accuracy) in enumerate(zip(places, accuracies, strict=True)):
+    for number, ((rate, fold), accuracy) in enumerate(zip(points, accuracies, strict=True)):
         if accuracy is not None:
             made(root, str(number), accuracy=accuracy, seconds=2.0)
         keys = ["epochs=1", f"optimizer.lr={rate}", "cv.folds=3", f"cv.fold={fold}"]
@@ -207,7 +207,7 @@ def seeded(root: Path, losses: Mapping[str, Sequence[float | None]], *more: str)
 def test_seeds_are_repeats_of_a_point_that_is_ranked_by_its_mean_loss(tmp_path: Path) -> None:
     board = seeded(tmp_path, {"0.1": [0.1, 0.7], "0.2": [0.3, 0.3], "0.3": [0.05, None]})
     assert str(board.goal) == "val/loss (min)"  # eval.metric is the accuracy, which is shown too
-    assert [(one.job, one.status, round(board.value(one) or 0, 3)) for one in board.entries] == [
+    assert [(entry.job, entry.status, round(board.value(entry) or 0, 3)) for entry in board.entries] == [
         ("2-3", "finished", 0.3), ("0-1", "finished", 0.4), ("4-5", "1 of 2 runs, failed", 0.05),
     ]  # fmt: skip
     (_, again), _ = board.commands(tmp_path)
@@ -222,8 +222,8 @@ def test_a_failed_seed_of_one_fold_leaves_the_point_its_other_seeds(tmp_path: Pa
 
 def test_the_board_says_which_points_may_be_best_and_which_are_worse(tmp_path: Path) -> None:
     noise = [0.0, 0.01, -0.01, 0.005, -0.005]
-    losses = {"0.1": [0.50003 + one for one in noise], "0.2": [0.501 - one for one in noise]}
-    board = seeded(tmp_path, {**losses, "0.3": [0.90003 + 0.9 * one for one in noise]})
+    losses = {"0.1": [0.50003 + change for change in noise], "0.2": [0.501 - change for change in noise]}
+    board = seeded(tmp_path, {**losses, "0.3": [0.90003 + 0.9 * change for change in noise]})
     assert board.verdict() == [
         "may be best: clip.max_norm=0.1, clip.max_norm=0.2 (5 seeds)",
         "clip.max_norm=0.3 worse than clip.max_norm=0.1 by 0.4 [0.3976, 0.4024]",
@@ -336,8 +336,8 @@ def combined(folder: Path, **flags: Any) -> int:
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((folder / "model.yaml").read_text())["figures"]
-    return found
+    document: dict[str, Any] = yaml.safe_load((folder / "model.yaml").read_text())["figures"]
+    return document
 
 
 @pytest.mark.slow
@@ -347,15 +347,15 @@ def test_members_are_scored_as_they_were_in_training_and_the_ensemble_beside_the
     switched: list[tuple[str, str]] = []
     monkeypatch.setattr(Precision, "apply_globally", lambda self, kind: switched.append((self.value, kind)))
     assert combined(two, k=2, checkpoint="best") == 0
-    told = figures(two / "ensemble-2")  # the earlier one is left alone
-    assert list(told)[2:] == ["ensemble of 2", "averaged weights"]
+    scores = figures(two / "ensemble-2")  # the earlier one is left alone
+    assert list(scores)[2:] == ["ensemble of 2", "averaged weights"]
     assert switched == [("fp32", "cpu")]
     for name in ("0", "1"):
         result = json.loads((two / name / "result.json").read_text())["metrics"]
         # sums of 360 samples in batches of other sizes: a few units in the last place of float32
-        assert told[f"job {name}"]["val/loss"] == pytest.approx(result["val/loss"], rel=1e-6)
-        assert told[f"job {name}"]["val/accuracy"] == result["val/accuracy"]
-    assert told["ensemble of 2"]["val/loss"] < max(told[f"job {name}"]["val/loss"] for name in "01")
+        assert scores[f"job {name}"]["val/loss"] == pytest.approx(result["val/loss"], rel=1e-6)
+        assert scores[f"job {name}"]["val/accuracy"] == result["val/accuracy"]
+    assert scores["ensemble of 2"]["val/loss"] < max(scores[f"job {name}"]["val/loss"] for name in "01")
     assert "| ensemble of 2 |" in (two / "ensemble-2/ensemble.md").read_text()
     assert f'trainkit.load("{two}/ensemble-2")' in capsys.readouterr().out
 
@@ -386,16 +386,16 @@ def test_models_of_other_shapes_have_no_mean_of_weights(runs: Path, tmp_path: Pa
 
 
 def test_damaged_weights_and_a_class_that_nobody_allowed_are_not_loaded(two: Path, tmp_path: Path) -> None:
-    shutil.copytree(two / "ensemble", made := tmp_path / "ensemble")
-    file, config = made / "model.safetensors", made / "model.yaml"
+    shutil.copytree(two / "ensemble", ensemble := tmp_path / "ensemble")
+    file, config = ensemble / "model.safetensors", ensemble / "model.yaml"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(CheckpointError, match=r"model\.safetensors has changed"):
-        trainkit.load(made)
+        trainkit.load(ensemble)
     file.write_bytes(content)
     config.write_text(config.read_text().replace("trainkit.models.Mlp", "os.system"))
     with pytest.raises(ConfigError, match=r"model\.members\.0\._target_=os\.system"):
-        trainkit.load(made)
+        trainkit.load(ensemble)
     with pytest.raises(ConfigError, match="holds no model"):
         trainkit.load(tmp_path)
 
@@ -419,7 +419,7 @@ def test_what_cannot_be_combined_is_refused(runs: Path, two: Path, tmp_path: Pat
 
 def test_folds_are_no_members(tmp_path: Path) -> None:
     entries = [read_entry(tmp_path, job=fold, arguments=[f"cv.fold={fold}"], exit_code=None) for fold in "01"]
-    folds = [replace(one, metrics={"val/loss": 1.0}) for one in entries]
+    folds = [replace(entry, metrics={"val/loss": 1.0}) for entry in entries]
     with pytest.raises(ConfigError, match="its runs are folds"):
         best_of(Leaderboard.of(folds, MonitoredMetric(metric="val/loss", mode="min")), 2)
 

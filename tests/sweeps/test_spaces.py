@@ -30,7 +30,7 @@ def test_keys_that_are_zipped_move_together_beside_a_plain_grid(composer: Compos
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "keys"),
     [
         (("+seed=3", "seed=1,2"), ["seed: is given twice"]),
         (("seed=range(5,1)",), ["seed=range(5,1): is an empty sweep"]),
@@ -52,10 +52,10 @@ def test_keys_that_are_zipped_move_together_beside_a_plain_grid(composer: Compos
     ],
 )
 def test_what_cannot_be_searched_is_refused_by_its_key(
-    composer: Composer, arguments: tuple[str, ...], words: list[str]
+    composer: Composer, arguments: tuple[str, ...], keys: list[str]
 ) -> None:
-    found = refused_point(composer, *arguments)
-    assert all(word in problem for word, problem in zip(words, found, strict=True)), found
+    problems = refused_point(composer, *arguments)
+    assert all(key in problem for key, problem in zip(keys, problems, strict=True)), problems
 
 
 def test_the_error_of_an_absent_optuna_names_the_command_that_installs_it(

@@ -68,10 +68,10 @@ class Bench:
 
 def whole(bench: Bench, losses: Iterable[float]) -> None:
     """Play jobs that train to their end."""
-    for place, loss in enumerate(losses):
+    for number, loss in enumerate(losses):
         job = present(bench.source.next(1))
         for step in (1, 2, 3):
-            assert not bench.told(job, step, loss / step), f"job {place} pruned"
+            assert not bench.told(job, step, loss / step), f"job {number} pruned"
         bench.ended(job, loss / 3)
 
 
@@ -163,10 +163,10 @@ def test_a_killed_search_goes_on_with_what_it_had_begun(tmp_path: Path, composer
     bench.told(job, 1, 0.5)
     bench.ended(job, 0.5, code=130)  # Ctrl-C: nobody had given it up
     again = Bench(tmp_path, composer, trials=4)
-    taken = present(again.source.next(1))
-    assert (taken.name, taken.overrides) == (job.name, job.overrides)
-    assert not again.told(taken, 2, 0.4)  # step 1, which is in its file too, is not reported twice: Optuna would warn
-    again.ended(taken, 0.4)
+    same = present(again.source.next(1))
+    assert (same.name, same.overrides) == (job.name, job.overrides)
+    assert not again.told(same, 2, 0.4)  # step 1, which is in its file too, is not reported twice: Optuna would warn
+    again.ended(same, 0.4)
     fresh = present(again.source.next(1))
     again.ended(fresh, 0.2)
     again.ended(present(again.source.next(1)), 0.2)

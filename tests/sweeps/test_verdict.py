@@ -27,15 +27,15 @@ def e_value(t: NDArray[np.float64], n: int, g: float = 4.0) -> NDArray[np.float6
     """E of n differences, as the paper writes it by their sum S and sum of squares V, with c^2 = 1/g."""
     mean, c2 = t / math.sqrt(n), 1 / g  # differences with a deviation of 1
     s, v = n * mean, (n - 1) + n * mean**2
-    found: NDArray[np.float64] = math.sqrt(c2 / (n + c2)) * ((n + c2) * v / ((n + c2) * v - s**2)) ** (n / 2)
-    return found
+    values: NDArray[np.float64] = math.sqrt(c2 / (n + c2)) * ((n + c2) * v / ((n + c2) * v - s**2)) ** (n / 2)
+    return values
 
 
 @pytest.mark.parametrize("n", [2, 4, 10, 30])
 def test_without_an_effect_the_evidence_is_one_on_average(n: int) -> None:
     angles = np.linspace(-math.pi / 2, math.pi / 2, 400_002)[1:-1]
     t = np.tan(angles)
-    weights = np.array([density(float(one), n - 1) for one in t]) / np.cos(angles) ** 2
+    weights = np.array([density(float(x), n - 1) for x in t]) / np.cos(angles) ** 2
     assert np.trapezoid(e_value(t, n) * weights, angles) == pytest.approx(1.0, abs=2e-3)
 
 
@@ -58,8 +58,8 @@ def test_who_looks_after_every_pair_is_wrong_in_fewer_than_one_of_twenty() -> No
 def test_measured_losses_are_told_apart_where_they_differ_by_more_than_rounding() -> None:
     answers = []
     for losses in (SLOWER, ALIKE):
-        found = verdict([one - other for one, other in zip(losses, BASE, strict=True)])
-        answers.append((found.answer, round(found.low, 6), round(found.high, 6)))
+        result = verdict([first - other for first, other in zip(losses, BASE, strict=True)])
+        answers.append((result.answer, round(result.low, 6), round(result.high, 6)))
     assert answers == [("worse", 0.011776, 0.017321), ("not distinguishable yet", -0.000106, 8.6e-05)]
     assert verdict([0.1, 0.1]).answer == "not distinguishable yet"  # two pairs
 
@@ -72,6 +72,6 @@ def test_few_equal_differences_of_a_count_are_no_proof() -> None:
 
 def test_a_candidate_is_out_only_by_the_seeds_that_it_shares_with_a_better_one() -> None:
     table = {"a": dict.fromkeys("0123", 1.0), "b": dict.fromkeys("4567", 2.0), "c": dict.fromkeys("0123", 3.0)}
-    assert [(one.name, one.rival) for one in standings(table)] == [("a", ""), ("b", ""), ("c", "a")]
+    assert [(candidate.name, candidate.rival) for candidate in standings(table)] == [("a", ""), ("b", ""), ("c", "a")]
     highest = standings(table, lower_is_better=False)
-    assert [(one.name, one.rival) for one in highest] == [("c", ""), ("b", ""), ("a", "c")]
+    assert [(candidate.name, candidate.rival) for candidate in highest] == [("c", ""), ("b", ""), ("a", "c")]

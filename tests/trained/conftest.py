@@ -19,9 +19,9 @@ from trainkit.trained import checking, fresh_process
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run exports here."""
 
-    def run(request: Mapping[str, Any], form: str, place: Path) -> None:
-        (place / "request.json").write_text(json.dumps({**request, "threads": 1}))
-        fresh_process.main(str(place / "request.json"))
+    def run(request: Mapping[str, Any], form: str, folder: Path) -> None:
+        (folder / "request.json").write_text(json.dumps({**request, "threads": 1}))
+        fresh_process.main(str(folder / "request.json"))
 
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(checking, "run_fresh", run)

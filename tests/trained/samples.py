@@ -31,8 +31,8 @@ class Rows:
 
     def gather(self, indices: Tensor) -> Tensor:
         """Return many rows at once: row i holds i, scaled."""
-        places = indices.double().unsqueeze(1) * torch.arange(1, self.features + 1).double()
-        return torch.sin(places).float()
+        angles = indices.double().unsqueeze(1) * torch.arange(1, self.features + 1).double()
+        return torch.sin(angles).float()
 
 
 class Ragged(Rows):

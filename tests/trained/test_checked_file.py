@@ -78,9 +78,9 @@ def test_a_planted_wrong_tensor_ends_the_command_with_exit_code_4_and_the_earlie
 
     monkeypatch.setattr(formats, "write_stream", planted)
     assert cli.main(["export", str(tmp_path / "run")]) == 4
-    told = " ".join(capsys.readouterr().err.split())
-    assert "the safetensors export is refused: 1.running_mean is torch.float64 (8,) with other numbers" in told
-    assert "The first layer that differs is 1." in told
+    errors = " ".join(capsys.readouterr().err.split())
+    assert "the safetensors export is refused: 1.running_mean is torch.float64 (8,) with other numbers" in errors
+    assert "The first layer that differs is 1." in errors
     assert (tmp_path / "run/model/config.yaml").read_bytes() == before
     assert not list((tmp_path / "run").glob(".model*"))
 

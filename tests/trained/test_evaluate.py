@@ -55,8 +55,8 @@ def metrics(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str, **f
 
 
 def own_metrics(run: Path) -> dict[str, float]:
-    found: dict[str, float] = json.loads((run / "result.json").read_text())["metrics"]
-    return found
+    result: dict[str, dict[str, float]] = json.loads((run / "result.json").read_text())
+    return result["metrics"]
 
 
 def hashes(run: Path) -> dict[str, str]:
@@ -70,8 +70,8 @@ def test_figures_are_those_of_the_run_to_the_bit_and_nothing_else_changes(
 ) -> None:
     before = hashes(run)
     content = metrics(run, capsys)
-    own = own_metrics(run)
-    assert {name: content["metrics"][name] for name in own} == own
+    expected = own_metrics(run)
+    assert {name: content["metrics"][name] for name in expected} == expected
     written = Path(content["folder"])
     assert sorted(file.name for file in written.iterdir()) == ["evaluation.json", "report.md", "worst.png"]
     after = hashes(run)
@@ -82,8 +82,8 @@ def test_figures_are_those_of_the_run_to_the_bit_and_nothing_else_changes(
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_gives_the_same_figures(run: Path, capsys: pytest.CaptureFixture[str], strategy: str) -> None:
-    found, own = metrics(run, capsys, *strategy.split())["metrics"], own_metrics(run)
-    assert found == pytest.approx({**found, **own}, rel=1e-6)
+    evaluated, expected = metrics(run, capsys, *strategy.split())["metrics"], own_metrics(run)
+    assert evaluated == pytest.approx({**evaluated, **expected}, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -107,15 +107,15 @@ def test_tables_agree_with_the_predictions(run: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 def test_calibration_is_the_distance_of_confidence_from_accuracy(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = metrics(run, capsys)["metrics"]["val/calibration_error"]
+    error = metrics(run, capsys)["metrics"]["val/calibration_error"]
     images, labels = Digits(split="val").tensors()
     with torch.no_grad():
         chances = trainkit.load(run)(images).softmax(1).double()
     sure, right = chances.max(1).values, chances.argmax(1) == labels
     bins = torch.bucketize(sure, torch.linspace(0, 1, 16, dtype=torch.float64)[1:-1])
-    groups = [(sure[bins == one], right[bins == one].double()) for one in range(15) if (bins == one).any()]
+    groups = [(sure[bins == index], right[bins == index].double()) for index in bins.unique()]
     expected = sum(len(a) / len(sure) * abs(float(a.mean() - b.mean())) for a, b in groups)
-    assert found == pytest.approx(expected)
+    assert error == pytest.approx(expected)
 
 
 def test_other_data_and_another_split_are_scored(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,15 +130,15 @@ def test_two_evaluations_that_begin_at_the_same_moment_write_into_two_folders(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = shutil.copytree(run, tmp_path / "copy", ignore=shutil.ignore_patterns("evaluations"))
-    wanted, make = copy / "evaluations" / "val_last", Path.mkdir
+    first_choice, make = copy / "evaluations" / "val_last", Path.mkdir
 
     def mkdir(path: Path, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
-        if path == wanted and not path.exists():
+        if path == first_choice and not path.exists():
             make(path, parents=True)  # the other evaluation takes the name first
         make(path, mode, parents, exist_ok)
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
-    assert Path(metrics(copy, capsys)["folder"]) == wanted.with_name("val_last-2")
+    assert Path(metrics(copy, capsys)["folder"]) == first_choice.with_name("val_last-2")
 
 
 def test_what_a_killed_evaluation_leaves_is_deleted_by_a_later_one_and_the_folder_of_a_running_one_stays(
@@ -175,8 +175,8 @@ def test_a_written_model_without_its_run_needs_data(
 ) -> None:
     folder = shutil.copytree(run / "model", tmp_path / "model", ignore=shutil.ignore_patterns(".*"))
     assert "data: the run of" in refused(folder)
-    found = metrics(folder, capsys, "data=digits", "objective=classification")["metrics"]["val/loss"]
-    assert found == pytest.approx(own_metrics(run)["val/loss"], rel=1e-6)
+    loss = metrics(folder, capsys, "data=digits", "objective=classification")["metrics"]["val/loss"]
+    assert loss == pytest.approx(own_metrics(run)["val/loss"], rel=1e-6)
 
 
 @pytest.mark.slow
@@ -205,9 +205,9 @@ def test_a_language_model_reports_bits_a_byte_and_its_worst_windows(
         run_dir=run,
     )
     content = metrics(run, capsys)
-    found = content["metrics"]
-    assert {name: found[name] for name in own_metrics(run)} == own_metrics(run)
-    assert found["val/bits_per_byte"] == pytest.approx(found["val/loss"] / 0.6931471805599453)
+    evaluated = content["metrics"]
+    assert {name: evaluated[name] for name in own_metrics(run)} == own_metrics(run)
+    assert evaluated["val/bits_per_byte"] == pytest.approx(evaluated["val/loss"] / 0.6931471805599453)
     assert "the cat sat" in (Path(content["folder"]) / "report.md").read_text().replace("\n", " ")
 
 
@@ -224,8 +224,8 @@ def test_a_damaged_checkpoint_ends_with_exit_code_4_and_writes_nothing(run: Path
 
 
 def test_samples_that_do_not_fit_the_model_and_a_file_that_is_none_are_refused(run: Path, tmp_path: Path) -> None:
-    said = refused(run, "data=synthetic", "data.shape=[7]")
-    assert "the samples of val do not fit the model and objective" in said
-    assert "(2x7 and 64x128). A sample is (float32 (7,), int)." in said
+    problem = refused(run, "data=synthetic", "data.shape=[7]")
+    assert "the samples of val do not fit the model and objective" in problem
+    assert "(2x7 and 64x128). A sample is (float32 (7,), int)." in problem
     (tmp_path / "weights.bin").write_bytes(b"x")
     assert "holds no model: it is neither a run" in refused(tmp_path / "weights.bin")

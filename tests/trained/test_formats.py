@@ -280,22 +280,22 @@ def test_outputs_may_differ_by_16_units_and_not_by_17(
     node = {"_target_": f"{__name__}.Rounds", "shift": times * unit, "large": large}
     save_file({"shift": torch.tensor(times * unit)}, tmp_path / "model.safetensors")
     check = Check(form="safetensors", exact=False, request={"node": node, "path": []})
-    told = f"largest difference is {17 * unit:.3g}, and {16 * unit:.3g} is allowed"
-    with pytest.raises(NotExportableError, match=re.escape(told)) if refused else contextlib.nullcontext():
+    message = f"largest difference is {17 * unit:.3g}, and {16 * unit:.3g} is allowed"
+    with pytest.raises(NotExportableError, match=re.escape(message)) if refused else contextlib.nullcontext():
         refuse_difference(check, Rounds(0.0, large), {"inputs": torch.tensor(values)}, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("draws", r"draws random numbers in evaluation mode \(in 0\): two calls .* differ by 0\."),
         ("counts", r"changes its outputs from call to call: two calls .* differ by 1\."),
     ],
 )
-def test_a_model_that_draws_in_evaluation_mode_is_refused_by_name(how: str, said: str) -> None:
+def test_a_model_that_draws_in_evaluation_mode_is_refused_by_name(how: str, message: str) -> None:
     model = nn.Sequential(Noisy(how, 3)).eval()
     state = torch.get_rng_state()
-    with pytest.raises(NotExportableError, match=said):
+    with pytest.raises(NotExportableError, match=message):
         refuse_draws(model, {"input": torch.rand(4, 3, generator=torch.Generator().manual_seed(0))})
     assert torch.equal(torch.get_rng_state(), state)
     refuse_draws(nn.Sequential(Noisy("never", 3), nn.Dropout(0.5)).eval(), {"input": torch.ones(4, 3)})
@@ -307,8 +307,8 @@ def test_no_format_takes_a_run_whose_model_draws(
 ) -> None:
     train = trainkit.compose([*RUN, "model=noisy", "data=digits"], config_dirs=[CONF], packages=["tests"])
     trainkit.train(train, run_dir=tmp_path / "run")
-    own = ["--config-dir", str(CONF), "--allow-package", "tests"]
+    arguments = ["--config-dir", str(CONF), "--allow-package", "tests"]
     for form in ("safetensors", "torch_export", *([] if absent else ["onnx"])):
-        assert cli.main(["export", str(tmp_path / "run"), "--to", form, *own]) == 4
+        assert cli.main(["export", str(tmp_path / "run"), "--to", form, *arguments]) == 4
         assert "the model draws random numbers in evaluation mode: two calls with the same" in capsys.readouterr().err
         assert not [path for path in (tmp_path / "run" / "exports").rglob("*") if path.is_file()]

@@ -51,7 +51,7 @@ def test_a_cache_changes_no_score_however_a_text_is_cut() -> None:
 def test_a_cached_text_is_the_plain_one_past_the_context_too(sampling: Sampling) -> None:
     model, prompts = gpt(), [[1, 2, 3], [4, 5, 6], [7] * 15]
 
-    texts = [generate(one, prompts, sampling=sampling, max_tokens=14) for one in (model, Plain(model))]
+    texts = [generate(variant, prompts, sampling=sampling, max_tokens=14) for variant in (model, Plain(model))]
 
     assert texts[0] == texts[1]
     assert model.training
@@ -135,9 +135,10 @@ def test_prompts_of_a_file_are_answered_in_its_order(
 
     assert main(["generate", str(run), "--prompts", str(tmp_path / "prompts"), "--max-tokens", "4", "--json"]) == 0
 
-    found = json.loads(capfd.readouterr().out)
+    document = json.loads(capfd.readouterr().out)
     expected = trainkit.generate(run, prompts, max_tokens=4)
-    assert found == {"format": 1, "texts": [{"prompt": p, "text": t} for p, t in zip(prompts, expected, strict=True)]}
+    texts = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, expected, strict=True)]
+    assert document == {"format": 1, "texts": texts}
 
 
 def test_all_bad_flags_are_named_at_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,13 +98,13 @@ def test_probabilities_classes_and_an_embedding_are_those_of_a_plain_loop(run: P
 def test_an_output_is_taken_by_its_name_with_an_objective_of_ones_own(cwd: Path) -> None:
     run = trainkit.train(RUN, run_dir="own", model=Pair, objective=OwnLoss).folder
     assert predict(run, "boxes.jsonl", "predict.outputs=output:boxes") == 0
-    found = [json.loads(line)["output"] for line in Path("boxes.jsonl").read_text().splitlines()]
+    outputs = [json.loads(line)["output"] for line in Path("boxes.jsonl").read_text().splitlines()]
     images, model = Digits(split="val").tensors()[0], trainkit.load(run, packages=["tests"])
     with torch.no_grad():
-        assert found[:64] == model(images[:64])["boxes"].tolist()
+        assert outputs[:64] == model(images[:64])["boxes"].tolist()
     assert torch.equal(
         trainkit.predict(run, Digits(split="val"), outputs="output:boxes", packages=["tests"])[:64],
-        torch.tensor(found[:64]),
+        torch.tensor(outputs[:64]),
     )
     assert "They are boxes, scores." in refused(run, "out.npy", "predict.outputs=output:box")
 
@@ -114,12 +114,12 @@ def test_samples_need_no_targets_and_the_only_split_is_taken(rows: Path, cwd: Pa
     assert np.load("out.npy").shape == (100, 10)
 
 
-def interrupted(path: Path, out: str, *overrides: str, at: int, rank: int = 0) -> int:
+def interrupted(path: Path, out: str, *overrides: str, step: int, rank: int = 0) -> int:
     """Start a prediction that is killed after so many batches of a rank."""
-    words = ["predict", str(path), "--out", out, "--allow-package=tests", *overrides]
-    planted = {**os.environ, "TRAINKIT_FAIL": f"rank={rank},step={at},phase=evaluate,action=kill"}
+    arguments = ["predict", str(path), "--out", out, "--allow-package=tests", *overrides]
+    planted = {**os.environ, "TRAINKIT_FAIL": f"rank={rank},step={step},phase=evaluate,action=kill"}
     planted["PYTHONPATH"] = str(Path(__file__).parents[2])
-    done = subprocess.run(quick.command(*words), env=planted, capture_output=True, check=False)
+    done = subprocess.run(quick.command(*arguments), env=planted, capture_output=True, check=False)
     for lock in Path(f"{out}.parts").glob(".lock"):  # the command ends a moment before the fork that it stands for
         with lock.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -131,12 +131,12 @@ def test_a_prediction_that_was_killed_continues_to_the_same_bytes(
 ) -> None:
     small = (*ROWS, "predict.batch_size=2")
     predict(rows, "whole.npy", *small)
-    assert interrupted(rows, "out.npy", *small, at=40) != 0
+    assert interrupted(rows, "out.npy", *small, step=40) != 0
     done = [path.name for path in sorted(Path("out.npy.parts").glob("part_*"))]
     assert done == ["part_00000000.npy", "part_00000001.npy"]
     assert not Path("out.npy").exists()
-    said = refused(rows, "out.npy", *ROWS, "predict.batch_size=3")
-    assert "holds the parts of another prediction, which differs in batch_size, 2 there and 3 here" in said
+    problem = refused(rows, "out.npy", *ROWS, "predict.batch_size=3")
+    assert "holds the parts of another prediction, which differs in batch_size, 2 there and 3 here" in problem
     shutil.copytree("out.npy.parts", "other.npy.parts")
     assert predict(rows, "other.npy", *ROWS, "predict.batch_size=3", overwrite="") == 0
     assert predict(rows, "out.npy", *small) == 0
@@ -171,7 +171,7 @@ def test_a_prediction_that_fails_before_its_first_part_leaves_nothing_and_one_of
 
 
 @pytest.mark.parametrize(
-    ("overrides", "flags", "word"),
+    ("overrides", "flags", "message"),
     [
         (["predict.outputs=embedding:head"], {}, "It has layers, layers.0"),
         (["predict.outputs=scores"], {}, "predict.outputs=scores: must be logits"),
@@ -182,9 +182,9 @@ def test_a_prediction_that_fails_before_its_first_part_leaves_nothing_and_one_of
     ],
 )
 def test_what_does_not_fit_is_refused(
-    run: Path, cwd: Path, overrides: Sequence[str], flags: dict[str, str], word: str
+    run: Path, cwd: Path, overrides: Sequence[str], flags: dict[str, str], message: str
 ) -> None:
-    assert word in refused(run, "out.npy", *overrides, **flags)
+    assert message in refused(run, "out.npy", *overrides, **flags)
     assert not list(cwd.iterdir())
 
 
@@ -240,7 +240,7 @@ def numbers() -> Iterator[int]:
 
 
 def names() -> Iterator[str]:
-    return (f"é{place}" for place in range(100))
+    return (f"é{index}" for index in range(100))
 
 
 @pytest.fixture

@@ -57,8 +57,8 @@ def made(kind: str, seed: int) -> tuple[nn.Module, Inputs]:
 
 def outputs_of(model: nn.Module, inputs: Inputs) -> Tensor:
     with torch.no_grad():
-        found: Any = model(**inputs)
-    return found if isinstance(found, Tensor) else found["logits"]
+        outputs: Any = model(**inputs)
+    return outputs if isinstance(outputs, Tensor) else outputs["logits"]
 
 
 @needs_torchao
@@ -67,16 +67,16 @@ def outputs_of(model: nn.Module, inputs: Inputs) -> Tensor:
 @pytest.mark.slow
 def test_a_model_that_is_built_anew_takes_the_numbers_of_the_file_to_the_bit(kind: str, to: str) -> None:
     model, inputs = made(kind, 0)
-    own = outputs_of(model, inputs)
+    expected = outputs_of(model, inputs)
     quantized = quantize(copy.deepcopy(model), to, [inputs])
     facts = yaml.safe_load(yaml.safe_dump({**quantized.facts, "layers": list(quantized.layers)}))
     restored = restore(made(kind, 7)[0], to, quantized.tensors.__getitem__, facts)
     assert torch.equal(outputs_of(restored, inputs), outputs_of(quantized.model, inputs))
-    error = (outputs_of(restored, inputs) - own).abs().max() / own.abs().max()
+    error = (outputs_of(restored, inputs) - expected).abs().max() / expected.abs().max()
     assert 0 < error < (0.3 if to == "int4_weight" else 0.05)
     if kind == "gpt2":  # whose layers are transposed
-        places = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
-        assert [*quantized.layers] == [*(f"transformer.h.0.{place}" for place in places), "lm_head"]
+        names = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+        assert [*quantized.layers] == [*(f"transformer.h.0.{name}" for name in names), "lm_head"]
         assert share_of_weights(model, quantized.layers)["linear"] == 1.0
 
 
@@ -88,8 +88,8 @@ class Placed(nn.Module):
         self.places, self.layer = nn.Embedding(4, 8), nn.Linear(8, 2)
 
     def forward(self, values: Tensor) -> Tensor:
-        made = torch.arange(values.shape[1], device=values.device)
-        return self.layer(values + self.places(made))  # type: ignore[no-any-return]
+        positions = torch.arange(values.shape[1], device=values.device)
+        return self.layer(values + self.places(positions))  # type: ignore[no-any-return]
 
 
 @needs_torchao
@@ -105,11 +105,11 @@ def test_a_graph_that_moves_makes_its_own_tensors_on_the_new_device() -> None:
 def test_the_ranges_of_activations_are_those_of_all_calibration_batches() -> None:
     model, samples = nn.Sequential(nn.Linear(4, 2)).eval(), torch.linspace(-1, 1, 8).reshape(2, 4)
     batches = [{"input": samples}, {"input": 10 * samples}]
-    first, both = (
-        quantize(copy.deepcopy(model), "int8_static", seen).facts["activations"]["quantize_per_tensor_default"][0]
-        for seen in (batches[:1], batches)
+    first, all_batches = (
+        quantize(copy.deepcopy(model), "int8_static", inputs).facts["activations"]["quantize_per_tensor_default"][0]
+        for inputs in (batches[:1], batches)
     )
-    assert both == pytest.approx(10 * first)
+    assert all_batches == pytest.approx(10 * first)
 
 
 @needs_torchao
@@ -135,7 +135,7 @@ def test_convolutions_in_eight_bits_are_small_as_good_and_loaded_as_they_were_me
     assert result["num_bytes"] < 0.35 * original["num_bytes"]  # the header of a small file counts
     assert abs(result["metrics"]["val/accuracy"] - original["metrics"]["val/accuracy"]) <= 0.01
     split = Digits(split="val")
-    images, labels = (torch.stack([torch.as_tensor(split[i][place]) for i in range(len(split))]) for place in (0, 1))
+    images, labels = (torch.stack([torch.as_tensor(split[i][part]) for i in range(len(split))]) for part in (0, 1))
     right = (trainkit.load(done.folder)(images).argmax(-1) == labels).double().mean()
     assert right.item() == pytest.approx(result["metrics"]["val/accuracy"], abs=1e-12)
     assert cli.main(["evaluate", str(done.folder), "--json"]) == 0
@@ -234,5 +234,5 @@ def test_the_latency_of_64_samples_is_measured_even_where_a_split_has_fewer() ->
             return inputs
 
     ticks = iter(range(100))
-    found = latency(Counts(), {"inputs": torch.zeros(3, 1)}, clock=lambda: float(next(ticks)))
-    assert (found, {*sizes}) == ({1: 1.0, 64: 1.0}, {1, 64})
+    seconds = latency(Counts(), {"inputs": torch.zeros(3, 1)}, clock=lambda: float(next(ticks)))
+    assert (seconds, {*sizes}) == ({1: 1.0, 64: 1.0}, {1, 64})

@@ -48,22 +48,22 @@ PLACES = {
 CASES = ["one_device", *(pytest.param(name, marks=pytest.mark.long) for name in PLACES)]
 
 
-@pytest.mark.parametrize("place", CASES)
+@pytest.mark.parametrize("strategy", CASES)
 @pytest.mark.slow
 def test_a_model_of_any_strategy_computes_the_same_bits_in_a_program_without_trainkit(
-    place: str, tmp_path: Path
+    strategy: str, tmp_path: Path
 ) -> None:
-    result = run(tmp_path / "run", *PLAIN, *PLACES.get(place, ()))
+    result = run(tmp_path / "run", *PLAIN, *PLACES.get(strategy, ()))
     split = Points(split="val")
     inputs, targets = split.inputs.double(), split.targets
     torch.save(inputs, tmp_path / "inputs")
     files = [str(tmp_path / "run/model/model.safetensors"), str(tmp_path / "inputs"), str(tmp_path / "outputs")]
-    name = "Unnormed" if place == "tensor_parallel" else "Plain"
+    name = "Unnormed" if strategy == "tensor_parallel" else "Plain"
     subprocess.run([sys.executable, "-I", str(plain.__file__), name, *files], check=True, cwd=tmp_path)
     outputs = torch.load(tmp_path / "outputs")
     with torch.no_grad():
-        own = trainkit.load(tmp_path / "run")(inputs)
-    assert torch.equal(outputs, own)
+        expected = trainkit.load(tmp_path / "run")(inputs)
+    assert torch.equal(outputs, expected)
     # the mean over the split, in another order of summation
     assert functional.cross_entropy(outputs, targets).item() == pytest.approx(result["metrics"]["val/loss"], rel=1e-12)
 
@@ -90,12 +90,12 @@ def test_the_best_weights_stand_beside_the_last_where_they_are_others(plain_run:
     assert Path(result["best"]) != Path(result["last"])
     best = load(Path(result["best"])).tensors["param/0.weight"]
     assert torch.equal(load_file(folder / "model/best/model.safetensors")["0.weight"], best)
-    for found in (
+    for model in (
         trainkit.load(folder / "model", checkpoint="best"),
         trainkit.load(folder / "model/best/model.safetensors"),
         trainkit.load(result["best"]),
     ):
-        assert torch.equal(found.state_dict()["0.weight"], best)
+        assert torch.equal(model.state_dict()["0.weight"], best)
 
 
 def test_the_folder_says_which_training_the_model_is_of(plain_run: tuple[Path, dict[str, Any]]) -> None:
@@ -145,9 +145,9 @@ def test_a_disk_that_is_full_at_the_export_costs_the_finished_run_nothing_but_th
     assert newest_valid(tmp_path / "run/checkpoints", pytest.fail) is not None
     assert not list((tmp_path / "run").glob(".model*"))
     assert cli.main(["export", str(tmp_path / "run")]) == 0
-    told = json.loads((tmp_path / "run/result.json").read_text())
-    assert (told["model"], told["metrics"]) == (str(tmp_path / "run/model"), result["metrics"])
-    assert "model_error" not in told
+    written = json.loads((tmp_path / "run/result.json").read_text())
+    assert (written["model"], written["metrics"]) == (str(tmp_path / "run/model"), result["metrics"])
+    assert "model_error" not in written
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -204,9 +204,9 @@ def test_a_pickle_is_named_with_the_command_that_converts_it(cwd: Path, capsys: 
     state = plain.Plain().state_dict()
     torch.save({"state_dict": state}, "it's.pt")
     assert cli.main(["recipe=null", 'init_from="it\'s.pt"']) == 2
-    told = capsys.readouterr().err
-    assert "init_from=it's.pt: is a zip archive, as torch.save writes pickles" in told
-    command = shlex.split(told.partition("Convert it: python ")[2].rpartition(" (command line)")[0])
+    errors = capsys.readouterr().err
+    assert "init_from=it's.pt: is a zip archive, as torch.save writes pickles" in errors
+    command = shlex.split(errors.partition("Convert it: python ")[2].rpartition(" (command line)")[0])
     assert command[0] == "-c"
     exec(command[1], {})
     assert load_file("it's.pt.safetensors").keys() == state.keys()

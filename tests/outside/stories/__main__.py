@@ -46,49 +46,50 @@ def main(name: str, *, every: bool) -> None:
         (conf / "recipe").mkdir(parents=True)
         text = HEAD.format(doc=(story.__doc__ or "").splitlines()[0], name=name) + story.RECIPE
         (conf / "recipe" / f"{name}.yaml").write_text(text)
-        own: dict[str, Any] = {"config_dirs": [conf], "packages": ["stories"]}
+        options: dict[str, Any] = {"config_dirs": [conf], "packages": ["stories"]}
         recipe = [f"recipe={name}", "quiet=true", "callbacks=[]", "logger=[]"]
         if every:
             for strategy in EVERY:
-                show(f"{strategy.split()[0]}: {outcome(recipe, strategy, own)}")
+                show(f"{strategy.split()[0]}: {outcome(recipe, strategy, options)}")
         else:
-            same_results(recipe, Path(scratch), own)
+            same_results(recipe, Path(scratch), options)
 
 
-def same_results(recipe: list[str], scratch: Path, own: dict[str, Any]) -> None:
+def same_results(recipe: list[str], scratch: Path, options: dict[str, Any]) -> None:
     """Compare what each strategy trains with what one_device trains."""
-    metrics, weights = train(recipe, scratch / "one", own)
+    metrics, weights = train(recipe, scratch / "one", options)
     for number, strategy in enumerate(TWO):
         try:
-            found, other = train([*recipe, *choice(strategy)], scratch / str(number), own)
+            others, other_weights = train([*recipe, *choice(strategy)], scratch / str(number), options)
         except ConfigError as error:
             show(f"{strategy}: refused: {error.problems[0]}")
             continue
         for key, value in metrics.items():
-            assert math.isclose(found[key], value, rel_tol=1e-9), f"{strategy}: {key} is {found[key]}, not {value}"
+            assert math.isclose(others[key], value, rel_tol=1e-9), f"{strategy}: {key} is {others[key]}, not {value}"
         for key, tensor in weights.items():
-            torch.testing.assert_close(other[key], tensor, rtol=1e-9, atol=1e-12, msg=f"{strategy}: {key} differs")
+            message = f"{strategy}: {key} differs"
+            torch.testing.assert_close(other_weights[key], tensor, rtol=1e-9, atol=1e-12, msg=message)
         show(f"{strategy}: as one_device, {metrics}")
 
 
-def train(overrides: list[str], folder: Path, own: dict[str, Any]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    result = trainkit.train(trainkit.compose([*overrides, "precision=fp64"], **own), run_dir=folder)
+def train(keys: list[str], folder: Path, options: dict[str, Any]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    result = trainkit.train(trainkit.compose([*keys, "precision=fp64"], **options), run_dir=folder)
     metrics: dict[str, float] = result["metrics"]
     assert result["status"] == "finished", result
     assert all(math.isfinite(value) for value in metrics.values()), metrics
     assert "val/loss" in metrics, metrics
-    weights = trainkit.load(folder, packages=own["packages"]).state_dict()
+    weights = trainkit.load(folder, packages=options["packages"]).state_dict()
     return metrics, {key: tensor.double() for key, tensor in weights.items()}
 
 
-def outcome(recipe: list[str], strategy: str, own: dict[str, Any]) -> str:
+def outcome(recipe: list[str], strategy: str, options: dict[str, Any]) -> str:
     """Return `proved and resumed`, `resumed` for one that declares itself another training, or the refusal."""
     try:
-        assert_resumes([*recipe, *choice(strategy)], **own)
+        assert_resumes([*recipe, *choice(strategy)], **options)
     except ConfigError as error:
         return f"refused: {error.problems[0]}"
     try:
-        assert_same_training(recipe, strategies=[strategy], steps=3, **own)
+        assert_same_training(recipe, strategies=[strategy], steps=3, **options)
     except ConfigError as error:
         return f"resumed; not proved: {error.problems[0]}"
     except AssertionError as error:

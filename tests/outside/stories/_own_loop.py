@@ -31,8 +31,8 @@ def negative_elbo(model: torch.nn.Module, pixels: Tensor, *, beta: float = 1.0) 
 
 
 def train(folder: str, *overrides: str) -> None:
-    given: dict[str, Any] = {"model": partial(Vae, codes=2), "data": Bars, "loss": negative_elbo}
-    with trainkit.session(overrides, run_dir=folder, terms=["likelihood", "divergence"], **given, **KEYS) as session:
+    parts: dict[str, Any] = {"model": partial(Vae, codes=2), "data": Bars, "loss": negative_elbo}
+    with trainkit.session(overrides, run_dir=folder, terms=["likelihood", "divergence"], **parts, **KEYS) as session:
         for _ in session.batches():
             if session.steps < 3:
                 session.step(lambda model, batch: negative_elbo(model, batch, beta=0.0))
@@ -44,12 +44,12 @@ def train(folder: str, *overrides: str) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         train(f"{scratch}/one_device")
-        wanted = weights(f"{scratch}/one_device")
+        expected = weights(f"{scratch}/one_device")
         for strategy in ("mirrored", "fsdp"):
             launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "stories._own_loop"]
             subprocess.run([*launch, f"{scratch}/{strategy}", f"strategy={strategy}"], check=True)
             for name, tensor in weights(f"{scratch}/{strategy}").items():
-                torch.testing.assert_close(tensor, wanted[name], rtol=1e-9, atol=1e-12)
+                torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-12)
             sys.stdout.write(f"{strategy}: as one_device\n")
 
 

@@ -53,10 +53,10 @@ class Matched(Objective):
         """Images have different numbers of boxes."""
 
     def loss(self, model: Model, batch: dict[str, Any]) -> Loss:
-        found = model(batch["images"])
+        predicted = model(batch["images"])
         nearest = [
             torch.cdist(true.to(slots.dtype), slots).min(1).values
-            for slots, true in zip(found, batch["boxes"], strict=True)
+            for slots, true in zip(predicted, batch["boxes"], strict=True)
         ]
         losses = torch.cat(nearest)
         return Loss(loss_sum=losses.sum(), weight=float(len(losses)))

@@ -37,7 +37,7 @@ def pretrained(width: int) -> bytes:
     """The content of a file that another training wrote."""
     generator, file = torch.Generator().manual_seed(7), io.BytesIO()
     body = body_of(width).state_dict()
-    torch.save({name: torch.randn(one.shape, generator=generator) / 3 for name, one in body.items()}, file)
+    torch.save({name: torch.randn(tensor.shape, generator=generator) / 3 for name, tensor in body.items()}, file)
     return file.getvalue()
 
 

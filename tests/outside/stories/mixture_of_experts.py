@@ -23,8 +23,8 @@ class Pieces(Dataset[tuple[Tensor, Tensor]]):
         return len(self.places)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        place = self.places[index]
-        return place, place.abs()
+        position = self.places[index]
+        return position, position.abs()
 
 
 class Experts(nn.Module):
@@ -35,9 +35,9 @@ class Experts(nn.Module):
             nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, 1)) for _ in range(experts)
         )
 
-    def forward(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        gates = self.gate(places).softmax(dim=1)
-        values = torch.cat([expert(places) for expert in self.experts], dim=1)
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        gates = self.gate(positions).softmax(dim=1)
+        values = torch.cat([expert(positions) for expert in self.experts], dim=1)
         return (gates * values).sum(dim=1, keepdim=True), gates
 
 

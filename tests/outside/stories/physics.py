@@ -33,21 +33,21 @@ class Field(nn.Module):
         self.layers = nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
         self.head = nn.Linear(width, 1)
 
-    def forward(self, places: Tensor) -> Tensor:
-        values: Tensor = self.head(self.layers(places))
+    def forward(self, points: Tensor) -> Tensor:
+        values: Tensor = self.head(self.layers(points))
         return values
 
 
-def slope(values: Tensor, places: Tensor) -> Tensor:
-    return torch.autograd.grad(values.sum(), places, create_graph=True)[0]
+def slope(values: Tensor, points: Tensor) -> Tensor:
+    return torch.autograd.grad(values.sum(), points, create_graph=True)[0]
 
 
 class Equation(Objective):
     needs: ClassVar[frozenset[Access]] = frozenset({Access.derivatives})
 
     def loss(self, model: Model, batch: dict[str, Tensor]) -> Loss:
-        places = batch["place"].requires_grad_()
-        values = model(places)
-        residual = slope(slope(values, places), places) + values
+        points = batch["place"].requires_grad_()
+        values = model(points)
+        residual = slope(slope(values, points), points) + values
         start = model(batch["start"]) - batch["value"]
-        return Loss(loss_sum=residual.square().sum() + start.square().sum(), weight=float(len(places)))
+        return Loss(loss_sum=residual.square().sum() + start.square().sum(), weight=float(len(points)))

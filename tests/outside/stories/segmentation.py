@@ -48,14 +48,14 @@ class Overlap(Metric):
         self.counts = torch.zeros(2, 2, dtype=torch.float64)
 
     def update(self, loss: Loss, batch: object) -> None:
-        found, truth = loss.outputs.argmax(1) == 1, loss.targets == 1
-        both = torch.stack([(~found & ~truth).sum(), (found & truth).sum()])
-        either = torch.stack([(~found | ~truth).sum(), (found | truth).sum()])
-        self.counts = self.counts.to(found.device) + torch.stack([both, either])
+        predicted, truth = loss.outputs.argmax(1) == 1, loss.targets == 1
+        intersection = torch.stack([(~predicted & ~truth).sum(), (predicted & truth).sum()])
+        either = torch.stack([(~predicted | ~truth).sum(), (predicted | truth).sum()])
+        self.counts = self.counts.to(predicted.device) + torch.stack([intersection, either])
 
     def compute(self, collective: Collective) -> float:
-        both, either = collective.sum(self.counts)
-        return float((both / either).mean())
+        intersection, either = collective.sum(self.counts)
+        return float((intersection / either).mean())
 
 
 class PixelClasses(Supervised):

@@ -25,7 +25,7 @@ class Numbers(IterableDataset[tuple[Tensor, int]]):
 
     def __iter__(self) -> Iterator[tuple[Tensor, int]]:
         for number in range(self.start, self.start + 24):
-            bits = torch.tensor([float(number >> place & 1) for place in range(7)])
+            bits = torch.tensor([float(number >> bit & 1) for bit in range(7)])
             yield bits + 0.05 * torch.randn(7), int(bits.sum()) % 2
 
 

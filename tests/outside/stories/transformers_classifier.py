@@ -30,6 +30,6 @@ class Comments(Dataset[dict[str, Tensor]]):
         return len(self.words)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        there = torch.arange(10) < self.lengths[index]
-        words = self.words[index] * there
-        return {"input_ids": words, "attention_mask": there.long(), "labels": words.sum() % 3}
+        mask = torch.arange(10) < self.lengths[index]
+        ids = self.words[index] * mask
+        return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.sum() % 3}
