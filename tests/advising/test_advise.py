@@ -19,18 +19,18 @@ from trainkit.verbs.looking.schema import schema_of
 def advice(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     capsys.readouterr()
     assert main(["advise", *arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    jsonschema.Draft202012Validator(schema_of("advise")).validate(found)
-    return found
+    document = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator(schema_of("advise")).validate(document)
+    return document
 
 
 @pytest.mark.slow
 def test_a_small_model_needs_one_device_and_the_printed_command_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    found = advice(capsys, "--devices", "2", "--hardware", "h100_sxm", "precision=fp32")
-    assert found["best"]["overrides"] == ["strategy=one_device"]
-    assert found["best"]["reason"] == "the shortest step"
-    assert [one["overrides"] for one in found["ways"] if one["reason"].startswith("not known")] == []
-    command = shlex.split(found["best"]["command"])
+    document = advice(capsys, "--devices", "2", "--hardware", "h100_sxm", "precision=fp32")
+    assert document["best"]["overrides"] == ["strategy=one_device"]
+    assert document["best"]["reason"] == "the shortest step"
+    assert [row["overrides"] for row in document["ways"] if row["reason"].startswith("not known")] == []
+    command = shlex.split(document["best"]["command"])
     assert command[:2] == ["trainkit", "plan"]
     assert main(command[1:]) == 0
     assert "yes: needs" in capsys.readouterr().out
@@ -44,17 +44,17 @@ def test_a_way_that_the_model_refuses_is_no_advice(
     monkeypatch.setattr(planner, "refuse_misfits", lambda plan, _: trials.append(plan))
     layer = "model={_target_: torch.nn.Linear, in_features: 64, out_features: 10}"
     keys = (layer, "data=synthetic", "recipe=null", "steps=2")
-    found = advice(capsys, *keys, "--devices", "2", "--hardware", "h100_sxm")
-    reasons = {one["overrides"][0]: one["reason"] for one in found["ways"]}
+    document = advice(capsys, *keys, "--devices", "2", "--hardware", "h100_sxm")
+    reasons = {row["overrides"][0]: row["reason"] for row in document["ways"]}
     assert reasons["strategy=tensor_parallel"].startswith("refused: strategy.plan=auto: Linear has no plan.")
     assert [plan.components.precision.value for plan in trials] == ["fp32", "bf16_mixed"]  # once for several ways
 
 
 def test_what_the_user_sets_stays(capsys: pytest.CaptureFixture[str]) -> None:
     chosen = ("strategy=mirrored", "strategy.replicas=2", "precision=bf16_mixed")
-    found = advice(capsys, *chosen, "--devices", "2", "--hardware", "l4")
-    assert [one["overrides"] for one in found["ways"]] == [[]]
-    assert found["best"]["devices"] == 2
+    document = advice(capsys, *chosen, "--devices", "2", "--hardware", "l4")
+    assert [row["overrides"] for row in document["ways"]] == [[]]
+    assert document["best"]["devices"] == 2
 
 
 def test_a_config_that_is_wrong_under_every_way_is_refused_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +63,7 @@ def test_a_config_that_is_wrong_under_every_way_is_refused_once(capsys: pytest.C
 
 
 def test_all_mistakes_of_a_command_are_shown_at_once(refuse: Refuse) -> None:
-    keys = [one.partition(": ")[0] for one in refuse("advise", "--devices", "0", "--for", "speed")]
+    keys = [problem.partition(": ")[0] for problem in refuse("advise", "--devices", "0", "--for", "speed")]
     assert keys == ["--devices=0", "--for=speed"]
     (twice,) = refuse("advise", "--hardware", "l4", "hardware=h200")
     assert twice.startswith("hardware=h200: is given together with --hardware.")

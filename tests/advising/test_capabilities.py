@@ -13,11 +13,11 @@ from trainkit.cli import main
 @pytest.mark.slow
 def test_an_answer_is_what_a_planned_run_says() -> None:
     features = {name: FEATURES[name] for name in ("clipping", "`average=ema`", "`strategy.map`")}
-    found = [*capabilities({"local_sgd": STRATEGIES["local_sgd"]}, features)]
-    assert [(one["feature"], one["supported"]) for one in found] == [
+    rows = [*capabilities({"local_sgd": STRATEGIES["local_sgd"]}, features)]
+    assert [(row["feature"], row["supported"]) for row in rows] == [
         ("clipping", True), ("average=ema", False), ("strategy.map", None),
     ]  # fmt: skip
-    assert str(found[1]["reason"]).startswith("`average`: averages weights")
+    assert str(rows[1]["reason"]).startswith("`average`: averages weights")
 
 
 @pytest.mark.slow
@@ -25,7 +25,7 @@ def test_the_document_has_the_asked_strategies_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "trainkit.verbs.looking.capabilities.capabilities", lambda chosen: [{"strategy": one} for one in chosen]
+        "trainkit.verbs.looking.capabilities.capabilities", lambda chosen: [{"strategy": name} for name in chosen]
     )
     assert main(["capabilities", "tensor_parallel", "pipeline", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

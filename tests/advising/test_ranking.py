@@ -21,8 +21,8 @@ def figures(*, needs: int = 10, step_s: float | None = 1.0, devices: int = 1, fi
 
 
 def tried(name: str, devices: int, step_s: float, needs: int = 10) -> Tried:
-    found = figures(needs=needs, step_s=step_s, devices=devices)
-    return Tried(way=way(name, devices), overrides=(f"strategy={name}",), figures=found)
+    plan = figures(needs=needs, step_s=step_s, devices=devices)
+    return Tried(way=way(name, devices), overrides=(f"strategy={name}",), figures=plan)
 
 
 ONE, ALL, SHARDED = tried("one_device", 1, 8.0), tried("mirrored", 8, 1.2), tried("fsdp", 8, 1.3, needs=4)
@@ -34,7 +34,7 @@ ONE, ALL, SHARDED = tried("one_device", 1, 8.0), tried("mirrored", 8, 1.2), trie
     ("memory", ["fsdp", "one_device", "mirrored"]),
 ])  # fmt: skip
 def test_near_figures_count_as_equal_and_the_simplest_way_is_first(goal: Goal, names: Sequence[str]) -> None:
-    assert [one.way.strategy for one in advise([SHARDED, ALL, ONE], goal).ranking] == names
+    assert [attempt.way.strategy for attempt in advise([SHARDED, ALL, ONE], goal).ranking] == names
 
 
 def test_each_way_has_a_reason() -> None:
@@ -42,8 +42,8 @@ def test_each_way_has_a_reason() -> None:
     unknown = Tried(
         way=way("mirrored", 2), overrides=(), figures=Figures(needs=1, has=2, fits=None, step_s=None, devices=2)
     )
-    found = advise([ONE, ALL, SHARDED, tried("one_device", 1, 1.0, needs=2**30), refused, unknown], "time")
-    assert [found.reason(one) for one in (*found.ranking, *found.others)] == [
+    advice = advise([ONE, ALL, SHARDED, tried("one_device", 1, 1.0, needs=2**30), refused, unknown], "time")
+    assert [advice.reason(attempt) for attempt in (*advice.ranking, *advice.others)] == [
         "the shortest step",
         "as fast within 10%, and a more complex strategy",
         "6.7 times the time",
@@ -55,24 +55,24 @@ def test_each_way_has_a_reason() -> None:
 
 def test_a_way_that_does_not_fit_takes_the_first_saver_that_is_enough() -> None:
     needs: Mapping[tuple[str, ...], int] = {("strategy=fsdp",): 40, ("strategy=fsdp", *SAVERS[0]): 15}
-    found = try_way(way("fsdp", 8), lambda words: figures(needs=needs[tuple(words)]), savers=SAVERS, goal="time")
-    assert found.overrides == ("strategy=fsdp", "activation_checkpointing=full")
-    assert found.is_legal
+    result = try_way(way("fsdp", 8), lambda keys: figures(needs=needs[tuple(keys)]), savers=SAVERS, goal="time")
+    assert result.overrides == ("strategy=fsdp", "activation_checkpointing=full")
+    assert result.is_legal
 
 
 def test_memory_is_saved_for_the_goal_memory_alone_where_a_way_fits() -> None:
-    def planned(words: Sequence[str]) -> Figures:
-        return figures(needs=16 - len(words))
+    def planned(overrides: Sequence[str]) -> Figures:
+        return figures(needs=16 - len(overrides))
 
     assert try_way(way("fsdp"), planned, savers=SAVERS, goal="time").overrides == ("strategy=fsdp",)
     assert try_way(way("fsdp"), planned, savers=SAVERS, goal="memory").overrides == ("strategy=fsdp", *SAVERS[0])
 
 
 def test_a_saver_that_is_refused_is_passed_over_and_a_refused_way_keeps_its_problem() -> None:
-    def planned(words: Sequence[str]) -> Figures:
-        if len(words) == 2:
+    def planned(overrides: Sequence[str]) -> Figures:
+        if len(overrides) == 2:
             raise ConfigError([Problem(key="activation_checkpointing", rule="no.")])
-        return figures(needs=40 if len(words) == 1 else 12)
+        return figures(needs=40 if len(overrides) == 1 else 12)
 
     assert try_way(way("fsdp"), planned, savers=SAVERS, goal="time").overrides == ("strategy=fsdp", *SAVERS[1])
 
@@ -93,10 +93,10 @@ def test_a_saver_that_is_refused_is_passed_over_and_a_refused_way_keeps_its_prob
 def test_numbers_of_devices_are_tried_while_they_may_be_better(
     goal: Goal, step_s: Mapping[int, float], most: int, counts: Sequence[int]
 ) -> None:
-    def attempt(one: Way) -> Tried:
-        needs = 96 // one.devices if most == 3 else 10
-        found = figures(needs=needs, step_s=step_s[one.devices], devices=one.devices)
-        return Tried(way=one, overrides=(), figures=found)
+    def attempt(way: Way) -> Tried:
+        needs = 96 // way.devices if most == 3 else 10
+        plan = figures(needs=needs, step_s=step_s[way.devices], devices=way.devices)
+        return Tried(way=way, overrides=(), figures=plan)
 
-    found = try_family([way("fsdp", count) for count in (2, 4, 8)], attempt, goal)
-    assert [one.way.devices for one in found] == counts
+    attempts = try_family([way("fsdp", count) for count in (2, 4, 8)], attempt, goal)
+    assert [trial.way.devices for trial in attempts] == counts

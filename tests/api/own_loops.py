@@ -15,7 +15,7 @@ from trainkit.trainer.events import Callback, Run
 def weights_of_both(place: Place, folder: str, port: int, *overrides: str) -> tuple[str | None, str | None]:
     """Train by the trainer's loop, then by `step` and by its parts in turn; return the hashes of the weights."""
     with mock.patch.dict(os.environ, variables(place, port)), contextlib.chdir(folder):
-        wanted = trainkit.train(overrides, run_dir="trainer").get("weights_sha256")
+        expected = trainkit.train(overrides, run_dir="trainer").get("weights_sha256")
         with trainkit.session(overrides, run_dir="loop") as session:
             for _ in session.batches():
                 if session.steps % 2:
@@ -25,7 +25,7 @@ def weights_of_both(place: Place, folder: str, port: int, *overrides: str) -> tu
                     session.update()
         assert session.result is not None
         assert session.result["status"] == "finished"
-        return wanted, session.result.get("weights_sha256")
+        return expected, session.result.get("weights_sha256")
 
 
 def failure_of_a_loop(place: Place, folder: str, port: int, *overrides: str) -> str:

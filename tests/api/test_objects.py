@@ -47,12 +47,12 @@ def train(folder: Path, model: object, **keys: Any) -> TrainingResult:
 
 @pytest.mark.slow
 def test_the_given_model_is_where_the_training_begins_and_stays_as_it_is(tmp_path: Path) -> None:
-    given = net()
-    before = {name: tensor.clone() for name, tensor in given.state_dict().items()}
-    result = train(tmp_path / "run", given, optimizer=functools.partial(torch.optim.SGD, lr=0.0))
+    model = net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    result = train(tmp_path / "run", model, optimizer=functools.partial(torch.optim.SGD, lr=0.0))
     assert all(torch.equal(result.model("last").state_dict()[name], tensor) for name, tensor in before.items())
-    result = train(tmp_path / "other", given, stop_at_step=2, callbacks=["plots"])
-    assert all(torch.equal(given.state_dict()[name], tensor) for name, tensor in before.items())
+    result = train(tmp_path / "other", model, stop_at_step=2, callbacks=["plots"])
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
     assert result["resume"] == f'trainkit.train(resume="{tmp_path}/other", ...) with the same objects'
     assert pickle.loads(pickle.dumps(result)) == result, "without the objects"
     assert "data:image/png;base64," in result._repr_html_()
@@ -71,24 +71,24 @@ class Rows:
 
 @pytest.mark.slow
 def test_a_model_whose_hooks_compute_a_weight_is_copied_for_each_thread(tmp_path: Path) -> None:
-    given = net()
-    prune.l1_unstructured(given.get_submodule("0"), "weight", amount=0.5)  # type: ignore[no-untyped-call]
-    given(X)
-    one, two = (train(tmp_path / name, given, strategy=name) for name in ("one_device", "central_storage"))
-    assert two["metrics"]["val/loss"] == pytest.approx(one["metrics"]["val/loss"], rel=1e-5)
+    model = net()
+    prune.l1_unstructured(model.get_submodule("0"), "weight", amount=0.5)  # type: ignore[no-untyped-call]
+    model(X)
+    alone, two = (train(tmp_path / name, model, strategy=name) for name in ("one_device", "central_storage"))
+    assert two["metrics"]["val/loss"] == pytest.approx(alone["metrics"]["val/loss"], rel=1e-5)
 
 
 def test_objects_that_can_be_imported_are_nodes_for_every_strategy() -> None:
-    given = Given()
-    assert given.add("optimizer", torch.optim.AdamW(net().parameters(), lr=0.2, betas=(0.8, 0.9))) == []
-    node = given.nodes["optimizer"]
+    objects = Given()
+    assert objects.add("optimizer", torch.optim.AdamW(net().parameters(), lr=0.2, betas=(0.8, 0.9))) == []
+    node = objects.nodes["optimizer"]
     assert (node["_target_"], node["lr"], node["betas"]) == ("torch.optim.adamw.AdamW", 0.2, [0.8, 0.9])
-    assert given.add("model", functools.partial(nn.Linear, 4, out_features=2)) == []
-    assert given.nodes["model"] == {
+    assert objects.add("model", functools.partial(nn.Linear, 4, out_features=2)) == []
+    assert objects.nodes["model"] == {
         "_target_": "torch.nn.modules.linear.Linear", "in_features": 4, "out_features": 2,
     }  # fmt: skip
-    assert (given.in_process, given.packages) == (False, [])
-    (problem,) = given.add("model", functools.partial(nn.Linear, 4))
+    assert (objects.in_process, objects.packages) == (False, [])
+    (problem,) = objects.add("model", functools.partial(nn.Linear, 4))
     assert problem.rule.startswith("Linear needs out_features.")
 
 
@@ -101,13 +101,13 @@ def test_a_strategy_of_several_processes_refuses_objects_and_names_the_remedy(tm
 
 
 def test_every_object_of_a_wrong_kind_is_refused_at_once(tmp_path: Path) -> None:
-    found = refused(train, tmp_path / "run", 3, data="digits", objective=nn.CrossEntropyLoss(), optimizer=net())
-    assert [one.partition(":")[0].partition("=")[0] for one in found] == ["model", "objective", "optimizer"]
-    assert "classification (cross-entropy)" in "".join(found)
+    problems = refused(train, tmp_path / "run", 3, data="digits", objective=nn.CrossEntropyLoss(), optimizer=net())
+    assert [problem.partition(":")[0].partition("=")[0] for problem in problems] == ["model", "objective", "optimizer"]
+    assert "classification (cross-entropy)" in "".join(problems)
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "expected"),
     [
         ({"data": (X, X)}, "data: is given as tuple. It must be a dataset, such as TensorDataset(x, y)"),
         ({"data": [*DATA, None]}, "data: is given as list. It must be a dataset"),
@@ -118,8 +118,8 @@ def test_every_object_of_a_wrong_kind_is_refused_at_once(tmp_path: Path) -> None
         ({"objective": "clasification"}, "objective=clasification: no such choice. Did you mean classification?"),
     ],
 )
-def test_what_a_group_does_not_take_is_refused_by_its_key(keys: dict[str, Any], said: str, tmp_path: Path) -> None:
-    assert [one[: len(said)] for one in refused(train, tmp_path / "run", net(), **keys)] == [said]
+def test_what_a_group_does_not_take_is_refused_by_its_key(keys: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    assert [problem[: len(expected)] for problem in refused(train, tmp_path / "run", net(), **keys)] == [expected]
 
 
 class Bare(nn.Module):
@@ -130,37 +130,37 @@ class Bare(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "expected"),
     [
         (nn.Flatten(), "model: has no parameter to train."),
         (nn.Linear(5, 2), "model: the layer takes 5 features, and it gets 4."),
         (Bare, "Bare.__init__ does not call super().__init__()"),
     ],
 )
-def test_a_model_that_cannot_train_is_refused_by_its_group(model: object, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_a_model_that_cannot_train_is_refused_by_its_group(model: object, expected: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
         train(tmp_path / "run", model)
 
 
 @pytest.mark.slow
 def test_groups_of_parameters_stay_beside_an_optimizer_object(tmp_path: Path) -> None:
-    given = net()
+    model = net()
     options: dict[str, Any] = {"data": DATA, "objective": "classification", "steps": 2}
     groups = ["quiet=true", "optimizer.groups.frozen.match=['*']", "optimizer.groups.frozen.lr=0"]
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    result = trainkit.train(groups, run_dir=tmp_path / "run", model=given, optimizer=sgd, **options)
+    result = trainkit.train(groups, run_dir=tmp_path / "run", model=model, optimizer=sgd, **options)
     trained = result.model("last").state_dict()
-    assert all(torch.equal(trained[name], tensor) for name, tensor in given.state_dict().items())
+    assert all(torch.equal(trained[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_an_optimizer_updates_all_parameters_of_the_model_that_are_trained() -> None:
-    given = net()
-    head = torch.optim.SGD(given.get_submodule("2").parameters(), lr=0.1)
+    model = net()
+    head = torch.optim.SGD(model.get_submodule("2").parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"optimizer: updates 2 of the 4 parameters"):
-        trainkit.train(model=given, data=DATA, optimizer=head)
-    given.get_submodule("0").requires_grad_(False)
+        trainkit.train(model=model, data=DATA, optimizer=head)
+    model.get_submodule("0").requires_grad_(False)
     nothing = dict.fromkeys(("data", "objective"))
-    assert composed([], {**nothing, "model": given, "optimizer": head}, {}, write_source=False)[1].nodes["optimizer"]
+    assert composed([], {**nothing, "model": model, "optimizer": head}, {}, write_source=False)[1].nodes["optimizer"]
 
 
 def test_keys_of_a_choice_that_an_object_replaces_are_refused() -> None:
@@ -197,8 +197,8 @@ def values(**keys: Any) -> Mapping[str, Any]:
 def test_a_text_stays_this_text_and_an_empty_mapping_leaves_callbacks_and_loggers_out() -> None:
     for name in ("null", "true", "nan", "1e5", "0x1", "1_000"):
         assert values(name=name)["name"] == name
-    found = values(callbacks={}, logger={})
-    assert (found["callbacks"], found["logger"]) == ({}, {})
+    config = values(callbacks={}, logger={})
+    assert (config["callbacks"], config["logger"]) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -217,15 +217,15 @@ def test_what_has_no_effect_is_refused_by_name(keys: Mapping[str, Any], line: st
 def test_numbers_paths_and_keys_with_dots_arrive_as_given() -> None:
     keys = {"optimizer.lr": np.float32(0.5), "epochs": np.int64(3), "report_page": np.bool_(False)}
     node = {"_target_": "torch.nn.Identity", "weights": {"layer.0": 1.5, "b": [{"c": "x, y"}, None]}}
-    found = values(**keys, resume=Path("a b/c=1\\d"), callbacks={"mine": node})
-    assert (found["optimizer"]["lr"], found["epochs"], found["report_page"]) == (0.5, 3, False)
-    assert (found["resume"], found["callbacks"]["mine"]) == ("a b/c=1\\d", node)
+    config = values(**keys, resume=Path("a b/c=1\\d"), callbacks={"mine": node})
+    assert (config["optimizer"]["lr"], config["epochs"], config["report_page"]) == (0.5, 3, False)
+    assert (config["resume"], config["callbacks"]["mine"]) == ("a b/c=1\\d", node)
 
 
 def test_a_mapping_gives_keys_of_the_choice_of_a_group() -> None:
     objects = {**NOTHING, "model": {"hidden": [7]}, "optimizer": {"lr": 0.25}}
-    found = composed([], objects, {}, write_source=False)[0].values
-    assert (found["model"]["hidden"], found["optimizer"]["lr"]) == ([7], 0.25)
+    config = composed([], objects, {}, write_source=False)[0].values
+    assert (config["model"]["hidden"], config["optimizer"]["lr"]) == ([7], 0.25)
 
 
 OWN = ["recipe=null", "steps=1", "quiet=true", "callbacks=[]", "logger=[]", "model._target_=test_doors_kit.Net"]
@@ -251,16 +251,16 @@ NAN = float("nan")
     ],
 )
 def test_generate_refuses_what_its_verb_refuses(settings: dict[str, Any], problem: str) -> None:
-    (told,) = refused(trainkit.generate, "no run", ["a"], **settings)
-    assert told.startswith(problem)
+    (message,) = refused(trainkit.generate, "no run", ["a"], **settings)
+    assert message.startswith(problem)
 
 
 def test_other_calls_refuse_what_their_verbs_refuse(cwd: Path) -> None:
     Path("file").touch()
-    one = {"model": nn.Linear(2, 3), "dataset": torch.zeros(5, 2)}
+    parts = {"model": nn.Linear(2, 3), "dataset": torch.zeros(5, 2)}
     assert refused(Sampling, temperature=-1.0) == ["temperature=-1.0: must be a number, 0 or more."]
-    assert refused(trainkit.predict, **one, batch_size=0) == ["batch_size=0: must be a whole number, 1 or more."]
-    assert refused(trainkit.predict, **one, checkpoint="bst") == ["checkpoint=bst: must be best or last."]
+    assert refused(trainkit.predict, **parts, batch_size=0) == ["batch_size=0: must be a whole number, 1 or more."]
+    assert refused(trainkit.predict, **parts, checkpoint="bst") == ["checkpoint=bst: must be best or last."]
     assert refused(trainkit.load, "file", checkpoint="bst") == ["checkpoint=bst: must be best or last."]
     assert refused(trainkit.train, run_dir="") == ["run_dir=: is empty. Name a folder."]
     assert refused(trainkit.session, run_dir="file/x") == ["run_dir=file/x: file is no folder."]
@@ -274,13 +274,13 @@ def test_python_is_told_its_own_names_and_they_work(
 ) -> None:
     monkeypatch.syspath_prepend(cwd)
     Path("test_doors_kit.py").write_text(NET)
-    (told,) = refused(trainkit.train, OWN)
-    assert told.split(" To trust it: ")[1] == 'packages=["test_doors_kit"]. (command line)'
+    (message,) = refused(trainkit.train, OWN)
+    assert message.split(" To trust it: ")[1] == 'packages=["test_doors_kit"]. (command line)'
     assert trainkit.train(OWN, packages=["test_doors_kit"])["steps"] == 1
     assert main(OWN) == 2
     assert "To trust it: --allow-package test_doors_kit. (command line)" in capsys.readouterr().err
-    told, *_ = refused(trainkit.train, ["--allow-package", "test_doors_kit"])
-    assert told.startswith("--allow-package: is not key=value. Flags have names in Python: packages=[...]")
+    message, *_ = refused(trainkit.train, ["--allow-package", "test_doors_kit"])
+    assert message.startswith("--allow-package: is not key=value. Flags have names in Python: packages=[...]")
     assert refused(trainkit.compose, config_dirs=["no"])[0] == f'config_dirs=["{cwd}/no"]: is not a folder.'
     with_config = refused(trainkit.train, trainkit.compose(["recipe=null"]), packages=["test_doors_kit"])
     assert with_config == ["packages: is given together with a whole config. Give it to trainkit.compose."]
@@ -296,9 +296,9 @@ def test_a_call_within_a_call_keeps_its_door() -> None:
 def test_a_config_made_of_dataclasses_is_the_training_of_the_same_arguments(tmp_path: Path) -> None:
     model = {"_target_": "trainkit.models.Mlp", "in_features": 64, "hidden": [8], "out_features": 10}
     cfg = trainkit.RunConfig(steps=3, seed=5, model=model, quiet=True)
-    made = trainkit.train(cfg, run_dir=tmp_path / "made", packages=["tests"])
+    result = trainkit.train(cfg, run_dir=tmp_path / "made", packages=["tests"])
     lines = ["recipe=null", "epochs=null", "steps=3", "seed=5", "model.hidden=[8]", "callbacks=[]", "logger=[]"]
     same = trainkit.train([*lines, "quiet=true"], run_dir=tmp_path / "composed")
-    ours, theirs = made.model("last").state_dict(), same.model("last").state_dict()
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-    assert not (made.folder / "tensorboard").exists()
+    first, second = result.model("last").state_dict(), same.model("last").state_dict()
+    assert all(torch.equal(first[name], tensor) for name, tensor in second.items())
+    assert not (result.folder / "tensorboard").exists()

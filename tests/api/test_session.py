@@ -36,39 +36,39 @@ HARD = ("model.dropout=0.2", "clip.max_norm=0.5", "warmup.steps=3", "eval.every_
 OVERFLOWS = ("precision=fp16_mixed", "precision.initial_scale=1e9")
 
 
-def session(folder: Path, *overrides: str, **given: Any) -> Session:
-    return trainkit.session(latest(*RUN, *overrides), run_dir=folder, **given)
+def opened(folder: Path, *overrides: str, **settings: Any) -> Session:
+    return trainkit.session(latest(*RUN, *overrides), run_dir=folder, **settings)
 
 
-def run(loop: Callable[[Session], object], folder: Path, *overrides: str, **given: Any) -> TrainingResult:
-    with session(folder, *overrides, **given) as one:
-        loop(one)
-    assert one.result is not None
-    return one.result
+def run(loop: Callable[[Session], object], folder: Path, *overrides: str, **settings: Any) -> TrainingResult:
+    with opened(folder, *overrides, **settings) as session:
+        loop(session)
+    assert session.result is not None
+    return session.result
 
 
-def by_steps(one: Session) -> None:
-    for _ in one.batches():
-        one.step()
+def by_steps(session: Session) -> None:
+    for _ in session.batches():
+        session.step()
 
 
-def by_own_loss(one: Session) -> None:
-    while one.steps < 6:
-        one.step(partial(one.objective.loss))
+def by_own_loss(session: Session) -> None:
+    while session.steps < 6:
+        session.step(partial(session.objective.loss))
 
 
-def apart(one: Session) -> None:
-    for _ in one.batches():
-        one.forward_backward()
-        one.update()
+def apart(session: Session) -> None:
+    for _ in session.batches():
+        session.forward_backward()
+        session.update()
 
 
 @pytest.mark.parametrize("settings", [HARD, OVERFLOWS], ids=["keyed, clipped, accumulated", "overflows"])
 @pytest.mark.slow
 def test_a_loop_ends_in_the_weights_of_the_trainer(settings: tuple[str, ...], tmp_path: Path) -> None:
-    wanted = trainkit.train([*RUN, *settings], run_dir=tmp_path / "trainer")["weights_sha256"]
+    expected = trainkit.train([*RUN, *settings], run_dir=tmp_path / "trainer")["weights_sha256"]
     for number, loop in enumerate((by_steps, by_own_loss, apart)):
-        assert run(loop, tmp_path / str(number), *settings)["weights_sha256"] == wanted
+        assert run(loop, tmp_path / str(number), *settings)["weights_sha256"] == expected
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("mirrored", marks=pytest.mark.long), "fsdp"])
@@ -88,46 +88,47 @@ def test_a_rank_whose_loop_fails_ends_the_others_and_is_named(pool: Pool, tmp_pa
 
 @pytest.mark.slow
 def test_a_loop_that_is_left_is_continued_to_the_same_bits(tmp_path: Path) -> None:
-    wanted = trainkit.train([*RUN, *HARD], run_dir=tmp_path / "whole")["weights_sha256"]
+    expected = trainkit.train([*RUN, *HARD], run_dir=tmp_path / "whole")["weights_sha256"]
     for name in ("loop", "trainer"):
-        with session(tmp_path / name, *HARD) as one:
-            for _ in one.batches():
-                one.step()
-                if one.steps == 3:
+        with opened(tmp_path / name, *HARD) as session:
+            for _ in session.batches():
+                session.step()
+                if session.steps == 3:
                     break
-        assert one.result is not None
-        assert (one.result["status"], one.result["reason"], one.exit_code) == ("stopped", "the loop was left", 0)
-    assert run(by_steps, tmp_path / "loop", *HARD, "resume=auto")["weights_sha256"] == wanted
+        assert session.result is not None
+        status, reason = session.result["status"], session.result["reason"]
+        assert (status, reason, session.exit_code) == ("stopped", "the loop was left", 0)
+    assert run(by_steps, tmp_path / "loop", *HARD, "resume=auto")["weights_sha256"] == expected
     continued = trainkit.train([*RUN, *HARD, "resume=auto"], run_dir=tmp_path / "trainer")
-    assert continued["weights_sha256"] == wanted
+    assert continued["weights_sha256"] == expected
 
 
 def test_steps_with_a_loss_of_the_loop_are_continued_by_a_loop_alone(tmp_path: Path) -> None:
-    with session(tmp_path / "run") as one:
-        one.step(lambda model, batch: model(batch[0]).square().mean())
-    assert one.result is not None
-    assert one.result["own_loss"] is True
+    with opened(tmp_path / "run") as session:
+        session.step(lambda model, batch: model(batch[0]).square().mean())
+    assert session.result is not None
+    assert session.result["own_loss"] is True
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match=r"steps with a loss from its own loop \(trainkit.session\)"):
         trainkit.train([*RUN, "resume=auto"], run_dir=tmp_path / "run")
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
-    with session(tmp_path / "run", "resume=auto") as one:
-        assert one.steps == 1
+    with opened(tmp_path / "run", "resume=auto") as session:
+        assert session.steps == 1
 
 
 def test_a_mean_weighs_each_shard_by_its_samples(tmp_path: Path) -> None:
     def mean(model: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
-    found: list[dict[str, torch.Tensor]] = []
+    grads: list[dict[str, torch.Tensor]] = []
     for number, loss in enumerate((None, mean)):
-        with session(tmp_path / str(number), "precision=fp64", "batch.micro_size=10") as one:  # shards of 8 each
-            one.forward_backward(loss)
-            found.append(dict(one.gradients()))
-            one.update()
-    assert found[0].keys() == found[1].keys()
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-12, atol=1e-14)
+        with opened(tmp_path / str(number), "precision=fp64", "batch.micro_size=10") as session:  # shards of 8 each
+            session.forward_backward(loss)
+            grads.append(dict(session.gradients()))
+            session.update()
+    assert grads[0].keys() == grads[1].keys()
+    for name, gradient in grads[0].items():
+        torch.testing.assert_close(grads[1][name], gradient, rtol=1e-12, atol=1e-14)
 
 
 def test_a_loss_and_its_terms_replace_the_objective(tmp_path: Path) -> None:
@@ -138,15 +139,15 @@ def test_a_loss_and_its_terms_replace_the_objective(tmp_path: Path) -> None:
         (inputs,) = batch
         return {"error": (model(inputs) - inputs).square().mean(), "size": model(inputs).abs().mean()}
 
-    def loop(one: Session) -> None:
-        for _ in one.batches():
-            one.step()
-            one.log(steps_left=3 - one.steps)
-        metrics.update(one.evaluate())
+    def loop(session: Session) -> None:
+        for _ in session.batches():
+            session.step()
+            session.log(steps_left=3 - session.steps)
+        metrics.update(session.evaluate())
 
     metrics: dict[str, float] = {}
-    given: dict[str, Any] = {"model": nn.Linear(4, 4), "data": data, "loss": penalised, "terms": ["error", "size"]}
-    run(loop, tmp_path / "run", "steps=3", "batch.global_size=16", "batch.micro_size=8", **given)
+    settings: dict[str, Any] = {"model": nn.Linear(4, 4), "data": data, "loss": penalised, "terms": ["error", "size"]}
+    run(loop, tmp_path / "run", "steps=3", "batch.global_size=16", "batch.micro_size=8", **settings)
     assert metrics["val/loss"] == pytest.approx(metrics["val/error"] + metrics["val/size"])
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert any({"train/error", "train/size"} <= row.keys() for row in rows)
@@ -166,33 +167,39 @@ WRONG: dict[str, tuple[Callable[[Any, Any], object], str]] = {
 
 @pytest.mark.parametrize("named", WRONG)
 def test_a_loss_that_is_none_is_refused_by_what_it_is(named: str, tmp_path: Path) -> None:
-    loss, said = WRONG[named]
-    with pytest.raises(TrainingError, match=re.escape(said)):
-        run(lambda one: one.step(loss), tmp_path / "run", "batch.micro_size=8", "objective.ignore_index=null")
+    loss, message = WRONG[named]
+    with pytest.raises(TrainingError, match=re.escape(message)):
+        run(lambda session: session.step(loss), tmp_path / "run", "batch.micro_size=8", "objective.ignore_index=null")
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
 
 
-def in_another(one: Session) -> None:
-    with trainkit.session([*RUN], run_dir=one.folder.parent / "other"):
+def in_another(session: Session) -> None:
+    with trainkit.session([*RUN], run_dir=session.folder.parent / "other"):
         pass
 
 
-def with_a_name_of_the_trainer(one: Session) -> None:
-    one.log(lr=1.0)
-    one.step()
+def with_a_name_of_the_trainer(session: Session) -> None:
+    session.log(lr=1.0)
+    session.step()
+
+
+def two_steps_a_batch(session: Session) -> None:
+    for _ in session.batches():
+        session.step()
+        session.step()
 
 
 MISUSED: dict[Callable[[Session], object], str] = {
-    lambda one: [(one.step(), one.step()) for _ in one.batches()]: "the step of these batches is already done",
-    lambda one: [*one.batches()]: "no step was made with the batches of step 0",
-    lambda one: [one.step() for _ in range(7)]: "all 6 steps are done",
-    lambda one: (one.forward_backward(), one.step()): "call session.update() next",
+    two_steps_a_batch: "the step of these batches is already done",
+    lambda session: [*session.batches()]: "no step was made with the batches of step 0",
+    lambda session: [session.step() for _ in range(7)]: "all 6 steps are done",
+    lambda session: (session.forward_backward(), session.step()): "call session.update() next",
     in_another: "another session is open",
     Session.update: "call session.forward_backward() first",
     Session.forward_backward: "call session.update() next",
     with_a_name_of_the_trainer: "lr is a figure of the trainer",
-    lambda one: one.log(lr="high"): "lr is a str",  # type: ignore[arg-type]
-    lambda one: one.step(3): "loss_fn is a int",  # type: ignore[arg-type]
+    lambda session: session.log(lr="high"): "lr is a str",  # type: ignore[arg-type]
+    lambda session: session.step(3): "loss_fn is a int",  # type: ignore[arg-type]
     lambda _one: sys.exit(0): "the process was to exit with code 0",
 }
 
@@ -205,45 +212,45 @@ def test_calls_out_of_order_end_the_run_by_name(loop: Callable[[Session], object
 
 
 def test_a_session_is_used_inside_of_its_block_and_once(tmp_path: Path) -> None:
-    one = session(tmp_path / "run")
+    session = opened(tmp_path / "run")
     with pytest.raises(TrainingError, match="not open yet"):
-        one.step()
-    with one:
-        one.step()
+        session.step()
+    with session:
+        session.step()
     with pytest.raises(TrainingError, match="the session has ended"):
-        one.step()
+        session.step()
     with pytest.raises(TrainingError, match="this session has ended"):
-        one.__enter__()
+        session.__enter__()
 
 
 def test_an_error_of_the_loop_leaves_a_checkpoint_of_its_last_step(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        run(lambda one: (one.step(), one.step(), 1 / 0), tmp_path / "run")
+        run(lambda session: (session.step(), session.step(), 1 / 0), tmp_path / "run")
     assert (tmp_path / "run" / "checkpoints" / "step_00000002").is_dir()
 
 
 def test_a_signal_ends_the_loop_and_gives_its_exit_code(tmp_path: Path) -> None:
-    with session(tmp_path / "run") as one:
-        for _ in one.batches():
+    with opened(tmp_path / "run") as session:
+        for _ in session.batches():
             os.kill(os.getpid(), signal.SIGTERM)
-            one.step()
-    assert one.result is not None
-    assert (one.result["steps"], one.result["status"], one.exit_code) == (1, "preempted", 143)
+            session.step()
+    assert session.result is not None
+    assert (session.result["steps"], session.result["status"], session.exit_code) == (1, "preempted", 143)
 
 
 def test_a_callback_that_ends_the_run_in_the_word_of_a_signal_lets_it_finish(tmp_path: Path) -> None:
     ends = "callbacks={ends:{_target_:tests.api.own_loops.Ends}}"
-    with session(tmp_path / "run", ends, packages=["tests"]) as one:
-        by_steps(one)
-    assert one.result is not None
-    assert (one.result["status"], one.result["reason"], one.exit_code) == ("finished", "stopped", 0)
+    with opened(tmp_path / "run", ends, packages=["tests"]) as session:
+        by_steps(session)
+    assert session.result is not None
+    assert (session.result["status"], session.result["reason"], session.exit_code) == ("finished", "stopped", 0)
 
 
 def test_data_without_validation_is_named(tmp_path: Path) -> None:
     data = TensorDataset(torch.randn(32, 4), torch.zeros(32, dtype=torch.long))
-    given = {"model": nn.Linear(4, 2), "data": data, "objective": "classification"}
+    settings = {"model": nn.Linear(4, 2), "data": data, "objective": "classification"}
     with pytest.raises(TrainingError, match=r"the data has no validation split. It has: train"):
-        run(Session.evaluate, tmp_path / "run", **given)
+        run(Session.evaluate, tmp_path / "run", **settings)
 
 
 REFUSED = {
@@ -263,26 +270,26 @@ def test_what_cannot_be_a_loop_of_this_process_is_refused_before_anything(
     overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=REFUSED[overrides]):
-        session(tmp_path / "run", *overrides).__enter__()
+        opened(tmp_path / "run", *overrides).__enter__()
     assert not (tmp_path / "run").exists()
 
 
 def test_a_strategy_refuses_the_call_that_it_cannot_serve(tmp_path: Path) -> None:
-    said = r"strategy=central_storage: refuses forward_backward\(\) and update\(\): its threads"
-    with session(tmp_path / "run", "strategy=central_storage") as one:
-        one.step(lambda model, batch: model(batch[0]).square().mean())
-        with pytest.raises(ConfigError, match=said):
-            one.forward_backward()
+    message = r"strategy=central_storage: refuses forward_backward\(\) and update\(\): its threads"
+    with opened(tmp_path / "run", "strategy=central_storage") as session:
+        session.step(lambda model, batch: model(batch[0]).square().mean())
+        with pytest.raises(ConfigError, match=message):
+            session.forward_backward()
 
 
 @pytest.mark.slow
 def test_steps_in_phases_are_taken_whole_with_the_losses_of_the_objective(tmp_path: Path) -> None:
-    with trainkit.session(["recipe=gan", "steps=2", "quiet=true"], run_dir=tmp_path / "run") as one:
-        one.step()
+    with trainkit.session(["recipe=gan", "steps=2", "quiet=true"], run_dir=tmp_path / "run") as session:
+        session.step()
         with pytest.raises(ConfigError, match=r"Use step\(\)"):
-            one.forward_backward()
+            session.forward_backward()
         with pytest.raises(ConfigError, match=r"Use step\(\)"):
-            one.step(lambda model, _: model(1))
+            session.step(lambda model, _: model(1))
 
 
 def test_the_table_of_the_page_is_what_the_strategies_declare() -> None:

@@ -109,10 +109,10 @@ def test_ranks_meet_where_the_launcher_says(environ: dict[str, str], store: tupl
 
 
 def test_rank_0_opens_the_store_where_the_agent_has_none() -> None:
-    own = TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    assert found(own).hosts_store
-    assert not found(own | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).hosts_store
-    assert not found(own | {"RANK": "2"}).hosts_store
+    environ = TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    assert found(environ).hosts_store
+    assert not found(environ | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).hosts_store
+    assert not found(environ | {"RANK": "2"}).hosts_store
     assert (found(HAND | {"RANK": "0"}).hosts_store, found(HAND).hosts_store) == (True, False)
 
 
@@ -189,8 +189,8 @@ def test_the_innermost_launcher_is_detected(environ: dict[str, str], kind: str) 
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_launcher_can_be_named_or_ignored(name: str) -> None:
     everything = {key: value for environ in ALL.values() for key, value in environ.items()} | TORCHRUN
-    asked = everything | {"TRAINKIT_LAUNCHER": name}
-    assert found(asked).kind == found(everything, launcher=name).kind == found(ALL[name]).kind
+    chosen = everything | {"TRAINKIT_LAUNCHER": name}
+    assert found(chosen).kind == found(everything, launcher=name).kind == found(ALL[name]).kind
     assert detect(everything | {"TRAINKIT_LAUNCHER": "none"}) is None
 
 
@@ -206,7 +206,7 @@ def _forced() -> LaunchEnvironment | None:
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "starts"),
     [
         (lambda: detect({"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}),
          ["LOCAL_RANK: is not set", "LOCAL_WORLD_SIZE: is not set", "MASTER_ADDR: is not set", "MASTER_PORT: "]),
@@ -228,9 +228,9 @@ def _forced() -> LaunchEnvironment | None:
         (_forced, ["TRAINKIT_LAUNCHER=slurm: has no effect: cluster=spec"]),
     ],
 )  # fmt: skip
-def test_what_is_missing_or_contradicts_is_refused_all_at_once(call: Any, words: list[str]) -> None:
+def test_what_is_missing_or_contradicts_is_refused_all_at_once(call: Any, starts: list[str]) -> None:
     problems = refused(call)
-    for problem, start in zip(problems, words, strict=True):
+    for problem, start in zip(problems, starts, strict=True):
         assert problem.startswith(start)
 
 
@@ -314,8 +314,8 @@ def test_vertex_says_worker_pools_where_it_sets_no_tf_config() -> None:
     content = {"cluster": pools, "task": {"type": "workerpool1", "index": 1}}
     launch = present(detect(environ(content, "CLUSTER_SPEC")))
     assert (launch.kind, launch.rank, str(launch.task)) == ("CLUSTER_SPEC", 2, "worker:1")
-    both = environ(content, "CLUSTER_SPEC") | environ({"cluster": TWO, "task": SECOND})
-    assert present(detect(both)).kind == "TF_CONFIG"
+    variables = environ(content, "CLUSTER_SPEC") | environ({"cluster": TWO, "task": SECOND})
+    assert present(detect(variables)).kind == "TF_CONFIG"
 
 
 def test_the_task_of_a_spec_may_come_from_tf_config_which_must_name_the_same_cluster() -> None:
@@ -347,8 +347,8 @@ UNKNOWN = "no such role. There are: chief, worker, ps, evaluator."
     ],
 )
 def test_a_bad_cluster_is_refused_by_its_key(keys: dict[str, Any], problem: str) -> None:
-    (found,) = refused(Spec, **keys)
-    assert found.startswith(problem)
+    (message,) = refused(Spec, **keys)
+    assert message.startswith(problem)
 
 
 def test_all_problems_of_a_cluster_and_a_missing_task_are_named() -> None:
@@ -385,8 +385,8 @@ def test_all_problems_of_a_cluster_and_a_missing_task_are_named() -> None:
     ],
 )  # fmt: skip
 def test_a_bad_tf_config_is_refused_by_its_key(content: object, problems: list[str]) -> None:
-    found = refused(detect, environ(content))
-    assert all(one.startswith(start) for one, start in zip(found, problems, strict=True)), found
+    lines = refused(detect, environ(content))
+    assert all(line.startswith(start) for line, start in zip(lines, problems, strict=True)), lines
 
 
 @pytest.mark.parametrize("text", ["node-7.cluster.local:65535", "[::1]:1", "[fe80::1%eth0]:29400"])

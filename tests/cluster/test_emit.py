@@ -68,8 +68,8 @@ def run(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
         command = ["bash", "-c", script, "bash", *arguments]
         done = subprocess.run(command, env={"PATH": path, **variables}, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        called, *words = done.stdout.splitlines()
-        return [called.rpartition("/")[2], *words]
+        program, *rest = done.stdout.splitlines()
+        return [program.rpartition("/")[2], *rest]
 
     return call
 
@@ -148,8 +148,8 @@ def test_a_task_of_skypilot_tells_torchrun_who_it_is(emit: Callable[..., str], r
 
 def test_a_container_links_runs_to_a_volume(emit: Callable[..., str], run: Callable[..., list[str]], cwd: Path) -> None:
     job = yaml.safe_load(emit("kubernetes", *FLAGS["kubernetes"], *TWO_HOSTS))
-    script, *words = [*job["spec"]["trainer"]["command"], *job["spec"]["trainer"]["args"]][2:]
-    assert run(script, *words[1:]) == ["torchrun", "-m", "trainkit", "strategy=multi_worker_mirrored"]
+    script, *arguments = [*job["spec"]["trainer"]["command"], *job["spec"]["trainer"]["args"]][2:]
+    assert run(script, *arguments[1:]) == ["torchrun", "-m", "trainkit", "strategy=multi_worker_mirrored"]
     assert str((cwd / "outputs").readlink()) == "/shared"
 
 
@@ -162,10 +162,10 @@ def test_arguments_arrive_as_they_are(engine: str, emit: Callable[..., str], run
         arguments = run(yaml.safe_load(text)["run"], SKYPILOT_NODE_IPS="a", SKYPILOT_NUM_NODES="2",
                         SKYPILOT_NODE_RANK="0", SKYPILOT_TASK_ID="t")  # fmt: skip
     elif engine == "kubernetes":
-        arguments = [word.replace("$$(", "$(") for word in yaml.safe_load(text)["spec"]["trainer"]["args"]]
+        arguments = [argument.replace("$$(", "$(") for argument in yaml.safe_load(text)["spec"]["trainer"]["args"]]
     elif engine in ("tf_config", "spec"):
-        words = shlex.split(text.splitlines()[-1])
-        arguments = words[: words.index("cluster=spec")] if engine == "spec" else words
+        command = shlex.split(text.splitlines()[-1])
+        arguments = command[: command.index("cluster=spec")] if engine == "spec" else command
     else:
         arguments = yaml.safe_load(text)["workerPoolSpecs"][1]["containerSpec"]["args"]
     assert arguments[-4:] == list(AWKWARD)
@@ -227,8 +227,8 @@ VERTEX = ("vertex", "--image", "i", "--machine", "m")
     ],
 )  # fmt: skip
 def test_what_could_not_run_is_refused(arguments: tuple[str, ...], problem: str, refuse: Refuse) -> None:
-    (found,) = refuse("emit", *arguments)
-    assert found.startswith(problem)
+    (message,) = refuse("emit", *arguments)
+    assert message.startswith(problem)
 
 
 SERVERS = ("strategy=parameter_server", "strategy.workers=3", "strategy.servers=2", "strategy.evaluator=true")
@@ -240,26 +240,26 @@ def commands(text: str) -> Iterator[tuple[dict[str, str], list[str]]]:
     """Yield variables and words of each line that is to be run."""
     for line in text.splitlines():
         if not line.startswith("#"):
-            words = shlex.split(line)
-            variables = [word for word in words if re.match(r"[A-Z_]+=", word)]
-            yield dict(word.split("=", 1) for word in variables), words[len(variables) :]
+            command = shlex.split(line)
+            variables = [word for word in command if re.match(r"[A-Z_]+=", word)]
+            yield dict(word.split("=", 1) for word in variables), command[len(variables) :]
 
 
 def tasks_read(variables: list[dict[str, str]]) -> list[str]:
     """Return the tasks that trainkit's reader finds; every process must read the same cluster."""
-    found = [present(read_tf_config(one)) for one in variables]
-    assert len({json.dumps(one.members) for one in found}) == 1
-    return [f"{one.task[0]}:{one.task[1]}" for one in found]
+    configs = [present(read_tf_config(variable)) for variable in variables]
+    assert len({json.dumps(config.members) for config in configs}) == 1
+    return [f"{config.task[0]}:{config.task[1]}" for config in configs]
 
 
 def test_tf_config_is_read_by_every_task(emit: Callable[..., str]) -> None:
-    found = [*commands(emit("tf_config", "--names", "a,b,c", "--port", "3000", *SERVERS))]
-    assert tasks_read([variables for variables, _ in found]) == TASKS
-    cluster = json.loads(found[0][0]["TF_CONFIG"])["cluster"]
+    lines = [*commands(emit("tf_config", "--names", "a,b,c", "--port", "3000", *SERVERS))]
+    assert tasks_read([variables for variables, _ in lines]) == TASKS
+    cluster = json.loads(lines[0][0]["TF_CONFIG"])["cluster"]
     assert cluster == {
         "chief": ["a:3000"], "worker": ["a:3001", "b:3000"], "ps": ["b:3001", "c:3000"], "evaluator": ["c:3001"],
     }  # fmt: skip
-    assert {tuple(words) for _, words in found} == {("python", "-m", "trainkit", *SERVERS)}
+    assert {tuple(command) for _, command in lines} == {("python", "-m", "trainkit", *SERVERS)}
 
 
 def test_workers_of_a_synchronous_run_are_a_task_a_process(emit: Callable[..., str]) -> None:
@@ -269,11 +269,11 @@ def test_workers_of_a_synchronous_run_are_a_task_a_process(emit: Callable[..., s
 
 
 def test_spec_is_accepted_by_the_cluster_of_the_config(emit: Callable[..., str]) -> None:
-    found = []
-    for _, words in commands(emit("spec", "--names", "a,fd00::2", *SERVERS)):
-        spec: Spec = build(compose(words[3:]).cfg.cluster, "cluster")
-        found.append(str(present(spec.launch({})).task))
-    assert found == TASKS
+    tasks = []
+    for _, command in commands(emit("spec", "--names", "a,fd00::2", *SERVERS)):
+        spec: Spec = build(compose(command[3:]).cfg.cluster, "cluster")
+        tasks.append(str(present(spec.launch({})).task))
+    assert tasks == TASKS
 
 
 @pytest.mark.slow
@@ -320,13 +320,13 @@ def test_a_batch_script_gives_each_task_of_the_step_its_task(emit: Callable[...,
         "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_NODELIST": "n[1-2]",
         "SLURM_STEP_TASKS_PER_NODE": "3(x2)", "TRAINKIT_TASKS": " ".join(tasks), "MASTER_PORT": "3000",
     }  # fmt: skip
-    found = []
+    addresses = []
     for rank in range(6):
-        place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank // 2), "SLURM_NODEID": str(rank % 2)}
-        launch = present(detect({**step, **place}))
+        position = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank // 2), "SLURM_NODEID": str(rank % 2)}
+        launch = present(detect({**step, **position}))
         assert (launch.rank, launch.local_rank, launch.num_local, launch.store) == (rank, rank // 2, 3, ("n1", 3000))
-        found.append((str(launch.task), launch.addresses[rank]))
-    assert found == [*zip(TASKS, ["n1:3000", "n2:3000", "n1:3001", "n2:3001", "n1:3002", "n2:3002"], strict=True)]
+        addresses.append((str(launch.task), launch.addresses[rank]))
+    assert addresses == [*zip(TASKS, ["n1:3000", "n2:3000", "n1:3001", "n2:3001", "n1:3002", "n2:3002"], strict=True)]
 
 
 def test_mpirun_starts_a_rank_a_process(emit: Callable[..., str]) -> None:

@@ -43,8 +43,8 @@ def trainkit(*arguments: str, cwd: Path) -> str:
 
 
 def result_in(folder: Path) -> dict[str, Any]:
-    (found,) = folder.glob("outputs/digits/*/result.json")
-    result: dict[str, Any] = json.loads(found.read_text())
+    (file,) = folder.glob("outputs/digits/*/result.json")
+    result: dict[str, Any] = json.loads(file.read_text())
     return result
 
 
@@ -59,11 +59,11 @@ exec {python} "$@"
 
 def run(*command: str, cwd: Path, **variables: str) -> str:
     """Run a script, whose `python -m trainkit` is a fork."""
-    own = cwd / "bin" / "python"
-    own.parent.mkdir(exist_ok=True)
-    own.write_text(PYTHON.format(quick=quick.command()[0], python=sys.executable))
-    own.chmod(0o755)
-    path = os.pathsep.join([str(own.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+    python = cwd / "bin" / "python"
+    python.parent.mkdir(exist_ok=True)
+    python.write_text(PYTHON.format(quick=quick.command()[0], python=sys.executable))
+    python.chmod(0o755)
+    path = os.pathsep.join([str(python.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         command, cwd=cwd, env=os.environ | {"PATH": path, **variables}, capture_output=True, text=True, check=False,
         timeout=120,

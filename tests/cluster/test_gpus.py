@@ -47,9 +47,9 @@ class Met:
 def test_a_process_that_sees_another_gpu_than_the_others_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
-    def owns(gpu: str, *others: str, **launch: Any) -> bool:
+    def owns(gpu: str, *other_gpus: str, **launch: Any) -> bool:
         monkeypatch.setattr(join, "device_of_process", lambda: gpu)
-        return join.share_host(cast("ProcessBarrier", Met([gpu, *others])), launch_of(2, **launch)).has_own_gpu
+        return join.share_host(cast("ProcessBarrier", Met([gpu, *other_gpus])), launch_of(2, **launch)).has_own_gpu
 
     assert owns("GPU-1", "GPU-2")
     assert not owns("GPU-1", "GPU-1")
@@ -85,13 +85,13 @@ def test_what_mig_instances_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_cublas_and_malloc_are_set_before_a_device_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[str | None] = []
+    calls: list[str | None] = []
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    monkeypatch.setattr(synchronous, "keep_freed_memory", lambda: found.append("memory is kept"))
-    monkeypatch.setattr(synchronous, "use_device", lambda _: found.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+    monkeypatch.setattr(synchronous, "keep_freed_memory", lambda: calls.append("memory is kept"))
+    monkeypatch.setattr(synchronous, "use_device", lambda _: calls.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
     run = ["recipe=digits", "steps=1", "numerics.reproducible=true", "callbacks=[]", "quiet=true"]
     assert main([*run, "eval.every_epochs=null", f"hydra.run.dir={tmp_path}/run"]) == 0
-    assert sorted(map(str, found)) == [":4096:8", "memory is kept"]
+    assert sorted(map(str, calls)) == [":4096:8", "memory is kept"]
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
@@ -115,8 +115,8 @@ def test_a_second_step_finds_the_memory_of_the_first_unless_malloc_is_set(monkey
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
     done = subprocess.run([sys.executable, "-c", STEPS], check=True, capture_output=True, text=True)
-    before, kept, _, after = done.stdout.split()
-    assert kept == "True"
+    before, is_kept, _, after = done.stdout.split()
+    assert is_kept == "True"
     assert int(after) < 100 < int(before)
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     assert not keep_freed_memory()

@@ -35,10 +35,10 @@ def test_every_folder_of_a_project_has_its_choices_and_packages(
     before = os.environ.get("PYTHONPATH")
     monkeypatch.chdir(home / "below")
     assert main(["plan", "recipe=null", "model=tiny"]) == 0
-    errors = (
+    start = (
         f"project {home}/pyproject.toml: config folders ../conf; packages waves_of_mine (--no-project leaves it out)\n"
     )
-    assert capsys.readouterr().err.startswith(errors)
+    assert capsys.readouterr().err.startswith(start)
     assert (str(home / "src") in sys.path, os.environ.get("PYTHONPATH")) == (False, before)
 
 

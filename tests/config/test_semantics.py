@@ -202,9 +202,9 @@ def test_what_a_class_marks_is_a_secret_also_in_its_parts() -> None:
 
 
 def test_a_secret_is_no_part_of_a_fingerprint_or_of_what_makes_another_training() -> None:
-    left, other = (RunConfig(data={"token": secret}) for secret in ("${oc.env:K}", "${oc.env:OTHER}"))
-    assert (fingerprint(left), identity(left)) == (fingerprint(other), identity(other))
-    assert other_training(difference(left, other), run=Path("a")) == []
+    left, right = (RunConfig(data={"token": secret}) for secret in ("${oc.env:K}", "${oc.env:OTHER}"))
+    assert (fingerprint(left), identity(left)) == (fingerprint(right), identity(right))
+    assert other_training(difference(left, right), run=Path("a")) == []
 
 
 def test_a_variable_of_a_secret_is_looked_up_where_the_object_is_built_and_masked_there(

@@ -91,9 +91,9 @@ EXAMPLE = "trainkit.strategies.MyStrategy"  # docs/adding-a-strategy.md
 @pytest.mark.parametrize("public", names.NAMES)
 def test_a_name_is_that_of_its_class(public: str) -> None:
     package, _, kind = public.rpartition(".")
-    kind_class = getattr(import_module(package), kind)
-    assert (kind_class.__module__, kind_class.__qualname__) == (names.NAMES[public], kind)
-    assert names.name_of(kind_class) == public
+    cls = getattr(import_module(package), kind)
+    assert (cls.__module__, cls.__qualname__) == (names.NAMES[public], kind)
+    assert names.name_of(cls) == public
 
 
 def test_the_names_are_those_of_the_shipped_files() -> None:

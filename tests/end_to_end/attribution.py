@@ -111,8 +111,8 @@ def launch(
     several = ["supervisor.max_restarts=0"] if any(override.startswith("strategy=") for override in overrides) else []
     arguments = ["--config-dir", str(folder / "conf"), *latest(*OVERRIDES, *several, *overrides)]
     command = quick.command(*arguments) if quickly else [sys.executable, "-m", "trainkit", *arguments]
-    environ_place = {PLACE: "callback"} if "model=net" not in overrides else {}
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), FAULT: fault, **environ_place}
+    extra = {PLACE: "callback"} if "model=net" not in overrides else {}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), FAULT: fault, **extra}
     return subprocess.Popen(
         [*within, *command], cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -41,7 +41,7 @@ KILLED, STOPPED = "rank 1 was ended by SIGKILL in step", "rank 1 has made no pro
 
 
 @pytest.mark.parametrize(
-    ("axis", "sent", "message"),
+    ("axis", "sent", "line"),
     [
         ("replicate", signal.SIGSTOP, STOPPED),
         ("shard", signal.SIGKILL, KILLED),

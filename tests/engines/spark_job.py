@@ -27,14 +27,14 @@ def frame_of(session: Any) -> Any:
 if __name__ == "__main__":
     with spark_session(sys.argv[1], num_cores=2) as session:
         frame = frame_of(session)
-        place = save_frame(frame, "frames")
-        written = place.stat().st_mtime_ns
-        assert save_frame(frame_of(session), "frames") == place
-        assert place.stat().st_mtime_ns == written
-        assert save_frame(frame.limit(199), "frames") != place
-        subprocess.run(quick.command(*RUN, f"data.path={place}", "hydra.run.dir=run"), check=True)
+        path = save_frame(frame, "frames")
+        written = path.stat().st_mtime_ns
+        assert save_frame(frame_of(session), "frames") == path
+        assert path.stat().st_mtime_ns == written
+        assert save_frame(frame.limit(199), "frames") != path
+        subprocess.run(quick.command(*RUN, f"data.path={path}", "hydra.run.dir=run"), check=True)
         subprocess.run(quick.command(*PREDICT, "logits.npy"), check=True)
         subprocess.run(quick.command(*PREDICT, "classes.npy", "predict.outputs=classes"), check=True)
         columns = [predict_udf("run", input_shape=(64,), outputs=name)("pixels") for name in ("logits", "classes")]
-        found = [[*map(list, row[:2]), row[2]] for row in frame.select("pixels", *columns).collect()]
-        Path("found.json").write_text(json.dumps({"path": str(place), "rows": found}))
+        predictions = [[*map(list, row[:2]), row[2]] for row in frame.select("pixels", *columns).collect()]
+        Path("predictions.json").write_text(json.dumps({"path": str(path), "rows": predictions}))

@@ -48,8 +48,8 @@ class Simple(ProcessBackend):
         for _ in range(job.max_restarts + 1):
             attempt = begin_attempt(job.payload, "key")
             assert wait_for_attempt(job.payload, "key") == attempt
-            given = map(json.dumps, (job.payload, job.num_ranks, attempt))
-            command = quick.command(*given, module="tests.engines.started")
+            arguments = map(json.dumps, (job.payload, job.num_ranks, attempt))
+            command = quick.command(*arguments, module="tests.engines.started")
             if subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0:
                 return
         raise RuntimeError("a worker failed")
@@ -57,9 +57,9 @@ class Simple(ProcessBackend):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    made = RunFolder(tmp_path / "run")
-    made.path.mkdir()
-    return made
+    run_folder = RunFolder(tmp_path / "run")
+    run_folder.path.mkdir()
+    return run_folder
 
 
 def train(
@@ -76,9 +76,9 @@ def test_a_killed_rank_is_named_and_all_start_again(
     fake("steps=6 save=2 pause=0.05", fail="rank=1,step=3,phase=forward,attempt=0,action=kill")
     result = train(folder)
     assert (result["status"], result["attempt"]) == ("finished", 1)
-    assert [(one["kind"], one["rank"], one["checkpoint"]) for one in result["restarts"]] == [("all", 1, 2)]
-    told = "rank 1 was ended by SIGKILL in step 3 (forward). Simple starts all again."
-    assert told in plain(capsys.readouterr().out)
+    assert [(row["kind"], row["rank"], row["checkpoint"]) for row in result["restarts"]] == [("all", 1, 2)]
+    message = "rank 1 was ended by SIGKILL in step 3 (forward). Simple starts all again."
+    assert message in plain(capsys.readouterr().out)
 
 
 def test_an_exception_that_comes_again_is_not_started_a_third_time(

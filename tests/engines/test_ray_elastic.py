@@ -45,8 +45,8 @@ def ray_cluster() -> Iterator[tuple[subprocess.Popen[str], str]]:
             present(process.stdout).close()
 
 
-def tell(cluster: subprocess.Popen[str], word: str) -> None:
-    print(word, file=cluster.stdin, flush=True)
+def tell(cluster: subprocess.Popen[str], command: str) -> None:
+    print(command, file=cluster.stdin, flush=True)
     assert present(cluster.stdout).readline() == "done\n"
 
 

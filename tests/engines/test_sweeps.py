@@ -32,12 +32,12 @@ def trainkit(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str
 
 def below(cwd: Path) -> list[str]:
     """Processes that work in a folder, this one apart."""
-    found = []
+    commands = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if (process / "cwd").readlink() == cwd and process.name != str(os.getpid()):
-                found.append((process / "cmdline").read_text().replace("\0", " "))
-    return found
+                commands.append((process / "cmdline").read_text().replace("\0", " "))
+    return commands
 
 
 @pytest.mark.parametrize("launcher", PACKAGES)
@@ -91,14 +91,14 @@ def test_a_job_that_is_preempted_saves_and_goes_on(cwd: Path, one_node: None) ->
     wait_for(Path("sweep/0/result.json").exists)
     assert result_of("sweep/0")["status"] == "preempted"
     Path("slow").unlink()
-    now = [present(program("scontrol")), "update", f"JobId={job}", "StartTime=now"]
+    start_now = [present(program("scontrol")), "update", f"JobId={job}", "StartTime=now"]
     while sweep.poll() is None:  # what is queued again waits for two minutes, unless it is told not to
-        subprocess.run(now, capture_output=True, check=False)
+        subprocess.run(start_now, capture_output=True, check=False)
         time.sleep(1)
     out, _ = sweep.communicate()
     assert sweep.returncode == 0, out
-    told = result_of("sweep/0")
-    assert (told["status"], told["steps"]) == ("finished", 920)
+    result = result_of("sweep/0")
+    assert (result["status"], result["steps"]) == ("finished", 920)
     rows = [json.loads(line) for line in Path("sweep/0/metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if "loss" in row]
     assert steps == sorted(set(steps))  # no step was trained twice

@@ -46,13 +46,13 @@ def train(place: Place, folder: str, port: int, *overrides: str, environ: dict[s
     from trainkit import api
     from trainkit.errors import TrainkitError
 
-    known = variables(place, port) | (environ or {})
-    told = io.StringIO()
-    with mock.patch.dict(os.environ, known), contextlib.chdir(folder), contextlib.redirect_stderr(told):
+    launch_environ = variables(place, port) | (environ or {})
+    stderr = io.StringIO()
+    with mock.patch.dict(os.environ, launch_environ), contextlib.chdir(folder), contextlib.redirect_stderr(stderr):
         try:
-            return api.train(api.compose(latest(*RUN, *overrides))), None, told.getvalue()
+            return api.train(api.compose(latest(*RUN, *overrides))), None, stderr.getvalue()
         except TrainkitError as error:
-            return None, (type(error).__name__, error.exit_code, str(error)), told.getvalue()
+            return None, (type(error).__name__, error.exit_code, str(error)), stderr.getvalue()
 
 
 def train_twice(place: Place, folder: str, port: int) -> list[Outcome]:
@@ -60,9 +60,9 @@ def train_twice(place: Place, folder: str, port: int) -> list[Outcome]:
     return [train(place, folder, port, f"seed={seed}", f"hydra.run.dir=run_{seed}") for seed in (1, 2)]
 
 
-def train_unlike(place: Place, folder: str, port: int, own: list[list[str]]) -> Outcome:
+def train_unlike(place: Place, folder: str, port: int, arguments: list[list[str]]) -> Outcome:
     """The same, each process with arguments of its own."""
-    return train(place, folder, port, *own[place.rank])
+    return train(place, folder, port, *arguments[place.rank])
 
 
 def train_as(place: Place, folder: str, port: int, environ: dict[str, str], overrides: tuple[str, ...]) -> Outcome:
@@ -79,7 +79,7 @@ def train_as_task(
 
     from trainkit.run.rendezvous import barrier
 
-    store, others = TCPStore(*place.store, is_master=False), range(1, place.num_ranks)
+    store, other_ranks = TCPStore(*place.store, is_master=False), range(1, place.num_ranks)
     reachable = barrier.reachable
 
     def looking(host: str, port: int) -> bool:
@@ -87,13 +87,13 @@ def train_as_task(
         return reachable(host, port)
 
     if place.rank == 0:
-        store.wait([f"{place.prefix}/{rank}" for rank in others])
+        store.wait([f"{place.prefix}/{rank}" for rank in other_ranks])
     role, index = [(role, index) for role, texts in cluster.items() for index in range(len(texts))][place.rank]
-    said = json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})
+    task = json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})
     # an evaluator lowers the priority of its process
     with mock.patch.object(os, "nice"), mock.patch.object(barrier, "reachable", looking):
         try:
-            return train(place, folder, port, *overrides, environ={"RANK": "", "WORLD_SIZE": "", "TF_CONFIG": said})
+            return train(place, folder, port, *overrides, environ={"RANK": "", "WORLD_SIZE": "", "TF_CONFIG": task})
         finally:  # also a task that is refused before it looks
             store.set(f"{place.prefix}/{place.rank}", "")
 
@@ -116,8 +116,8 @@ def train_apart(place: Place, folder: str, port: int, environs: list[dict[str, s
     return train(place, folder, port, environ=environs[place.rank])
 
 
-def train_with_one_unlike(place: Place, folder: str, port: int, name: str, found: Any) -> Outcome:
+def train_with_one_unlike(place: Place, folder: str, port: int, name: str, answer: Any) -> Outcome:
     """The same, where a function of trainkit finds something else on rank 1, or fails there."""
-    what = {"side_effect": found} if isinstance(found, Exception) else {"return_value": found}
+    what = {"side_effect": answer} if isinstance(answer, Exception) else {"return_value": answer}
     with mock.patch(name, **what) if place.rank == 1 else contextlib.nullcontext():
         return train(place, folder, port)

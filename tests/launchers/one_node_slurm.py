@@ -102,10 +102,10 @@ def wait_for(condition: Callable[[], object], folder: Path, within_s: float = 12
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:
-            told = "\n".join(
+            logs = "\n".join(
                 f"{path.name}: {path.read_text()[-2000:]}" for path in sorted(folder.glob("*.[lo][ou][gt]"))
             )
-            pytest.fail(f"SLURM did not start\n{told}")
+            pytest.fail(f"SLURM did not start\n{logs}")
         time.sleep(0.1)
 
 

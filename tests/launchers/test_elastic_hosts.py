@@ -66,10 +66,10 @@ def test_a_host_is_lost_and_another_comes_and_no_bit_is_another(cwd: Path) -> No
         returned = agent(second, False, first)
         stack.callback(lose, returned)
         assert (leading.wait(240), returned.wait(60)) == (0, 0)
-        told = Path(f"{first.name}.log").read_text()
-    found = [line for line in told.splitlines() if line.startswith("launch by torchrun: rank 0")]
-    assert [line.split()[6] for line in found] == ["2", "1", "2"]
-    assert "rank 0 of 2 on 2 hosts" in found[0]
-    assert "rank 1 stopped answering in step" in plain(told)
+        log = Path(f"{first.name}.log").read_text()
+    launches = [line for line in log.splitlines() if line.startswith("launch by torchrun: rank 0")]
+    assert [line.split()[6] for line in launches] == ["2", "1", "2"]
+    assert "rank 0 of 2 on 2 hosts" in launches[0]
+    assert "rank 1 stopped answering in step" in plain(log)
     assert [path.parent.name for path in sorted(cwd.rglob("resolved.yaml"))] == ["alone", "run"]
     assert sha256("run") == sha256("alone")

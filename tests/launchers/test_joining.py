@@ -47,9 +47,9 @@ def folders(tmp_path: Path) -> list[str]:
 def test_a_launch_makes_one_run_folder_and_the_bits_of_mirrored(
     start: Callable[..., list[Any]], alone: str, tmp_path: Path
 ) -> None:
-    (result, _, said), (other, _, own) = start()
-    assert said.startswith("launch by RANK and WORLD_SIZE: rank 0 of 2 on one host, rendezvous at 127.0.0.1:")
-    assert own.endswith("\nworker:1, rank 1 of 2: its output goes to run/logs/rank_1.log\n")
+    (result, _, log_0), (other, _, log_1) = start()
+    assert log_0.startswith("launch by RANK and WORLD_SIZE: rank 0 of 2 on one host, rendezvous at 127.0.0.1:")
+    assert log_1.endswith("\nworker:1, rank 1 of 2: its output goes to run/logs/rank_1.log\n")
     assert (other["status"], other["folder"]) == ("finished", str(tmp_path / "run"))
     assert folders(tmp_path) == ["run"]
     assert len(list(tmp_path.rglob(".hydra"))) == 1
@@ -65,30 +65,30 @@ def test_one_launch_may_train_again_and_again(start: Callable[..., list[Any]], t
 def test_processes_with_other_configs_are_refused_and_nothing_is_written(
     start: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    told = start([["seed=1", "log_every_steps=5"], ["seed=2"]], function="train_unlike")
+    outcomes = start([["seed=1", "log_every_steps=5"], ["seed=2"]], function="train_unlike")
     lines = [
         "2 problems in the config",
         "  log_every_steps=5: worker:1 has 10. Start all with the same config. (worker:0)",
         "  seed=1: worker:1 has 2. Start all with the same config. (worker:0)",
     ]
-    assert told[0][1] == ("ConfigError", 2, "\n".join(lines))
-    assert told[1][1] == ("PeerError", 2, f"rank 1 ends with rank 0: {lines[1].strip()}")
+    assert outcomes[0][1] == ("ConfigError", 2, "\n".join(lines))
+    assert outcomes[1][1] == ("PeerError", 2, f"rank 1 ends with rank 0: {lines[1].strip()}")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_task_that_does_not_join_is_named_when_the_join_timeout_is_over(
     start: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    _, error, said = start("supervisor.join_timeout_s=1", function="train_alone", num_ranks=1)[0]
+    _, error, log = start("supervisor.join_timeout_s=1", function="train_alone", num_ranks=1)[0]
     assert error == ("HangError", 5, "waited 1 s (supervisor.join_timeout_s) for worker:1.")
-    assert said.splitlines()[1] == "waiting for worker:1"
+    assert log.splitlines()[1] == "waiting for worker:1"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_settings_without_effect_are_refused(start: Callable[..., list[Any]], cwd: Path) -> None:
-    told = start("supervisor.max_restarts=2", num_ranks=1, function="train_alone")[0][1]
+    error = start("supervisor.max_restarts=2", num_ranks=1, function="train_alone")[0][1]
     rule = "has no effect: RANK and WORLD_SIZE started the processes and supervises them. (command line)"
-    assert told == ("ConfigError", 2, f"1 problem in the config\n  supervisor.max_restarts=2: {rule}")
+    assert error == ("ConfigError", 2, f"1 problem in the config\n  supervisor.max_restarts=2: {rule}")
     from trainkit import api
 
     with pytest.raises(ConfigError) as caught:
@@ -101,21 +101,21 @@ def test_settings_without_effect_are_refused(start: Callable[..., list[Any]], cw
 
 @pytest.mark.slow
 def test_no_process_of_a_launch_measures_a_number_of_workers(start: Callable[..., list[Any]], tmp_path: Path) -> None:
-    told = start("loader.cache=false", "loader.num_workers=auto")
+    outcomes = start("loader.cache=false", "loader.num_workers=auto")
     rule = "loader.num_workers=auto: is measured by short trainings in processes that trainkit starts on this host"
-    assert all(rule in error[2] for _, error, _ in told)
+    assert all(rule in error[2] for _, error, _ in outcomes)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rank_that_fails_ends_the_others_and_is_named(start: Callable[..., list[Any]], tmp_path: Path) -> None:
     fail = {"TRAINKIT_FAIL": "rank=1,step=3,phase=backward,action=raise"}
-    told = start(environ=fail)
+    outcomes = start(environ=fail)
     headline = "rank 1 failed in step 3 (backward): RuntimeError: failpoint in backward of step 3."
-    kind, code, text = told[0][1]
+    kind, code, text = outcomes[0][1]
     assert (kind, code, plain(text).splitlines()[0]) == ("TrainingError", 1, headline)
-    assert (*told[1][1][:2], plain(told[1][1][2])) == ("PeerError", 1, f"rank 1 ends: {headline}")
+    assert (*outcomes[1][1][:2], plain(outcomes[1][1][2])) == ("PeerError", 1, f"rank 1 ends: {headline}")
     assert plain(present(RunFolder(tmp_path / "run").read_result())["reason"]).startswith(headline)
-    assert "\nTraceback (most recent call last):" in told[1][2]  # into its log
+    assert "\nTraceback (most recent call last):" in outcomes[1][2]  # into its log
 
 
 def test_a_launch_that_is_started_again_goes_on_in_its_folder_on_more_processes(
@@ -138,9 +138,9 @@ def test_a_task_that_stands_for_a_host_runs_a_rank_a_device(
 ) -> None:
     workers = ",".join(f"127.0.0.1:{port}" for port in free_ports(2))
     spec = ["cluster=spec", f"cluster.worker=[{workers}]"]
-    own = [[*spec, f"cluster.task=worker:{index}", "strategy.replicas=4"] for index in range(2)]
-    told = start(own, function="train_unlike")
-    assert told[0][0]["weights_sha256"] == alone
+    arguments = [[*spec, f"cluster.task=worker:{index}", "strategy.replicas=4"] for index in range(2)]
+    outcomes = start(arguments, function="train_unlike")
+    assert outcomes[0][0]["weights_sha256"] == alone
     assert sorted(path.name for path in (tmp_path / "run/logs").iterdir()) == [f"rank_{rank}.log" for rank in (1, 2, 3)]
 
 
@@ -158,11 +158,11 @@ def test_a_second_group_cannot_write_into_the_folder_of_the_first(
 ) -> None:
     start("stop_at_step=4", num_ranks=1)
     with RunFolder(tmp_path / "run").lock():
-        told = start("resume=auto", function="train_impatiently")
-    kind, code, text = told[0][1]
+        outcomes = start("resume=auto", function="train_impatiently")
+    kind, code, text = outcomes[0][1]
     assert (kind, code) == ("ConfigError", 2)
     assert "run: in use by process" in text
-    assert told[1][1][:2] == ("PeerError", 2)
+    assert outcomes[1][1][:2] == ("PeerError", 2)
 
 
 ABSENT = DataError("/data/labels.txt is absent.")
@@ -177,37 +177,37 @@ PLACES = {
 
 
 def test_a_number_of_threads_may_be_set_for_some_ranks_only(start: Callable[..., list[Any]]) -> None:
-    told = start([{"OMP_NUM_THREADS": "1"}, {}], function="train_apart")
-    assert [result["status"] for result, _, _ in told] == ["finished", "finished"]
+    outcomes = start([{"OMP_NUM_THREADS": "1"}, {}], function="train_apart")
+    assert [result["status"] for result, _, _ in outcomes] == ["finished", "finished"]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("phase", PLACES)
 def test_a_rank_that_fails_alone_ends_the_others_with_its_reason(
-    start: Callable[..., list[Any]], place: str, tmp_path: Path
+    start: Callable[..., list[Any]], phase: str, tmp_path: Path
 ) -> None:
-    (_, first, _), (_, other, _) = start(PLACES[place], ABSENT, function="train_with_one_unlike")
+    (_, first, _), (_, other, _) = start(PLACES[phase], ABSENT, function="train_with_one_unlike")
     assert first[:2] == ("DataError", 3)
     assert all("/data/labels.txt is absent." in error[2] for error in (first, other))
     assert other[1] == 3
     result = RunFolder(tmp_path / "run").read_result()
-    assert "/data/labels.txt is absent." in result["reason"] if result else place in {"cores", "the plan"}
+    assert "/data/labels.txt is absent." in result["reason"] if result else phase in {"cores", "the plan"}
 
 
 @pytest.mark.parametrize(
-    ("name", "found", "said"),
+    ("name", "answer", "problem"),
     [
         ("packages", {"trainkit": "0.0.9"}, "version of trainkit=0.1.0: worker:1 has 0.0.9. Start all with the same"),
         ("size_of", 7, "data, samples of train=1437: worker:1 has 7. All need the same."),
     ],
 )
 def test_a_host_with_another_version_or_other_data_is_refused(
-    start: Callable[..., list[Any]], name: str, found: Any, said: str, tmp_path: Path
+    start: Callable[..., list[Any]], name: str, answer: Any, problem: str, tmp_path: Path
 ) -> None:
     (_, first, _), (_, other, _) = start(
-        f"trainkit.run.rendezvous.barrier.{name}", found, function="train_with_one_unlike"
+        f"trainkit.run.rendezvous.barrier.{name}", answer, function="train_with_one_unlike"
     )
     assert (first[:2], other[:2]) == (("ConfigError", 2), ("PeerError", 2))
-    assert said in first[2]
+    assert problem in first[2]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -269,10 +269,10 @@ def test_a_launch_without_roles_has_a_chief_and_a_server(pool: Pool, alone: str,
 def test_all_tasks_of_a_refused_run_end_with_the_same_refusal(
     start_tasks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    told = start_tasks({"chief": 1, "worker": 2, "ps": 1}, PS, "batch.global_size=64", "batch.micro_size=32")
-    assert [error[1] for _, error, _ in told] == [2] * 4
+    outcomes = start_tasks({"chief": 1, "worker": 2, "ps": 1}, PS, "batch.global_size=64", "batch.micro_size=32")
+    assert [error[1] for _, error, _ in outcomes] == [2] * 4
     rule = "batch.micro_size=32: cuts a step of 64 samples into 2 shards, fewer than the 3 replicas."
-    assert all(rule in error[2] for _, error, _ in told)
+    assert all(rule in error[2] for _, error, _ in outcomes)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -280,10 +280,11 @@ def test_all_tasks_of_a_refused_run_end_with_the_same_refusal(
 def test_a_refusal_that_only_the_chief_finds_reaches_late_tasks(
     start_tasks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    told = start_tasks({"worker": 2, "ps": 1, "evaluator": 1}, PS, "model.in_features=3")
-    assert [error[:2] for _, error, _ in told] == [("ConfigError", 2), *[("PeerError", 2)] * 3]
-    assert plain(told[1][1][2]).startswith("worker:1 ends with worker:0 (localhost:")
-    assert all("model.in_features=3: the layer takes 3 features, and it gets 64." in error[2] for _, error, _ in told)
+    outcomes = start_tasks({"worker": 2, "ps": 1, "evaluator": 1}, PS, "model.in_features=3")
+    assert [error[:2] for _, error, _ in outcomes] == [("ConfigError", 2), *[("PeerError", 2)] * 3]
+    assert plain(outcomes[1][1][2]).startswith("worker:1 ends with worker:0 (localhost:")
+    rule = "model.in_features=3: the layer takes 3 features, and it gets 64."
+    assert all(rule in error[2] for _, error, _ in outcomes)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -291,7 +292,7 @@ def test_a_cluster_that_the_strategy_cannot_use_is_refused_by_each_task_alone(
     monkeypatch: pytest.MonkeyPatch, cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two: dict[str, list[str]] = {"worker": ["a:1", "b:1"]}
-    for overrides, cluster, said in (
+    for overrides, cluster, problem in (
         (["strategy=fsdp"], {"worker": ["a:1"], "ps": ["b:1"]}, "cluster.ps: TF_CONFIG names tasks of this role"),
         ([PS], two, "TF_CONFIG names no task of the role ps"),
         ([PS, "strategy.servers=2"], {**two, "ps": ["c:1"]}, "strategy.servers=2: but TF_CONFIG names 1"),
@@ -299,7 +300,7 @@ def test_a_cluster_that_the_strategy_cannot_use_is_refused_by_each_task_alone(
     ):
         monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}}))
         assert main(["recipe=null", *overrides]) == 2
-        assert said in capsys.readouterr().err
+        assert problem in capsys.readouterr().err
         assert list(cwd.iterdir()) == []
 
 

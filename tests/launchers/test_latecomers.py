@@ -37,8 +37,8 @@ class Cluster:
         self.processes[task] = subprocess.Popen(command, cwd=self.folder, stderr=subprocess.PIPE, text=True)
 
     def end_of(self, task: str) -> tuple[int, str]:
-        _, told = self.processes[task].communicate(timeout=600)
-        return self.processes.pop(task).returncode, told
+        _, errors = self.processes[task].communicate(timeout=600)
+        return self.processes.pop(task).returncode, errors
 
     def made_by(self, task: str) -> int:
         """Updates of the newest run that a task computed."""
@@ -55,9 +55,9 @@ class Cluster:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    found = Cluster(tmp_path)
-    yield found
-    for process in found.processes.values():
+    group = Cluster(tmp_path)
+    yield group
+    for process in group.processes.values():
         process.kill()
         with contextlib.suppress(OSError):
             process.communicate()
@@ -71,14 +71,14 @@ def test_workers_join_late_or_again_and_a_run_continues_after_its_chief_has_died
     cluster.start("worker:0")
     wait_for(lambda: cluster.made_by("worker:0") > 0)
     cluster.kill("worker:0")
-    seen = cluster.made_by("chief")
-    wait_for(lambda: cluster.made_by("chief") > seen + 500)  # lines are written by the hundred
+    steps = cluster.made_by("chief")
+    wait_for(lambda: cluster.made_by("chief") > steps + 500)  # lines are written by the hundred
     before = cluster.made_by("worker:0")
     cluster.start("worker:0")
     wait_for(lambda: cluster.made_by("worker:0") > before)
     cluster.kill("chief:0")
-    code, told = cluster.end_of("worker:0")
-    assert (code, "chief:0 (127.0.0.1:" in told, "resume=auto continues" in told) == (5, True, True), told
+    code, errors = cluster.end_of("worker:0")
+    assert (code, "chief:0 (127.0.0.1:" in errors, "resume=auto continues" in errors) == (5, True, True), errors
     assert cluster.end_of("ps:0")[0] != 0
     newest = max(int(path.name[5:]) for path in cluster.runs("checkpoints/step_*"))
     for task in ROLES:
@@ -95,7 +95,7 @@ def test_a_worker_that_was_started_otherwise_is_refused_and_the_others_go_on(clu
     cluster.start("chief:0", *short)
     cluster.start("ps:0", *short)
     cluster.start("worker:0", *short, "optimizer.lr=0.5")
-    code, told = cluster.end_of("worker:0")
+    code, errors = cluster.end_of("worker:0")
     assert code == 2
-    assert "optimizer.lr=0.5: chief:0 (127.0.0.1:" in told
+    assert "optimizer.lr=0.5: chief:0 (127.0.0.1:" in errors
     assert [cluster.end_of(task)[0] for task in ("chief:0", "ps:0")] == [0, 0]

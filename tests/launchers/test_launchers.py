@@ -46,9 +46,9 @@ def start(*command: str, **variables: str) -> subprocess.Popen[str]:
 
 def ended(*processes: subprocess.Popen[str]) -> list[str]:
     """What each one wrote to its standard error; all ended well."""
-    told = [process.communicate(timeout=180) for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(processes), told
-    return [error for _, error in told]
+    outputs = [process.communicate(timeout=180) for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), outputs
+    return [error for _, error in outputs]
 
 
 def detected(text: str) -> str:
@@ -83,8 +83,8 @@ def test_torchrun_starts_again_what_was_killed(one_run: Callable[[], None], lost
     planted = f"rank={lost},step=7,phase=reduce,action=kill,attempt=0"
     trainkit = TRAINKIT if lost else ("--no-python", *quick.command(*RUN))  # where it matters, a signal reaches rank 0
     command = (*TORCHRUN, "--nproc-per-node=2", f"--master-port={free_port()}", "--max-restarts=1", *trainkit)
-    (told,) = ended(start(*command, "checkpoint.every_steps=3", TRAINKIT_FAIL=planted))
-    assert told.count("launch by torchrun: rank 0 of 2") == 2
+    (errors,) = ended(start(*command, "checkpoint.every_steps=3", TRAINKIT_FAIL=planted))
+    assert errors.count("launch by torchrun: rank 0 of 2") == 2
     one_run()
     notes = json.loads(Path("run/environment.json").read_text())["notes"]
     assert notes[-1:] == [f"restarted by the launcher: continues {Path('run').absolute()}"]
@@ -94,30 +94,30 @@ def test_mpirun(one_run: Callable[[], None]) -> None:
     if shutil.which("mpirun") is None:
         pytest.skip("needs mpirun: apt-get install openmpi-bin")
     command = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *quick.command(*RUN))
-    (told,) = ended(start(*command))
-    assert detected(told) == "launch by Open MPI: rank 0 of 2 on one host"
+    (errors,) = ended(start(*command))
+    assert detected(errors) == "launch by Open MPI: rank 0 of 2 on one host"
     one_run()
 
 
 def test_mpiexec_of_mpich(one_run: Callable[[], None]) -> None:
     if shutil.which("mpiexec.mpich") is None:
         pytest.skip("needs mpiexec.mpich: apt-get install mpich")
-    (told,) = ended(start("mpiexec.mpich", "-n", "2", *quick.command(*RUN), MASTER_PORT=str(free_port())))
-    assert detected(told) == "launch by MPICH: rank 0 of 2 on one host"
+    (errors,) = ended(start("mpiexec.mpich", "-n", "2", *quick.command(*RUN), MASTER_PORT=str(free_port())))
+    assert detected(errors) == "launch by MPICH: rank 0 of 2 on one host"
     one_run()
 
 
 def test_srun(one_run: Callable[[], None]) -> None:
     with slurm() as variables:
-        (told,) = ended(start("srun", "--ntasks=2", *quick.command(*RUN), **variables))
-    assert detected(told) == "launch by SLURM: rank 0 of 2 on one host"
+        (errors,) = ended(start("srun", "--ntasks=2", *quick.command(*RUN), **variables))
+    assert detected(errors) == "launch by SLURM: rank 0 of 2 on one host"
     one_run()
 
 
 def test_containers_are_detected_by_pet_variables(one_run: Callable[[], None]) -> None:
     group = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
-    told = ended(*(start(*quick.command(*RUN), **group, PET_NODE_RANK=str(rank)) for rank in range(2)))
-    assert detected(told[0]) == "launch by PET_NNODES: rank 0 of 2 on 2 hosts"
+    errors = ended(*(start(*quick.command(*RUN), **group, PET_NODE_RANK=str(rank)) for rank in range(2)))
+    assert detected(errors[0]) == "launch by PET_NNODES: rank 0 of 2 on 2 hosts"
     one_run()
 
 
@@ -127,8 +127,8 @@ def test_two_hosts(one_run: Callable[[], None]) -> None:
         processes = [
             start(*host.command(*PYTHON, *spec, f"cluster.task=worker:{index}")) for index, host in enumerate(hosts)
         ]
-        told = ended(*processes)
-    assert detected(told[0]) == "launch by cluster=spec: rank 0 of 2 on 2 hosts"
+        errors = ended(*processes)
+    assert detected(errors[0]) == "launch by cluster=spec: rank 0 of 2 on 2 hosts"
     one_run()
 
 
@@ -139,8 +139,8 @@ def test_a_signal_to_one_process_saves_and_stops_them_all(cwd: Path) -> None:
     processes = [start(*command, RANK=str(rank), **hand) for rank, command in enumerate(commands)]
     wait_for(lambda: any((cwd / "run/checkpoints").glob("step_*")), *processes)
     processes[1].send_signal(signal.SIGINT)
-    told = [process.communicate(timeout=180) for process in processes]
-    assert [process.returncode for process in processes] == [130, 130], told
+    outputs = [process.communicate(timeout=180) for process in processes]
+    assert [process.returncode for process in processes] == [130, 130], outputs
     result = json.loads((cwd / "run/result.json").read_text())
     assert (result["status"], result["reason"]) == ("stopped", "Ctrl-C")
     assert result["last"].endswith(f"step_{result['steps']:08d}")
@@ -151,10 +151,10 @@ def test_a_process_that_is_killed_is_missed_and_named_by_the_other(cwd: Path, lo
     hand = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     planted = {"TRAINKIT_FAIL": f"rank={lost},step=5,phase=reduce,action=kill"}
     processes = [start(*quick.command(*RUN), RANK=str(rank), **hand, **planted) for rank in range(2)]
-    told = [process.communicate(timeout=180)[1] for process in processes]
-    assert (processes[lost].returncode, processes[1 - lost].returncode) == (KILLED, 1), told
-    said = f"rank {lost} has ended in step 5 (reduce) without an error report."
-    assert said in plain(told[1 - lost]).splitlines()
+    outputs = [process.communicate(timeout=180)[1] for process in processes]
+    assert (processes[lost].returncode, processes[1 - lost].returncode) == (KILLED, 1), outputs
+    message = f"rank {lost} has ended in step 5 (reduce) without an error report."
+    assert message in plain(outputs[1 - lost]).splitlines()
 
 
 def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(cwd: Path) -> None:
@@ -168,9 +168,9 @@ def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(cwd: Path) -> None
         ]
         wait_for(lambda: any((cwd / "run/checkpoints").glob("step_*")), *processes)  # early ones are deleted soon
         hosts[1].unplug()
-        told = [process.communicate(timeout=180)[1] for process in processes]
-    assert [process.returncode for process in processes] == [5, 5], told
-    for rank, text in enumerate(told):
+        outputs = [process.communicate(timeout=180)[1] for process in processes]
+    assert [process.returncode for process in processes] == [5, 5], outputs
+    for rank, text in enumerate(outputs):
         assert any(
             line.startswith(f"rank {1 - rank} stopped answering in step") for line in plain(text).splitlines()
         ), text

@@ -52,15 +52,15 @@ def test_a_process_that_stands_for_a_host_has_a_rank_a_device() -> None:
 
 
 def test_a_launch_that_a_strategy_has_no_use_for_is_refused() -> None:
-    (told,) = problems(OneDevice(), launch_of(2))
-    assert told.startswith("strategy=one_device: torchrun started 2 processes, and it has work for one.")
+    (problem,) = problems(OneDevice(), launch_of(2))
+    assert problem.startswith("strategy=one_device: torchrun started 2 processes, and it has work for one.")
     assert problems(OneDevice(), launch_of(1)) == []
-    (told,) = problems(Mirrored(), launch_of(2, num_local=1, num_hosts=2))
-    assert told.startswith("strategy=mirrored: runs on one host, and torchrun started 2.")
-    (told,) = problems(Mirrored(), launch_of(3), num_gpus=2)
-    assert told.startswith("strategy.replicas=3: more replicas on this host than its 2 GPUs.")
-    (told,) = problems(Mirrored(), launch_of(9), numerics=Numerics(reproducible=True))
-    assert told.startswith("strategy.replicas=9: more replicas than numerics.lanes=8.")
+    (problem,) = problems(Mirrored(), launch_of(2, num_local=1, num_hosts=2))
+    assert problem.startswith("strategy=mirrored: runs on one host, and torchrun started 2.")
+    (problem,) = problems(Mirrored(), launch_of(3), num_gpus=2)
+    assert problem.startswith("strategy.replicas=3: more replicas on this host than its 2 GPUs.")
+    (problem,) = problems(Mirrored(), launch_of(9), numerics=Numerics(reproducible=True))
+    assert problem.startswith("strategy.replicas=9: more replicas than numerics.lanes=8.")
 
 
 def test_all_settings_that_a_launch_cannot_give_are_reported_together() -> None:
@@ -93,11 +93,11 @@ def test_replicas_are_those_of_the_whole_run_under_every_launch() -> None:
 
 def test_the_evaluator_of_a_cluster_is_none_of_the_ranks_that_train() -> None:
     members = {"worker": ["a:1", "a:2"], "evaluator": ["a:3"]}
-    seen = [launch_in(members, task, kind="TF_CONFIG").training for task in (("worker", 1), ("evaluator", 0))]
-    assert [(launch.rank, launch.local_rank, launch.num_local, launch.num_ranks) for launch in seen] == [
+    launches = [launch_in(members, task, kind="TF_CONFIG").training for task in (("worker", 1), ("evaluator", 0))]
+    assert [(launch.rank, launch.local_rank, launch.num_local, launch.num_ranks) for launch in launches] == [
         (1, 1, 2, 2), (0, 0, 2, 2),
     ]  # fmt: skip
-    assert problems(Mirrored(), seen[0]) == []
+    assert problems(Mirrored(), launches[0]) == []
 
 
 class Clock:
@@ -119,13 +119,13 @@ def wait_for_ever(patience: WaitReporter) -> None:
 
 
 def test_the_wait_reports_the_missing_task_repeatedly_and_ends_at_its_limit() -> None:
-    said: list[str] = []
+    lines: list[str] = []
     clock = Clock()
     who = "worker:1 (10.0.0.2:2222)"
-    patience = WaitReporter(lambda: who, timeout_s=60.0, log=said.append, clock=clock, sleep=clock.sleep)
+    patience = WaitReporter(lambda: who, timeout_s=60.0, log=lines.append, clock=clock, sleep=clock.sleep)
     with pytest.raises(HangError) as caught:
         wait_for_ever(patience)
-    assert said == [
+    assert lines == [
         f"waiting for {who}",
         f"waiting for {who}, 9 s",
         f"waiting for {who}, 21 s",
@@ -176,8 +176,8 @@ def test_on_one_host_gloo_stays_on_the_loopback_interface() -> None:
 
 
 def test_an_address_that_is_taken_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         with pytest.raises(ConfigError) as caught:
             store_of_launch(launch_of(2, store=("127.0.0.1", port)))
     assert str(caught.value).splitlines()[1] == (

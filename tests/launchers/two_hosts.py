@@ -18,17 +18,17 @@ class Host:
     address: str
     cable: str
 
-    def command(self, *words: str) -> list[str]:
+    def command(self, *arguments: str) -> list[str]:
         """A command as it is run on this host."""
-        return ["ip", "netns", "exec", self.name, *words]
+        return ["ip", "netns", "exec", self.name, *arguments]
 
     def unplug(self) -> None:
         """Cut the cable: no packet comes through any more, and nobody is told."""
         ip("-netns", self.name, "link", "set", self.cable, "down")
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("needs root and iproute2: apt-get install iproute2")
     number = os.getpid() % 10_000
-    hosts = [Host(f"tk{number}{side}", f"10.77.0.{place}", f"tk{number}{side}") for place, side in ((1, "a"), (2, "b"))]
+    hosts = [Host(f"tk{number}{side}", f"10.77.0.{octet}", f"tk{number}{side}") for octet, side in ((1, "a"), (2, "b"))]
     with contextlib.ExitStack() as stack:
         try:
             for host in hosts:

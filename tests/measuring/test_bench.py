@@ -54,20 +54,20 @@ def test_the_choices_take_turns_and_nothing_of_a_turn_is_left() -> None:
         assert not (folder / "model").exists()
         return turn
 
-    both = [candidate("a", "optimizer.lr=0.1"), candidate("b", "batch.global_size=16")]
-    one, other = bench(both, rounds=2, steps=3, log=lines.append, start=start)
+    candidates = [candidate("a", "optimizer.lr=0.1"), candidate("b", "batch.global_size=16")]
+    first, second = bench(candidates, rounds=2, steps=3, log=lines.append, start=start)
     assert lines == ["round 1 of 2: a", "round 1 of 2: b", "round 2 of 2: a", "round 2 of 2: b"]
-    assert [turn.figures["steps"] for turn in (*one.turns, *other.turns)] == [3, 3, 3, 3]
-    assert [one.turns[0].figures["samples"], other.turns[0].figures["samples"]] == [3 * 64, 3 * 16]
+    assert [turn.figures["steps"] for turn in (*first.turns, *second.turns)] == [3, 3, 3, 3]
+    assert [first.turns[0].figures["samples"], second.turns[0].figures["samples"]] == [3 * 64, 3 * 16]
     assert not any(folder.exists() for folder in folders)
 
 
 def test_the_slow_part_of_a_step_is_the_one_that_is_named() -> None:
     reads = (*SLEEPY[:2], "data.ms=1", "model.ms=0", "batch.global_size=8")
     for part, settings in (("input", reads), ("forward", SLEEPY)):
-        (one,) = bench([candidate("a", *settings)], rounds=1, steps=3, start=here)
-        found = parts_of(one.turns[0].figures)
-        assert max(found, key=lambda name: found[name]) == part
+        (choice,) = bench([candidate("a", *settings)], rounds=1, steps=3, start=here)
+        parts = parts_of(choice.turns[0].figures)
+        assert max(parts, key=lambda name: parts[name]) == part
 
 
 def test_a_measured_training_computes_the_same_bits(tmp_path: Path) -> None:
@@ -83,32 +83,33 @@ def test_a_choice_that_fails_is_left_out_and_the_others_go_on() -> None:
     def start(cfg: RunConfig, folder: Path) -> Turn:
         return Turn(failure="exit 1: no room") if cfg.seed == 1 else here(cfg, folder)
 
-    one, other = bench([candidate("a", "seed=1"), candidate("b")], rounds=2, steps=1, start=start)
-    assert (one.is_measured, one.failure, other.is_measured, len(other.turns)) == (False, "exit 1: no room", True, 2)
+    first, second = bench([candidate("a", "seed=1"), candidate("b")], rounds=2, steps=1, start=start)
+    assert (first.is_measured, first.failure) == (False, "exit 1: no room")
+    assert (second.is_measured, len(second.turns)) == (True, 2)
 
 
 def test_turns_without_a_number_of_steps_take_about_two_seconds() -> None:
-    asked = list[int]()
+    num_steps = list[int]()
 
     def start(cfg: RunConfig, folder: Path) -> Turn:
         del folder
-        asked.append(cfg.callbacks["measurement"]["num_steps"])
+        num_steps.append(cfg.callbacks["measurement"]["num_steps"])
         ranks = [dict.fromkeys(("input", "forward", "backward", "exchange", "update"), 0.0)]
-        steps = asked[-1]
+        steps = num_steps[-1]
         return Turn(figures={"steps": steps, "samples": steps, "seconds": 0.1 * steps, "ranks": ranks, "targets": 1.0})
 
-    (one,) = bench([candidate("a")], rounds=1, start=start)
-    assert asked == [20, 20]  # two seconds of steps of 0.1 s each
-    assert one.cold is not None
-    assert len(one.turns) == 1
+    (choice,) = bench([candidate("a")], rounds=1, start=start)
+    assert num_steps == [20, 20]  # two seconds of steps of 0.1 s each
+    assert choice.cold is not None
+    assert len(choice.turns) == 1
 
 
 def test_a_training_ends_once_its_evaluation_has_the_result() -> None:
     points = candidate("a", "eval.every_steps=5", "eval.every_epochs=null")
-    (one,) = bench([points], rounds=1, target=Target.of("val/accuracy", 0.2, points.cfg), start=here)
+    (choice,) = bench([points], rounds=1, target=Target.of("val/accuracy", 0.2, points.cfg), start=here)
     (two,) = bench([points], rounds=1, target=Target.of("val/loss", -1.0, points.cfg), start=here)
-    assert 0 < present(one.spread("until_s")).median <= one.turns[0].figures["trained_s"]
-    assert one.turns[0].figures["until"]["value"] >= 0.2
+    assert 0 < present(choice.spread("until_s")).median <= choice.turns[0].figures["trained_s"]
+    assert choice.turns[0].figures["until"]["value"] >= 0.2
     assert (two.spread("until_s"), two.turns[0].figures["trained_steps"]) == (None, 40)
     assert two.turns[0].figures["metric"] > 0
 
@@ -120,13 +121,13 @@ def test_bench_measures_in_processes_and_keeps_its_folder_alone(cwd: Path, capsy
     content = json.loads(capsys.readouterr().out)
     assert content["version"] == 1
     jsonschema.Draft202012Validator(schema_of("bench")).validate(content)
-    assert [one["label"] for one in content["choices"]] == [
+    assert [choice["label"] for choice in content["choices"]] == [
         "strategy=one_device", "strategy=mirrored strategy.replicas=2",
     ]  # fmt: skip
-    one, two = content["choices"]
-    assert (one["replicas"], two["replicas"], len(two["turns"][0]["ranks"])) == (1, 2, 2)
+    first, two = content["choices"]
+    assert (first["replicas"], two["replicas"], len(two["turns"][0]["ranks"])) == (1, 2, 2)
     assert two["parts_s"]["exchange"]["median"] > 0
-    assert one["start_s"]["median"] > 0
+    assert first["start_s"]["median"] > 0
     assert json.loads((cwd / "found" / "bench.json").read_text()) == content
     assert [path.name for path in cwd.iterdir()] == ["found"]
     assert {path.name for path in (cwd / "found").iterdir()} == {"bench.json", "bench.png"}
@@ -134,7 +135,7 @@ def test_bench_measures_in_processes_and_keeps_its_folder_alone(cwd: Path, capsy
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "parts"),
     [
         (
             ["seed=1,1", "--until", "val/accuracy", "--steps", "3"],
@@ -158,9 +159,9 @@ def test_bench_measures_in_processes_and_keeps_its_folder_alone(cwd: Path, capsy
         (["--data", "steps=20"], ["bench needs 30 or more"]),
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_before_anything_runs(arguments: list[str], words: list[str], refuse: Refuse) -> None:
-    found = refuse("bench", "recipe=null", *arguments)
-    assert all(word in one for word, one in zip(words, found, strict=True)), found
+def test_bad_input_is_refused_before_anything_runs(arguments: list[str], parts: list[str], refuse: Refuse) -> None:
+    problems = refuse("bench", "recipe=null", *arguments)
+    assert all(part in problem for part, problem in zip(parts, problems, strict=True)), problems
 
 
 @pytest.mark.slow
@@ -175,19 +176,19 @@ def test_choices_that_a_dropped_key_makes_the_same_are_measured_once(
 @pytest.mark.slow
 def test_the_time_of_torch_compile_is_apart() -> None:
     compiled = ("compile.mode=default", "compile.backend=eager")
-    one, other = bench([candidate("a"), candidate("b", *compiled)], rounds=1, steps=3, start=here)
-    assert one.spread("compile_s") == Spread.of([0.0])
-    assert 0 < present(other.spread("compile_s")).median < present(other.spread("first_step_s")).median
-    assert "of it compiling" in "\n".join(table_lines([one, other]))
+    first, second = bench([candidate("a"), candidate("b", *compiled)], rounds=1, steps=3, start=here)
+    assert first.spread("compile_s") == Spread.of([0.0])
+    assert 0 < present(second.spread("compile_s")).median < present(second.spread("first_step_s")).median
+    assert "of it compiling" in "\n".join(table_lines([first, second]))
 
 
 def test_a_language_model_has_its_tokens_a_second() -> None:
     text = ("model=gpt", "data=synthetic_tokens", "objective=language_modelling", "batch.global_size=4")
     small = ("model.width=16", "model.num_heads=2", "model.num_layers=1", "model.context=8", "data.context=8")
-    (one,) = bench([candidate("a", *text, *small)], rounds=1, steps=2, start=here)
-    assert one.turns[0].figures["samples"] == 8
-    assert one.turns[0].figures["targets"] == 64
-    assert "targets/s" in "\n".join(table_lines([one]))
+    (choice,) = bench([candidate("a", *text, *small)], rounds=1, steps=2, start=here)
+    assert choice.turns[0].figures["samples"] == 8
+    assert choice.turns[0].figures["targets"] == 64
+    assert "targets/s" in "\n".join(table_lines([choice]))
 
 
 VAIN = ", and workers do not shorten a step"
@@ -206,8 +207,8 @@ def search(
             return Turn(failure="exit 2: cannot")
         whole, read = step_ms[cfg.loader.num_workers]
         parts = {**dict.fromkeys(PARTS, 0.0), "input": read / 1e3}
-        rest = {"targets": 8.0, "peak_bytes": 1 << 20, "compile_s": 0.0}
-        return Turn(figures={"steps": 1, "samples": 8, "seconds": whole / 1e3, "ranks": [parts], **rest})
+        totals = {"targets": 8.0, "peak_bytes": 1 << 20, "compile_s": 0.0}
+        return Turn(figures={"steps": 1, "samples": 8, "seconds": whole / 1e3, "ranks": [parts], **totals})
 
     return search_workers(config("loader.cache=false"), num_steps=1000, num_ranks=ranks, start=start)
 
@@ -231,9 +232,9 @@ def search(
 def test_the_smallest_number_of_workers_wins_whose_steps_are_short(
     step_ms: Mapping[int, tuple[float, float]], tried: int, reason: str, bound: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = search(step_ms, monkeypatch)
-    assert (len(found.choices), found.reason, found.is_loader_bound) == (tried, reason, bound)
-    assert str(found.num_workers) == reason[0]
+    answer = search(step_ms, monkeypatch)
+    assert (len(answer.choices), answer.reason, answer.is_loader_bound) == (tried, reason, bound)
+    assert str(answer.num_workers) == reason[0]
 
 
 def test_the_verdict_stands_below_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,8 +283,8 @@ def test_what_cannot_be_measured_takes_a_number(cwd: Path) -> None:
 def test_the_verdict_as_json_has_its_schema(
     cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = WorkerSearch(choices=(Choice(label="0", failure="exit 2"),), num_workers=0, reason="0, because")
-    monkeypatch.setattr(verb, "search_workers", lambda *_, **__: found)
+    answer = WorkerSearch(choices=(Choice(label="0", failure="exit 2"),), num_workers=0, reason="0, because")
+    monkeypatch.setattr(verb, "search_workers", lambda *_, **__: answer)
     assert main(["bench", "--data", "recipe=null", "steps=40", "--json", "--out", "found"]) == 1
     content = json.loads(capsys.readouterr().out)
     jsonschema.Draft202012Validator(schema_of("bench")).validate(content)
@@ -299,14 +300,14 @@ LONG = (
 
 def processes_with(variable: str) -> list[int]:
     """Return the processes that have a variable in their environment."""
-    found = []
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if variable in (process / "environ").read_bytes().decode(errors="replace").split("\0"):
-                found.append(int(process.name))
+                pids.append(int(process.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -324,8 +325,8 @@ def test_a_stopped_bench_leaves_no_process_and_no_folder(cwd: Path) -> None:
         wait_for(lambda: [*scratch.glob("trainkit-bench-*/*/run/live/rank_1*")], process)
         process.terminate()
         assert process.wait(300) == 143
-        kept = (path.name for path in scratch.iterdir())
-        assert [name for name in kept if not name.startswith("torchinductor_")] == []  # the compiler's own cache
+        names = (path.name for path in scratch.iterdir())
+        assert [name for name in names if not name.startswith("torchinductor_")] == []  # the compiler's own cache
         wait_for(lambda: not processes_with(variable))
         assert [*(cwd / "outputs/bench").iterdir()] == []
     finally:

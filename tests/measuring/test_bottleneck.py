@@ -28,18 +28,18 @@ KEYS = (
 
 def profiled(folder: Path, *overrides: str) -> dict[str, object]:
     trainkit.train(trainkit.compose([*KEYS, *overrides], packages=["tests"]), run_dir=folder)
-    found: dict[str, object] = json.loads((folder / "profile" / "bottleneck.json").read_text())
-    return found
+    report: dict[str, object] = json.loads((folder / "profile" / "bottleneck.json").read_text())
+    return report
 
 
 def profiled_in_a_quiet_moment(folder: Path, kind: str, *overrides: str) -> tuple[Path, dict[str, object]]:
     """Profile anew, at most five times, until a verdict is reached: other processes take time that none is bound by."""
-    found: dict[str, object] = {}
+    report: dict[str, object] = {}
     for attempt in range(5):
-        found = profiled(run := folder / str(attempt), *overrides)
-        if found["bottleneck"] == kind:
+        report = profiled(run := folder / str(attempt), *overrides)
+        if report["bottleneck"] == kind:
             break
-    return run, found
+    return run, report
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def profiled_in_a_quiet_moment(folder: Path, kind: str, *overrides: str) -> tupl
 def test_the_bottleneck_is_named_with_its_key_and_the_trace(
     kind: str, settings: tuple[str, ...], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, found = profiled_in_a_quiet_moment(tmp_path, kind, *settings)
-    assert found["bottleneck"] == kind
+    run, report = profiled_in_a_quiet_moment(tmp_path, kind, *settings)
+    assert report["bottleneck"] == kind
     line = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bottleneck")][-1]
     assert line.startswith(f"bottleneck: {kind}, ")
     assert line.endswith(f" % of a step. What may reduce it: {key}. Trace: {run}/profile/trace.json")
@@ -73,14 +73,14 @@ def test_the_wait_for_one_rank_and_a_slow_exchange_are_two_verdicts(
 ) -> None:
     monkeypatch.setenv("TRAINKIT_FAIL", fails)
     settings = ("data.ms=0", "model=mlp", "model.in_features=4", "strategy=mirrored", "strategy.replicas=2")
-    _, found = profiled_in_a_quiet_moment(tmp_path, kind, *settings, "quiet=true")
-    assert found["bottleneck"] == kind
-    assert kind != "straggler" or found["slowest_rank"] == 1
+    _, report = profiled_in_a_quiet_moment(tmp_path, kind, *settings, "quiet=true")
+    assert report["bottleneck"] == kind
+    assert kind != "straggler" or report["slowest_rank"] == 1
 
 
 def test_kernels_of_a_gpu_are_told_apart_by_name_and_ranges_of_the_host_are_no_kernels() -> None:
     products = ["nvjet_tst_128x256_64x4_2x1_v_bz_TNT", "sm90_xmma_fprop_implicit_gemm_bf16", "triton_tem_fused_mm_0"]
-    others = ["triton_poi_fused_convolution_relu_0", "triton_red_fused_convert_element_type_sum_1", "convert_kernel"]
+    moves = ["triton_poi_fused_convolution_relu_0", "triton_red_fused_convert_element_type_sum_1", "convert_kernel"]
     ranges = ["Torch-Compiled Region: 0/0", "Optimizer.step#Adagrad.step"]
     events = [
         SimpleNamespace(
@@ -89,7 +89,7 @@ def test_kernels_of_a_gpu_are_told_apart_by_name_and_ranges_of_the_host_are_no_k
             self_device_time_total=1e6,
             is_user_annotation=name in ranges,
         )
-        for name in (*products, *others, *ranges, "ncclDevKernel_AllReduce_Sum_f32_RING_LL")
+        for name in (*products, *moves, *ranges, "ncclDevKernel_AllReduce_Sum_f32_RING_LL")
     ]
     assert KernelTimes.of(events, steps=1, on_device=True) == KernelTimes(compute_s=3.0, memory_s=3.0)
 
@@ -105,11 +105,11 @@ def test_operations_of_a_processor_count_by_kind_if_they_are_no_short_ones_of_py
 
 def test_the_rank_that_all_wait_for_may_be_another_in_each_step() -> None:
     slow, quick = (1.0, 0.1), (1.0, 0.9)
-    one = StepTimes(steps=(1.0, 1.0), inputs=(0.0, 0.0), exchanges=(slow[1], quick[1]))
-    other = StepTimes(steps=(1.0, 1.0), inputs=(0.0, 0.0), exchanges=(quick[1], slow[1]))
-    found = breakdown([one, other], KernelTimes())
-    assert found.bottleneck == "straggler"
-    assert found.shares == pytest.approx(
+    first = StepTimes(steps=(1.0, 1.0), inputs=(0.0, 0.0), exchanges=(slow[1], quick[1]))
+    second = StepTimes(steps=(1.0, 1.0), inputs=(0.0, 0.0), exchanges=(quick[1], slow[1]))
+    result = breakdown([first, second], KernelTimes())
+    assert result.bottleneck == "straggler"
+    assert result.shares == pytest.approx(
         {"input": 0, "host": 0.1, "compute": 0, "memory": 0, "exchange": 0.1, "straggler": 0.8}
     )
 
@@ -163,10 +163,10 @@ def test_parts_on_a_gpu_are_measured_between_events_of_its_stream(monkeypatch: p
             clock(phase, 0)
         clock.end_step()
     assert waits == []
-    found = {"input": 0.02, "forward": 0.04, "backward": 0.04, "exchange": 0.02, "update": 0.02}
-    assert clock.lap() == pytest.approx(found)
+    parts = {"input": 0.02, "forward": 0.04, "backward": 0.04, "exchange": 0.02, "update": 0.02}
+    assert clock.lap() == pytest.approx(parts)
     assert len(waits) == 1
-    assert clock.lap() == dict.fromkeys(found, 0.0)
+    assert clock.lap() == dict.fromkeys(parts, 0.0)
 
 
 def test_events_that_the_device_has_reached_are_added_up_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +180,8 @@ def test_events_that_the_device_has_reached_are_added_up_without_a_wait(monkeypa
         clock("forward", 0)
         clock("backward", 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    found = clock.lap()
-    assert (found["forward"], found["backward"]) == pytest.approx((0.2, 0.19))
+    parts = clock.lap()
+    assert (parts["forward"], parts["backward"]) == pytest.approx((0.2, 0.19))
 
 
 def test_the_energy_is_that_of_the_devices_by_their_uuid(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from trainkit.verbs.looking.schema import schema_of
 
 
 def curve_of(loss: list[float], *, ratio: float = 1.2) -> LrCurve:
-    return LrCurve.of([(1e-4 * ratio**place, value) for place, value in enumerate(loss)], "range")
+    return LrCurve.of([(1e-4 * ratio**index, value) for index, value in enumerate(loss)], "range")
 
 
 def range_of(low: float, high: float, steps: int, *overrides: str) -> LrCurve:
@@ -46,7 +46,7 @@ def range_of(low: float, high: float, steps: int, *overrides: str) -> LrCurve:
 
 
 def test_the_steepest_fall_and_a_tenth_of_the_minimum_are_suggested() -> None:
-    falling = [2 - math.tanh((place - 30) / 6) for place in range(60)]
+    falling = [2 - math.tanh((index - 30) / 6) for index in range(60)]
     curve = curve_of([*falling, 2.0, 4.0, 8.0])
     assert curve.steepest == pytest.approx(1e-4 * 1.2**30, rel=0.02)
     assert curve.minimum is not None
@@ -57,8 +57,8 @@ def test_the_steepest_fall_and_a_tenth_of_the_minimum_are_suggested() -> None:
 @pytest.mark.parametrize(
     "loss",
     [
-        [2.0 + 0.1 * (-1) ** place for place in range(40)],  # noise alone
-        [2.0 + 0.1 * place for place in range(40)],  # rises from the first step
+        [2.0 + 0.1 * (-1) ** index for index in range(40)],  # noise alone
+        [2.0 + 0.1 * index for index in range(40)],  # rises from the first step
         [2.0, 1.0, 0.5],  # too short
         [],
     ],
@@ -75,18 +75,18 @@ def test_a_loss_diverges_above_its_first_value_and_four_times_the_least() -> Non
         ([-1.0, -2.0, -2.0, -3.0, 90.0], [4]),  # a likelihood
         ([2.0, 3.0, 4.0, 5.0, 6.0], []),
     ]
-    for losses, places in cases:
-        seen = Divergence()
-        assert [place for place, loss in enumerate(losses) if seen.add(loss)] == places
+    for losses, indices in cases:
+        divergence = Divergence()
+        assert [index for index, loss in enumerate(losses) if divergence.add(loss)] == indices
 
 
 def test_the_rate_grows_by_a_ratio_and_the_losses_are_those_of_the_training(tmp_path: Path) -> None:
-    found = range_of(1e-6, 1e-4, 12)
-    rates = [point.lr for point in found.points]
+    whole = range_of(1e-6, 1e-4, 12)
+    rates = [point.lr for point in whole.points]
     assert rates == pytest.approx([1e-6 * 100 ** (step / 11) for step in range(12)])
-    assert found.ended == "range"
+    assert whole.ended == "range"
     cut = range_of(1e-6, 1e-4, 12, "batch.micro_size=16")
-    assert [point.loss for point in cut.points] == pytest.approx([point.loss for point in found.points])
+    assert [point.loss for point in cut.points] == pytest.approx([point.loss for point in whole.points])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -114,7 +114,7 @@ def test_a_training_that_fails_for_another_reason_is_an_error(tmp_path: Path) ->
 
 
 def test_the_override_undoes_the_scaling_of_the_learning_rate() -> None:
-    curve = curve_of([2 - math.tanh((place - 30) / 6) for place in range(60)])
+    curve = curve_of([2 - math.tanh((index - 30) / 6) for index in range(60)])
     rates = [present(SuggestedRate.of(rate, 4.0)) for rate in (curve.steepest, curve.tenth_of_minimum)]
     assert rates[0].override == f"optimizer.lr={rates[0].lr / 4:.3g}"
     content = FindLrDocument(
@@ -157,7 +157,7 @@ def test_a_range_test_runs_in_processes_and_writes_its_folder_alone(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "parts"),
     [
         (["lr", "--steps", "3"], ["--steps=3: must be a whole number, 10 to 100,000."]),
         (["lr", "--min-lr", "x", "--max-lr", "-1"], ["--min-lr=x: ", "--max-lr=-1: "]),
@@ -170,9 +170,9 @@ def test_a_range_test_runs_in_processes_and_writes_its_folder_alone(
         (["lr", "recipe=gan"], ["optimizers: has a learning rate for each of"]),
     ],
 )
-def test_bad_input_is_refused_before_anything_starts(arguments: list[str], words: list[str], refuse: Refuse) -> None:
-    found = refuse("find", *arguments, *([] if "recipe=gan" in arguments else ["recipe=null"]))
-    assert all(word in one for word, one in zip(words, found, strict=True)), found
+def test_bad_input_is_refused_before_anything_starts(arguments: list[str], parts: list[str], refuse: Refuse) -> None:
+    problems = refuse("find", *arguments, *([] if "recipe=gan" in arguments else ["recipe=null"]))
+    assert all(part in problem for part, problem in zip(parts, problems, strict=True)), problems
 
 
 OUT_OF_MEMORY = Turn(failure="exit 1: OutOfMemoryError: cuda:0 is out of memory.", error="OutOfMemoryError")
@@ -198,8 +198,8 @@ def search(
         return turns[cfg.batch.micro_size]
 
     cfg = config(*overrides)
-    found = search_micro_size(cfg, make_plan(cfg), memory=memory, steps=1, rounds=rounds, start=start)
-    return found, tried
+    sizes = search_micro_size(cfg, make_plan(cfg), memory=memory, steps=1, rounds=rounds, start=start)
+    return sizes, tried
 
 
 def test_the_sizes_make_1_2_4_shards_a_replica() -> None:
@@ -209,49 +209,49 @@ def test_the_sizes_make_1_2_4_shards_a_replica() -> None:
         (["batch.global_size=2", "strategy=mirrored", "strategy.replicas=2"], [(1, 1)]),
     ]
     for overrides, sizes in cases:
-        assert [(one.micro_size, one.accumulation) for one in sizes_of(make_plan(config(*overrides)))] == sizes
+        assert [(size.micro_size, size.accumulation) for size in sizes_of(make_plan(config(*overrides)))] == sizes
 
 
 def test_a_size_without_memory_is_followed_by_the_next_and_slower_ones_end_the_search() -> None:
     speeds = {32: measured(100), 16: measured(98), 8: measured(90), 4: measured(50)}
-    found, tried = search({64: OUT_OF_MEMORY, **speeds})
+    sizes, tried = search({64: OUT_OF_MEMORY, **speeds})
     assert tried == [64, 32, 16, 8, 4]
-    best = present(best_of(found))
-    assert (best.micro_size, [one.status for one in found[:2]]) == (16, ["out_of_memory", "measured"])
-    assert [one.reason for one in found[-2:]] == ["not tried: the larger sizes are slower already"] * 2
+    best = present(best_of(sizes))
+    assert (best.micro_size, [size.status for size in sizes[:2]]) == (16, ["out_of_memory", "measured"])
+    assert [size.reason for size in sizes[-2:]] == ["not tried: the larger sizes are slower already"] * 2
 
 
 def test_a_killed_training_counts_as_one_without_memory_and_another_failure_ends_the_search() -> None:
     killed = Turn(failure="signal 9", error="SIGKILL")
     rank = Turn(failure="exit 1: TrainingError: rank 1 was ended by SIGKILL", error="TrainingError")
-    gone = Turn(failure="exit 3: DataError: gone", error="DataError")
-    found, tried = search({64: killed, 32: rank, 16: gone})
-    assert (tried, best_of(found)) == ([64, 32, 16], None)
-    assert [one.status for one in found[:4]] == ["out_of_memory", "out_of_memory", "failed", "untried"]
-    assert found[3].reason == "not tried: the size above has failed"
+    failed = Turn(failure="exit 3: DataError: gone", error="DataError")
+    sizes, tried = search({64: killed, 32: rank, 16: failed})
+    assert (tried, best_of(sizes)) == ([64, 32, 16], None)
+    assert [size.status for size in sizes[:4]] == ["out_of_memory", "out_of_memory", "failed", "untried"]
+    assert sizes[3].reason == "not tried: the size above has failed"
 
 
 def test_a_size_that_the_plan_finds_too_big_is_not_tried() -> None:
-    found, tried = search({}, "batch.global_size=2", memory=HostMemory(memory_bytes=1 << 20))
-    assert (tried, {one.status for one in found}) == ([], {"too_big"})
-    assert present(found[0].reason).endswith("by the plan, this machine has 1 MiB free")
-    assert found[0].predicted_bytes is not None
+    sizes, tried = search({}, "batch.global_size=2", memory=HostMemory(memory_bytes=1 << 20))
+    assert (tried, {size.status for size in sizes}) == ([], {"too_big"})
+    assert present(sizes[0].reason).endswith("by the plan, this machine has 1 MiB free")
+    assert sizes[0].predicted_bytes is not None
 
 
 def test_a_size_that_the_config_cannot_have_is_not_tried() -> None:
     turns = dict.fromkeys((64, 32, 16, 8, 4), measured(5))
-    found, tried = search(turns, "model.batch_norm=true")
+    sizes, tried = search(turns, "model.batch_norm=true")
     assert tried == [64, 32, 16, 8, 4]
-    assert [one.status for one in found[-2:]] == ["refused", "refused"]  # the last batch has 29 samples
-    assert "so that a shard has one, which has no batch statistics" in present(found[-1].reason)
-    assert present(best_of(found)).micro_size == 4
+    assert [size.status for size in sizes[-2:]] == ["refused", "refused"]  # the last batch has 29 samples
+    assert "so that a shard has one, which has no batch statistics" in present(sizes[-1].reason)
+    assert present(best_of(sizes)).micro_size == 4
 
 
 def test_the_overrides_keep_the_global_batch() -> None:
     other = replace(config().batch, global_size=None, micro_size=8, accumulation=8)
-    words = other.overrides(global_size=64, micro_size=64)
-    assert words == ("batch.global_size=64", "batch.micro_size=64", "batch.accumulation=null")
-    assert make_plan(config(*words)).batch == make_plan(with_size(replace(config(), batch=other), 64, 64)).batch
+    overrides = other.overrides(global_size=64, micro_size=64)
+    assert overrides == ("batch.global_size=64", "batch.micro_size=64", "batch.accumulation=null")
+    assert make_plan(config(*overrides)).batch == make_plan(with_size(replace(config(), batch=other), 64, 64)).batch
 
 
 def test_what_was_found_is_shown_and_has_its_schema() -> None:
@@ -284,7 +284,7 @@ def test_sizes_are_measured_by_trainings_of_the_config(
 
 
 def test_the_memory_that_is_free_is_read_from_the_system(tmp_path: Path) -> None:
-    told = tmp_path / "meminfo"
-    told.write_text("MemTotal: 9 kB\nMemAvailable:    7 kB\n")
-    assert available_bytes(told) == 7 * 1024
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:    7 kB\n")
+    assert available_bytes(meminfo) == 7 * 1024
     assert available_bytes(tmp_path / "absent") > 1 << 20

@@ -48,31 +48,31 @@ def commands(blocks: Sequence[str], folder: Path) -> Iterator[list[str]]:
         cwd=folder, env={"PATH": "/nowhere"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "syntax error" not in done.stderr, done.stderr
-    words = iter((folder / "commands").read_text().split("\0")[:-1])
-    for count in words:
-        yield [next(words) for _ in range(int(count))]
+    fields = iter((folder / "commands").read_text().split("\0")[:-1])
+    for count in fields:
+        yield [next(fields) for _ in range(int(count))]
 
 
-def problem_of(words: Sequence[str]) -> str | None:
+def problem_of(command: Sequence[str]) -> str | None:
     """Return what is wrong with a command, behind the variables that are set for it; None where nothing is."""
-    variables = dict(word.split("=", 1) for word in takewhile(re.compile(r"[A-Z_]+=").match, words))
-    words = words[len(variables) :]
+    variables = dict(word.split("=", 1) for word in takewhile(re.compile(r"[A-Z_]+=").match, command))
+    command = command[len(variables) :]
     unknown = [name for name in variables if name.startswith("TRAINKIT_") and name not in _variables()]
-    if words[0].endswith("pip"):
+    if command[0].endswith("pip"):
         text = (ROOT / "pyproject.toml").read_text()
-        found = {word: re.sub(r"(==.*)\.0$", r"\1.*", word) for word in words if re.search(r"[<>=]=", word)}
-        unknown += [word for word, required in found.items() if f'"{required}"' not in text]
-    elif "trainkit" in words:
+        pins = {word: re.sub(r"(==.*)\.0$", r"\1.*", word) for word in command if re.search(r"[<>=]=", word)}
+        unknown += [word for word, required in pins.items() if f'"{required}"' not in text]
+    elif "trainkit" in command:
         with patch.dict(os.environ, variables):
             return (
                 f"no such variable: {unknown}"
                 if unknown
-                else _problem_of_trainkit(words[words.index("trainkit") + 1 :])
+                else _problem_of_trainkit(command[command.index("trainkit") + 1 :])
             )
     unknown += [
-        word for word in words if re.match(r"(scripts|tests|benchmarks|\.ci)/", word) and not (ROOT / word).exists()
+        word for word in command if re.match(r"(scripts|tests|benchmarks|\.ci)/", word) and not (ROOT / word).exists()
     ]
-    unknown += [word for word in words if word.startswith("trainkit.") and find_spec(word) is None]
+    unknown += [word for word in command if word.startswith("trainkit.") and find_spec(word) is None]
     return f"there is no {', '.join(unknown)}" if unknown else None
 
 
@@ -83,10 +83,10 @@ def _variables() -> set[str]:
     return {name for text in texts for name in re.findall(r"\bTRAINKIT_\w+", text)}
 
 
-def _problem_of_trainkit(words: Sequence[str]) -> str | None:
+def _problem_of_trainkit(arguments: Sequence[str]) -> str | None:
     """Parse the arguments of trainkit and, for a verb that has a config of its own, compose and check it."""
     try:
-        call, _ = parse(words)
+        call, _ = parse(arguments)
         if call.verb not in COMPOSING or "simulate" in call.flags:
             return None
         absent = patch.object(Reads, "rule", return_value=None)  # files that a page only names

@@ -94,9 +94,9 @@ def test_a_command_that_this_lane_does_not_run_is_a_whole_config(page: str, tmp_
         return
     write_files(dict(FILE.findall(text)), tmp_path)
     with importing_from(tmp_path):
-        found = [(words, problem_of([*words, *OF_PAGE.get(page, ())])) for words in commands(blocks, tmp_path)]
-    assert found
-    assert [one for one in found if one[1] is not None] == []
+        results = [(command, problem_of([*command, *OF_PAGE.get(page, ())])) for command in commands(blocks, tmp_path)]
+    assert results
+    assert [result for result in results if result[1] is not None] == []
 
 
 def test_every_command_is_in_a_block_that_is_run_or_composed() -> None:
@@ -144,11 +144,11 @@ PLACE = re.compile(r"\[`([\w.]+)`\]\(\.\./(trainkit/[\w/]+\.py)\)")
 
 
 def test_each_line_about_a_run_and_its_step_names_a_function_that_is_there() -> None:
-    places = PLACE.findall((ROOT / "docs/all-of-trainkit.md").read_text())
-    assert len(places) > 50
-    for name, path in places:
+    links = PLACE.findall((ROOT / "docs/all-of-trainkit.md").read_text())
+    assert len(links) > 50
+    for name, path in links:
         body: list[ast.stmt] = ast.parse((ROOT / path).read_text()).body
         for part in name.split("."):
-            found = [one for one in body if getattr(one, "name", None) == part]
-            assert found, f"{path} has no {name}"
-            body = found[0].body if isinstance(found[0], ast.ClassDef) else []
+            definitions = [node for node in body if getattr(node, "name", None) == part]
+            assert definitions, f"{path} has no {name}"
+            body = definitions[0].body if isinstance(definitions[0], ast.ClassDef) else []

@@ -257,13 +257,13 @@ def root(checkpoints: Path, tmp_path: Path) -> Path:
 
 def refuse(root: Path, reason: str) -> None:
     """Check that step 2 is passed over for a reason, in one line, and step 1 is used."""
-    said: list[str] = []
+    lines: list[str] = []
     with within(20):
-        loaded = newest_valid(root, said.append, check=refuse_malformed)
+        loaded = newest_valid(root, lines.append, check=refuse_malformed)
     assert loaded is not None
     assert loaded.checkpoint.step == 1
     assert loaded.tensors["param/w"].eq(1).all()
-    (line,) = said
+    (line,) = lines
     assert reason in line
     assert line.endswith("Using step_00000001 instead.")
     assert len(line) < 1000
@@ -379,15 +379,15 @@ def test_state_of_an_optimizer_of_ones_own_may_have_any_shape() -> None:
 def test_the_header_of_a_file_of_any_size_is_read() -> None:
     # begin x end of a tensor is no number of elements: it passes 2^63 in files of 3 GB
     names, text = header_of(dict.fromkeys(("a", "b", "c"), (torch.float32, (2**30, 3))))
-    found = {name: entry.start for name, entry in listed(text, 0, 36 << 30).items()}
-    assert found == {name: place * (12 << 30) for place, name in enumerate(names)}
+    starts = {name: entry.start for name, entry in listed(text, 0, 36 << 30).items()}
+    assert starts == {name: index * (12 << 30) for index, name in enumerate(names)}
 
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_thousands_of_pieces_are_compared_in_no_time(axis: int) -> None:
     count = 8000
     shape = [count, 2] if axis == 0 else [2, count]
-    cuts = [([place, 0], [1, 2]) if axis == 0 else ([0, place], [2, 1]) for place in range(count)]
+    cuts = [([index, 0], [1, 2]) if axis == 0 else ([0, index], [2, 1]) for index in range(count)]
     random.Random(0).shuffle(cuts)
     with within(20):  # all pairs took minutes
         assert coverage_error(shape, cuts) is None

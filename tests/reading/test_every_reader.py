@@ -61,14 +61,14 @@ ALLOWED: Final[dict[str, tuple[tuple[str, set[str]], ...]]] = {
 """Why it is not a file of a run and no message of another process -> the files, and what each calls."""
 
 
-def calls(tree: ast.AST, ours: set[str]) -> Iterator[tuple[str, int]]:
+def calls(tree: ast.AST, imported: set[str]) -> Iterator[tuple[str, int]]:
     """Calls that read or parse, with their lines; of the functions that a file imports from us, none."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         function = node.func
         if isinstance(function, ast.Name):
-            if function.id in (OPENS | READS) - ours:
+            if function.id in (OPENS | READS) - imported:
                 yield function.id, node.lineno
         elif isinstance(function, ast.Attribute):
             owner = function.value.id if isinstance(function.value, ast.Name) else ""
@@ -81,26 +81,26 @@ def calls(tree: ast.AST, ours: set[str]) -> Iterator[tuple[str, int]]:
 def _opens_no_file(name: str, call: ast.Call) -> bool:
     """A store, a board and an office open as well: without a mode, and not by a path or `os`."""
     owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-    others = "store board self._rendezvous hosted self.store self._meeting CoordinatorState"
-    return name == "open" and owner in others.split()
+    names = "store board self._rendezvous hosted self.store self._meeting CoordinatorState"
+    return name == "open" and owner in names.split()
 
 
 def found_in(file: Path) -> dict[str, list[int]]:
     """Name of a call -> its lines; of the functions that the bounded modules offer, none."""
     source = file.read_text(encoding="utf-8")
-    if not any(word in source for word in (*READS, *OPENS, *(name for _, name in PARSES))):
+    if not any(call in source for call in (*READS, *OPENS, *(name for _, name in PARSES))):
         return {}
     tree = ast.parse(source)
-    ours = {
+    imported = {
         alias.asname or alias.name
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module == "trainkit.files"
         for alias in node.names
     }
-    found: dict[str, list[int]] = {}
-    for name, line in calls(tree, ours):
-        found.setdefault(name, []).append(line)
-    return found
+    by_name: dict[str, list[int]] = {}
+    for name, line in calls(tree, imported):
+        by_name.setdefault(name, []).append(line)
+    return by_name
 
 
 @pytest.mark.slow
@@ -109,10 +109,10 @@ def test_every_file_of_a_run_is_read_through_the_bounded_modules() -> None:
     stale: list[str] = []
     allowed = {file: names for files in ALLOWED.values() for file, names in files}
     for path in sorted(LIBRARY.rglob("*.py")):
-        file, found = path.relative_to(LIBRARY).as_posix(), found_in(path)
+        file, by_name = path.relative_to(LIBRARY).as_posix(), found_in(path)
         names = allowed.get(file, set())
-        past |= {f"{file}:{lines[0]}": name for name, lines in found.items() if name not in names}
-        stale += [f"{file}: {name}" for name in names - found.keys()]
+        past |= {f"{file}:{lines[0]}": name for name, lines in by_name.items() if name not in names}
+        stale += [f"{file}: {name}" for name in names - by_name.keys()]
     assert not past, "read it through trainkit.files, or say in ALLOWED why not"
     assert not stale, "nothing there reads so any more: take it out of ALLOWED"
 

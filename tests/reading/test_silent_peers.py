@@ -41,10 +41,10 @@ def board() -> Iterator[StoreClient]:
     """A process of a launch that has found the store."""
     with HostedStore() as store, ExitStack() as stack:
         store.open()
-        found = StoreClient(launch_at(store.address))
-        found.open(stack, WaitReporter(lambda: "rank 0", timeout_s=30))
-        yield found
-        found.close()
+        client = StoreClient(launch_at(store.address))
+        client.open(stack, WaitReporter(lambda: "rank 0", timeout_s=30))
+        yield client
+        client.close()
 
 
 def launch_at(address: tuple[str, int]) -> LaunchEnvironment:

@@ -50,7 +50,7 @@ class Published:
 
     def _draw(self, rng: np.random.Generator) -> Workload:
         bounds = (self.compute_s, self.megabytes, self.gbit, self.latency_us)
-        positive = (log_uniform(rng, *one) for one in bounds)
+        positive = (log_uniform(rng, *bound) for bound in bounds)
         shares = float(rng.uniform(*self.spread)), float(rng.uniform(*self.overlap))
         return self._workload([*positive, *shares])
 

@@ -49,14 +49,14 @@ ASSUMED = Workload(
 
 def measured(true: Workload, *counts: int) -> list[Point]:
     seconds = {count: predict(true, count).total_s for count in counts}
-    return [Point(replicas=count, step_s=one, low_s=0.98 * one, high_s=1.02 * one) for count, one in seconds.items()]
+    return [Point(replicas=count, step_s=s, low_s=0.98 * s, high_s=1.02 * s) for count, s in seconds.items()]
 
 
 @pytest.mark.parametrize("slower", [0.5, 3.0])
 def test_a_fit_to_two_and_four_replicas_predicts_eight(slower: float) -> None:
     true = replace(ASSUMED, within=Link(bandwidth=2e9 / slower, latency_s=1e-4), crowd=1.1, overlap=0.2)
-    found = fit(ASSUMED, measured(true, 2, 4))
-    eight = predictions(found.work, found.draw, (8,))[0].samples_per_s
+    estimate = fit(ASSUMED, measured(true, 2, 4))
+    eight = predictions(estimate.work, estimate.draw, (8,))[0].samples_per_s
     assert eight.middle == pytest.approx(samples_per_s(true, 8), rel=0.15)
     assert eight.contains(samples_per_s(true, 8))
 
@@ -74,15 +74,15 @@ def test_what_no_model_explains_widens_the_intervals() -> None:
     strange = [points[0], replace(points[1], step_s=8 * points[1].step_s, low_s=0.3, high_s=0.3)]
     usual, wide = (fit(ASSUMED, chosen) for chosen in (points, strange))
     assert not wide.checks[1].inside
-    narrow, broad = (predictions(one.work, one.draw, (8,))[0].speedup for one in (usual, wide))
+    narrow, broad = (predictions(estimate.work, estimate.draw, (8,))[0].speedup for estimate in (usual, wide))
     assert broad.high / broad.low > 1.5 * narrow.high / narrow.low
 
 
 def test_what_was_measured_on_one_host_is_predicted_for_several_with_their_link() -> None:
-    found = fit(ASSUMED, measured(ASSUMED, 2, 4)).on_hosts(2, Link(bandwidth=1e8))
-    assert found.work.within != ASSUMED.within
+    estimate = fit(ASSUMED, measured(ASSUMED, 2, 4)).on_hosts(2, Link(bandwidth=1e8))
+    assert estimate.work.within != ASSUMED.within
     sent_s = 2 * 3 / 4 * 2e7 / 1e8  # of four replicas, over the link between hosts
-    assert predict(found.work, 4).parts["bytes"] == pytest.approx(sent_s, rel=0.2)
+    assert predict(estimate.work, 4).parts["bytes"] == pytest.approx(sent_s, rel=0.2)
 
 
 class FakeTurns:
@@ -108,7 +108,7 @@ def mirrored(*overrides: str) -> Scalable:
 
 def test_one_replica_computes_the_shares_of_several_with_their_threads() -> None:
     what, turns = replace(mirrored(), cores=4), FakeTurns()
-    found = measure(what, 8, rounds=1, steps=10, start=turns)
+    measurement = measure(what, 8, rounds=1, steps=10, start=turns)
     assert turns.seen == [
         ("OneDevice", 1, 64, 4),
         ("OneDevice", 1, 32, 2),
@@ -117,7 +117,7 @@ def test_one_replica_computes_the_shares_of_several_with_their_threads() -> None
         ("Mirrored", 2, 64, None),
         ("Mirrored", 4, 64, None),
     ]
-    work = workload(what, found, within=Link(bandwidth=2e9))
+    work = workload(what, measurement, within=Link(bandwidth=2e9))
     assert dict(work.share_s) == pytest.approx({1: 0.066, 2: 0.034, 4: 0.018, 8: 0.010})
     assert (work.spread, work.cores, work.exchange(1).own_bytes) == (0.1, 4, 0.0)
     assert work.exchange(4).own_bytes == pytest.approx(1.5 * 4 * (64 * 128 + 128 + 128 * 10 + 10))
@@ -139,9 +139,9 @@ def test_asynchronous_workers_compute_whole_steps() -> None:
 def test_the_link_of_the_servers_carries_the_bytes_of_all_workers() -> None:
     what = scalable(config("strategy=parameter_server", "strategy.servers=2"))
     size = 4.0 * (64 * 128 + 128 + 128 * 10 + 10)
-    found = exchange_of(what.transfers(8) or (), waits=True)
-    assert found.own_bytes == pytest.approx(2 * size, rel=0.02)
-    assert found.wall_bytes == pytest.approx(8 * 2 * size / 2, rel=0.02)
+    exchange = exchange_of(what.transfers(8) or (), waits=True)
+    assert exchange.own_bytes == pytest.approx(2 * size, rel=0.02)
+    assert exchange.wall_bytes == pytest.approx(8 * 2 * size / 2, rel=0.02)
 
 
 WORK = Workload(share_s={1: 0.4}, samples=64, grows=True, per_host=1, between=Link(bandwidth=1.25e9, latency_s=1e-4))
@@ -162,22 +162,22 @@ def test_the_link_of_a_server_bounds_asynchronous_updates(count: int, update_s: 
 
 def test_the_slowest_is_that_of_the_tables() -> None:
     """Harter 1961, Expected values of normal order statistics: a lognormal of small spread is a normal."""
-    found = [(slowest_of(count, 1e-3) - 1) / 1e-3 for count in (2, 10, 100)]
-    assert found == pytest.approx([0.56419, 1.53875, 2.50759], abs=5e-3)
+    ratios = [(slowest_of(count, 1e-3) - 1) / 1e-3 for count in (2, 10, 100)]
+    assert ratios == pytest.approx([0.56419, 1.53875, 2.50759], abs=5e-3)
 
 
 def test_steps_with_random_shards_take_the_time_of_measured_runs() -> None:
     """Four workers and a spread of 0.5, without a spare and with one: benchmarks/results/scale.md."""
-    found = [0.1 * slowest_of(4, 0.5, spares=spares) + 0.004 for spares in (0, 1)]
-    assert found == pytest.approx([0.153, 0.126], rel=0.05)
+    step_s = [0.1 * slowest_of(4, 0.5, spares=spares) + 0.004 for spares in (0, 1)]
+    assert step_s == pytest.approx([0.153, 0.126], rel=0.05)
 
 
 @pytest.mark.parametrize(("spread", "pays"), [(0.0, False), (0.5, True)])
 def test_spares_pay_only_where_times_spread(spread: float, pays: bool) -> None:
     work = replace(WORK, spread=spread)
     assert (best_spares(work, 20) > 0) == pays
-    found = [one.key for one in remedies(work, 20, Remedies(spares="strategy.spare_replicas"))]
-    assert ("strategy.spare_replicas=4" in found) == pays
+    names = [remedy.key for remedy in remedies(work, 20, Remedies(spares="strategy.spare_replicas"))]
+    assert ("strategy.spare_replicas=4" in names) == pays
 
 
 @pytest.mark.parametrize("interval_s", [200.0, 3000.0])
@@ -213,10 +213,10 @@ def test_a_slow_link_says_to_use_one_device() -> None:
 def test_the_link_of_one_server_is_the_limit_and_more_servers_raise_it() -> None:
     work = replace(WORK, exchange=servers(1e8, 1))
     assert predict(work, 32).binding[0] == "fullest link"
-    found = remedies(work, 32, Remedies(num_servers=1))
-    assert "twice the servers" in [one.name for one in found]
+    offered = remedies(work, 32, Remedies(num_servers=1))
+    assert "twice the servers" in [remedy.name for remedy in offered]
     assert servers_needed(work, 32, 1) == 32  # each has the bytes of one replica: no wall of theirs is left
-    assert "spares for the slowest" not in [one.name for one in found]
+    assert "spares for the slowest" not in [remedy.name for remedy in offered]
 
 
 @pytest.mark.parametrize(("measured_s", "verdict"), [(1.0, True), (3.0, False)])
@@ -224,6 +224,6 @@ def test_a_failed_check_leaves_no_verdict(measured_s: float, verdict: bool) -> N
     seconds = Interval(low=0.9, middle=1.0, high=1.1)
     check = Check(replicas=2, predicted_s=seconds, measured_s=measured_s, error=0.0, inside=verdict)
     fit = Fit(work=WORK, draw=lambda _: WORK, checks=(check,))
-    found = scale_document(fit, 4, assumed(HOSTS, {}), Remedies(), seed=0)
-    assert [one is not None for one in (found.knee, found.use_one_device, found.binds)] == [verdict] * 3
-    assert any(line.startswith("no verdict") for line in scale_lines(found, "")) is not verdict
+    document = scale_document(fit, 4, assumed(HOSTS, {}), Remedies(), seed=0)
+    assert [answer is not None for answer in (document.knee, document.use_one_device, document.binds)] == [verdict] * 3
+    assert any(line.startswith("no verdict") for line in scale_lines(document, "")) is not verdict

@@ -17,12 +17,12 @@ from trainkit.verbs.looking.schema import schema_of
 
 def test_all_mistakes_of_a_command_are_shown_at_once(refuse: Refuse) -> None:
     arguments = ["a", "model=mlp", "--simulate"]
-    found = refuse("scale", *arguments, "--assume", "gbit=0,latancy_us=3,spread,compute_s=nan")
-    words = [
+    problems = refuse("scale", *arguments, "--assume", "gbit=0,latancy_us=3,spread,compute_s=nan")
+    parts = [
         "--to-replicas: is needed", "scale: takes 0 arguments, and got a.", "model=mlp: ",
         "gbit=0: must be a number above 0", "Did you mean latency_us?", "spread: needs a value", "compute_s=nan: ",
     ]  # fmt: skip
-    assert all(word in line for word, line in zip(words, found, strict=True)), found
+    assert all(part in line for part, line in zip(parts, problems, strict=True)), problems
 
 
 def test_mistakes_of_a_measurement_are_shown_with_those_of_the_config(refuse: Refuse) -> None:
@@ -32,7 +32,7 @@ def test_mistakes_of_a_measurement_are_shown_with_those_of_the_config(refuse: Re
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "rule"),
     [
         (["strategy=one_device", "--to-replicas=4"], "OneDevice has one replica"),
         (["strategy=pipeline", "--to-replicas=4"], "Pipeline has one replica"),
@@ -40,10 +40,10 @@ def test_mistakes_of_a_measurement_are_shown_with_those_of_the_config(refuse: Re
         (["batch.micro_size=8", "--to-replicas=64"], "a step has 4 shards, and each replica needs one"),
     ],
 )
-def test_replicas_that_a_training_cannot_have_are_refused(arguments: list[str], words: str, refuse: Refuse) -> None:
+def test_replicas_that_a_training_cannot_have_are_refused(arguments: list[str], rule: str, refuse: Refuse) -> None:
     keys = [] if arguments[0].startswith("strategy") else ["strategy=mirrored", "batch.global_size=32"]
-    (found,) = refuse("scale", *keys, *arguments)
-    assert words in found
+    (problem,) = refuse("scale", *keys, *arguments)
+    assert rule in problem
 
 
 def test_a_prediction_without_measurement_prints_its_inputs_and_its_answers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,21 +58,21 @@ def test_a_prediction_without_measurement_prints_its_inputs_and_its_answers(caps
 
 def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     assert main(["scale", "--simulate", "--to-replicas", "16", "--json", *arguments]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    Draft202012Validator(schema_of("scale")).validate(found)
-    return found
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    Draft202012Validator(schema_of("scale")).validate(document)
+    return document
 
 
 def test_json_has_a_version_and_the_same_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    found = simulated(capsys)
-    assert (found["version"], found["to_replicas"], found["seed"]) == (2, 16, 0)
-    assert found["inputs"]["gbit"] == {"value": 10, "unit": "Gbit/s", "origin": "assumed"}
-    assert (found["spares"], found["servers_needed"], found["knee"]["middle"]) == (0, 4, 16)
+    document = simulated(capsys)
+    assert (document["version"], document["to_replicas"], document["seed"]) == (2, 16, 0)
+    assert document["inputs"]["gbit"] == {"value": 10, "unit": "Gbit/s", "origin": "assumed"}
+    assert (document["spares"], document["servers_needed"], document["knee"]["middle"]) == (0, 4, 16)
 
 
 def test_inputs_that_are_given_narrow_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
-    given = "--assume=compute_s=0.3,spread=0.1,megabytes=100,gbit=10,latency_us=50,overlap=0.5"
-    usual, exact = (simulated(capsys, *one)["predictions"][-1]["speedup"] for one in ([], [given]))
+    assumption = "--assume=compute_s=0.3,spread=0.1,megabytes=100,gbit=10,latency_us=50,overlap=0.5"
+    usual, exact = (simulated(capsys, *arguments)["predictions"][-1]["speedup"] for arguments in ([], [assumption]))
     assert usual["middle"] == pytest.approx(exact["middle"])
     assert usual["high"] > 1.5 * usual["low"]
     assert exact["high"] == pytest.approx(exact["low"])
@@ -82,24 +82,24 @@ def test_inputs_that_are_given_narrow_the_interval(capsys: pytest.CaptureFixture
 def test_a_training_is_measured_fitted_and_drawn(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["strategy=mirrored", "--to-replicas=4", "--steps=10", "--rounds=1", "--assume=price_h=2", "--out=here"]
     assert main(["scale", *arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    Draft202012Validator(schema_of("scale")).validate(found)
-    assert found == json.loads((cwd / "here" / "scale.json").read_text())
+    document = json.loads(capsys.readouterr().out)
+    Draft202012Validator(schema_of("scale")).validate(document)
+    assert document == json.loads((cwd / "here" / "scale.json").read_text())
     assert (cwd / "here" / "scale.png").read_bytes().startswith(b"\x89PNG")
-    assert [check["replicas"] for check in found["checks"]] == [2, 4]
-    assert [one["replicas"] for one in found["predictions"]] == [1, 2, 4]
-    assert found["predictions"][0]["speedup"]["middle"] == 1.0
-    assert all(one["cost_per_million"] > 0 for one in found["predictions"])
+    assert [check["replicas"] for check in document["checks"]] == [2, 4]
+    assert [prediction["replicas"] for prediction in document["predictions"]] == [1, 2, 4]
+    assert document["predictions"][0]["speedup"]["middle"] == 1.0
+    assert all(prediction["cost_per_million"] > 0 for prediction in document["predictions"])
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "bench.md"
 
 
-@pytest.mark.parametrize("one", PUBLISHED, ids=lambda one: f"{one.name} {one.replicas}")
-def test_a_published_speedup_lies_in_the_predicted_interval_which_the_page_shows(one: Published) -> None:
-    found = one.predicted()
-    assert all(found.contains(value) for value in one.speedup)
-    assert found.high < 2 * found.low  # an interval that holds everything says nothing
-    published = " to ".join(f"{value:.3g}" for value in dict.fromkeys(one.speedup))
-    row = f"| {one.name} | {one.replicas} | {published} | {found.low:.3g} to {found.high:.3g} | {one.source} |"
-    assert row in PAGE.read_text()
+@pytest.mark.parametrize("result", PUBLISHED, ids=lambda result: f"{result.name} {result.replicas}")
+def test_a_published_speedup_lies_in_the_predicted_interval_which_the_page_shows(result: Published) -> None:
+    speedup = result.predicted()
+    assert all(speedup.contains(value) for value in result.speedup)
+    assert speedup.high < 2 * speedup.low  # an interval that holds everything says nothing
+    published = " to ".join(f"{value:.3g}" for value in dict.fromkeys(result.speedup))
+    predicted = f"{speedup.low:.3g} to {speedup.high:.3g}"
+    assert f"| {result.name} | {result.replicas} | {published} | {predicted} | {result.source} |" in PAGE.read_text()

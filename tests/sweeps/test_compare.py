@@ -71,7 +71,7 @@ def test_of_400_equal_trainings_looked_at_after_each_pair_few_are_told_apart(kin
     chance, wins = random.Random(0), 0
     for _ in range(400):
         seeds = chance.sample(range(200), 60)
-        gaps = [POOL[kind][first] - POOL[kind][other] for first, other in zip(seeds[:30], seeds[30:], strict=True)]
+        gaps = [POOL[kind][first] - POOL[kind][second] for first, second in zip(seeds[:30], seeds[30:], strict=True)]
         looks = (verdict(gaps[:pairs], resolution=resolution, budget=0).answer for pairs in range(4, 31))
         wins += any(answer in ("better", "worse") for answer in looks)
     assert wins <= 20  # 5 %

@@ -273,8 +273,8 @@ def test_jobs_of_an_earlier_sweep_that_gave_nothing_are_forgotten(tmp_path: Path
 def test_a_sweep_that_is_killed_at_any_moment_ends_as_if_it_had_not_been(tmp_path: Path, moment: float) -> None:
     folder, calm = tmp_path / "killed", tmp_path / "calm"
     code = (
-        "import sys; from pathlib import Path; from tests.sweeps.test_jobs import *; place = Path(sys.argv[1])\n"
-        "run(sweep_in(place, slots=Slots(count=2)), *slow_jobs(place))"
+        "import sys; from pathlib import Path; from tests.sweeps.test_jobs import *; folder = Path(sys.argv[1])\n"
+        "run(sweep_in(folder, slots=Slots(count=2)), *slow_jobs(folder))"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.DEVNULL) as sweep:
         wait_for((folder / "sweep.json").exists)

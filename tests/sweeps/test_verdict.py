@@ -58,7 +58,7 @@ def test_who_looks_after_every_pair_is_wrong_in_fewer_than_one_of_twenty() -> No
 def test_measured_losses_are_told_apart_where_they_differ_by_more_than_rounding() -> None:
     answers = []
     for losses in (SLOWER, ALIKE):
-        result = verdict([first - other for first, other in zip(losses, BASE, strict=True)])
+        result = verdict([loss - base for loss, base in zip(losses, BASE, strict=True)])
         answers.append((result.answer, round(result.low, 6), round(result.high, 6)))
     assert answers == [("worse", 0.011776, 0.017321), ("not distinguishable yet", -0.000106, 8.6e-05)]
     assert verdict([0.1, 0.1]).answer == "not distinguishable yet"  # two pairs

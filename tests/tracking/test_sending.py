@@ -27,10 +27,10 @@ from trainkit.tracking.tracker import Wandb
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Recording:
-    found = Recording()
-    monkeypatch.setattr(sending, "SERVICES", {"wandb": lambda: found})
+    recording = Recording()
+    monkeypatch.setattr(sending, "SERVICES", {"wandb": lambda: recording})
     monkeypatch.setattr(sending, "_SETTLE_S", 0.0)
-    return found
+    return recording
 
 
 def sender_of(folder: Path) -> Sender:
@@ -139,8 +139,8 @@ def test_no_file_outside_of_the_folder_is_sent(tmp_path: Path) -> None:
     (folder / "link").symlink_to(secret)
     (folder / "plots").symlink_to(tmp_path)
     os.mkfifo(folder / "pipe")
-    found = files_of(folder, ["*", "plots/*", "../*", str(secret)])
-    assert [name for _, name in found] == ["environment.json", "resolved.yaml"]
+    files = files_of(folder, ["*", "plots/*", "../*", str(secret)])
+    assert [name for _, name in files] == ["environment.json", "resolved.yaml"]
 
 
 def test_a_crafted_state_is_refused_and_without_one_there_is_nothing_to_send(
@@ -207,7 +207,7 @@ def test_a_tracker_that_hangs_gets_one_warning_and_a_limited_end(
     left = state_in(run.folder)
     assert left.not_sent == "everything after step 0, the files and the end: no answer within 0.2 s"
     service.answers.set()
-    (thread,) = [one for one in threading.enumerate() if one.name == "tracker"]
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "tracker"]
     thread.join(10)
     assert state_in(run.folder) == left  # nobody waits for it any more
 

@@ -89,9 +89,9 @@ print(json.dumps({"runs": runs, "steps": [one["step"] for one in logs if "train/
 
 
 def environment(folder: Path) -> dict[str, str]:
-    own = {"TRACKIO_DIR": str(folder / "trackio"), "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"}
+    stores = {"TRACKIO_DIR": str(folder / "trackio"), "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"}
     homes = {"HOME": str(folder / "home"), "XDG_CACHE_HOME": str(folder / "cache")}
-    return {**os.environ, **own, **homes, "OMP_NUM_THREADS": "1", "WANDB_API_KEY": CANARY * 3, "W_API_KEY": CANARY}
+    return {**os.environ, **stores, **homes, "OMP_NUM_THREADS": "1", "WANDB_API_KEY": CANARY * 3, "W_API_KEY": CANARY}
 
 
 def command(tracker: str, run: Path) -> list[str]:
@@ -139,13 +139,13 @@ def test_a_killed_and_resumed_run_is_one_tracked_run_without_secrets(tmp_path: P
     answer = subprocess.run(
         [sys.executable, "-c", READERS[tracker], str(run)], env=environ, capture_output=True, text=True, check=True
     )
-    found, state = json.loads(answer.stdout.strip().splitlines()[-1]), read_state(run, tracker)
+    report, state = json.loads(answer.stdout.strip().splitlines()[-1]), read_state(run, tracker)
     result = json.loads((run / "result.json").read_text())
     fingerprint = json.loads((run / "environment.json").read_text())["fingerprint"]
     assert state is not None
-    (tracked,) = found.pop("runs")
+    (tracked,) = report.pop("runs")
     assert state.id[:8] in tracked
-    assert found == {
+    assert report == {
         "steps": list(range(5, stop + 1, 5)),
         "fingerprint": [fingerprint[:16]],
         "lr": 0.01,
@@ -153,6 +153,6 @@ def test_a_killed_and_resumed_run_is_one_tracked_run_without_secrets(tmp_path: P
         "ended": "killed",
         "status": result["status"],
     }
-    assert [one for one in holders(tmp_path, fingerprint[:16]) if tracker in one]
+    assert [file for file in holders(tmp_path, fingerprint[:16]) if tracker in file]
     assert holders(tmp_path, CANARY) == []
     assert CANARY not in done.stdout + done.stderr

@@ -58,9 +58,9 @@ def test_running_ones_come_first_and_the_oldest_are_counted(tmp_path: Path, monk
         os.utime(run_in(tmp_path / name, state=state) / "status.json", (moment, moment))
     assert Board(tmp_path).read()["runs"][0]["folder"] == "b"
     monkeypatch.setattr(boards, "_MOST_RUNS", 2)
-    found = Board(tmp_path).read()
-    assert ([run["folder"] for run in found["runs"]], found["not_shown"]) == (["b", "c"], 1)
-    assert lines_of(found)[-1] == "  and 1 older ones"
+    board = Board(tmp_path).read()
+    assert ([run["folder"] for run in board["runs"]], board["not_shown"]) == (["b", "c"], 1)
+    assert lines_of(board)[-1] == "  and 1 older ones"
 
 
 def test_a_new_run_is_found_by_the_next_search(tmp_path: Path) -> None:
@@ -78,9 +78,9 @@ def test_crafted_files_break_nothing(tmp_path: Path, last_step: object) -> None:
     (folder / "metrics.jsonl").write_text('[]\n{\n{"train/loss": 1e400, "step": "x"}\n{"\\u001b[31m": 2}\n')
     os.mkfifo(folder / "result.json")
     (run_in(tmp_path / "b") / "metrics.jsonl").symlink_to("/dev/zero")
-    found = Board(tmp_path).read()
-    assert {run["folder"] for run in found["runs"]} == {"a?[2J?b", "b"}
-    assert all(line.isprintable() for line in lines_of(found))
+    board = Board(tmp_path).read()
+    assert {run["folder"] for run in board["runs"]} == {"a?[2J?b", "b"}
+    assert all(line.isprintable() for line in lines_of(board))
 
 
 def test_piped_it_prints_the_runs_once_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

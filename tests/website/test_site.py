@@ -40,8 +40,8 @@ def test_every_page_of_the_docs_is_in_the_menu_once() -> None:
     pages = {
         path.relative_to(ROOT).as_posix() for name in ("docs/*.md", "recipes/*/README.md") for path in ROOT.glob(name)
     }
-    wanted = sorted({*pages, "docs/decisions/README.md"})
-    assert sorted(path for path in menu if path.startswith(("docs/", "recipes/"))) == wanted
+    expected = sorted({*pages, "docs/decisions/README.md"})
+    assert sorted(path for path in menu if path.startswith(("docs/", "recipes/"))) == expected
 
 
 @pytest.mark.slow
@@ -71,18 +71,18 @@ def test_the_reference_names_every_verb_and_the_list_for_language_models_every_p
     assert [verb for verb in VERBS if f'id="{verb}"' not in verbs] == []
     assert 'id="batch.micro_size"' in (site / "reference/keys.html").read_text()
     assert 'id="trainkit.api.train"' in (site / "reference/api.html").read_text()
-    found = re.findall(r"\]\(([^)]*)\)", (site / "llms.txt").read_text())
-    assert "docs/errors.html" in found
-    assert [path for path in found if not (site / path).is_file()] == []
+    links = re.findall(r"\]\(([^)]*)\)", (site / "llms.txt").read_text())
+    assert "docs/errors.html" in links
+    assert [path for path in links if not (site / path).is_file()] == []
 
 
 @pytest.mark.long
 def test_every_address_of_a_page_leads_somewhere_and_none_loads_what_is_elsewhere(site: Path) -> None:
     pages = {path: Addresses(path) for path in site.rglob("*.html")}
-    found = [(path, address) for path, page in pages.items() for address in page.loaded]
-    found += [(path, address) for path, page in pages.items() for address in page.links if ":" not in address]
+    addresses = [(path, address) for path, page in pages.items() for address in page.loaded]
+    addresses += [(path, address) for path, page in pages.items() for address in page.links if ":" not in address]
     wrong = []
-    for path, address in found:
+    for path, address in addresses:
         file, _, anchor = unquote(address).partition("#")
         target = Path(os.path.normpath(path.parent / file)) if file else path
         if not target.is_file() or (anchor and target in pages and anchor not in pages[target].ids):
@@ -104,11 +104,11 @@ class Addresses(HTMLParser):
         self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value for name, value in attrs if value}
-        self.ids |= {given[name] for name in ("id", "name") if name in given}
-        addresses = [given[name] for name in ("src", "href", "data", "poster", "action") if name in given]
-        found = self.links if tag == "a" else self.loaded
-        found += [address for address in addresses if not address.startswith("data:")]
+        values = {name: value for name, value in attrs if value}
+        self.ids |= {values[name] for name in ("id", "name") if name in values}
+        addresses = [values[name] for name in ("src", "href", "data", "poster", "action") if name in values]
+        links = self.links if tag == "a" else self.loaded
+        links += [address for address in addresses if not address.startswith("data:")]
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ class _MeanOfMeans(Reducer):
         self._inner.begin(packing, num_shards=num_shards)
 
     def add(self, lane: int, sums: Any) -> None:
-        self._inner.add(lane, [None if one is None else one * self._factor for one in sums])
+        self._inner.add(lane, [None if total is None else total * self._factor for total in sums])
 
     def finish(self) -> Any:
         return self._inner.finish()
