@@ -70,10 +70,10 @@ class Row:
 def rows(*, quick: bool) -> list[Row]:
     """Return the rows that this machine can measure."""
     epochs = 2 if quick else 40
-    stepping = {name: partial(one, epochs) for name, one in peers.available().items()}
+    stepping = {name: partial(loop, epochs) for name, loop in peers.available().items()}
     by_hand = stepping.pop(overhead.BY_HAND)
-    ours = {name: partial(overhead.trainkit(own), epochs) for name, own in overhead.OURS.items()}
-    in_memory = next(iter(ours.values()))
+    step_loops = {name: partial(overhead.trainkit(choice), epochs) for name, choice in overhead.OURS.items()}
+    in_memory = next(iter(step_loops.values()))
     map_style = {BASE: compiling.BY_HAND, OURS: compiling.MAP_STYLE, FLOOR: compiling.MAP_STYLE_FLOOR}
     turns = (3, 2, 1) if quick else None
     loop = "a hand-written PyTorch loop with a DataLoader"
@@ -86,7 +86,7 @@ def rows(*, quick: bool) -> list[Row]:
         ),
         Row(
             key="map_style", what="processor time of a step and its reading, digits MLP, a map-style dataset", by=loop,
-            contenders={name: partial(compiling.apart, "digits", one, turns) for name, one in map_style.items()},
+            contenders={name: partial(compiling.apart, "digits", kind, turns) for name, kind in map_style.items()},
         ),
         *(_compiled(key, quick=quick) for key in ("digits", "convnet", "gpt")),
         Row(
@@ -114,7 +114,7 @@ def _compiled(key: str, *, quick: bool) -> Row:
     title = {"digits": "digits MLP", "convnet": f"a small convnet{last}", "gpt": "a small GPT"}[key]
     return Row(
         key=f"step_{key}", what=f"processor time of a step, {title}", by="a hand-written loop",
-        contenders={name: partial(compiling.apart, key, one, turns) for name, one in named.items()},
+        contenders={name: partial(compiling.apart, key, variant, turns) for name, variant in named.items()},
     )  # fmt: skip
 
 
@@ -131,21 +131,21 @@ def _two_processes(key: str, what: str, *, quick: bool) -> Row:
     }
     return Row(
         key=f"two_{key}", what=f"speed of two processes, {what}", by="a plain loop in one process",
-        contenders={name: partial(one, workload, steps) for name, one in measures.items()}, inverse=True,
+        contenders={name: partial(measured, workload, steps) for name, measured in measures.items()}, inverse=True,
     )  # fmt: skip
 
 
 def measure(row: Row, rounds: int) -> dict[str, list[float]]:
     """Return the figures of all contenders, which take turns."""
-    taken: dict[str, list[float]] = {name: [] for name in row.contenders}
+    seconds: dict[str, list[float]] = {name: [] for name in row.contenders}
     for number in range(min(rounds, row.rounds or rounds)):
         for name, contender in row.contenders.items():
-            taken[name].append(contender())
-            print(f"{row.key}, round {number + 1}: {name}: {taken[name][-1]:.4g}", file=sys.stderr, flush=True)
-    return taken
+            seconds[name].append(contender())
+            print(f"{row.key}, round {number + 1}: {name}: {seconds[name][-1]:.4g}", file=sys.stderr, flush=True)
+    return seconds
 
 
-def ratios(row: Row, taken: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+def ratios(row: Row, seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """Return the ratios of each contender that is no base, a figure for each round.
 
     Example:
@@ -154,17 +154,17 @@ def ratios(row: Row, taken: Mapping[str, Sequence[float]]) -> dict[str, list[flo
         {'trainkit': [2.0, 4.0]}
     """
     return {
-        name: [b / a if row.inverse else a / b for a, b in zip(own, taken[BASE], strict=True)]
-        for name, own in taken.items()
+        name: [b / a if row.inverse else a / b for a, b in zip(values, seconds[BASE], strict=True)]
+        for name, values in seconds.items()
         if name != BASE
     }
 
 
-def cells(row: Row, found: Mapping[str, Sequence[float]], command: str) -> list[str]:
+def cells(row: Row, shares: Mapping[str, Sequence[float]], command: str) -> list[str]:
     """Return the cells of a row of README."""
-    others = ", ".join(f"{name} {statistics.median(one):.2f}" for name, one in found.items() if name != OURS)
+    others = ", ".join(f"{name} {statistics.median(values):.2f}" for name, values in shares.items() if name != OURS)
     day = datetime.now(tz=UTC).date().isoformat()
-    return [row.what, row.by, f"{statistics.median(found[OURS]):.2f}", others, f"{command}, {day}"]
+    return [row.what, row.by, f"{statistics.median(shares[OURS]):.2f}", others, f"{command}, {day}"]
 
 
 _HEAD: Final = "| what | divided by | trainkit | others, by the same | command, day |\n|---|---|---|---|---|\n"
@@ -184,11 +184,11 @@ def rewritten(text: str, measured: Sequence[Sequence[str]], *, absent: str) -> s
         Text.
         <BLANKLINE>
     """
-    before, _, rest = text.partition(_HEAD)
-    table, _, after = rest.partition("\n\n")
-    written = {one[0]: f"| {' | '.join(one)} |" for one in measured}
-    kept = [written.pop(line.split("|")[1].strip(), line) for line in table.splitlines()]
-    lines = [*written.values(), *kept]
+    before, _, tail = text.partition(_HEAD)
+    table, _, after = tail.partition("\n\n")
+    written = {row[0]: f"| {' | '.join(row)} |" for row in measured}
+    unchanged = [written.pop(line.split("|")[1].strip(), line) for line in table.splitlines()]
+    lines = [*written.values(), *unchanged]
     after = re.sub(r"\ANot installed.*?\n\n", "", after, flags=re.DOTALL)
     return f"{before}{_HEAD}" + "\n".join(lines) + "\n\n" + (f"{absent}\n\n" if absent else "") + after
 
@@ -201,25 +201,24 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="ROW", help="some of the rows, by their key")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    known = rows(quick=options.quick)
-    if unknown := {*(options.only or ())} - {row.key for row in known}:
-        parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(row.key for row in known)}")
-    chosen = [row for row in known if options.only is None or row.key in options.only]
-    rounds, begun = 1 if options.quick else options.rounds, time.monotonic()
+    every_row = rows(quick=options.quick)
+    if unknown := {*(options.only or ())} - {row.key for row in every_row}:
+        parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(row.key for row in every_row)}")
+    chosen = [row for row in every_row if options.only is None or row.key in options.only]
+    rounds, start = 1 if options.quick else options.rounds, time.monotonic()
     missing = dict.fromkeys(name for package, name in PEERS.items() if find_spec(package) is None)
     absent = f"Not installed where this was measured, and so not in it: {', '.join(missing)}." if missing else ""
     command = f"`benchmarks/all.py --rounds {rounds}`"
     table, details = [], []
     for row in chosen:
-        taken = measure(row, rounds)
-        found = ratios(row, taken)
-        table.append(cells(row, found, command))
-        details += [
-            [row.key, name, f"{statistics.median(taken[name]):.4g}", _spread(one)] for name, one in found.items()
-        ]
+        seconds = measure(row, rounds)
+        shares = ratios(row, seconds)
+        table.append(cells(row, shares, command))
+        for name, values in shares.items():
+            details.append([row.key, name, f"{statistics.median(seconds[name]):.4g}", _spread(values)])
     head = ["what", "divided by", "trainkit", "others, by the same", "command, day"]
     body = report.table(head, table) + f"\n\n{absent}\n\n" + report.table(["row", "", "figure", "ratio"], details)
-    took = f"{(time.monotonic() - begun) / 60:.0f} minutes, load {os.getloadavg()[0]:.1f} at the end."
+    took = f"{(time.monotonic() - start) / 60:.0f} minutes, load {os.getloadavg()[0]:.1f} at the end."
     print(f"{body}\n\n{took}")
     if options.quick:
         return
@@ -228,8 +227,8 @@ def main() -> None:
     README.write_text(rewritten(README.read_text(), table, absent=absent))
 
 
-def _spread(ratios_of: Sequence[float]) -> str:
-    return f"**{statistics.median(ratios_of):.2f}** ({min(ratios_of):.2f} to {max(ratios_of):.2f})"
+def _spread(shares: Sequence[float]) -> str:
+    return f"**{statistics.median(shares):.2f}** ({min(shares):.2f} to {max(shares):.2f})"
 
 
 if __name__ == "__main__":

@@ -69,16 +69,16 @@ CLOSE: Final = {"fp64": 1e-12, "fp32": 3e-6, "bf16": 0.05, "bf16_mixed": 0.05, "
 
 def tensors_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the parameters, the buffers and the averages of a state."""
-    kept = ("param/", "buffer/", "optimizer/average/")
-    return {key: tensor.double() for key, tensor in state.items() if key.startswith(kept)}
+    prefixes = ("param/", "buffer/", "optimizer/average/")
+    return {key: tensor.double() for key, tensor in state.items() if key.startswith(prefixes)}
 
 
 @cache
 def expected_of(name: str) -> tuple[dict[str, Tensor], list[float]]:
     """Return the tensors and losses of a training: of the plain loop in fp64, of one device where that has no loop."""
     case = replace(FEATURES[name], settings={})
-    one = alone(case)
-    state, losses = tensors_of(one.state), one.losses
+    training = alone(case)
+    state, losses = tensors_of(training.state), training.losses
     if case.precision == "fp64" and "dropout" not in case.model:
         plain = oracle(replace(case, optimizer="adamw" if case.optimizer == "averaged" else case.optimizer))
         state |= {f"param/{key}": param.detach().double() for key, param in plain.model.named_parameters()}
@@ -94,21 +94,21 @@ def refusals(case: Case) -> Iterator[str]:
     yield from map(str, strategy.validate(context) or strategy.validate_model(case.make_model().to("meta"), context))
 
 
-def tried(pool: Pool, axes: str, name: str) -> tuple[float | None, str]:
+def error_of(pool: Pool, axes: str, name: str) -> tuple[float | None, str]:
     """Return the largest relative error of a training, or None and why it is refused.
 
     The error is that of a parameter, a buffer or an average after the last step, or of the loss of a step, on any rank.
     """
     base = FEATURES[name]
-    own = {key: value for key, value in base.settings.items() if key != "plan" or "tensor" in AXES[axes]}
-    case = replace(base, settings={**AXES[axes], **own})
-    if found := list(refusals(case)):
-        return None, found[0].replace("\n", " ")
+    settings = {key: value for key, value in base.settings.items() if key != "plan" or "tensor" in AXES[axes]}
+    case = replace(base, settings={**AXES[axes], **settings})
+    if problems := list(refusals(case)):
+        return None, problems[0].replace("\n", " ")
     state, losses = expected_of(name)
     ranks = train(pool, case)
-    errors = [abs(one / other - 1) for rank in ranks for one, other in zip(rank.losses, losses, strict=True)]
+    errors = [abs(loss / other - 1) for rank in ranks for loss, other in zip(rank.losses, losses, strict=True)]
     for rank in ranks:
-        own = tensors_of(rank.state)
-        assert own.keys() == state.keys(), own.keys() ^ state.keys()
-        errors += [float((own[key] - one).norm() / one.norm().clamp(min=1e-30)) for key, one in state.items()]
+        tensors = tensors_of(rank.state)
+        assert tensors.keys() == state.keys(), tensors.keys() ^ state.keys()
+        errors += [float((tensors[key] - value).norm() / value.norm().clamp(min=1e-30)) for key, value in state.items()]
     return max(errors), ""

@@ -91,16 +91,16 @@ class Sleeping(Case):
 def bubbles(place: Place, case: Sleeping) -> list[tuple[float, float]]:
     """Return (measured, ideal) of each step on this rank, without the first two."""
     rank = _Rank(place, case)
-    executor, found = rank.setup(0), []
+    executor, measured = rank.setup(0), []
     for ticket in executor.tickets(rank.at, case.num_steps):
         if rank.at.step == case.num_steps:
             break
         executor.step(ticket, rank.fetch(ticket))
         rank.at.step += 1
         metrics = executor.local.step_metrics
-        found.append((metrics["pipeline/bubble"], metrics["pipeline/bubble_ideal"]))
+        measured.append((metrics["pipeline/bubble"], metrics["pipeline/bubble_ideal"]))
     executor.close()
-    return found[2:]
+    return measured[2:]
 
 
 def main() -> None:
@@ -118,7 +118,8 @@ def main() -> None:
         for name, settings in SCHEDULES.items():
             case = replace(base, settings={**settings, "stages": options.ranks, "replicas": 1})
             ranks = pool.run("benchmarks.bubble.bubbles", case, num_ranks=options.ranks, timeout_s=300)
-            steps = [statistics.mean(step) for step in zip(*([one for one, _ in rank] for rank in ranks), strict=True)]
+            shares = ([bubble for bubble, _ in rank] for rank in ranks)
+            steps = [statistics.mean(step) for step in zip(*shares, strict=True)]
             ideal = ranks[0][0][1]
             measured = statistics.median(steps)
             spread = f"{min(steps):.3f} to {max(steps):.3f}"

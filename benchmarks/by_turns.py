@@ -75,10 +75,10 @@ class TurningExecutor(SynchronousExecutor[Replica]):
 
     def step(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
         """Take the step as mirrored does, with the reducer of the window that the step is in."""
-        turn, place = divmod(ticket.step, self._window)
-        if place == 0 and self._since is not None:
+        turn, turn_step = divmod(ticket.step, self._window)
+        if turn_step == 0 and self._since is not None:
             self._times.append((perf_counter() - self._since) / (self._window - _SETTLING))
-        if place == _SETTLING:
+        if turn_step == _SETTLING:
             self._since = perf_counter()
         if turn % 2 == 0:
             return super().step(ticket, batches)
@@ -145,22 +145,22 @@ def main() -> None:
     rows = []
     for workload in WORKLOADS.values():
         for reducer in REDUCERS:
-            found: list[tuple[list[float], list[float]]] = []
+            pairs: list[tuple[list[float], list[float]]] = []
             for _ in range(options.rounds):
-                found.append(ratios(workload, reducer, options.num_steps))
-                print(workload.key, reducer, _share(found[-1:]), file=sys.stderr, flush=True)
-            with_it, without = (list(chain.from_iterable(pair[place] for pair in found)) for place in (0, 1))
+                pairs.append(ratios(workload, reducer, options.num_steps))
+                print(workload.key, reducer, _share(pairs[-1:]), file=sys.stderr, flush=True)
+            with_it, without = (list(chain.from_iterable(pair[side] for pair in pairs)) for side in (0, 1))
             medians = [f"{statistics.median(times) * 1e3:.1f}" for times in (without, with_it)]
-            rows.append([workload.title, reducer, *medians, f"**{_share(found):.2f}**"])
+            rows.append([workload.title, reducer, *medians, f"**{_share(pairs):.2f}**"])
     head = ["", "reducer", "ms a step, not averaging", "averaging", "of the limit: median of pairs of windows"]
     command = f"python benchmarks/by_turns.py --rounds {options.rounds} --num-steps {options.num_steps}"
     body = report.table(head, rows) + "\n\nTarget: at least 0.90 of the limit on both."
     report.write("by_turns", "Two replicas that average by turns", command, body)
 
 
-def _share(found: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:
+def _share(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:
     return statistics.median(
-        without / with_it for averaging, apart in found for with_it, without in zip(averaging, apart, strict=False)
+        without / with_it for averaging, apart in pairs for with_it, without in zip(averaging, apart, strict=False)
     )
 
 

@@ -44,9 +44,9 @@ def main() -> None:
     parser.add_argument("--folder", help="below which files are written; the result is then printed alone")
     options = parser.parse_args()
     size = options.mib * 2**20 // 4 // _TENSORS
-    state = {f"param/{place}": torch.randn(size) for place in range(_TENSORS)}
+    state = {f"param/{index}": torch.randn(size) for index in range(_TENSORS)}
     pieces = {name: (TensorShard.whole(tensor),) for name, tensor in state.items()}
-    found: dict[str, list[float]] = {"first save": [], "first save, prepared": [], "later save": []}
+    saves: dict[str, list[float]] = {"first save": [], "first save, prepared": [], "later save": []}
     for _ in range(options.rounds):
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             plain = seconds(lambda: torch.save(state, Path(folder) / "plain.pt"))
@@ -58,15 +58,15 @@ def main() -> None:
                     while any(thread.name == "staging" for thread in threading.enumerate()):
                         time.sleep(0.1)  # the training goes on meanwhile
                 first = seconds(partial(saver.save, step=1, pieces=pieces, meta={}))
-                found["first save, prepared" if prepared else "first save"].append(first / plain)
+                saves["first save, prepared" if prepared else "first save"].append(first / plain)
                 saver.wait()
                 if prepared:
                     later = seconds(partial(saver.save, step=2, pieces=pieces, meta={}))
-                    found["later save"].append(later / plain)
+                    saves["later save"].append(later / plain)
                 saver.close()
-        print(f"torch.save {plain:.2f} s", {name: f"{ratios[-1]:.3f}" for name, ratios in found.items()}, flush=True)
+        print(f"torch.save {plain:.2f} s", {name: f"{ratios[-1]:.3f}" for name, ratios in saves.items()}, flush=True)
     rows = [
-        [name, f"{median(ratios):.3f}", f"{min(ratios):.3f} to {max(ratios):.3f}"] for name, ratios in found.items()
+        [name, f"{median(ratios):.3f}", f"{min(ratios):.3f} to {max(ratios):.3f}"] for name, ratios in saves.items()
     ]
     if options.folder is not None:
         print(report.table(["", "median of the ratios", "range"], rows))

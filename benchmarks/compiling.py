@@ -61,8 +61,8 @@ def contenders(key: str) -> list[str]:
 
 def apart(key: str, contender: str, turns: Turns | None = None) -> float:
     """Return the seconds of processor time of a step in a process of its own."""
-    own = [sys.executable, __file__, "--one", key, contender, "--turns", *map(str, turns or TURNS[key])]
-    done = subprocess.run(own, check=True, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, __file__, "--one", key, contender, "--turns", *map(str, turns or TURNS[key])]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return float(done.stdout.split()[-1])
 
 
@@ -84,10 +84,10 @@ def measured(key: str, contender: str, counts: Turns) -> float:
         step()
     times = []
     for _ in range(turns):
-        begun = time.process_time()
+        start = time.process_time()
         for _ in range(steps):
             step()
-        times.append((time.process_time() - begun) / steps)
+        times.append((time.process_time() - start) / steps)
     return statistics.median(times)
 
 
@@ -98,28 +98,28 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=list(TURNS), choices=list(TURNS))
     parser.add_argument("--one", nargs=2, help="print the seconds of one training of a recipe, in this process")
     parser.add_argument("--turns", nargs=3, type=int, help="with --one: steps before, turns, and steps of a turn")
-    given = parser.parse_args()
-    if given.one:
-        key, contender = given.one
-        print(measured(key, contender, given.turns or TURNS[key]))
+    options = parser.parse_args()
+    if options.one:
+        key, contender = options.one
+        print(measured(key, contender, options.turns or TURNS[key]))
         return
     rows = []
-    for key in given.recipes:
-        found: dict[str, list[float]] = {contender: [] for contender in contenders(key)}
-        for _ in range(given.rounds):
-            for contender, seconds in found.items():
+    for key in options.recipes:
+        seconds_of: dict[str, list[float]] = {contender: [] for contender in contenders(key)}
+        for _ in range(options.rounds):
+            for contender, seconds in seconds_of.items():
                 seconds.append(apart(key, contender))
-        for name, seconds in found.items():
-            eager = found[EAGER + (", channels_last" if "channels_last" in name else "")]
+        for name, seconds in seconds_of.items():
+            eager = seconds_of[EAGER + (", channels_last" if "channels_last" in name else "")]
             per_step = f"{statistics.median(seconds) * 1e6:,.0f}"
-            rows.append([RECIPES[key].title, name, per_step, report.ratio(seconds, found[BY_HAND])])
+            rows.append([RECIPES[key].title, name, per_step, report.ratio(seconds, seconds_of[BY_HAND])])
             rows[-1].append(report.ratio(seconds, eager))
             print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
     head = ["", "", "microseconds of processor time a step", "of the hand-written loop", "of the eager step"]
     body = "fp32, AdamW, one thread; medians of rounds (least to most).\n\n" + report.table(head, rows)
     body += "\n\nTargets: compiled at most 1.00 of eager; the digits eager at most 0.36 and `step` at most 0.20 of the"
     body += " hand-written loop; the convnet at most 0.69."
-    command = f"python benchmarks/compiling.py --rounds {given.rounds} --recipes {' '.join(given.recipes)}"
+    command = f"python benchmarks/compiling.py --rounds {options.rounds} --recipes {' '.join(options.recipes)}"
     report.write("compiling", "Compiled steps", command, body)
 
 

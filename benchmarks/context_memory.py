@@ -61,8 +61,8 @@ def main() -> None:
         for name, settings in {"one_device": {}, "strategy.context=4": {"shard": 1, "context": RANKS}}.items():
             case = replace(base, strategy="mesh" if settings else "one_device", settings=settings)
             job = "tests.support.counted.bytes_of_rank"
-            found = pool.run(job, case, num_ranks=RANKS, timeout_s=3600) if settings else [bytes_of_rank(None, case)]
-            lasting, peak = (max(one[place] for one in found) for place in (0, 1))
+            ranks = pool.run(job, case, num_ranks=RANKS, timeout_s=3600) if settings else [bytes_of_rank(None, case)]
+            lasting, peak = (max(rank[column] for rank in ranks) for column in (0, 1))
             activations.append(peak - lasting)
             sizes = [f"{size / 2**20:.1f}" for size in (lasting, peak, peak - lasting)]
             rows.append([name, *sizes, f"**{activations[-1] / activations[0]:.3f}**"])

@@ -48,17 +48,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
-    found: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
+    curves_of: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
     for seed in range(options.seeds):
-        for kind, curves in found.items():
+        for kind, curves in curves_of.items():
             curves.append(curve(kind, options.steps, seed))
             print(seed, kind, curves[-1][-1], flush=True)
     width = options.steps // 6
-    ends = [width * place for place in range(1, 7)]
+    ends = [width * part for part in range(1, 7)]
     rows = []
-    for kind, curves in found.items():
-        parts = [mean(mean(one[end - width : end]) for one in curves) for end in ends]
-        last = [one[-1] for one in curves]
+    for kind, curves in curves_of.items():
+        parts = [mean(mean(curve[end - width : end]) for curve in curves) for end in ends]
+        last = [curve[-1] for curve in curves]
         spread = f"{min(last):.4f} to {max(last):.4f}"
         rows.append([kind, *(f"{part:.3f}" for part in parts), f"{mean(last):.4f}", spread])
     head = ["products in", *(f"steps {end - width + 1} to {end}" for end in ends), "validation", "of the seeds"]

@@ -115,15 +115,15 @@ def samples(scale: int) -> Table:
     """Yield a row for each number of samples."""
     yield ["samples", "processor s", "MiB", "us a step"]
     for count in (10**5, 10**6, 10**7):
-        found = train(
+        cost = train(
             "data=counted", f"data.num_samples={count // scale}", "model=mlp", "model.in_features=8",
             "model.out_features=2", "objective=classification", "steps=50", "log_every_steps=10",
         )  # fmt: skip
         yield [
             f"{count // scale:,}",
-            f"{found.cpu_s:.1f}",
-            f"{found.mib:.0f}",
-            f"{statistics.median(steps_us(found)):.0f}",
+            f"{cost.cpu_s:.1f}",
+            f"{cost.mib:.0f}",
+            f"{statistics.median(steps_us(cost)):.0f}",
         ]
 
 
@@ -131,8 +131,8 @@ def replicas(scale: int) -> Table:
     """Yield a row for each number of replicas."""
     yield ["replicas", "processor s", "a replica", "MiB of the largest process"]
     for count in (1, 2) if scale > 1 else (1, 2, 4, 8):
-        found = train("strategy=mirrored", f"strategy.replicas={count}", "steps=20")
-        yield [str(count), f"{found.cpu_s:.1f}", f"{found.cpu_s / count:.1f}", f"{found.mib:.0f}"]
+        cost = train("strategy=mirrored", f"strategy.replicas={count}", "steps=20")
+        yield [str(count), f"{cost.cpu_s:.1f}", f"{cost.cpu_s / count:.1f}", f"{cost.mib:.0f}"]
 
 
 def jobs(scale: int) -> Table:
@@ -141,9 +141,9 @@ def jobs(scale: int) -> Table:
     for count in (10, 40):
         number = max(count // scale, 2)
         seeds = ",".join(map(str, range(number)))
-        own = ("-m", *QUIET, "steps=1", f"seed={seeds}")
-        found = cost_of("-m", "trainkit", *own, "hydra.sweep.dir=sweep")
-        yield [str(number), f"{found.cpu_s:.1f}", f"{found.cpu_s / number:.2f}", f"{found.mib:.0f}"]
+        arguments = ("-m", *QUIET, "steps=1", f"seed={seeds}")
+        cost = cost_of("-m", "trainkit", *arguments, "hydra.sweep.dir=sweep")
+        yield [str(number), f"{cost.cpu_s:.1f}", f"{cost.cpu_s / number:.2f}", f"{cost.mib:.0f}"]
 
 
 def steps(scale: int) -> Table:
@@ -151,10 +151,10 @@ def steps(scale: int) -> Table:
     yield ["steps", "us a step, first fifth", "last fifth", "MiB"]
     for count in (5_000, 50_000):
         number = count // scale
-        found = train(f"steps={number}", f"log_every_steps={max(number // 500, 1)}")
-        windows = steps_us(found)
+        cost = train(f"steps={number}", f"log_every_steps={max(number // 500, 1)}")
+        windows = steps_us(cost)
         first, last = windows[: len(windows) // 5], windows[-len(windows) // 5 :]
-        yield [f"{number:,}", f"{statistics.median(first):.0f}", f"{statistics.median(last):.0f}", f"{found.mib:.0f}"]
+        yield [f"{number:,}", f"{statistics.median(first):.0f}", f"{statistics.median(last):.0f}", f"{cost.mib:.0f}"]
 
 
 def runs(scale: int) -> Table:
@@ -162,9 +162,9 @@ def runs(scale: int) -> Table:
     yield ["runs in a comparison", "processor s", "MiB", "KB of the page", "KB a run"]
     for count in (100, 1_000):
         number = count // scale
-        found = cost_of("-c", PAGE, str(number))
-        size = int(found.printed.split()[-1]) / 1e3
-        yield [f"{number:,}", f"{found.cpu_s:.1f}", f"{found.mib:.0f}", f"{size:.0f}", f"{size / number:.1f}"]
+        cost = cost_of("-c", PAGE, str(number))
+        size = int(cost.printed.split()[-1]) / 1e3
+        yield [f"{number:,}", f"{cost.cpu_s:.1f}", f"{cost.mib:.0f}", f"{size:.0f}", f"{size / number:.1f}"]
 
 
 PARTS: Final[dict[str, Callable[[int], Table]]] = {

@@ -72,8 +72,8 @@ def main() -> None:
             for name in CONTENDERS if number % 2 else reversed(CONTENDERS):
                 seconds[name].append(step_seconds(name, options.steps, Path(packages)))
     rows = [
-        [name, f"{statistics.median(taken) * 1e6:.0f}", report.ratio(taken, seconds["none"], digits=3)]
-        for name, taken in seconds.items()
+        [name, f"{statistics.median(values) * 1e6:.0f}", report.ratio(values, seconds["none"], digits=3)]
+        for name, values in seconds.items()
     ]
     body = report.table(["tracker", "microseconds a step", "ratio to no tracker"], rows)
     command = f"python benchmarks/hanging_tracker.py --rounds {options.rounds} --steps {options.steps}"

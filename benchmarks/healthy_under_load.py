@@ -34,54 +34,54 @@ def main() -> int:
     parser.add_argument("--busy", type=int, default=8)
     parser.add_argument("--pause-supervisor", type=float, default=0.0, help="seconds to stop the supervisor for")
     parser.add_argument("overrides", nargs="*")
-    asked = parser.parse_args()
-    busy = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(asked.busy)]
+    options = parser.parse_args()
+    busy = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(options.busy)]
     try:
-        return _train(asked)
+        return _train(options)
     finally:
         for process in busy:
             process.kill()
             process.wait()
 
 
-def _train(asked: argparse.Namespace) -> int:
+def _train(options: argparse.Namespace) -> int:
     folder = RunFolder(Path(tempfile.mkdtemp()) / "run")
     length = ["epochs=null", "steps=100000000", f"hydra.run.dir={folder.path}", "quiet=true"]
-    command = [sys.executable, "-m", "trainkit", *asked.overrides, *length]
+    command = [sys.executable, "-m", "trainkit", *options.overrides, *length]
     with (folder.path.parent / "log").open("wb") as log:
         run = subprocess.Popen(command, stdout=log, stderr=log)
-        longest_s, least_s = _look_on(run, folder, asked)
+        longest_s, least_s = _watch(run, folder, options)
         run.send_signal(signal.SIGINT)
         code = run.wait()
-    said = (folder.path.parent / "log").read_text(errors="replace")
-    found = {
-        "overrides": asked.overrides,
-        "minutes": asked.minutes,
-        "busy": asked.busy,
-        "paused_s": asked.pause_supervisor,
+    output = (folder.path.parent / "log").read_text(errors="replace")
+    summary = {
+        "overrides": options.overrides,
+        "minutes": options.minutes,
+        "busy": options.busy,
+        "paused_s": options.pause_supervisor,
         "exit_code": code,
         "status": (folder.read_result() or {}).get("status"),
         "steps": (folder.read_result() or {}).get("steps"),
-        "restarts": len(re.findall("Restarting from", said)),
+        "restarts": len(re.findall("Restarting from", output)),
         "longest_pause_s": round(longest_s, 3),
         "least_limit_s": least_s,
     }
-    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.write(json.dumps(summary) + "\n")
     if code != 130:
-        sys.stdout.write(said[-4000:])
-    return int(code != 130 or found["restarts"] > 0)
+        sys.stdout.write(output[-4000:])
+    return int(code != 130 or summary["restarts"] > 0)
 
 
-def _look_on(run: subprocess.Popen[bytes], folder: RunFolder, asked: argparse.Namespace) -> tuple[float, float | None]:
+def _watch(run: subprocess.Popen[bytes], folder: RunFolder, options: argparse.Namespace) -> tuple[float, float | None]:
     """Poll the heartbeats until the time is over; return the longest pause and the smallest limit of a step."""
     limits, longest_s, least_s = TimeLimits(), 0.0, None
-    begun = time.monotonic()
-    paused = not asked.pause_supervisor
-    while run.poll() is None and (passed := time.monotonic() - begun) < asked.minutes * 60:
-        if not paused and passed > asked.minutes * 30:
+    start = time.monotonic()
+    paused = not options.pause_supervisor
+    while run.poll() is None and (passed := time.monotonic() - start) < options.minutes * 60:
+        if not paused and passed > options.minutes * 30:
             paused = True
             run.send_signal(signal.SIGSTOP)
-            time.sleep(asked.pause_supervisor)
+            time.sleep(options.pause_supervisor)
             run.send_signal(signal.SIGCONT)
         for path in folder.live.glob("rank_?"):
             pulse = read_heartbeat(path)

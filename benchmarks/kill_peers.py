@@ -220,9 +220,9 @@ def run(name: str, kill: tuple[int, int] | None) -> tuple[str, float]:
     """Train with a trainer; return the hash of its weights or what became of it, and the longest time in seconds
     between two steps.
     """
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as folder:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        rows = Path(place, "run/metrics.jsonl" if name == "trainkit" else "steps.jsonl")
+        rows = Path(folder, "run/metrics.jsonl" if name == "trainkit" else "steps.jsonl")
         # Else restarted ranks read the addresses of dead ones in torch 2.13, and a run ends by chance: pytorch#135712.
         environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         if kill is not None:
@@ -230,13 +230,13 @@ def run(name: str, kill: tuple[int, int] | None) -> tuple[str, float]:
             environ["KILL"] = f"{rank}:{step}"
             environ["TRAINKIT_FAIL"] = f"rank={rank},step={step},phase=forward,attempt=0,action=kill"
         process = subprocess.Popen(
-            [sys.executable, *LAUNCHES[name][1]], cwd=place, env=environ, stdout=subprocess.DEVNULL,
+            [sys.executable, *LAUNCHES[name][1]], cwd=folder, env=environ, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         size, moments, changed = 0, list[float](), time.monotonic()
         while process.poll() is None and time.monotonic() - changed < LIMIT_S:
-            if rows.exists() and (now := rows.stat().st_size) > size:
-                size, changed = now, time.monotonic()
+            if rows.exists() and (size_now := rows.stat().st_size) > size:
+                size, changed = size_now, time.monotonic()
                 moments.append(changed)
             time.sleep(0.005)
         if process.poll() is None:
@@ -246,11 +246,11 @@ def run(name: str, kill: tuple[int, int] | None) -> tuple[str, float]:
         gap_s = max((later - earlier for earlier, later in pairwise(moments)), default=0.0)
         if process.returncode:
             return f"ended, exit code {process.returncode}", gap_s
-        if kill is not None and name != "trainkit" and not Path(place, "killed").exists():
+        if kill is not None and name != "trainkit" and not Path(folder, "killed").exists():
             return "was not killed", gap_s
         if name == "trainkit":
-            return str(json.loads(Path(place, "run/result.json").read_text())["weights_sha256"]), gap_s
-        return Path(place, "sha256").read_text(), gap_s
+            return str(json.loads(Path(folder, "run/result.json").read_text())["weights_sha256"]), gap_s
+        return Path(folder, "sha256").read_text(), gap_s
 
 
 def main() -> None:
@@ -264,7 +264,7 @@ def main() -> None:
         return
     names = [name for name, (package, _) in LAUNCHES.items() if find_spec(package)]
     numbers, undisturbed = random.Random(7), {name: run(name, None)[0] for name in names}
-    if failed := {name: told for name, told in undisturbed.items() if len(told) != 64}:
+    if failed := {name: outcome for name, outcome in undisturbed.items() if len(outcome) != 64}:
         sys.exit(f"do not train undisturbed: {failed}")
     outcomes, gaps = defaultdict[str, list[str]](list), defaultdict[str, list[float]](list)
     for _ in range(options.rounds):
@@ -278,9 +278,9 @@ def main() -> None:
             gaps[name] += [gap_s] if is_hash else []
     print("| trainer | after SIGKILL of a rank | next step after, s (median) |\n|---|---|---:|")
     for name in names:
-        told = ", ".join(f"{outcomes[name].count(one)} x {one}" for one in dict.fromkeys(outcomes[name]))
+        counts = ", ".join(f"{outcomes[name].count(outcome)} x {outcome}" for outcome in dict.fromkeys(outcomes[name]))
         seconds = f"{statistics.median(gaps[name]):.2f}" if gaps[name] else "-"
-        print(f"| {name} | {told} | {seconds} |")
+        print(f"| {name} | {counts} | {seconds} |")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class Lookup(nn.Module):
         self.embed = nn.Embedding(vocab_size, width, sparse=sparse)
         self.head = nn.Linear(width, 10)
 
-    def forward(self, words: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         """Map (samples, length) int64 to (samples, 10)."""
-        scores: Tensor = self.head(self.embed(words).mean(1))
+        scores: Tensor = self.head(self.embed(tokens).mean(1))
         return scores

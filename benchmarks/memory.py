@@ -54,13 +54,13 @@ def main() -> None:
             "logger=[]",
         ],
     }  # fmt: skip
-    taken: dict[str, list[float]] = {name: [] for name in commands}
+    peaks: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(options.rounds):
         for name, command in commands.items():
-            taken[name].append(peak_mib(command))
+            peaks[name].append(peak_mib(command))
     rows = [
-        [name, f"{statistics.median(found):.0f}", report.ratio(found, taken["bare script"])]
-        for name, found in taken.items()
+        [name, f"{statistics.median(values):.0f}", report.ratio(values, peaks["bare script"])]
+        for name, values in peaks.items()
     ]
     report.write(
         "memory",

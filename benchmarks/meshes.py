@@ -25,7 +25,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from benchmarks.axes import AXES, CLOSE, FEATURES, tried
+from benchmarks.axes import AXES, CLOSE, FEATURES, error_of
 from tests.contract.meshes import LAYOUTS, OF_16_RANKS, SIZES, STEPS, TOLERANCES, compare, draw_pairs, resume_error
 from tests.support.pool import Pool
 
@@ -84,32 +84,32 @@ def main() -> int:
     rows, featured, resumed = earlier(RESULTS.read_text() if RESULTS.exists() else "")
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    made = f"{datetime.now().astimezone().date()} | {commit} |"
+    stamp = f"{datetime.now().astimezone().date()} | {commit} |"
     every = [*LAYOUTS, *OF_16_RANKS]
-    chosen = [one for one in every if one[1].ranks in options.ranks and not options.features]
+    chosen = [layout for layout in every if layout[1].ranks in options.ranks and not options.features]
     if options.only is not None:
-        chosen = [one for one in every if " ".join(map(str, one)) in options.only]
+        chosen = [layout for layout in every if " ".join(map(str, layout)) in options.only]
     is_whole = options.only is None and 8 in options.ranks
     named = [name for name in FEATURES if options.features or is_whole or name in (options.only or ())]
     pairs = draw_pairs(0 if options.features else options.pairs, options.seed, tuple(options.ranks))
     failed = 0
     with Pool() as pool:
         for family, mesh in chosen:
-            found = {precision: compare(pool, family, mesh, precision) for precision in options.precisions}
-            begins = all(one.begins_alike for one in found.values())
-            failed += not begins or any(one.error > TOLERANCES[name] for name, one in found.items())
-            errors = " | ".join(f"{found[name].error:.1e}" if name in found else "" for name in TOLERANCES)
-            row = f"| {family} | {mesh.ranks} | {mesh} | {'alike' if begins else 'OTHERWISE'} | {errors} | {made}"
+            comparisons = {precision: compare(pool, family, mesh, precision) for precision in options.precisions}
+            begins = all(comparison.begins_alike for comparison in comparisons.values())
+            failed += not begins or any(comparison.error > TOLERANCES[name] for name, comparison in comparisons.items())
+            errors = " | ".join(f"{comparisons[name].error:.1e}" if name in comparisons else "" for name in TOLERANCES)
+            row = f"| {family} | {mesh.ranks} | {mesh} | {'alike' if begins else 'OTHERWISE'} | {errors} | {stamp}"
             rows[family, str(mesh)] = row
             print(row, flush=True)
             write(rows, featured, resumed)
         for name in named:
             cells = []
             for axes in AXES:
-                error, refused = tried(pool, axes, name)
+                error, refused = error_of(pool, axes, name)
                 failed += error is not None and error > CLOSE[FEATURES[name].precision]
                 cells.append(f"refused: {refused.partition(': ')[0]}" if error is None else f"{error:.1e}")
-            featured[name] = f"| {name} | {' | '.join(cells)} | {made}"
+            featured[name] = f"| {name} | {' | '.join(cells)} | {stamp}"
             print(featured[name], flush=True)
             write(rows, featured, resumed)
         for pair in pairs:
@@ -117,7 +117,7 @@ def main() -> int:
                 error = resume_error(pool, pair, Path(folder))
             failed += error > TOLERANCES["fp64"]
             start = f"| {pair.family} | {pair.before} | {pair.after} | {pair.step} |"
-            resumed[start] = f"{start} {error:.1e} | {made}"
+            resumed[start] = f"{start} {error:.1e} | {stamp}"
             print(resumed[start], flush=True)
             write(rows, featured, resumed)
     return int(failed > 0)
@@ -125,10 +125,11 @@ def main() -> int:
 
 def earlier(text: str) -> tuple[dict[tuple[str, str], str], dict[str, str], dict[str, str]]:
     """Return the lines of earlier runs: (model, mesh) -> line, name of a training -> line, name of a resume -> line."""
-    rows = {(one[1], one[2]): one[0] for one in re.finditer(r"^\| (\S+) \| \d+ \| ([^|]+) \|.*", text, re.MULTILINE)}
+    lines = re.finditer(r"^\| (\S+) \| \d+ \| ([^|]+) \|.*", text, re.MULTILINE)
+    rows = {(match[1], match[2]): match[0] for match in lines}
     resumes = re.finditer(r"^(\| \S+ \| \d[^|]+x[^|]+\|[^|]+x[^|]+\| \d+ \|).*", text, re.MULTILINE)
     featured = {name: line for line in text.splitlines() for name in FEATURES if line.startswith(f"| {name} |")}
-    return rows, featured, {one[1]: one[0] for one in resumes}
+    return rows, featured, {match[1]: match[0] for match in resumes}
 
 
 def write(rows: Mapping[tuple[str, str], str], featured: Mapping[str, str], resumed: Mapping[str, str]) -> None:

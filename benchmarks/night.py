@@ -44,16 +44,16 @@ EDITS: Final[dict[str, tuple[str, ...]]] = {
 """Kind of edit -> edits."""
 
 
-def trainkit(*words: str) -> tuple[int, str]:
+def trainkit(*arguments: str) -> tuple[int, str]:
     """Run a command; return its exit code and what it printed."""
-    done = subprocess.run([sys.executable, "-m", "trainkit", *words], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-m", "trainkit", *arguments], capture_output=True, text=True, check=False)
     return done.returncode, done.stdout
 
 
 def jobs_of(folder: Path) -> list[tuple[float, float]]:
     """Return begin and end of each run below a folder, by the times of its files."""
     results = folder.glob("*/result.json")
-    return sorted((one.with_name("resolved.yaml").stat().st_mtime, one.stat().st_mtime) for one in results)
+    return sorted((result.with_name("resolved.yaml").stat().st_mtime, result.stat().st_mtime) for result in results)
 
 
 def lost_between(jobs: list[tuple[float, float]], slots: int) -> list[float]:
@@ -90,24 +90,24 @@ class Night:
         if code:
             self.broken += [] if kind == "refused" and code == 2 else [f"{other}: exit code {code}"]
             return
-        found: dict[str, Any] = json.loads(printed)
-        answer = found["answer"]
+        comparison: dict[str, Any] = json.loads(printed)
+        answer = comparison["answer"]
         self.answers[answer] += 1
         if (kind == "without effect") != (answer == "the same"):
-            self.broken.append(f"{kind}, {edit}: {found['line']}")
+            self.broken.append(f"{kind}, {edit}: {comparison['line']}")
         if answer == "the same":
             return
-        trained = {Path(found[side]["folder"]) for side in ("a", "b")} - self.folders
-        self.longest = max(self.longest, found["seconds"] / 2)
-        self.used += found["seconds"] * len(trained) / 2
+        trained = {Path(comparison[side]["folder"]) for side in ("a", "b")} - self.folders
+        self.longest = max(self.longest, comparison["seconds"] / 2)
+        self.used += comparison["seconds"] * len(trained) / 2
         self.folders |= trained
         if answer == "better":
             self.best = other.split()
 
     def replayed(self) -> Counter[int]:
         """Replay a run of each side; return the number of each exit code."""
-        firsts = [min(one.parent for one in folder.glob("*/result.json")) for folder in sorted(self.folders)]
-        return Counter(trainkit("replay", str(one), f"--out=again/{one.parent.name}", "--json")[0] for one in firsts)
+        firsts = [min(result.parent for result in folder.glob("*/result.json")) for folder in sorted(self.folders)]
+        return Counter(trainkit("replay", str(job), f"--out=again/{job.parent.name}", "--json")[0] for job in firsts)
 
 
 def main() -> int:
@@ -117,14 +117,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="most seconds of training")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    numbers, night, begun = random.Random(options.seed), Night(options.edits, options.seconds), time.monotonic()
-    with tempfile.TemporaryDirectory() as place:
-        os.chdir(place)
+    numbers, night, start = random.Random(options.seed), Night(options.edits, options.seconds), time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        os.chdir(scratch)
         for _ in range(options.edits):
             kind = numbers.choices([*EDITS], weights=(6, 2, 2))[0]
             night.try_edit(kind, numbers.choice(EDITS[kind]))
-        took = time.monotonic() - begun
-        lost = sorted(one for folder in night.folders for one in lost_between(jobs_of(folder), os.cpu_count() or 1))
+        took = time.monotonic() - start
+        lost = sorted(gap for folder in night.folders for gap in lost_between(jobs_of(folder), os.cpu_count() or 1))
         replays = night.replayed()
         rows = len(json.loads(trainkit("compare", "--json")[1])["comparisons"])
         os.chdir("/")

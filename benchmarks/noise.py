@@ -64,17 +64,17 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--set", nargs="*", default=[], help="further settings of both sides")
     options = parser.parse_args()
-    (given, changes), begun = RECIPES[options.recipe], time.monotonic()
-    shared = [f"recipe={options.recipe}", *given, *options.set, "callbacks=[]", "logger=[]"]
+    (settings, changes), start = RECIPES[options.recipe], time.monotonic()
+    shared = [f"recipe={options.recipe}", *settings, *options.set, "callbacks=[]", "logger=[]"]
     rows, values = list[str](), list[float]()
-    with tempfile.TemporaryDirectory() as place:
-        os.chdir(place)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
         for change in changes:
             code, printed = trainkit("compare", "", change, *shared, f"--pairs={options.pairs}", "--json")
             if code:
                 sys.stderr.write(f"{change}: exit code {code}\n{printed}")
                 return int(code)
-            pairs = [(one["a"], one["b"]) for one in json.loads(printed)["pairs"]]
+            pairs = [(pair["a"], pair["b"]) for pair in json.loads(printed)["pairs"]]
             values = [a for a, _ in pairs]
             gaps, apart = [b - a for a, b in pairs], math.hypot(*map(stdev, zip(*pairs, strict=True)))
             gain, percent = (apart / stdev(gaps)) ** 2, fmean(values) / 100
@@ -84,7 +84,7 @@ def main() -> int:
     print(
         f"`{' '.join(shared)}`, {options.pairs} seeds: loss {fmean(values):.4f}, deviation {stdev(values):.4f}", end=""
     )
-    print(f" ({100 * stdev(values) / fmean(values):.2g} %); {time.monotonic() - begun:.0f} s\n")
+    print(f" ({100 * stdev(values) / fmean(values):.2g} %); {time.monotonic() - start:.0f} s\n")
     print("| change | mean difference | gain | pairs for 1 % | without pairing |\n|---|---:|---:|---:|---:|")
     print("\n".join(rows))
     return 0

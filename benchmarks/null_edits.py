@@ -59,7 +59,7 @@ def reordered(number: int, text: str) -> str:
     lines = [line for line in (name + tail).splitlines() if not line.startswith("#")]
     random.Random(number).shuffle(lines)
     pairs = [line.partition("{") for line in lines]
-    turned = [f"{key}{{{', '.join(reversed(rest.rstrip('}').split(', ')))}}}" for key, brace, rest in pairs if brace]
+    turned = [f"{key}{{{', '.join(reversed(keys.rstrip('}').split(', ')))}}}" for key, brace, keys in pairs if brace]
     return head + "\n".join([*(key for key, brace, _ in pairs if not brace), *turned]) + "\n"
 
 
@@ -75,11 +75,11 @@ def edited(path: Path, edit: Callable[[str], str]) -> Any:
         path.write_text(before)
 
 
-def killed(words: tuple[str, ...]) -> bool:
+def killed(arguments: tuple[str, ...]) -> bool:
     """Start a command, and kill it once a new run has a checkpoint and no result; return whether it was in time."""
-    known = {*Path("outputs").rglob("manifest.json")}
-    process = subprocess.Popen([sys.executable, "-m", "trainkit", *words], stdout=subprocess.DEVNULL)
-    while process.poll() is None and not {*Path("outputs/compare").rglob("manifest.json")} - known:
+    existing = {*Path("outputs").rglob("manifest.json")}
+    process = subprocess.Popen([sys.executable, "-m", "trainkit", *arguments], stdout=subprocess.DEVNULL)
+    while process.poll() is None and not {*Path("outputs/compare").rglob("manifest.json")} - existing:
         time.sleep(0.01)
     if is_in_time := process.poll() is None:
         process.kill()
@@ -96,9 +96,9 @@ def main() -> int:
     options = parser.parse_args()
     kinds = [KINDS[number % len(KINDS)] for number in range(options.edits)]
     random.Random(options.seed).shuffle(kinds)
-    answers, wrong, kills, begun = defaultdict[str, Counter[str]](Counter), list[str](), 0, time.monotonic()
-    with tempfile.TemporaryDirectory() as place:
-        os.chdir(place)
+    answers, wrong, kills, start = defaultdict[str, Counter[str]](Counter), list[str](), 0, time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
         trainkit("init", PACKAGE)
         os.chdir(PACKAGE)
         # Without dropout: the random numbers of a layer are keyed by its name, so that its rename is no null edit.
@@ -112,17 +112,17 @@ def main() -> int:
             path = RECIPE if kind == "order of keys" else MODEL
             edit = reordered if kind == "order of keys" else SOURCES.get(kind, lambda _, text: f"{text}\n")
             override = COMMANDS[kind][number % len(COMMANDS[kind])].split() if kind in COMMANDS else []
-            words = ("compare", a, *override, *OPTIONS)
+            arguments = ("compare", a, *override, *OPTIONS)
             with edited(path, lambda text, edit=edit, number=number: edit(number, text)):  # type: ignore[misc]
-                kills += kind == "killed" and killed(words)
-                code, printed = trainkit(*words)
-            found = json.loads(printed) if code == 0 else {"answer": f"exit code {code}", "line": printed[-500:]}
-            answers[kind][found["answer"]] += 1
-            sys.stderr.write(f"{time.monotonic() - begun:5.0f} s  {number}, {kind}: {found['answer']}\n")
-            if found["answer"] not in ("the same", "the same bits"):
-                wrong.append(f"edit {number}, {kind} {' '.join(override)}: {found['line']}")
+                kills += kind == "killed" and killed(arguments)
+                code, printed = trainkit(*arguments)
+            comparison = json.loads(printed) if code == 0 else {"answer": f"exit code {code}", "line": printed[-500:]}
+            answers[kind][comparison["answer"]] += 1
+            sys.stderr.write(f"{time.monotonic() - start:5.0f} s  {number}, {kind}: {comparison['answer']}\n")
+            if comparison["answer"] not in ("the same", "the same bits"):
+                wrong.append(f"edit {number}, {kind} {' '.join(override)}: {comparison['line']}")
         os.chdir("/")
-    print(f"| {options.edits} null edits in {time.monotonic() - begun:.0f} s | the same | the same bits | other |")
+    print(f"| {options.edits} null edits in {time.monotonic() - start:.0f} s | the same | the same bits | other |")
     print("|---|---:|---:|---:|")
     for kind in KINDS:
         counts = [answers[kind]["the same"], answers[kind]["the same bits"]]

@@ -98,14 +98,14 @@ def main() -> None:
         **{name: trainkit(overrides) for name, overrides in OURS.items()},
         "(eager floor: one gather a batch, fused AdamW)": floor,
     }
-    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(options.rounds):
         for name, contender in contenders.items():
-            taken[name].append(contender(options.epochs))
-            print(f"round {number + 1}: {name}: {taken[name][-1] * 1e6:.0f} us a step", file=sys.stderr, flush=True)
+            times[name].append(contender(options.epochs))
+            print(f"round {number + 1}: {name}: {times[name][-1] * 1e6:.0f} us a step", file=sys.stderr, flush=True)
     rows = [
-        [name, f"{statistics.median(seconds) * 1e6:.0f}", report.ratio(seconds, taken[BY_HAND])]
-        for name, seconds in taken.items()
+        [name, f"{statistics.median(seconds) * 1e6:.0f}", report.ratio(seconds, times[BY_HAND])]
+        for name, seconds in times.items()
     ]
     report.write(
         "overhead",

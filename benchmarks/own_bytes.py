@@ -24,9 +24,9 @@ def own_bytes() -> int:
 
 def tensor_bytes(model: nn.Module) -> int:
     """Return the bytes of the tensors of this process that Python knows, each memory once."""
-    alive = [*(one for one in gc.get_objects() if isinstance(one, Tensor)), *model.parameters(), *model.buffers()]
-    local = [getattr(one, "_local_tensor", one) for one in alive]
-    storages = [one.untyped_storage() for one in local if one.device.type == "cpu" and one.layout is torch.strided]
+    alive = [*(item for item in gc.get_objects() if isinstance(item, Tensor)), *model.parameters(), *model.buffers()]
+    local = [getattr(tensor, "_local_tensor", tensor) for tensor in alive]
+    storages = [leaf.untyped_storage() for leaf in local if leaf.device.type == "cpu" and leaf.layout is torch.strided]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

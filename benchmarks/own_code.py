@@ -127,7 +127,7 @@ class Contender:
 
     def window(self, steps: int) -> None:
         """Train on; add the seconds of a processor that a step takes to `taken`."""
-        begun = process_time()
+        start = process_time()
         TrainingLoop(
             run=self.run,
             executor=self.executor,
@@ -142,7 +142,7 @@ class Contender:
             expect_unchanged=lambda: None,
             on_acted=lambda: None,
         ).train()
-        self.taken.append((process_time() - begun) / steps)
+        self.taken.append((process_time() - start) / steps)
 
     def close(self) -> None:
         """Stop the loader and the executor."""
@@ -161,7 +161,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        pairs = {name: tuple(Contender(overrides, Path(folder)) for overrides in both) for name, both in PAIRS.items()}
+        pairs = {name: tuple(Contender(keys, Path(folder)) for keys in sides) for name, sides in PAIRS.items()}
         for number in range(WARMUP + options.windows):
             for pair in pairs.values():
                 for contender in pair if number % 2 else reversed(pair):
@@ -169,11 +169,11 @@ def main() -> None:
         for contender in (contender for pair in pairs.values() for contender in pair):
             contender.close()
     rows = []
-    for name, (plain, own) in pairs.items():
-        assert plain.row["train/loss"] == own.row["train/loss"], f"the trainings of the pair {name} differ"
-        plain_s, own_s = plain.taken[WARMUP:], own.taken[WARMUP:]
-        medians = [f"{statistics.median(seconds) * 1e6:.0f}" for seconds in (plain_s, own_s)]
-        rows.append([name, *medians, report.ratio(own_s, plain_s, digits=3)])
+    for name, (plain, custom) in pairs.items():
+        assert plain.row["train/loss"] == custom.row["train/loss"], f"the trainings of the pair {name} differ"
+        plain_s, custom_s = plain.taken[WARMUP:], custom.taken[WARMUP:]
+        medians = [f"{statistics.median(seconds) * 1e6:.0f}" for seconds in (plain_s, custom_s)]
+        rows.append([name, *medians, report.ratio(custom_s, plain_s, digits=3)])
     report.write(
         "own_code",
         "A collate, and a loss of two terms, each beside the same training without it",

@@ -43,7 +43,7 @@ def write_rows(path: Path, number: int, names: tuple[str, ...]) -> None:
     """Write a metrics.jsonl; its values do not repeat, and compress badly."""
     with path.open("w") as file:
         for step in range(1, number + 1):
-            values = {name: (step * 7919 + place) % 10_007 / 9_973 for place, name in enumerate(names)}
+            values = {name: (step * 7919 + index) % 10_007 / 9_973 for index, name in enumerate(names)}
             file.write(json.dumps({"step": step, "samples": step * 64, "seconds": step / 9, **values}) + "\n")
 
 
@@ -70,26 +70,26 @@ def sweep_page(folder: Path, *, runs: int = 200, rows: int = 2_000) -> str:
 
 def timed(act: Callable[[], Any], rounds: int) -> float:
     """Return the median seconds of a call."""
-    taken = []
+    seconds = []
     for _ in range(rounds):
         before = time.perf_counter()
         act()
-        taken.append(time.perf_counter() - before)
-    return statistics.median(taken)
+        seconds.append(time.perf_counter() - before)
+    return statistics.median(seconds)
 
 
 def opening(browser: Any, path: Path, rounds: int) -> str:
     """Return the seconds, median and largest, from the start of a navigation until the first chart is drawn."""
-    taken = []
+    seconds = []
     for _ in range(rounds):
         context = browser.new_context(viewport={"width": 1280, "height": 900}, offline=True)
         page = context.new_page()
         page.goto(path.as_uri(), wait_until="commit")
         page.wait_for_selector("footer", state="attached")
         page.wait_for_selector(".plot canvas, tr[data-jobs]", state="attached")
-        taken.append(page.evaluate("performance.now()") / 1e3)
+        seconds.append(page.evaluate("performance.now()") / 1e3)
         context.close()
-    return f"{statistics.median(taken):.2f} (most {max(taken):.2f})"
+    return f"{statistics.median(seconds):.2f} (most {max(seconds):.2f})"
 
 
 def main() -> None:
@@ -100,8 +100,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     rounds = parser.parse_args().rounds
     chromium = shutil.which("chromium") or shutil.which("chromium-headless-shell")
-    with tempfile.TemporaryDirectory() as place, sync_playwright() as started:
-        folder, reader = Path(place), MetricsReader(Path(place, "metrics.jsonl"))
+    with tempfile.TemporaryDirectory() as temporary, sync_playwright() as started:
+        folder, reader = Path(temporary), MetricsReader(Path(temporary, "metrics.jsonl"))
         write_rows(folder / "metrics.jsonl", 250_000, NAMES)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         reading = timed(reader.read, 1)

@@ -48,8 +48,8 @@ class Workload:
         generator = torch.Generator().manual_seed(0)
         while True:
             for indices in torch.randperm(len(targets), generator=generator).split(self.batch):  # type: ignore[no-untyped-call]
-                own = indices[rank::world]
-                yield inputs[own], targets[own]
+                shard = indices[rank::world]
+                yield inputs[shard], targets[shard]
 
 
 def _convnet() -> nn.Module:

@@ -22,7 +22,7 @@ def train(workload: Workload, steps: int, *, replicas: int) -> float:
     tf.config.threading.set_inter_op_parallelism_threads(replicas)
     (cpu,) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * replicas)
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{place}" for place in range(replicas)])
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(replicas)])
     inputs, targets = (part.numpy() for part in workload.make_data())
     if inputs.ndim == 4:
         inputs = inputs.transpose(0, 2, 3, 1)

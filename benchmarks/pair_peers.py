@@ -57,10 +57,10 @@ def ddp(workload: Workload, steps: int) -> float:
     if WORLD > 1:
         dist.init_process_group("gloo")
     plain = workload.make_model()
-    taken = _loop(workload, steps, nn.parallel.DistributedDataParallel(plain) if WORLD > 1 else plain)
+    seconds = _loop(workload, steps, nn.parallel.DistributedDataParallel(plain) if WORLD > 1 else plain)
     if WORLD > 1:
         dist.destroy_process_group()
-    return taken
+    return seconds
 
 
 def _loop(workload: Workload, steps: int, model: nn.Module) -> float:
@@ -90,9 +90,9 @@ def accelerate(workload: Workload, steps: int) -> float:
         accelerator.backward(workload.loss(model, inputs, targets))
         optimizer.step()
 
-    taken = timed(step, workload, steps)
+    seconds = timed(step, workload, steps)
     accelerator.end_training()
-    return taken
+    return seconds
 
 
 def lightning(workload: Workload, steps: int) -> float:

@@ -72,11 +72,11 @@ def sgd(named: Any) -> torch.optim.Optimizer:
 def running(target: Callable[..., None], *args: Any) -> Iterator[Any]:
     """Start a process at the other end; yield its first message."""
     context = mp.get_context("forkserver")
-    here, there = context.Pipe()
-    process = context.Process(target=target, args=(there, *args), daemon=True)
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=target, args=(child_end, *args), daemon=True)
     process.start()
     try:
-        yield here.recv()
+        yield parent_end.recv()
     finally:
         process.terminate()
         process.join()
@@ -85,10 +85,10 @@ def running(target: Callable[..., None], *args: Any) -> Iterator[Any]:
 # trainkit
 
 
-def serve_trainkit(told: Any, size_mb: float) -> None:
+def serve_trainkit(pipe: Any, size_mb: float) -> None:
     torch.set_num_threads(1)
     listener = AuthenticatedListener("ps:0", token=TOKEN)
-    told.send(listener.address)
+    pipe.send(listener.address)
     with suppress(LinkError):  # the end of the benchmark
         shares = VariableShards(variables_of(Model(size_mb), torch.float32), 1)
         VariableServer(shares, 0, stepping(sgd)).serve(listener)
@@ -116,9 +116,9 @@ def trainkit(size_mb: float) -> Iterator[Move]:
 # a bare socket
 
 
-def serve_socket(told: Any, num_bytes: int) -> None:
+def serve_socket(pipe: Any, num_bytes: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        told.send(server.getsockname())
+        pipe.send(server.getsockname())
         connection, _ = server.accept()
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     memory = memoryview(bytearray(num_bytes))
@@ -139,12 +139,12 @@ def receive(connection: socket.socket, memory: memoryview) -> bool:
 @contextmanager
 def bare_socket(size_mb: float) -> Iterator[Move]:
     num_bytes = int(size_mb * 1e6 / 4 / TENSORS) * 4 * TENSORS
-    there, back = memoryview(bytearray(num_bytes)), memoryview(bytearray(num_bytes))
+    sent, back = memoryview(bytearray(num_bytes)), memoryview(bytearray(num_bytes))
     with running(serve_socket, num_bytes) as address, socket.create_connection(address) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
         def move(grads: list[Tensor], into: list[Tensor]) -> None:
-            connection.sendall(there)
+            connection.sendall(sent)
             receive(connection, back)
 
         yield move
@@ -172,10 +172,10 @@ def gloo_group(store: TCPStore, rank: int) -> Any:
     return dist.ProcessGroupGloo(store, rank, 2, TIMEOUT)
 
 
-def serve_gloo(told: Any, num_bytes: int) -> None:
+def serve_gloo(pipe: Any, num_bytes: int) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-    told.send(store.port)
+    pipe.send(store.port)
     group, flat = gloo_group(store, 1), torch.ones(num_bytes // 4)
     while True:
         group.recv([flat], 0, 0).wait()
@@ -185,12 +185,12 @@ def serve_gloo(told: Any, num_bytes: int) -> None:
 @contextmanager
 def gloo_pair(size_mb: float) -> Iterator[Move]:
     num_bytes = int(size_mb * 1e6 / 4 / TENSORS) * 4 * TENSORS
-    there, back = torch.ones(num_bytes // 4), torch.ones(num_bytes // 4)
+    sent, back = torch.ones(num_bytes // 4), torch.ones(num_bytes // 4)
     with running(serve_gloo, num_bytes) as port:
         group = gloo_group(TCPStore("127.0.0.1", port, 2, timeout=TIMEOUT), 0)
 
         def move(grads: list[Tensor], into: list[Tensor]) -> None:
-            group.send([there], 1, 0).wait()
+            group.send([sent], 1, 0).wait()
             group.recv([back], 1, 0).wait()
 
         yield move
@@ -215,11 +215,11 @@ def rpc_options(port: int) -> Any:
     return rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=60)
 
 
-def serve_rpc(told: Any, port: int) -> None:
+def serve_rpc(pipe: Any, port: int) -> None:
     from torch.distributed import rpc
 
     torch.set_num_threads(1)
-    told.send(None)
+    pipe.send(None)
     rpc.init_rpc("server", rank=1, world_size=2, rpc_backend_options=rpc_options(port))  # type: ignore[no-untyped-call]
     rpc.shutdown()
 
@@ -294,25 +294,25 @@ def measure(size_mb: float, ways: dict[str, Any], rounds: int) -> dict[str, list
         moves = {name: stack.enter_context(way(size_mb)) for name, way in ways.items()}
         for number in range(rounds + 2):
             for name, move in moves.items():
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 move(grads, into)
                 if number >= 2:
-                    seconds[name].append(time.perf_counter() - begun)
-        assert all(torch.equal(one, other) for one, other in zip(grads, into, strict=True))
+                    seconds[name].append(time.perf_counter() - start)
+        assert all(torch.equal(grad, other) for grad, other in zip(grads, into, strict=True))
     return seconds
 
 
-def times_table(found: dict[float, dict[str, list[float]]]) -> str:
+def times_table(by_size: dict[float, dict[str, list[float]]]) -> str:
     """Return a table with a row per transport: ms and the ratio to trainkit, by size."""
     rows = []
-    for name in next(iter(found.values())):
+    for name in next(iter(by_size.values())):
         cells = [name]
-        for size, seconds in found.items():
+        for size, seconds in by_size.items():
             median = statistics.median(seconds[name])
-            ours = statistics.median(seconds["trainkit"])
-            cells.append(f"{1e3 * median:.2f} ms, {2 * size / 1e3 / median:.2f} GB/s, **{median / ours:.2f}**")
+            base = statistics.median(seconds["trainkit"])
+            cells.append(f"{1e3 * median:.2f} ms, {2 * size / 1e3 / median:.2f} GB/s, **{median / base:.2f}**")
         rows.append(cells)
-    return report.table(["push + pull", *(f"{size:g} MB" for size in found)], rows)
+    return report.table(["push + pull", *(f"{size:g} MB" for size in by_size)], rows)
 
 
 def shares_table(size_mb: float, steps: int) -> str:
@@ -331,9 +331,9 @@ def shares_table(size_mb: float, steps: int) -> str:
                 servers.pull(into)
             after = [link.sent_bytes + link.received_bytes for link in servers.links]
         carried = max(late - early for early, late in zip(before, after, strict=True)) / steps
-        held = [farm.shares.bytes_of(server) for server in range(count)]
-        spread = f"{min(held) / fair:.3f} to {max(held) / fair:.3f}"
-        rows.append([str(count), f"{max(held):,}", spread, f"{carried:,.0f}", f"{carried / (2e6 * size_mb):.4f}"])
+        sizes = [farm.shares.bytes_of(server) for server in range(count)]
+        spread = f"{min(sizes) / fair:.3f} to {max(sizes) / fair:.3f}"
+        rows.append([str(count), f"{max(sizes):,}", spread, f"{carried:,.0f}", f"{carried / (2e6 * size_mb):.4f}"])
     head = ["servers", "bytes of the fullest", "of an equal share", "bytes a step to and from it", "of all"]
     return report.table(head, rows)
 
@@ -358,19 +358,19 @@ def main() -> None:
         if not options.no_ray and importlib.util.find_spec("ray"):
             stack.enter_context(ray_runtime())
             ways["a Ray actor"] = ray_actor
-        found = {}
+        by_size = {}
         for size in sizes:
-            found[size] = measure(size, ways, rounds)
-            print(times_table({size: found[size]}), file=sys.stderr, flush=True)
-    told = (
+            by_size[size] = measure(size, ways, rounds)
+            print(times_table({size: by_size[size]}), file=sys.stderr, flush=True)
+    text = (
         "Both ways, with one server. Bold: the time over that of trainkit, so that above 1 trainkit is faster. "
         "Two copies of memory are what sharing it with the server would cost at least: a copy there, a copy back, "
         "and nobody at the other end. Targets: torch RPC at least 3, a bare socket at least 0.5."
     )
     body = "\n\n".join(
         [
-            told,
-            times_table(found),
+            text,
+            times_table(by_size),
             "## Several servers\n\n10 MB of parameters in 16 tensors; a step pushes and pulls all of it.",
             shares_table(10, steps=5),
         ]

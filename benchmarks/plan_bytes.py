@@ -28,7 +28,7 @@ def cells(name: str) -> list[str]:
     wire = mean_wire_bytes(traffic)
     tensors = sum(traffic.at(step).network_bytes() for step in range(first, last)) / (last - first)
     overrides = " ".join(
-        one for one in CASES[name] if one.startswith(("model=lookup", "strategy", "precision", "numerics", "activ"))
+        key for key in CASES[name] if key.startswith(("model=lookup", "strategy", "precision", "numerics", "activ"))
     )
     return [f"`{overrides}`", f"{tensors:,.0f}", f"{wire:,.0f}", f"{counted:,.0f}", f"{wire / counted:.3f}"]
 
@@ -37,7 +37,7 @@ def write(rows: Sequence[Sequence[str]]) -> None:
     """Write the result."""
     first, last = STEPS
     head = ["training", "tensors planned", "wire planned", "wire counted", "planned / counted"]
-    told = (
+    text = (
         f"Bytes a step of all ranks, over the steps {first + 1} to {last} of a run. The wire has headers too, counted "
         "as 1,000 bytes a message and rank. An MLP "
         "with 301,066 parameters, with `tensor_parallel` a GPT of two blocks, and a table of 60,000 x 64 with sparse "
@@ -46,7 +46,7 @@ def write(rows: Sequence[Sequence[str]]) -> None:
     )
     command = "python benchmarks/plan_bytes.py"
     title = "Bytes that `trainkit plan` predicts, against a network namespace"
-    report.write("plan_bytes", title, command, f"{told}\n\n{report.table(head, rows)}")
+    report.write("plan_bytes", title, command, f"{text}\n\n{report.table(head, rows)}")
 
 
 def main() -> None:

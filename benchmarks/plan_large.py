@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--only", default="")
     options = parser.parse_args()
     rows, slow = [], 0
-    for layout in (one for one in LAYOUTS if options.only in one):
+    for layout in (layout for layout in LAYOUTS if options.only in layout):
         command = [sys.executable, "-m", "trainkit", "plan", *MODEL, *layout.split(), *CLUSTER]
         start, before = time.monotonic(), _processor_s()
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -98,14 +98,14 @@ class Case:
 
     model: str
     strategy: str
-    own: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     """Further arguments."""
     factors: tuple[float, float] = NEAR
 
     @property
     def arguments(self) -> list[str]:
         """All arguments of the training."""
-        return list(replacing([*SHORT, *MODELS[self.model], *STRATEGIES[self.strategy]], *self.own))
+        return list(replacing([*SHORT, *MODELS[self.model], *STRATEGIES[self.strategy]], *self.overrides))
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -118,7 +118,7 @@ def cases() -> list[Case]:
     sgd, momentum = "optimizer=sgd", "optimizer.momentum=0.9"
     full, mixed, half = "activation_checkpointing=full", "precision=bf16_mixed", "precision=bf16"
     copied, more = "checkpoint.background=true", "batch.global_size=96"
-    found: dict[tuple[str, str], list[tuple[str, ...]]] = {
+    choices: dict[tuple[str, str], list[tuple[str, ...]]] = {
         ("mlp", "one_device"): [(), (sgd,), (sgd, momentum), ("batch.micro_size=128",), (half,), (copied,)],
         ("gpt", "one_device"): [(), (full,), (mixed,), ("batch.micro_size=12",), (sgd, "model.width=256")],
         ("convnet", "one_device"): [(), ("batch.micro_size=80", sgd)],
@@ -134,10 +134,10 @@ def cases() -> list[Case]:
         ("gpt", "device_map"): [()],
         ("resnet", "device_map"): [(sgd,)],
     }
-    listed = [(model, strategy, own) for (model, strategy), owns in found.items() for own in owns]
+    listed = [(model, strategy, keys) for (model, strategy), lists in choices.items() for keys in lists]
     return [
-        Case(model=model, strategy=strategy, own=own, factors=FAR if number % 3 == 2 else NEAR)
-        for number, (model, strategy, own) in enumerate(listed)
+        Case(model=model, strategy=strategy, overrides=keys, factors=FAR if number % 3 == 2 else NEAR)
+        for number, (model, strategy, keys) in enumerate(listed)
     ]
 
 
@@ -204,30 +204,30 @@ def outcome(arguments: Sequence[str], limit: int) -> str:
         if status == 0:
             return "trains"
         printed = [path.read_text(errors="replace") for path in (folder / "output", *folder.glob("run/logs/*"))]
-    said = "\n".join(printed)
-    return "runs out" if any(word in said.lower() for word in OF_MEMORY) else said.strip()[-300:]
+    text = "\n".join(printed)
+    return "runs out" if any(phrase in text.lower() for phrase in OF_MEMORY) else text.strip()[-300:]
 
 
-def row_of(case: Case, own: int) -> Row:
+def row_of(case: Case, process_bytes: int) -> Row:
     """Return what plan and training find on each of the two machines."""
     most = planned(case.arguments, evaluates=False)[1].most  # a run that its callback ends evaluates nothing
-    found = []
+    outcomes = []
     for factor in case.factors:
         room = int(most * factor)
-        says = "refused" if refused(case, room) else "fits"
-        found.append((says, outcome(case.arguments, own + room + SLACK)))
-    texts = [f"{factor}: {says}, {does}" for factor, (says, does) in zip(case.factors, found, strict=True)]
-    arguments = f"`{' '.join(case.own)}`" if case.own else ""
+        verdict = "refused" if refused(case, room) else "fits"
+        outcomes.append((verdict, outcome(case.arguments, process_bytes + room + SLACK)))
+    texts = [f"{factor}: {verdict}, {does}" for factor, (verdict, does) in zip(case.factors, outcomes, strict=True)]
+    arguments = f"`{' '.join(case.overrides)}`" if case.overrides else ""
     cells = [case.model, case.strategy, arguments, f"{most / 2**20:.0f}", *texts]
     print(" | ".join(cells), flush=True)
-    return cells, found
+    return cells, outcomes
 
 
 def rows_of(alike: Sequence[Case]) -> list[Row]:
     """Return the rows of trainings of one kind."""
-    own = own_bytes_of(*alike[0].kind)
-    print(f"{alike[0].kind}: {own / 2**20:.0f} MiB a process", file=sys.stderr)
-    return [row_of(case, own) for case in alike]
+    process_bytes = own_bytes_of(*alike[0].kind)
+    print(f"{alike[0].kind}: {process_bytes / 2**20:.0f} MiB a process", file=sys.stderr)
+    return [row_of(case, process_bytes) for case in alike]
 
 
 def main() -> int:
@@ -237,14 +237,14 @@ def main() -> int:
     parser.add_argument("--only", default="", help="those whose model, strategy or arguments contain this")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time")
     options = parser.parse_args()
-    chosen = [one for one in cases() if options.only in " ".join([one.model, one.strategy, *one.own])]
+    chosen = [case for case in cases() if options.only in " ".join([case.model, case.strategy, *case.overrides])]
     kinds = groupby(chosen[:: options.every], key=lambda case: case.kind)
     groups = [list(alike) for _, alike in kinds]
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         api.train(api.compose(["recipe=digits", *SHORT[1:2], "callbacks=[]", "steps=2", "epochs=null", "quiet=true"]))
     with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
-        rows = [row for found in pool.imap(rows_of, groups) for row in found]
-    counts = Counter(pair for _, found in rows for pair in found)
+        rows = [row for group_rows in pool.imap(rows_of, groups) for row in group_rows]
+    counts = Counter(pair for _, outcomes in rows for pair in outcomes)
     if options.every == 1 and not options.only:
         write([cells for cells, _ in rows], counts)
     else:
@@ -255,7 +255,7 @@ def main() -> int:
 def write(rows: Sequence[Sequence[str]], counts: Counter[tuple[str, str]]) -> None:
     """Write the result."""
     ends = ["runs out", "trains", *sorted({does for _, does in counts} - {"runs out", "trains"})]
-    confusion = [[says, *(str(counts[says, does]) for does in ends)] for says in ("refused", "fits")]
+    confusion = [[verdict, *(str(counts[verdict, does]) for does in ends)] for verdict in ("refused", "fits")]
     head = ["model", "strategy", "arguments", "planned MiB", "less memory: plan, training", "more: plan, training"]
     report.write(
         "plan_limits",

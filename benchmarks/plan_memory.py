@@ -102,30 +102,29 @@ class PeakBytes(Callback):
         """Record the third and the fourth step."""
         if run.state.step == 2:
             gc.collect()
-            data = [
-                leaf for one in run.datasets.values() if hasattr(one, "tensors") for leaf in tree_iter(one.tensors())
-            ]
-            known = {storage_of(leaf) for leaf in data if isinstance(leaf, Tensor)}
-            alive = [one for one in gc.get_objects() if isinstance(one, Tensor)]
+            in_memory = (data.tensors() for data in run.datasets.values() if hasattr(data, "tensors"))
+            leaves = (leaf for tensors in in_memory for leaf in tree_iter(tensors))
+            data_storages = {storage_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+            alive = [value for value in gc.get_objects() if isinstance(value, Tensor)]
             alive += [
                 *run.model.parameters(),
                 *run.model.buffers(),
                 *self._recording.updated,
             ]  # not all are collectable
-            shared = [one for one in gc.get_objects() if isinstance(one, SharedMemorySegment)]
-            parts = sum(one.total.nbytes * (len(one.slots) + 1) // len(one.slots) for one in shared)
-            known |= {storage_of(slot) for one in shared for slot in (*one.slots, one.total)}
-            self._recording.at_start = bytes_of(alive, known) + parts
-            self._recording.alive = {*map(storage_of, alive)} - known
+            shared = [value for value in gc.get_objects() if isinstance(value, SharedMemorySegment)]
+            parts = sum(segment.total.nbytes * (len(segment.slots) + 1) // len(segment.slots) for segment in shared)
+            data_storages |= {storage_of(slot) for segment in shared for slot in (*segment.slots, segment.total)}
+            self._recording.at_start = bytes_of(alive, data_storages) + parts
+            self._recording.alive = {*map(storage_of, alive)} - data_storages
             self._recording.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self._recording.profile.start()
         elif run.state.step == 4 and self._recording.profile is not None:
             self._recording.profile.stop()
             OptimizerStepper.step = self._recording.original  # type: ignore[method-assign]
             peak = self._recording.at_start + largest(self._recording.profile, self._recording.alive)
-            found = {"lasting": self._recording.lasting, "at_start": self._recording.at_start, "peak": peak}
+            counts = {"lasting": self._recording.lasting, "at_start": self._recording.at_start, "peak": peak}
             rank = dist.get_rank() if dist.is_initialized() else 0
-            (run.folder / f"bytes-{rank}.json").write_text(json.dumps(found))
+            (run.folder / f"bytes-{rank}.json").write_text(json.dumps(counts))
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -134,13 +133,13 @@ def storage_of(tensor: Tensor) -> int:
     return int(local.untyped_storage().data_ptr()) if local.layout is torch.strided else 0
 
 
-def bytes_of(tensors: Iterable[object], known: Iterable[int] = ()) -> int:
+def bytes_of(tensors: Iterable[object], skip: Iterable[int] = ()) -> int:
     """Return the bytes of the storages of CPU tensors that are not known yet, each storage once."""
-    seen, total = {0, *known}, 0
-    for one in tensors:
-        if isinstance(one, Tensor) and one.device.type == "cpu" and storage_of(one) not in seen:
-            seen.add(storage_of(one))
-            total += getattr(one, "_local_tensor", one).untyped_storage().nbytes()
+    counted, total = {0, *skip}, 0
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.device.type == "cpu" and storage_of(tensor) not in counted:
+            counted.add(storage_of(tensor))
+            total += getattr(tensor, "_local_tensor", tensor).untyped_storage().nbytes()
     return total
 
 
@@ -150,7 +149,7 @@ def largest(recorded: profile, alive: set[int]) -> int:
     The profiler sees the main thread alone. What gloo copies there, it frees in a thread of its own: such a copy counts
     until the next allocation, which follows the collective. An address that is allocated anew was freed before.
     """
-    changes, known = [], {*alive}
+    changes, live = [], {*alive}
     assert recorded.profiler is not None
     assert recorded.profiler.kineto_results is not None
     for event in events_of(recorded.profiler.kineto_results.experimental_event_tree()):
@@ -159,21 +158,21 @@ def largest(recorded: profile, alive: set[int]) -> int:
             changes.append((event.start_time_ns, details.alloc_size, details.ptr, is_of_gloo(event)))
     sizes: dict[int, int] = {}
     copies: list[int] = []
-    now = most = 0
+    allocated = most = 0
     for _, change, address, copied in sorted(changes):
         if change > 0:
             freed = [address] if copied else [address, *copies]
-            now += change - sum(sizes.pop(one, 0) for one in freed)
+            allocated += change - sum(sizes.pop(pointer, 0) for pointer in freed)
             copies = [*copies, address] if copied else []
-            known.add(address)
+            live.add(address)
             sizes[address] = change
-        elif address not in known:
+        elif address not in live:
             continue  # it was alive at the start and is not counted there, or a copy of gloo
         else:
-            known.discard(address)
+            live.discard(address)
             sizes.pop(address, None)
-            now += change
-        most = max(most, now)
+            allocated += change
+        most = max(most, allocated)
     return most
 
 
@@ -206,8 +205,8 @@ def planned(arguments: Sequence[str]) -> tuple[list[DeviceMemory], bool]:
 def measured(arguments: Sequence[str]) -> list[dict[str, int]]:
     """Return the counts of each rank."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        own = {"config_dirs": [ROOT / "benchmarks/conf"], "packages": ["benchmarks"]}
-        api.train(api.compose([*arguments, *COMMON, "hydra.run.dir=run"], **own))  # type: ignore[arg-type]
+        options = {"config_dirs": [ROOT / "benchmarks/conf"], "packages": ["benchmarks"]}
+        api.train(api.compose([*arguments, *COMMON, "hydra.run.dir=run"], **options))  # type: ignore[arg-type]
         count = len([*Path().glob("run/bytes-*.json")])
         return [json.loads(Path(f"run/bytes-{rank}.json").read_text()) for rank in range(count)]
 
@@ -218,13 +217,13 @@ def main() -> None:
     parser.add_argument("--only", default="")
     options = parser.parse_args()
     rows = []
-    for recipe, own in RECIPES.items():
+    for recipe, overrides in RECIPES.items():
         for strategy, placed in STRATEGIES.items():
-            for kept, more in CHECKPOINTING.items():
-                name = f"{recipe}; {strategy}; {kept}"
+            for policy, more in CHECKPOINTING.items():
+                name = f"{recipe}; {strategy}; {policy}"
                 if options.only not in name:
                     continue
-                rows.append([recipe, strategy, kept, *cells([*own, *placed, *more])])
+                rows.append([recipe, strategy, policy, *cells([*overrides, *placed, *more])])
                 print(rows[-1], flush=True)
     if not options.only:
         write(rows)
@@ -237,13 +236,13 @@ def cells(arguments: Sequence[str]) -> list[str]:
         if parts[0].step is None:
             return ["-", "-", "-", "-", *parts[0].notes()]
         ranks = [
-            Compared.of(rank, parts[rank % len(parts)], found, copies=is_sharded or rank == 0)
-            for rank, found in enumerate(measured(arguments))
+            Compared.of(rank, parts[rank % len(parts)], counts, copies=is_sharded or rank == 0)
+            for rank, counts in enumerate(measured(arguments))
         ]
     except TrainkitError as error:
         return ["-", "-", "-", "-", str(error).strip().splitlines()[-1][:100]]
-    lasting = max(ranks, key=lambda one: abs(one.lasting - 1))
-    worst = max(ranks, key=lambda one: abs(one.ratio - 1))
+    lasting = max(ranks, key=lambda rank: abs(rank.lasting - 1))
+    worst = max(ranks, key=lambda rank: abs(rank.ratio - 1))
     return [
         f"{lasting.lasting:.3f}",
         str(worst.rank),
@@ -270,12 +269,12 @@ class Compared:
         return self.planned / self.measured
 
     @classmethod
-    def of(cls, rank: int, plan: DeviceMemory, found: Mapping[str, int], *, copies: bool) -> Compared:
+    def of(cls, rank: int, plan: DeviceMemory, counts: Mapping[str, int], *, copies: bool) -> Compared:
         """Compare a rank with its part of the plan; `copies`: whether it has a copy for checkpoints."""
-        held = plan.held
-        lasting = held.parameter_bytes + held.gradient_bytes + (held.optimizer_bytes or 0)
-        peak = (plan.step or 0) - (0 if copies else held.staging_bytes)
-        return cls(rank=rank, lasting=lasting / found["lasting"], planned=peak, measured=found["peak"])
+        state = plan.held
+        lasting = state.parameter_bytes + state.gradient_bytes + (state.optimizer_bytes or 0)
+        peak = (plan.step or 0) - (0 if copies else state.staging_bytes)
+        return cls(rank=rank, lasting=lasting / counts["lasting"], planned=peak, measured=counts["peak"])
 
 
 def write(rows: Sequence[Sequence[str]]) -> None:

@@ -91,8 +91,8 @@ def step_s(overrides: Sequence[str], steps: int) -> float:
             command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL
         )
         result = json.loads((Path(folder) / "run/result.json").read_text())
-    found: float = result["measured"]["at_end"]["step_s"]
-    return found
+    seconds: float = result["measured"]["at_end"]["step_s"]
+    return seconds
 
 
 def one_replica(model: Sequence[str], steps: int) -> tuple[float, float]:
@@ -101,28 +101,28 @@ def one_replica(model: Sequence[str], steps: int) -> tuple[float, float]:
     Returns:
         Seconds of a shard, and of everything that occurs once in a step.
     """
-    size = int(next(one for one in model if one.startswith("batch.global_size=")).partition("=")[2])
-    rest = [one for one in model if not one.startswith("batch.global_size=")]
-    sizes = [f"batch.global_size={size}", f"batch.global_size={size // 2}"]
-    rounds = [[step_s([*rest, "strategy=one_device", one], steps) for one in sizes] for _ in range(ROUNDS)]
+    global_size = int(next(key for key in model if key.startswith("batch.global_size=")).partition("=")[2])
+    keys = [override for override in model if not override.startswith("batch.global_size=")]
+    sizes = [f"batch.global_size={global_size}", f"batch.global_size={global_size // 2}"]
+    rounds = [[step_s([*keys, "strategy=one_device", size], steps) for size in sizes] for _ in range(ROUNDS)]
     whole, half = (statistics.median(column) for column in zip(*rounds, strict=True))
     shard_s = max(whole - half, 0.0) / (SHARDS / 2)
     return shard_s, max(half - shard_s * SHARDS / 2, 0.0)
 
 
-def predicted(overrides: Sequence[str], found: tuple[float, float], link: Link) -> StepTime:
+def predicted(overrides: Sequence[str], seconds_of: tuple[float, float], link: Link) -> StepTime:
     """Return the planned time of a step of a training, whose operations take as long as one replica was measured."""
     plan = make_plan(api.compose([*COMMON, *overrides]).cfg)
     model = meta_model(plan.cfg)
     plan = plan.resolved(lambda: model)
-    here = Hardware(
+    hardware = Hardware(
         name="here", memory_gib=1.0, memory_gb_s=1.0, tflops={"fp32": 1.0}, within_host=link, between_hosts=link,
         whole_host=True, operation_us=0.0, reached=Band(low=1 / SPREAD / TURNS, high=SPREAD),
     )  # fmt: skip
-    shard, update = (Work(operations={(round(seconds * 1e12), 0): 1}) for seconds in found)
+    shard, update = (Work(operations={(round(seconds * 1e12), 0): 1}) for seconds in seconds_of)
     work = rank_work(plan, model, shard)
     crowd = max(work.tasks_a_host // (os.cpu_count() or 1), 1)
-    return step_time(replace(work, update=update, tasks_a_host=crowd), step_traffic(plan, model), here, "fp32")
+    return step_time(replace(work, update=update, tasks_a_host=crowd), step_traffic(plan, model), hardware, "fp32")
 
 
 def inside(only: str, steps: int) -> list[dict[str, object]]:

@@ -61,14 +61,14 @@ def train(overrides: tuple[str, ...], options: argparse.Namespace) -> tuple[Curv
 
 def reached(curve: Curve, target: float) -> str:
     """Return the first time at which an accuracy was reached."""
-    found = next((seconds for seconds, accuracy in curve if accuracy >= target), None)
-    return "-" if found is None else f"{found:.1f}"
+    first = next((seconds for seconds, accuracy in curve if accuracy >= target), None)
+    return "-" if first is None else f"{first:.1f}"
 
 
-def at(curve: Curve, seconds: float) -> str:
+def accuracy_at(curve: Curve, seconds: float) -> str:
     """Return the accuracy at a time."""
-    place = bisect_right([moment for moment, _ in curve], seconds)
-    return f"{curve[place - 1][1]:.4f}" if place else "-"
+    index = bisect_right([moment for moment, _ in curve], seconds)
+    return f"{curve[index - 1][1]:.4f}" if index else "-"
 
 
 def draw(curves: dict[str, Curve]) -> None:
@@ -104,8 +104,8 @@ def main() -> None:
     rows = []
     for name, curve in curves.items():
         stale = results[name].get("staleness")
-        told = f"{stale['mean']:.1f}, {stale['p95']}" if stale else "-"
-        rows.append([name, reached(curve, options.target), at(curve, first), f"{curve[-1][1]:.4f}", told])
+        staleness = f"{stale['mean']:.1f}, {stale['p95']}" if stale else "-"
+        rows.append([name, reached(curve, options.target), accuracy_at(curve, first), f"{curve[-1][1]:.4f}", staleness])
     head = [
         "",
         f"s to {options.target:g}",

@@ -41,37 +41,37 @@ def seconds(run: Path, out: Path, rows: int, ranks: int) -> float:
         sys.executable, "-m", "trainkit", "predict", str(run), "--out", str(out), "--overwrite",
         f"data.val_samples={rows}", "loader.cache=false", *strategy,
     ]  # fmt: skip
-    begun = perf_counter()
+    start = perf_counter()
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    return perf_counter() - begun
+    return perf_counter() - start
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=5)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     rates: dict[int, list[float]] = {ranks: [] for ranks in RANKS}
     whole: dict[int, list[float]] = {ranks: [] for ranks in RANKS}
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         trainkit.train(trainkit.compose(RUN), run_dir=run)
-        for _ in range(asked.rounds):
+        for _ in range(options.rounds):
             for ranks in RANKS:
                 out = Path(folder) / f"{ranks}.npy"
                 start = seconds(run, out, FEW, ranks)
-                whole[ranks].append(seconds(run, out, asked.rows, ranks))
-                rates[ranks].append((asked.rows - FEW) / (whole[ranks][-1] - start))
+                whole[ranks].append(seconds(run, out, options.rows, ranks))
+                rates[ranks].append((options.rows - FEW) / (whole[ranks][-1] - start))
             if len({(Path(folder) / f"{ranks}.npy").read_bytes() for ranks in RANKS}) > 1:
                 raise SystemExit("the files of one rank and of two differ")
     rows = [
         [str(ranks), f"{statistics.median(rates[ranks]):,.0f}", f"{statistics.median(whole[ranks]):.1f}"]
         for ranks in RANKS
     ]
-    table = report.table(["ranks", "rows/s", f"seconds of the command, {asked.rows:,} rows"], rows)
+    table = report.table(["ranks", "rows/s", f"seconds of the command, {options.rows:,} rows"], rows)
     ratio = report.ratio(rates[2], rates[1])
-    body = f"{table}\n\nTwo ranks over one: {ratio}, {asked.rounds} rounds; target {TARGET}. The bytes are the same."
-    command = f"python benchmarks/predict.py --rows {asked.rows} --rounds {asked.rounds}"
+    body = f"{table}\n\nTwo ranks over one: {ratio}, {options.rounds} rounds; target {TARGET}. The bytes are the same."
+    command = f"python benchmarks/predict.py --rows {options.rows} --rounds {options.rounds}"
     report.write("predict", "Predicting with two ranks", command, body)
     return 0
 

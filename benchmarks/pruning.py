@@ -51,13 +51,13 @@ class Ended:
 
 def jobs_of(folder: Path) -> list[Ended]:
     """Return the jobs of a sweep in the order in which they ended; a pruned one counts with its last evaluation."""
-    found = []
+    jobs = []
     for path in folder.glob("*/result.json"):
         result = json.loads(path.read_text())
-        begun = (path.parent / "environment.json").stat().st_mtime
+        start = (path.parent / "environment.json").stat().st_mtime
         figure = result["metrics"].get(METRIC)
-        found.append(Ended(begun=begun, ended=path.stat().st_mtime, steps=result["steps"], figure=figure))
-    return sorted(found, key=lambda job: job.ended)
+        jobs.append(Ended(begun=start, ended=path.stat().st_mtime, steps=result["steps"], figure=figure))
+    return sorted(jobs, key=lambda job: job.ended)
 
 
 def progress(jobs: list[Ended]) -> list[tuple[int, float]]:
@@ -87,8 +87,8 @@ def draw(path: Path, grid: list[tuple[int, float]], searches: dict[int, list[tup
         chart = Figure(figsize=(7.2, 4.0), dpi=140, layout="constrained")
         axes = chart.subplots()
         axes.set_title("Best validation accuracy by steps spent, all jobs together", loc="left", fontweight="bold")
-        for place, (seed, points) in enumerate(searches.items()):
-            shade: dict[str, Any] = {"alpha": 0.9 - 0.25 * place, "linewidth": 2.0}
+        for index, (seed, points) in enumerate(searches.items()):
+            shade: dict[str, Any] = {"alpha": 0.9 - 0.25 * index, "linewidth": 2.0}
             axes.step(*zip(*points, strict=True), where="post", color=ORANGE, label=f"Optuna, seed {seed}", **shade)
         axes.step(*zip(*grid, strict=True), where="post", color=BLUE, linewidth=2, label="grid")
         axes.axhline(grid[-1][1], color=GREY, linewidth=1, linestyle=(0, (2, 2)))
@@ -111,25 +111,25 @@ def main() -> None:
         folder = (args.keep or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         epochs = f"epochs={args.epochs}"
-        found = {"grid": sweep(folder / "grid", epochs, *GRID)}
+        searches = {"grid": sweep(folder / "grid", epochs, *GRID)}
         search = ("hydra/sweeper=optuna", f"sweep.trials={TRIALS}")
         for seed in args.seeds:
-            found[f"seed {seed}"] = sweep(folder / f"seed{seed}", epochs, *search, f"sweep.seed={seed}", *SPACE)
-        tell(found, args)
+            searches[f"seed {seed}"] = sweep(folder / f"seed{seed}", epochs, *search, f"sweep.seed={seed}", *SPACE)
+        write_results(searches, args)
 
 
-def tell(found: dict[str, list[Ended]], args: argparse.Namespace) -> None:
+def write_results(searches: dict[str, list[Ended]], args: argparse.Namespace) -> None:
     """Write the table and the plot."""
-    grid, *_ = curves = [progress(jobs) for jobs in found.values()]
+    grid, *_ = curves = [progress(jobs) for jobs in searches.values()]
     whole, mark = grid[-1]
     rows = [["grid, 24 points", f"{whole:,}", f"{mark:.4f}", "", "", ""]]
-    for seed, points, jobs in zip(args.seeds, curves[1:], list(found.values())[1:], strict=True):
+    for seed, points, jobs in zip(args.seeds, curves[1:], list(searches.values())[1:], strict=True):
         reached = next((steps for steps, best in points if best >= mark), None)
-        there = ["not reached", ""] if reached is None else [f"{reached:,}", f"**{reached / whole:.2f}**"]
+        share = ["not reached", ""] if reached is None else [f"{reached:,}", f"**{reached / whole:.2f}**"]
         full = max(job.steps for job in jobs)
         cut = sum(job.steps < full for job in jobs)
         rows.append(
-            [f"Optuna, seed {seed}", f"{points[-1][0]:,}", f"{points[-1][1]:.4f}", *there, f"{cut} of {len(jobs)}"]
+            [f"Optuna, seed {seed}", f"{points[-1][0]:,}", f"{points[-1][1]:.4f}", *share, f"{cut} of {len(jobs)}"]
         )
     head = ["", "steps in all", "best accuracy", "steps to the grid's best", "of the grid's", "ended early"]
     body = f"{TRIALS} trials, median pruner, jobs of {args.epochs} epochs.\n\n{report.table(head, rows)}"

@@ -41,7 +41,7 @@ REDUCERS = [name for name in get_args(Reduce) if name not in {"auto", "hierarchi
 SIZES_MB = (0.04, 0.4, 3.2, 25.0, 100.0)
 
 
-def rank_of(rank: int, num_ranks: int, port: int, rounds: int, found: Queue[Any]) -> None:
+def rank_of(rank: int, num_ranks: int, port: int, rounds: int, results: Queue[Any]) -> None:
     """Run one process: every size and reducer; rank 0 reports the milliseconds."""
     task = Task(role="worker", index=rank, rank=rank)
     identity = Identity(task=task, num_ranks=num_ranks, store=("127.0.0.1", port), prefix="bench")
@@ -54,31 +54,31 @@ def rank_of(rank: int, num_ranks: int, port: int, rounds: int, found: Queue[Any]
             seconds = []
             for _ in range(rounds + 2):
                 collective.gather(torch.zeros(1))
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 reducer.begin(packing, num_shards=num_ranks)
                 reducer.add(0, grads)
                 reducer.finish()
-                seconds.append(time.perf_counter() - begun)
+                seconds.append(time.perf_counter() - start)
             reducer.close()
             slowest = torch.cat(collective.gather(torch.tensor([statistics.median(seconds[2:])]))).max()
             if rank == 0:
-                found.put((num_ranks, size, name, float(slowest) * 1e3))
+                results.put((num_ranks, size, name, float(slowest) * 1e3))
     collective.gather(torch.zeros(1))
     if rank == 0:
-        found.put(None)
+        results.put(None)
 
 
 def measure(num_ranks: int, rounds: int) -> dict[tuple[float, str], float]:
     """Return milliseconds of an exchange by size and reducer."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    found: Any = mp.get_context("spawn").SimpleQueue()
+    results: Any = mp.get_context("spawn").SimpleQueue()
     times: dict[tuple[float, str], float] = {}
     with HostedStore(("127.0.0.1", port)) as store:
         store.open()
-        given = (num_ranks, port, rounds, found)
-        processes = spawn(rank_of, args=given, nprocs=num_ranks, join=False)  # type: ignore[no-untyped-call]
-        while (row := found.get()) is not None:
+        arguments = (num_ranks, port, rounds, results)
+        processes = spawn(rank_of, args=arguments, nprocs=num_ranks, join=False)  # type: ignore[no-untyped-call]
+        while (row := results.get()) is not None:
             times[row[1], row[2]] = row[3]
         processes.join()
     return times

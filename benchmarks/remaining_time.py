@@ -57,12 +57,12 @@ def watched(recipe: str, folder: str) -> tuple[float, float, float]:
                 step, steps = (int(part.replace(",", "")) for part in match.groups()[:2])
                 hours, minutes, seconds = (int(part or 0) for part in match.groups()[2:])
                 if step >= steps / 10:
-                    part, left, at = step / steps, 3600 * hours + 60 * minutes + seconds, time.monotonic()
+                    part, left, now = step / steps, 3600 * hours + 60 * minutes + seconds, time.monotonic()
                     shown = (part, left)
             if line.startswith("finished after"):
                 ended = time.monotonic()
     assert shown is not None
-    return (*shown, ended - at)
+    return (*shown, ended - now)
 
 
 def main() -> None:
@@ -70,10 +70,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
-    given = parser.parse_args()
+    options = parser.parse_args()
     rows = []
-    for recipe in given.recipes:
-        for _ in range(given.rounds):
+    for recipe in options.recipes:
+        for _ in range(options.rounds):
             with tempfile.TemporaryDirectory() as folder:
                 part, left, took = watched(recipe, folder)
             rows.append(
@@ -88,7 +88,7 @@ def main() -> None:
             print(*rows[-1], sep=" | ", flush=True)
     body = report.table(["recipe", "of the steps", "seconds shown", "seconds that it took", "error"], rows)
     body += "\n\nTarget: within 10 %."
-    command = f"python benchmarks/remaining_time.py --rounds {given.rounds}"
+    command = f"python benchmarks/remaining_time.py --rounds {options.rounds}"
     report.write("remaining_time", "The remaining time after a tenth of a run", command, body)
 
 

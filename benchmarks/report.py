@@ -16,13 +16,13 @@ PACKAGES = ("trainkit-torch", "torch", "lightning", "accelerate", "keras", "tens
 
 def machine() -> str:
     """Return one line about the machine of the measurement."""
-    found = []
+    versions = []
     for package in PACKAGES:
         try:
-            found.append(f"{package} {version(package)}")
+            versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             continue
-    return f"{platform.system()}, {os.cpu_count()} CPU cores, Python {platform.python_version()}, {', '.join(found)}"
+    return f"{platform.system()}, {os.cpu_count()} CPU cores, Python {platform.python_version()}, {', '.join(versions)}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -31,9 +31,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def ratio(ours: Sequence[float], base: Sequence[float], digits: int = 2) -> str:
+def ratio(values: Sequence[float], base: Sequence[float], digits: int = 2) -> str:
     """Return the median of the ratios of interleaved rounds, with their spread."""
-    ratios = sorted(a / b for a, b in zip(ours, base, strict=True))
+    ratios = sorted(a / b for a, b in zip(values, base, strict=True))
     return f"**{statistics.median(ratios):.{digits}f}** ({ratios[0]:.{digits}f} to {ratios[-1]:.{digits}f})"
 
 

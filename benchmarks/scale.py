@@ -24,6 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -60,9 +61,9 @@ class Jitter(nn.Linear):
     def __init__(self, *, spread: float) -> None:
         super().__init__(4, 2)
         variance = math.log1p(spread**2)
-        own = random.Random(random.SystemRandom().getrandbits(32))
+        generator = random.Random(random.SystemRandom().getrandbits(32))
         location = math.log(SHARD_S) - variance / 2
-        self._times = iter([own.lognormvariate(location, math.sqrt(variance)) for _ in range(100_000)])
+        self._times = iter([generator.lognormvariate(location, math.sqrt(variance)) for _ in range(100_000)])
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Compute a shard."""
@@ -106,16 +107,17 @@ def _knee(name: str, overrides: Sequence[str], rounds: int) -> list[str]:
     from trainkit.scaling.model import Link, predictions
 
     os.environ.pop("OMP_NUM_THREADS", None)
-    arguments = ["strategy=mirrored", *(one for one in overrides if not one.startswith("strategy"))]
+    arguments = ["strategy=mirrored", *(override for override in overrides if not override.startswith("strategy"))]
     what = scalable(checked(trainkit.compose(arguments)).cfg)
-    found = measure(what, 4, rounds=rounds, counts=COUNTS, log=lambda line: print(line, file=sys.stderr, flush=True))
-    if found.failures:
-        raise SystemExit("\n".join(found.failures))
-    one = found.shares[1].step_s
-    assert one is not None
-    points = found.points(grows=False)
-    rates = [(1, 1.0), *((point.replicas, one.median / point.step_s) for point in points)]
-    work = workload(what, found, within=Link(bandwidth=2e9, latency_s=1e-4))
+    log = partial(print, file=sys.stderr, flush=True)
+    measurement = measure(what, 4, rounds=rounds, counts=COUNTS, log=log)
+    if measurement.failures:
+        raise SystemExit("\n".join(measurement.failures))
+    shard_s = measurement.shares[1].step_s
+    assert shard_s is not None
+    points = measurement.points(grows=False)
+    rates = [(1, 1.0), *((point.replicas, shard_s.median / point.step_s) for point in points)]
+    work = workload(what, measurement, within=Link(bandwidth=2e9, latency_s=1e-4))
     alone, two = fit(work, []), fit(work, [point for point in points if point.replicas == 2])
     guessed = [item.speedup for item in predictions(alone.work, alone.draw, COUNTS)]
     return [

@@ -70,7 +70,7 @@ def peer(kind: str, processes: int) -> Measure:
     def run(workload: Workload, steps: int) -> float:
         command, port = [sys.executable, PEERS_FILE, kind, workload.key, str(steps)], _free_port()
         ranks = [_rank(rank, processes, port) for rank in range(processes)]
-        return max(map(_said, together([command] * processes, ranks)))
+        return max(map(_seconds_a_step, together([command] * processes, ranks)))
 
     return run
 
@@ -93,12 +93,12 @@ def together(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[s
             subprocess.Popen(
                 command,
                 cwd=folder,
-                env=os.environ | {"PYTHONPATH": str(ROOT), **own},
+                env=os.environ | {"PYTHONPATH": str(ROOT), **variables},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for command, own in zip(commands, environments, strict=True)
+            for command, variables in zip(commands, environments, strict=True)
         ]
         try:
             outputs = [process.communicate(timeout=TIMEOUT_S) for process in started]
@@ -116,7 +116,7 @@ def _free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def _said(output: str) -> float:
+def _seconds_a_step(output: str) -> float:
     return float(output.rpartition("seconds a step: ")[2].split()[0])
 
 
@@ -149,22 +149,22 @@ def _logged(run: Path) -> float:
 
 def contenders(*, with_peers: bool) -> dict[str, Contender]:
     """Return all contenders that can run here, by their name in the table."""
-    plain, ours = "plain loop, not averaging", "trainkit, not averaging"
-    found = {plain: Contender(one=peer("by_hand", 1), two=peer("by_hand", 2), base=plain, limit=plain)}
+    plain, base = "plain loop, not averaging", "trainkit, not averaging"
+    table = {plain: Contender(one=peer("by_hand", 1), two=peer("by_hand", 2), base=plain, limit=plain)}
     if with_peers:
-        found["plain loop, DDP"] = Contender(one=None, two=peer("ddp", 2), base=plain, limit=plain)
+        table["plain loop, DDP"] = Contender(one=None, two=peer("ddp", 2), base=plain, limit=plain)
         for name, kind in (("Lightning", "lightning"), ("Accelerate", "accelerate")):
             if find_spec(kind):
-                found[name] = Contender(one=peer(kind, 1), two=peer(kind, 2), base=name, limit=plain)
+                table[name] = Contender(one=peer(kind, 1), two=peer(kind, 2), base=name, limit=plain)
         if find_spec("tensorflow"):
             kind, name = "mirrored_strategy", "Keras, MirroredStrategy"
-            found[name] = Contender(one=peer(kind, 1), two=_one_process(kind), base=name, limit=plain)
+            table[name] = Contender(one=peer(kind, 1), two=_one_process(kind), base=name, limit=plain)
     alone = trainkit("strategy=one_device", copies=2, share=2)
-    found[ours] = Contender(one=trainkit("strategy=one_device"), two=alone, base=ours, limit=ours)
+    table[base] = Contender(one=trainkit("strategy=one_device"), two=alone, base=base, limit=base)
     for reducer in REDUCERS:
         two = trainkit("strategy=mirrored", "strategy.replicas=2", f"strategy.reduce={reducer}")
-        found[f"trainkit, mirrored, {reducer}"] = Contender(one=None, two=two, base=ours, limit=ours)
-    return found
+        table[f"trainkit, mirrored, {reducer}"] = Contender(one=None, two=two, base=base, limit=base)
+    return table
 
 
 def _one_process(kind: str) -> Measure:
@@ -172,40 +172,40 @@ def _one_process(kind: str) -> Measure:
 
     def run(workload: Workload, steps: int) -> float:
         command = [sys.executable, PEERS_FILE, kind, workload.key, str(steps)]
-        return _said(together([command], [{"LOGICAL_CPUS": "2"}])[0])
+        return _seconds_a_step(together([command], [{"LOGICAL_CPUS": "2"}])[0])
 
     return run
 
 
-def measure(found: Mapping[str, Contender], workload: Workload, *, rounds: int, steps: int) -> None:
+def measure(entrants: Mapping[str, Contender], workload: Workload, *, rounds: int, steps: int) -> None:
     """Measure all contenders in turns, for a number of rounds."""
     for number in range(rounds):
-        for name, contender in found.items():
+        for name, contender in entrants.items():
             if contender.one is not None:
                 contender.ones.append(contender.one(workload, steps))
             contender.twos.append(contender.two(workload, steps))
-            one = found[contender.base].ones[-1]
-            said = f"{one * 1e3:.1f} ms, {contender.twos[-1] * 1e3:.1f} ms on two: {one / contender.twos[-1]:.2f}"
-            print(f"round {number + 1}: {workload.title}: {name}: {said}", file=sys.stderr, flush=True)
+            one_s = entrants[contender.base].ones[-1]
+            text = f"{one_s * 1e3:.1f} ms, {contender.twos[-1] * 1e3:.1f} ms on two: {one_s / contender.twos[-1]:.2f}"
+            print(f"round {number + 1}: {workload.title}: {name}: {text}", file=sys.stderr, flush=True)
 
 
-def rows(found: Mapping[str, Contender]) -> list[list[str]]:
+def rows(entrants: Mapping[str, Contender]) -> list[list[str]]:
     """Return a row per contender: time on one and on two processes, speedup, and its share of the limit's."""
     table = []
-    for name, contender in found.items():
-        ones, limit = found[contender.base].ones, found[contender.limit]
+    for name, contender in entrants.items():
+        base_s, limit = entrants[contender.base].ones, entrants[contender.limit]
         shares = [
-            (one / two) / (limit_one / limit_two)
-            for one, two, limit_one, limit_two in zip(
-                ones, contender.twos, found[limit.base].ones, limit.twos, strict=True
+            (one_s / two) / (limit_one / limit_two)
+            for one_s, two, limit_one, limit_two in zip(
+                base_s, contender.twos, entrants[limit.base].ones, limit.twos, strict=True
             )
         ]
         table.append(
             [
                 name,
-                f"{statistics.median(ones) * 1e3:.1f}",
+                f"{statistics.median(base_s) * 1e3:.1f}",
                 f"{statistics.median(contender.twos) * 1e3:.1f}",
-                report.ratio(ones, contender.twos),
+                report.ratio(base_s, contender.twos),
                 "the limit" if name == contender.limit else f"**{statistics.median(shares):.2f}**",
             ]
         )
@@ -224,10 +224,10 @@ def main() -> None:
     sections = []
     for workload in WORKLOADS.values():
         if options.only in (None, workload.key):
-            found = contenders(with_peers=not options.no_peers)
+            every = contenders(with_peers=not options.no_peers)
             steps = workload.steps // (2 if options.quick else 1)
-            measure(found, workload, rounds=options.rounds, steps=steps)
-            sections.append(f"## {workload.title}\n\n{report.table(head, rows(found))}")
+            measure(every, workload, rounds=options.rounds, steps=steps)
+            sections.append(f"## {workload.title}\n\n{report.table(head, rows(every))}")
     body = "\n\n".join(sections) + "\n\nTarget: trainkit, mirrored, at least 0.90 of the limit on both."
     if options.quick or options.only:  # not the measurement of the page
         print(body)

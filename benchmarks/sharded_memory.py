@@ -51,8 +51,8 @@ def main() -> None:
     with Pool() as pool:
         for name, (strategy, settings) in PLACES.items():
             case = replace(base, strategy=strategy, settings=settings)
-            found = pool.run("tests.support.counted.bytes_of_rank", case, num_ranks=RANKS, timeout_s=600)
-            lasting, peak = (max(one[place] for one in found) for place in (0, 1))
+            ranks = pool.run("tests.support.counted.bytes_of_rank", case, num_ranks=RANKS, timeout_s=600)
+            lasting, peak = (max(rank[column] for rank in ranks) for column in (0, 1))
             fractions = [f"**{lasting / one_lasting:.3f}**", f"**{peak / one_peak:.3f}**"]
             rows.append([name, f"{lasting / 2**20:.1f}", f"{peak / 2**20:.1f}", *fractions])
             print(rows[-1], flush=True)

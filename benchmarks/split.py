@@ -65,21 +65,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=3)
     options = parser.parse_args()
-    taken: dict[str, list[float]] = {name: [] for name in PLACES}
+    times: dict[str, list[float]] = {name: [] for name in PLACES}
     accuracy: dict[str, float] = {}
     for number in range(options.rounds):
         for name, overrides in PLACES.items():
             seconds, accuracy[name] = train(overrides, options.epochs)
-            taken[name].append(seconds)
+            times[name].append(seconds)
             print(f"round {number + 1}: {name}: {seconds * 1e3:.1f} ms a step", file=sys.stderr, flush=True)
     rows = [
         [
             name,
             f"{statistics.median(seconds) * 1e3:.1f}",
-            report.ratio(seconds, taken["one device"]),
+            report.ratio(seconds, times["one device"]),
             f"{accuracy[name]:.4f}",
         ]
-        for name, seconds in taken.items()
+        for name, seconds in times.items()
     ]
     head = ["", "ms a step", "ratio to one device: median (least to most)", "validation accuracy"]
     where = "two GPUs" if GPUS else "processes of one thread on the CPU"

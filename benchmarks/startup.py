@@ -47,10 +47,10 @@ def seconds(command: list[str], code: int = 0) -> float:
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-        taken = time.perf_counter() - start
+        elapsed = time.perf_counter() - start
     if done.returncode != code:
         raise SystemExit(f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return taken
+    return elapsed
 
 
 OURS = [sys.executable, "-m", "trainkit"]
@@ -92,14 +92,14 @@ def two_steps(rounds: int) -> str:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     for command in TWO_STEPS.values():
         seconds(command)
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in TWO_STEPS}
+    costs: dict[str, list[tuple[float, float]]] = {name: [] for name in TWO_STEPS}
     for _ in range(rounds):
         for name, command in TWO_STEPS.items():
-            taken[name].append(cpu_and_wall(command))
+            costs[name].append(cpu_and_wall(command))
     rows = []
-    for name, found in taken.items():
-        cpu, wall = zip(*found, strict=True)
-        cpu_base, wall_base = zip(*taken[OPPONENTS[name]], strict=True)
+    for name, pairs in costs.items():
+        cpu, wall = zip(*pairs, strict=True)
+        cpu_base, wall_base = zip(*costs[OPPONENTS[name]], strict=True)
         rows.append([
             name, f"{statistics.median(cpu):.2f}", report.ratio(cpu, cpu_base),
             f"{statistics.median(wall):.2f}", report.ratio(wall, wall_base),
@@ -120,13 +120,13 @@ def main() -> None:
     }
     for command, code in commands.values():
         seconds(command, code)  # warm up bytecode and page cache
-    taken: dict[str, list[float]] = {name: [] for name in commands}
+    times: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(rounds):
         for name, (command, code) in commands.items():
-            taken[name].append(seconds(command, code))
+            times[name].append(seconds(command, code))
     rows = [
-        [name, f"{statistics.median(found):.2f}", report.ratio(found, taken["bare script"])]
-        for name, found in taken.items()
+        [name, f"{statistics.median(values):.2f}", report.ratio(values, times["bare script"])]
+        for name, values in times.items()
     ]
     report.write(
         "startup",

@@ -110,23 +110,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--num-steps", type=int, default=24)
     options = parser.parse_args()
-    taken: dict[str, list[float]] = {name: [] for name in SYNCHRONOUS}
+    times: dict[str, list[float]] = {name: [] for name in SYNCHRONOUS}
     late: dict[str, str] = {}
     stale: list[list[str]] = []
     for number in range(options.rounds):
         for name, overrides in SYNCHRONOUS.items():
             seconds, result = train(overrides, options.num_steps)
-            taken[name].append(seconds)
+            times[name].append(seconds)
             late[name] = ", ".join(f"{worker} {count}" for worker, count in result.get("late_gradients", {}).items())
             print(f"round {number + 1}: {name}: {seconds:.3f} s a step", file=sys.stderr, flush=True)
     for name, overrides in ASYNCHRONOUS.items():
         seconds, result = train((*overrides, "strategy.mode=async"), 4 * options.num_steps)
-        found = result["staleness"]
-        counts = ", ".join(f"{number}: {count}" for number, count in found["counts"].items())
-        stale.append([name, f"{seconds:.3f}", f"{found['mean']:.2f}", str(found["p95"]), counts])
+        staleness = result["staleness"]
+        counts = ", ".join(f"{number}: {count}" for number, count in staleness["counts"].items())
+        stale.append([name, f"{seconds:.3f}", f"{staleness['mean']:.2f}", str(staleness["p95"]), counts])
     rows = [
-        [name, f"{statistics.median(seconds):.3f}", report.ratio(seconds, taken["one 5 x slower"]), late[name] or "-"]
-        for name, seconds in taken.items()
+        [name, f"{statistics.median(seconds):.3f}", report.ratio(seconds, times["one 5 x slower"]), late[name] or "-"]
+        for name, seconds in times.items()
     ]
     first = report.table(["sync", "s a step", "ratio to no spare: median (least to most)", "late gradients"], rows)
     second = report.table(["async", "s an update", "mean staleness", "95th percentile", "updates by staleness"], stale)

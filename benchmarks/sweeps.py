@@ -32,7 +32,7 @@ ONE_STEP = (*COMMON, "steps=1", "callbacks=[]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class Cost:
     """A command and its cost."""
 
     seconds: float
@@ -43,20 +43,20 @@ class Taken:
     """Most jobs that ran at the same time."""
 
 
-def taken(*arguments: str, environ: dict[str, str] | None = None) -> Taken:
+def cost_of(*arguments: str, environ: dict[str, str] | None = None) -> Cost:
     """Run trainkit in an empty folder."""
     with tempfile.TemporaryDirectory() as folder:
         done, most = threading.Event(), [0]
         sampler = threading.Thread(target=_sample, args=(Path(folder), done, most))
         sampler.start()
         start = time.perf_counter()
-        with (Path(folder) / "said").open("w") as said:
+        with (Path(folder) / "log").open("w") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "trainkit", *arguments],
                 cwd=folder,
                 env={**os.environ, "PYTHONPATH": str(ROOT), **(environ or {})},
-                stdout=said,
-                stderr=said,
+                stdout=log,
+                stderr=log,
             )
             _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -64,9 +64,9 @@ def taken(*arguments: str, environ: dict[str, str] | None = None) -> Taken:
         done.set()
         sampler.join()
         if process.returncode:
-            raise SystemExit(f"{arguments} ended with {process.returncode}:\n{(Path(folder) / 'said').read_text()}")
+            raise SystemExit(f"{arguments} ended with {process.returncode}:\n{(Path(folder) / 'log').read_text()}")
     cpu_s = used.ru_utime + used.ru_stime
-    return Taken(seconds=seconds, cpu_s=cpu_s, most=most[0])
+    return Cost(seconds=seconds, cpu_s=cpu_s, most=most[0])
 
 
 def _sample(folder: Path, done: threading.Event, most: list[int]) -> None:
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--together", action="store_true", help="all at a time: on a machine that others load")
     options = parser.parse_args()
     rounds, together = options.rounds, options.together
-    found: dict[str, list[Taken]] = {"basic": [], "slots": [], "fresh": [], "twenty": []}
+    runs_of: dict[str, list[Cost]] = {"basic": [], "slots": [], "fresh": [], "twenty": []}
     twenty = f"seed={','.join(map(str, range(20)))}"
     commands = {
         "fresh": (ONE_STEP, {"OMP_NUM_THREADS": "1"}),
@@ -103,16 +103,16 @@ def main() -> None:
 
     def measure(name: str) -> None:
         command, environ = commands[name]
-        found[name].append(taken(*command, environ=environ))
-        print(name, found[name][-1], file=sys.stderr, flush=True)
+        runs_of[name].append(cost_of(*command, environ=environ))
+        print(name, runs_of[name][-1], file=sys.stderr, flush=True)
 
     for _ in range(rounds):
         with ThreadPoolExecutor(max_workers=len(commands) if together else 1) as pool:
             list(pool.map(measure, commands))
-    seconds = {name: [one.seconds for one in runs] for name, runs in found.items()}
-    cpu_s = {name: [one.cpu_s for one in runs] for name, runs in found.items()}
-    each, each_cpu_s = ([value / 20 for value in values["twenty"]] for values in (seconds, cpu_s))
-    most = str(max(one.most for one in found["slots"]))
+    seconds = {name: [run.seconds for run in runs] for name, runs in runs_of.items()}
+    cpu_s = {name: [run.cpu_s for run in runs] for name, runs in runs_of.items()}
+    each_s, each_cpu_s = ([value / 20 for value in values["twenty"]] for values in (seconds, cpu_s))
+    most = str(max(run.most for run in runs_of["slots"]))
     fills = [
         [title, f"{statistics.median(seconds[name]):.1f}", report.ratio(seconds[name], seconds["basic"]),
          f"{statistics.median(cpu_s[name]):.1f}", report.ratio(cpu_s[name], cpu_s["basic"]), at_once]
@@ -123,8 +123,8 @@ def main() -> None:
     starts = [
         ["a fresh process, `trainkit steps=1`", f"{statistics.median(seconds['fresh']):.2f}", "",
          f"{statistics.median(cpu_s['fresh']):.2f}", ""],
-        ["a job of 20 in a sweep on 2 slots: the whole sweep / 20", f"{statistics.median(each):.2f}",
-         report.ratio(each, seconds["fresh"]), f"{statistics.median(each_cpu_s):.2f}",
+        ["a job of 20 in a sweep on 2 slots: the whole sweep / 20", f"{statistics.median(each_s):.2f}",
+         report.ratio(each_s, seconds["fresh"]), f"{statistics.median(each_cpu_s):.2f}",
          report.ratio(each_cpu_s, cpu_s["fresh"])],
     ]  # fmt: skip
     load = f"The load of the machine was {os.getloadavg()[0]:.1f} at the end: others were at work on it. "

@@ -136,8 +136,8 @@ def ways_table(hosts: Sequence[Host], ports: Iterator[int], steps: int) -> str:
         rows.append([name, f"{size:,.0f}", f"**{size / dense:.3f}**"])
         print(f"{name}: {size:,.0f} bytes a step, {size / dense:.3f}", file=sys.stderr, flush=True)
     parameters = sum(parameter.numel() for parameter in gpt.make_model().parameters())
-    told = f"{gpt.title}: {parameters:,} parameters, {4 * parameters:,} bytes of gradients."
-    return f"{told} Target: bf16 at most 0.51.\n\n{report.table(['', 'bytes a step', 'of float32'], rows)}"
+    text = f"{gpt.title}: {parameters:,} parameters, {4 * parameters:,} bytes of gradients."
+    return f"{text} Target: bf16 at most 0.51.\n\n{report.table(['', 'bytes a step', 'of float32'], rows)}"
 
 
 def sparse_table(hosts: Sequence[Host], ports: Iterator[int], steps: int) -> str:
@@ -150,9 +150,9 @@ def sparse_table(hosts: Sequence[Host], ports: Iterator[int], steps: int) -> str
         ["sparse", f"{sparse:,.0f}", f"**{sparse / dense:.4f}**", f"{2 * density:.4f}"],
     ]
     print(f"sparse: {sparse:,.0f} of {dense:,.0f} bytes a step, density {density:.4f}", file=sys.stderr, flush=True)
-    told = f"A table of 20,000 x 64 and a linear layer, 512 words a step; density of the gradient {density:.4f}."
+    text = f"A table of 20,000 x 64 and a linear layer, 512 words a step; density of the gradient {density:.4f}."
     head = ["gradients", "bytes a step", "of dense", "target: 2 x density"]
-    return f"{told}\n\n{report.table(head, rows)}"
+    return f"{text}\n\n{report.table(head, rows)}"
 
 
 def wall(hosts: Sequence[Host], ports: Iterator[int], steps: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
@@ -172,7 +172,7 @@ def wall(hosts: Sequence[Host], ports: Iterator[int], steps: int, rounds: int) -
 def wall_table(points: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     """Return a table of the points of the plot."""
     sizes = [size for size, _ in next(iter(points.values()))]
-    rows = [[name, *(f"{taken:.0f}" for _, taken in line)] for name, line in points.items()]
+    rows = [[name, *(f"{seconds:.0f}" for _, seconds in line)] for name, line in points.items()]
     rows.append(["the wire alone, float32", *(f"{size * 2**20 * 8 / MBIT_PER_S / 1e3:.0f}" for size in sizes)])
     return report.table(["ms a step", *(f"{size:.2f} MiB" for size in sizes)], rows)
 
@@ -186,7 +186,7 @@ def draw(points: Mapping[str, Sequence[tuple[float, float]]]) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for name, line in points.items():
-        axes.plot([size for size, _ in line], [taken for _, taken in line], marker="o", label=name)
+        axes.plot([size for size, _ in line], [seconds for _, seconds in line], marker="o", label=name)
     sizes = [size for size, _ in next(iter(points.values()))]
     alone = [size * 2**20 * 8 / MBIT_PER_S / 1e3 for size in sizes]
     axes.plot(sizes, alone, color="0.6", linestyle="--", label="the wire alone, float32")
@@ -211,13 +211,13 @@ def main() -> None:
         slow_down(hosts)
         points = wall(hosts, ports, steps, rounds)
     runs = "one run" if rounds == 1 else f"the median of {rounds} runs"
-    told = f"An MLP of two hidden layers, batch 16, over {MBIT_PER_S} Mbit/s; each figure is {runs}."
+    text = f"An MLP of two hidden layers, batch 16, over {MBIT_PER_S} Mbit/s; each figure is {runs}."
     body = "\n\n".join(
         [
             "Two ranks, each on a host of its own. Bytes on the cable, both directions, headers included.",
             f"## Compression\n\n{ways}",
             f"## Sparse gradients\n\n{sparse}",
-            f"## The bandwidth wall\n\n{told}\n\n{wall_table(points)}",
+            f"## The bandwidth wall\n\n{text}\n\n{wall_table(points)}",
         ]
     )
     if options.quick:

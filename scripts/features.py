@@ -51,26 +51,26 @@ def page() -> str:
     rows = [f"| feature | {' | '.join(STRATEGIES)} |", f"|---|{'---|' * len(STRATEGIES)}"]
     reasons = []
     features, beside = {**FEATURES, **OWN}, {**BESIDE, **OWN_BESIDE}
-    found = capabilities(features=features, beside=beside, packages=["benchmarks", "tests"])
+    answers = capabilities(features=features, beside=beside, packages=["benchmarks", "tests"])
     for feature in features:
-        cells, said = [], dict[str, list[str]]()
-        for one in itertools.islice(found, len(STRATEGIES)):
-            if one["supported"] is False:
-                said.setdefault(str(one["reason"]), []).append(one["strategy"])
-            cells.append({True: "yes", False: "**no**", None: "-"}[one["supported"]])
+        cells, names_of = [], dict[str, list[str]]()
+        for answer in itertools.islice(answers, len(STRATEGIES)):
+            if answer["supported"] is False:
+                names_of.setdefault(str(answer["reason"]), []).append(answer["strategy"])
+            cells.append({True: "yes", False: "**no**", None: "-"}[answer["supported"]])
         rows.append(f"| {feature} | {' | '.join(cells)} |")
-        if said:
-            lines = [f"- {', '.join(names)}: {message}\n" for message, names in said.items()]
+        if names_of:
+            lines = [f"- {', '.join(names)}: {message}\n" for message, names in names_of.items()]
             reasons.append(f"\n{feature}:\n\n{''.join(lines)}")
     return f"{HEAD}{chr(10).join(rows)}\n\n## The messages\n{''.join(reasons)}"
 
 
 def main(arguments: list[str]) -> int:
     """Write the page, or compare it."""
-    found = page()
+    text = page()
     if "--write" in arguments:
-        PAGE.write_text(found)
-    return int(PAGE.read_text() != found)
+        PAGE.write_text(text)
+    return int(PAGE.read_text() != text)
 
 
 if __name__ == "__main__":

@@ -52,9 +52,9 @@ def run(*command: str | Path) -> None:
 
 def find_uv(folder: Path) -> Path:
     """Return the uv on PATH, or install one in a virtual environment of this run."""
-    found = shutil.which("uv")
-    if found is not None:
-        return Path(found)
+    path = shutil.which("uv")
+    if path is not None:
+        return Path(path)
     run(sys.executable, "-m", "venv", folder / "uv")
     run(folder / "uv" / "bin" / "pip", "install", "--quiet", "uv")
     return folder / "uv" / "bin" / "uv"
@@ -64,10 +64,10 @@ def direct_names() -> list[str]:
     """Return the names of the packages that pyproject.toml itself requires for the tests."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["test"]]
-    for own in [one for one in wanted if one.startswith("trainkit-torch[")]:
-        wanted += [name for extra in own[len("trainkit-torch[") : -1].split(",") for name in extras[extra]]
-    return sorted({re.split(r"[^\w-]", one)[0] for one in wanted} - {"trainkit-torch"})
+    requirements = [*project["dependencies"], *extras["test"]]
+    for own in [requirement for requirement in requirements if requirement.startswith("trainkit-torch[")]:
+        requirements += [name for extra in own[len("trainkit-torch[") : -1].split(",") for name in extras[extra]]
+    return sorted({re.split(r"[^\w-]", requirement)[0] for requirement in requirements} - {"trainkit-torch"})
 
 
 def install(uv: Path, resolution: str, folder: Path) -> Path:
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str]) -> int:
             environment = os.environ | {"VIRTUAL_ENV": str(python.parents[1])}
             tests: list[str | Path] = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", *TOLERATED]
             runs = [subprocess.run([*tests, *lane], cwd=ROOT, env=environment, check=False) for lane in LANES]
-            codes = [one.returncode for one in runs]
+            codes = [run.returncode for run in runs]
             print(f"{resolution}: exit codes {codes} after {time.monotonic() - start:.0f} s", flush=True)
             failed += [resolution] * any(codes)
     return 1 if failed else 0

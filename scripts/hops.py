@@ -82,26 +82,26 @@ STRATEGIES: Final = {
 
 def traced_step(strategy: str) -> list[str]:
     """Run a training of some steps; return the files of one of them, relative to trainkit/."""
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as folder:
         run = [*STRATEGIES[strategy], "callbacks=[]", "logger=[]", "report_page=false", "stop_at_step=12"]
-        _run(place, STEP_HOOK, *run)
-        files = json.loads(Path(place, "step").read_text())
+        _run(folder, STEP_HOOK, *run)
+        files = json.loads(Path(folder, "step").read_text())
     return [file.removeprefix(f"{ROOT}/trainkit/") for file in files]
 
 
-def _run(place: str, hook: str, *arguments: str, **variables: str) -> None:
-    Path(place, "sitecustomize.py").write_text(hook)
-    paths = os.pathsep.join([place, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {"HOPS_OUT": place, "HOPS_PACKAGE": str(ROOT / "trainkit"), "PYTHONPATH": paths, **variables}
-    command = [sys.executable, "-m", "trainkit", *arguments, f"hydra.run.dir={place}/run"]
-    subprocess.run(command, env={**os.environ, **own}, check=True, capture_output=True)
+def _run(folder: str, hook: str, *arguments: str, **variables: str) -> None:
+    Path(folder, "sitecustomize.py").write_text(hook)
+    paths = os.pathsep.join([folder, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    hooked = {"HOPS_OUT": folder, "HOPS_PACKAGE": str(ROOT / "trainkit"), "PYTHONPATH": paths, **variables}
+    command = [sys.executable, "-m", "trainkit", *arguments, f"hydra.run.dir={folder}/run"]
+    subprocess.run(command, env={**os.environ, **hooked}, check=True, capture_output=True)
 
 
 def traced() -> dict[str, set[str]]:
     """Run the training; return the files of its parent and of its rank 0, relative to trainkit/."""
-    with tempfile.TemporaryDirectory() as place:
-        _run(place, HOOK, "strategy=mirrored", "strategy.replicas=2", "stop_at_step=2", HOPS_PARENT="1")
-        rank0, parent = (json.loads(Path(place, name).read_text()) for name in ("rank0", "parent"))
+    with tempfile.TemporaryDirectory() as folder:
+        _run(folder, HOOK, "strategy=mirrored", "strategy.replicas=2", "stop_at_step=2", HOPS_PARENT="1")
+        rank0, parent = (json.loads(Path(folder, name).read_text()) for name in ("rank0", "parent"))
     before = {file for file, moment in parent["first"].items() if moment <= rank0["now"]}
     prefix = f"{ROOT}/trainkit/"
     return {
@@ -121,12 +121,12 @@ def main() -> int:
         print(*files, f"{len(files)} files", sep="\n")
         return 0
     by_process = options.by_process
-    found = traced()
-    files = sorted(set().union(*found.values()))
+    files_of = traced()
+    files = sorted(set().union(*files_of.values()))
     for file in files:
-        callers = ", ".join(name for name in found if file in found[name])
+        callers = ", ".join(name for name in files_of if file in files_of[name])
         print(f"{file:<60} {callers}".rstrip() if by_process else file)
-    sizes = ", ".join(f"{len(names)} in {name}" for name, names in found.items())
+    sizes = ", ".join(f"{len(names)} in {name}" for name, names in files_of.items())
     print(f"{len(files)} files ({sizes}); at most {MOST} are wanted")
     return int(len(files) > MOST)
 

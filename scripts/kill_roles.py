@@ -36,10 +36,10 @@ LATEST_S = 3.0
 
 def outcome(task: str, mode: str, wait_s: float) -> str:
     """Return the outcome of a run in which a task was killed."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place, "run")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch, "run")
         command = quick.command(*RUN, f"strategy.mode={mode}", f"hydra.run.dir={folder}")
-        process = subprocess.Popen(command, cwd=place, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, cwd=scratch, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         while not list(folder.glob("checkpoints/step_*")):
             if process.poll() is not None:
                 return "ended before it was killed"
@@ -51,13 +51,13 @@ def outcome(task: str, mode: str, wait_s: float) -> str:
             return "ended before it was killed"
         os.kill(victim, signal.SIGKILL)
         try:
-            _, told = process.communicate(timeout=300)
+            _, errors = process.communicate(timeout=300)
         except subprocess.TimeoutExpired:
             process.kill()
             return "hangs"
         promised = ALONE if task.startswith(("worker", "evaluator")) else TOGETHER
-        if process.returncode or promised not in told:
-            return f"exit code {process.returncode}: {told}"
+        if process.returncode or promised not in errors:
+            return f"exit code {process.returncode}: {errors}"
         result = json.loads((folder / "result.json").read_text())
         accuracy = result["metrics"]["val/accuracy"]
         if result["steps"] != 1380 or abs(accuracy - UNDISTURBED) > NOISE:
@@ -72,18 +72,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=3)
     options = parser.parse_args()
     moments = random.Random(options.seed)
-    found: Counter[tuple[str, str, str]] = Counter()
+    counts: Counter[tuple[str, str, str]] = Counter()
     try:
         for role, members in ROLES.items():
             for number in range(options.moments):
                 mode, task = ("sync", "async")[number % 2], members[number // 2 % len(members)]
-                told = outcome(task, mode, moments.uniform(0, LATEST_S))
-                found[role, mode, told] += 1
-                print(f"{task}, {mode}: {told}", file=sys.stderr, flush=True)
+                result = outcome(task, mode, moments.uniform(0, LATEST_S))
+                counts[role, mode, result] += 1
+                print(f"{task}, {mode}: {result}", file=sys.stderr, flush=True)
     finally:
         quick.end()
-    for (role, mode, told), count in found.items():
-        print(f"{role}, {mode}: {count} {told}")
+    for (role, mode, result), count in counts.items():
+        print(f"{role}, {mode}: {count} {result}")
 
 
 if __name__ == "__main__":

@@ -39,11 +39,11 @@ def train(planted: str) -> tuple[str, float]:
     """Train, disturbed as planted; return the hash of the weights or what went wrong, and the longest time in seconds
     between two rows of metrics.
     """
-    with tempfile.TemporaryDirectory() as place:
-        metrics, sizes, moments = Path(place, "run/metrics.jsonl"), 0, list[float]()
+    with tempfile.TemporaryDirectory() as scratch:
+        metrics, sizes, moments = Path(scratch, "run/metrics.jsonl"), 0, list[float]()
         environ = {**os.environ, "TRAINKIT_FAIL": planted} if planted else dict(os.environ)
         with subprocess.Popen(
-            quick.command(*RUN), cwd=place, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            quick.command(*RUN), cwd=scratch, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         ) as process:
             deadline = time.monotonic() + 120
             while process.poll() is None and time.monotonic() < deadline:
@@ -54,10 +54,10 @@ def train(planted: str) -> tuple[str, float]:
             if process.poll() is None:
                 process.kill()
                 return "it hangs", 0.0
-            told = process.stderr.read() if process.stderr else ""
+            errors = process.stderr.read() if process.stderr else ""
         if process.returncode:
-            return f"exit code {process.returncode}: {told}", 0.0
-        result = json.loads(Path(place, "run/result.json").read_text())
+            return f"exit code {process.returncode}: {errors}", 0.0
+        result = json.loads(Path(scratch, "run/result.json").read_text())
         if planted and not result["restarts"]:
             return "it was not disturbed", 0.0
         gaps = [later - earlier for earlier, later in pairwise(moments)]
@@ -70,7 +70,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
-    numbers, found, recovered = random.Random(options.seed), Counter[str](), list[float]()
+    numbers, counts, recovered = random.Random(options.seed), Counter[str](), list[float]()
     try:
         expected, _ = train("")
         for _ in range(options.kills):
@@ -79,7 +79,7 @@ def main() -> int:
             rank = 0 if phase == "save" else rank
             planted = f"rank={rank},step={step},phase={phase},attempt=0,action={action}"
             weights, gap_s = train(planted)
-            found["the same bits" if weights == expected else "NOT THE SAME"] += 1
+            counts["the same bits" if weights == expected else "NOT THE SAME"] += 1
             if weights != expected:
                 print(f"{planted}: {weights}", flush=True)
             elif action == "kill" and phase != "save":
@@ -91,8 +91,8 @@ def main() -> int:
         if recovered
         else ""
     )
-    print(", ".join(f"{count} {told}" for told, count in found.items()) + median)
-    return int(found["NOT THE SAME"] > 0)
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + median)
+    return int(counts["NOT THE SAME"] > 0)
 
 
 if __name__ == "__main__":

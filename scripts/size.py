@@ -62,9 +62,9 @@ def sizes_of(sources: dict[str, str]) -> dict[str, tuple[int, int]]:
     """Return code lines and tokens of each room."""
     lines, tokens = Counter[str](), Counter[str]()
     for path, source in sources.items():
-        found = measure(source)
-        lines[room_of(path)] += found[0]
-        tokens[room_of(path)] += found[1]
+        size = measure(source)
+        lines[room_of(path)] += size[0]
+        tokens[room_of(path)] += size[1]
     return {room: (lines[room], tokens[room]) for room in sorted(lines)}
 
 
@@ -85,10 +85,10 @@ def sources_of(commit: str) -> dict[str, str]:
         return {name: file.read().decode() for name, file in files.items() if file is not None}
 
 
-def rows(now: dict[str, tuple[int, int]], ceilings: dict[str, list[int]]) -> list[str]:
+def rows(sizes: dict[str, tuple[int, int]], ceilings: dict[str, list[int]]) -> list[str]:
     """Return a line for each room above its ceiling, or without one."""
     above = []
-    for room, (lines, tokens) in now.items():
+    for room, (lines, tokens) in sizes.items():
         most = ceilings.get(room)
         if most is None:
             above.append(f"{room}: has no ceiling in {TABLE.name}; it has {lines:,} lines and {tokens:,} tokens")
@@ -99,18 +99,18 @@ def rows(now: dict[str, tuple[int, int]], ceilings: dict[str, list[int]]) -> lis
 
 def main() -> int:
     """Print the changes against main, and check the ceilings."""
-    now = sizes_of(sources_here())
+    sizes = sizes_of(sources_here())
     if "--write" in sys.argv:
-        table = "".join(f'"{room}" = [{lines}, {tokens}]\n' for room, (lines, tokens) in now.items())
+        table = "".join(f'"{room}" = [{lines}, {tokens}]\n' for room, (lines, tokens) in sizes.items())
         TABLE.write_text(f"# Room = [most code lines, most tokens]: scripts/size.py\n{table}", encoding="utf-8")
     before = sizes_of(sources_of("main"))
-    for room in sorted({*now, *before}):
-        (lines, tokens), (lines_before, tokens_before) = now.get(room, (0, 0)), before.get(room, (0, 0))
+    for room in sorted({*sizes, *before}):
+        (lines, tokens), (lines_before, tokens_before) = sizes.get(room, (0, 0)), before.get(room, (0, 0))
         if before and (lines, tokens) != (lines_before, tokens_before):
             sys.stdout.write(f"{lines - lines_before:+7,} lines {tokens - tokens_before:+8,} tokens  {room}\n")
-    above = rows(now, tomllib.loads(TABLE.read_text(encoding="utf-8")))
-    library = [lines for room, (lines, _) in now.items() if room != "tests"]
-    sys.stdout.write(f"{sum(library):7,} lines of the library, {now['tests'][0]:,} of the tests\n")
+    above = rows(sizes, tomllib.loads(TABLE.read_text(encoding="utf-8")))
+    library = [lines for room, (lines, _) in sizes.items() if room != "tests"]
+    sys.stdout.write(f"{sum(library):7,} lines of the library, {sizes['tests'][0]:,} of the tests\n")
     sys.stdout.writelines(f"above its ceiling: {row}\n" for row in above)
     return 1 if above else 0
 

@@ -52,7 +52,7 @@ class Bench:
     """Trainings that run at the same time where no time is measured."""
     device_name: str = "CPU"
     """What the driver calls the device."""
-    kept: dict[Any, Any] = field(default_factory=dict)
+    cache: dict[Any, Any] = field(default_factory=dict)
     """What a part has computed and later ones may use."""
     running: set[subprocess.Popen[str]] = field(default_factory=set)
     """Processes, each in a session of its own: a Ctrl-C does not reach them."""
@@ -60,16 +60,16 @@ class Bench:
     @property
     def environ(self) -> dict[str, str]:
         """The environment of the processes: `--small` hides the GPUs."""
-        own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if self.small else {}
+        variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if self.small else {}
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return {**os.environ, "PYTHONPATH": path, **own}
+        return {**os.environ, "PYTHONPATH": path, **variables}
 
     @property
     def left_s(self) -> float:
         """Seconds until the part must end."""
         return self.deadline - time.monotonic()
 
-    def tried(self, choices: Sequence[_Choice]) -> Sequence[_Choice]:
+    def selected(self, choices: Sequence[_Choice]) -> Sequence[_Choice]:
         """Return the choices of a part that run: with `--small` the first."""
         return choices[:1] if self.small else choices
 
@@ -95,9 +95,9 @@ class Bench:
         A process that is not done by then is killed, with all processes that it has started. It returns what it has
         printed, with exit code 124; after the deadline nothing is started, and the exit code is the same.
         """
-        arguments, begun = [sys.executable, *command], self.left_s > 0
+        arguments, in_time = [sys.executable, *command], self.left_s > 0
         out, err, code = "", "", OVER
-        if begun:
+        if in_time:
             with subprocess.Popen(
                 arguments, cwd=ROOT, env={**self.environ, **(environ or {})}, text=True, stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE, start_new_session=True,
@@ -115,7 +115,7 @@ class Bench:
                 finally:
                     self.running.discard(process)
         done = subprocess.CompletedProcess(arguments, code, out, err + ("\n" + TIME_OVER if code == OVER else ""))
-        if code and begun:
+        if code and in_time:
             with (self.out / "failed.log").open("a") as log:
                 log.write(f"$ python {' '.join(command)}\n{done.stdout}{done.stderr}\n")
         return done
@@ -129,7 +129,7 @@ class Bench:
         self, folder: Path, *overrides: str, fail: str = "", environ: Mapping[str, str] | None = None
     ) -> tuple[subprocess.CompletedProcess[str], Any]:
         """Train by the command; return the process, and what result.json holds, None if it failed."""
-        callbacks = () if any(one.startswith("callbacks=") for one in overrides) else ("callbacks=[]",)
+        callbacks = () if any(override.startswith("callbacks=") for override in overrides) else ("callbacks=[]",)
         done = self.run(
             "-m", "trainkit", *OWN, *QUIET, *callbacks, *overrides, f"hydra.run.dir={folder}",
             environ={**({"TRAINKIT_FAIL": fail} if fail else {}), **(environ or {})},

@@ -61,5 +61,5 @@ def train(workload: Workload, device: torch.device, *, steps: int, window: int) 
             if device.type == "cuda":
                 torch.cuda.synchronize()
             stamps.append(time.perf_counter())
-    found = [(later - stamp) / window for stamp, later in itertools.pairwise(stamps)]
-    return found, counter.get_total_flops() * len(inputs) // 2
+    step_seconds = [(later - stamp) / window for stamp, later in itertools.pairwise(stamps)]
+    return step_seconds, counter.get_total_flops() * len(inputs) // 2

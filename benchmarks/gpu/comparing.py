@@ -26,7 +26,7 @@ COMPILED: Final = {"fp32": 1e-4, "bf16_mixed": 3e-2, "fp16_mixed": 1e-2}
 DIGITS: Final = ("recipe=digits", "steps=20", "clip.max_norm=1.0")
 DRAWING: Final = ("batch.micro_size=16", "model.dropout=0.1")
 ALONE_CHOICES: Final = (("strategy=mirrored", *ALONE), ("strategy=fsdp", *ALONE))
-PAIRS: Final = tuple(("strategy=pair_on_one_device", f"strategy.reduce={one}") for one in ("backend", "ring"))
+PAIRS: Final = tuple(("strategy=pair_on_one_device", f"strategy.reduce={reducer}") for reducer in ("backend", "ring"))
 AXES: Final = (
     "context=2", "pipe=2", "tensor=2", "shard=2", "replicate=2", "replicate=2 strategy.shard=2",
 )  # fmt: skip
@@ -49,9 +49,9 @@ _LAST_TESTS_S: Final = 60.0
 
 def maps(*, small: bool) -> tuple[tuple[str, ...], ...]:
     """Return the choices of a model over the GPU and the CPU; with `small` both places are the CPU."""
-    place, device = ("/cpu:0", "cpu") if small else ("0", "0")
+    device_name, device = ("/cpu:0", "cpu") if small else ("0", "0")
     return (
-        ("strategy=device_map", f"strategy.map={{layers.0:cpu,rest:{place}}}"),
+        ("strategy=device_map", f"strategy.map={{layers.0:cpu,rest:{device_name}}}"),
         ("strategy=mirrored", f"strategy.devices=[[{device},cpu]]", "strategy.map={layers.0:1,rest:0}"),
     )
 
@@ -67,7 +67,7 @@ def tests(bench: Bench) -> Iterator[Row]:
 
 def rows_of_tests(done: subprocess.CompletedProcess[str]) -> Iterator[Row]:
     """Yield the row of all tests, and one for each that failed, also of tests that were not done in time."""
-    ended = [found for line in done.stdout.splitlines() if (found := _ended_test(line)) is not None]
+    ended = [row for line in done.stdout.splitlines() if (row := _ended_test(line)) is not None]
     counts = Counter(result for result, _ in ended)
     text = ", ".join(f"{count} {result.lower()}" for result, count in sorted(counts.items())) or end_of(done)
     is_over = done.returncode == OVER or "session-timeout: " in done.stdout
@@ -84,48 +84,48 @@ def rows_of_tests(done: subprocess.CompletedProcess[str]) -> Iterator[Row]:
 
 def _ended_test(line: str) -> tuple[str, str] | None:
     """Return result and name of a test from a line of `pytest -v`; with several processes the result comes first."""
-    found = re.match(r"\[gw\d+\] \[ *\d+%\] ([A-Z]+) (\S+::.*?)\s*$", line)
-    if found is not None:
-        return found[1], found[2]
-    found = re.match(r"(\S+::.*) ([A-Z]+)(?: \(.*\))? +\[ *\d+%\]$", line)
-    return None if found is None else (found[2], found[1])
+    match = re.match(r"\[gw\d+\] \[ *\d+%\] ([A-Z]+) (\S+::.*?)\s*$", line)
+    if match is not None:
+        return match[1], match[2]
+    match = re.match(r"(\S+::.*) ([A-Z]+)(?: \(.*\))? +\[ *\d+%\]$", line)
+    return None if match is None else (match[2], match[1])
 
 
 def _files_of_tests() -> list[str]:
     """Return the files with tests that need a GPU: to collect all tests takes longer than to run these."""
-    found = (path for path in (ROOT / "tests").rglob("test_*.py") if "@pytest.mark.gpu" in path.read_text())
-    return [str(path.relative_to(ROOT)) for path in sorted(found)]
+    tests = (path for path in (ROOT / "tests").rglob("test_*.py") if "@pytest.mark.gpu" in path.read_text())
+    return [str(path.relative_to(ROOT)) for path in sorted(tests)]
 
 
 def prove(bench: Bench) -> Iterator[Row]:
     """Prove strategies alone in a process group, and two ranks on one device; the numbers are compared in fp64."""
     strategies = (("strategy=mirrored,fsdp", *ALONE), PAIRS[0])
-    for chosen in bench.tried(strategies):
+    for chosen in bench.selected(strategies):
         title = f"prove {' '.join(chosen)}"
         done = bench.run("-m", "trainkit", "prove", *OWN, "recipe=digits", *chosen)
-        said = [line.strip() for line in done.stdout.splitlines() if "the same numbers" in line]
-        yield (title, "ok", "; ".join(said)) if done.returncode == 0 else failed(title, done)
+        lines = [line.strip() for line in done.stdout.splitlines() if "the same numbers" in line]
+        yield (title, "ok", "; ".join(lines)) if done.returncode == 0 else failed(title, done)
 
 
 def alone(bench: Bench) -> Iterator[Row]:
     """Compare trainings in a process group of one rank with one device."""
-    yield from _compared(bench, bench.tried(ALONE_CHOICES))
+    yield from _compared(bench, bench.selected(ALONE_CHOICES))
 
 
 def pair(bench: Bench) -> Iterator[Row]:
     """Compare two ranks on one device with one device."""
-    yield from _compared(bench, bench.tried(PAIRS))
+    yield from _compared(bench, bench.selected(PAIRS))
 
 
 def mesh(bench: Bench) -> Iterator[Row]:
     """Compare each axis of the mesh, its ranks on one device, with one device, and its bytes with the plan."""
     bench = replace(bench, at_once=1)  # all that runs sends over the same loopback device
-    for axis in bench.tried(AXES):
+    for axis in bench.selected(AXES):
         arguments = (*TEXT, *of_mesh(axis), "callbacks=[loopback]")
         yield from _all_against(bench, [((*TEXT, "strategy=one_device"), [arguments], "fp64")])
-        if (found := bench.kept.get(("bytes", *arguments))) is None:
+        if (exchanged := bench.cache.get(("bytes", *arguments))) is None:
             continue  # it failed, and has a row
-        sent, planned = found
+        sent, planned = exchanged
         judged, target = bench.judged(abs(100 * (sent / planned - 1)), most=SENT)
         text = f"{sent / 1e6:.2f} MB a step over the loopback device, planned {planned / 1e6:.2f} ({target} %)"
         yield f"strategy.{axis}: bytes", judged, text
@@ -142,19 +142,19 @@ def _sent_and_planned(run: Path) -> tuple[float, float] | None:
     if not (counts.is_file() and plan.is_file()):
         return None
     totals = [int(line) for line in counts.read_text().splitlines()]
-    steps = [later - one for one, later in pairwise(totals[5:20])]
+    steps = [later - total for total, later in pairwise(totals[5:20])]
     return statistics.median(steps), sum(json.loads(plan.read_text())["traffic"]["links"].values())
 
 
 def mapped(bench: Bench) -> Iterator[Row]:
     """Compare a model over the GPU and the CPU with one device."""
-    yield from _compared(bench, bench.tried(maps(small=bench.small)))
+    yield from _compared(bench, bench.selected(maps(small=bench.small)))
 
 
 def _compared(bench: Bench, choices: Sequence[Sequence[str]]) -> Iterator[Row]:
     """Compare weights with those of one_device, in every precision."""
     comparisons = list[_Comparison]()
-    for precision in bench.tried(tuple(TOLERANCES)):
+    for precision in bench.selected(tuple(TOLERANCES)):
         base = (*DIGITS, *DRAWING, f"precision={precision}")
         comparisons.append(((*base, "strategy=one_device"), [(*base, *choice) for choice in choices], precision))
     yield from _all_against(bench, comparisons)
@@ -163,11 +163,11 @@ def _compared(bench: Bench, choices: Sequence[Sequence[str]]) -> Iterator[Row]:
 def modes(bench: Bench) -> Iterator[Row]:
     """Compare compiled steps with eager ones: accumulation x precision x mode."""
     comparisons = list[_Comparison]()
-    for precision in bench.tried(tuple(COMPILED)):
-        for shards in bench.tried(SHARDS):
+    for precision in bench.selected(tuple(COMPILED)):
+        for shards in bench.selected(SHARDS):
             sizes = ("batch.global_size=64", f"batch.micro_size={64 // shards}")
             base = (*DIGITS, *sizes, f"precision={precision}")
-            compiled = [(*base, *bench.compiled(mode)) for mode in bench.tried(MODES)]
+            compiled = [(*base, *bench.compiled(mode)) for mode in bench.selected(MODES)]
             comparisons.append((base, compiled, precision))
     yield from _all_against(bench, comparisons)
 
@@ -178,33 +178,33 @@ _Comparison = tuple[Sequence[str], Sequence[Sequence[str]], str]
 
 def _all_against(bench: Bench, comparisons: Sequence[_Comparison]) -> Iterator[Row]:
     """Run all trainings, some at the same time, and compare their weights."""
-    trainings = dict.fromkeys(one for base, others, _ in comparisons for one in (base, *others))
+    trainings = dict.fromkeys(overrides for base, candidates, _ in comparisons for overrides in (base, *candidates))
     with ThreadPoolExecutor(bench.at_once) as threads:
-        running = {one: threads.submit(_weights, bench, one) for one in trainings}
+        running = {overrides: threads.submit(_weights, bench, overrides) for overrides in trainings}
         try:
-            for base, others, precision in comparisons:
-                for one in (base, *others):
-                    running[one].result()
-                yield from _against(bench, base, others, precision)
+            for base, candidates, precision in comparisons:
+                for overrides in (base, *candidates):
+                    running[overrides].result()
+                yield from _against(bench, base, candidates, precision)
         except BaseException:  # Ctrl-C: do not wait for the rest
             threads.shutdown(wait=False, cancel_futures=True)
             bench.end()
             raise
 
 
-def _against(bench: Bench, base: Sequence[str], others: Sequence[Sequence[str]], precision: str) -> Iterator[Row]:
+def _against(bench: Bench, base: Sequence[str], candidates: Sequence[Sequence[str]], precision: str) -> Iterator[Row]:
     expected = _weights(bench, base)
     if isinstance(expected, subprocess.CompletedProcess):
         yield failed(" ".join(base), expected)
         return
     tolerance = {**COMPILED, **TOLERANCES}[precision]
-    for other in others:
-        name = " ".join(one for one in other if one not in (*DIGITS, *TEXT))
-        found = _weights(bench, other)
-        if isinstance(found, subprocess.CompletedProcess):
-            yield failed(name, found)
+    for other in candidates:
+        name = " ".join(override for override in other if override not in (*DIGITS, *TEXT))
+        weights = _weights(bench, other)
+        if isinstance(weights, subprocess.CompletedProcess):
+            yield failed(name, weights)
             continue
-        furthest = _distance(expected, found)
+        furthest = _distance(expected, weights)
         text = "the same bits" if furthest == 0 else f"largest relative difference {furthest:.1e}"
         yield name, verdict(furthest <= tolerance), text
 
@@ -214,24 +214,24 @@ def _weights(bench: Bench, overrides: Sequence[str]) -> dict[str, torch.Tensor] 
     from trainkit.trainer.checkpoint.tensors import load
 
     key = ("weights", *overrides)
-    if key in bench.kept:
-        kept: dict[str, torch.Tensor] | subprocess.CompletedProcess[str] = bench.kept[key]
-        return kept
+    if key in bench.cache:
+        outcome: dict[str, torch.Tensor] | subprocess.CompletedProcess[str] = bench.cache[key]
+        return outcome
     with tempfile.TemporaryDirectory() as folder:
         done, result = bench.train(Path(folder) / "run", *overrides)
         if result is not None:
             tensors = load(Path(result["last"])).tensors
-            bench.kept["bytes", *overrides] = _sent_and_planned(Path(folder) / "run")
-            bench.kept[key] = found = {name: tensors[name].clone() for name in tensors if name.startswith("param/")}
-            return found
+            bench.cache["bytes", *overrides] = _sent_and_planned(Path(folder) / "run")
+            bench.cache[key] = weights = {name: tensors[name].clone() for name in tensors if name.startswith("param/")}
+            return weights
     if done.returncode != OVER:  # another part may have the time for it
-        bench.kept[key] = done
+        bench.cache[key] = done
     return done
 
 
-def _distance(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+def _distance(expected: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
     """Return the largest difference, relative to the largest number of its tensor."""
-    pairs = ((one[name].double(), other[name].double()) for name in one)
+    pairs = ((expected[name].double(), other[name].double()) for name in expected)
     return max(float((a - b).abs().max() / a.abs().max().clamp_min(1e-30)) for a, b in pairs)
 
 
@@ -242,7 +242,7 @@ def failpoint(action: str) -> str:
 
 def failures(bench: Bench) -> Iterator[Row]:
     """Let rank 1 of two raise, and be killed; both must be named."""
-    for action in bench.tried(FAILURES):
+    for action in bench.selected(FAILURES):
         with tempfile.TemporaryDirectory() as folder:
             pair_of_ranks: Any = ("recipe=digits", "steps=20", *PAIRS[0], "supervisor.max_restarts=0")
             done, result = bench.train(Path(folder) / "run", *pair_of_ranks, fail=failpoint(action))

@@ -109,27 +109,27 @@ def rows_of(name: str, bench: Bench) -> Iterator[Row]:
 
 
 def run_part(
-    name: str, options: argparse.Namespace, *, end: float, kept: dict[Any, Any], running: set[Any]
+    name: str, options: argparse.Namespace, *, end: float, cache: dict[Any, Any], running: set[Any]
 ) -> list[Row]:
     """Run a part, unless all parts have had their time; write each row as soon as it is known, and return all."""
-    begun, rows, small, out = time.monotonic(), list[Row](), options.small, options.out
+    start, rows, small, out = time.monotonic(), list[Row](), options.small, options.out
     device = "CPU" if small or not torch.cuda.is_available() else torch.cuda.get_device_name(0)
     bench = Bench(
-        small=small, deadline=min(begun + options.part_s, end), rounds=1 if small else options.rounds,
-        at_once=1 if small else options.at_once, out=out, device_name=device, kept=kept, running=running,
+        small=small, deadline=min(start + options.part_s, end), rounds=1 if small else options.rounds,
+        at_once=1 if small else options.at_once, out=out, device_name=device, cache=cache, running=running,
     )  # fmt: skip
     content = {"part": name, "device": device, "machine": report.machine(), "date": time.strftime("%Y-%m-%d")}
 
     def write() -> None:
         shown = rows or [(name, "not tried", "the script was ended in this part")]
-        text = json.dumps({**content, "seconds": time.monotonic() - begun, "rows": shown}, indent=1)
+        text = json.dumps({**content, "seconds": time.monotonic() - start, "rows": shown}, indent=1)
         with _WRITES:
             (out / f"{name}.json").write_text(text)
             write_page(out)
 
     print(f"{name} ...", flush=True)
     write()
-    for row in rows_of(name, bench) if begun < end else [(name, "not tried", "no time was left")]:
+    for row in rows_of(name, bench) if start < end else [(name, "not tried", "no time was left")]:
         rows.append(row)
         print(f"  {row[0]}: {row[1]}  {row[2]}", flush=True)
         write()
@@ -142,25 +142,25 @@ _WRITES: Final = Lock()
 
 def processors_s() -> float:
     """Return the processor seconds of this process and of those that it has waited for."""
-    both = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    return sum(one.ru_utime + one.ru_stime for one in both)
+    usages = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def write_page(out: Path) -> Path:
     """Write the page of all parts that the folder holds; what was missed, failed or not tried comes first."""
-    found = [json.loads((out / f"{name}.json").read_text()) for name in PARTS if (out / f"{name}.json").is_file()]
+    parts = [json.loads((out / f"{name}.json").read_text()) for name in PARTS if (out / f"{name}.json").is_file()]
     lines = ["# First contact with a device", ""]
     for result in BAD:
-        named = [row[0] for one in found for row in one["rows"] if row[1] == result]
+        named = [row[0] for part in parts for row in part["rows"] if row[1] == result]
         lines += [f"{result}: {'; '.join(named)}.", ""] if named else []
-    for one in found:
+    for part in parts:
         lines += [
-            f"## {one['part']}",
+            f"## {part['part']}",
             "",
-            f"{one['date']}, {one['device']}, {one['seconds']:.0f} s. {one['machine']}.",
+            f"{part['date']}, {part['device']}, {part['seconds']:.0f} s. {part['machine']}.",
             "",
         ]
-        lines += [report.table(["what", "result", "figure"], one["rows"]), ""]
+        lines += [report.table(["what", "result", "figure"], part["rows"]), ""]
     if (out / "overlap.png").is_file():
         lines += ["![A step of overlap](overlap.png)", ""]
     path = out / "first_contact.md"
@@ -184,17 +184,17 @@ def main() -> int:
     if not options.small and not torch.cuda.is_available():
         parser.error("torch sees no GPU here. --small tries the script on the CPU.")
     options.out.mkdir(parents=True, exist_ok=True)
-    begun, limit, used = time.monotonic(), SMALL_S if options.small else ALL_S, processors_s()
-    end, running = begun + limit * (SHARED if options.small else 1), set[Any]()
-    one = partial(run_part, options=options, end=end, kept={}, running=running)
+    start, limit, used = time.monotonic(), SMALL_S if options.small else ALL_S, processors_s()
+    end, running = start + limit * (SHARED if options.small else 1), set[Any]()
+    run_one = partial(run_part, options=options, end=end, cache={}, running=running)
     with ThreadPoolExecutor(SMALL_AT_ONCE if options.small else 1) as pool:
         try:
-            rows = [row for found in pool.map(one, options.parts or PARTS) for row in found]
+            rows = [row for part_rows in pool.map(run_one, options.parts or PARTS) for row in part_rows]
         except BaseException:  # Ctrl-C: do not wait for the rest
             pool.shutdown(wait=False, cancel_futures=True)
             Bench(small=options.small, deadline=0, running=running).end()
             raise
-    took = time.monotonic() - begun
+    took = time.monotonic() - start
     if options.small:  # other programs may use the cores
         took = min(took, (processors_s() - used) / SMALL_AT_ONCE)
     counts = ", ".join(f"{result}: {sum(row[1] == result for row in rows)}" for result in BAD)

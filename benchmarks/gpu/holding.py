@@ -82,10 +82,10 @@ def oom(bench: Bench) -> Iterator[Row]:
         [("activations in 1 GiB", within, _TOO_BIG, {})] if bench.small else on_gpu
     ):
         with tempfile.TemporaryDirectory() as folder:
-            begun, run = time.monotonic(), Path(folder) / "run"
+            start, run = time.monotonic(), Path(folder) / "run"
             fixed = ("quiet=true", "logger=[]", "callbacks=[]", f"hydra.run.dir={run}")
             done = bench.run(*command, *fixed, *arguments, environ=environ)
-            took, path = time.monotonic() - begun, run / "result.json"
+            took, path = time.monotonic() - start, run / "result.json"
             lines = str(json.loads(path.read_text()).get("reason", "")).splitlines() if path.is_file() else []
         remedies = [line.split("  ")[1] for line in lines[1:] if " less: " in line]
         if done.returncode != 1 or not lines:
@@ -100,7 +100,7 @@ def memory(bench: Bench) -> Iterator[Row]:
     workload = WORKLOADS["gpt"](bench.small)
     hardware = ("hardware=laptop",) if bench.small else ()
     base = (*workload.overrides, *workload.sizes, "recipe=null", "steps=24", *hardware, *AT_END)
-    for name, more in bench.tried(MEMORY_CHOICES):
+    for name, more in bench.selected(MEMORY_CHOICES):
         title = f"{workload.title}, {name}: memory"
         with tempfile.TemporaryDirectory() as folder:
             done, result = bench.train(Path(folder) / "run", *base, *more)
@@ -132,7 +132,7 @@ def images(bench: Bench) -> Iterator[Row]:
         pictures, run, script = Path(folder) / "pictures", Path(folder) / "run", Path(folder) / "of_torch.py"
         _draw_pictures(pictures, count)
         script.write_text(_OF_TORCH)
-        theirs = bench.run(str(script), str(pictures), str(size), str(batch), str(workers), "3")
+        loader = bench.run(str(script), str(pictures), str(size), str(batch), str(workers), "3")
         per_epoch = count // batch
         done, result = bench.train(
             run, "recipe=null", "data=image_folder", f"data.path={pictures}", f"data.image_size={size}", "model=mlp",
@@ -141,10 +141,10 @@ def images(bench: Bench) -> Iterator[Row]:
             "batch.drop_last=true", f"log_every_steps={per_epoch}",
         )  # fmt: skip
         rows = rows_of(run)
-    if theirs.returncode or result is None:
-        yield failed(title, theirs if theirs.returncode else done)
+    if loader.returncode or result is None:
+        yield failed(title, loader if loader.returncode else done)
         return
-    rate, ours = float(theirs.stdout), batch / min(_step_seconds(rows))
+    rate, ours = float(loader.stdout), batch / min(_step_seconds(rows))
     judged, target = bench.judged(ours / rate, least=IMAGES)
     yield f"{title}: torch's DataLoader", "-", f"{rate:,.0f} images/s"
     yield f"{title}: trainkit", judged, f"{ours:,.0f} images/s, {ours / rate:.2f} of torch's DataLoader ({target})"
@@ -189,9 +189,9 @@ def energy(bench: Bench) -> Iterator[Row]:
         if joules is None or not drawn:
             yield name, "-" if bench.small else "not tried", "no energy is reported: a CPU, or no nvidia-ml-py"
             continue
-        theirs = statistics.fmean(drawn) * seconds
-        judged, target = bench.judged(abs(100 * (joules / theirs - 1)), most=ENERGY)
-        text = f"{joules / turn['samples']:.2f} J a sample, by nvidia-smi's power {theirs / turn['samples']:.2f}"
+        by_power = statistics.fmean(drawn) * seconds
+        judged, target = bench.judged(abs(100 * (joules / by_power - 1)), most=ENERGY)
+        text = f"{joules / turn['samples']:.2f} J a sample, by nvidia-smi's power {by_power / turn['samples']:.2f}"
         yield name, judged, f"{text} ({target} %)"
 
 
@@ -204,8 +204,8 @@ def _power() -> Iterator[list[tuple[float, float]]]:
         command = ["nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits", "--id=0"]
         while not over.wait(0.2):
             try:
-                found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-                samples.append((time.time(), float(found.stdout)))
+                answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+                samples.append((time.time(), float(answer.stdout)))
             except (OSError, subprocess.SubprocessError, ValueError):
                 return
 
@@ -232,11 +232,11 @@ def hardware(bench: Bench) -> Iterator[Row]:
                 yield failed("hardware=this", done)
                 return
         done, result = bench.train(Path(folder) / "run", *base, "steps=24", "hardware=this", *AT_END, environ=environ)
-        own = bench.run("-m", "trainkit", "plan", "--json", *base, "steps=24",
+        plan = bench.run("-m", "trainkit", "plan", "--json", *base, "steps=24",
                         f"hardware={'laptop' if bench.small else 'h200'}")  # fmt: skip
     title = f"{workload.title}: planned step"
-    if result is None or own.returncode:
-        yield failed(title, done if result is None else own)
+    if result is None or plan.returncode:
+        yield failed(title, done if result is None else plan)
         return
     planned, measured = result["plan"], result["measured"]["step_s"]
     if planned["step_s"] is None:
@@ -244,12 +244,12 @@ def hardware(bench: Bench) -> Iterator[Row]:
         return
     low, high = planned["low_s"], planned["high_s"]
     judged = "-" if bench.small else "ok" if low <= measured <= high else "missed"
-    theirs = json.loads(own.stdout)["time"]
+    by_file = json.loads(plan.stdout)["time"]
     yield (
         title,
         judged,
         (
             f"{measured * 1e3:.1f} ms; hardware=this {low * 1e3:.1f} to {high * 1e3:.1f} (target: between), "
-            f"the file of the device {theirs['low_s'] * 1e3:.1f} to {theirs['high_s'] * 1e3:.1f}"
+            f"the file of the device {by_file['low_s'] * 1e3:.1f} to {by_file['high_s'] * 1e3:.1f}"
         ),
     )

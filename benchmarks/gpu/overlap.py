@@ -35,7 +35,7 @@ def overlap(bench: Bench) -> Iterator[Row]:
     """Count exchanges that begin inside of backward, and draw a step of the first precision."""
     workload = WORKLOADS["gpt"](bench.small)
     picture, bucket = bench.out / "overlap.png", 0.05 if bench.small else 25.0
-    for precision in bench.tried(PRECISIONS):
+    for precision in bench.selected(PRECISIONS):
         title = f"{workload.title}, mirrored in a group of one, {precision}"
         sizes = (*workload.sizes[:-1], f"precision={precision}")
         with tempfile.TemporaryDirectory() as name:
@@ -60,7 +60,7 @@ def overlap(bench: Bench) -> Iterator[Row]:
 
 def spans_of(events: Sequence[Mapping[str, Any]]) -> list[Span]:
     """Return the calls and kernels of a trace that matter here, in the order of their begin."""
-    found = []
+    spans = []
     for event in events:
         if event.get("ph") != "X":
             continue
@@ -71,21 +71,21 @@ def spans_of(events: Sequence[Mapping[str, Any]]) -> list[Span]:
             lane = f"device: stream {event['args'].get('stream')}"
         if lane is not None and (category != "user_annotation"):
             start = float(event["ts"])
-            found.append(Span(name=name, start=start, stop=start + float(event["dur"]), lane=lane))
-    return sorted(found, key=lambda one: one.start)
+            spans.append(Span(name=name, start=start, stop=start + float(event["dur"]), lane=lane))
+    return sorted(spans, key=lambda span: span.start)
 
 
 def steps_of(spans: Sequence[Span]) -> list[list[Span]]:
     """Return the spans of each whole step: from the end of an update to that of the next one."""
-    updates = [one.stop for one in spans if one.name.startswith(_UPDATE)]
-    steps = [[one for one in spans if begin <= one.start < end] for begin, end in pairwise(updates)]
-    return [step for step in steps if any(one.name.startswith(_EXCHANGE) for one in step)]
+    updates = [span.stop for span in spans if span.name.startswith(_UPDATE)]
+    steps = [[span for span in spans if begin <= span.start < end] for begin, end in pairwise(updates)]
+    return [step for step in steps if any(span.name.startswith(_EXCHANGE) for span in step)]
 
 
 def inside_backward(step: Sequence[Span]) -> tuple[int, int]:
     """Return how many exchanges of a step begin before its last backward pass ends, and how many there are."""
-    last = max(one.start for one in step if one.name.startswith(_BACKWARD))
-    begins = [one.start for one in step if one.name.startswith(_EXCHANGE)]
+    last = max(span.start for span in step if span.name.startswith(_BACKWARD))
+    begins = [span.start for span in step if span.name.startswith(_EXCHANGE)]
     return sum(start <= last for start in begins), len(begins)
 
 
@@ -94,16 +94,16 @@ def draw(step: Sequence[Span], path: Path, *, title: str) -> None:
     from matplotlib.figure import Figure
 
     lanes: dict[str, list[Span]] = defaultdict(list)
-    for one in step:
-        lanes[one.lane].append(one)
-    origin = min(one.start for one in step)
+    for span in step:
+        lanes[span.lane].append(span)
+    origin = min(span.start for span in step)
     figure = Figure(figsize=(12, 1 + 0.5 * len(lanes)), layout="constrained")
     axes = figure.add_subplot()
     names = sorted(lanes, reverse=True)
     for row, spans in enumerate(lanes[name] for name in names):
-        exchanges = [one for one in spans if "allreduce" in one.name.lower() or "nccl" in one.name.lower()]
+        exchanges = [span for span in spans if "allreduce" in span.name.lower() or "nccl" in span.name.lower()]
         for kind, colour in ((spans, "tab:blue"), (exchanges, "tab:orange")):
-            bars = [((one.start - origin) / 1e3, max(one.stop - one.start, 1.0) / 1e3) for one in kind]
+            bars = [((span.start - origin) / 1e3, max(span.stop - span.start, 1.0) / 1e3) for span in kind]
             axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour)
     axes.set_yticks(range(len(names)), names)
     axes.set_xlabel("milliseconds; exchanges in orange")

@@ -19,8 +19,8 @@ class OnOneDevice(ProcessGroup):
         """Return gloo."""
         return "gloo"
 
-    def _devices(self, context: PlanContext, places: range) -> list[str]:
-        return ["cuda:0" if context.num_gpus else "cpu" for _ in places]
+    def _devices(self, context: PlanContext, indices: range) -> list[str]:
+        return ["cuda:0" if context.num_gpus else "cpu" for _ in indices]
 
     def _host_problems(self, context: PlanContext) -> list[Problem]:
         return []

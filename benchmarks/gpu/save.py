@@ -57,7 +57,7 @@ def saves(bench: Bench) -> Iterator[Row]:
 def measured(gib: float, device: torch.device, folder: Path) -> Iterator[dict[str, Any]]:
     """Save twice; yield how late each update was, and whether each checkpoint is of one moment."""
     size = int(gib * 2**30) // 4 // _TENSORS
-    state = {f"param/{place}": torch.zeros(size, device=device) for place in range(_TENSORS)}
+    state = {f"param/{index}": torch.zeros(size, device=device) for index in range(_TENSORS)}
     snapshot = Snapshot()
     saver = Saver(folder, retention=Retention(keep_last=1, keep_best=0), snapshot=snapshot)
     pieces = {name: (TensorShard.whole(tensor),) for name, tensor in state.items()}
@@ -67,10 +67,10 @@ def measured(gib: float, device: torch.device, folder: Path) -> Iterator[dict[st
     plain = min(timed_update(state, device) for _ in range(3))
     for step in range(2):
         before = float(state["param/0"][0])
-        begun = time.perf_counter()
+        start = time.perf_counter()
         saver.save(step=step, pieces=pieces, meta={})
         update(state, device)
-        yield {"late_s": time.perf_counter() - begun - plain}
+        yield {"late_s": time.perf_counter() - start - plain}
         saver.wait()
         tensors = load(saver.finished()[-1].folder).tensors
         some = (*list(state)[:2], *list(state)[-2:])
@@ -80,9 +80,9 @@ def measured(gib: float, device: torch.device, folder: Path) -> Iterator[dict[st
 
 def timed_update(state: dict[str, torch.Tensor], device: torch.device) -> float:
     """Return the seconds of an update."""
-    begun = time.perf_counter()
+    start = time.perf_counter()
     update(state, device)
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def update(state: dict[str, torch.Tensor], device: torch.device) -> None:

@@ -51,22 +51,23 @@ GOALS: Final[Mapping[str, Goal]] = {
 def speed(bench: Bench, *, name: str) -> Iterator[Row]:
     """Measure steps in turns with a hand-written loop; a ratio is that of samples a second."""
     workload, goal = WORKLOADS[name](bench.small), GOALS[name]
-    modes = (goal.mode, "off") if bench.small and goal.most_of_eager else bench.tried((goal.mode, "off"))
+    modes = (goal.mode, "off") if bench.small and goal.most_of_eager else bench.selected((goal.mode, "off"))
     seconds = bench.left_s - _TO_START_S
     done = bench.run(
         "-m", "benchmarks.gpu.turns", name, HAND, *modes, "--rounds", str(bench.rounds), "--seconds", f"{seconds:.0f}",
         *(("--small",) if bench.small else ()),
     )  # fmt: skip
     turns = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"kind"')]
-    times = {kind: [statistics.median(one["step_s"]) for one in turns if _is_of(one, kind)] for kind in (HAND, *modes)}
+    kinds = (HAND, *modes)
+    times = {kind: [statistics.median(turn["step_s"]) for turn in turns if _is_of(turn, kind)] for kind in kinds}
     if not times[HAND]:
         yield failed(f"{workload.title}: hand-written loop", done, error=_error_of(turns, HAND))
         return
-    flops, peak = next(one["flops"] for one in turns if _is_of(one, HAND)), peak_of(bench, workload.precision)
+    flops, peak = next(turn["flops"] for turn in turns if _is_of(turn, HAND)), peak_of(bench, workload.precision)
     paces = {
-        kind: _pace(statistics.median(one), workload, flops, peak) + _memory(turns, kind)
-        for kind, one in times.items()
-        if one
+        kind: _pace(statistics.median(seconds), workload, flops, peak) + _memory(turns, kind)
+        for kind, seconds in times.items()
+        if seconds
     }
     yield f"{workload.title}: hand-written loop", "-", paces[HAND]
     for mode in modes:
@@ -84,12 +85,12 @@ def _is_of(turn: Mapping[str, Any], kind: str) -> bool:
 
 
 def _error_of(turns: Sequence[Mapping[str, Any]], kind: str) -> str | None:
-    return next((one["error"] for one in turns if one["kind"] == kind and "error" in one), None)
+    return next((turn["error"] for turn in turns if turn["kind"] == kind and "error" in turn), None)
 
 
 def _memory(turns: Sequence[Mapping[str, Any]], kind: str) -> str:
     """Return the peak of a kind in words, on a GPU."""
-    peaks = [one["peak"] for one in turns if _is_of(one, kind) and one["peak"] is not None]
+    peaks = [turn["peak"] for turn in turns if _is_of(turn, kind) and turn["peak"] is not None]
     return f", peak {max(peaks) / 2**30:.1f} GiB" if peaks else ""
 
 
@@ -98,8 +99,8 @@ def _judged(
 ) -> Iterator[Row]:
     """Yield the row of a mode beside the hand-written loop, and that of the goal's mode beside eager steps."""
     rounds = min(len(times[HAND]), len(times[mode]))
-    hand, ours = times[HAND][:rounds], times[mode][:rounds]
-    ratio, shown = _median_ratio(hand, ours), report.ratio(hand, ours)
+    hand, seconds = times[HAND][:rounds], times[mode][:rounds]
+    ratio, shown = _median_ratio(hand, seconds), report.ratio(hand, seconds)
     if mode == goal.mode and goal.least_of_hand is not None:
         result, target = bench.judged(ratio, least=goal.least_of_hand)
         yield title, result, f"{shown} of the speed of the hand-written loop ({target}); {pace}"
@@ -107,9 +108,9 @@ def _judged(
     yield title, "-", f"{shown} of the speed of the hand-written loop; {pace}"
     if mode == goal.mode and goal.most_of_eager is not None and times["off"]:
         rounds = min(len(times[mode]), len(times["off"]))
-        ours, eager = times[mode][:rounds], times["off"][:rounds]
-        result, target = bench.judged(_median_ratio(ours, eager), most=goal.most_of_eager)
-        yield f"{title}, over eager", result, f"{report.ratio(ours, eager)} of the time ({target})"
+        seconds, eager = times[mode][:rounds], times["off"][:rounds]
+        result, target = bench.judged(_median_ratio(seconds, eager), most=goal.most_of_eager)
+        yield f"{title}, over eager", result, f"{report.ratio(seconds, eager)} of the time ({target})"
 
 
 def _tokens(bench: Bench, workload: Workload, step_s: float) -> Row:
@@ -180,8 +181,8 @@ def _trained(
     return done, rows_of(folder), result
 
 
-def _median_ratio(ours: Sequence[float], base: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(ours, base, strict=False))
+def _median_ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(seconds, base, strict=False))
 
 
 def _pace(step_s: float, workload: Workload, flops: int, peak: float | None) -> str:
@@ -192,5 +193,5 @@ def _pace(step_s: float, workload: Workload, flops: int, peak: float | None) -> 
 
 def peak_of(bench: Bench, precision: str) -> float | None:
     """Return the operations a second of the GPU in a precision, where conf/hardware has the GPU."""
-    found = None if bench.small else recognised(bench.device_name)
-    return None if found is None else found.peak_flops(precision)
+    hardware = None if bench.small else recognised(bench.device_name)
+    return None if hardware is None else hardware.peak_flops(precision)

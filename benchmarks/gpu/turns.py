@@ -44,11 +44,11 @@ def turn(kind: str, workload: Workload, bench: Bench, device: torch.device) -> d
         torch.cuda.reset_peak_memory_stats()
     flops = None
     if kind == HAND:
-        found, flops = by_hand.train(workload, device, steps=workload.steps, window=workload.window)
+        step_s, flops = by_hand.train(workload, device, steps=workload.steps, window=workload.window)
     else:
-        found = by_trainkit(workload, bench.compiled(kind))
+        step_s = by_trainkit(workload, bench.compiled(kind))
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    return {"kind": kind, "step_s": found, "flops": flops, "peak": peak}
+    return {"kind": kind, "step_s": step_s, "flops": flops, "peak": peak}
 
 
 def by_trainkit(workload: Workload, more: tuple[str, ...]) -> list[float]:
@@ -59,7 +59,7 @@ def by_trainkit(workload: Workload, more: tuple[str, ...]) -> list[float]:
         api.train(composition, run_dir=Path(folder) / "run")
         stamps = [(row["step"], row["seconds"]) for row in rows_of(Path(folder) / "run")]
     timed = [stamp for stamp in stamps if stamp[0] >= workload.steps // 3]
-    return [(later[1] - one[1]) / (later[0] - one[0]) for one, later in itertools.pairwise(timed)]
+    return [(later[1] - earlier[1]) / (later[0] - earlier[0]) for earlier, later in itertools.pairwise(timed)]
 
 
 def main() -> None:
@@ -71,8 +71,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="no round begins that would end later")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
-    begun = time.monotonic()
-    bench = Bench(small=options.small, deadline=begun + options.seconds)
+    bench = Bench(small=options.small, deadline=time.monotonic() + options.seconds)
     workload = WORKLOADS[options.workload](options.small)
     device = torch.device("cpu" if options.small else "cuda")
     took_s = 0.0

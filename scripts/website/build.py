@@ -70,9 +70,9 @@ def generate(source: Path) -> Path:
     config |= {"docs_dir": source.name, "site_dir": "site"}
     python = config["plugins"][2]["mkdocstrings"]["handlers"]["python"]
     python |= {"paths": [str(ROOT)], "options": {**python["options"], "extensions": [str(HERE / "examples.py")]}}
-    made = source.parent / "mkdocs.yml"
-    made.write_text(yaml.safe_dump(config, sort_keys=False))
-    subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--config-file", made], check=True)
+    config_file = source.parent / "mkdocs.yml"
+    config_file.write_text(yaml.safe_dump(config, sort_keys=False))
+    subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--config-file", config_file], check=True)
     return source.parent / "site"
 
 
@@ -91,11 +91,11 @@ def _let_open_from_a_disk(site: Path) -> None:
 
 def _lay_out(source: Path) -> None:
     """Copy the pages and every file that one of them links to, in the folders of the repository."""
-    found = sorted({page for pattern in _PAGES for page in ROOT.glob(pattern)})
-    for page in found:
+    pages = sorted({page for pattern in _PAGES for page in ROOT.glob(pattern)})
+    for page in pages:
         text = _LINK.sub(partial(_linked, page), page.read_text())
         _write(source / page.relative_to(ROOT), f"{_head(page.relative_to(ROOT))}{text}")
-    for page in found:
+    for page in pages:
         for target in _LINK.findall(page.read_text()):
             path = (page.parent / target[0]).resolve()
             if path.is_file() and path.suffix != ".md":
@@ -103,7 +103,7 @@ def _lay_out(source: Path) -> None:
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(path, copy)
     folder = ROOT / "benchmarks/results"
-    results = [page for page in found if page.is_relative_to(folder)]
+    results = [page for page in pages if page.is_relative_to(folder)]
     rows = [f"- [{_title(page.read_text())}]({page.relative_to(folder)})" for page in results]
     _write(source / "benchmarks/results/README.md", "\n".join(["# Measured", "", *rows]))
 
@@ -152,7 +152,7 @@ def _title(text: str) -> str:
 def _first_sentence(text: str) -> str:
     """Return the first sentence of a page, without marks and links."""
     paragraphs = re.sub(r"^```.*?^```$", "", text.partition("\n")[2], flags=re.DOTALL | re.MULTILINE).split("\n\n")
-    paragraph = next((one for one in map(str.rstrip, paragraphs) if re.match(r"\n*[A-Za-z`*\[]", one)), "")
+    paragraph = next((text for text in map(str.rstrip, paragraphs) if re.match(r"\n*[A-Za-z`*\[]", text)), "")
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph).replace("**", "").strip()
     return re.split(r"(?<=[.:])(?<!et al\.)\s", re.sub(r"\s+", " ", plain))[0].rstrip(".:") + "."
 

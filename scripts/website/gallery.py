@@ -86,21 +86,21 @@ class Card:
         """
         try:
             values = json.loads(path.read_text())
-            runs = tuple(SeedRun(**one) for one in values.pop("runs"))
+            runs = tuple(SeedRun(**run) for run in values.pop("runs"))
             if values.pop("version") != 1:
                 raise RefusedError(f"{path.name}: the version must be 1.")
             card = cls(runs=runs, **values)
             texts = [card.python, card.torch, card.trainkit]
-            numbers = [card.cores, card.gpus, *(value for one in runs for value in (one.seed, one.steps))]
+            numbers = [card.cores, card.gpus, *(value for run in runs for value in (run.seed, run.steps))]
             is_fine = (
                 card.recipe in CARDS
                 and card.metric == CARDS[card.recipe]["metric"]
-                and len({one.seed for one in runs}) >= FEWEST_SEEDS
+                and len({run.seed for run in runs}) >= FEWEST_SEEDS
                 and _DATE.fullmatch(card.date)
                 and all(_VERSION.fullmatch(text) for text in texts)
-                and all(_HASH.fullmatch(one.weights_sha256) for one in runs)
+                and all(_HASH.fullmatch(run.weights_sha256) for run in runs)
                 and all(type(value) is int for value in numbers)
-                and all(type(value) is float for one in runs for value in (one.figure, one.seconds))
+                and all(type(value) is float for run in runs for value in (run.figure, run.seconds))
             )
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise RefusedError(f"{path.name} is no record of a card: {error!r}.") from error
@@ -121,24 +121,24 @@ def card_of(folders: Sequence[Path]) -> Card:
     """
     facts = [_facts(folder) for folder in folders]
     first = facts[0]
-    for folder, one in zip(folders, facts, strict=True):
-        if one["status"] != "finished":
-            raise RefusedError(f"{folder}: the run is {one['status']}, not finished.")
+    for folder, fact in zip(folders, facts, strict=True):
+        if fact["status"] != "finished":
+            raise RefusedError(f"{folder}: the run is {fact['status']}, not finished.")
         for key in ("config", "machine"):
-            if one[key] != first[key]:
+            if fact[key] != first[key]:
                 raise RefusedError(f"{folder} has another {key} than {folders[0]}.")
     if first["recipe"] not in CARDS:
         raise RefusedError(f"{folders[0]}: recipe={first['recipe']} has no entry in gallery.yaml.")
     metric = CARDS[first["recipe"]]["metric"]
     runs = {
-        one["seed"]: SeedRun(
-            seed=one["seed"],
-            figure=float(one["metrics"][metric]),
-            seconds=round(one["seconds"], 1),
-            steps=one["steps"],
-            weights_sha256=one["weights_sha256"],
+        fact["seed"]: SeedRun(
+            seed=fact["seed"],
+            figure=float(fact["metrics"][metric]),
+            seconds=round(fact["seconds"], 1),
+            steps=fact["steps"],
+            weights_sha256=fact["weights_sha256"],
         )
-        for one in facts
+        for fact in facts
     }
     if len(runs) < FEWEST_SEEDS:
         raise RefusedError(f"{len(runs)} seeds are too few for a spread: give {FEWEST_SEEDS} or more.")
@@ -190,19 +190,19 @@ def page(cards: Sequence[Card]) -> str:
 def _card(card: Card) -> str:
     """Return the Markdown of a card."""
     fixed, name = CARDS[card.recipe], card.recipe
-    figures = [one.figure for one in card.runs]
+    figures = [run.figure for run in card.runs]
     spread = f"{statistics.mean(figures):.4g} ± {statistics.stdev(figures):.2g}"
-    each = ", ".join(f"{one.figure:.4g} (`seed={one.seed}`)" for one in card.runs)
-    seconds = sorted(one.seconds for one in card.runs)
+    each_figure = ", ".join(f"{run.figure:.4g} (`seed={run.seed}`)" for run in card.runs)
+    seconds = sorted(run.seconds for run in card.runs)
     machine = f"{card.cores} CPU cores" if not card.gpus else f"{card.cores} CPU cores, {card.gpus} GPUs"
-    hashes = "<br>".join(f"`{one.weights_sha256}` (`seed={one.seed}`)" for one in card.runs)
+    hashes = "<br>".join(f"`{run.weights_sha256}` (`seed={run.seed}`)" for run in card.runs)
     command = " ".join(
         filter(None, ["python -m trainkit", f"recipe={name}", fixed.get("arguments"), f"seed={card.runs[0].seed}"])
     )
     rows = {
         "task": fixed["task"],
         "data": fixed["data"],
-        f"`{card.metric}`": f"**{spread}**, mean and standard deviation of {len(figures)} seeds: {each}",
+        f"`{card.metric}`": f"**{spread}**, mean and standard deviation of {len(figures)} seeds: {each_figure}",
         "which is": fixed["is"],
         "published": fixed["published"],
         "machine": f"{machine}; Python {card.python}, torch {card.torch}, trainkit {card.trainkit}; {card.date}",

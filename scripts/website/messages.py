@@ -28,19 +28,19 @@ _FEWEST_WORDS: Final = 3
 
 def messages(package: Path) -> dict[str, list[str]]:
     """Return the messages of each section, as templates."""
-    found: dict[str, set[str]] = {}
+    texts_of: dict[str, set[str]] = {}
     for file in sorted(package.rglob("*.py")):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             for anchor, text in _of(node):
-                found.setdefault(anchor, set()).add(text)
-    return {anchor: sorted(texts) for anchor, texts in found.items()}
+                texts_of.setdefault(anchor, set()).add(text)
+    return {anchor: sorted(texts) for anchor, texts in texts_of.items()}
 
 
-def with_messages(page: str, found: Mapping[str, Sequence[str]]) -> str:
+def with_messages(page: str, texts_of: Mapping[str, Sequence[str]]) -> str:
     """Return a page of Markdown with the messages of each section at its end."""
     parts = re.split(r"^(?=##+ )", page, flags=re.MULTILINE)
     titles = (part.partition("\n")[0].lstrip("#") for part in parts)
-    lists = (listing(found.get(anchor_of_title(title), ())) for title in titles)
+    lists = (listing(texts_of.get(anchor_of_title(title), ())) for title in titles)
     return "".join(f"{part.rstrip()}\n\n{texts}\n\n" for part, texts in zip(parts, lists, strict=True))
 
 
@@ -65,9 +65,9 @@ def _of(top: ast.AST) -> Iterator[tuple[str, str]]:
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             continue
         name = call.func.id
-        given = {one.arg: one.value for one in call.keywords}
-        if name == Problem.__name__ and "rule" in given:
-            key, text = _text(given["key"], ()), _text(given["rule"], assigned)
+        arguments = {keyword.arg: keyword.value for keyword in call.keywords}
+        if name == Problem.__name__ and "rule" in arguments:
+            key, text = _text(arguments["key"], ()), _text(arguments["rule"], assigned)
             anchor = anchor_of_problem(Problem(key=key, rule=""))
             text = f"{key}: {text}" if text else ""
         elif name in _CLASSES and call.args:
@@ -83,11 +83,11 @@ def _text(node: ast.expr, assigned: Sequence[tuple[str, int, ast.expr]]) -> str:
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
-        return "".join(_text(one, ()) for one in node.values)
+        return "".join(_text(value, ()) for value in node.values)
     if isinstance(node, ast.FormattedValue):
         return f"{{{ast.unparse(node.value)}}}"
     if not assigned:
         return f"{{{ast.unparse(node)}}}"
     before = [(line, value) for name, line, value in assigned if isinstance(node, ast.Name) and name == node.id]
-    nearest = max((one for one in before if one[0] < node.lineno), key=lambda one: one[0], default=None)
+    nearest = max((pair for pair in before if pair[0] < node.lineno), key=lambda pair: pair[0], default=None)
     return "" if nearest is None or not isinstance(nearest[1], ast.Constant | ast.JoinedStr) else _text(nearest[1], ())

@@ -40,11 +40,11 @@ def _verbs() -> str:
     return "\n".join(lines)
 
 
-def _help(words: list[str]) -> str:
+def _help(arguments: list[str]) -> str:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        code = cli.main([*words, "--help"])
-    assert code == 0, words
+        code = cli.main([*arguments, "--help"])
+    assert code == 0, arguments
     return printed.getvalue()
 
 
@@ -71,8 +71,8 @@ def _keys() -> str:
     ]
     for name, key in run.items():
         if name not in GROUPS and (section := _section(key)) is not None:
-            found = definitions[section]
-            lines += ["", f"## {name}", "", found.get("description", ""), "", *_table(f"{name}.", found["properties"])]
+            part = definitions[section]
+            lines += ["", f"## {name}", "", part.get("description", ""), "", *_table(f"{name}.", part["properties"])]
     return "\n".join(lines)
 
 
@@ -96,15 +96,15 @@ def _choices() -> str:
 
 def _choice(group: str, file: Path, definitions: Mapping[str, Any]) -> Iterator[str]:
     values = read_choice(file).values
-    found = definitions.get(str(values.get("_target_")))
-    if found is None:
+    definition = definitions.get(str(values.get("_target_")))
+    if definition is None:
         yield _block(file.read_text())
         return
-    yield found.get("description", "")
+    yield definition.get("description", "")
     yield ""
     yield f"Class: `{values['_target_']}`"
     yield ""
-    keys = {name: key for name, key in found["properties"].items() if name != "_target_"}
+    keys = {name: key for name, key in definition["properties"].items() if name != "_target_"}
     yield from _table(f"{group}.", keys, values)
 
 
@@ -132,30 +132,30 @@ def _table(
 
 
 def _split(description: str) -> tuple[str, str]:
-    found = _FACTS.match(description)
-    return (found["meaning"], found["facts"]) if found else (description, "")
+    match = _FACTS.match(description)
+    return (match["meaning"], match["facts"]) if match else (description, "")
 
 
 def _accepts(key: Mapping[str, Any]) -> str:
     """Return the accepted values in words, as an error says them."""
     if rule := key.get("patternErrorMessage"):
         return str(rule).removeprefix("must be ").rstrip(".")
-    names = [str(value) for one in _inner(key) for value in one.get("enum", ())]
-    kinds = [kind for one in _inner(key) for kind in _kinds(one) if "enum" not in one]
+    names = [str(value) for inner in _inner(key) for value in inner.get("enum", ())]
+    kinds = [kind for inner in _inner(key) for kind in _kinds(inner) if "enum" not in inner]
     return ", ".join(dict.fromkeys([*names, *kinds]))
 
 
 def _inner(key: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield key
-    for one in key.get("anyOf", ()):
-        yield from _inner(one)
+    for inner in key.get("anyOf", ()):
+        yield from _inner(inner)
 
 
 def _kinds(key: Mapping[str, Any]) -> list[str]:
-    words = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text",
+    texts = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text",
              "array": "a list", "object": "keys and values", "null": "null"}  # fmt: skip
     kinds = key.get("type", [])
-    return [words[kind] for kind in ([kinds] if isinstance(kinds, str) else kinds)]
+    return [texts[kind] for kind in ([kinds] if isinstance(kinds, str) else kinds)]
 
 
 def _cell(text: str) -> str:
@@ -165,10 +165,11 @@ def _cell(text: str) -> str:
 def documented_names() -> list[str]:
     """Return the names that the docs import from the inside, without exceptions and what is listed elsewhere."""
     texts = (page.read_text() for page in (Path(__file__).resolve().parents[2] / "docs").glob("*.md"))
-    found = {(module, name) for text in texts for module, names in _IMPORT.findall(text) for name in names.split(", ")}
+    imports = [line for text in texts for line in _IMPORT.findall(text)]
+    imported = {(module, name) for module, names in imports for name in names.split(", ")}
     return sorted(
         f"{module}.{name}"
-        for module, name in found
+        for module, name in imported
         if name not in trainkit.__all__
         and module not in _API
         and not (module == errors.__name__ and name.endswith("Error"))
@@ -178,10 +179,10 @@ def documented_names() -> list[str]:
 def _api() -> str:
     lines = ["# Python API", "", f"Version {trainkit.__version__}. `import trainkit` alone imports no torch.", ""]
     for name in sorted(trainkit.__all__):
-        found = getattr(trainkit, name)
-        is_listed = getattr(found, "__module__", "") in (*_API, errors.__name__)
-        if isinstance(found, type | FunctionType) and not is_listed:
-            lines += [f"::: {inspect.unwrap(found).__module__}.{found.__qualname__}", ""]
+        value = getattr(trainkit, name)
+        is_listed = getattr(value, "__module__", "") in (*_API, errors.__name__)
+        if isinstance(value, type | FunctionType) and not is_listed:
+            lines += [f"::: {inspect.unwrap(value).__module__}.{value.__qualname__}", ""]
     for name in (*_API, *documented_names()):
         lines += [f"::: {name}", ""]
     lines += ["## Exceptions", "", "| class | exit code | means |", "|---|---|---|"]

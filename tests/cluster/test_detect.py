@@ -55,7 +55,7 @@ ALL = {
 }  # fmt: skip
 
 
-def found(environ: Mapping[str, str], *, launcher: str = "auto") -> LaunchEnvironment:
+def detected(environ: Mapping[str, str], *, launcher: str = "auto") -> LaunchEnvironment:
     return present(detect(environ, launcher=launcher))
 
 
@@ -84,7 +84,7 @@ def facts(launch: LaunchEnvironment) -> tuple[int, int, int, int, int]:
 def test_ranks_and_places_are_those_of_the_launcher(
     environ: dict[str, str], kind: str, expected: tuple[int, ...]
 ) -> None:
-    launch = found(environ)
+    launch = detected(environ)
     assert (launch.kind, facts(launch)) == (kind, expected)
 
 
@@ -105,41 +105,41 @@ def test_ranks_and_places_are_those_of_the_launcher(
     ],
 )  # fmt: skip
 def test_ranks_meet_where_the_launcher_says(environ: dict[str, str], store: tuple[str, int]) -> None:
-    assert found(environ).store == store
+    assert detected(environ).store == store
 
 
 def test_rank_0_opens_the_store_where_the_agent_has_none() -> None:
     environ = TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    assert found(environ).hosts_store
-    assert not found(environ | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).hosts_store
-    assert not found(environ | {"RANK": "2"}).hosts_store
-    assert (found(HAND | {"RANK": "0"}).hosts_store, found(HAND).hosts_store) == (True, False)
+    assert detected(environ).hosts_store
+    assert not detected(environ | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).hosts_store
+    assert not detected(environ | {"RANK": "2"}).hosts_store
+    assert (detected(HAND | {"RANK": "0"}).hosts_store, detected(HAND).hosts_store) == (True, False)
 
 
 def test_a_launch_has_the_name_and_the_attempt_of_its_launcher() -> None:
-    assert (found(TORCHRUN).name, found(TORCHRUN).attempt) == ("job7", 1)
-    assert found(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}).name == "", "the id that all torchruns share"
-    again = found(SLURM | {"SLURM_RESTART_COUNT": "2"})
+    assert (detected(TORCHRUN).name, detected(TORCHRUN).attempt) == ("job7", 1)
+    assert detected(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}).name == "", "the id that all torchruns share"
+    again = detected(SLURM | {"SLURM_RESTART_COUNT": "2"})
     assert (again.name, again.attempt) == ("slurm-4711.0", 2)
-    assert found(TORCHRUN).line() == (
+    assert detected(TORCHRUN).line() == (
         "launch by torchrun: rank 3 of 4 on 2 hosts, rendezvous at 10.0.0.1:29400 (TRAINKIT_LAUNCHER=none ignores it)"
     )
 
 
 def test_addresses_are_known_where_ranks_fill_node_after_node() -> None:
-    assert found(SLURM).addresses == ("n01", "n01", "n02", "n02", "n03")
-    assert found(SLURM | {"SLURM_DISTRIBUTION": "cyclic"}).addresses == ()
+    assert detected(SLURM).addresses == ("n01", "n01", "n02", "n02", "n03")
+    assert detected(SLURM | {"SLURM_DISTRIBUTION": "cyclic"}).addresses == ()
 
 
 def test_every_rank_of_a_step_derives_the_same_port_and_another_step_another() -> None:
     last = SLURM | {"SLURM_PROCID": "4", "SLURM_NODEID": "2"}
-    assert found(last).store == found(SLURM).store != found(SLURM | {"SLURM_STEP_ID": "1"}).store
-    of_mpi = [found(OPEN_MPI | {"PMIX_NAMESPACE": name}).store for name in ("123", "124")]
+    assert detected(last).store == detected(SLURM).store != detected(SLURM | {"SLURM_STEP_ID": "1"}).store
+    of_mpi = [detected(OPEN_MPI | {"PMIX_NAMESPACE": name}).store for name in ("123", "124")]
     assert of_mpi[0] != of_mpi[1]
 
 
 def test_a_pod_that_starts_as_many_processes_as_it_has_gpus_takes_its_devices() -> None:
-    assert (found(PET).takes_devices, found(PET | {"PET_NPROC_PER_NODE": "auto"}).takes_devices) == (False, True)
+    assert (detected(PET).takes_devices, detected(PET | {"PET_NPROC_PER_NODE": "auto"}).takes_devices) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_what_has_one_process_is_no_launch(outside: dict[str, str]) -> None:
     "inside", [{"SLURM_STEP_ID": "1", "SLURM_JOB_NAME": "bash"}, {"SLURM_JOB_NAME": "train.sbatch"}]
 )
 def test_a_step_started_from_the_shell_of_a_step_is_one(inside: dict[str, str]) -> None:
-    assert facts(found(SLURM | {"SLURM_PTY_PORT": "40000"} | inside)) == (2, 5, 0, 2, 3)
+    assert facts(detected(SLURM | {"SLURM_PTY_PORT": "40000"} | inside)) == (2, 5, 0, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -183,14 +183,14 @@ def test_a_step_started_from_the_shell_of_a_step_is_one(inside: dict[str, str]) 
     ],
 )
 def test_the_innermost_launcher_is_detected(environ: dict[str, str], kind: str) -> None:
-    assert found(environ).kind == kind
+    assert detected(environ).kind == kind
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_launcher_can_be_named_or_ignored(name: str) -> None:
     everything = {key: value for environ in ALL.values() for key, value in environ.items()} | TORCHRUN
     chosen = everything | {"TRAINKIT_LAUNCHER": name}
-    assert found(chosen).kind == found(everything, launcher=name).kind == found(ALL[name]).kind
+    assert detected(chosen).kind == detected(everything, launcher=name).kind == detected(ALL[name]).kind
     assert detect(everything | {"TRAINKIT_LAUNCHER": "none"}) is None
 
 

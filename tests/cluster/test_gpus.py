@@ -34,14 +34,14 @@ TWO = {"CUDA_VISIBLE_DEVICES": "MIG-4e5f,MIG-77aa"}
 
 
 @dataclass(frozen=True)
-class Met:
+class FakeBarrier:
     """Stands for the barrier of processes that have seen these GPUs."""
 
-    seen: Sequence[str]
+    gpus: Sequence[str]
 
     def all_gather_object(self, value: dict[str, Any]) -> list[Any]:
-        assert value["gpu"] in self.seen
-        return [{**value, "gpu": gpu} for gpu in self.seen]
+        assert value["gpu"] in self.gpus
+        return [{**value, "gpu": gpu} for gpu in self.gpus]
 
 
 def test_a_process_that_sees_another_gpu_than_the_others_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,8 @@ def test_a_process_that_sees_another_gpu_than_the_others_has_its_own(monkeypatch
 
     def owns(gpu: str, *other_gpus: str, **launch: Any) -> bool:
         monkeypatch.setattr(join, "device_of_process", lambda: gpu)
-        return join.share_host(cast("ProcessBarrier", Met([gpu, *other_gpus])), launch_of(2, **launch)).has_own_gpu
+        barrier = cast("ProcessBarrier", FakeBarrier([gpu, *other_gpus]))
+        return join.share_host(barrier, launch_of(2, **launch)).has_own_gpu
 
     assert owns("GPU-1", "GPU-2")
     assert not owns("GPU-1", "GPU-1")

@@ -11,7 +11,7 @@ Path(sys.argv[1], "ray").mkdir()
 from ray.cluster_utils import Cluster  # noqa: E402 - reads the variable
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -20,12 +20,12 @@ if __name__ == "__main__":
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, "temp_dir": sys.argv[1]}
     )
-    say(cluster.address)
+    print_line(cluster.address)
     nodes = []
     for line in sys.stdin:
         if line.strip() == "add":
             nodes.append(cluster.add_node(num_cpus=1))
         else:
             cluster.remove_node(nodes.pop(), allow_graceful=False)
-        say("done")
+        print_line("done")
     cluster.shutdown()

@@ -45,7 +45,7 @@ def ray_cluster() -> Iterator[tuple[subprocess.Popen[str], str]]:
             present(process.stdout).close()
 
 
-def tell(cluster: subprocess.Popen[str], command: str) -> None:
+def send(cluster: subprocess.Popen[str], command: str) -> None:
     print(command, file=cluster.stdin, flush=True)
     assert present(cluster.stdout).readline() == "done\n"
 
@@ -68,13 +68,13 @@ def test_a_node_is_lost_and_another_comes_and_no_bit_is_another(cwd: Path, monke
     slow = Path("slow").absolute()  # else a quick machine is done before there is a second node
     monkeypatch.setenv("TRAINKIT_FAIL", f"phase=data,while={slow},action=slow")
     with ray_cluster() as (cluster, address):
-        tell(cluster, "add")
+        send(cluster, "add")
         process = train("run", "cluster=ray", f"cluster.address={address}", *ELASTIC)
         wait_for(lambda: newest() >= 100, process)
         slow.touch()
-        tell(cluster, "remove")
+        send(cluster, "remove")
         wait_for(lambda: sizes() == [2, 1], process)
-        tell(cluster, "add")
+        send(cluster, "add")
         wait_for(lambda: sizes() == [2, 1, 2], process)
         slow.unlink()
         assert process.wait(400) == 0

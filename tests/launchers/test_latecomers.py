@@ -40,7 +40,7 @@ class Cluster:
         _, errors = self.processes[task].communicate(timeout=600)
         return self.processes.pop(task).returncode, errors
 
-    def made_by(self, task: str) -> int:
+    def updates_of(self, task: str) -> int:
         """Updates of the newest run that a task computed."""
         lines = [line for path in self.runs("updates.jsonl") for line in path.read_text().splitlines()]
         return sum(json.dumps(task) in line for line in lines)
@@ -67,15 +67,15 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def test_workers_join_late_or_again_and_a_run_continues_after_its_chief_has_died(cluster: Cluster) -> None:
     cluster.start("chief:0")
     cluster.start("ps:0")
-    wait_for(lambda: cluster.made_by("chief") > 20)
+    wait_for(lambda: cluster.updates_of("chief") > 20)
     cluster.start("worker:0")
-    wait_for(lambda: cluster.made_by("worker:0") > 0)
+    wait_for(lambda: cluster.updates_of("worker:0") > 0)
     cluster.kill("worker:0")
-    steps = cluster.made_by("chief")
-    wait_for(lambda: cluster.made_by("chief") > steps + 500)  # lines are written by the hundred
-    before = cluster.made_by("worker:0")
+    steps = cluster.updates_of("chief")
+    wait_for(lambda: cluster.updates_of("chief") > steps + 500)  # lines are written by the hundred
+    before = cluster.updates_of("worker:0")
     cluster.start("worker:0")
-    wait_for(lambda: cluster.made_by("worker:0") > before)
+    wait_for(lambda: cluster.updates_of("worker:0") > before)
     cluster.kill("chief:0")
     code, errors = cluster.end_of("worker:0")
     assert (code, "chief:0 (127.0.0.1:" in errors, "resume=auto continues" in errors) == (5, True, True), errors

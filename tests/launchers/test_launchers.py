@@ -67,7 +67,7 @@ def mirrored(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def one_run(cwd: Path, mirrored: str) -> Callable[[], None]:
+def check_run(cwd: Path, mirrored: str) -> Callable[[], None]:
     """Hold what is in the current folder to the promise."""
 
     def check() -> None:
@@ -79,49 +79,49 @@ def one_run(cwd: Path, mirrored: str) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_torchrun_starts_again_what_was_killed(one_run: Callable[[], None], lost: int) -> None:
+def test_torchrun_starts_again_what_was_killed(check_run: Callable[[], None], lost: int) -> None:
     planted = f"rank={lost},step=7,phase=reduce,action=kill,attempt=0"
     trainkit = TRAINKIT if lost else ("--no-python", *quick.command(*RUN))  # where it matters, a signal reaches rank 0
     command = (*TORCHRUN, "--nproc-per-node=2", f"--master-port={free_port()}", "--max-restarts=1", *trainkit)
     (errors,) = ended(start(*command, "checkpoint.every_steps=3", TRAINKIT_FAIL=planted))
     assert errors.count("launch by torchrun: rank 0 of 2") == 2
-    one_run()
+    check_run()
     notes = json.loads(Path("run/environment.json").read_text())["notes"]
     assert notes[-1:] == [f"restarted by the launcher: continues {Path('run').absolute()}"]
 
 
-def test_mpirun(one_run: Callable[[], None]) -> None:
+def test_mpirun(check_run: Callable[[], None]) -> None:
     if shutil.which("mpirun") is None:
         pytest.skip("needs mpirun: apt-get install openmpi-bin")
     command = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *quick.command(*RUN))
     (errors,) = ended(start(*command))
     assert detected(errors) == "launch by Open MPI: rank 0 of 2 on one host"
-    one_run()
+    check_run()
 
 
-def test_mpiexec_of_mpich(one_run: Callable[[], None]) -> None:
+def test_mpiexec_of_mpich(check_run: Callable[[], None]) -> None:
     if shutil.which("mpiexec.mpich") is None:
         pytest.skip("needs mpiexec.mpich: apt-get install mpich")
     (errors,) = ended(start("mpiexec.mpich", "-n", "2", *quick.command(*RUN), MASTER_PORT=str(free_port())))
     assert detected(errors) == "launch by MPICH: rank 0 of 2 on one host"
-    one_run()
+    check_run()
 
 
-def test_srun(one_run: Callable[[], None]) -> None:
+def test_srun(check_run: Callable[[], None]) -> None:
     with slurm() as variables:
         (errors,) = ended(start("srun", "--ntasks=2", *quick.command(*RUN), **variables))
     assert detected(errors) == "launch by SLURM: rank 0 of 2 on one host"
-    one_run()
+    check_run()
 
 
-def test_containers_are_detected_by_pet_variables(one_run: Callable[[], None]) -> None:
+def test_containers_are_detected_by_pet_variables(check_run: Callable[[], None]) -> None:
     group = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
     errors = ended(*(start(*quick.command(*RUN), **group, PET_NODE_RANK=str(rank)) for rank in range(2)))
     assert detected(errors[0]) == "launch by PET_NNODES: rank 0 of 2 on 2 hosts"
-    one_run()
+    check_run()
 
 
-def test_two_hosts(one_run: Callable[[], None]) -> None:
+def test_two_hosts(check_run: Callable[[], None]) -> None:
     with two_hosts() as hosts:
         spec = ("cluster=spec", f"cluster.worker=[{','.join(f'{host.address}:2222' for host in hosts)}]")
         processes = [
@@ -129,7 +129,7 @@ def test_two_hosts(one_run: Callable[[], None]) -> None:
         ]
         errors = ended(*processes)
     assert detected(errors[0]) == "launch by cluster=spec: rank 0 of 2 on 2 hosts"
-    one_run()
+    check_run()
 
 
 def test_a_signal_to_one_process_saves_and_stops_them_all(cwd: Path) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 import trainkit
 from tests.measuring.slow import Sleepy, SlowSamples
-from tests.measuring.trainings import candidate, config, here
+from tests.measuring.trainings import candidate, config, run_turn
 from tests.support.present import present
 from tests.support.refusing import Refuse
 from tests.support.waiting import wait_for
@@ -48,7 +48,7 @@ def test_the_choices_take_turns_and_nothing_of_a_turn_is_left() -> None:
     folders, lines = list[Path](), list[str]()
 
     def start(cfg: RunConfig, folder: Path) -> Turn:
-        turn = here(cfg, folder)
+        turn = run_turn(cfg, folder)
         folders.append(folder)
         assert not (folder / "checkpoints").exists()
         assert not (folder / "model").exists()
@@ -65,7 +65,7 @@ def test_the_choices_take_turns_and_nothing_of_a_turn_is_left() -> None:
 def test_the_slow_part_of_a_step_is_the_one_that_is_named() -> None:
     reads = (*SLEEPY[:2], "data.ms=1", "model.ms=0", "batch.global_size=8")
     for part, settings in (("input", reads), ("forward", SLEEPY)):
-        (choice,) = bench([candidate("a", *settings)], rounds=1, steps=3, start=here)
+        (choice,) = bench([candidate("a", *settings)], rounds=1, steps=3, start=run_turn)
         parts = parts_of(choice.turns[0].figures)
         assert max(parts, key=lambda name: parts[name]) == part
 
@@ -81,7 +81,7 @@ def test_a_measured_training_computes_the_same_bits(tmp_path: Path) -> None:
 
 def test_a_choice_that_fails_is_left_out_and_the_others_go_on() -> None:
     def start(cfg: RunConfig, folder: Path) -> Turn:
-        return Turn(failure="exit 1: no room") if cfg.seed == 1 else here(cfg, folder)
+        return Turn(failure="exit 1: no room") if cfg.seed == 1 else run_turn(cfg, folder)
 
     first, second = bench([candidate("a", "seed=1"), candidate("b")], rounds=2, steps=1, start=start)
     assert (first.is_measured, first.failure) == (False, "exit 1: no room")
@@ -106,8 +106,8 @@ def test_turns_without_a_number_of_steps_take_about_two_seconds() -> None:
 
 def test_a_training_ends_once_its_evaluation_has_the_result() -> None:
     points = candidate("a", "eval.every_steps=5", "eval.every_epochs=null")
-    (choice,) = bench([points], rounds=1, target=Target.of("val/accuracy", 0.2, points.cfg), start=here)
-    (two,) = bench([points], rounds=1, target=Target.of("val/loss", -1.0, points.cfg), start=here)
+    (choice,) = bench([points], rounds=1, target=Target.of("val/accuracy", 0.2, points.cfg), start=run_turn)
+    (two,) = bench([points], rounds=1, target=Target.of("val/loss", -1.0, points.cfg), start=run_turn)
     assert 0 < present(choice.spread("until_s")).median <= choice.turns[0].figures["trained_s"]
     assert choice.turns[0].figures["until"]["value"] >= 0.2
     assert (two.spread("until_s"), two.turns[0].figures["trained_steps"]) == (None, 40)
@@ -176,7 +176,7 @@ def test_choices_that_a_dropped_key_makes_the_same_are_measured_once(
 @pytest.mark.slow
 def test_the_time_of_torch_compile_is_apart() -> None:
     compiled = ("compile.mode=default", "compile.backend=eager")
-    first, second = bench([candidate("a"), candidate("b", *compiled)], rounds=1, steps=3, start=here)
+    first, second = bench([candidate("a"), candidate("b", *compiled)], rounds=1, steps=3, start=run_turn)
     assert first.spread("compile_s") == Spread.of([0.0])
     assert 0 < present(second.spread("compile_s")).median < present(second.spread("first_step_s")).median
     assert "of it compiling" in "\n".join(table_lines([first, second]))
@@ -185,7 +185,7 @@ def test_the_time_of_torch_compile_is_apart() -> None:
 def test_a_language_model_has_its_tokens_a_second() -> None:
     text = ("model=gpt", "data=synthetic_tokens", "objective=language_modelling", "batch.global_size=4")
     small = ("model.width=16", "model.num_heads=2", "model.num_layers=1", "model.context=8", "data.context=8")
-    (choice,) = bench([candidate("a", *text, *small)], rounds=1, steps=2, start=here)
+    (choice,) = bench([candidate("a", *text, *small)], rounds=1, steps=2, start=run_turn)
     assert choice.turns[0].figures["samples"] == 8
     assert choice.turns[0].figures["targets"] == 64
     assert "targets/s" in "\n".join(table_lines([choice]))

@@ -13,7 +13,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from tests.measuring.trainings import config, here, here_apart
+from tests.measuring.trainings import config, run_training, run_turn
 from tests.support.present import present
 from tests.support.refusing import Refuse
 from trainkit.cli import main
@@ -41,7 +41,7 @@ def curve_of(loss: list[float], *, ratio: float = 1.2) -> LrCurve:
 def range_of(low: float, high: float, steps: int, *overrides: str) -> LrCurve:
     cfg = config(*overrides)
     return range_test(
-        range_config(cfg, low=low, high=high, steps=steps, peak=make_plan(cfg).rate.peak), start=here_apart
+        range_config(cfg, low=low, high=high, steps=steps, peak=make_plan(cfg).rate.peak), start=run_training
     )
 
 
@@ -133,7 +133,7 @@ def test_the_curve_is_drawn_also_where_nothing_is_suggested(tmp_path: Path) -> N
 def test_the_json_is_printed_and_nothing_is_written_without_out(
     cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module.range_test, "__kwdefaults__", {"start": here_apart})
+    monkeypatch.setattr(module.range_test, "__kwdefaults__", {"start": run_training})
     assert main(["find", "lr", "recipe=null", "optimizer=sgd", "--steps", "30", "--min-lr", "1e-4", "--json"]) in (0, 1)
     content = json.loads(capsys.readouterr().out)
     jsonschema.Draft202012Validator(schema_of("find_lr")).validate(content)
@@ -274,7 +274,7 @@ DEFAULTS = dict(searches.search_micro_size.__kwdefaults__ or {})
 def test_sizes_are_measured_by_trainings_of_the_config(
     cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(searches.search_micro_size, "__kwdefaults__", {**DEFAULTS, "start": here})
+    monkeypatch.setattr(searches.search_micro_size, "__kwdefaults__", {**DEFAULTS, "start": run_turn})
     assert main(["find", "micro_size", "recipe=null", "steps=3", "batch.global_size=4", "--steps", "2", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     jsonschema.Draft202012Validator(schema_of("find_micro_size")).validate(content)

@@ -24,14 +24,14 @@ def candidate(label: str, *overrides: str) -> Candidate:
     return Candidate(label=label, cfg=config(*overrides), num_steps=40)
 
 
-def here(cfg: RunConfig, folder: Path) -> Turn:
+def run_turn(cfg: RunConfig, folder: Path) -> Turn:
     """Run a turn in this process, which is quicker than to start one."""
     started = time.time()
     train(RunRequest(cfg=cfg, run_dir=folder))
     return finished_turn(folder, started)
 
 
-def here_apart(cfg: RunConfig, folder: Path) -> Turn:
+def run_training(cfg: RunConfig, folder: Path) -> Turn:
     """Train in this process what a measurement trains in one of its own."""
     try:
         train(RunRequest(cfg=cfg, run_dir=folder))

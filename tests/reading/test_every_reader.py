@@ -85,7 +85,7 @@ def _opens_no_file(name: str, call: ast.Call) -> bool:
     return name == "open" and owner in names.split()
 
 
-def found_in(file: Path) -> dict[str, list[int]]:
+def calls_in(file: Path) -> dict[str, list[int]]:
     """Name of a call -> its lines; of the functions that the bounded modules offer, none."""
     source = file.read_text(encoding="utf-8")
     if not any(call in source for call in (*READS, *OPENS, *(name for _, name in PARSES))):
@@ -109,7 +109,7 @@ def test_every_file_of_a_run_is_read_through_the_bounded_modules() -> None:
     stale: list[str] = []
     allowed = {file: names for files in ALLOWED.values() for file, names in files}
     for path in sorted(LIBRARY.rglob("*.py")):
-        file, by_name = path.relative_to(LIBRARY).as_posix(), found_in(path)
+        file, by_name = path.relative_to(LIBRARY).as_posix(), calls_in(path)
         names = allowed.get(file, set())
         past |= {f"{file}:{lines[0]}": name for name, lines in by_name.items() if name not in names}
         stale += [f"{file}: {name}" for name in names - by_name.keys()]
@@ -121,4 +121,4 @@ def test_the_scan_sees_each_kind_of_read(tmp_path: Path) -> None:
     reads = ("json.loads(x)", "open(x)", "path.open()", "Path(x).read_text()", "yaml.safe_load(x)", "os.open(x, 0)")
     for source in reads:
         (tmp_path / "new.py").write_text(source)
-        assert found_in(tmp_path / "new.py"), source
+        assert calls_in(tmp_path / "new.py"), source

@@ -182,7 +182,7 @@ def plan_of(*arguments: str) -> RunPlan:
 
 def test_nothing_is_run_where_the_cut_does_not_follow_the_replicas() -> None:
     for more in ("batch.micro_size=30", "numerics.reproducible=true", "strategy=local_sgd"):
-        assert cut_notes(plan_of(*DRAWING, more), unasked) == []
+        assert cut_notes(plan_of(*DRAWING, more), never_called) == []
 
 
 def test_a_large_model_is_not_run_before_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,11 +240,11 @@ def test_plan_and_train_print_the_same_note_and_the_training_is_not_disturbed(
 NOTHING, COUPLED = Coupling(), Coupling(found=((MODEL, COUPLES),))
 
 
-def unasked() -> Coupling:
+def never_called() -> Coupling:
     raise AssertionError("the model was run where the cut cannot matter")
 
 
-def sameness(*arguments: str, coupling: Callable[[], Coupling] = unasked, base: tuple[str, ...] = ()) -> Sameness:
+def sameness(*arguments: str, coupling: Callable[[], Coupling] = never_called, base: tuple[str, ...] = ()) -> Sameness:
     reference, candidate = (
         make_plan(RunConfig.from_dict(compose(["recipe=digits", *base, *more]).values)) for more in ((), arguments)
     )

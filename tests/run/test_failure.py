@@ -68,7 +68,7 @@ def exited(rank: int, code: int = 1) -> ProcessExit:
     return ProcessExit(attempt=0, rank=rank, code=code)
 
 
-def say(folder: RunFolder, rank: int, error: BaseException) -> None:
+def write_error(folder: RunFolder, rank: int, error: BaseException) -> None:
     write_error_report(folder.error_of(rank), rank, error)
 
 
@@ -103,16 +103,16 @@ def raised(error: BaseException, module: str = __name__) -> BaseException:
 
 def test_an_own_error_comes_before_a_signal_and_a_signal_before_a_lost_connection(folder: RunFolder) -> None:
     exits = [exited(0), exited(1, -9), exited(2)]
-    say(folder, 0, raised_in_c(RuntimeError, RESET))
+    write_error(folder, 0, raised_in_c(RuntimeError, RESET))
     assert root_cause(folder, exits[:2], []).headline == "rank 1 was ended by SIGKILL while starting."
-    say(folder, 2, ValueError("bad batch"))
+    write_error(folder, 2, ValueError("bad batch"))
     assert plain(root_cause(folder, exits, []).headline) == "rank 2 failed while starting: ValueError: bad batch."
 
 
 def test_of_one_kind_the_lower_step_comes_first_whatever_arrived_first(folder: RunFolder) -> None:
     for rank, step in ((0, 7), (1, 5)):
         beat(folder, rank, step)
-        say(folder, rank, ValueError(f"of rank {rank}"))
+        write_error(folder, rank, ValueError(f"of rank {rank}"))
     assert root_cause(folder, [exited(0), exited(1)], []).rank == 1
     for rank, step in ((2, 4), (3, 3)):
         beat(folder, rank, step)
@@ -122,7 +122,7 @@ def test_of_one_kind_the_lower_step_comes_first_whatever_arrived_first(folder: R
 def test_within_a_step_the_first_to_arrive_here_comes_first_whatever_clocks_say(folder: RunFolder) -> None:
     evidence = ProcessEvidence(folder)
     for rank, moment in ((1, 2.0e9), (0, 1.0e9)):
-        say(folder, rank, ValueError(f"of rank {rank}"))
+        write_error(folder, rank, ValueError(f"of rank {rank}"))
         os.utime(folder.error_of(rank), (moment, moment))
         evidence.look([0, 1])
     assert root_cause(folder, [exited(0), exited(1)], [], evidence).rank == 1
@@ -130,8 +130,8 @@ def test_within_a_step_the_first_to_arrive_here_comes_first_whatever_clocks_say(
 
 
 def test_a_rank_that_reported_its_error_and_still_runs_is_named_before_others(folder: RunFolder) -> None:
-    say(folder, 0, raised_in_c(RuntimeError, RESET))
-    say(folder, 1, ValueError("bad batch"))
+    write_error(folder, 0, raised_in_c(RuntimeError, RESET))
+    write_error(folder, 1, ValueError("bad batch"))
     headline = plain(root_cause(folder, [exited(0)], [1, 2]).headline)
     assert headline == "rank 1 failed while starting: ValueError: bad batch."
 
@@ -186,7 +186,7 @@ def test_a_cause_that_was_never_raised_belongs_to_the_error_that_names_it(folder
 
 
 def test_if_all_reports_are_lost_connections_the_unresponsive_rank_is_named(folder: RunFolder) -> None:
-    say(folder, 0, raised_in_c(RuntimeError, RESET))
+    write_error(folder, 0, raised_in_c(RuntimeError, RESET))
     for rank, step in ((0, 4), (1, 3), (2, 4)):
         beat(folder, rank, step)
     failure = root_cause(folder, [exited(0)], [1, 2])
@@ -215,7 +215,7 @@ def test_a_stopped_process_is_named_before_one_that_is_further_behind(folder: Ru
     remedy = f"it is stopped by a signal (state T). To let it continue: kill -CONT {stopped.pid}. {limit.remedy(6.0)}"
     assert plain(failure.headline) == f"rank 1 has made no progress for 6 s in step 5 (forward): {remedy}"
     lost = raised_in_c(RuntimeError, RESET)
-    say(folder, 2, lost)
+    write_error(folder, 2, lost)
     unresponsive = root_cause(folder, [exited(2)], [0, 1], evidence)
     assert plain(unresponsive.headline).startswith("rank 1 is stopped by a signal (state T)")
     later = ProcessEvidence(folder, lambda: {1: ProcessId(stopped.pid, stopped.started - 1)})
@@ -259,7 +259,7 @@ def test_exit_code_0_before_the_end_is_a_failure_and_that_of_a_requested_stop_is
 
 def test_sys_exit_is_reported_with_the_line_that_called_it(folder: RunFolder) -> None:
     beat(folder, 1, 7)
-    say(folder, 1, raised(SystemExit(0)))
+    write_error(folder, 1, raised(SystemExit(0)))
     failure = root_cause(folder, [exited(1, 0)], [])
     assert plain(failure.headline) == "rank 1 exited with code 0 in step 7 (forward) before the training was done."
     assert failure.detail.splitlines()[-1] == "SystemExit: 0"
@@ -275,7 +275,7 @@ def test_the_first_error_of_a_rank_is_the_one_it_reports(folder: RunFolder) -> N
 
 
 def test_a_verdict_names_pid_and_host(folder: RunFolder) -> None:
-    say(folder, 1, ValueError("bad"))
+    write_error(folder, 1, ValueError("bad"))
     host = os.uname().nodename
     assert root_cause(folder, [exited(1)], []).headline.startswith(f"rank 1 (pid {os.getpid()} on {host}) failed")
     evidence = ProcessEvidence(folder, lambda: {2: ProcessId(42, 7)})
@@ -301,7 +301,7 @@ def test_a_process_without_an_error_report_shows_the_end_of_its_log(folder: RunF
     ],
 )
 def test_an_error_of_ours_arrives_as_it_was_raised(folder: RunFolder, error: TrainkitError) -> None:
-    say(folder, 1, error)
+    write_error(folder, 1, error)
     failure = root_cause(folder, [exited(1, error.exit_code)], [])
     assert failure.is_permanent
     assert (type(failure.error()), str(failure.error())) == (type(error), str(error))
@@ -311,7 +311,7 @@ def test_an_error_class_of_a_user_arrives_as_the_one_of_ours_it_is_made_from(fol
     class BadBatchError(TrainingError):
         pass
 
-    say(folder, 0, BadBatchError("batch 7"))
+    write_error(folder, 0, BadBatchError("batch 7"))
     error = root_cause(folder, [exited(0)], []).error()
     assert (type(error), str(error)) == (TrainingError, "batch 7")
     folder.error_of(0).write_text('{"rank": 0}')
@@ -319,8 +319,8 @@ def test_an_error_class_of_a_user_arrives_as_the_one_of_ours_it_is_made_from(fol
 
 
 def test_an_exit_that_is_reported_when_no_rank_runs_any_more_counts(folder: RunFolder) -> None:
-    say(folder, 0, raised_in_c(RuntimeError, RESET))
-    say(folder, 1, ValueError("bad batch"))
+    write_error(folder, 0, raised_in_c(RuntimeError, RESET))
+    write_error(folder, 1, ValueError("bad batch"))
     tasks = [Task(role="worker", index=rank, rank=rank) for rank in range(2)]
     launch = mock.Mock(signals={}, folder=folder)
     agent = Agent(tasks, AgentSettings(), launch, command=[], groups=mock.Mock())
@@ -356,7 +356,7 @@ def test_a_failure_waits_for_the_one_that_caused_it(facts: list[RankFacts], grac
     assert isinstance(first_failure(facts, waited_s=wait_s, graces=graces), tuple)
 
 
-def begun_in(path: Path) -> RunFolder:
+def open_folder(path: Path) -> RunFolder:
     folder = RunFolder(path)
     folder.begin()
     folder.open_live()
@@ -364,7 +364,7 @@ def begun_in(path: Path) -> RunFolder:
 
 
 def test_a_verdict_names_the_dumps_and_how_to_compare_them(tmp_path: Path) -> None:
-    folder = begun_in(tmp_path)
+    folder = open_folder(tmp_path)
     exits = [ProcessExit(attempt=0, rank=1, code=-6)]
     assert root_cause(folder, exits, [0]).dumps == ""
     (tmp_path / "live/nccl_rank_\x1b[2J").write_bytes(b"of another program")
@@ -372,12 +372,12 @@ def test_a_verdict_names_the_dumps_and_how_to_compare_them(tmp_path: Path) -> No
         (tmp_path / f"live/nccl_rank_{rank}").write_bytes(b"\x80\x02")
     dumps = f"NCCL's last collectives are in {tmp_path}/live: nccl_rank_0 to nccl_rank_1. To compare them: torchfrtrace"
     assert dumps in str(root_cause(folder, exits, [0]).error())
-    say(folder, 2, raised_in_c(RuntimeError, RESET))
+    write_error(folder, 2, raised_in_c(RuntimeError, RESET))
     assert dumps in str(root_cause(folder, [exited(2)], [0, 1]).error())
 
 
 def test_a_rank_that_gave_up_waiting_does_not_hide_the_rank_it_waited_for(tmp_path: Path) -> None:
-    folder = begun_in(tmp_path)
+    folder = open_folder(tmp_path)
     for rank in (0, 1, 2):
         Heartbeat(folder.heartbeat_of(rank)).beat(5, "data" if rank == 2 else "reduce")
     exits = [ProcessExit(attempt=0, rank=rank, code=-6) for rank in (0, 1)]

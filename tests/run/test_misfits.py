@@ -185,7 +185,7 @@ def net(kind: str) -> tuple[str, ...]:
     return (*OWN, f"model.kind={kind}")
 
 
-def own(kind: str) -> tuple[str, ...]:
+def objective(kind: str) -> tuple[str, ...]:
     return (*OWN, "objective._target_=misfit_pkg.Own", f"objective.kind={kind}")
 
 
@@ -219,13 +219,13 @@ CASES: list[tuple[tuple[str, ...], int, *tuple[str, ...]]] = [
     ((*net("sparse"), "optimizer=adam"), 2, "does not support sparse gradients", "The gradient of table is sparse"),
     (net("listed"), 2, "a parameter of shape (3, 3) that is not among model.parameters()", "nn.ModuleList"),
     ((*OWN, "optimizer._target_=misfit_pkg.Closing"), 2, "a step with the gradients of this model raised TypeError"),
-    (own("weight"), 2, "gives the weight 2 for 4 samples, and Own.weight_per_sample the weight 1 for each"),
+    (objective("weight"), 2, "gives the weight 2 for 4 samples, and Own.weight_per_sample the weight 1 for each"),
     ((*OWN, "model.width=9"), 2, "model.width=9: the layer takes 9 features, and it gets 8. Use 8"),
     ((*MLP, "model.in_features=8", "model.out_features=2"), 2, "model.out_features=2: the model gives 2 classes"),
     ((OWN[0], "model._target_=misfit_pkg.number"), 2, "gives a int, not a torch.nn.Module"),
-    (own("raises"), 2, "objective._target_=misfit_pkg.Own", "ZeroDivisionError: a mistake of mine", "in loss"),
-    (own("tensor"), 2, "Own.loss returns a Tensor", "Loss(loss_sum=..., weight=...)"),
-    (own("vector"), 2, "gives loss_sum of shape (4,)", "sum it"),
+    (objective("raises"), 2, "objective._target_=misfit_pkg.Own", "ZeroDivisionError: a mistake of mine", "in loss"),
+    (objective("tensor"), 2, "Own.loss returns a Tensor", "Loss(loss_sum=..., weight=...)"),
+    (objective("vector"), 2, "gives loss_sum of shape (4,)", "sum it"),
     ((*OWN, "objective._target_=torch.nn.CrossEntropyLoss"), 2, "is no trainkit Objective"),
     ((*OWN, "objective._target_=misfit_pkg.Measured"), 2, "raised ValueError: a mistake of mine", "in update"),
 ]  # fmt: skip

@@ -50,7 +50,7 @@ def time_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remedies, "_ENOUGH_S", 600.0)
 
 
-def told(*arguments: str, error: Exception = ALLOCATOR, step: int | None = 3, num_gpus: int = 0) -> list[str]:
+def message_lines(*arguments: str, error: Exception = ALLOCATOR, step: int | None = 3, num_gpus: int = 0) -> list[str]:
     error = torch.OutOfMemoryError("CUDA out of memory.") if num_gpus else error
     plan = make_plan(compose([*GPT, *arguments]).cfg, num_gpus=num_gpus)
     with pytest.raises(OutOfMemoryError) as caught, explain_oom(plan, plan.tasks[0], lambda: step):
@@ -66,7 +66,7 @@ def savings(plan: RunPlan) -> list[Change]:
 
 @pytest.mark.slow
 def test_it_says_what_the_run_needs_and_three_ways_to_need_less() -> None:
-    assert told() == [
+    assert message_lines() == [
         (
             "rank 0, step 3: cpu is out of memory. The run needs 746 KiB per device, and activations: parameters "
             "107 KiB, gradients 107 KiB, optimizer 213 KiB, copy for checkpoints 320 KiB. To need less, try one of:"
@@ -79,11 +79,11 @@ def test_it_says_what_the_run_needs_and_three_ways_to_need_less() -> None:
 
 @pytest.mark.slow
 def test_shards_come_first_while_the_model_is_placed_on_gpus_and_are_no_help_on_one_host_without_them() -> None:
-    lines = told("precision=fp64", step=None, num_gpus=4)
+    lines = message_lines("precision=fp64", step=None, num_gpus=4)
     assert lines[0].startswith("rank 0, while the model was placed: cuda:0 is out of memory. The run needs ")
     shown = [line.split("  ")[1] for line in lines[1:]]
     assert {"strategy=fsdp strategy.replicas=4", "strategy=pipeline strategy.stages=4"} <= {*shown}
-    assert not any("strategy=" in line for line in told("precision=fp64", step=None))
+    assert not any("strategy=" in line for line in message_lines("precision=fp64", step=None))
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_a_remedy_beside_a_given_accumulation_keeps_the_samples_of_a_step(size: 
 
 @pytest.mark.slow
 def test_what_is_done_already_is_not_named_and_the_largest_part_comes_first() -> None:
-    lines = told("activation_checkpointing=full", "batch.micro_size=1", "precision=bf16_mixed")
+    lines = message_lines("activation_checkpointing=full", "batch.micro_size=1", "precision=bf16_mixed")
     assert lines[1].split()[0] == "checkpoint.background=false"
     assert not any("activation_checkpointing" in line or "micro" in line or "precision" in line for line in lines[1:])
 
@@ -135,7 +135,7 @@ def test_a_run_that_does_not_fit_ends_in_its_first_step_and_its_remedy_trains(
 ) -> None:
     def reason_of(*more: str) -> str:
         run = tmp_path / str(len([*tmp_path.iterdir()]))
-        monkeypatch.setattr(TaskSession, "train", begun)
+        monkeypatch.setattr(TaskSession, "train", counting_train)
         code = main([*FULL, *more, f"hydra.run.dir={run}"])
         result: dict[str, str] = json.loads((run / "result.json").read_text())
         assert code == (result["status"] == "failed")
@@ -143,7 +143,7 @@ def test_a_run_that_does_not_fit_ends_in_its_first_step_and_its_remedy_trains(
 
     train = TaskSession.train
 
-    def begun(session: TaskSession) -> dict[str, object]:
+    def counting_train(session: TaskSession) -> dict[str, object]:
         monkeypatch.setattr(Full, "counts", True)  # what comes before the steps has fewer samples
         return train(session)
 
@@ -195,7 +195,7 @@ def test_any_other_error_stays_what_it_is_also_without_a_reserve(monkeypatch: py
         raise RuntimeError("shapes differ")
 
 
-def told_on_cuda(error: Exception, *arguments: str, raises: type[Exception] = OutOfMemoryError) -> str:
+def message_on_cuda(error: Exception, *arguments: str, raises: type[Exception] = OutOfMemoryError) -> str:
     plan = make_plan(compose([*GPT, *arguments]).cfg, num_gpus=0)
     with pytest.raises(raises) as caught, explain_oom(plan, replace(plan.tasks[0], device="cuda:0"), lambda: 3):
         raise error
@@ -203,7 +203,7 @@ def told_on_cuda(error: Exception, *arguments: str, raises: type[Exception] = Ou
 
 
 def test_the_memory_of_the_host_is_not_called_that_of_the_device() -> None:
-    assert told_on_cuda(MemoryError(), "loader.num_workers=4") == (
+    assert message_on_cuda(MemoryError(), "loader.num_workers=4") == (
         "rank 0, step 3: the host is out of memory (RAM), not cuda:0. To need less, try one of: "
         "loader.num_workers=2 (now 4), loader.cache=false, checkpoint.background=false (no copy of the checkpoint on "
         "the host)."
@@ -212,7 +212,7 @@ def test_the_memory_of_the_host_is_not_called_that_of_the_device() -> None:
 
 def test_a_full_dev_shm_is_named_with_its_remedy() -> None:
     error = RuntimeError("unable to allocate shared memory(shm) for file </torch_7_1_2>: No space left on device (28)")
-    assert told_on_cuda(error, "loader.num_workers=4") == (
+    assert message_on_cuda(error, "loader.num_workers=4") == (
         "rank 0, step 3: the shared memory of the host (/dev/shm), through which its processes exchange tensors, is "
         "full. To continue, try loader.num_workers=2 (now 4), or make it larger (docker run --shm-size=8g, or mount -o "
         "remount,size=8g /dev/shm)."
@@ -224,7 +224,7 @@ def test_on_chip_memory_is_not_called_device_memory() -> None:
         "out of resource: shared memory, Required: 131072, Hardware limit: 101376. Reducing block sizes or "
         "`num_stages` may help."
     )
-    message = told_on_cuda(error, raises=TrainingError)
+    message = message_on_cuda(error, raises=TrainingError)
     assert message.startswith("rank 0, step 3: a kernel needs more on-chip memory than cuda:0 has. The device's own ")
     assert message.endswith("compile.mode=off. " + str(error))
 

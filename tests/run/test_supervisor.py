@@ -43,7 +43,7 @@ from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.strategies.data_parallel.strategy import Mirrored
 
 
-def said_by(folder: RunFolder, rank: int) -> list[dict[str, Any]]:
+def starts_of(folder: RunFolder, rank: int) -> list[dict[str, Any]]:
     """What a rank printed at each of its starts."""
     lines = folder.log_of(rank).read_text().splitlines()
     return [json.loads(line.partition(" says ")[2]) for line in lines if line.startswith(f"rank {rank} says ")]
@@ -57,7 +57,7 @@ def test_ranks_run_to_the_end_and_the_result_comes_back(
     fake("steps=4 child=1")
     assert run_fakes(folder, 3) == {"status": "finished", "attempt": 0}
     assert_no_process_is_left(folder)
-    assert said_by(folder, 1) == [{"attempt": 0, "life": 0, "prefix": "attempt/0", "omp": "2"}]
+    assert starts_of(folder, 1) == [{"attempt": 0, "life": 0, "prefix": "attempt/0", "omp": "2"}]
 
 
 def test_rank_0_prints_through_also_into_a_notebook_and_the_others_into_their_logs(
@@ -82,7 +82,7 @@ def test_a_killed_rank_is_named_and_all_continue_from_a_save(folder: RunFolder, 
         "Restarting from the checkpoint of step 2 (1 of 3 without a newer one)."
     )
     assert [plain(line) for line in messages] == [expected]
-    assert [line["prefix"] for line in said_by(folder, 1)] == ["attempt/0", "attempt/1"]
+    assert [line["prefix"] for line in starts_of(folder, 1)] == ["attempt/0", "attempt/1"]
 
 
 def test_without_a_checkpoint_a_failure_ends_the_run(folder: RunFolder, fake: Callable[..., None]) -> None:
@@ -138,7 +138,7 @@ def test_a_rank_without_a_pulse_is_named_and_ended(folder: RunFolder, fake: Call
 
 def lives(folder: RunFolder, rank: int) -> list[tuple[int, int]]:
     """(attempt, life) of each start of a rank, by its log."""
-    return [(restart["attempt"], restart["life"]) for restart in said_by(folder, rank)]
+    return [(restart["attempt"], restart["life"]) for restart in starts_of(folder, rank)]
 
 
 def test_a_worker_that_is_killed_is_started_again_alone(folder: RunFolder, fake: Callable[..., None]) -> None:
@@ -182,12 +182,12 @@ def test_an_evaluator_that_keeps_dying_is_given_up(
     slow = f"rank=0,phase=forward,while={marker},action=slow"
     fake("steps=2000", fail=f"{slow};rank=1,step=0,phase=forward,action=kill")
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         messages.append(line)
         if len(messages) == 2:
             marker.unlink()
 
-    assert run_roles(folder, "evaluator", max_restarts=1, log=say)["status"] == "finished"
+    assert run_roles(folder, "evaluator", max_restarts=1, log=log)["status"] == "finished"
     assert len(messages) == 2
     assert messages[1].endswith(
         "Evaluation gave up after 1 restarts of evaluator:0 alone; the training continues without it."
@@ -275,12 +275,12 @@ def test_a_replica_is_taken_back_at_a_checkpoint(folder: RunFolder, fake: Callab
     fake("steps=200 save=2 pause=0.01", fail=broken(1, tmp_path / "gone"))
     messages = []
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         messages.append(line)
         if "is lost" in line:
             (tmp_path / "gone").unlink()
 
-    result = run_fakes(folder, 2, min_replicas=1, retry_s=0.1, log=say)
+    result = run_fakes(folder, 2, min_replicas=1, retry_s=0.1, log=log)
     assert result == {"status": "finished", "attempt": 3}
     assert messages[-1] == "tries worker:1 (cpu) again: 2 of 2 replicas."
     assert story(folder, 0)[-2:] == ["attempt 2: rank 0 of 1", "attempt 3: rank 0 of 2"]

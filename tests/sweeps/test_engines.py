@@ -236,12 +236,12 @@ def test_what_the_machine_does_not_have_is_refused() -> None:
 def test_a_device_that_a_job_does_not_see_is_a_problem_before_it_starts() -> None:
     from trainkit.strategies.one_device import OneDevice
 
-    def found(device: str) -> list[Problem]:
+    def problems_of(device: str) -> list[Problem]:
         return numbering_problems(OneDevice(device=device), there=2, own=1)
 
-    (problem,) = found("cuda:1")
+    (problem,) = problems_of("cuda:1")
     assert "no such GPU: this host has 1, counted from 0. A job of a sweep sees only its own" in str(problem)
-    assert found("cuda:0") == found("cuda:7") == []
+    assert problems_of("cuda:0") == problems_of("cuda:7") == []
 
 
 def test_never_more_than_the_slots_are_in_use(tmp_path: Path) -> None:

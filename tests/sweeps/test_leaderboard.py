@@ -43,7 +43,7 @@ from trainkit.watching.board import WatchedRun
 ACCURACY = MonitoredMetric(metric="val/accuracy", mode="max")
 
 
-def made(root: Path, name: str, **result: Any) -> Path:
+def write_run(root: Path, name: str, **result: Any) -> Path:
     folder = root / name
     folder.mkdir(parents=True)
     accuracy = result.pop("accuracy", None)
@@ -55,7 +55,7 @@ def made(root: Path, name: str, **result: Any) -> Path:
 
 
 def row(root: Path, name: str, accuracy: float | None, **result: Any) -> dict[str, Any]:
-    made(root, name, accuracy=accuracy, **result)
+    write_run(root, name, accuracy=accuracy, **result)
     return {"job": name, "folder": name, "overrides": ["epochs=1", f"clip.max_norm={name}"], "exit_code": 0}
 
 
@@ -65,9 +65,9 @@ def swept(root: Path, rows: Sequence[dict[str, Any]]) -> Leaderboard:
 
 
 def board_of(root: Path) -> Leaderboard:
-    made(root, "0", accuracy=0.9)
-    made(root, "1", accuracy=0.98123)
-    made(root, "2", status="failed", seconds=None)
+    write_run(root, "0", accuracy=0.9)
+    write_run(root, "1", accuracy=0.98123)
+    write_run(root, "2", status="failed", seconds=None)
     entries = [
         read_entry(root / "0", job="0", overrides=["strategy=mirrored", "optimizer.lr=0.01"]),
         read_entry(root / "1", job="1", overrides=["strategy=mirrored", "optimizer.lr=0.003"]),
@@ -110,7 +110,7 @@ def test_the_files_have_links_and_a_column_for_every_swept_key(tmp_path: Path) -
 def test_the_exit_code_of_a_process_says_what_its_result_does_not(tmp_path: Path) -> None:
     codes = {0: "no result", 2: "exit 2", -9: "signal 9", None: "not run"}
     assert {code: read_entry(tmp_path, job="0", exit_code=code).status for code in codes} == codes
-    assert read_entry(made(tmp_path, "0", accuracy=0.9), job="0", exit_code=1).status == "exit 1"
+    assert read_entry(write_run(tmp_path, "0", accuracy=0.9), job="0", exit_code=1).status == "exit 1"
 
 
 def test_pruned_jobs_follow_finished_ones_and_failed_ones_both(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def folded(root: Path, accuracies: Sequence[float | None]) -> Leaderboard:
     rows = []
     for number, ((rate, fold), accuracy) in enumerate(zip(points, accuracies, strict=True)):
         if accuracy is not None:
-            made(root, str(number), accuracy=accuracy, seconds=2.0)
+            write_run(root, str(number), accuracy=accuracy, seconds=2.0)
         keys = ["epochs=1", f"optimizer.lr={rate}", "cv.folds=3", f"cv.fold={fold}"]
         code = 0 if accuracy is not None else 1
         rows.append({"job": str(number), "folder": str(number), "overrides": keys, "exit_code": code})
@@ -197,7 +197,7 @@ def seeded(root: Path, losses: Mapping[str, Sequence[float | None]], *more: str)
         for seed, loss in enumerate(values):
             name = str(len(rows))
             failed = {"status": "failed"} if loss is None else {}
-            made(root, name, accuracy=0.5, loss=loss, **failed)
+            write_run(root, name, accuracy=0.5, loss=loss, **failed)
             keys = ["steps=9", f"clip.max_norm={rate}", *more, f"seed={seed}"]
             rows.append({"job": name, "folder": name, "overrides": keys, "exit_code": int(loss is None)})
     (root / "sweep.json").write_text(json.dumps({"jobs": rows}))
@@ -252,7 +252,7 @@ def called(folder: object, *overrides: str, **flags: Any) -> int:
 
 def test_the_best_runs_are_printed_by_their_metric_or_another(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, accuracy in [("a", 0.5), ("b", 0.75), ("c", 0.25), ("d", 0.5)]:
-        made(cwd / "runs", name, accuracy=accuracy)
+        write_run(cwd / "runs", name, accuracy=accuracy)
     assert called("runs", k=2) == 0
     assert capsys.readouterr().out == (
         "2 of 4 runs by val/accuracy (max)\n"
@@ -267,14 +267,14 @@ def test_the_best_runs_are_printed_by_their_metric_or_another(cwd: Path, capsys:
 
 
 def test_a_choice_by_the_test_split_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made(tmp_path, "a", metrics={"test/accuracy": 0.5})
+    write_run(tmp_path, "a", metrics={"test/accuracy": 0.5})
     called(tmp_path, metric="test/accuracy")
     assert capsys.readouterr().out.splitlines()[-1].startswith("test/accuracy selected the runs here")
 
 
 def test_what_top_cannot_do_is_refused_by_its_flag(stopped: Path, tmp_path: Path) -> None:
-    made(tmp_path / "a", "0", accuracy=0.5)
-    made(tmp_path / "failed", "0", status="failed")
+    write_run(tmp_path / "a", "0", accuracy=0.5)
+    write_run(tmp_path / "failed", "0", status="failed")
     (tmp_path / "empty").mkdir()
     cases: list[tuple[object, tuple[str, ...], dict[str, Any], str]] = [
         ("absent", (), {}, "is not a folder"),

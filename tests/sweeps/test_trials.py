@@ -51,7 +51,7 @@ class Bench:
         slots = self.slots[number] if self.slots else 1
         return SweepJob(name=str(number), folder=folder, overrides=tuple(overrides), command=(), slots=slots)
 
-    def told(self, job: SweepJob, step: int, loss: float | None) -> bool:
+    def report(self, job: SweepJob, step: int, loss: float | None) -> bool:
         with (job.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "val/loss": loss}) + "\n")
         return self.source.watch(job)
@@ -66,12 +66,12 @@ class Bench:
         return [trial.state for trial in self.study.get_trials(deepcopy=False)]
 
 
-def whole(bench: Bench, losses: Iterable[float]) -> None:
+def run_to_end(bench: Bench, losses: Iterable[float]) -> None:
     """Play jobs that train to their end."""
     for number, loss in enumerate(losses):
         job = present(bench.source.next(1))
         for step in (1, 2, 3):
-            assert not bench.told(job, step, loss / step), f"job {number} pruned"
+            assert not bench.report(job, step, loss / step), f"job {number} pruned"
         bench.ended(job, loss / 3)
 
 
@@ -112,9 +112,9 @@ def test_a_point_that_does_not_fit_waits_while_a_narrower_one_runs(tmp_path: Pat
 @pytest.mark.slow
 def test_a_job_below_the_median_of_its_step_is_pruned(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer)
-    whole(bench, [0.3, 0.2, 0.1])
+    run_to_end(bench, [0.3, 0.2, 0.1])
     job = present(bench.source.next(1))
-    assert bench.told(job, 1, 0.9)
+    assert bench.report(job, 1, 0.9)
     assert bench.source.watch(job)  # asked again before it has ended: still
     bench.ended(job, 0.9, code=130)
     assert bench.states == [TrialState.COMPLETE] * 3 + [TrialState.PRUNED]
@@ -125,15 +125,15 @@ def test_a_trial_reports_a_row_once_and_is_not_pruned_before_its_first_steps(
     tmp_path: Path, composer: Composer
 ) -> None:
     bench = Bench(tmp_path, composer, min_steps=2)
-    whole(bench, [0.3, 0.2, 0.1])
+    run_to_end(bench, [0.3, 0.2, 0.1])
     job = present(bench.source.next(1))
     assert not bench.source.watch(job)
-    assert not bench.told(job, 1, 0.9)
-    assert bench.told(job, 2, 0.9)
+    assert not bench.report(job, 1, 0.9)
+    assert bench.report(job, 2, 0.9)
     assert bench.study.get_trials(deepcopy=False)[3].intermediate_values == {1: 0.9, 2: 0.9}
     calm = Bench(tmp_path / "calm", composer, pruner="none")
-    whole(calm, [0.3, 0.2, 0.1])
-    assert not calm.told(present(calm.source.next(1)), 1, 99.0)
+    run_to_end(calm, [0.3, 0.2, 0.1])
+    assert not calm.report(present(calm.source.next(1)), 1, 99.0)
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_a_job_is_pruned_at_a_rung_of_the_longest_training(tmp_path: Path, compo
     bench = Bench(tmp_path, composer, pruner=pruner, trials=20, num_steps=9)
     for number in range(20):
         job = present(bench.source.next(1))
-        hopeless = any(bench.told(job, step, 1.0 + number % 7) for step in (1, 3, 9))
+        hopeless = any(bench.report(job, step, 1.0 + number % 7) for step in (1, 3, 9))
         bench.ended(job, 1.0 + number % 7, code=130 if hopeless else 0)
     assert 0 < bench.states.count(TrialState.PRUNED) < 20
 
@@ -158,14 +158,14 @@ def test_a_job_that_fails_or_has_no_figure_is_no_result(tmp_path: Path, composer
 @pytest.mark.slow
 def test_a_killed_search_goes_on_with_what_it_had_begun(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer, trials=4)
-    whole(bench, [0.3])
+    run_to_end(bench, [0.3])
     job = present(bench.source.next(1))
-    bench.told(job, 1, 0.5)
+    bench.report(job, 1, 0.5)
     bench.ended(job, 0.5, code=130)  # Ctrl-C: nobody had given it up
     again = Bench(tmp_path, composer, trials=4)
     same = present(again.source.next(1))
     assert (same.name, same.overrides) == (job.name, job.overrides)
-    assert not again.told(same, 2, 0.4)  # step 1, which is in its file too, is not reported twice: Optuna would warn
+    assert not again.report(same, 2, 0.4)  # step 1, which is in its file too, is not reported twice: Optuna would warn
     again.ended(same, 0.4)
     fresh = present(again.source.next(1))
     again.ended(fresh, 0.2)

@@ -43,7 +43,7 @@ NET = {"in_channels": 1, "image_size": 8, "widths": [8], "num_classes": 3}
 GPT2 = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2, "use_cache": False}
 
 
-def made(kind: str, seed: int) -> tuple[nn.Module, Inputs]:
+def model_and_inputs(kind: str, seed: int) -> tuple[nn.Module, Inputs]:
     """Return a model of some kind, and inputs for it."""
     torch.manual_seed(seed)
     if kind == "convnet":
@@ -66,11 +66,11 @@ def outputs_of(model: nn.Module, inputs: Inputs) -> Tensor:
 @pytest.mark.parametrize("kind", ["gpt", "convnet", "gpt2"])
 @pytest.mark.slow
 def test_a_model_that_is_built_anew_takes_the_numbers_of_the_file_to_the_bit(kind: str, to: str) -> None:
-    model, inputs = made(kind, 0)
+    model, inputs = model_and_inputs(kind, 0)
     expected = outputs_of(model, inputs)
     quantized = quantize(copy.deepcopy(model), to, [inputs])
     facts = yaml.safe_load(yaml.safe_dump({**quantized.facts, "layers": list(quantized.layers)}))
-    restored = restore(made(kind, 7)[0], to, quantized.tensors.__getitem__, facts)
+    restored = restore(model_and_inputs(kind, 7)[0], to, quantized.tensors.__getitem__, facts)
     assert torch.equal(outputs_of(restored, inputs), outputs_of(quantized.model, inputs))
     error = (outputs_of(restored, inputs) - expected).abs().max() / expected.abs().max()
     assert 0 < error < (0.3 if to == "int4_weight" else 0.05)
