@@ -99,8 +99,7 @@ def test_a_loop_that_is_left_is_continued_to_the_same_bits(tmp_path: Path) -> No
         status, reason = session.result["status"], session.result["reason"]
         assert (status, reason, session.exit_code) == ("stopped", "the loop was left", 0)
     assert run(by_steps, tmp_path / "loop", *HARD, "resume=auto")["weights_sha256"] == expected
-    continued = trainkit.train([*RUN, *HARD, "resume=auto"], run_dir=tmp_path / "trainer")
-    assert continued["weights_sha256"] == expected
+    assert trainkit.train([*RUN, *HARD, "resume=auto"], run_dir=tmp_path / "trainer")["weights_sha256"] == expected
 
 
 def test_steps_with_a_loss_of_the_loop_are_continued_by_a_loop_alone(tmp_path: Path) -> None:
@@ -294,8 +293,7 @@ def test_steps_in_phases_are_taken_whole_with_the_losses_of_the_objective(tmp_pa
 
 def test_the_table_of_the_page_is_what_the_strategies_declare() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE))
-    shipped = {file.stem for file in (PAGE.parents[1] / "conf" / "strategy").glob("*.yaml")}
-    assert rows.keys() == shipped
+    assert rows.keys() == {file.stem for file in (PAGE.parents[1] / "conf" / "strategy").glob("*.yaml")}
     for name, cells in rows.items():
         assert cells.split(" | ") == served_by(name), name
 

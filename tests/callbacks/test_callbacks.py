@@ -495,8 +495,7 @@ def test_a_run_shows_what_its_steps_take(tmp_path: Path) -> None:
     assert at_end["samples_per_s"] > 0
     assert {"mfu", "data_wait", "launches", "memory_peak", "step_s"} <= at_end.keys()
     assert "targets_per_s" not in at_end
-    curves = {*read(tmp_path / "run").Tags()["scalars"]}
-    assert {"mfu", "memory", "memory_peak", "launches", "data_wait"} <= curves
+    assert {"mfu", "memory", "memory_peak", "launches", "data_wait"} <= {*read(tmp_path / "run").Tags()["scalars"]}
 
 
 def test_mfu_is_the_work_of_the_samples_over_the_peak() -> None:
@@ -742,8 +741,7 @@ def test_plain_lines_come_every_few_seconds_and_the_last_always() -> None:
         line.update(Reading(step=step, num_steps=9))
     line.close()
     line.close()
-    shown = [text.split()[1] for text in lines]
-    assert shown == ["1/9", "4/9", "7/9", "9/9"]
+    assert [text.split()[1] for text in lines] == ["1/9", "4/9", "7/9", "9/9"]
 
 
 def drawn() -> str:

@@ -195,8 +195,7 @@ def test_a_launcher_can_be_named_or_ignored(name: str) -> None:
 
 
 def test_the_config_outranks_the_environment() -> None:
-    spec = Spec(worker=("a:1", "b:1"), task="worker:0")
-    assert present(spec.launch(TORCHRUN | SLURM)).kind == "cluster=spec"
+    assert present(Spec(worker=("a:1", "b:1"), task="worker:0").launch(TORCHRUN | SLURM)).kind == "cluster=spec"
     assert present(Local(launcher="slurm").launch(TORCHRUN | SLURM | {"TRAINKIT_LAUNCHER": "none"})).kind == "SLURM"
     assert Local(launcher="none").launch(TORCHRUN) is None
 

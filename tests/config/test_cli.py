@@ -147,8 +147,7 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
 def test_a_command_that_composes_anew_names_the_folders_of_the_user(cwd: Path) -> None:
     (cwd / "my conf").mkdir()
     call, _ = parse(["prove", "strategy=mirrored", "--config-dir", "my conf", "--config-dir=/srv/conf", "--steps", "3"])
-    expected = "trainkit prove --config-dir 'my conf' --config-dir /srv/conf strategy=mirrored --steps 3"
-    assert call.command == expected
+    assert call.command == "trainkit prove --config-dir 'my conf' --config-dir /srv/conf strategy=mirrored --steps 3"
     with with_config_dirs(call.config_dirs):
         assert config_dir_arguments() == ["--config-dir", "my conf", "--config-dir", "/srv/conf"]
     assert config_dir_arguments() == []

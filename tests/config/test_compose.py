@@ -330,8 +330,7 @@ def test_a_callback_of_the_recipe_alone_is_left_out_where_other_data_lacks_what_
 def earlier(tmp_path: Path) -> Path:
     """A run folder with the config that a run resolved."""
     arguments = ["recipe=null", "optimizer=sgd", "optimizer.lr=0.3", "batch.micro_size=16", "stop_at_step=5"]
-    values = compose(arguments).values
-    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(compose(arguments).values))
     return tmp_path
 
 

@@ -243,8 +243,7 @@ def code(cwd: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(jobs, "multirun", lambda *_, **__: [])
 
     def run(line: str) -> int:
-        arguments = [line] if "{" in line and not line.startswith("-") else line.split(" ")
-        return main(arguments)
+        return main([line] if "{" in line and not line.startswith("-") else line.split(" "))
 
     return run
 
@@ -256,8 +255,7 @@ def test_a_habit_works(line: str, code: Any, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_habit_changes_the_callbacks_of_a_run_and_of_a_resumed_run(tmp_path: Path) -> None:
-    values = compose(["callbacks=[early_stop,plots]"]).values
-    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(compose(["callbacks=[early_stop,plots]"]).values))
     for line, names in (
         ("~callbacks", []),
         ("~callbacks.plots", ["early_stop"]),

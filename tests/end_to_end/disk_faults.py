@@ -24,8 +24,7 @@ class DiskFault(Callback):
     def step_end(self, run: Run, outcome: Any) -> None:
         """Spoil the disk, where it is time."""
         if run.is_owner and run.state.step == self.step:
-            mount = run.folder.parent
-            _FAULTS[self.kind](mount, run.folder)
+            _FAULTS[self.kind](run.folder.parent, run.folder)
 
 
 def _fill(mount: Path, _: Path, *, but: int = 0) -> None:

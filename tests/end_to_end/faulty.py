@@ -100,8 +100,7 @@ class Points(torch.utils.data.Dataset[tuple[Tensor, int]]):
     splits = ("train",)
 
     def __init__(self, split: str) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.inputs = torch.randn(64, 5, generator=generator)
+        self.inputs = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
         self.reads = 0
 
     def __len__(self) -> int:

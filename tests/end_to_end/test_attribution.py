@@ -78,8 +78,7 @@ def test_a_server_of_parameters_that_is_stopped_is_named(cwd: Path) -> None:
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
     """A cgroup of v1 with less memory than a rank that eats it up; where the tests may make one."""
-    root = Path("/sys/fs/cgroup/memory")
-    group = root / f"trainkit_{os.getpid()}"
+    group = Path("/sys/fs/cgroup/memory") / f"trainkit_{os.getpid()}"
     try:
         group.mkdir()
         (group / "memory.limit_in_bytes").write_text(str(4 << 30))  # the kernel kills the largest: the eater, by far

@@ -73,8 +73,7 @@ def test_parts_that_do_not_begin_in_time_are_not_tried_and_one_that_fails_costs_
     assert [row[1:] for row in rows] == [
         ["FAILED", "ValueError: no such thing"], ["missed", "0.9 (target >= 1)"], ["not tried", "no time was left"],
     ]  # fmt: skip
-    page = (tmp_path / "first_contact.md").read_text()
-    assert "FAILED: broken.\n\nmissed: one.\n\nnot tried: late.\n" in page
+    assert "FAILED: broken.\n\nmissed: one.\n\nnot tried: late.\n" in (tmp_path / "first_contact.md").read_text()
     assert "FAILED: 1, missed: 1, not tried: 1" in capsys.readouterr().out
 
 

@@ -81,7 +81,6 @@ def test_a_prediction_killed_again_and_again_has_every_id_in_order_and_the_same_
 def test_memory_does_not_grow_with_the_rows(run: Path, tmp_path: Path) -> None:
     def peak(rows: int) -> int:
         command = [sys.executable, "-c", MEMORY, str(run), str(rows), str(tmp_path / f"{rows}.npy")]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        return int(done.stdout)
+        return int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
 
     assert peak(1_000_000) - peak(10_000) < 16  # MiB: the places of the batches and the names of the parts

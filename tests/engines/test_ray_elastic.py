@@ -56,8 +56,7 @@ def newest() -> int:
 
 def sizes() -> list[int]:
     """The numbers of replicas that the run has had, one after the other."""
-    lines = Path("run/metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines if line.endswith("}")]
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines() if line.endswith("}")]
     return [size for size, _ in itertools.groupby(row["replicas"] for row in rows if "replicas" in row)]
 
 

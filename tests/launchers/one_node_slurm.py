@@ -110,8 +110,7 @@ def wait_for(condition: Callable[[], object], folder: Path, within_s: float = 12
 
 
 def output(command: list[str], environ: dict[str, str]) -> str:
-    done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, check=False)
-    return done.stdout
+    return subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, check=False).stdout
 
 
 def program(name: str) -> str | None:

@@ -108,8 +108,7 @@ def test_no_process_of_a_launch_measures_a_number_of_workers(start: Callable[...
 
 
 def test_a_rank_that_fails_ends_the_others_and_is_named(start: Callable[..., list[Any]], tmp_path: Path) -> None:
-    fail = {"TRAINKIT_FAIL": "rank=1,step=3,phase=backward,action=raise"}
-    outcomes = start(environ=fail)
+    outcomes = start(environ={"TRAINKIT_FAIL": "rank=1,step=3,phase=backward,action=raise"})
     headline = "rank 1 failed in step 3 (backward): RuntimeError: failpoint in backward of step 3."
     kind, code, text = outcomes[0][1]
     assert (kind, code, plain(text).splitlines()[0]) == ("TrainingError", 1, headline)
@@ -125,8 +124,7 @@ def test_a_launch_that_is_started_again_goes_on_in_its_folder_on_more_processes(
     fixed = ("checkpoint.every_steps=4", "batch.micro_size=null")
     whole = start(*fixed, "hydra.run.dir=whole")[0][0]
     assert start(*fixed, environ=STARTED_AGAIN | fail)[0][1] is not None
-    result = start(*fixed, num_ranks=3, environ=STARTED_AGAIN)[0][0]
-    assert result["weights_sha256"] == whole["weights_sha256"]
+    assert start(*fixed, num_ranks=3, environ=STARTED_AGAIN)[0][0]["weights_sha256"] == whole["weights_sha256"]
     assert folders(tmp_path) == ["run", "whole"]
     assert not (tmp_path / "run/live.aside").exists()
     notes = json.loads((tmp_path / "run/environment.json").read_text())["notes"]
@@ -139,8 +137,7 @@ def test_a_task_that_stands_for_a_host_runs_a_rank_a_device(
     workers = ",".join(f"127.0.0.1:{port}" for port in free_ports(2))
     spec = ["cluster=spec", f"cluster.worker=[{workers}]"]
     arguments = [[*spec, f"cluster.task=worker:{index}", "strategy.replicas=4"] for index in range(2)]
-    outcomes = start(arguments, function="train_unlike")
-    assert outcomes[0][0]["weights_sha256"] == alone
+    assert start(arguments, function="train_unlike")[0][0]["weights_sha256"] == alone
     assert sorted(path.name for path in (tmp_path / "run/logs").iterdir()) == [f"rank_{rank}.log" for rank in (1, 2, 3)]
 
 

@@ -82,8 +82,7 @@ def test_a_loss_diverges_above_its_first_value_and_four_times_the_least() -> Non
 
 def test_the_rate_grows_by_a_ratio_and_the_losses_are_those_of_the_training(tmp_path: Path) -> None:
     whole = range_of(1e-6, 1e-4, 12)
-    rates = [point.lr for point in whole.points]
-    assert rates == pytest.approx([1e-6 * 100 ** (step / 11) for step in range(12)])
+    assert [point.lr for point in whole.points] == pytest.approx([1e-6 * 100 ** (step / 11) for step in range(12)])
     assert whole.ended == "range"
     cut = range_of(1e-6, 1e-4, 12, "batch.micro_size=16")
     assert [point.loss for point in cut.points] == pytest.approx([point.loss for point in whole.points])
@@ -198,8 +197,7 @@ def search(
         return turns[cfg.batch.micro_size]
 
     cfg = config(*overrides)
-    sizes = search_micro_size(cfg, make_plan(cfg), memory=memory, steps=1, rounds=rounds, start=start)
-    return sizes, tried
+    return search_micro_size(cfg, make_plan(cfg), memory=memory, steps=1, rounds=rounds, start=start), tried
 
 
 def test_the_sizes_make_1_2_4_shards_a_replica() -> None:

@@ -86,5 +86,4 @@ def test_a_run_is_begun_watched_judged_and_recorded_in_one_place_each() -> None:
     texts = {
         str(path.relative_to(ROOT / "trainkit/run")): path.read_text() for path in ROOT.glob("trainkit/run/**/*.py")
     }
-    matches = {rule: {name for name, text in texts.items() if re.search(rule, text)} for rule in ONCE}
-    assert matches == ONCE
+    assert {rule: {name for name, text in texts.items() if re.search(rule, text)} for rule in ONCE} == ONCE

@@ -105,8 +105,7 @@ def test_a_cosmetic_key_leaves_the_page_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["</script><!--<script>alert(1)</script>", "\u202e" + "x" * 10_000])
 def test_hostile_names_are_text(tmp_path: Path, name: str) -> None:
-    row = {"step": 1, "samples": 64, "seconds": 0.1, name: 0.5}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "samples": 64, "seconds": 0.1, name: 0.5}) + "\n")
     (tmp_path / "result.json").write_text(json.dumps({"status": "failed", "reason": name, "metrics": {name: 1.5}}))
     assert written(tmp_path)["curves"][0]["name"].startswith(name[:300])
     page = (tmp_path / "report.html").read_text()

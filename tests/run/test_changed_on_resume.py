@@ -150,8 +150,7 @@ def test_a_run_continued_in_another_folder_is_the_whole_training(tmp_path: Path)
     assert (tmp_path / "other/model/best/model.safetensors").is_file()
     assert other["weights_sha256"] == whole["weights_sha256"]
     assert steps(tmp_path / "other") == list(range(1, 19))
-    curve = read_events(tmp_path / "other").Scalars("train/loss")
-    assert [event.step for event in curve] == list(range(1, 19))
+    assert [event.step for event in read_events(tmp_path / "other").Scalars("train/loss")] == list(range(1, 19))
 
 
 @pytest.mark.slow

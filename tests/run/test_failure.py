@@ -322,11 +322,9 @@ def test_an_exit_that_is_reported_when_no_rank_runs_any_more_counts(folder: RunF
     write_error(folder, 0, raised_in_c(RuntimeError, RESET))
     write_error(folder, 1, ValueError("bad batch"))
     tasks = [Task(role="worker", index=rank, rank=rank) for rank in range(2)]
-    launch = mock.Mock(signals={}, folder=folder)
-    agent = Agent(tasks, AgentSettings(), launch, command=[], groups=mock.Mock())
+    agent = Agent(tasks, AgentSettings(), mock.Mock(signals={}, folder=folder), command=[], groups=mock.Mock())
     agent.events.put(exited(1))
-    group = mock.Mock(running=[], marks={})
-    failure, exits = agent._first_failure(group, 0, exited(0))
+    failure, exits = agent._first_failure(mock.Mock(running=[], marks={}), 0, exited(0))
     assert plain(failure.headline) == "rank 1 failed while starting: ValueError: bad batch."
     assert [event.rank for event in exits] == [0, 1]
 

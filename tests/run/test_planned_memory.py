@@ -346,8 +346,7 @@ def test_no_hardware_no_verdict(shown: Callable[..., dict[str, Any]], capsys: py
 
 @pytest.mark.slow
 def test_every_remedy_makes_the_run_fit(shown: Callable[..., dict[str, Any]]) -> None:
-    tight = (*LAPTOP, "hardware.memory_gib=0.3158")
-    (first, *_) = shown(*tight)["remedies"]
+    (first, *_) = shown(*LAPTOP, "hardware.memory_gib=0.3158")["remedies"]
     keys = [change.partition("=")[0] for change in first["overrides"].split()]  # joined where none is enough alone
     assert keys == ["batch.micro_size", "checkpoint.background", "activation_checkpointing", "eval.batch_size"]
     small = (*LAPTOP, "hardware.memory_gib=0.33")

@@ -38,8 +38,7 @@ def test_rows_are_compared_by_their_steps_and_without_clocks() -> None:
     later: Rows = {(4, 2): {"train/loss": 1.0, "seconds": 9.0}, (6, 5): {"train/loss": 3.0}}
     assert first_difference(left, later) is None
     other: Rows = {(6, -1): {"val/loss": 0.5}, (6, 4): {"train/loss": 2.0}}
-    difference = first_difference(left, other)
-    assert difference == {"step": 6, "name": "val/loss", "recorded": None, "replayed": 0.5}
+    assert first_difference(left, other) == {"step": 6, "name": "val/loss", "recorded": None, "replayed": 0.5}
 
 
 @pytest.mark.slow

@@ -78,8 +78,7 @@ def test_a_view_is_no_work_and_an_operation_takes_the_longer_of_arithmetic_and_m
     with WorkCounter() as counter:
         torch.empty(8).view(2, 4).t().detach()
     assert counter.work().num_operations == 0
-    work = Work(operations={(10**12, 10**9): 1, (10**6, 10**11): 2})
-    assert work.bound_s(GPU, "fp32") == pytest.approx((0.1, 0.2))
+    assert Work(operations={(10**12, 10**9): 1, (10**6, 10**11): 2}).bound_s(GPU, "fp32") == pytest.approx((0.1, 0.2))
     update = update_work(100, width=4, slots=2)
     assert update.num_bytes == 100 * 4 * (1 + 2 + 2 * 2), "gradients are read, parameters and slots moved"
 
@@ -104,8 +103,7 @@ def test_tasks_of_a_host_share_a_processor_and_pay_for_one() -> None:
     shared = Hardware(**{**vars(GPU), "whole_host": True, "price_usd_h": 3.6})
     time = step_time(ranks(tasks_a_host=2, num_devices=2), None, shared, "fp32")
     assert time.band.low == pytest.approx(0.2)
-    budget = budget_of(time, num_steps=1000, num_devices=1, hardware=shared)
-    assert present(budget.cost_usd).low == pytest.approx(0.2)
+    assert present(budget_of(time, num_steps=1000, num_devices=1, hardware=shared).cost_usd).low == pytest.approx(0.2)
 
 
 def test_samples_are_waited_for_unless_other_processes_read_them() -> None:

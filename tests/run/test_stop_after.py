@@ -180,8 +180,7 @@ def test_a_killed_run_goes_on_with_the_time_that_is_left(tmp_path: Path) -> None
     assert result["status"] == "finished"
     assert 1.5 <= result["seconds"] < 2.5
     saved = tmp_path / "run" / "stop_after.json"
-    again = run(tmp_path / "again", *keys, f"stop_after_record={saved}")
-    assert again["weights_sha256"] == result["weights_sha256"]
+    assert run(tmp_path / "again", *keys, f"stop_after_record={saved}")["weights_sha256"] == result["weights_sha256"]
     steps = result["steps"]
     (tmp_path / "run" / "result.json").unlink()
     assert run(tmp_path / "run", *keys, "resume=auto")["steps"] == steps  # no time is left

@@ -280,8 +280,7 @@ def test_a_replica_is_taken_back_at_a_checkpoint(folder: RunFolder, fake: Callab
         if "is lost" in line:
             (tmp_path / "gone").unlink()
 
-    result = run_fakes(folder, 2, min_replicas=1, retry_s=0.1, log=log)
-    assert result == {"status": "finished", "attempt": 3}
+    assert run_fakes(folder, 2, min_replicas=1, retry_s=0.1, log=log) == {"status": "finished", "attempt": 3}
     assert messages[-1] == "tries worker:1 (cpu) again: 2 of 2 replicas."
     assert story(folder, 0)[-2:] == ["attempt 2: rank 0 of 1", "attempt 3: rank 0 of 2"]
 
@@ -312,8 +311,7 @@ def indices(membership: ReplicaMembership) -> list[int]:
 
 
 def test_a_replica_is_removed_by_its_second_failure() -> None:
-    clock = Clock()
-    membership = membership_of(4, clock)
+    membership = membership_of(4, Clock())
     assert membership.record_failure(2, at_start=False) is None
     membership.clear_failures()  # a newer checkpoint
     assert membership.record_failure(2, at_start=False) is None

@@ -33,8 +33,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two finished runs in a folder."""
     root = tmp_path_factory.mktemp("runs")
     for seed in (0, 1):
-        run = trainkit.compose([*RUN, f"seed={seed}"])
-        trainkit.train(run, run_dir=root / str(seed))
+        trainkit.train(trainkit.compose([*RUN, f"seed={seed}"]), run_dir=root / str(seed))
     return root
 
 

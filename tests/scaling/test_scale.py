@@ -27,8 +27,7 @@ def test_all_mistakes_of_a_command_are_shown_at_once(refuse: Refuse) -> None:
 
 def test_mistakes_of_a_measurement_are_shown_with_those_of_the_config(refuse: Refuse) -> None:
     arguments = ["strategy=mirrored", "optimizer.lr=-1", "--to-replicas=64", "--assume=compute_s=1"]
-    keys = [line.partition(": ")[0] for line in refuse("scale", *arguments)]
-    assert keys == ["compute_s=1", "optimizer.lr=-1"]
+    assert [line.partition(": ")[0] for line in refuse("scale", *arguments)] == ["compute_s=1", "optimizer.lr=-1"]
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,7 @@ def test_a_budget_that_is_used_up_stops_running_jobs_starts_no_other_and_counts_
 
 @pytest.mark.slow
 def test_a_job_that_fails_when_the_budget_is_used_up_is_not_tried_again(tmp_path: Path) -> None:
-    spent = Budget(text="1s", limit_s=1e-6, of_devices=False)
-    sweep = sweep_in(tmp_path, budget=spent, retries=3)
+    sweep = sweep_in(tmp_path, budget=Budget(text="1s", limit_s=1e-6, of_devices=False), retries=3)
     run(sweep, job(tmp_path, 0, FRAIL, 9))
     assert sweep.record.rows["0"].tries == 1
 

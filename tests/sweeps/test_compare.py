@@ -41,8 +41,7 @@ def side(root: Path, values: Sequence[float | None], metric: str = "val/loss", *
     for seed, value in enumerate(values):
         folder = root / str(seed)
         folder.mkdir(parents=True)
-        cfg = {"seed": seed, **config}
-        (folder / "resolved.yaml").write_text(yaml.dump(cfg))
+        (folder / "resolved.yaml").write_text(yaml.dump({"seed": seed, **config}))
         status = "failed" if value is None else "finished"
         result = {"status": status, "metrics": {metric: value}, "seconds": 1.5, "weights_sha256": f"{root.name}{seed}"}
         (folder / "result.json").write_text(json.dumps(result))

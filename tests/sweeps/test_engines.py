@@ -86,8 +86,7 @@ def started(folder: Path, code: str, *args: object, loses: bool = False) -> Iter
 
 
 def test_a_described_job_runs_with_its_variables_and_leaves_its_output(tmp_path: Path) -> None:
-    path = described(tmp_path, "import os, sys; print(os.environ['GIVEN']); sys.exit(3)")
-    assert run_described(str(path)) == 3
+    assert run_described(str(described(tmp_path, "import os, sys; print(os.environ['GIVEN']); sys.exit(3)"))) == 3
     assert (tmp_path / "run/output.log").read_text() == "7\n"
 
 

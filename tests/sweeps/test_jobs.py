@@ -46,8 +46,7 @@ def test_jobs_run_and_are_ranked_and_a_failed_one_says_where_to_look(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sweep = sweep_in(tmp_path)
-    failing = job(tmp_path, 2, "raise SystemExit('no luck')")
-    assert run(sweep, job(tmp_path, 0, RUN, 0.9), failing) == {"0": 0, "2": 1}
+    assert run(sweep, job(tmp_path, 0, RUN, 0.9), job(tmp_path, 2, "raise SystemExit('no luck')")) == {"0": 0, "2": 1}
     run(sweep, job(tmp_path, 1, RUN, 0.95))  # another batch of the same sweep
     sweep.finish()
     out = capfd.readouterr().out
@@ -144,8 +143,7 @@ def test_a_signal_stops_all_jobs_in_good_order_and_ends_the_sweep(
 def test_a_narrow_job_starts_at_once_in_a_gap_that_a_wide_one_leaves(tmp_path: Path) -> None:
     waits = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.01)\n"
     wide = [job(tmp_path, number, waits, tmp_path / "2/runs", slots=2) for number in range(2)]
-    sweep = sweep_in(tmp_path, slots=Slots(count=3))
-    assert run(sweep, *wide, job(tmp_path, 2, COUNT)) == {"0": 0, "1": 0, "2": 0}
+    assert run(sweep_in(tmp_path, slots=Slots(count=3)), *wide, job(tmp_path, 2, COUNT)) == {"0": 0, "1": 0, "2": 0}
 
 
 def test_a_job_that_will_not_stop_is_ended(tmp_path: Path) -> None:
@@ -282,11 +280,9 @@ def test_a_sweep_that_is_killed_at_any_moment_ends_as_if_it_had_not_been(tmp_pat
         sweep.kill()
     had = [number for number in range(LONG_ENOUGH) if (folder / str(number) / "result.json").exists()]
     assert len(had) < LONG_ENOUGH, f"killed too late, after {moment} s"
-    again = sweep_in(folder, slots=Slots(count=2))
-    assert set(run(again, *slow_jobs(folder)).values()) == {0}
+    assert set(run(sweep_in(folder, slots=Slots(count=2)), *slow_jobs(folder)).values()) == {0}
     assert [times_run(folder, number) for number in had] == [1] * len(had)
-    undisturbed = sweep_in(calm, slots=Slots(count=2))
-    run(undisturbed, *slow_jobs(calm))
+    run(sweep_in(calm, slots=Slots(count=2)), *slow_jobs(calm))
     assert board(folder) == board(calm)
 
 
@@ -332,8 +328,7 @@ def test_a_sweep_from_the_command_line(cwd: Path) -> None:
 def test_jobs_of_one_process_and_of_two_share_the_slots_and_the_same_point_runs_once(cwd: Path) -> None:
     done = swept("strategy=one_device,mirrored", "seed=1,1", "steps=2", "sweep.slots=2")
     folder = cwd / "outputs/sweeps/mine"
-    rows = [(row["job"], row["slots"], row["exit_code"]) for row in jobs_of(folder)]
-    assert rows == [("0", 1, 0), ("2", 2, 0)]
+    assert [(row["job"], row["slots"], row["exit_code"]) for row in jobs_of(folder)] == [("0", 1, 0), ("2", 2, 0)]
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "2"]
     assert "strategy=mirrored seed=1: equals job 2, which runs only once\n" in done.stdout
 

@@ -105,8 +105,7 @@ def test_a_search_proposes_points_of_its_space_until_it_has_tried_enough(tmp_pat
 def test_a_point_that_does_not_fit_waits_while_a_narrower_one_runs(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer, trials=3)
     bench.slots = [2, 1, 1]
-    names = [job and job.name for job in map(bench.source.next, (1, 2, 1, 1))]
-    assert names == ["1", "0", "2", None]
+    assert [job and job.name for job in map(bench.source.next, (1, 2, 1, 1))] == ["1", "0", "2", None]
 
 
 @pytest.mark.slow
@@ -167,8 +166,7 @@ def test_a_killed_search_goes_on_with_what_it_had_begun(tmp_path: Path, composer
     assert (same.name, same.overrides) == (job.name, job.overrides)
     assert not again.report(same, 2, 0.4)  # step 1, which is in its file too, is not reported twice: Optuna would warn
     again.ended(same, 0.4)
-    fresh = present(again.source.next(1))
-    again.ended(fresh, 0.2)
+    again.ended(present(again.source.next(1)), 0.2)
     again.ended(present(again.source.next(1)), 0.2)
     assert again.source.next(1) is None
     assert again.states == [TrialState.COMPLETE] * 4

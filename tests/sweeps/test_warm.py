@@ -36,8 +36,7 @@ def training(folder: Path, name: str, *overrides: str) -> SweepJob:
 
 
 def order(folder: Path, news: SimpleQueue[Any], *arguments: str) -> JobCommand:
-    command = (sys.executable, *arguments)
-    return JobCommand(number=1, command=command, environ={}, log=folder / LOG, report=news.put)
+    return JobCommand(number=1, command=(sys.executable, *arguments), environ={}, log=folder / LOG, report=news.put)
 
 
 @pytest.mark.long

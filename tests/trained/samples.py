@@ -31,8 +31,7 @@ class Rows:
 
     def gather(self, indices: Tensor) -> Tensor:
         """Return many rows at once: row i holds i, scaled."""
-        angles = indices.double().unsqueeze(1) * torch.arange(1, self.features + 1).double()
-        return torch.sin(angles).float()
+        return torch.sin(indices.double().unsqueeze(1) * torch.arange(1, self.features + 1).double()).float()
 
 
 class Ragged(Rows):

@@ -120,8 +120,7 @@ def test_an_export_computes_what_the_run_does_and_a_wrong_one_is_refused_with_th
 @pytest.mark.slow
 def test_an_exported_program_has_the_bits_of_the_run_at_any_batch_size_and_no_sample_of_the_data(run: Path) -> None:
     assert cli.main(["export", str(run), "--to", "torch_export"]) == 0
-    file = run / "exports/torch_export/model.pt2"
-    program = torch.export.load(file)
+    program = torch.export.load(run / "exports/torch_export/model.pt2")
     model = trainkit.load(run)
     for size in (1, 5, 70):
         images = torch.rand(size, 1, 8, 8)
@@ -177,8 +176,7 @@ def test_the_number_of_tokens_is_free_where_the_model_allows_it_and_a_note_says_
     model, samples = make()
     monkeypatch.setattr(formats, "real_samples", lambda _cfg, _model: samples)
     trained: Any = SimpleNamespace(cfg=None, model=lambda: model, working=lambda: None)
-    written = FORMATS[form].write(trained, tmp_path)
-    assert (written.note or "").startswith(note.format(form))
+    assert (FORMATS[form].write(trained, tmp_path).note or "").startswith(note.format(form))
     if form == "torch_export" and make is gpt:
         program = torch.export.load(tmp_path / "model.pt2").module()
         with torch.no_grad():

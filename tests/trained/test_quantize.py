@@ -118,8 +118,7 @@ def test_only_layers_whose_inputs_fill_groups_of_32_get_four_bits_and_the_share_
     quantized = quantize(copy.deepcopy(model), "int4_weight", [])
     assert quantized.layers == ("layers.0", "layers.4")
     assert quantized.tensors["layers.0.weight.qdata"].shape == (40, 32)
-    share = share_of_weights(model, quantized.layers)
-    assert share["linear"] == (64 * 40 + 32 * 10) / (64 * 40 + 40 * 32 + 32 * 10)
+    assert share_of_weights(model, quantized.layers)["linear"] == (64 * 40 + 32 * 10) / (64 * 40 + 40 * 32 + 32 * 10)
 
 
 @needs_torchao

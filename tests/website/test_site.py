@@ -171,6 +171,5 @@ def test_the_page_is_made_of_the_records_and_each_report_is_of_their_weights(gal
     folder = ROOT / "docs/gallery"
     assert (ROOT / "docs/gallery.md").read_text() == gallery.page(gallery.records(folder))
     for record in folder.glob("*.json"):
-        values = json.loads(record.read_text())
-        assert values["runs"][0]["weights_sha256"] in record.with_suffix(".html").read_text()
+        assert json.loads(record.read_text())["runs"][0]["weights_sha256"] in record.with_suffix(".html").read_text()
         assert record.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
