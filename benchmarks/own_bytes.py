@@ -45,7 +45,7 @@ class OwnBytes(Callback):
     def train_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Write the most of all steps, and of this moment."""
         self._record(run)
-        (run.folder / f"own-{os.getpid()}").write_text(str(max(self._seen)))
+        (run.folder / f"own-{os.getpid()}").write_text(str(max(self._bytes)))
 
     def _record(self, run: Run) -> None:
-        self._seen.append(own_bytes() - tensor_bytes(run.model))
+        self._bytes.append(own_bytes() - tensor_bytes(run.model))

@@ -121,12 +121,12 @@ class Contender:
             self.run, self.executor.local, lambda: self.loader.wait_s, instruments, terms=terms
         )
         self.row: dict[str, float] = {}
-        self.taken: list[float] = []
+        self.seconds: list[float] = []
         log = Trigger(act=self._log, next_after=lambda step: (step // 10 + 1) * 10)
         self.timeline = TriggerSchedule([log], 0)
 
     def window(self, steps: int) -> None:
-        """Train on; add the seconds of a processor that a step takes to `taken`."""
+        """Train on; add the seconds of a processor that a step takes to `seconds`."""
         start = process_time()
         TrainingLoop(
             run=self.run,
@@ -142,7 +142,7 @@ class Contender:
             expect_unchanged=lambda: None,
             on_acted=lambda: None,
         ).train()
-        self.taken.append((process_time() - start) / steps)
+        self.seconds.append((process_time() - start) / steps)
 
     def close(self) -> None:
         """Stop the loader and the executor."""
@@ -171,7 +171,7 @@ def main() -> None:
     rows = []
     for name, (plain, custom) in pairs.items():
         assert plain.row["train/loss"] == custom.row["train/loss"], f"the trainings of the pair {name} differ"
-        plain_s, custom_s = plain.taken[WARMUP:], custom.taken[WARMUP:]
+        plain_s, custom_s = plain.seconds[WARMUP:], custom.seconds[WARMUP:]
         medians = [f"{statistics.median(seconds) * 1e6:.0f}" for seconds in (plain_s, custom_s)]
         rows.append([name, *medians, report.ratio(custom_s, plain_s, digits=3)])
     report.write(

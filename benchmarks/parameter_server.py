@@ -127,12 +127,12 @@ def serve_socket(pipe: Any, num_bytes: int) -> None:
 
 
 def receive(connection: socket.socket, memory: memoryview) -> bool:
-    left = memory
-    while left:
-        count = connection.recv_into(left)
+    rest = memory
+    while rest:
+        count = connection.recv_into(rest)
         if not count:
             return False
-        left = left[count:]
+        rest = rest[count:]
     return True
 
 

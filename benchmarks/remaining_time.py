@@ -57,8 +57,8 @@ def watched(recipe: str, folder: str) -> tuple[float, float, float]:
                 step, steps = (int(part.replace(",", "")) for part in match.groups()[:2])
                 hours, minutes, seconds = (int(part or 0) for part in match.groups()[2:])
                 if step >= steps / 10:
-                    part, left, now = step / steps, 3600 * hours + 60 * minutes + seconds, time.monotonic()
-                    shown = (part, left)
+                    part, predicted_s, now = step / steps, 3600 * hours + 60 * minutes + seconds, time.monotonic()
+                    shown = (part, predicted_s)
             if line.startswith("finished after"):
                 ended = time.monotonic()
     assert shown is not None
@@ -75,14 +75,14 @@ def main() -> None:
     for recipe in options.recipes:
         for _ in range(options.rounds):
             with tempfile.TemporaryDirectory() as folder:
-                part, left, took = watched(recipe, folder)
+                part, predicted_s, took = watched(recipe, folder)
             rows.append(
                 [
                     f"`{recipe.replace(SLEEPING, '')}`" + (", 20 ms of sleep a step" if SLEEPING in recipe else ""),
                     f"{part:.0%}",
-                    f"{left:.0f}",
+                    f"{predicted_s:.0f}",
                     f"{took:.1f}",
-                    f"{(left - took) / took:+.0%}",
+                    f"{(predicted_s - took) / took:+.0%}",
                 ]
             )
             print(*rows[-1], sep=" | ", flush=True)

@@ -108,16 +108,16 @@ def _knee(name: str, overrides: Sequence[str], rounds: int) -> list[str]:
 
     os.environ.pop("OMP_NUM_THREADS", None)
     arguments = ["strategy=mirrored", *(override for override in overrides if not override.startswith("strategy"))]
-    what = scalable(checked(trainkit.compose(arguments)).cfg)
+    training = scalable(checked(trainkit.compose(arguments)).cfg)
     log = partial(print, file=sys.stderr, flush=True)
-    measurement = measure(what, 4, rounds=rounds, counts=COUNTS, log=log)
+    measurement = measure(training, 4, rounds=rounds, counts=COUNTS, log=log)
     if measurement.failures:
         raise SystemExit("\n".join(measurement.failures))
     shard_s = measurement.shares[1].step_s
     assert shard_s is not None
     points = measurement.points(grows=False)
     rates = [(1, 1.0), *((point.replicas, shard_s.median / point.step_s) for point in points)]
-    work = workload(what, measurement, within=Link(bandwidth=2e9, latency_s=1e-4))
+    work = workload(training, measurement, within=Link(bandwidth=2e9, latency_s=1e-4))
     alone, two = fit(work, []), fit(work, [point for point in points if point.replicas == 2])
     guessed = [item.speedup for item in predictions(alone.work, alone.draw, COUNTS)]
     return [

@@ -198,8 +198,8 @@ def test_every_rank_takes_part_where_ranks_compute_together_and_the_owner_writes
 ) -> None:
     calls: list[Run] = []
 
-    def text(_: Sample, asking: Run) -> str:
-        calls.append(asking)
+    def text(_: Sample, caller: Run) -> str:
+        calls.append(caller)
         return "text"
 
     monkeypatch.setattr(Sample, "text", text)

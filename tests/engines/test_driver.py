@@ -127,15 +127,15 @@ def test_a_request_to_stop_reaches_the_ranks(
     flag = SimpleNamespace(requested=None)
     monkeypatch.setattr("trainkit.run.backends.engine.StopFlag", lambda: contextlib.nullcontext(flag))
 
-    def ask() -> None:
+    def preempt() -> None:
         wait_for(lambda: len(list(folder.live.glob("pids_*"))) == 2)
         time.sleep(0.1)
         flag.requested = "preempted"
 
-    asking = threading.Thread(target=ask)
-    asking.start()
+    thread = threading.Thread(target=preempt)
+    thread.start()
     assert train(folder) == {"status": "preempted", "attempt": 0, "restarts": []}
-    asking.join()
+    thread.join()
 
 
 def test_an_engine_that_is_not_installed_or_was_started_by_a_launcher_is_refused() -> None:

@@ -118,6 +118,6 @@ def train_apart(place: Place, folder: str, port: int, environs: list[dict[str, s
 
 def train_with_one_unlike(place: Place, folder: str, port: int, name: str, answer: Any) -> Outcome:
     """The same, where a function of trainkit finds something else on rank 1, or fails there."""
-    what = {"side_effect": answer} if isinstance(answer, Exception) else {"return_value": answer}
-    with mock.patch(name, **what) if place.rank == 1 else contextlib.nullcontext():
+    behavior = {"side_effect": answer} if isinstance(answer, Exception) else {"return_value": answer}
+    with mock.patch(name, **behavior) if place.rank == 1 else contextlib.nullcontext():
         return train(place, folder, port)

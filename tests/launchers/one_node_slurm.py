@@ -76,8 +76,8 @@ def started(folder: Path, stack: contextlib.ExitStack) -> dict[str, str]:
     daemon(stack, folder, "slurmctld", "-D", "-f", str(conf))
     daemon(stack, folder, "slurmd", "-D", "-f", str(conf), "-N", host)
     environ = {"SLURM_CONF": str(conf)}
-    asking = [str(program("sinfo")), "--noheader", "--format=%T"]
-    wait_for(lambda: output(asking, environ).strip() == "idle", folder)
+    command = [str(program("sinfo")), "--noheader", "--format=%T"]
+    wait_for(lambda: output(command, environ).strip() == "idle", folder)
     return environ
 
 

@@ -23,11 +23,11 @@ def test_config_checks_and_memory_remedies_contain_no_name_of_a_choice() -> None
     choices = {file.stem for group in ("strategy", "precision") for file in ROOT.glob(f"conf/{group}/*.yaml")}
     choices |= {"basic", "slots", "ray", "submitit_local", "submitit_slurm"}  # hydra/launcher
     choices |= {"grid", "random", "optuna"}  # hydra/sweeper
-    asking = ("trainkit/config/", "trainkit/run/planning/", "trainkit/run/estimates/remedies")
+    core = ("trainkit/config/", "trainkit/run/planning/", "trainkit/run/estimates/remedies")
     assert [
         f"{path}:{node.lineno} {node.value}"
         for path, tree in trees().items()
-        if path.startswith(asking) and not path.endswith("key_facts.py")  # `slots` is also a key, with a unit
+        if path.startswith(core) and not path.endswith("key_facts.py")  # `slots` is also a key, with a unit
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and node.value in choices
     ] == []

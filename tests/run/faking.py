@@ -87,7 +87,7 @@ def assert_no_process_is_left(folder: RunFolder, within_s: float = 60) -> None:
     deadline = time.monotonic() + within_s
     while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.01)
-    left = alive(pids)
-    for pid in left:
+    survivors = alive(pids)
+    for pid in survivors:
         os.kill(pid, 9)
-    assert left == []
+    assert survivors == []

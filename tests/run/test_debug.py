@@ -49,19 +49,19 @@ def stopping(folder: Path, act: str, *where: str) -> list[str]:
     return ["--allow-package=stopping", *TWO, *model, *(where or DEBUG)]
 
 
-def typed(arguments: list[str], *words: str) -> tuple[int, str]:
+def typed(arguments: list[str], *lines: str) -> tuple[int, str]:
     """Type words at the prompts of a debugger; return the exit code and what the terminal showed."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-m", "trainkit", *arguments])
-    shown, left = "", list(words)
+    shown, remaining = "", list(lines)
     while True:
         try:
             shown += os.read(terminal, 4096).decode()
         except OSError:  # the process has ended
             break
-        if left and shown.count("(Pdb) ") > len(words) - len(left):
-            os.write(terminal, left.pop(0).encode())
+        if remaining and shown.count("(Pdb) ") > len(lines) - len(remaining):
+            os.write(terminal, remaining.pop(0).encode())
     os.close(terminal)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown
 

@@ -115,9 +115,9 @@ PLACES: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
-def test_a_run_ends_with_its_time_and_its_record_repeats_it_to_the_bit(tmp_path: Path, place: str) -> None:
-    timed = (*TIMED, *PLACES[place], "eval.every_epochs=null")
+@pytest.mark.parametrize("name", PLACES)
+def test_a_run_ends_with_its_time_and_its_record_repeats_it_to_the_bit(tmp_path: Path, name: str) -> None:
+    timed = (*TIMED, *PLACES[name], "eval.every_epochs=null")
     first = run(tmp_path / "first", *timed)
     lengths = record(tmp_path / "first")
     assert (first["status"], first["reason"]) == ("finished", "stop_after=0.2s")

@@ -440,8 +440,8 @@ def killed(step: int, begun_at: int, reached: int) -> Fault:
     return Fault(step=step, begun_at=begun_at, reached=reached, newer=reached > begun_at)
 
 
-def failed(step: int, begun_at: int, reached: int, **what: Any) -> Fault:
-    return replace(killed(step, begun_at, reached), raised=raised(step=step, **what))
+def failed(step: int, begun_at: int, reached: int, **fields: Any) -> Fault:
+    return replace(killed(step, begun_at, reached), raised=raised(step=step, **fields))
 
 
 TWICE = "gave up: rank 1 raised the same exception twice in the same place, in step 5"

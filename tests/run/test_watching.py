@@ -442,13 +442,13 @@ def test_a_thread_that_does_not_take_the_interrupt_is_ended_with_its_process(
 ) -> None:
     folder.path.mkdir()
     monkeypatch.setattr("trainkit.run.agent.self_watch._GRACE_S", 0.1)
-    left, beats = threading.Event(), beating(7, "data")
+    exited, beats = threading.Event(), beating(7, "data")
     watch = SelfWatch(
-        HASTY, folder, read=lambda _: beats.count(), exit_process=lambda code: left.set() if code == 5 else None
+        HASTY, folder, read=lambda _: beats.count(), exit_process=lambda code: exited.set() if code == 5 else None
     )
     with watch:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # as code in C that does not return
-        assert left.wait(20)
+        assert exited.wait(20)
         with pytest.raises(HangError):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
     assert present(folder.read_result())["reason"].endswith(GIVEN)

@@ -89,14 +89,14 @@ class FakeTurns:
     """Turns of a machine on which a sample takes 1 ms, alone or not, and a step 2 ms beside."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[str, int, int | None, int | None]] = []
+        self.turns: list[tuple[str, int, int | None, int | None]] = []
 
     def __call__(self, cfg: RunConfig, folder: Path, threads: int | None = None) -> Turn:
         del folder
         name = cfg.strategy["_target_"].rpartition(".")[2]
         replicas, size = cfg.strategy.get("replicas", 1), cfg.batch.global_size
         assert size is not None
-        self.seen.append((name, replicas, size, threads))
+        self.turns.append((name, replicas, size, threads))
         seconds = 10 * (0.002 + 0.001 * size / replicas)
         ranks = [dict.fromkeys(PARTS, 0.0)]
         return Turn(figures={"steps": 10, "samples": 10 * size, "seconds": seconds, "ranks": ranks, "step_spread": 0.1})
@@ -107,9 +107,9 @@ def mirrored(*overrides: str) -> Scalable:
 
 
 def test_one_replica_computes_the_shares_of_several_with_their_threads() -> None:
-    what, turns = replace(mirrored(), cores=4), FakeTurns()
-    measurement = measure(what, 8, rounds=1, steps=10, start=turns)
-    assert turns.seen == [
+    training, turns = replace(mirrored(), cores=4), FakeTurns()
+    measurement = measure(training, 8, rounds=1, steps=10, start=turns)
+    assert turns.turns == [
         ("OneDevice", 1, 64, 4),
         ("OneDevice", 1, 32, 2),
         ("OneDevice", 1, 16, 1),
@@ -117,16 +117,16 @@ def test_one_replica_computes_the_shares_of_several_with_their_threads() -> None
         ("Mirrored", 2, 64, None),
         ("Mirrored", 4, 64, None),
     ]
-    work = workload(what, measurement, within=Link(bandwidth=2e9))
+    work = workload(training, measurement, within=Link(bandwidth=2e9))
     assert dict(work.share_s) == pytest.approx({1: 0.066, 2: 0.034, 4: 0.018, 8: 0.010})
     assert (work.spread, work.cores, work.exchange(1).own_bytes) == (0.1, 4, 0.0)
     assert work.exchange(4).own_bytes == pytest.approx(1.5 * 4 * (64 * 128 + 128 + 128 * 10 + 10))
 
 
 def test_asynchronous_workers_compute_whole_steps() -> None:
-    what = scalable(config("strategy=parameter_server", "strategy.mode=async"))
-    what = replace(what, cores=4)
-    assert (what.shares(16), what.share(4), what.at(16).keys, what.at(16).waits) == (
+    training = scalable(config("strategy=parameter_server", "strategy.mode=async"))
+    training = replace(training, cores=4)
+    assert (training.shares(16), training.share(4), training.at(16).keys, training.at(16).waits) == (
         [1, 2, 4],
         64,
         {"workers": 16},
@@ -137,9 +137,9 @@ def test_asynchronous_workers_compute_whole_steps() -> None:
 
 
 def test_the_link_of_the_servers_carries_the_bytes_of_all_workers() -> None:
-    what = scalable(config("strategy=parameter_server", "strategy.servers=2"))
+    training = scalable(config("strategy=parameter_server", "strategy.servers=2"))
     size = 4.0 * (64 * 128 + 128 + 128 * 10 + 10)
-    exchange = exchange_of(what.transfers(8) or (), waits=True)
+    exchange = exchange_of(training.transfers(8) or (), waits=True)
     assert exchange.own_bytes == pytest.approx(2 * size, rel=0.02)
     assert exchange.wall_bytes == pytest.approx(8 * 2 * size / 2, rel=0.02)
 

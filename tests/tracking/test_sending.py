@@ -204,12 +204,12 @@ def test_a_tracker_that_hangs_gets_one_warning_and_a_limited_end(
     first, last = caplog.messages
     assert first.startswith("wandb cannot be reached (no answer for 0.01 s). The training continues")
     assert last.endswith(f"trainkit report {run.folder} --send sends the rest.")
-    left = state_in(run.folder)
-    assert left.not_sent == "everything after step 0, the files and the end: no answer within 0.2 s"
+    state = state_in(run.folder)
+    assert state.not_sent == "everything after step 0, the files and the end: no answer within 0.2 s"
     service.answers.set()
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "tracker"]
     thread.join(10)
-    assert state_in(run.folder) == left  # nobody waits for it any more
+    assert state_in(run.folder) == state  # nobody waits for it any more
 
 
 def test_a_tracker_that_fails_is_named_with_its_reason(

@@ -23,13 +23,13 @@ data: {_target_: stories.transformers_classifier.Comments}
 
 class Comments(Dataset[dict[str, Tensor]]):
     def __init__(self, split: str) -> None:
-        self.words = torch.randint(1, 32, (24, 10))
+        self.tokens = torch.randint(1, 32, (24, 10))
         self.lengths = torch.randint(4, 11, (24,))
 
     def __len__(self) -> int:
-        return len(self.words)
+        return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         mask = torch.arange(10) < self.lengths[index]
-        ids = self.words[index] * mask
+        ids = self.tokens[index] * mask
         return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.sum() % 3}

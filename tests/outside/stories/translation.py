@@ -9,17 +9,17 @@ from trainkit import Loss, Model, Objective
 
 RECIPE = """
 defaults: [override /model: null, override /data: null, override /optimizer: sgd, override /objective: null, _self_]
-model: {_target_: stories.translation.Translator, words: 10}
-data: {_target_: stories.translation.Pairs, words: 10}
+model: {_target_: stories.translation.Translator, vocab_size: 10}
+data: {_target_: stories.translation.Pairs, vocab_size: 10}
 objective: {_target_: stories.translation.NextWord}
 """
 PADDING = 0
 
 
 class Pairs(Dataset[dict[str, Tensor]]):
-    def __init__(self, split: str, words: int) -> None:
+    def __init__(self, split: str, vocab_size: int) -> None:
         self.lengths = torch.randint(2, 7, (24,))
-        self.sources = torch.randint(1, words, (24, 6)) * (torch.arange(6) < self.lengths[:, None])
+        self.sources = torch.randint(1, vocab_size, (24, 6)) * (torch.arange(6) < self.lengths[:, None])
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -30,18 +30,18 @@ class Pairs(Dataset[dict[str, Tensor]]):
 
 
 class Translator(nn.Module):
-    def __init__(self, words: int, width: int = 8) -> None:
+    def __init__(self, vocab_size: int, width: int = 8) -> None:
         super().__init__()
-        self.words = nn.Embedding(words, width)
+        self.embed = nn.Embedding(vocab_size, width)
         self.encoder = nn.TransformerEncoderLayer(width, 2, 16, dropout=0.1, batch_first=True)
         self.decoder = nn.TransformerDecoderLayer(width, 2, 16, dropout=0.1, batch_first=True)
-        self.head = nn.Linear(width, words, bias=False)
-        self.head.weight = self.words.weight  # tied
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        self.head.weight = self.embed.weight  # tied
 
     def forward(self, source: Tensor, before: Tensor) -> Tensor:
         later = torch.ones(before.shape[1], before.shape[1], dtype=torch.bool, device=before.device).triu(1)
-        memory = self.encoder(self.words(source))
-        scores: Tensor = self.head(self.decoder(self.words(before), memory, tgt_mask=later))
+        memory = self.encoder(self.embed(source))
+        scores: Tensor = self.head(self.decoder(self.embed(before), memory, tgt_mask=later))
         return scores
 
 
