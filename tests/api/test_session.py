@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 import trainkit
 from tests.launchers.joining import free_port
 from tests.support.pool import Pool
+from tests.support.results import result_of
 from tests.support.settings import latest
 from trainkit.api.calls import TrainingResult
 from trainkit.api.own_loop import Session
@@ -169,7 +170,7 @@ def test_a_loss_that_is_none_is_refused_by_what_it_is(named: str, tmp_path: Path
     loss, message = WRONG[named]
     with pytest.raises(TrainingError, match=re.escape(message)):
         run(lambda session: session.step(loss), tmp_path / "run", "batch.micro_size=8", "objective.ignore_index=null")
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
+    assert result_of(tmp_path / "run")["status"] == "failed"
 
 
 def in_another(session: Session) -> None:
@@ -207,7 +208,7 @@ MISUSED: dict[Callable[[Session], object], str] = {
 def test_calls_out_of_order_end_the_run_by_name(loop: Callable[[Session], object], tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=re.escape(MISUSED[loop])):
         run(loop, tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
+    assert result_of(tmp_path / "run")["status"] == "failed"
 
 
 def test_a_session_is_used_inside_of_its_block_and_once(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ from tests.callbacks.run_double import row, run_double
 from tests.callbacks.test_tensorboard import read
 from tests.contract.running import run
 from tests.report.test_run_page import shown
+from tests.support.results import result_of
 from trainkit.callbacks import gpu
 from trainkit.callbacks import profiler as profiling
 from trainkit.callbacks.alert import COMMAND, WEBHOOK, Alert, call_command, channels_from, post
@@ -491,7 +492,7 @@ def test_a_run_shows_what_its_steps_take(tmp_path: Path) -> None:
     assert "mfu" not in rows[0]
     assert 0 < rows[5]["mfu"] < 1
     assert rows[5]["launches"] > 20
-    at_end = json.loads((tmp_path / "run/result.json").read_text())["measured"]["at_end"]
+    at_end = result_of(tmp_path / "run")["measured"]["at_end"]
     assert at_end["samples_per_s"] > 0
     assert {"mfu", "data_wait", "launches", "memory_peak", "step_s"} <= at_end.keys()
     assert "targets_per_s" not in at_end
@@ -827,9 +828,7 @@ def test_each_evaluation_counts_every_sample_once_and_the_last_one_is_drawn_and_
     counts = [[row[1:] for row in table["rows"]] for table in confusions]
     assert ([table["step"] for table in confusions], [sum(map(sum, rows)) for rows in counts]) == ([2, 4], [360, 360])
     right = sum(row[label] for label, row in enumerate(counts[1])) / 360
-    assert json.loads((shown_run / "result.json").read_text())["metrics"]["val/accuracy"] == pytest.approx(
-        right, abs=1e-12
-    )
+    assert result_of(shown_run)["metrics"]["val/accuracy"] == pytest.approx(right, abs=1e-12)
     picture = EventAccumulator(str(shown_run / "tensorboard/samples")).Reload().Images("worst_val")[-1]
     assert (picture.step, picture.width, picture.height) == (4, 832, 280)
     figures = shown(shown_run / "report.html")["figures"]
@@ -841,7 +840,7 @@ def test_each_evaluation_counts_every_sample_once_and_the_last_one_is_drawn_and_
 def test_no_weight_changes_and_another_fingerprint_is_not_made(shown_run: Path, tmp_path: Path) -> None:
     plain, with_them = (
         train(tmp_path, "recipe=digits", "callbacks=[]"),
-        json.loads((shown_run / "result.json").read_text()),
+        result_of(shown_run),
     )
     for key in ("weights_sha256", "fingerprint"):
         assert plain[key] == with_them[key]

@@ -7,7 +7,6 @@ An argument that recurses, allocates without end or writes outside of its folder
 
 from __future__ import annotations
 
-import json
 import shlex
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from tests.config.conftest import Write
 from tests.launchers.joining import free_port
 from tests.support import quick
 from tests.support.refusing import Refuse, refused
+from tests.support.results import result_of
 from trainkit import __version__
 from trainkit.cli import main
 from trainkit.config.commands import printed_command, shell_word
@@ -251,10 +251,10 @@ def test_a_stopped_run_resumes_by_its_printed_command_with_choices_of_the_user(p
         folder = project / strategy
         text = ran(*OWN, *RUN, f"strategy={strategy}", "stop_at_step=4", f"hydra.run.dir={strategy}")
         command = printed_after("resume ", text)
-        assert command == json.loads((folder / "result.json").read_text())["resume"]
+        assert command == result_of(folder)["resume"]
         assert command == f"trainkit resume --config-dir conf --allow-package test_pasted_nets {strategy}"
         pasted(command, "strategy=pair")
-        assert json.loads((folder / "result.json").read_text())["steps"] == 8
+        assert result_of(folder)["steps"] == 8
 
 
 def test_a_task_started_by_hand_prints_its_rank_and_log(project: Path) -> None:

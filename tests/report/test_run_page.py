@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import trainkit
+from tests.support.results import result_of
 from tests.support.settings import latest
 from trainkit.cli import main
 from trainkit.report.curves import Curve, LoggedRows, MetricsReader
@@ -61,7 +62,7 @@ def points(curve: dict[str, Any]) -> list[tuple[int, float | None]]:
 
 
 def test_every_run_has_a_page_with_every_value_of_its_result_and_its_curves(run: Path) -> None:
-    page, result = shown(run / "report.html"), json.loads((run / "result.json").read_text())
+    page, result = shown(run / "report.html"), result_of(run)
     assert result["steps"] == 24
     result_values = {key: json.loads(value) for key, value in page["result"]}
     assert {re.split(r"[.\[]", key)[0] for key in result_values} == {*result}
@@ -82,7 +83,7 @@ def test_the_page_names_who_set_what_differs_and_the_weights(run: Path) -> None:
     assert settings["callbacks"]["tag"] == "cosmetic"
     strip = {row["name"]: row["value"] for row in page["trust"]}
     assert strip["restarts"] == strip["samples repeated or skipped"] == "0"
-    assert strip["weights (SHA-256)"] == json.loads((run / "result.json").read_text())["weights_sha256"][:12]
+    assert strip["weights (SHA-256)"] == result_of(run)["weights_sha256"][:12]
 
 
 def test_report_writes_the_page_again_and_refuses_what_is_no_run(

@@ -1,6 +1,5 @@
 """A debugger that does not get the terminal, and what a debugged rank changes of a training, are caught here alone."""
 
-import json
 import os
 import pty
 import re
@@ -12,6 +11,7 @@ import pytest
 
 from tests.support import quick
 from tests.support.descendants import descendants
+from tests.support.results import result_of, sha256
 
 TRAIN = ("recipe=null", "steps=3", "callbacks=[]", "logger=[]", "quiet=true", "seed=4")
 TWO = (*TRAIN, "strategy=mirrored", "strategy.replicas=2")
@@ -72,16 +72,15 @@ def test_a_rank_is_debugged_in_the_terminal_and_quit_without_a_checkpoint(cwd: P
     assert re.search(rf"\(14, {os.getpid()}\)", shown), shown
     assert code == 130
     assert "stopped in the debugger; nothing was saved." in shown
-    assert json.loads(Path("run/result.json").read_text())["status"] == "stopped"
+    assert result_of("run")["status"] == "stopped"
     assert not list(Path("run").glob("checkpoints/*"))
     assert descendants(os.getpid()) == before
 
 
 def test_after_continue_the_weights_are_those_without_a_debugger(cwd: Path) -> None:
     assert typed([*stopping(cwd, "breakpoint()"), "cluster.rank=1"], "p self.weight.add_(0)\n", "c\n")[0] == 0
-    debugged = json.loads(Path("run/result.json").read_text())
     subprocess.run(quick.command(*stopping(cwd, "pass", "hydra.run.dir=plain")), check=True)
-    assert debugged["weights_sha256"] == json.loads(Path("plain/result.json").read_text())["weights_sha256"]
+    assert sha256("run") == sha256("plain")
 
 
 def test_the_failure_of_another_rank_is_named(cwd: Path) -> None:
@@ -104,10 +103,8 @@ def test_a_rank_that_the_run_has_not_is_refused(cwd: Path) -> None:
 def test_the_last_rank_trains_in_this_process_as_anywhere(cwd: Path, strategy: str) -> None:
     ranks, keys = (PLACES | ALIKE)[strategy]
     strategy_keys = [f"strategy={strategy}", *(f"strategy.{key}" for key in keys.split())]
-    shas = []
     for name, more in {"plain": (), "debug": ("cluster=debug", f"cluster.rank={ranks - 1}")}.items():
         command = quick.command(*TRAIN, *strategy_keys, *more, f"hydra.run.dir={name}")
         process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         assert process.returncode == 0, process.stderr
-        shas.append(json.loads(Path(name, "result.json").read_text())["weights_sha256"])
-    assert shas[0] == shas[1]
+    assert sha256("plain") == sha256("debug")

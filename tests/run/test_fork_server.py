@@ -1,6 +1,5 @@
 """Ranks forked from one process that compute other bits, or outlive who started them, are caught here alone."""
 
-import json
 import os
 import resource
 import signal
@@ -15,6 +14,7 @@ import pytest
 
 from tests.contract.running import run
 from tests.support.descendants import descendants
+from tests.support.results import result_of
 from tests.support.verdicts import plain
 from tests.support.waiting import wait_for
 from trainkit.run.process.fork_server import ForkServerClient
@@ -116,7 +116,7 @@ def test_a_rank_that_dies_is_forked_again_by_the_same_process(training: Training
     wait_for(lambda: _are_two_ranks(children := descendants(nursery)) and not {*children} & {*pids.values()}, process)
     _, output = process.communicate(timeout=120)
     assert "rank 1 was ended by SIGKILL" in plain(output)
-    assert json.loads((folder / "result.json").read_text())["steps"] == LAST
+    assert result_of(folder)["steps"] == LAST
 
 
 @pytest.mark.long
@@ -127,7 +127,7 @@ def test_the_run_restarts_with_a_new_fork_server_after_the_first_one_dies(traini
     assert process.returncode == 0, output
     assert "Restarting from the checkpoint of step" in output
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
-    assert json.loads((folder / "result.json").read_text())["steps"] == LAST
+    assert result_of(folder)["steps"] == LAST
 
 
 @pytest.mark.long

@@ -7,7 +7,6 @@ The texts are quoted from public issues of the projects named.
 from __future__ import annotations
 
 import errno
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import DistBackendError
 
+from tests.support.results import result_of
 from trainkit.cli import main
 from trainkit.config.check import checked
 from trainkit.config.compose import compose
@@ -137,9 +137,9 @@ def test_a_run_that_does_not_fit_ends_in_its_first_step_and_its_remedy_trains(
         run = tmp_path / str(len([*tmp_path.iterdir()]))
         monkeypatch.setattr(TaskSession, "train", counting_train)
         code = main([*FULL, *more, f"hydra.run.dir={run}"])
-        result: dict[str, str] = json.loads((run / "result.json").read_text())
+        result = result_of(run)
         assert code == (result["status"] == "failed")
-        return result["reason"]
+        return str(result["reason"])
 
     train = TaskSession.train
 

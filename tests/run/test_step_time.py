@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.present import present
+from tests.support.results import result_of
 from trainkit import api
 from trainkit.cli import main
 from trainkit.objectives.base import Loss
@@ -130,8 +131,7 @@ def test_plan_prints_time_and_cost_with_their_shares(capsys: pytest.CaptureFixtu
 
 def trained(folder: Path, *overrides: str) -> dict[str, Any]:
     assert main(["recipe=digits", "callbacks=[]", "logger=[]", f"hydra.run.dir={folder}", *overrides]) == 0
-    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return result
+    return result_of(folder)
 
 
 @pytest.mark.slow
@@ -221,7 +221,7 @@ def test_a_model_with_data_is_not_built_a_second_time_beside_the_trained_one(tmp
         folder = tmp_path / str(steps)
         arguments = [*keys, "callbacks=[]", "logger=[]", "quiet=true", f"steps={steps}", f"hydra.run.dir={folder}"]
         assert main(arguments) == 0
-        results[steps] = Stubborn.built, json.loads((folder / "result.json").read_text())
+        results[steps] = Stubborn.built, result_of(folder)
     assert results[19][0] == results[21][0]
     assert results[21][1]["plan_error"] == "TrainingError: the model cannot be built without data"
     assert not {"plan", "measured", "plan_error"} & results[19][1].keys(), "a shorter run plans nothing"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.results import result_of
 from trainkit.cli import main
 from trainkit.run.session import syncs
 
@@ -48,7 +48,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def notes_of(folder: Path) -> list[str]:
     with pytest.warns(UserWarning, match="mine"):
         assert main([*RUN, f"hydra.run.dir={folder}"]) == 0
-    return [str(note) for note in json.loads((folder / "result.json").read_text()).get("notes", [])]
+    return [str(note) for note in result_of(folder).get("notes", [])]
 
 
 @pytest.mark.slow

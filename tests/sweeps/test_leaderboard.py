@@ -24,6 +24,7 @@ from rich.console import Console
 from torch import nn
 
 import trainkit
+from tests.support.results import result_of
 from tests.support.second_device import META, SecondDevice
 from trainkit.config.resume import compose_anew
 from trainkit.config.schema import MonitoredMetric
@@ -296,10 +297,10 @@ def test_the_best_is_trained_anew_whole_and_on_all_samples(
     stopped: Path, cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert called(stopped, "optimizer.lr=0.003", "hydra.run.dir=again", k=1, then=True) == 0
-    result = json.loads((cwd / "again/result.json").read_text())
+    result = result_of(cwd / "again")
     assert (result["status"], result["steps"], result["samples"]) == ("finished", 23, 1437)
     assert f"the config of {stopped}/0 optimizer.lr=0.003" in capsys.readouterr().out
-    assert json.loads((stopped / "0/result.json").read_text())["steps"] == 4
+    assert result_of(stopped / "0")["steps"] == 4
 
 
 def test_what_was_auto_follows_what_is_changed(stopped: Path) -> None:
@@ -351,7 +352,7 @@ def test_members_are_scored_as_they_were_in_training_and_the_ensemble_beside_the
     assert list(scores)[2:] == ["ensemble of 2", "averaged weights"]
     assert switched == [("fp32", "cpu")]
     for name in ("0", "1"):
-        result = json.loads((two / name / "result.json").read_text())["metrics"]
+        result = result_of(two / name)["metrics"]
         # sums of 360 samples in batches of other sizes: a few units in the last place of float32
         assert scores[f"job {name}"]["val/loss"] == pytest.approx(result["val/loss"], rel=1e-6)
         assert scores[f"job {name}"]["val/accuracy"] == result["val/accuracy"]

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import trainkit
+from tests.support.results import result_of
 from trainkit.api import jobs
 from trainkit.data.sets.images import Digits
 from trainkit.errors import CheckpointError, ConfigError
@@ -55,8 +56,7 @@ def metrics(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str, **f
 
 
 def own_metrics(run: Path) -> dict[str, float]:
-    result: dict[str, dict[str, float]] = json.loads((run / "result.json").read_text())
-    return result["metrics"]
+    return dict(result_of(run)["metrics"])
 
 
 def hashes(run: Path) -> dict[str, str]:

@@ -6,7 +6,6 @@ A shard that is written in place of the whole tensor, or a file of others that a
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shlex
 import shutil
@@ -23,6 +22,7 @@ from torch.nn import functional
 
 import trainkit
 from tests.contract.running import run
+from tests.support.results import result_of
 from tests.support.zoo import Points
 from tests.trained import plain
 from trainkit import cli
@@ -145,7 +145,7 @@ def test_a_disk_that_is_full_at_the_export_costs_the_finished_run_nothing_but_th
     assert newest_valid(tmp_path / "run/checkpoints", pytest.fail) is not None
     assert not list((tmp_path / "run").glob(".model*"))
     assert cli.main(["export", str(tmp_path / "run")]) == 0
-    written = json.loads((tmp_path / "run/result.json").read_text())
+    written = result_of(tmp_path / "run")
     assert (written["model"], written["metrics"]) == (str(tmp_path / "run/model"), result["metrics"])
     assert "model_error" not in written
 
