@@ -36,7 +36,7 @@ class OwnBytes(Callback):
 
     observes: ClassVar[bool] = True
 
-    _seen: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+    _bytes: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def step_end(self, run: Run, outcome: StepOutcome) -> None:
         """Record the memory after a step."""

@@ -140,7 +140,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect without looking for garbage, and never look at what was collected: little of it is, and it is much."""
+    """Collect tests without collecting garbage, and freeze them: they are much, and little of it is garbage."""
     gc.disable()
     try:
         return (yield)

@@ -79,7 +79,7 @@ CONF = Path(__file__).parents[2] / "conf"
 
 @pytest.fixture
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where all extras are installed."""
+    """Pretend that all extras are installed."""
     monkeypatch.setattr(importlib.metadata, "version", lambda _name: "1")
     monkeypatch.setitem(sys.modules, "pynvml", ModuleType("pynvml"))
     monkeypatch.setenv("TRAINKIT_ALERT_COMMAND", "true")

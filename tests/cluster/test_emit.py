@@ -42,7 +42,7 @@ AWKWARD = ("name=a.b", "callbacks=[progress]", 'data.path="/my data/$(x) $HOME `
 
 @pytest.fixture
 def emit(capsys: pytest.CaptureFixture[str], cwd: Path) -> Callable[..., str]:
-    """Print one in an empty folder: what comes on standard output, and nothing else anywhere."""
+    """Emit in an empty folder: return standard output; nothing else is printed or written."""
 
     def call(*arguments: str) -> str:
         assert main(["emit", *arguments]) == 0
@@ -56,7 +56,7 @@ def emit(capsys: pytest.CaptureFixture[str], cwd: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def run(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Run a script with commands of the engine stood in for by one that prints its arguments, a line each."""
+    """Run a script whose engine is replaced by a command that prints its arguments, a line each."""
 
     def call(script: str, *arguments: str, **variables: str) -> list[str]:
         for name in ("torchrun", "srun", "mpirun", "python"):

@@ -181,7 +181,7 @@ bound = partial(make)
 
 @pytest.fixture
 def allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A package of the person's own, allowed."""
+    """A package of the user's, allowed."""
     (tmp_path / "test_allowed_own.py").write_text(ALLOWED)
     monkeypatch.syspath_prepend(tmp_path)
     with allow_packages(["test_allowed_own"]):

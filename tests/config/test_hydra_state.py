@@ -33,7 +33,7 @@ def state() -> tuple[object, ...]:
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    """The root logger's handlers put back, and the handlers that Hydra opened closed."""
+    """Restore the root logger's handlers, and close those that Hydra opened."""
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
     yield

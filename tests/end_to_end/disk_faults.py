@@ -22,7 +22,7 @@ class DiskFault(Callback):
     step: int = 8
 
     def step_end(self, run: Run, outcome: Any) -> None:
-        """Spoil the disk, where it is time."""
+        """Spoil the disk after the planted step."""
         if run.is_owner and run.state.step == self.step:
             _FAULTS[self.kind](run.folder.parent, run.folder)
 

@@ -70,7 +70,7 @@ class Net(nn.Module):
 
 
 class Fault(Callback):
-    """Fails at the end of a step, where that is planted."""
+    """Fails at the end of the planted step."""
 
     def step_end(self, run: Run, outcome: object) -> None:
         del outcome

@@ -249,7 +249,7 @@ def test_a_rank_that_is_killed_while_it_saves_costs_that_checkpoint_alone(
 
 RUN = ("epochs=100000", "schedule=constant", "callbacks=[progress]", "logger=[]", "log_every_steps=5")
 CHILDREN = ("strategy=mirrored", "strategy.replicas=2", "loader.num_workers=1", "loader.cache=false")
-"""Ranks, and processes of theirs that load, are in the terminal, too."""
+"""Ranks and their loader processes run in the terminal, too."""
 
 
 def runs(folder: RunFolder, after: int) -> bool:

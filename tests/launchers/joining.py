@@ -56,17 +56,17 @@ def train(place: Place, folder: str, port: int, *overrides: str, environ: dict[s
 
 
 def train_twice(place: Place, folder: str, port: int) -> list[Outcome]:
-    """The same, once more as soon as it is done."""
+    """Train, and train again as soon as that is done."""
     return [train(place, folder, port, f"seed={seed}", f"hydra.run.dir=run_{seed}") for seed in (1, 2)]
 
 
 def train_unlike(place: Place, folder: str, port: int, arguments: list[list[str]]) -> Outcome:
-    """The same, each process with arguments of its own."""
+    """Train, each process with arguments of its own."""
     return train(place, folder, port, *arguments[place.rank])
 
 
 def train_as(place: Place, folder: str, port: int, environ: dict[str, str], overrides: tuple[str, ...]) -> Outcome:
-    """The same, with further variables."""
+    """Train with further variables."""
     local = {"LOCAL_RANK": str(place.rank), "LOCAL_WORLD_SIZE": str(place.num_ranks)}
     return train(place, folder, port, *overrides, environ=local | environ)
 
@@ -99,12 +99,12 @@ def train_as_task(
 
 
 def train_alone(place: Place, folder: str, port: int, *overrides: str) -> Outcome:
-    """Rank 0 of two, where the other one does not come."""
+    """Train as rank 0 of two; rank 1 never joins."""
     return train(replace(place, num_ranks=2), folder, port, *overrides)
 
 
 def train_impatiently(place: Place, folder: str, port: int, *overrides: str) -> Outcome:
-    """The same, where a locked folder is refused at once."""
+    """Train where a locked folder is refused at once."""
     from trainkit.run.rendezvous import join as joining
 
     with mock.patch.object(joining, "_LOCK_TIMEOUT_S", 0.0):
@@ -112,12 +112,12 @@ def train_impatiently(place: Place, folder: str, port: int, *overrides: str) -> 
 
 
 def train_apart(place: Place, folder: str, port: int, environs: list[dict[str, str]]) -> Outcome:
-    """The same, each process with variables of its own."""
+    """Train, each process with variables of its own."""
     return train(place, folder, port, environ=environs[place.rank])
 
 
 def train_with_one_unlike(place: Place, folder: str, port: int, name: str, answer: Any) -> Outcome:
-    """The same, where a function of trainkit finds something else on rank 1, or fails there."""
+    """Train where a function of trainkit returns something else on rank 1, or fails there."""
     behavior = {"side_effect": answer} if isinstance(answer, Exception) else {"return_value": answer}
     with mock.patch(name, **behavior) if place.rank == 1 else contextlib.nullcontext():
         return train(place, folder, port)

@@ -41,7 +41,7 @@ def agent(host: Host, leads: bool, first: Host) -> subprocess.Popen[bytes]:
 
 
 def lose(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all below it at once, without a word."""
+    """Kill a process and its descendants at once."""
     for pid in [*descendants(process.pid), process.pid]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -186,7 +186,7 @@ def measured(samples_per_s: float) -> Turn:
 def search(
     turns: Mapping[int, Turn], *overrides: str, memory: HostMemory | None = None, rounds: int = 1
 ) -> tuple[list[Size], list[int]]:
-    """Search where each size ends its turns so; returns the sizes that were tried, too."""
+    """Search with these turns of each size; return the sizes that were tried, too."""
     tried = list[int]()
 
     def start(cfg: RunConfig, folder: Path) -> Turn:

@@ -45,7 +45,7 @@ def raise_planted(rank: int) -> None:
 
 
 def wait_for_the_others(folder: RunFolder, identity: Identity, step: int, stop: StopFlag) -> None:
-    """As a sum over ranks does: nobody goes on to the next step alone."""
+    """Wait until every rank has come to this step, as in a collective."""
     num_training = 1 if os.environ.get("FAKE_ROLES") else identity.num_ranks
     paths = [folder.heartbeat_of(rank) for rank in range(num_training)]
     done = (step, failpoints.PHASES.index("end"))
@@ -56,7 +56,7 @@ def wait_for_the_others(folder: RunFolder, identity: Identity, step: int, stop: 
 
 
 def assist(folder: RunFolder, identity: Identity, heart: Heartbeat) -> None:
-    """Until the training is over, and for ever where FAKE says that this role stays."""
+    """Assist until the training is over, or for ever where FAKE says that this role stays."""
     role, step = identity.task.role, 0
     while SETTINGS.get("stays") == role or not (folder.live / "over").exists():
         for phase in ("forward", "idle"):

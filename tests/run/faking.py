@@ -65,7 +65,7 @@ def launch(folder: RunFolder, num_ranks: int) -> subprocess.Popen[str]:
 
 
 def pids_of(folder: RunFolder) -> list[int]:
-    """The processes that the workers of the last attempt wrote down: themselves and their children."""
+    """The processes that the workers of the last attempt recorded: themselves and their children."""
     return [int(pid) for path in sorted(folder.live.glob("pids_*")) for pid in path.read_text().split()]
 
 

@@ -27,7 +27,7 @@ ALIKE = {
     "tensor_parallel": (2, "degree=2 replicas=1 plan={0:colwise,2:rowwise}"),
     "mesh": (4, "shard=2 tensor=2 plan={0:colwise,2:rowwise}"),
 }  # fmt: skip
-"""Those that are launched as one of them."""
+"""Strategies that are launched like one of these."""
 MODEL = """
 import os
 from torch import nn

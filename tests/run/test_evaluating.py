@@ -237,8 +237,8 @@ def test_a_stop_ends_the_wait(folder: RunFolder) -> None:
     end = awaited(folder, clock, requested=lambda: "stopped" if clock.now >= 5 else None)
     assert end == EvaluatorEnd(status="stopped", reason="the run was asked to end")
     assert clock.now == 5
-    evaluator_result = {"status": "finished", "reason": None, "evaluated": 0, "not_evaluated": []}
-    assert describe(folder, end) == evaluator_result, "nothing was left to do"
+    row = describe(folder, end)
+    assert row == {"status": "finished", "reason": None, "evaluated": 0, "not_evaluated": []}, "nothing was left to do"
 
 
 def test_a_result_that_did_not_wait_is_brought_up_to_date(folder: RunFolder) -> None:

@@ -349,7 +349,7 @@ def test_a_result_is_written_at_the_cost_of_the_reserve(tmp_path: Path, monkeypa
 
 
 def test_a_heartbeat_needs_no_block_of_the_disk_later(tmp_path: Path) -> None:
-    """Where it did, a full disk ended the rank with SIGBUS."""
+    """When it needed one, a full disk ended the rank with SIGBUS."""
     Heartbeat(tmp_path / "rank_0").close()
     with (tmp_path / "rank_0").open("rb") as file:
         assert os.lseek(file.fileno(), 0, os.SEEK_DATA) == 0

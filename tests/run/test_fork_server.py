@@ -33,7 +33,7 @@ Training = tuple[subprocess.Popen[str], Path, int, dict[str, int]]
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[Training]:
-    """A long run that has written a checkpoint, its nursery's number and its ranks'."""
+    """A long run that has written a checkpoint; the process ids of its fork server and of its ranks."""
     folder = tmp_path / "run"
     with subprocess.Popen(
         [*LONG, f"steps={LAST}", f"hydra.run.dir={folder}"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
@@ -41,8 +41,8 @@ def training(tmp_path: Path) -> Iterator[Training]:
         wait_for(lambda: list(folder.glob("checkpoints/step_*")), process)
         children = descendants(process.pid)
         pids = {name: pid for pid, name in children.items() if name.startswith("worker:")}
-        (nursery,) = (pid for pid in children if pids.keys() & set(descendants(pid).values()))
-        yield process, folder, nursery, pids
+        (server,) = (pid for pid in children if pids.keys() & set(descendants(pid).values()))
+        yield process, folder, server, pids
         process.kill()
 
 
@@ -111,9 +111,9 @@ def test_ranks_of_the_command_line_import_nothing_again(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_dies_is_forked_again_by_the_same_process(training: Training) -> None:
-    process, folder, nursery, pids = training
+    process, folder, server, pids = training
     os.kill(pids["worker:1"], signal.SIGKILL)
-    wait_for(lambda: _are_two_ranks(children := descendants(nursery)) and not {*children} & {*pids.values()}, process)
+    wait_for(lambda: _are_two_ranks(children := descendants(server)) and not {*children} & {*pids.values()}, process)
     _, output = process.communicate(timeout=120)
     assert "rank 1 was ended by SIGKILL" in plain(output)
     assert result_of(folder)["steps"] == LAST
@@ -121,8 +121,8 @@ def test_a_rank_that_dies_is_forked_again_by_the_same_process(training: Training
 
 @pytest.mark.long
 def test_the_run_restarts_with_a_new_fork_server_after_the_first_one_dies(training: Training) -> None:
-    process, folder, nursery, pids = training
-    os.kill(nursery, signal.SIGKILL)
+    process, folder, server, pids = training
+    os.kill(server, signal.SIGKILL)
     _, output = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert "Restarting from the checkpoint of step" in output
@@ -132,10 +132,10 @@ def test_the_run_restarts_with_a_new_fork_server_after_the_first_one_dies(traini
 
 @pytest.mark.long
 def test_all_end_with_the_supervisor(training: Training) -> None:
-    process, _, nursery, pids = training
+    process, _, server, pids = training
     process.kill()
     process.wait()
-    wait_for(lambda: not any(_runs(pid) for pid in (nursery, *pids.values())))
+    wait_for(lambda: not any(_runs(pid) for pid in (server, *pids.values())))
 
 
 def _are_two_ranks(children: dict[int, str]) -> bool:

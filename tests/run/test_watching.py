@@ -76,7 +76,7 @@ class Scene:
         return self
 
     def look(self, for_s: float) -> str | None:
-        """Look each half second for so long; what is found first, as a person reads it."""
+        """Look every half second for so long; return the headline of the first failure."""
         until = self.now + for_s
         while self.now < until:
             self.now += 0.5
