@@ -34,12 +34,12 @@ def broadcast_values(
         device: the device whose tensors they exchange; None: that of the tensor.
         source: the rank within the group that has the values.
     """
-    own = tensor.detach()
-    sent = own.contiguous().to(device)
-    if sent.numel():  # gloo takes bytes of any dtype
-        dist.broadcast(sent.reshape(-1).view(torch.uint8), group=group, group_src=source)
-    if sent is not own and dist.get_rank(group) != source:
-        own.copy_(sent)
+    values = tensor.detach()
+    buffer = values.contiguous().to(device)
+    if buffer.numel():  # gloo takes bytes of any dtype
+        dist.broadcast(buffer.reshape(-1).view(torch.uint8), group=group, group_src=source)
+    if buffer is not values and dist.get_rank(group) != source:
+        values.copy_(buffer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,22 +81,22 @@ class GroupCollective:
         Small tensors of one shape only: every rank receives all tensors, which makes the order, and so the bits, the
         same on all ranks and in every run. No sizes are exchanged, so the host does not wait.
         """
-        here = tensor.detach().to(self.device)
-        note_exchange(here, "sum", group=self.group)
+        local = tensor.detach().to(self.device)
+        note_exchange(local, "sum", group=self.group)
         total = torch.zeros_like(tensor)
-        for part in self._of_data_ranks(self._exchange_all(here)):
+        for part in self._of_data_ranks(self._exchange_all(local)):
             total += part.to(tensor.device)
         return total
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensor of every rank, by rank; shapes may differ in their first dim; collective."""
-        here = tensor.detach().to(self.device)
-        sizes = self._exchange_all(torch.tensor([here.shape[0] if here.dim() else 1], device=self.device))
+        local = tensor.detach().to(self.device)
+        sizes = self._exchange_all(torch.tensor([local.shape[0] if local.dim() else 1], device=self.device))
         lengths = [int(size.item()) for size in sizes]
         if len(set(lengths)) == 1:
-            return [part.to(tensor.device) for part in self._of_data_ranks(self._exchange_all(here))]
-        padded = here.new_zeros((max(lengths), *here.shape[1:]))
-        padded[: here.shape[0]] = here
+            return [part.to(tensor.device) for part in self._of_data_ranks(self._exchange_all(local))]
+        padded = local.new_zeros((max(lengths), *local.shape[1:]))
+        padded[: local.shape[0]] = local
         parts = self._of_data_ranks(self._exchange_all(padded))
         return [
             part[:length].to(tensor.device) for part, length in zip(parts, self._of_data_ranks(lengths), strict=True)
@@ -106,9 +106,9 @@ class GroupCollective:
         return [parts[rank] for rank in self.representatives] if self.representatives else parts
 
     def _exchange_all(self, tensor: Tensor) -> list[Tensor]:
-        held = tensor.contiguous()
-        parts = [torch.empty_like(held) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(parts, held, group=self.group)
+        contiguous = tensor.contiguous()
+        parts = [torch.empty_like(contiguous) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, contiguous, group=self.group)
         return parts
 
 

@@ -72,19 +72,19 @@ def read_collectives(path: Path) -> list[Collective]:
         content = read_bytes(path, limit=SIZE)
     except UnreadableError:
         return []
-    found = map(partial(read_record, content), range(_SLOTS)) if len(content) == SIZE else ()
-    return sorted(filter(None, found), key=lambda one: one.number)
+    calls = map(partial(read_record, content), range(_SLOTS)) if len(content) == SIZE else ()
+    return sorted(filter(None, calls), key=lambda call: call.number)
 
 
 def waited_for(ranks: Iterable[int], file_of: Callable[[int], Path]) -> frozenset[int]:
     """Return the ranks that have not called a collective that other ranks of the same group have called."""
     reached: dict[int, dict[int, int]] = {}
     for rank in ranks:
-        for one in read_collectives(file_of(rank)):
-            of_group = reached.setdefault(one.group, {})
-            of_group[rank] = max(one.sequence, of_group.get(rank, 0))
+        for call in read_collectives(file_of(rank)):
+            group = reached.setdefault(call.group, {})
+            group[rank] = max(call.sequence, group.get(rank, 0))
     return frozenset(
-        rank for of_group in reached.values() for rank, last in of_group.items() if last < max(of_group.values())
+        rank for group in reached.values() for rank, sequence in group.items() if sequence < max(group.values())
     )
 
 
@@ -93,12 +93,12 @@ def slot_of(group: int, sequence: int) -> int:
     return (group + sequence) % _SLOTS
 
 
-def write_record(memory: mmap.mmap, one: Collective) -> None:
+def write_record(memory: mmap.mmap, call: Collective) -> None:
     """Write a collective into its slot."""
-    text = one.text.encode()
+    text = call.text.encode()
     text = text if len(text) <= _TEXT_BYTES else text[:60] + b"..." + text[63 - _TEXT_BYTES :]
-    body = _ENTRY.pack(one.number, one.group, one.sequence, one.kind, one.step, len(text), text)
-    start = _OFFSET + slot_of(one.group, one.sequence) * _STRIDE
+    body = _ENTRY.pack(call.number, call.group, call.sequence, call.kind, call.step, len(text), text)
+    start = _OFFSET + slot_of(call.group, call.sequence) * _STRIDE
     memory[start : start + _STRIDE] = body + _CHECKSUM.pack(zlib.crc32(body))
 
 
@@ -114,16 +114,16 @@ def read_record(memory: mmap.mmap | bytes, slot: int) -> Collective | None:
     return Collective(number=number, group=group, sequence=sequence, kind=kind, step=step, text=shown)
 
 
-def mismatch(one: tuple[int, Collective], other: tuple[int, Collective], file_of: Callable[[int], Path]) -> str:
+def mismatch(first: tuple[int, Collective], second: tuple[int, Collective], file_of: Callable[[int], Path]) -> str:
     """Return the error message for two ranks that call different collectives."""
     calls, lines = [], []
-    for rank, collective in (one, other):
+    for rank, collective in (first, second):
         process = f"rank {rank}"
         with contextlib.suppress(UnreadableError, struct.error):
             pid = HEAD.unpack_from(read_bytes(file_of(rank), limit=SIZE))[1]
             process = f"rank {rank} (pid {pid} on {socket.gethostname()})"
         calls.append(f"{process} calls {collective}")
-    for rank in sorted((one[0], other[0])):
+    for rank in sorted((first[0], second[0])):
         last = read_collectives(file_of(rank))[-_SHOWN:]
         lines += [f"The last collectives of rank {rank}:", *(f"  {collective}" for collective in last)]
     rule = "All ranks of a group must call the same collectives in the same order, with the same shapes and dtypes."
@@ -156,7 +156,7 @@ class FlightRecorder:
         self._groups: dict[str, tuple[int, list[int]]] = {}
         self._sequences: dict[int, int] = {}
         self._peers: dict[int, mmap.mmap | None] = {}
-        self._looks: dict[int, int] = {}  # last check for files of ranks that were absent
+        self._looks: dict[int, int] = {}  # number of checks for the file of a rank
 
     def __enter__(self) -> Self:
         """Create the file, and record every collective that Python code calls from now on."""
@@ -198,30 +198,26 @@ class FlightRecorder:
             ranks = dist.get_process_group_ranks(group)
             self._groups[group.group_name] = (_hash(f"{group.group_name} {ranks}"), ranks)
         group_id, ranks = self._groups[group.group_name]
-        module, place = _caller()
+        module, location = _caller()
         shape = "" if tensor is None else f" of {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         alike = f"{tensor.numel()} {tensor.dtype}" if tensor is not None and name in _OF_ONESIZE else ""
         sequence = self._sequences[group_id] = self._sequences.get(group_id, 0) + 1
         self._number += 1
-        own = Collective(
+        call = Collective(
             number=self._number,
             group=group_id,
             sequence=sequence,
             kind=_hash(f"{name} {alike} {module.startswith(_OURS)}"),
             step=self._step(),
-            text=f"{name}{shape} at {place}",
+            text=f"{name}{shape} at {location}",
         )
-        write_record(self._memory, own)
+        write_record(self._memory, call)
         for rank in ranks:
             if rank == self._rank or (memory := self._peer(rank)) is None:
                 continue
-            theirs = read_record(memory, slot_of(group_id, sequence))  # None: it compares by itself when it calls it
-            if (
-                theirs is not None
-                and (theirs.group, theirs.sequence) == (group_id, sequence)
-                and theirs.kind != own.kind
-            ):
-                raise CollectiveMismatchError(mismatch((self._rank, own), (rank, theirs), self._file_of))
+            other = read_record(memory, slot_of(group_id, sequence))  # None: it compares by itself when it calls it
+            if other is not None and (other.group, other.sequence) == (group_id, sequence) and other.kind != call.kind:
+                raise CollectiveMismatchError(mismatch((self._rank, call), (rank, other), self._file_of))
 
     def _peer(self, rank: int) -> mmap.mmap | None:
         """Return the memory of another rank; None if that rank is on another host, or does not record yet."""
@@ -268,10 +264,10 @@ def _recorded(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _tensor_in(args: Sequence[Any], name: str) -> Tensor | None:
     """Return the tensor that this rank sends, for reduce_scatter the one that it receives; None: it sends none."""
     gives_second = name.startswith(("all_gather", "gather", "scatter", "all_to_all")) and len(args) > 1
-    found: Any = args[1] if gives_second else args[0] if args else None
-    while isinstance(found, list | tuple):
-        found = found[0] if found else None
-    return found if isinstance(found, Tensor) else None
+    value: Any = args[1] if gives_second else args[0] if args else None
+    while isinstance(value, list | tuple):
+        value = value[0] if value else None
+    return value if isinstance(value, Tensor) else None
 
 
 _OURS: Final = ("trainkit.", "torch.")

@@ -45,25 +45,25 @@ class ObjectSnapshot:
     """
 
     def __init__(self, values: Iterable[tuple[str, object]]) -> None:
-        self._places: list[tuple[str, Any, dict[Any, Any]]] = []
-        seen: set[int] = set()
+        self._entries: list[tuple[str, Any, dict[Any, Any]]] = []
+        visited: set[int] = set()
         for name, value in values:
-            (self._keep if isinstance(value, nn.Module) else self._walk)(name, value, seen)
+            (self._keep if isinstance(value, nn.Module) else self._walk)(name, value, visited)
 
     def changed(self) -> list[tuple[str, str]]:
         """Return the name and the class of each attribute or container that has changed."""
-        return list(dict.fromkeys(found for place in self._places for found in _differences(*place)))
+        return list(dict.fromkeys(difference for entry in self._entries for difference in _differences(*entry)))
 
     def changed_class(self) -> str | None:
         """Return the class of the first object or container that has changed; None if none has."""
         return next(
-            (class_name(holder) for path, holder, before in self._places if any(_differences(path, holder, before))),
+            (class_name(holder) for path, holder, before in self._entries if any(_differences(path, holder, before))),
             None,
         )
 
     def restore(self) -> None:
         """Restore the content of each attribute and container."""
-        for _, holder, before in self._places:
+        for _, holder, before in self._entries:
             if isinstance(holder, list | deque):
                 holder.clear()
                 holder.extend(before.values())
@@ -71,27 +71,27 @@ class ObjectSnapshot:
                 holder.clear()
                 holder.update(before)
             else:
-                now = _content(holder)
-                for key in now.keys() - before.keys():
+                current = _content(holder)
+                for key in current.keys() - before.keys():
                     object.__delattr__(holder, key)
                 for key, inner in before.items():
-                    if not _is_same(now.get(key, _ABSENT), inner):
+                    if not _is_same(current.get(key, _ABSENT), inner):
                         object.__setattr__(holder, key, inner)
 
-    def _walk(self, path: str, value: object, seen: set[int]) -> None:
-        if id(value) in seen or isinstance(value, (*_NO_OBJECT, nn.Module)):
+    def _walk(self, path: str, value: object, visited: set[int]) -> None:
+        if id(value) in visited or isinstance(value, (*_NO_OBJECT, nn.Module)):
             return
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, _CONTAINERS) or type(value).__module__.partition(".")[0] not in _WITHOUT_STATE:
-            self._keep(path, value, seen)
+            self._keep(path, value, visited)
 
-    def _keep(self, path: str, value: object, seen: set[int]) -> None:
+    def _keep(self, path: str, value: object, visited: set[int]) -> None:
         content = _content(value)
         if not isinstance(value, tuple):
-            self._places.append((path, value, content))
+            self._entries.append((path, value, content))
         for key, inner in content.items():
             of_object = f"{path}.{key}" if path else str(key)
-            self._walk(f"{path}[{key!r}]" if isinstance(value, _CONTAINERS) else of_object, inner, seen)
+            self._walk(f"{path}[{key!r}]" if isinstance(value, _CONTAINERS) else of_object, inner, visited)
 
 
 def class_name(value: object) -> str:
@@ -115,44 +115,44 @@ def _content(holder: object) -> dict[Any, Any]:
     if isinstance(holder, _CONTAINERS):
         return dict(enumerate(holder))
     state: Any = object.__getstate__(holder)  # of slots, too
-    own, slots = state if isinstance(state, tuple) else (state, None)
-    return {key: inner for key, inner in {**(own or {}), **(slots or {})}.items() if key not in _OF_TORCH}
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    return {key: inner for key, inner in {**(attributes or {}), **(slots or {})}.items() if key not in _OF_TORCH}
 
 
 def _differences(path: str, holder: Any, before: dict[Any, Any]) -> Iterator[tuple[str, str]]:
-    now = _content(holder)
+    after = _content(holder)
     if not isinstance(holder, _CONTAINERS):
-        for key in {**before, **now}:
-            one, two = now.get(key, _ABSENT), before.get(key, _ABSENT)
-            if not _is_same(one, two):
-                yield f"{path}.{key}" if path else key, class_name(two if one is _ABSENT else one)
-    elif len(now) != len(before) or (
-        now.keys() != before.keys()
+        for key in {**before, **after}:
+            new, old = after.get(key, _ABSENT), before.get(key, _ABSENT)
+            if not _is_same(new, old):
+                yield f"{path}.{key}" if path else key, class_name(old if new is _ABSENT else new)
+    elif len(after) != len(before) or (
+        after.keys() != before.keys()
         if isinstance(holder, set)
         else not all(
-            _is_same(key, other) and _is_same(one, two)
-            for (key, one), (other, two) in zip(now.items(), before.items(), strict=True)
+            _is_same(key, old_key) and _is_same(new, old)
+            for (key, new), (old_key, old) in zip(after.items(), before.items(), strict=True)
         )
     ):
         yield path, class_name(holder)
 
 
-def _is_same(one: object, other: object) -> bool:
+def _is_same(left: object, right: object) -> bool:
     """Return whether two values are one object, or equal numbers or texts of one type."""
-    if one is other:
+    if left is right:
         return True
-    if type(one) is not type(other) or not isinstance(one, _PLAIN):
+    if type(left) is not type(right) or not isinstance(left, _PLAIN):
         return False
-    return bool(one == other) or (one != one and other != other)  # noqa: PLR0124 - two NaN are the same
+    return bool(left == right) or (left != left and right != right)  # noqa: PLR0124 - two NaN are the same
 
 
 def refuse_changes(
-    given: ObjectSnapshot, block: str, because: str, *, otherwise: str = "use strategy=mirrored"
+    before: ObjectSnapshot, block: str, because: str, *, otherwise: str = "use strategy=mirrored"
 ) -> None:
     """Raise an error if a block has changed a container or an object among its arguments.
 
     Args:
-        given: the arguments before the call.
+        before: the arguments before the call.
         block: name of the block for the user.
         because: why this is refused.
         otherwise: the remedy for a block that cannot be changed.
@@ -160,7 +160,7 @@ def refuse_changes(
     Raises:
         TrainingError: it has changed one.
     """
-    kind = given.changed_class()
+    kind = before.changed_class()
     if kind is not None:
         raise TrainingError(
             f"the block {block} changes the {kind} among its arguments, {because}. Return what it adds, or {otherwise}."
@@ -177,15 +177,15 @@ def cache_switch(model: nn.Module) -> str | None:
 
 def watch_first_call(module: nn.Module, block: str, because: str, *, otherwise: str) -> None:
     """Apply `refuse_changes` to the first call of a block, by hooks that are then removed."""
-    given: list[ObjectSnapshot] = []
+    snapshots: list[ObjectSnapshot] = []
 
     def before(_module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        given.append(ObjectSnapshot([("", (args, kwargs))]))
+        snapshots.append(ObjectSnapshot([("", (args, kwargs))]))
 
     def after(_module: nn.Module, _args: object, _kwargs: object, _outputs: object) -> None:
         for handle in handles:
             handle.remove()
-        refuse_changes(given[-1], block, because, otherwise=otherwise)
+        refuse_changes(snapshots[-1], block, because, otherwise=otherwise)
 
     handles = [
         module.register_forward_pre_hook(before, with_kwargs=True),

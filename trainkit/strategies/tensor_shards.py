@@ -94,13 +94,13 @@ def nonfinite(pieces: ShardedState) -> list[str]:
     """
     floats = [(name, piece.tensor) for name, parts in pieces.items() for piece in parts]
     floats = [(name, tensor) for name, tensor in floats if tensor.is_floating_point() and tensor.numel()]
-    found = set()
+    bad_names = set()
     for device in {tensor.device for _, tensor in floats}:
-        here = [(name, tensor) for name, tensor in floats if tensor.device == device]
-        norms = torch._foreach_norm([tensor for _, tensor in here], float("inf"))  # noqa: SLF001 - see update.py
+        on_device = [(name, tensor) for name, tensor in floats if tensor.device == device]
+        norms = torch._foreach_norm([tensor for _, tensor in on_device], float("inf"))  # noqa: SLF001 - see update.py
         flags = torch.stack([norm.isfinite() for norm in norms]).tolist()
-        found |= {name for (name, _), is_finite in zip(here, flags, strict=True) if not is_finite}
-    return [name for name in pieces if name in found]
+        bad_names |= {name for (name, _), is_finite in zip(on_device, flags, strict=True) if not is_finite}
+    return [name for name in pieces if name in bad_names]
 
 
 def gather_full(pieces: ShardedState, all_ranks: Collective) -> dict[str, Tensor]:
@@ -133,16 +133,16 @@ def coverage_error(shape: Sequence[int], cuts: Sequence[tuple[Sequence[int], Seq
         >>> coverage_error([4], [([0], [2]), ([3], [1])])
         'its pieces hold 3 of 4 numbers'
     """
-    held = sum(torch.Size(size).numel() for _, size in cuts)
-    if held != torch.Size(shape).numel():
-        return f"its pieces hold {held} of {torch.Size(shape).numel()} numbers"
+    count = sum(torch.Size(size).numel() for _, size in cuts)
+    if count != torch.Size(shape).numel():
+        return f"its pieces hold {count} of {torch.Size(shape).numel()} numbers"
     for offset, size in cuts:
         if len(offset) != len(shape) or len(size) != len(shape) or min([*offset, *size], default=0) < 0:
             return "a piece is of another shape"
-        if any(start + length > whole for start, length, whole in zip(offset, size, shape, strict=True)):
+        if any(start + length > extent for start, length, extent in zip(offset, size, shape, strict=True)):
             return "a piece reaches beyond it"
-    full = [(offset, size) for offset, size in cuts if torch.Size(size).numel()]
-    return "its pieces overlap" if any(_overlap(*one, *other) for one, other in _neighbours(full)) else None
+    boxes = [(offset, size) for offset, size in cuts if torch.Size(size).numel()]
+    return "its pieces overlap" if any(_overlap(*left, *right) for left, right in _neighbours(boxes)) else None
 
 
 def _neighbours(parts: Sequence[_Box]) -> Iterator[tuple[_Box, _Box]]:
@@ -151,13 +151,13 @@ def _neighbours(parts: Sequence[_Box]) -> Iterator[tuple[_Box, _Box]]:
     Thousands of ranks shard along one dimension: few of their pairs are left, and testing all pairs would take minutes.
     """
     begins = [{offset[axis] for offset, _ in parts} for axis in range(len(parts[0][0]))] if parts else []
-    axis = max(range(len(begins)), key=lambda one: len(begins[one]), default=None)
+    axis = max(range(len(begins)), key=lambda dim: len(begins[dim]), default=None)
     if axis is None:  # scalars
         yield from combinations(parts, 2)
         return
     ordered = sorted(parts, key=lambda part: part[0][axis])
-    for place, (offset, size) in enumerate(ordered):
-        for other in islice(ordered, place + 1, None):
+    for index, (offset, size) in enumerate(ordered):
+        for other in islice(ordered, index + 1, None):
             if other[0][axis] >= offset[axis] + size[axis]:
                 break
             yield (offset, size), other
@@ -179,23 +179,23 @@ def _pieces_to_json(parts: Sequence[TensorShard]) -> dict[str, Any]:
 
 
 def _gathered(
-    holders: Sequence[tuple[int, Mapping[str, Any]]], own: Sequence[TensorShard], all_ranks: Collective
+    holders: Sequence[tuple[int, Mapping[str, Any]]], local: Sequence[TensorShard], all_ranks: Collective
 ) -> Tensor:
     """Return a full tensor; on the host, except on a single rank, which may return its own tensor."""
     first = holders[0][1]
-    if all_ranks.num_ranks == 1 and len(own) == 1:
-        return own[0].tensor.detach()
+    if all_ranks.num_ranks == 1 and len(local) == 1:
+        return local[0].tensor.detach()
     dtype: torch.dtype = getattr(torch, first["dtype"])
-    whole = torch.empty(first["shape"], dtype=dtype)
+    full = torch.empty(first["shape"], dtype=dtype)
     on_gpu = all_ranks.num_ranks > 1 and dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     for rank, entry in holders:
-        for place, cut in enumerate(entry["cuts"]):
-            part = own[place].tensor.detach() if rank == all_ranks.rank else torch.empty(cut["size"], dtype=dtype)
+        for index, cut in enumerate(entry["cuts"]):
+            part = local[index].tensor.detach() if rank == all_ranks.rank else torch.empty(cut["size"], dtype=dtype)
             if all_ranks.num_ranks > 1:
                 broadcast_values(part, device=device, source=rank)
-            whole[region(cut["offset"], cut["size"])] = part
-    return whole
+            full[region(cut["offset"], cut["size"])] = part
+    return full
 
 
 class LazyStateDict(Mapping[str, Tensor]):
@@ -263,8 +263,8 @@ def averaged_weights(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     lazily.
 
     Example:
-        >>> found = averaged_weights({"param/w": torch.zeros(1), "optimizer/average/w": torch.ones(1)})
-        >>> dict(found)
+        >>> weights = averaged_weights({"param/w": torch.zeros(1), "optimizer/average/w": torch.ones(1)})
+        >>> dict(weights)
         {'param/w': tensor([1.])}
     """
     averages = {name: f"optimizer/{AVERAGE}/{name_in(name)}" for name in model_weights(tensors)}

@@ -46,14 +46,14 @@ class Tpu(OneProcess):
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems: packages to install, and settings that XLA does not support."""
-        found = [*(_missing() or _without_devices()), *self.launch_problems(context.launch)]
+        problems = [*(_missing() or _without_devices()), *self.launch_problems(context.launch)]
         if context.numerics.reproducible:
             rule = "XLA chooses the order of sums itself. Use strategy=mirrored, or leave it out."
-            found.append(Problem(key="numerics.reproducible", value=True, rule=rule))
+            problems.append(Problem(key="numerics.reproducible", value=True, rule=rule))
         if context.precision == "fp16_mixed":
             rule = "TPUs compute in bfloat16, which needs no loss scale. Use precision=bf16_mixed."
-            found.append(Problem(key="precision", value="fp16_mixed", rule=rule))
-        return found
+            problems.append(Problem(key="precision", value="fp16_mixed", rule=rule))
+        return problems
 
     def notes(self, model: nn.Module, context: PlanContext) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
         """Return a note about random numbers."""
@@ -105,9 +105,9 @@ def _missing() -> list[Problem]:
     if find_spec("torch_xla") is None:
         rule = f"strategy=tpu needs it, and it is not installed. In an environment of its own: {install}."
         return [Problem(key="torch_xla", rule=rule)]
-    here, theirs = _minor(torch.__version__), _minor(_xla().__version__)
-    if here != theirs:
-        rule = f"version {theirs} does not work with torch {here}. In an environment of its own: {install}."
+    torch_minor, xla_minor = _minor(torch.__version__), _minor(_xla().__version__)
+    if torch_minor != xla_minor:
+        rule = f"version {xla_minor} does not work with torch {torch_minor}. In an environment of its own: {install}."
         return [Problem(key="torch_xla", rule=rule)]
     return []
 
@@ -117,8 +117,8 @@ def _without_devices() -> list[Problem]:
     try:
         _xla("runtime").global_runtime_device_count()
     except (RuntimeError, OSError) as error:
-        found = f"finds no device ({first_line(error)})."
-        rule = f"{found} On a TPU host set PJRT_DEVICE=TPU; PJRT_DEVICE=CPU tries it on the CPU."
+        reason = f"finds no device ({first_line(error)})."
+        rule = f"{reason} On a TPU host set PJRT_DEVICE=TPU; PJRT_DEVICE=CPU tries it on the CPU."
         return [Problem(key="torch_xla", rule=rule)]
     return []
 

@@ -29,7 +29,7 @@ def ring(ranks: Sequence[int], num_bytes: float) -> Flows:
     """
     if len(ranks) == 1:
         return {}
-    return {(rank, ranks[(place + 1) % len(ranks)]): num_bytes for place, rank in enumerate(ranks)}
+    return {(rank, ranks[(index + 1) % len(ranks)]): num_bytes for index, rank in enumerate(ranks)}
 
 
 def all_reduce(ranks: Sequence[int], num_bytes: float) -> Flows:
@@ -71,8 +71,8 @@ def broadcast(ranks: Sequence[int], num_bytes: float) -> Flows:
     """
     flows, reached = dict[tuple[int, int], float](), 1
     while reached < len(ranks):
-        for place in range(min(reached, len(ranks) - reached)):
-            flows[ranks[place], ranks[place + reached]] = num_bytes
+        for index in range(min(reached, len(ranks) - reached)):
+            flows[ranks[index], ranks[index + reached]] = num_bytes
         reached *= 2
     return flows
 
@@ -142,25 +142,25 @@ def observed_transfers(
         purpose: function that returns what a collective of a rank serves, and whether ranks compute meanwhile.
         share: function that returns the share of an observed rank's shards that a rank computes.
     """
-    found: dict[tuple[str, bool, str], Flows] = {}
+    flows_of: dict[tuple[str, bool, str], Flows] = {}
     messages: dict[tuple[str, bool, str], Counter[int]] = {}
     sizes: dict[tuple[int, tuple[str, bool, str], tuple[int, ...]], tuple[float, float]] = {}
     for rank, of_rank in calls.items():
-        for one in of_rank:
-            if one.kind != "send" and any(other < rank for other in calls if other in one.ranks):
+        for call in of_rank:
+            if call.kind != "send" and any(other < rank for other in calls if other in call.ranks):
                 continue  # counted for the other stage
-            at = rank, (*purpose(rank, one), one.kind), one.ranks
-            size, count = sizes.get(at, (0, 0))
-            sizes[at] = size + one.times * one.num_bytes, count + one.times
+            call_key = rank, (*purpose(rank, call), call.kind), call.ranks
+            size, count = sizes.get(call_key, (0, 0))
+            sizes[call_key] = size + call.times * call.num_bytes, count + call.times
     for (rank, key, ranks), (size, count) in sizes.items():
         kind, groups, covered = key[-1], list[list[int]](), set[int]()
-        for other in alike(rank):
-            if other not in covered:
-                groups.append([one + other - rank for one in ranks])
+        for peer in alike(rank):
+            if peer not in covered:
+                groups.append([member + peer - rank for member in ranks])
                 covered.update(groups[-1])
-        each = [_flows(kind, group, size * share(group[0]), device_type) for group in groups]
+        group_flows = [_flows(kind, group, size * share(group[0]), device_type) for group in groups]
         twice = kind == "all-reduce" or (kind == "reduce-scatter" and device_type == "cpu")
-        found[key] = joined(found.get(key, {}), *each)
+        flows_of[key] = joined(flows_of.get(key, {}), *group_flows)
         rounds = 1 if kind == "send" else (len(ranks) - 1) * (2 if twice else 1)
         messages.setdefault(key, Counter())[rank] += round(count) * rounds
     return tuple(
@@ -171,7 +171,7 @@ def observed_transfers(
             messages=max(messages[what, overlaps, kind].values()),
             overlaps=overlaps,
         )
-        for (what, overlaps, kind), flows in found.items()
+        for (what, overlaps, kind), flows in flows_of.items()
         if flows
     )
 
@@ -182,7 +182,7 @@ def _flows(kind: str, ranks: Sequence[int], size: float, device_type: str) -> Fl
     if kind == "reduce-scatter":
         return reduce_scatter(ranks, size, device_type=device_type)
     if kind == "all-to-all":
-        return {(one, other): size / len(ranks) for one in ranks for other in ranks if one != other}
+        return {(sender, receiver): size / len(ranks) for sender in ranks for receiver in ranks if sender != receiver}
     return all_reduce(ranks, size) if kind == "all-reduce" else all_gather(ranks, size)
 
 
@@ -227,7 +227,7 @@ def reduction(reduce: str, ranks: Sequence[int], vector: Vector, *, ranks_a_host
 
 
 def _hierarchical(ranks: Sequence[int], size: float, ranks_a_host: int) -> tuple[Transfer, ...]:
-    hosts = [ranks[first : first + ranks_a_host] for first in range(0, len(ranks), ranks_a_host)]
+    hosts = [ranks[start : start + ranks_a_host] for start in range(0, len(ranks), ranks_a_host)]
     flows = joined(
         *(joined(reduce_to_first(host, size), broadcast(host, size)) for host in hosts if len(host) > 1),
         all_reduce([host[0] for host in hosts], size),
@@ -256,14 +256,14 @@ def powersgd(
         return ()
     left_out = set(map(id, sparse))
     grads = [param for param in model.parameters() if param.requires_grad and id(param) not in left_out]
-    beside = (
+    buffer_bytes = (
         vector.num_bytes - sum(param.numel() for param in grads) * vector.element_bytes
     )  # buffers are not compressed
-    thin = sum(_thin_elements(tuple(param.shape), rank) for param in grads) * vector.element_bytes + beside
+    thin = sum(_thin_elements(tuple(param.shape), rank) for param in grads) * vector.element_bytes + buffer_bytes
     rounds = 2 * (len(ranks) - 1)
-    whole = all_reduce(ranks, vector.num_bytes)
+    full = all_reduce(ranks, vector.num_bytes)
     return (
-        Transfer(what="gradients", how="all-reduce", flows=whole, messages=rounds, end_step=after),
+        Transfer(what="gradients", how="all-reduce", flows=full, messages=rounds, end_step=after),
         Transfer(
             what="gradients",
             how=f"PowerSGD of rank {rank}",
@@ -294,13 +294,13 @@ def in_lanes(ranks: Sequence[int], vector: Vector, *, lanes: int, num_shards: in
     if count == 1:
         return ()
     part = vector.num_bytes / count
-    sent = {
-        (sender, receiver): part * len(owned_nodes(rank=place, num_ranks=count, num_lanes=lanes, num_shards=num_shards))
-        for place, sender in enumerate(ranks)
+    exchanged = {
+        (sender, receiver): part * len(owned_nodes(rank=index, num_ranks=count, num_lanes=lanes, num_shards=num_shards))
+        for index, sender in enumerate(ranks)
         for receiver in ranks
         if sender != receiver
     }
-    flows = joined(sent, all_gather(ranks, vector.num_bytes))
+    flows = joined(exchanged, all_gather(ranks, vector.num_bytes))
     return (Transfer(what="gradients", how="lanes", flows=flows, messages=2 * (count - 1)),)
 
 
@@ -374,7 +374,7 @@ def lookups_of(model: nn.Module, cut: StepCut) -> Mapping[str, Lookups] | None:
 
 def weights_of(lookups: Mapping[str, Lookups]) -> list[Tensor]:
     """Return the weights of tables."""
-    return [one.table.weight for one in lookups.values()]
+    return [lookup.table.weight for lookup in lookups.values()]
 
 
 def gathered_rows(
@@ -391,9 +391,9 @@ def gathered_rows(
     if not lookups or len(ranks) == 1:
         return ()
     flows = []
-    for one in lookups.values():
-        row = row_dtype(one.table.num_embeddings).itemsize + one.table.embedding_dim * width
-        flows.append(all_gather(ranks, len(ranks) * one.rows(shards) * row))
+    for lookup in lookups.values():
+        row = row_dtype(lookup.table.num_embeddings).itemsize + lookup.table.embedding_dim * width
+        flows.append(all_gather(ranks, len(ranks) * lookup.rows(shards) * row))
     return (
         Transfer(
             what="rows of sparse gradients",

@@ -89,7 +89,7 @@ def apply_format(model: nn.Module, memory_format: MemoryFormat) -> None:
     """
     if puts_channels_last(model, memory_format):
         # not `model.to`, which refuses models that also have 5-d tensors
-        model._apply(lambda one: one.to(memory_format=torch.channels_last) if one.dim() == 4 else one)  # type: ignore[no-untyped-call]  # noqa: SLF001
+        model._apply(lambda tensor: tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor)  # type: ignore[no-untyped-call]  # noqa: SLF001
 
 
 Compiles = Literal["model", "blocks", "nothing"]
@@ -151,10 +151,10 @@ class ModelTransforms:
     @property
     def recomputed(self) -> str | None:
         """Description of the recomputed parts, for the summary; None if nothing is recomputed."""
-        asked = self.recompute
-        if isinstance(asked, str):
-            return {"full": "every block", "selective": "every block, but not its matrix products"}.get(asked)
-        return f"one block in {asked}" if isinstance(asked, int) else f"each {', '.join(asked)}"
+        recompute = self.recompute
+        if isinstance(recompute, str):
+            return {"full": "every block", "selective": "every block, but not its matrix products"}.get(recompute)
+        return f"one block in {recompute}" if isinstance(recompute, int) else f"each {', '.join(recompute)}"
 
     @property
     def is_selective(self) -> bool:
@@ -191,7 +191,7 @@ class ModelTransforms:
 NO_TRANSFORMS: Final = ModelTransforms()
 
 
-def format_for(asked: MemoryFormat, precision: Precision, device: str, *, is_kept: bool = True) -> MemoryFormat:
+def format_for(memory_format: MemoryFormat, precision: Precision, device: str, *, is_kept: bool = True) -> MemoryFormat:
     """Return the memory format of a run on a device; auto: channels_last if tensor cores prefer it.
 
     Tensor cores take convolutions in 16 bits with the channels last; with the channels first, cuDNN transposes the
@@ -199,7 +199,7 @@ def format_for(asked: MemoryFormat, precision: Precision, device: str, *, is_kep
     earlier versions.
 
     Args:
-        asked: the value of `memory_format`.
+        memory_format: the value of the key.
         precision: the precision of the run.
         device: the device of the model, such as cuda:0.
         is_kept: whether the strategy keeps the strides of parameters.
@@ -212,11 +212,11 @@ def format_for(asked: MemoryFormat, precision: Precision, device: str, *, is_kep
         >>> format_for("auto", mixed, "cuda:0"), format_for("auto", mixed, "cpu")
         ('auto', 'contiguous')
     """
-    if asked == "channels_last" and not is_kept:
+    if memory_format == "channels_last" and not is_kept:
         rule = "has no effect on sharded parameters, which are contiguous. Use auto, or strategy=mirrored."
-        raise ConfigError([Problem(key="memory_format", value=asked, rule=rule)])
-    if asked != "auto":
-        return asked
+        raise ConfigError([Problem(key="memory_format", value=memory_format, rule=rule)])
+    if memory_format != "auto":
+        return memory_format
     in_16_bits = precision.compute_dtype in (torch.bfloat16, torch.float16)
     return "auto" if in_16_bits and is_kept and device.startswith("cuda") else "contiguous"
 
@@ -254,12 +254,12 @@ def apply_transforms(model: nn.Module, shaping: ModelTransforms, *, compiles: Co
 
 def shaping_problems(model: nn.Module, shaping: ModelTransforms, *, compiles: Compiles, strategy: str) -> list[Problem]:
     """Return config problems of the keys behind the transforms for this model, strategy and machine."""
-    found = []
+    problems = []
     if shaping.memory_format == "channels_last" and not puts_channels_last(model, "channels_last"):
         rule = "has no effect: the model has no nn.Conv2d. Leave it out."
-        found.append(Problem(key="memory_format", value="channels_last", rule=rule))
+        problems.append(Problem(key="memory_format", value="channels_last", rule=rule))
     return [
-        *found,
+        *problems,
         *_recompute_problems(model, shaping.recompute),
         *_compile_problems(model, shaping, compiles, strategy),
     ]
@@ -278,12 +278,12 @@ def shaping_notes(model: nn.Module, shaping: ModelTransforms) -> tuple[str, ...]
 
 def recomputed_modules(model: nn.Module, shaping: ModelTransforms) -> list[nn.Module]:
     """Return the modules of a model that are recomputed in backward."""
-    asked = shaping.recompute
-    if asked == "none":
+    recompute = shaping.recompute
+    if recompute == "none":
         return []
-    if not isinstance(asked, str | int):
-        return list(_outermost(module for module in model.modules() if type(module).__name__ in asked))
-    every = 1 if isinstance(asked, str) else asked
+    if not isinstance(recompute, str | int):
+        return list(_outermost(module for module in model.modules() if type(module).__name__ in recompute))
+    every = 1 if isinstance(recompute, str) else recompute
     return _blocks(model)[::every]
 
 
@@ -313,26 +313,26 @@ def _outermost(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
             yield module
 
 
-def _recompute_problems(model: nn.Module, asked: Recomputation) -> Iterator[Problem]:
+def _recompute_problems(model: nn.Module, recompute: Recomputation) -> Iterator[Problem]:
     key, kinds = "activation_checkpointing", sorted({type(module).__name__ for module in model.modules()})
-    if not isinstance(asked, str | int):
-        if not asked:
+    if not isinstance(recompute, str | int):
+        if not recompute:
             yield Problem(
                 key=key, value="[]", rule="names no class. Use none, selective, full, a number, or names of classes."
             )
-        for name in asked:
+        for name in recompute:
             if name not in kinds:
                 near = closest(name, kinds)
                 hint = f" Did you mean {near}?" if near else f" There are: {', '.join(kinds)}."
                 yield Problem(key=key, value=name, rule=f"the model has no module of this class.{hint}")
         return
     count = len(_blocks(model))
-    if asked != "none" and not count:
+    if recompute != "none" and not count:
         rule = f"the model is not a sequence of blocks. Name classes to recompute; there are: {', '.join(kinds)}."
-        yield Problem(key=key, value=asked, rule=rule)
-    elif isinstance(asked, int) and asked > count:
+        yield Problem(key=key, value=recompute, rule=rule)
+    elif isinstance(recompute, int) and recompute > count:
         rule = f"the model has {count} block{'' if count == 1 else 's'}. Use {count} or less."
-        yield Problem(key=key, value=asked, rule=rule)
+        yield Problem(key=key, value=recompute, rule=rule)
 
 
 def _compile_problems(
@@ -368,11 +368,11 @@ def _compile_problems(
         return
     from torch._dynamo import list_backends  # noqa: PLC0415 - slow to import, and most runs compile nothing
 
-    known = list_backends(exclude_tags=())
-    if shaping.backend not in known:
-        near = closest(shaping.backend, known)
+    backends = list_backends(exclude_tags=())
+    if shaping.backend not in backends:
+        near = closest(shaping.backend, backends)
         hint = f"Did you mean {near}? " if near else ""
-        rule = f"not a backend of torch.compile. {hint}There are: {', '.join(known)}."
+        rule = f"not a backend of torch.compile. {hint}There are: {', '.join(backends)}."
         yield Problem(key="compile.backend", value=shaping.backend, rule=rule)
     if value == "max-autotune":
         rule = f"has no effect with compile.backend={shaping.backend}. Use default."

@@ -57,8 +57,8 @@ class Compiled:
         warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
         for module in self.module.modules():
             _keep_keys_out(module)
-        made: Callable[..., Any] = torch.compile(self.inner, backend=self.backend, mode=self.mode)
-        return made
+        compiled: Callable[..., Any] = torch.compile(self.inner, backend=self.backend, mode=self.mode)
+        return compiled
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the compiled code: a copy of the model compiles for itself, because compiled code refers to the

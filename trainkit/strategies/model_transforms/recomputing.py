@@ -50,7 +50,7 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         before = self._buffers()
-        given = ObjectSnapshot([("", (args, kwargs))]) if self._updated is None else None
+        arguments = ObjectSnapshot([("", (args, kwargs))]) if self._updated is None else None
         attributes = [ObjectSnapshot(self.module.named_modules())] if self._counts else []
         outputs = checkpoint(
             self.inner,
@@ -60,24 +60,24 @@ class Recomputed:
             context_fn=self._contexts(before, attributes),
             **kwargs,
         )
-        if given is not None:
+        if arguments is not None:
             because = "and activation_checkpointing computes the block twice"
             block, otherwise = f"of the class {type(self.module).__name__}", "set activation_checkpointing=none"
-            refuse_changes(given, block, because, otherwise=otherwise)
+            refuse_changes(arguments, block, because, otherwise=otherwise)
             self._counts = bool(attributes[0].changed())
             if not self._counts:
                 attributes.clear()
             self._updated = _changed(self.module, before)
             # drop the entries that the recomputation does not need
-            kept = {(id(owner), name) for owner, name in self._updated}
-            before[:] = [entry for entry in before if (id(entry[0]), entry[1]) in kept]
+            updated = {(id(owner), name) for owner, name in self._updated}
+            before[:] = [entry for entry in before if (id(entry[0]), entry[1]) in updated]
         return outputs
 
     def _buffers(self) -> list[_Entry]:
         """Return copies of the buffers that a forward pass updates; of all buffers before the first pass."""
-        chosen = _places(self.module) if self._updated is None else self._updated
-        found = [(owner, name, owner._buffers[name]) for owner, name in chosen]  # noqa: SLF001
-        return [(owner, name, buffer.detach().clone()) for owner, name, buffer in found if buffer is not None]
+        chosen = _buffers_of(self.module) if self._updated is None else self._updated
+        buffers = [(owner, name, owner._buffers[name]) for owner, name in chosen]  # noqa: SLF001
+        return [(owner, name, buffer.detach().clone()) for owner, name, buffer in buffers if buffer is not None]
 
     def _contexts(
         self, before: list[_Entry], attributes: list[ObjectSnapshot]
@@ -117,7 +117,7 @@ _Entry = tuple[nn.Module, str, Tensor]
 """A buffer's module and name, and its earlier value."""
 
 
-def _places(module: nn.Module) -> list[tuple[nn.Module, str]]:
+def _buffers_of(module: nn.Module) -> list[tuple[nn.Module, str]]:
     return [
         (owner, name)
         for owner in module.modules()
@@ -128,12 +128,12 @@ def _places(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 def _changed(module: nn.Module, before: list[_Entry]) -> list[tuple[nn.Module, str]]:
     """Return the changed buffers, compared by value: batch normalisation does not change versions."""
-    held = {(id(owner), name): tensor for owner, name, tensor in before}
-    now = [(owner, name, owner._buffers[name]) for owner, name in _places(module)]  # noqa: SLF001
+    values = {(id(owner), name): tensor for owner, name, tensor in before}
+    after = [(owner, name, owner._buffers[name]) for owner, name in _buffers_of(module)]  # noqa: SLF001
     return [
         (owner, name)
-        for owner, name, buffer in now
-        if (earlier := held.get((id(owner), name))) is None
+        for owner, name, buffer in after
+        if (earlier := values.get((id(owner), name))) is None
         or buffer is None
         or buffer.shape != earlier.shape
         or not torch.equal(buffer, earlier)
@@ -143,26 +143,26 @@ def _changed(module: nn.Module, before: list[_Entry]) -> list[tuple[nn.Module, s
 @contextmanager
 def _with_attributes(module: nn.Module, before: list[ObjectSnapshot]) -> Iterator[None]:
     """Restore Python attributes that the first computation has changed, such as counters, for the block."""
-    now = [ObjectSnapshot(module.named_modules()) for _ in before]
-    for one in before:
-        one.restore()
+    after = [ObjectSnapshot(module.named_modules()) for _ in before]
+    for snapshot in before:
+        snapshot.restore()
     try:
         yield
     finally:
-        for one in now:
-            one.restore()
+        for snapshot in after:
+            snapshot.restore()
 
 
 @contextmanager
 def _as_before(before: list[_Entry]) -> Iterator[None]:
     """Replace buffers by copies with their values before the first computation; backward may save the copies."""
-    now = [owner._buffers[name] for owner, name, _ in before]  # noqa: SLF001
+    after = [owner._buffers[name] for owner, name, _ in before]  # noqa: SLF001
     for owner, name, tensor in before:
         owner._buffers[name] = tensor.clone()  # noqa: SLF001
     try:
         yield
     finally:
-        for (owner, name, _), buffer in zip(before, now, strict=True):
+        for (owner, name, _), buffer in zip(before, after, strict=True):
             owner._buffers[name] = buffer  # noqa: SLF001
 
 
@@ -192,9 +192,9 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         >>> draws(flash, (None, None, None, 0.1), {}), draws(flash, (None, None, None), {})
         (True, False)
     """
-    for place, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - has no public name
+    for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - has no public name
         if argument.name == "dropout_p":
-            value = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            value = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)
             return bool(value)
     return False
 
@@ -218,11 +218,11 @@ class KeepResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation, and keep its result if it is an expensive one."""
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func in _kept_operations() and not draws(func, args, kwargs or {}):
-            kept = tree_map(_apart, found)
-            self.results.append(_Result(func, kept, _versions(kept)))
-        return found
+            alias = tree_map(_apart, result)
+            self.results.append(_Result(func, alias, _versions(alias)))
+        return result
 
 
 class ReturnResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -231,9 +231,9 @@ class ReturnResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
     A result that was changed in place after it was kept is computed again.
     """
 
-    def __init__(self, kept: KeepResults) -> None:
+    def __init__(self, first_pass: KeepResults) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._next = kept, 0
+        self._first_pass, self._next = first_pass, 0
 
     def __enter__(self) -> Self:
         self._next = 0
@@ -250,7 +250,7 @@ class ReturnResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if func not in _kept_operations() or draws(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
-        number, results = self._next, self._kept.results
+        number, results = self._next, self._first_pass.results
         self._next += 1
         if number >= len(results) or results[number].func is not func:
             raise TrainkitError(
@@ -273,8 +273,8 @@ def selective_contexts() -> tuple[KeepResults, ReturnResults]:
         >>> out = checkpoint(lambda x: layer(x).tanh(), inputs, use_reentrant=False, context_fn=selective_contexts)
         >>> out.sum().backward()
     """
-    kept = KeepResults()
-    return kept, ReturnResults(kept)
+    first_pass = KeepResults()
+    return first_pass, ReturnResults(first_pass)
 
 
 def _apart(value: Any) -> Any:

@@ -60,8 +60,8 @@ class ReductionOptions:
             return self._where((not by_backend, "reduce", rule), (self.compression != "none", "compression", rule))
         hosts, defaults = context.launch.num_hosts if context.launch is not None else 1, ReductionOptions
         shares, thin = self.reduce == "shared_memory", self.compression == "powersgd"
-        alone = "has no effect without strategy.compression=powersgd."
-        kept = "what one such step loses would stay in its error feedback for good. Use bf16 or none."
+        no_effect = "has no effect without strategy.compression=powersgd."
+        reason = "what one such step loses would stay in its error feedback for good. Use bf16 or none."
         on_gpus = shares and hosts == 1 and any(task.device != "cpu" for task in tasks())
         return self._where(
             (shares and hosts > 1, "reduce",
@@ -73,12 +73,12 @@ class ReductionOptions:
              f"has no effect with strategy.reduce={self.reduce}: only backend sends buckets."),
             (not by_backend and self.compression != "none", "compression",
              f"is done by the backend, and strategy.reduce={self.reduce}. Use strategy.reduce=backend."),
-            (not thin and self.powersgd_rank != defaults.powersgd_rank, "powersgd_rank", alone),
-            (not thin and self.powersgd_after != defaults.powersgd_after, "powersgd_after", alone),
+            (not thin and self.powersgd_rank != defaults.powersgd_rank, "powersgd_rank", no_effect),
+            (not thin and self.powersgd_after != defaults.powersgd_after, "powersgd_after", no_effect),
             (thin and context.precision == "fp16_mixed", "compression",
-             f"cannot leave out a step that overflows, as precision=fp16_mixed does: {kept}"),
+             f"cannot leave out a step that overflows, as precision=fp16_mixed does: {reason}"),
             (thin and context.numerics.leaves_out, "compression",
-             f"cannot leave out a step, as numerics.on_nonfinite={context.numerics.on_nonfinite} does: {kept}"),
+             f"cannot leave out a step, as numerics.on_nonfinite={context.numerics.on_nonfinite} does: {reason}"),
             (thin and bool(context.optimizers), "compression",
              "supports one exchange per step, and with optimizers there may be several."),
         )  # fmt: skip
@@ -131,10 +131,10 @@ class ReductionOptions:
         """
         # ring: a slice that receives; shared_memory: a part of the total, which is mapped until the end.
         beside = 1 / num_ranks if reducer in ("ring", "shared_memory") else 0
-        kept = beside if reducer == "shared_memory" else 0
+        kept_copies = beside if reducer == "shared_memory" else 0
         # Two bytes instead of four; PowerSGD: the error, which is kept, and the gradients to compare with.
         compressed = {"none": 0, "bf16": 1, "fp16": 1, "powersgd": 2}
-        return beside + compressed[self.compression], kept + (self.compression == "powersgd")
+        return beside + compressed[self.compression], kept_copies + (self.compression == "powersgd")
 
     def reducer_of(
         self,
@@ -178,8 +178,8 @@ class ReductionOptions:
             num_bytes: bytes of all gradients.
         """
         hosts = set(torch.cat(collective.gather(torch.tensor([host_id()]))).tolist())
-        known, _ = self.rule(num_ranks=collective.num_ranks, num_hosts=len(hosts), on_gpus=on_gpus)
-        if self.reduce != "auto" or known != "shared_memory":
+        reducer, _ = self.rule(num_ranks=collective.num_ranks, num_hosts=len(hosts), on_gpus=on_gpus)
+        if self.reduce != "auto" or reducer != "shared_memory":
             return self, None
         why = shared_memory_obstacle(collective, num_bytes)
         if why is None:
@@ -188,8 +188,8 @@ class ReductionOptions:
 
     def described(self, context: PlanContext, tasks: Sequence[Task]) -> str:
         """Return the reducer and the compression, for the summary of a run."""
-        known, because = self.planned_reducer(context, tasks)
-        return f"{known}{f' (auto: {because})' if because else ''}, compression {self.compression}"
+        reducer, because = self.planned_reducer(context, tasks)
+        return f"{reducer}{f' (auto: {because})' if because else ''}, compression {self.compression}"
 
     def _backend(self, group: dist.ProcessGroup | None) -> BackendReducer:
         compressor = None

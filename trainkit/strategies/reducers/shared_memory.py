@@ -74,7 +74,7 @@ class SharedMemorySegment:
         finally:
             os.close(descriptor)
         self._words = memoryview(memory)[:head].cast("q")
-        starts = [head + place * stride for place in range(self._num_ranks + 1)]
+        starts = [head + index * stride for index in range(self._num_ranks + 1)]
         views = [torch.frombuffer(memory, dtype=dtype, count=numel, offset=start) for start in starts]
         self.slots, self.total = views[:-1], views[-1]
         self._barriers = 0
@@ -100,30 +100,30 @@ class SharedMemorySegment:
                 pass
 
     def _await(self, rank: int, timeout_s: float) -> None:
-        words, place, wanted = self._words, rank * _WORDS + _ARRIVED, self._barriers
+        words, index, expected = self._words, rank * _WORDS + _ARRIVED, self._barriers
         for _ in range(_SPINS):
-            if words[place] >= wanted:
+            if words[index] >= expected:
                 return
         begun = looked = time.monotonic()
         pause = _SLEEP_S
-        while words[place] < wanted:
+        while words[index] < expected:
             time.sleep(pause)
             now = time.monotonic()
             if now - looked <= _CHECK_S:
                 continue
             looked, pause = now, _LONGEST_SLEEP_S
             lost = words[rank * _WORDS + _GONE] == 1 or not self._marks[rank].lives
-            if words[place] >= wanted:
+            if words[index] >= expected:
                 return  # it arrived, and ended afterwards
-            name, own = self._names[rank], self._names[self._rank]
+            name, waiting = self._names[rank], self._names[self._rank]
             # Both report the end of another rank, not a failure of this one: the cause marks the error as secondary.
             if lost:
                 cause: ConnectionError = ConnectionResetError(f"rank {name} has left")
-                raise TrainingError(f"rank {name} ended while rank {own} waited for its gradients.") from cause
+                raise TrainingError(f"rank {name} ended while rank {waiting} waited for its gradients.") from cause
             if now - begun > timeout_s:
                 cause = ConnectionAbortedError(f"rank {name} did not arrive")
                 raise TrainingError(
-                    f"rank {name} sent no gradients to rank {own} in {timeout_s:g} s (strategy.timeout_s)."
+                    f"rank {name} sent no gradients to rank {waiting} in {timeout_s:g} s (strategy.timeout_s)."
                 ) from cause
 
     def close(self) -> None:
@@ -133,27 +133,27 @@ class SharedMemorySegment:
 
 def _share_memory(collective: Collective, size: int, names: Sequence[int]) -> tuple[list[ProcessId], int]:
     """Return every rank's process id, and an open descriptor of the first rank's memory; collective."""
-    own = ProcessId.of(os.getpid())
+    process = ProcessId.of(os.getpid())
     descriptor = _make(size) if collective.rank == 0 else -1
-    row = torch.tensor([[host_id(), own.pid, own.started, descriptor]], dtype=torch.int64)
+    row = torch.tensor([[host_id(), process.pid, process.started, descriptor]], dtype=torch.int64)
     rows: list[list[int]] = torch.cat(collective.gather(row)).tolist()
-    host, pid, _, made = rows[0]
-    away = [rank for rank, found in enumerate(rows) if found[0] != host]
-    if collective.rank > 0 and not away and made >= 0:
-        descriptor = _open(f"/proc/{pid}/fd/{made}")
+    host, pid, _, shared = rows[0]
+    away = [rank for rank, entry in enumerate(rows) if entry[0] != host]
+    if collective.rank > 0 and not away and shared >= 0:
+        descriptor = _open(f"/proc/{pid}/fd/{shared}")
     opened = torch.tensor([int(descriptor >= 0)])
     could = torch.cat(collective.gather(opened)).tolist()  # rank 0 keeps it open until here
     if all(could) and not away:
-        return [ProcessId(found[1], found[2]) for found in rows], descriptor
+        return [ProcessId(entry[1], entry[2]) for entry in rows], descriptor
     if descriptor >= 0:
         os.close(descriptor)
     if away:
-        what = f"rank {names[away[0]]} is not on the host of rank {names[0]}, whose memory it would share"
-    elif made < 0:
-        what = f"there are no {size / 2**20:.0f} MiB of memory to share gradients in"
+        problem = f"rank {names[away[0]]} is not on the host of rank {names[0]}, whose memory it would share"
+    elif shared < 0:
+        problem = f"there are no {size / 2**20:.0f} MiB of memory to share gradients in"
     else:
-        what = f"rank {names[could.index(0)]} may not open the memory that rank {names[0]} would share"
-    raise TrainingError(f"{what}. {_REMEDY}")
+        problem = f"rank {names[could.index(0)]} may not open the memory that rank {names[0]} would share"
+    raise TrainingError(f"{problem}. {_REMEDY}")
 
 
 def _open(path: str) -> int:
@@ -215,8 +215,8 @@ class SharedMemoryReducer(VectorReducer):
         segment = SharedMemorySegment(collective, numel=packing.numel, dtype=packing.dtype, names=names)
         self._segment = segment
         size = -(-packing.numel // collective.num_ranks)
-        own = slice(collective.rank * size, (collective.rank + 1) * size)
-        self._parts, self._total = [slot[own] for slot in segment.slots], segment.total[own]
+        part = slice(collective.rank * size, (collective.rank + 1) * size)
+        self._parts, self._total = [slot[part] for slot in segment.slots], segment.total[part]
         return segment.slots[collective.rank]
 
     def sum(self, flat: Tensor) -> None:

@@ -42,7 +42,7 @@ class Compressor:
     Source: Vogels et al. 2019, arXiv:1905.13727; torch.distributed.algorithms.ddp_comm_hooks.
     """
 
-    held_group: ClassVar[dist.ProcessGroup | None] = None
+    last_group: ClassVar[dist.ProcessGroup | None] = None
     """The group of the last exchange, which is kept: a thread of gloo refers to it for some microseconds longer, and
     would have to join itself if it released the last reference ("Resource deadlock avoided": the process aborts).
     """
@@ -80,7 +80,7 @@ class Compressor:
 
             return wait
         part.mul_(dist.get_world_size())
-        Compressor.held_group = dist.group.WORLD
+        Compressor.last_group = dist.group.WORLD
         # It begins exchanges in callbacks, at unpredictable moments: a later bucket's could be matched with wrong ones
         # of other ranks (gloo then hangs), so this one is waited for.
         summed = self._hook(self._state, _Bucket(part, grads, index)).wait()
@@ -219,12 +219,12 @@ class PerDeviceReducer(Reducer):
 
     def finish(self) -> Sums:
         """Return the sums over all ranks, each tensor on its device. A rank without shards adds zeros."""
-        own, self._sums = self._sums, ()
-        found = []
+        sums, self._sums = self._sums, ()
+        totals = []
         for reducer, part in zip(self._reducers, self._parts, strict=True):
-            reducer.add(0, part.chosen(own))
-            found.append(reducer.finish())
-        return unsplit(self._parts, found)
+            reducer.add(0, part.chosen(sums))
+            totals.append(reducer.finish())
+        return unsplit(self._parts, totals)
 
     def close(self) -> None:
         """Close the reducers of all devices."""
@@ -265,7 +265,7 @@ def cut_into_buckets(packing: FlatBuffer, *, bucket_bytes: int, part_tail: bool)
         >>> import torch
         >>> packing = FlatBuffer([torch.Size([2])] * 4, torch.float32, torch.device("cpu"), num_grads=3)
         >>> buckets = cut_into_buckets(packing, bucket_bytes=16, part_tail=False)
-        >>> [(one.first, one.last, one.is_tail) for one in buckets]
+        >>> [(bucket.first, bucket.last, bucket.is_tail) for bucket in buckets]
         [(1, 3, False), (0, 1, False), (3, 4, True)]
     """
     count, end = len(packing.shapes), packing.num_grads
@@ -292,7 +292,7 @@ def largest_bucket(model: nn.Module, dtype: torch.dtype, bucket_bytes: float) ->
     shapes = [param.shape for param in model.parameters() if param.requires_grad]
     packing = FlatBuffer(shapes, dtype, torch.device("cpu"))
     buckets = cut_into_buckets(packing, bucket_bytes=int(bucket_bytes), part_tail=True)
-    return max((packing.offsets[one.last] - packing.offsets[one.first] for one in buckets), default=0)
+    return max((packing.offsets[bucket.last] - packing.offsets[bucket.first] for bucket in buckets), default=0)
 
 
 class VectorReducer(Reducer):
@@ -328,10 +328,10 @@ class VectorReducer(Reducer):
                 bucket_bytes=self._bucket_bytes,
                 part_tail=self.compressor is not None,
             )
-            grads = [one for one in self.buckets if not one.is_tail]
-            self._grads = [range(one.first, min(one.last, packing.num_grads)) for one in grads]
+            grads = [bucket for bucket in self.buckets if not bucket.is_tail]
+            self._grads = [range(bucket.first, min(bucket.last, packing.num_grads)) for bucket in grads]
             self._bucket_of = {index: number for number, indices in enumerate(self._grads) for index in indices}
-        self._held = [False] * len(self.views)  # the content of the vector belongs to an earlier step
+        self._filled = [False] * len(self.views)  # the content of the vector belongs to an earlier step
         self._params: Sequence[Tensor] | None = None
 
     def begin_backward(self, params: Sequence[Tensor], *, is_last: bool) -> None:
@@ -389,31 +389,31 @@ class VectorReducer(Reducer):
             if grad is None or grad is view:
                 continue
             is_apart = grad.dtype is not view.dtype or isinstance(grad, DTensor)
-            if leaves_new and not is_apart and not self._held[index]:
+            if leaves_new and not is_apart and not self._filled[index]:
                 continue
             param.grad = None if is_apart else view
             part = local_part(grad)
-            if is_apart and self._held[index]:
+            if is_apart and self._filled[index]:
                 view.add_(part.to(view.device))
                 continue
             views.append(view)
             grads.append(part)
-            self._held[index] = True
+            self._filled[index] = True
         if grads:
             torch._foreach_copy_(views, grads)
 
     def has_taken(self, index: int) -> bool:
         """Return whether the vector holds a gradient."""
-        return self._held[index]
+        return self._filled[index]
 
     def on_full(self, number: int) -> None:
         """Receive the number of a bucket whose final gradients are in the vector, during the last backward pass."""
 
     def fill_rest(self) -> None:
         """Copy the remaining tensors into the vector: buffers, the counted weight, and missing gradients."""
-        rest = [index for index, held in enumerate(self._held) if not held]
+        rest = [index for index, filled in enumerate(self._filled) if not filled]
         FlatBuffer.fill([self.views[index] for index in rest], [self._sums[index] for index in rest])
-        self._held = [True] * len(self._held)
+        self._filled = [True] * len(self._filled)
 
     def finish(self) -> Sums:
         """Return the sums over all ranks: views of the vector."""
@@ -539,7 +539,7 @@ class HierarchicalReducer(VectorReducer):
         timeout = timedelta(seconds=timeout_s)
         # Every rank creates every group in the same order, as torch requires.
         groups = {place: dist.new_group(ranks, timeout=timeout) for place, ranks in members.items()}
-        for together in dict.fromkeys(found for found, _ in members):
+        for together in dict.fromkeys(group for group, _ in members):
             leaders = dist.new_group([ranks[0] for place, ranks in members.items() if place[0] == together], timeout)
             if together == places[rank][0]:
                 self._leaders = leaders
@@ -569,8 +569,8 @@ class RingReducer(VectorReducer):
     def sum(self, flat: Tensor) -> None:
         """Sum over the ranks, in place; collective."""
         note_exchange(flat, group=self._group)
-        here = flat.to("cpu", copy=True) if sends_from_host(flat.device) else flat
-        slices = here.tensor_split(self._num_ranks)
+        buffer = flat.to("cpu", copy=True) if sends_from_host(flat.device) else flat
+        slices = buffer.tensor_split(self._num_ranks)
         received = torch.empty_like(slices[0])  # the first slice is the longest
         right, left = ((self._rank + turn) % self._num_ranks for turn in (1, -1))
         for turn in range(2 * self._num_ranks - 2):
@@ -584,8 +584,8 @@ class RingReducer(VectorReducer):
                 work.wait()
             if adds:
                 into.add_(target)
-        if here is not flat:
-            flat.copy_(here)
+        if buffer is not flat:
+            flat.copy_(buffer)
 
 
 def sends_from_host(device: torch.device) -> bool:
@@ -615,31 +615,31 @@ class DeterministicReducer(Reducer):
     def begin(self, packing: FlatBuffer, *, num_shards: int) -> None:
         """Begin the sum of a step."""
         self._parts, self._num_shards = packing.parts, num_shards
-        self._own = LaneSums(_add_each, num_lanes=self.lanes, num_shards=num_shards)
+        self._lane_sums = LaneSums(_add_each, num_lanes=self.lanes, num_shards=num_shards)
 
     def add(self, lane: int, sums: Sums) -> None:
         """Add the sums of a lane to those of its sibling, if both exist."""
         vectors = [part.packing.pack(part.chosen(sums)) for part in self._parts]
-        self._own.push(LaneNode(lane, self.lanes), vectors)
+        self._lane_sums.push(LaneNode(lane, self.lanes), vectors)
 
     def finish(self) -> Sums:
         """Return the sums over all lanes, in the order of the tree."""
-        own, totals = self._own.take(), []
+        nodes, totals = self._lane_sums.take(), []
         for number, part in enumerate(self._parts):
-            vectors = [of_node[number] for of_node in own]
+            vectors = [of_node[number] for of_node in nodes]
             total = vectors[0] if self._num_ranks == 1 else self._exchange(vectors, part.packing)
             totals.append(part.packing.views(total.add_(0.0)))  # the sign of zero does not depend on the ranks
         return unsplit(self._parts, totals)
 
-    def _exchange(self, own: list[Tensor], packing: FlatBuffer) -> Tensor:
+    def _exchange(self, vectors: list[Tensor], packing: FlatBuffer) -> Tensor:
         ranks, lanes, shards = self._num_ranks, self.lanes, self._num_shards
         nodes = [owned_nodes(rank=rank, num_ranks=ranks, num_lanes=lanes, num_shards=shards) for rank in range(ranks)]
         size = -(-packing.numel // ranks)
-        padded = [nn.functional.pad(vector, (0, size * ranks - vector.numel())).view(ranks, size) for vector in own]
-        sent = torch.cat(padded, dim=1).view(-1) if own else packing.empty()[:0]
+        padded = [nn.functional.pad(vector, (0, size * ranks - vector.numel())).view(ranks, size) for vector in vectors]
+        sent = torch.cat(padded, dim=1).view(-1) if vectors else packing.empty()[:0]
         received = sent.new_empty(sum(map(len, nodes)), size)
         splits = [len(owned) * size for owned in nodes]
-        dist.all_to_all_single(received.view(-1), sent, splits, [len(own) * size] * ranks)
+        dist.all_to_all_single(received.view(-1), sent, splits, [len(vectors) * size] * ranks)
         of_ranks = [rows.unbind() for rows in torch.split(received, [len(owned) for owned in nodes])]
         total = sum_of_ranks(Tensor.add_, of_ranks, num_lanes=lanes, num_shards=shards)
         gathered = sent.new_empty(size * ranks)

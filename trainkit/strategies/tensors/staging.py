@@ -83,7 +83,7 @@ class Parcel:
 
     @torch.no_grad()
     def __init__(self, tensors: Sequence[Tensor], *, towards: torch.device) -> None:
-        self._layout = ByteLayout([TensorKind.of(one) for one in tensors])
+        self._layout = ByteLayout([TensorKind.of(tensor) for tensor in tensors])
         device, size = tensors[0].device, self._layout.size
         on_host = device.type == "cpu"
         self._flat = host_bytes(size, towards) if on_host else torch.empty(size, dtype=torch.uint8, device=device)
@@ -107,15 +107,15 @@ def moved(tensors: Sequence[Tensor | None], device: torch.device) -> list[Tensor
         device: the target device.
 
     Example:
-        >>> there = moved([torch.ones(2, 3), None, torch.eye(3).to_sparse()], torch.device("meta"))
-        >>> [one if one is None else (one.device.type, one.is_sparse) for one in there]
+        >>> tensors = moved([torch.ones(2, 3), None, torch.eye(3).to_sparse()], torch.device("meta"))
+        >>> [tensor if tensor is None else (tensor.device.type, tensor.is_sparse) for tensor in tensors]
         [('meta', False), None, ('meta', True)]
     """
-    away = [one for one in tensors if one is not None and one.device != device]
+    away = [tensor for tensor in tensors if tensor is not None and tensor.device != device]
     if not away:
         return list(tensors)
-    arrived = iter(Parcel([part for one in away for part in strided_parts(one)], towards=device).on(device))
-    return [one if one is None or one.device == device else assembled(one, arrived) for one in tensors]
+    arrived = iter(Parcel([part for tensor in away for part in strided_parts(tensor)], towards=device).on(device))
+    return [tensor if tensor is None or tensor.device == device else assembled(tensor, arrived) for tensor in tensors]
 
 
 def strided_parts(tensor: Tensor) -> list[Tensor]:
