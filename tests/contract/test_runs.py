@@ -286,13 +286,13 @@ def test_averages_that_cannot_be_shown_leave_the_variables_to_the_copies() -> No
 def test_averages_count_though_the_copy_that_keeps_them_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    computed = AsyncCentralExecutor._computed
+    computed = AsyncCentralExecutor._compute_step
 
     def slow(self: Any, work: Any) -> Any:
         time.sleep(0.05 if work.replica is self._copies.copies[0] else 0.0)
         return computed(self, work)
 
-    monkeypatch.setattr(AsyncCentralExecutor, "_computed", slow)
+    monkeypatch.setattr(AsyncCentralExecutor, "_compute_step", slow)
     test_an_average_is_that_of_torch(tmp_path, ASYNC, EMA, range(1, 8))
     # the first update is that of the other copy: a single one, which has the slots of the first, finds averages alone
     single = (*ASYNC[:2], "strategy.compute_devices=[cpu]", f"resume={tmp_path}/run/checkpoints/step_00000001")

@@ -54,7 +54,7 @@ from trainkit.strategies.core.replica import bits_hash, drifted_parameter
 from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirrored
 from trainkit.strategies.groups import process_group
 from trainkit.strategies.mesh import sharding as fully
-from trainkit.strategies.mesh.pipe.held import groups_alike
+from trainkit.strategies.mesh.pipe.rank_stages import groups_alike
 from trainkit.strategies.mesh.sharding import Axes, Sharding, blocks_of_model, fully_sharded, without_shared
 from trainkit.strategies.mesh.step import unsharded_model_problems
 from trainkit.strategies.mesh.strategy import Fsdp, Mesh, TensorParallel

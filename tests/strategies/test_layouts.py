@@ -135,7 +135,7 @@ def test_a_step_of_central_storage_crosses_once_a_direction(base: Case, monkeypa
     base = replace(base, num_steps=STEPS, micro_size=4)
     expected = run_rank(None, base).state
     monkeypatch.setattr(ComputingCopies, "submit", inline)
-    monkeypatch.setattr(CentralStorage, "_computing", lambda *_: ["meta"])
+    monkeypatch.setattr(CentralStorage, "_copy_devices", lambda *_: ["meta"])
     settings = {"parameter_device": "cpu"}
     with SecondDevice() as device:
         found = _Rank(None, replace(base, strategy="central_storage", settings=settings)).train().state

@@ -786,7 +786,7 @@ def test_servers_hold_equal_bytes_and_cut_at_most_one_variable_a_boundary(server
     assert [server for server in range(servers) if abs(shares.bytes_of(server) / fair - 1) > 0.1] == []
     assert len(shares.split) <= servers - 1
     pieces = [piece for of_server in shares.pieces for piece in of_server]
-    rows = [(piece.place, row) for piece in pieces for row in range(piece.start, piece.stop)]
+    rows = [(piece.index, row) for piece in pieces for row in range(piece.start, piece.stop)]
     assert rows == [(place, row) for place, one in enumerate(variables) for row in range(one.num_rows)]
 
 

@@ -324,9 +324,9 @@ class ParamGuard:
         modules = list(self._model.modules())
         self._tables = [table for module in modules for table in (module._modules, module._parameters)]  # noqa: SLF001
         self._sizes = [*map(len, self._tables)]
-        held = [(table, name, one) for table in self._tables for name, one in table.items()]
-        self._places, self._names, self._held = (
-            ([*column] for column in zip(*held, strict=True)) if held else ([], [], [])
+        entries = [(table, name, value) for table in self._tables for name, value in table.items()]
+        self._entry_tables, self._entry_names, self._entry_values = (
+            ([*column] for column in zip(*entries, strict=True)) if entries else ([], [], [])
         )
 
     def change(self, *, flags: bool = True) -> str | None:
@@ -335,7 +335,7 @@ class ParamGuard:
         Args:
             flags: whether a changed `requires_grad` counts.
         """
-        is_same = all(map(is_, map(dict.get, self._places, self._names), self._held))
+        is_same = all(map(is_, map(dict.get, self._entry_tables, self._entry_names), self._entry_values))
         if not is_same or [*map(len, self._tables)] != self._sizes:
             params = dict(self._model.named_parameters(remove_duplicate=False))
             kinds = {
@@ -343,17 +343,15 @@ class ParamGuard:
                 "removed": [name for name in self._params if name not in params],
                 "replaced": [name for name, param in self._params.items() if params.get(name, param) is not param],
             }
-            if said := " and ".join(f"{listed(names)} was {kind}" for kind, names in kinds.items() if names):
-                return f"the parameter {said}"
+            if changes := " and ".join(f"{listed(names)} was {kind}" for kind, names in kinds.items() if names):
+                return f"the parameter {changes}"
             self._watch()  # only modules without parameters are new
         if not flags or [*map(_TRAINS, self._all)] == self._trains:
             return None
-        changed = {
-            name: one.requires_grad for name, one in self._params.items() if one.requires_grad is (name in self.frozen)
-        }
-        trains = next(iter(changed.values()))
-        names = [name for name, value in changed.items() if value is trains]
-        return f"requires_grad of {listed(names)} was changed to {trains}"
+        changed = [name for name, param in self._params.items() if param.requires_grad is (name in self.frozen)]
+        was_frozen = changed[0] in self.frozen
+        names = [name for name in changed if (name in self.frozen) is was_frozen]
+        return f"requires_grad of {listed(names)} was changed to {was_frozen}"
 
     def refuse_change(self, step: int, *, flags: bool = True) -> None:
         """Raise if a parameter was changed.
@@ -664,7 +662,7 @@ class StagePart:
 class Facts:
     """The properties of a strategy: of its class, and in `Strategy.facts_in` of its fields in a context."""
 
-    place: int = 9
+    position: int = 9
     """Position in texts that list strategies: smaller numbers first, from the simplest strategy on."""
     elastic: bool = False
     """Whether a run may continue with some of its replicas, and later with all: a checkpoint has the whole state."""

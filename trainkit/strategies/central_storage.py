@@ -84,8 +84,8 @@ class CentralStorage(OneProcess):
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems: devices that do not exist or are repeated, and processes that have no work."""
-        if found := self.launch_problems(context.launch):
-            return found
+        if problems := self.launch_problems(context.launch):
+            return problems
         key, names = "strategy.compute_devices", self.compute_devices
         problems = device_list_problems(key, names, context.num_gpus, because="A GPU computes one copy.")
         if self.parameter_device != "auto":
@@ -106,30 +106,30 @@ class CentralStorage(OneProcess):
         rule = "strategy.mode=async has no step that ends before the next one. Use mode=sync."
         return replace(
             super().facts_in(context),
-            changes_maths=len(self._computing(context.num_gpus)) > 1,
+            changes_maths=len(self._copy_devices(context.num_gpus)) > 1,
             is_asynchronous=True,
             withheld_calls={LoopCall.session: rule},
         )
 
     def num_replicas(self, context: PlanContext) -> int:
         """Return the number of compute devices, which share a step; 1 in `async`, where each computes whole steps."""
-        return 1 if self.mode == "async" else len(self._computing(context.num_gpus))
+        return 1 if self.mode == "async" else len(self._copy_devices(context.num_gpus))
 
     def notes(self, model: nn.Module, context: PlanContext) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
         """Return a note if asynchronous updates train differently."""
         if not self.facts_in(context).changes_maths:
             return ()
-        count = len(self._computing(context.num_gpus))
+        count = len(self._copy_devices(context.num_gpus))
         line = f"central_storage: {count} threads apply gradients as they arrive"
         return (f"{line}: a different training from that of one device, and another every time.",)
 
     def num_slots(self, num_gpus: int) -> int:
         """Return the number of devices, or of CPU cores, that have their own thread."""
-        return max(1, len(self._computing(num_gpus)))
+        return max(1, len(self._copy_devices(num_gpus)))
 
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:
         """Return one task, on the parameter device; it computes on the devices of the copies."""
-        computing = tuple(dict.fromkeys(self._computing(context.num_gpus)))
+        computing = tuple(dict.fromkeys(self._copy_devices(context.num_gpus)))
         return (Task(role="worker", index=0, rank=0, device=self._home(context.num_gpus), computes_on=computing),)
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
@@ -137,7 +137,7 @@ class CentralStorage(OneProcess):
         lanes, count = context.numerics.lanes, self.num_replicas(context)
         copies = 0 if count == 1 else count
         if self.mode == "async":  # copies of parameters, too
-            copies = 2 * len(self._computing(context.num_gpus))
+            copies = 2 * len(self._copy_devices(context.num_gpus))
         elif context.numerics.reproducible:  # those of each lane and of the tree
             copies = lanes + lanes.bit_length()
         return ModelMemory.whole(model, gradient_copies=copies)
@@ -145,11 +145,11 @@ class CentralStorage(OneProcess):
     def setup(self, request: SetupRequest) -> CentralExecutor | AsyncCentralExecutor:
         """Put the variables on the parameter device, and a copy on each compute device."""
         variables = Replica(build_parts(request))
-        devices = [torch.device(name) for name in self._computing(torch.cuda.device_count())]
+        devices = [torch.device(name) for name in self._copy_devices(torch.cuda.device_count())]
         for device in devices:
             request.precision.apply_globally(device.type, reproducible=request.numerics.reproducible)
         is_async = self.mode == "async"
-        phases = [ignore_phase if is_async or place else request.on_phase for place in range(len(devices))]
+        phases = [ignore_phase if is_async or index else request.on_phase for index in range(len(devices))]
         copies = [
             computing_copy(variables, device, shares=not is_async, on_phase=on_phase)
             for device, on_phase in zip(devices, phases, strict=True)
@@ -160,11 +160,11 @@ class CentralStorage(OneProcess):
         uncompiled(variables.model)  # which is evaluated while the copies compute
         masters = variables.masters
         steppers = [make_stepper(request, masters) for _ in devices]
-        for optimizer in [one for stepper in steppers[1:] for one in stepper.optimizers]:
+        for optimizer in [optimizer for stepper in steppers[1:] for optimizer in stepper.optimizers]:
             detach(optimizer)
         return AsyncCentralExecutor(computing, request.training, steppers)
 
-    def _computing(self, num_gpus: int) -> list[str]:
+    def _copy_devices(self, num_gpus: int) -> list[str]:
         """Return the devices of the model copies."""
         if self.compute_devices is None:
             return [f"cuda:{index}" for index in range(num_gpus)] or ["cpu"] * _CPU_THREADS
@@ -174,7 +174,7 @@ class CentralStorage(OneProcess):
         """Return the parameter device."""
         if self.parameter_device != "auto":
             return parse_device(self.parameter_device) or "cpu"
-        computing = self._computing(num_gpus)
+        computing = self._copy_devices(num_gpus)
         return computing[0] if len(computing) == 1 else "cpu"
 
 
@@ -205,9 +205,9 @@ class CentralExecutor(SynchronousExecutor[Replica]):
 
     def swap_averages(self) -> bool:
         """Exchange the variables and their averages."""
-        found = super().swap_averages()
+        has_averages = super().swap_averages()
         self._copies.refresh()
-        return found
+        return has_averages
 
     def close(self, *, failed: bool = False) -> None:
         """End the threads."""
@@ -222,8 +222,8 @@ class AsyncCentralExecutor(Executor):
         self._copies, self._variables, self._training = copies, copies.source, training
         self._steppers = list(steppers)
         self._scheduler = AsyncScheduler(plan=training.plan)
-        for place in range(len(steppers)):
-            self._scheduler.join(str(place))
+        for index in range(len(steppers)):
+            self._scheduler.join(str(index))
         self._chosen: WorkItem | None = None
         """The work of the ticket that was yielded last."""
         self._running: dict[Future[tuple[ThreadWork, int]], WorkItem] = {}
@@ -280,20 +280,20 @@ class AsyncCentralExecutor(Executor):
         return [worker for worker in map(str, range(len(self._steppers))) if worker not in busy]
 
     def _send(self, item: WorkItem, batches: Sequence[Batch]) -> None:
-        copies, place = self._copies, int(item.worker)
-        copy = copies.copies[place]
+        copies, index = self._copies, int(item.worker)
+        copy = copies.copies[index]
         copy.set_loss_scale(self._variables.loss_scale)
         work = ThreadWork(copy, item.ticket, [to_device(batch, copy.device) for batch in batches], self._training)
         copies.agree(work)
-        compiles = copies.may_compile([(place, work.batches)])
+        compiles = copies.may_compile([(index, work.batches)])
         if compiles:
             wait(self._running)
-        future = copies.submit(self._computed, work)
+        future = copies.submit(self._compute_step, work)
         self._running[future] = item
         if compiles:
             wait([future])
 
-    def _computed(self, work: ThreadWork) -> tuple[ThreadWork, int]:
+    def _compute_step(self, work: ThreadWork) -> tuple[ThreadWork, int]:
         """Read the current variables and compute a whole step with them, on a thread; return their version, too."""
         with self._lock:
             self._copies.refresh(work.replica)
@@ -304,18 +304,18 @@ class AsyncCentralExecutor(Executor):
     def _apply(self, update: PendingUpdate, work: ThreadWork) -> StepOutcome:
         """Update the variables by the optimizer of the copy that computed; the first one keeps the averages of all."""
         (item,), variables = update.items, self._variables
-        ((_, sums),) = work.found
+        ((_, sums),) = work.lane_sums
         variables.on_phase("update", item.ticket.step)
         with self._lock:
             variables.use_stepper(self._steppers[int(item.worker)])
             variables.set_sparse(work.replica.sparse)
             variables.buffers.begin_step()
             rule = set_rates(variables.stepper, update.version, self._training.rule(update.version))
-            now, used = variables.loss_scale, work.replica.loss_scale.scale
+            current, used = variables.loss_scale, work.replica.loss_scale.scale
             variables.set_loss_scale(replace(variables.precision.loss_scale(), scale=used))
-            found, norm = apply_update(variables, sums, work.divisor, rule, loss_sum=work.loss_sum)
+            status, norm = apply_update(variables, sums, work.divisor, rule, loss_sum=work.loss_sum)
             leaves_out = variables.numerics.leaves_out
-            status, scale = settled(now, used, found, leaves_out=leaves_out)
+            status, scale = settled(current, used, status, leaves_out=leaves_out)
             if status is Status.applied and item.worker != "0":
                 pairs = zip(variables.masters.values(), sums, strict=False)
                 count_update(self._steppers[0].optimizers, [param for param, grad in pairs if grad is not None])
@@ -336,22 +336,22 @@ class AsyncCentralExecutor(Executor):
         """Return the variables and the first copy's optimizer state; that of other copies in slots `NAME@COPY`."""
         variables = self._variables
         variables.use_stepper(self._steppers[0])
-        found = replica_state(variables)
-        for place, stepper in enumerate(self._steppers[1:], start=1):
+        state = replica_state(variables)
+        for index, stepper in enumerate(self._steppers[1:], start=1):
             for key, tensor in stepper.state(variables.masters).items():
                 kind, slot, name = key.split("/", 2)
-                found[f"{kind}/{slot}@{place}/{name}"] = tensor
-        return found
+                state[f"{kind}/{slot}@{index}/{name}"] = tensor
+        return state
 
     def load_state_dict(self, state: StateDict) -> None:
         """Restore a state of `state_dict`, or of another strategy, whose optimizer state every copy then uses."""
         variables = self._variables
         variables.use_stepper(self._steppers[0])
         restore_replica(variables, state)
-        first = [key for key in state if key.startswith("optimizer/") and key.split("/")[1] not in SLOTS]
-        for place, stepper in enumerate(self._steppers[1:], start=1):
-            own = {key.replace(f"@{place}/", "/", 1): state[key] for key in state if f"@{place}/" in key}
-            stepper.restore(variables.masters, own or {key: state[key].clone() for key in first if "@" not in key})
+        keys = [key for key in state if key.startswith("optimizer/") and key.split("/")[1] not in SLOTS]
+        for index, stepper in enumerate(self._steppers[1:], start=1):
+            slots = {key.replace(f"@{index}/", "/", 1): state[key] for key in state if f"@{index}/" in key}
+            stepper.restore(variables.masters, slots or {key: state[key].clone() for key in keys if "@" not in key})
         self._copies.refresh(frozen=True)
 
     def swap_averages(self) -> bool:
@@ -360,12 +360,12 @@ class AsyncCentralExecutor(Executor):
             self._lock.acquire()
         try:
             self._variables.use_stepper(self._steppers[0])
-            found = self._variables.swap_averages()
-            self._shows_averages = found and not self._shows_averages
+            has_averages = self._variables.swap_averages()
+            self._shows_averages = has_averages and not self._shows_averages
         finally:
             if not self._shows_averages:
                 self._lock.release()
-        return found
+        return has_averages
 
     def close(self, *, failed: bool = False) -> None:  # noqa: ARG002 - there is no other rank
         """End the threads."""

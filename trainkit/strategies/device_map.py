@@ -45,12 +45,12 @@ class DeviceMap(OneProcess):
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems of the devices; `validate_model` checks the map."""
-        if found := self.launch_problems(context.launch):
-            return found
+        if problems := self.launch_problems(context.launch):
+            return problems
         named: list[tuple[str, int | str]] = [("strategy.devices", device) for device in self.devices or ()]
         if isinstance(self.map, Mapping):
             named += [(f"strategy.map.{word}", device) for word, device in self.map.items()]
-        problems = [found for key, device in named for found in device_problems(key, device, context.num_gpus)]
+        problems = [problem for key, device in named for problem in device_problems(key, device, context.num_gpus)]
         if self.map == {}:
             rule = "places nothing. Name modules and their devices, {embed:0,rest:1}, or use auto."
             problems.append(Problem(key="strategy.map", value="{}", rule=rule))
@@ -72,31 +72,31 @@ class DeviceMap(OneProcess):
 
     def resolve(self, build: Callable[[], nn.Module], context: PlanContext) -> DeviceMap:
         """Return the strategy with a map instead of `auto`: the activations of each block are known only here."""
-        if self.map != "auto" or len(self._used(context.num_gpus)) == 1:
+        if self.map != "auto" or len(self._used_devices(context.num_gpus)) == 1:
             return self
         layout = self._map(context.num_gpus).layout(build(), context.formats, context)
-        return replace(self, map={unit.name: layout.group[place] for unit, place in layout.placed}, devices=None)
+        return replace(self, map={unit.name: layout.group[index] for unit, index in layout.placed}, devices=None)
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return the memory of the device with the largest use, and the partial sums of a reproducible run."""
-        held = (part.memory for part in self.replica_parts(model, context))
-        return max(held, key=lambda memory: sum(memory.resident.values()))
+        memories = (part.memory for part in self.replica_parts(model, context))
+        return max(memories, key=lambda memory: sum(memory.resident.values()))
 
     def replica_parts(self, model: nn.Module, context: PlanContext) -> tuple[ReplicaPart, ...]:
         """Return the blocks of each device; one part for all if the map does not fit the model."""
         copies = synchronous_gradient_copies(context.numerics, 1)
-        found = self._map(context.num_gpus).held_parts(model, context, gradient_copies=copies)
-        return found or (ReplicaPart(modules=(), memory=super().estimate_memory(model, context)),)
+        parts = self._map(context.num_gpus).device_parts(model, context, gradient_copies=copies)
+        return parts or (ReplicaPart(modules=(), memory=super().estimate_memory(model, context)),)
 
     def num_slots(self, num_gpus: int) -> int:
         """Return the number of GPUs in the map; on the CPU the parts run one after another."""
-        return max(1, sum(device != "cpu" for device in self._used(num_gpus)))
+        return max(1, sum(device != "cpu" for device in self._used_devices(num_gpus)))
 
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:
         """Return one task; its device is the first GPU of the map, else the CPU."""
-        found = self._used(context.num_gpus)
-        first = min(found, key=lambda device: device == "cpu")
-        return (Task(role="worker", index=0, rank=0, device=first, computes_on=tuple(found)),)
+        devices = self._used_devices(context.num_gpus)
+        first = min(devices, key=lambda device: device == "cpu")
+        return (Task(role="worker", index=0, rank=0, device=first, computes_on=tuple(devices)),)
 
     def setup(self, request: SetupRequest) -> SynchronousExecutor[Replica]:
         """Move each block to its device.
@@ -110,12 +110,12 @@ class DeviceMap(OneProcess):
     def _map(self, num_gpus: int) -> ModelMap:
         """Return the map over the devices of a host."""
         blocks = self.map if isinstance(self.map, Mapping) else None
-        return ModelMap(blocks=blocks, devices=self._used(num_gpus), max_memory=self.max_memory)
+        return ModelMap(blocks=blocks, devices=self._used_devices(num_gpus), max_memory=self.max_memory)
 
-    def _used(self, num_gpus: int) -> tuple[str, ...]:
+    def _used_devices(self, num_gpus: int) -> tuple[str, ...]:
         """Return the devices of the map, in its order."""
         if isinstance(self.map, Mapping):
             named: Sequence[int | str] = tuple(self.map.values())
         else:
             named = self.devices or tuple(range(num_gpus)) or ("cpu",)
-        return tuple(dict.fromkeys(device for one in named if (device := parse_device(one)) is not None)) or ("cpu",)
+        return tuple(dict.fromkeys(device for name in named if (device := parse_device(name)) is not None)) or ("cpu",)

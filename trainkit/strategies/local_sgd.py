@@ -82,7 +82,7 @@ _AVERAGE_ALONE: Final = OuterOptimizer()
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OwnPart(BatchPlan):
+class _ReplicaPlan(BatchPlan):
     """The plan of an independent step of a replica: its own shards are the batch."""
 
     shards: tuple[int, ...]
@@ -203,8 +203,8 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         """Return the replica of a rank, the vector of an average (parameters and two moments), and the outer
         optimizer.
         """
-        here = ModelMemory.whole(model) if self.shard == 1 else self._mesh.estimate_memory(model, context)
-        return replace(here, gradient_copies=3 + (3 if self.outer.lr is not None else 0))
+        memory = ModelMemory.whole(model) if self.shard == 1 else self._mesh.estimate_memory(model, context)
+        return replace(memory, gradient_copies=3 + (3 if self.outer.lr is not None else 0))
 
     def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
         """Return the transfers: the average every `average_every` steps, and before `local_after` the sum of gradients
@@ -218,23 +218,23 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         if step is None or lookups is None:
             return None
         average, every = "parameters and optimizer state", self.average_every
-        found = tuple(  # each observed step averages
-            replace(one, what=average, overlaps=False, first_step=self.local_after, every=every)
-            if (one.what, one.how) == ("gradients", "all-reduce")
-            else one
-            for one in step
+        transfers = tuple(  # each observed step averages
+            replace(transfer, what=average, overlaps=False, first_step=self.local_after, every=every)
+            if (transfer.what, transfer.how) == ("gradients", "all-reduce")
+            else transfer
+            for transfer in step
         )
         if not self.local_after:
-            return found
+            return transfers
         ranks, width = ranks_of(self, context), context.formats.master_dtype.itemsize
         dense = exchanged_elements(model) - sum(table.numel() for table in weights_of(lookups))
         vector = Vector(num_bytes=dense // self.shard * width, element_bytes=width)
-        parts = [ranks[place :: self.shard] for place in range(self.shard)]  # ranks with the same part
+        parts = [ranks[index :: self.shard] for index in range(self.shard)]  # ranks with the same part
         host = ranks_a_host(context, len(ranks))
-        each = [reduction("backend", part, vector, ranks_a_host=host)[0] for part in parts if len(part) > 1]
-        summed = [replace(each[0], flows=joined(*(one.flows for one in each)))] if each else []
+        sums = [reduction("backend", part, vector, ranks_a_host=host)[0] for part in parts if len(part) > 1]
+        summed = [replace(sums[0], flows=joined(*(transfer.flows for transfer in sums)))] if sums else []
         summed += gathered_rows(lookups, ranks, shards=cut.shards_a_replica, width=width)
-        return (*found, *(replace(one, end_step=self.local_after) for one in summed))
+        return (*transfers, *(replace(transfer, end_step=self.local_after) for transfer in summed))
 
     def observed_ranks(self, context: PlanContext) -> tuple[int, ...]:  # noqa: ARG002 - the same in any
         """Return the first rank."""
@@ -252,7 +252,7 @@ class LocalSgd(ProcessGroupOptions, Strategy):
     def setup(self, request: SetupRequest) -> LocalSgdExecutor:
         """Join the other ranks, and broadcast the model of rank 0."""
         ranks = self.join(request.identity)
-        alone: Collective = LocalCollective()
+        local: Collective = LocalCollective()
         step: MakeStep[Replica] = ShardStep
         step_alone: MakeStep[Replica] = ShardStep
         copies = join_norms = None
@@ -262,13 +262,13 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         else:
             replica, place, step = self._mesh.build(request, ranks)
             group, copies = place.group("shard"), place.group("replicate")
-            rank, device = place.places["shard"], replica.device
-            alone = GroupCollective(rank=rank, num_ranks=self.shard, device=device, group=group)
+            rank, device = place.coordinates["shard"], replica.device
+            local = GroupCollective(rank=rank, num_ranks=self.shard, device=device, group=group)
             join_norms = joined_norms(dict.fromkeys(replica.params, True), device, group)
             step_alone = partial(ShardedWork, group=group)
         # for independent steps, the same model, optimizer and buffers, without sums over the other replicas
         parts = replace(
-            replica.parts_made_of, data_ranks=alone, all_ranks=alone, reducer=LocalReducer(), join_norms=join_norms
+            replica.parts_made_of, data_ranks=local, all_ranks=local, reducer=LocalReducer(), join_norms=join_norms
         )
         return LocalSgdExecutor(
             self, replica, Replica(parts), request.training, ranks, make_steps=(step, step_alone), copies=copies
@@ -298,7 +298,7 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
     ) -> None:
         super().__init__(replica, training, ranks=ranks, make_step=make_steps[0])
         self._settings, self._apart, self._make_step_apart = settings, apart, make_steps[1]
-        self._own, self._copies = apart.data_ranks, copies
+        self._replica_ranks, self._copies = apart.data_ranks, copies
         self._steps = 0
         """Steps since the last average, the same on every rank."""
         self._targets: Tensor | float = 0.0
@@ -316,14 +316,14 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
 
     def assign(self, step: int) -> tuple[int, ...]:
         """Return this rank's share of the shards of its replica."""
-        return self._shards_of_replica(step)[self._own.rank :: self._own.num_ranks]
+        return self._shards_of_replica(step)[self._replica_ranks.rank :: self._replica_ranks.num_ranks]
 
     def _shards_of_replica(self, step: int) -> tuple[int, ...]:
-        replica, each = self._replica, self._own.num_ranks
+        replica, ranks_a_replica = self._replica, self._replica_ranks.num_ranks
         return shards_of_rank(
             self._training.plan.num_shards(step),
-            rank=replica.rank // each,
-            num_ranks=replica.num_ranks // each,
+            rank=replica.rank // ranks_a_replica,
+            num_ranks=replica.num_ranks // ranks_a_replica,
             lanes=replica.lanes,
         )
 
@@ -337,19 +337,19 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
             if self._settings.outer.lr is not None:
                 self._start = self._masters.pack(list(self._replica.masters.values()), into=self._start)
         plan = {item.name: getattr(training.plan, item.name) for item in fields(BatchPlan)}
-        own = replace(training, plan=_OwnPart(**plan, shards=self._shards_of_replica(ticket.step)))
-        outcome = self._step_alone(ticket, batches, own)
+        context = replace(training, plan=_ReplicaPlan(**plan, shards=self._shards_of_replica(ticket.step)))
+        outcome = self._step_alone(ticket, batches, context)
         self._steps += 1
         self._targets = self._targets + outcome.weight
         if outcome.status is Status.applied:
-            self._samples += own.plan.batch_size(ticket.step)
+            self._samples += context.plan.batch_size(ticket.step)
         if self._settings.next_sync_step(ticket.step + 1) == ticket.step + 1:
             self._replica.on_phase("reduce", ticket.step)
             self._average()
             return replace(outcome, left_out=self._left_out_by_any())
         return outcome
 
-    def _step_alone(self, ticket: Ticket, batches: Sequence[Batch], own: StepContext) -> StepOutcome:
+    def _step_alone(self, ticket: Ticket, batches: Sequence[Batch], context: StepContext) -> StepOutcome:
         """Run forward, backward and update of one replica, with the loss averaged over its own targets."""
         replica, apart = self._replica, self._apart
         if replica.packing is None:
@@ -357,20 +357,20 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         if apart.packing is None:
             apart.adopt_layout(replica)
             apart.set_stand_in(replica.stand_in)
-        if not own.plan.num_shards(ticket.step):  # in a short batch
+        if not context.plan.num_shards(ticket.step):  # in a short batch
             self._agree_on_used([None] * len(apart.params))
             return StepOutcome(ticket.step, Status.applied, None, 0.0)
         outcome = None
         while outcome is None or outcome.status is Status.retry:  # at half the scale: the others go on meanwhile
             apart.set_loss_scale(replica.loss_scale)
             fresh = [cloned_batch(batch) for batch in batches] if replica.loss_scale.moves else batches
-            work = self._make_step_apart(apart, ticket, fresh, own)
+            work = self._make_step_apart(apart, ticket, fresh, context)
             sums = list(work.run())
             self._agree_on_used(sums[: len(apart.params)])
-            for place, param in enumerate(apart.trained):
-                if replica.exchanges and sums[place] is None and apart.used[place]:
-                    sums[place] = torch.zeros_like(param, dtype=apart.precision.master_dtype)
-            outcome = self._update(work, sums, own)
+            for index, param in enumerate(apart.trained):
+                if replica.exchanges and sums[index] is None and apart.used[index]:
+                    sums[index] = torch.zeros_like(param, dtype=apart.precision.master_dtype)
+            outcome = self._update(work, sums, context)
             replica.set_loss_scale(apart.loss_scale)
         if outcome.status is Status.skipped:
             self._skipped += [(ticket.step, shard) for shard in ticket.shards]
@@ -388,9 +388,9 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         """Return the steps of the window that a replica has skipped, with the shards; collective."""
         if not self._replica.numerics.leaves_out:
             return ()
-        here, self._skipped = self._skipped, []
+        skipped, self._skipped = self._skipped, []
         shards: dict[int, list[int]] = {}
-        for step, shard in (pair for pairs in all_gather_object(here, self._replica.all_ranks) for pair in pairs):
+        for step, shard in (pair for pairs in all_gather_object(skipped, self._replica.all_ranks) for pair in pairs):
             shards.setdefault(step, []).append(shard)
         return tuple(LeftOut(step, (Ticket(step, tuple(sorted(shards[step]))),)) for step in sorted(shards))
 
@@ -411,7 +411,7 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
     def _average(self) -> None:
         """Average the replicas, and give them the lowest of their loss scales; collective, unless there is one."""
         replica = self._replica
-        if replica.num_ranks > self._own.num_ranks:
+        if replica.num_ranks > self._replica_ranks.num_ranks:
             _make_state(replica)
             self._exchange()
         if self._settings.outer.lr is not None:
@@ -421,8 +421,8 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         self._steps, self._targets, self._samples = 0, 0.0, 0.0
         if replica.loss_scale.moves:
             scale = replica.loss_scale.state()
-            every = replica.all_ranks.gather(torch.tensor(list(scale.values()), dtype=torch.float64))
-            lowest = min(one.tolist() for one in every)
+            gathered = replica.all_ranks.gather(torch.tensor(list(scale.values()), dtype=torch.float64))
+            lowest = min(values.tolist() for values in gathered)
             replica.set_loss_scale(replica.loss_scale.restored(dict(zip(scale, lowest, strict=True))))
 
     def _exchange(self) -> None:
@@ -439,8 +439,8 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
             moved = state.to(replica.precision.master_dtype).sub_(start)
             dist.all_reduce(moved, group=copies)
             state.copy_(moved.add_(start))
-        held = set(map(id, states))
-        buffers = [buffer for buffer in replica.buffers.tensors() if id(buffer) not in held]
+        state_ids = set(map(id, states))
+        buffers = [buffer for buffer in replica.buffers.tensors() if id(buffer) not in state_ids]
         counters += [buffer for buffer in buffers if not buffer.is_floating_point()]
         buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
         tensors = [*weighed, *buffers, *counters]
@@ -454,11 +454,12 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         lengths = [sum(tensor.numel() for tensor in group) for group in (weighed, buffers, counters)]
         by_targets, by_samples, counts, totals = flat.split_with_sizes([*lengths, 2])
         # A replica without targets must not count, and a window without any must not divide by zero.
-        totals[0], totals[1] = self._own.sum(targets), self._samples
+        totals[0], totals[1] = self._replica_ranks.sum(targets), self._samples
         totals.clamp_(min=1e-20)
         by_targets.mul_(totals[0])
         by_samples.mul_(totals[1])
-        counts.mul_(float(replica.rank < self._own.num_ranks))  # exact in float32 up to 2^24, as Adam's own count is
+        # exact in float32 up to 2^24, as Adam's own count is
+        counts.mul_(float(replica.rank < self._replica_ranks.num_ranks))
         dist.all_reduce(flat, group=copies)
         by_targets.div_(totals[0])
         by_samples.div_(totals[1])
@@ -483,10 +484,10 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         Adam takes a parameter without other slots, which was never updated, for one that has them all.
         """
         (optimizer,), masters, packing = self._replica.stepper.optimizers, self._replica.masters.values(), self._masters
-        slots, keeps_slots = [optimizer.state.get(master, {}) for master in masters], any(optimizer.state.values())
-        flat = packing.pack([one.get(_MOMENTUM) for one in slots])
-        for master, known, view in zip(masters, slots, packing.views(flat), strict=True):
-            if known or not keeps_slots:
+        states, keeps_slots = [optimizer.state.get(master, {}) for master in masters], any(optimizer.state.values())
+        flat = packing.pack([state.get(_MOMENTUM) for state in states])
+        for master, state, view in zip(masters, states, packing.views(flat), strict=True):
+            if state or not keeps_slots:
                 optimizer.state[master][_MOMENTUM] = view
         return flat
 
@@ -508,12 +509,12 @@ def _trained(replica: Replica) -> tuple[list[Tensor], list[Tensor]]:
     counters: list[Tensor] = []
     (optimizer,) = replica.stepper.optimizers
     for master in replica.masters.values():
-        kept: dict[str, Any] = optimizer.state.get(master, {})
-        for slot, value in sorted(kept.items()):
+        state: dict[str, Any] = optimizer.state.get(master, {})
+        for slot, value in sorted(state.items()):
             if isinstance(value, Tensor) and slot != _MOMENTUM:
                 if value.is_sparse:  # momentum of sparse gradients, whose rows differ between ranks
-                    kept[slot] = in_layout(value.to_dense(), master.stride())
-                (weighed if value.dim() else counters).append(kept[slot])
+                    state[slot] = in_layout(value.to_dense(), master.stride())
+                (weighed if value.dim() else counters).append(state[slot])
     return weighed, counters
 
 
@@ -525,6 +526,6 @@ def _make_state(replica: Replica) -> None:
             torch.zeros_like(master) if used else None
             for master, used in zip(replica.masters.values(), replica.used, strict=True)
         ]
-        for place, dims in (replica.sparse or {}).items():
-            zeros[place] = torch.zeros_like(replica.trained[place]).to_sparse(dims)
+        for index, dims in (replica.sparse or {}).items():
+            zeros[index] = torch.zeros_like(replica.trained[index]).to_sparse(dims)
         replica.stepper.step(zeros, 0.0)

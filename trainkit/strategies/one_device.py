@@ -25,7 +25,7 @@ class OneDevice(OneProcess):
         (Task(role='worker', index=0, rank=0, device='cpu'),)
     """
 
-    facts: ClassVar[Facts] = replace(WHOLE_REPLICAS, place=0)
+    facts: ClassVar[Facts] = replace(WHOLE_REPLICAS, position=0)
     shard_step: ClassVar[type[ShardStep]] = ShardStep
     """The class of a try at a step; a subclass may set another one."""
 
@@ -39,8 +39,8 @@ class OneDevice(OneProcess):
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems: a device that does not exist, and processes that have no work."""
-        if found := self.launch_problems(context.launch):
-            return found
+        if problems := self.launch_problems(context.launch):
+            return problems
         if self.device == "auto":
             return []
         return device_problems("strategy.device", self.device, context.num_gpus)

@@ -151,31 +151,31 @@ class ParameterServer(Strategy):
             rule = f"takes {self._size} processes for each worker, and beside the chief {launch.kind} has {members} to "
             rule += f"compute. Start a multiple of {self._size}."
             return [self._problem(self._cut_key, rule)]
-        facts, found = PlanContext(launch=launch), []
+        facts, problems = PlanContext(launch=launch), []
         for key, count in {"workers": self.num_workers(facts), "servers": self.num_servers(facts)}.items():
             if getattr(self, key) not in ("auto", count):
                 named = f"{launch.kind} {'names' if launch.names_roles else f'started {launch.num_ranks} processes:'}"
                 rule = f"but {named} {count}{', the chief among them' * (key == 'workers')}. Leave it out."
-                found.append(self._problem(key, rule))
-        return found
+                problems.append(self._problem(key, rule))
+        return problems
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems of the fields, with each other and with the context."""
-        if context.launch is not None and (found := self.launch_problems(context.launch)):
-            return found
+        if context.launch is not None and (problems := self.launch_problems(context.launch)):
+            return problems
         exact, gpus, workers = context.numerics.reproducible, context.num_gpus, self.num_workers(context)
         is_async, replaces, spares = self.mode == "async", self._replaces, self.spare_replicas
         devices, size, cut = self.devices_per_worker, self._size, f"strategy.{self._cut_key}"
-        found = [*phase_problems(context), *(async_problems(context) if is_async else [])]
+        problems = [*phase_problems(context), *(async_problems(context) if is_async else [])]
         mixing = "with strategy.spare_mode=replace"
         if replaces:
-            found += no_rollback(f"{mixing} the first shards that arrive make a step", context)
+            problems += no_rollback(f"{mixing} the first shards that arrive make a step", context)
         if self.replay is not None:
-            found += no_rollback("strategy.replay follows the record of another run", context)
+            problems += no_rollback("strategy.replay follows the record of another run", context)
         together = f"with {cut}, the processes of a worker add up their gradients at once. Use {cut}=1, or "
         if exact and (replaces or size > 1):
             time = f"{mixing}, which shards make a step depends on time. Use duplicate, or "
-            found.append(
+            problems.append(
                 Problem(key="numerics.reproducible", value=True, rule=f"{time if replaces else together}false.")
             )
         waits = "has no effect with strategy.mode=async: no step waits for all its gradients. Leave it out."
@@ -204,8 +204,8 @@ class ParameterServer(Strategy):
             (self.transfer != "full" and exact, "transfer", bits),
             (not has_record, "replay", record),
         ]
-        found += [self._problem(key, rule) for holds, key, rule in rules if holds]
-        return [*found, *self.staleness.problems()]
+        problems += [self._problem(key, rule) for holds, key, rule in rules if holds]
+        return [*problems, *self.staleness.problems()]
 
     def _problem(self, key: str, rule: str) -> Problem:
         """Return a problem of one of these keys."""
@@ -213,23 +213,24 @@ class ParameterServer(Strategy):
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
         """Return a problem if the optimizer is not elementwise and a variable would be split by rows."""
-        found = split_problems(self._shares(model, context.formats, context), context)
+        problems = split_problems(self._shares(model, context.formats, context), context)
         if self._size > 1:
-            found += self._mesh.validate_model(model, _alone(context))
-            found = found or sparse_problems(model, "whose rows the processes of a worker would have to read together")
+            why = "whose rows the processes of a worker would have to read together"
+            problems += self._mesh.validate_model(model, _alone(context))
+            problems = problems or sparse_problems(model, why)
         if self._replaces and any(dim is not None for dim in sample_dims_of(model).values()):
             rule = "adds up shards of several steps, and the model keeps state per sample. Use duplicate."
-            found.append(self._problem("spare_mode", rule))
+            problems.append(self._problem("spare_mode", rule))
         if self.replay is not None and self.mode == "async" and sparse_tables(model):
             rule = "cannot be to the bit: rows of sparse tables are read at each lookup. Leave it out."
-            found.append(self._problem("replay", rule))
+            problems.append(self._problem("replay", rule))
         if sparse_tables(model) and context.objective is not None and Access.parameters in needs_of(context.objective):
             rule = (
                 "reads the parameters of the model, and a worker has only the looked-up rows of a sparse table. Use "
                 "strategy=mirrored, or a dense table."
             )
-            found.append(Problem(key="objective", value=type(context.objective).__name__, rule=rule))
-        return found
+            problems.append(Problem(key="objective", value=type(context.objective).__name__, rule=rule))
+        return problems
 
     def resolve(self, build: Callable[[], nn.Module], context: PlanContext) -> ParameterServer:  # noqa: ARG002 - no model needed
         """Return the strategy with the numbers of tasks of the launch."""
@@ -237,21 +238,21 @@ class ParameterServer(Strategy):
 
     def notes(self, model: nn.Module, context: PlanContext) -> tuple[str, ...]:
         """Return notes of workers in parts, and of a training that differs from that of one device."""
-        found: tuple[str, ...] = ()
+        lines: tuple[str, ...] = ()
         if self._size > 1:
             line = f"parameter_server: each worker is {self._size} processes with parts of the model; the chief and "
             line += "the first process of each worker have it whole in the memory of their hosts, too. The bytes of a "
             line += "step are not planned: those within a worker are not known."
-            found = (line, *self._mesh.notes(model, _alone(context))[1:])
+            lines = (line, *self._mesh.notes(model, _alone(context))[1:])
         if not self.facts_in(context).changes_maths:
-            return found
+            return lines
         why = {
             "the gradients of several workers are applied as they arrive": self.mode == "async",
             "the first shards that arrive make a step": self._replaces,
             "numbers are sent as bfloat16": self.transfer != "full",
         }
         reasons = ", ".join(text for text, holds in why.items() if holds)
-        return (*found, f"parameter_server: {reasons}: a different training from that of one device.")
+        return (*lines, f"parameter_server: {reasons}: a different training from that of one device.")
 
     def num_workers(self, context: PlanContext) -> int:
         """Return the number of workers that compute gradients."""
@@ -284,8 +285,8 @@ class ParameterServer(Strategy):
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:
         """Return the chief, the other workers, the servers and the evaluator; workers share the GPUs of a host."""
         if context.launch is not None:
-            place = context.launch.local_rank
-            return tuple(self._on_device(task, context.num_gpus, place) for task in self._tasks_of(context.launch))
+            local_rank = context.launch.local_rank
+            return tuple(self._on_device(task, context.num_gpus, local_rank) for task in self._tasks_of(context.launch))
         counts = {
             "chief": 1,
             "worker": self.num_workers(context) * self._size - (self._size == 1),
@@ -417,8 +418,8 @@ class ParameterServer(Strategy):
             keep_freed_memory()  # for the next push
 
             def make(masters: Mapping[str, nn.Parameter]) -> OptimizerStepper:
-                here = tuple(one for one in context.optimizers if one.params & masters.keys())
-                return make_stepper(replace(context, optimizers=here), masters)
+                optimizers = tuple(named for named in context.optimizers if named.params & masters.keys())
+                return make_stepper(replace(context, optimizers=optimizers), masters)
 
             server = VariableServer(shares, task.index, make, context.on_phase, self.timeout_s)
             server.serve(listener, lambda: addresses.is_over)
@@ -438,7 +439,7 @@ class ParameterServer(Strategy):
         devices = [replica.device] * self.devices_per_worker
         if replica.device.type != "cpu":
             first, count = replica.device.index or 0, torch.cuda.device_count()
-            devices = [torch.device("cuda", (first + place) % count) for place in range(self.devices_per_worker)]
+            devices = [torch.device("cuda", (first + index) % count) for index in range(self.devices_per_worker)]
         with ExitStack() as stack:
             servers = self._connect(addresses, shares, f"worker:{CHIEF}" if is_own else name)
             stack.enter_context(closing(servers))
@@ -452,17 +453,17 @@ class ParameterServer(Strategy):
     def _work_together(self, request: SetupRequest, addresses: AddressBook) -> None:
         """Run one process of a worker in parts until the chief ends it: a rank of a process group of that worker."""
         task, size, mesh = request.identity.task, self._size, self._mesh
-        group, place = divmod(task.rank - 1, size)
+        group, rank = divmod(task.rank - 1, size)
         prefix = f"{request.identity.prefix}/worker/{group}"
-        own = replace(request.identity, task=replace(task, rank=place), num_ranks=size, prefix=prefix)
+        identity = replace(request.identity, task=replace(task, rank=rank), num_ranks=size, prefix=prefix)
         shares = self._shares(request.precision.adapt(request.model), request.precision)  # of the whole model
-        ranks = mesh.join(own)
-        replica, _, make_step = mesh.build(replace(request, identity=own), ranks)
+        ranks = mesh.join(identity)
+        replica, _, make_step = mesh.build(replace(request, identity=identity), ranks)
         data = request.open_data(replica.device)
         worker = GroupWorker(replica, data, request.training, make_step=make_step, shares=shares, mode=self.mode)
         with _until_over(addresses), ExitStack() as stack:
             link = None
-            if place == 0:
+            if rank == 0:
                 stack.enter_context(worker.leading())
                 worker.use_servers(stack.enter_context(closing(self._connect(addresses, shares, str(task)))))
                 link = stack.enter_context(closing(addresses.connect(CHIEF, name=str(task))))
@@ -517,11 +518,11 @@ class ParameterServer(Strategy):
         """Whether an update may contain shards of several steps."""
         return self.mode == "sync" and self.spare_mode == "replace" and self.spare_replicas > 0
 
-    def _on_device(self, task: Task, num_gpus: int, place: int) -> Task:
+    def _on_device(self, task: Task, num_gpus: int, index: int) -> Task:
         """Return a task with its device: the GPUs in turn for those that compute, the CPU for the others."""
         first = int(self._size > 1)  # the chief only evaluates a model that fits on no device
         computes = task.role in _COMPUTING and task.rank >= first and num_gpus > 0
-        device = f"cuda:{(place - first) * self.devices_per_worker % num_gpus}" if computes else "cpu"
+        device = f"cuda:{(index - first) * self.devices_per_worker % num_gpus}" if computes else "cpu"
         return Task(role=task.role, index=task.index, rank=task.rank, device=device)
 
 

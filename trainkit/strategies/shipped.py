@@ -26,8 +26,8 @@ def shipped_strategies() -> Iterator[Shipped]:
     """Yield the shipped strategies, the simplest first."""
     files = sorted((shipped_conf() / "strategy").glob("*.yaml"))
     targets = [(file.stem, str(read_document(file).values[TARGET])) for file in files]
-    found = [Shipped(name, target, resolve_target(target)) for name, target in targets]
-    yield from sorted(found, key=lambda one: one.kind.facts.place)
+    shipped = [Shipped(name, target, resolve_target(target)) for name, target in targets]
+    yield from sorted(shipped, key=lambda strategy: strategy.kind.facts.position)
 
 
 def names_of(has: Callable[[type[Strategy]], bool]) -> str:
@@ -37,4 +37,4 @@ def names_of(has: Callable[[type[Strategy]], bool]) -> str:
         >>> names_of(lambda kind: kind.facts.converts)
         'one_device, mirrored, multi_worker_mirrored or fsdp'
     """
-    return either(one.name for one in shipped_strategies() if has(one.kind))
+    return either(strategy.name for strategy in shipped_strategies() if has(strategy.kind))

@@ -28,7 +28,7 @@ class BufferGroup:
     An operation on all of them is one launch, for any number of buffers.
 
     Args:
-        places: indices of the buffers among all that a forward pass updates.
+        indices: indices of the buffers among all that a forward pass updates.
         tensors: their values at the start of a step; copied.
         is_added: whether the changes of all shards are added up, as for counters (integers) and state per sample.
 
@@ -38,8 +38,8 @@ class BufferGroup:
         ([1.0, 1.0, 0.0], [(2,), ()])
     """
 
-    def __init__(self, places: list[int], tensors: Sequence[Tensor], *, is_added: bool = False) -> None:
-        self.places, self.is_added = places, is_added
+    def __init__(self, indices: list[int], tensors: Sequence[Tensor], *, is_added: bool = False) -> None:
+        self.indices, self.is_added = indices, is_added
         self.start = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         """(elements,) the values at the start of the step."""
         parts = self.start.split_with_sizes([tensor.numel() for tensor in tensors])
@@ -75,10 +75,10 @@ class BufferGroup:
 
     def write(self, tensors: Sequence[Tensor], totals: Sequence[Tensor | None]) -> None:
         """Set buffers to sums over all shards and ranks; None leaves a buffer as it is."""
-        found = [(tensor, total) for tensor, total in zip(tensors, totals, strict=True) if total is not None]
-        if not found:
+        pairs = [(tensor, total) for tensor, total in zip(tensors, totals, strict=True) if total is not None]
+        if not pairs:
             return
-        values = [total for _, total in found]
+        values = [total for _, total in pairs]
         is_float = self.start.is_floating_point()
         if self.is_added or not is_float:
             starts = [start for start, total in zip(self.starts, totals, strict=True) if total is not None]
@@ -88,7 +88,7 @@ class BufferGroup:
                 (group.start + flat).to(group.start.dtype) if is_float else group.start + flat.round_().to(group.start)
             )
             values = group.views(flat)
-        torch._foreach_copy_([tensor for tensor, _ in found], values)
+        torch._foreach_copy_([tensor for tensor, _ in pairs], values)
 
 
 def holds_samples(owner: nn.Module, leaf: str) -> bool:
@@ -111,7 +111,7 @@ def sample_dims_of(model: nn.Module) -> dict[str, int | None]:
         >>> sample_dims_of(nn.Sequential(Memory()))
         {'0.state': 1}
     """
-    found: dict[str, int | None] = {}
+    dims: dict[str, int | None] = {}
     for path, module in model.named_modules():
         for leaf, dim in getattr(module, "sample_dims", {}).items():
             buffer = dict(module.named_buffers(recurse=False)).get(leaf)
@@ -121,8 +121,8 @@ def sample_dims_of(model: nn.Module) -> dict[str, int | None]:
             if dim is not None and (type(dim) is not int or not 0 <= dim < buffer.dim()):
                 rule += f"the shape of the buffer is {tuple(buffer.shape)}. Name one of its dims, from 0, or None."
                 raise ConfigError([Problem(key="model", rule=rule)])
-            found[f"{path}.{leaf}" if path else leaf] = dim
-    return found
+            dims[f"{path}.{leaf}" if path else leaf] = dim
+    return dims
 
 
 def written_indices(before: Tensor, after: Tensor, dim: int) -> Tensor:
@@ -200,33 +200,33 @@ class StepBuffers:
         Raises:
             ConfigError: no sum over shards keeps one of them.
         """
-        kept = [place for place, flag in enumerate(changed) if flag]
-        for name, (owner, leaf) in ((self.names[place], self._all[place]) for place in kept):
+        chosen = [index for index, flag in enumerate(changed) if flag]
+        for name, (owner, leaf) in ((self.names[index], self._all[index]) for index in chosen):
             buffer = owner._buffers[leaf]  # noqa: SLF001 - as in `tensors`
             if buffer is not None and (problem := sum_problem(name, buffer, self._dtype)) is not None:
                 raise ConfigError([problem])
-        self._chosen = [self._all[place] for place in kept]
+        self._chosen = [self._all[index] for index in chosen]
         if not self._groups:
             return
         starts, sums = self._starts(), None if self._sums is None else self._unjoined(self._sums)
-        self._lay_out([starts[place] for place in kept])
+        self._lay_out([starts[index] for index in chosen])
         if sums is not None:
-            self._sums = [group.joined(own) for group, own in self._split([sums[place] for place in kept])]
+            self._sums = [group.joined(tensors) for group, tensors in self._split([sums[index] for index in chosen])]
 
     def settle_like(self, other: StepBuffers) -> None:
         """Keep the same buffers as those of another copy of the model."""
-        chosen = {id(place) for place in other._chosen}
-        self._chosen = [own for own, its in zip(self._all, other._all, strict=True) if id(its) in chosen]
+        chosen = {id(entry) for entry in other._chosen}
+        self._chosen = [entry for entry, twin in zip(self._all, other._all, strict=True) if id(twin) in chosen]
 
-    def in_all_places(self, sums: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def for_all_names(self, sums: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the sum for each buffer that a forward pass updates, in the order of `names`; None for the others."""
-        found = dict(zip(map(id, self._chosen), sums, strict=True))
-        return [found.get(id(place)) for place in self._all]
+        sum_of = dict(zip(map(id, self._chosen), sums, strict=True))
+        return [sum_of.get(id(entry)) for entry in self._all]
 
-    def kept_names(self) -> list[str]:
+    def updated_names(self) -> list[str]:
         """Return the names of the buffers that a forward pass updates."""
-        kept = set(map(id, self._chosen))
-        return [name for name, place in zip(self.names, self._all, strict=True) if id(place) in kept]
+        chosen = set(map(id, self._chosen))
+        return [name for name, entry in zip(self.names, self._all, strict=True) if id(entry) in chosen]
 
     def shapes(self) -> list[torch.Size]:
         """Return the shapes of the tensors that `take` returns."""
@@ -236,8 +236,8 @@ class StepBuffers:
         """Store the values from which every shard of the step starts."""
         tensors = self.tensors()
         if [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors] == self._layout:
-            for group, own in self._split(tensors):
-                group.begin_step(own)
+            for group, part in self._split(tensors):
+                group.begin_step(part)
         else:
             self._lay_out(tensors)
         self._sums = None
@@ -253,17 +253,17 @@ class StepBuffers:
         """
         if not self._chosen:
             return
-        parts = [group.advanced(own, self._dtype) for group, own in self._split(self.tensors())]
-        whole = float(share > 0)  # a shard that only takes part in collectives counts nothing
+        parts = [group.advanced(part, self._dtype) for group, part in self._split(self.tensors())]
+        counted = float(share > 0)  # a shard that only takes part in collectives counts nothing
         if within is None:
-            torch._foreach_mul_(parts, [whole if group.is_added else share for group in self._groups])
+            torch._foreach_mul_(parts, [counted if group.is_added else share for group in self._groups])
         else:
             shares = [
-                (whole if holds_samples(owner, leaf) else share) if owner in within else 0.0
+                (counted if holds_samples(owner, leaf) else share) if owner in within else 0.0
                 for owner, leaf in self._chosen
             ]
-            for part, (group, own) in zip(parts, self._split(shares), strict=True):
-                torch._foreach_mul_(group.views(part), own)
+            for part, (group, group_shares) in zip(parts, self._split(shares), strict=True):
+                torch._foreach_mul_(group.views(part), group_shares)
         if self._sums is None:
             self._sums = parts
         else:
@@ -271,8 +271,8 @@ class StepBuffers:
 
     def reset(self) -> None:
         """Restore the values of the start of the step; by `.data`, so that a later backward pass still works."""
-        for group, own in self._split(self.tensors()):
-            torch._foreach_copy_([tensor.data for tensor in own], group.starts)
+        for group, part in self._split(self.tensors()):
+            torch._foreach_copy_([tensor.data for tensor in part], group.starts)
 
     def recover(self) -> None:
         """Undo the changes of an interrupted step; does nothing between steps."""
@@ -292,21 +292,21 @@ class StepBuffers:
         shards.
         """
         pairs = zip(self._starts(), sums, strict=True)
-        both = [(start, total) for start, total in pairs if total is not None and start.is_floating_point()]
-        both = [(start, total) for start, total in both if total.numel()]
+        floats = [(start, total) for start, total in pairs if total is not None and start.is_floating_point()]
+        floats = [(start, total) for start, total in floats if total.numel()]
         flags = []
-        for device in {total.device for _, total in both}:
-            here = [(start, total) for start, total in both if total.device == device]
-            before = torch.stack(_largest([start for start, _ in here]))
-            after = torch.stack(_largest([total for _, total in here]))
+        for device in {total.device for _, total in floats}:
+            on_device = [(start, total) for start, total in floats if total.device == device]
+            before = torch.stack(_largest([start for start, _ in on_device]))
+            after = torch.stack(_largest([total for _, total in on_device]))
             flags.append((torch.isfinite(before) & ~torch.isfinite(after)).any())
         return flags
 
     @torch.no_grad()
     def finish(self, sums: Sequence[Tensor | None]) -> None:
         """Set the buffers to the sums over all shards and ranks, for the next step."""
-        for group, own in self._split(list(zip(self.tensors(), sums, strict=True))):
-            group.write([tensor.data for tensor, _ in own], [total for _, total in own])
+        for group, part in self._split(list(zip(self.tensors(), sums, strict=True))):
+            group.write([tensor.data for tensor, _ in part], [total for _, total in part])
         self._in_step = False
 
     def per_sample(self) -> list[Tensor]:
@@ -321,25 +321,25 @@ class StepBuffers:
     def _lay_out(self, starts: Sequence[Tensor]) -> None:
         """Group buffers by device and dtype, and store their values at the start of the step."""
         self._layout = [(tensor.shape, tensor.dtype, tensor.device) for tensor in starts]
-        places: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
-        chosen = (one for one in self._chosen if one[0]._buffers[one[1]] is not None)  # noqa: SLF001 - as in `tensors`
-        for place, ((_, dtype, device), one) in enumerate(zip(self._layout, chosen, strict=True)):
-            places.setdefault((device, dtype, holds_samples(*one)), []).append(place)
+        groups: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
+        chosen = ((owner, leaf) for owner, leaf in self._chosen if owner._buffers[leaf] is not None)  # noqa: SLF001
+        for index, ((_, dtype, device), entry) in enumerate(zip(self._layout, chosen, strict=True)):
+            groups.setdefault((device, dtype, holds_samples(*entry)), []).append(index)
         self._groups = [
-            BufferGroup(own, [starts[place] for place in own], is_added=is_added)
-            for (_, _, is_added), own in places.items()
+            BufferGroup(indices, [starts[index] for index in indices], is_added=is_added)
+            for (_, _, is_added), indices in groups.items()
         ]
 
     def _split(self, values: Sequence[_T]) -> list[tuple[BufferGroup, list[_T]]]:
         """Return each group with its part of `values`, which has one value per buffer."""
-        return [(group, [values[place] for place in group.places]) for group in self._groups]
+        return [(group, [values[index] for index in group.indices]) for group in self._groups]
 
     def _unjoined(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors inside of the groups' vectors, in the order of the buffers."""
-        found: dict[int, Tensor] = {}
+        tensors: dict[int, Tensor] = {}
         for group, flat in zip(self._groups, flats, strict=True):
-            found.update(zip(group.places, group.views(flat), strict=True))
-        return [found[place] for place in range(len(found))]
+            tensors.update(zip(group.indices, group.views(flat), strict=True))
+        return [tensors[index] for index in range(len(tensors))]
 
     def _starts(self) -> list[Tensor]:
         """Return the values at the start of the step, in the order of the buffers."""

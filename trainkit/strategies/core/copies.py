@@ -48,13 +48,13 @@ class ComputingCopies:
     def __init__(self, source: Replica, copies: Sequence[Replica]) -> None:
         self.source, self.copies = source, list(copies)
         self._is_alone = len(copies) == 1 and copies[0] is source
-        self._compiles = any(is_compiled(one.model) for one in copies)
-        self._seen: set[tuple[object, ...]] = set()
+        self._compiles = any(is_compiled(copy.model) for copy in copies)
+        self._computed_shapes: set[tuple[object, ...]] = set()
         """Pairs (copy, shapes of a shard that it has computed)."""
         self._threads = ThreadPoolExecutor(len(copies), thread_name_prefix="compute")
         self._had_threads = torch.get_num_threads()
         if not self._is_alone:
-            on_cpu = sum(one.device.type == "cpu" for one in copies)
+            on_cpu = sum(copy.device.type == "cpu" for copy in copies)
             torch.set_num_threads(max(self._had_threads // max(on_cpu, 1), 1))
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class ComputingCopies:
         """Compute on a thread."""
         return self._threads.submit(compute, work)
 
-    def may_compile(self, given: Iterable[tuple[int, Sequence[Batch]]]) -> bool:
+    def may_compile(self, assigned: Iterable[tuple[int, Sequence[Batch]]]) -> bool:
         """Return whether code may be compiled for (copy, its batches), because a shape is new to a copy.
 
         torch.compile sets flags of the whole process while it works, so another thread may run its code eagerly, with
@@ -75,9 +75,9 @@ class ComputingCopies:
         """
         if not self._compiles or self._is_alone:
             return False
-        shapes = {(copy, *_shapes(batch)) for copy, batches in given for batch in batches}
-        is_new = not shapes <= self._seen
-        self._seen |= shapes
+        shapes = {(copy, *_shapes(batch)) for copy, batches in assigned for batch in batches}
+        is_new = not shapes <= self._computed_shapes
+        self._computed_shapes |= shapes
         return is_new
 
     def compute(self, shares: Sequence[Sequence[ThreadWork]]) -> None:
@@ -92,8 +92,8 @@ class ComputingCopies:
             if in_turn:
                 wait(running)
         wait(running)  # no thread may compute while the copies are torn down
-        for one in running:
-            one.result()
+        for future in running:
+            future.result()
 
     def _compute(self, works: Sequence[ThreadWork]) -> None:
         for work in works:
@@ -107,38 +107,38 @@ class ComputingCopies:
             copies: the copies to refresh; none: all.
             frozen: whether to copy untrained parameters as well.
         """
-        values, parcel = _held(self.source, frozen=frozen), None
-        for one in copies or self.copies:
-            if one is self.source or not values:
+        values, parcel = _tensors_of(self.source, frozen=frozen), None
+        for copy in copies or self.copies:
+            if copy is self.source or not values:
                 continue
-            targets = _held(one, frozen=frozen)
-            if one.device == self.source.device:
+            targets = _tensors_of(copy, frozen=frozen)
+            if copy.device == self.source.device:
                 for tensor, value in zip(targets, values, strict=True):
                     if tensor.data_ptr() != value.data_ptr():
                         tensor.data.copy_(value)
             else:
-                parcel = parcel or Parcel(values, towards=one.device)
-                torch._foreach_copy_([tensor.data for tensor in targets], parcel.on(one.device))
+                parcel = parcel or Parcel(values, towards=copy.device)
+                torch._foreach_copy_([tensor.data for tensor in targets], parcel.on(copy.device))
 
     def set_loss_scale(self, scale: LossScale) -> None:
         """Give the source and the copies a loss scale."""
-        for one in (self.source, *self.copies):
-            one.set_loss_scale(scale)
+        for replica in (self.source, *self.copies):
+            replica.set_loss_scale(scale)
 
     def agree(self, work: ThreadWork) -> None:
         """Find the layout of gradients and buffers by the first work, for the source and all copies; once."""
         if self.source.packing is None:
             work.agree_on_grad_layout()
-            for one in (self.source, *self.copies):
-                if one is not work.replica:
-                    one.adopt_layout(work.replica)
+            for replica in (self.source, *self.copies):
+                if replica is not work.replica:
+                    replica.adopt_layout(work.replica)
 
 
 def _shapes(batch: Batch) -> Iterator[torch.Size]:
     return (value.shape for value in tree_leaves(batch) if isinstance(value, Tensor))
 
 
-def _held(replica: Replica, *, frozen: bool) -> list[Tensor]:
+def _tensors_of(replica: Replica, *, frozen: bool) -> list[Tensor]:
     return [*(replica.model.parameters() if frozen else replica.trained), *replica.model.buffers()]
 
 
@@ -153,14 +153,14 @@ def computing_copy(
         shares: whether, on the variables' own device, its parameters are in their memory.
         on_phase: receives (phase, step) of its computation.
     """
-    held = {id(p): _on(p, device, shares=shares) for p in variables.model.parameters()}
-    model = copied(variables.model, held).to(device)
+    placed = {id(p): _on(p, device, shares=shares) for p in variables.model.parameters()}
+    model = copied(variables.model, placed).to(device)
     forget_keys(model)
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     masters = variables.masters if variables.masters_apart else params
     parts = replace(
         variables.parts_made_of,
-        held=PlacedModel(model=model, params=params, masters=masters),
+        placed=PlacedModel(model=model, params=params, masters=masters),
         device=device,
         device_types=(device.type,),
         placement=None,
@@ -191,15 +191,14 @@ class ThreadWork(ShardStep):
         recomputes = draws and any(isinstance(module.forward, Recomputed) for module in self.replica.model.modules())
         self._around_forward = GENERATORS_LOCK if draws else nullcontext()
         self._around_shard = GENERATORS_LOCK if recomputes else nullcontext()
-        self.found: list[tuple[int, Sums]] = []
+        self.lane_sums: list[tuple[int, Sums]] = []
         """(lane, its sums), or one sum of all shards; none without a shard."""
 
     def _shard(self, shard: int, batch: Batch) -> Tensor | float:
         with self._around_shard:
             weight = super()._shard(shard, batch)
-        self.replica.refuse_changed_params(
-            self.ticket.step + 1
-        )  # the loop sees the model of the variables, and not copies
+        # the loop sees the model of the variables, and not copies
+        self.replica.refuse_changed_params(self.ticket.step + 1)
         return weight
 
     def _forward(self, shard: int, batch: Batch) -> Loss:
@@ -211,7 +210,7 @@ class ThreadWork(ShardStep):
         use_device(self.replica.device)
         if self.replica.buffers.names:
             self.replica.buffers.begin_step()
-        self.found = [(lane, moved(sums, device)) for lane, sums in self.partials()]
+        self.lane_sums = [(lane, moved(sums, device)) for lane, sums in self.partials()]
 
 
 class CopiesStep(ShardStep):
@@ -232,14 +231,14 @@ class CopiesStep(ShardStep):
         copies: ComputingCopies,
     ) -> None:
         super().__init__(replica, ticket, batches, training, batch_size)
-        self._copies, given = copies, dict(zip(ticket.shards, batches, strict=True))
+        self._copies, batch_of = copies, dict(zip(ticket.shards, batches, strict=True))
         num_shards, count, self._works = training.plan.num_shards(ticket.step), len(copies.copies), list[ThreadWork]()
-        for place, copy in enumerate(copies.copies):
-            own = ticket.shards[place::count]
+        for index, copy in enumerate(copies.copies):
+            shards = ticket.shards[index::count]
             if replica.lanes is not None:
-                own = shards_of_rank(num_shards, rank=place, num_ranks=count, lanes=replica.lanes)
-            own_batches = [to_device(given[shard], copy.device) for shard in own]
-            self._works.append(ThreadWork(copy, Ticket(ticket.step, own), own_batches, training, batch_size))
+                shards = shards_of_rank(num_shards, rank=index, num_ranks=count, lanes=replica.lanes)
+            copy_batches = [to_device(batch_of[shard], copy.device) for shard in shards]
+            self._works.append(ThreadWork(copy, Ticket(ticket.step, shards), copy_batches, training, batch_size))
 
     def agree_on_grad_layout(self) -> FlatBuffer:
         """Find the layout of gradients and buffers in the first copy, and pass it to the others."""
@@ -252,7 +251,7 @@ class CopiesStep(ShardStep):
         replica, works, copies = self.replica, self._works, self._copies
         copies.compute([[work] for work in works])
         replica.set_sparse(copies.copies[0].sparse)
-        device, found = copies.copies[0].device, [dict(work.found) for work in works]
+        device, by_lane = copies.copies[0].device, [dict(work.lane_sums) for work in works]
         for work in works:
             if work.loss_sum is None:  # it had no shard
                 continue
@@ -262,11 +261,11 @@ class CopiesStep(ShardStep):
             for name, term in work.terms.items():
                 self.terms[name] = self.terms[name] + term.to(device) if name in self.terms else term.to(device)
         if replica.lanes is None:
-            yield 0, total_of([own[0] for own in found if own])
+            yield 0, total_of([sums[0] for sums in by_lane if sums])
             return
         for lane in lane_order(replica.lanes):
-            if lane in found[lane % len(works)]:
-                yield lane, found[lane % len(works)][lane]
+            if lane in by_lane[lane % len(works)]:
+                yield lane, by_lane[lane % len(works)][lane]
 
 
 def total_of(parts: Sequence[Sums]) -> list[Tensor | None]:
@@ -278,11 +277,11 @@ def total_of(parts: Sequence[Sums]) -> list[Tensor | None]:
     """
     total = list(parts[0])
     for more in parts[1:]:
-        for place, (left, right) in enumerate(zip(total, more, strict=True)):
+        for index, (left, right) in enumerate(zip(total, more, strict=True)):
             if left is None or right is None:
-                total[place] = right if left is None else left
+                total[index] = right if left is None else left
             elif left.is_sparse:
-                total[place] = (left + right).coalesce() if right.is_sparse else right.add_(left)
+                total[index] = (left + right).coalesce() if right.is_sparse else right.add_(left)
             else:
                 left.add_(right)
     return total

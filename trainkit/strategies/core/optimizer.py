@@ -22,7 +22,7 @@ class _Kernel(NamedTuple):
 
     function: Callable[..., object]
     params: list[Tensor]
-    places: list[int]
+    indices: list[int]
     """The indices of the gradients."""
     slots: list[list[Tensor]]
     settings: dict[str, Any]
@@ -42,7 +42,7 @@ class OptimizerStepper:
     def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
         self.optimizer = optimizer
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        self._place = {id(param): place for place, param in enumerate(params)}
+        self._index = {id(param): index for index, param in enumerate(params)}
         self._params = list(params)
         self._strides = [param.stride() for param in params]
         self._initial = {param: _copied(slots) for param, slots in optimizer.state.items()}
@@ -63,12 +63,12 @@ class OptimizerStepper:
         if not are_same:
             self._refuse_other_rates()
         if self._kernels is not None and none_missing and are_same and not self._hooks():
-            for one in self._kernels:
-                if one.counter is not None:
-                    one.counter[0].add_(one.counter[1])
-            for one in self._kernels:
-                given = list(map(grads.__getitem__, one.places))
-                one.function(one.params, given, *one.slots, lr=one.base_lr * lr_factor, **one.settings)
+            for kernel in self._kernels:
+                if kernel.counter is not None:
+                    kernel.counter[0].add_(kernel.counter[1])
+            for kernel in self._kernels:
+                chosen = list(map(grads.__getitem__, kernel.indices))
+                kernel.function(kernel.params, chosen, *kernel.slots, lr=kernel.base_lr * lr_factor, **kernel.settings)
             return
         for group, base_lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base_lr * lr_factor
@@ -92,10 +92,10 @@ class OptimizerStepper:
         Raises:
             TrainingError: names the rate.
         """
-        for place, (before, group) in enumerate(zip(self._settings, self.optimizer.param_groups, strict=False)):
+        for index, (before, group) in enumerate(zip(self._settings, self.optimizer.param_groups, strict=False)):
             if group["lr"] is not before["lr"] and group["lr"] != before["lr"]:
                 raise TrainingError(
-                    f"code of this run has set the learning rate of group {place} of the optimizer to "
+                    f"code of this run has set the learning rate of group {index} of the optimizer to "
                     f"{float(group['lr']):g}, and the schedule sets that of each step. Use optimizer.lr, schedule, or "
                     "lr of the group in optimizer.groups."
                 )
@@ -106,13 +106,13 @@ class OptimizerStepper:
         Fused kernels pair elements by memory order.
         """
         strides = [None if grad is None or grad.is_sparse else grad.stride() for grad in grads]
-        found = list(grads)
+        laid_out = list(grads)
         if strides == self._strides:
-            return found, True
-        for place, (grad, own, wanted) in enumerate(zip(grads, strides, self._strides, strict=True)):
-            if grad is not None and own is not None and own != wanted:
-                found[place] = in_layout(grad, wanted)
-        return found, all(grad is not None for grad in grads)
+            return laid_out, True
+        for index, (grad, actual, expected) in enumerate(zip(grads, strides, self._strides, strict=True)):
+            if grad is not None and actual is not None and actual != expected:
+                laid_out[index] = in_layout(grad, expected)
+        return laid_out, all(grad is not None for grad in grads)
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
@@ -134,8 +134,8 @@ class OptimizerStepper:
 
     def _hooks(self) -> bool:
         """Return whether hooks are registered on the optimizer, or on all of them."""
-        own = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks  # noqa: SLF001
-        return bool(own or module._global_optimizer_pre_hooks or module._global_optimizer_post_hooks)  # noqa: SLF001
+        hooks = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks  # noqa: SLF001
+        return bool(hooks or module._global_optimizer_pre_hooks or module._global_optimizer_post_hooks)  # noqa: SLF001
 
     def _find_kernels(self, grads: Sequence[Tensor | None]) -> None:
         """Find the kernels that can be called directly, once the optimizer has created its state."""
@@ -183,7 +183,7 @@ class OptimizerStepper:
             largest = of_each("max_exp_avg_sq") if group["amsgrad"] else []
             slots = [of_each("exp_avg"), of_each("exp_avg_sq"), largest, of_each("step")]
         return _Kernel(
-            function, params, [self._place[id(param)] for param in params], slots, settings, base_lr, counter
+            function, params, [self._index[id(param)] for param in params], slots, settings, base_lr, counter
         )
 
 
@@ -209,8 +209,8 @@ class NamedSteppers(OptimizerStepper):
 
     def __init__(self, members: Sequence[_Member], names: Sequence[str]) -> None:
         self._members, self.names = tuple(members), tuple(names)
-        places = {name: place for place, name in enumerate(names)}
-        self._places = [[places[name] for name in one.params] for one in self._members]
+        indices = {name: index for index, name in enumerate(names)}
+        self._indices = [[indices[name] for name in member.params] for member in self._members]
         self._factors = [1.0] * len(self._members)
 
     @classmethod
@@ -225,17 +225,17 @@ class NamedSteppers(OptimizerStepper):
 
     def only(self, name: str) -> NamedSteppers:
         """Return the stepper of one optimizer, for gradients of only its parameters."""
-        (member,) = (one for one in self._members if one.named.name == name)
+        (member,) = (member for member in self._members if member.named.name == name)
         return NamedSteppers([member], list(member.params))
 
     def begin_step(self, step: int) -> None:
         """Set each optimizer's learning rate to that of a step."""
-        self._factors = [one.named.factor(step) for one in self._members]
+        self._factors = [member.named.factor(step) for member in self._members]
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
         """All optimizers, in the order of the config."""
-        return tuple(one.stepper.optimizer for one in self._members)
+        return tuple(member.stepper.optimizer for member in self._members)
 
     def step(self, grads: Sequence[Tensor | None], lr_factor: float) -> None:
         """Update the parameters.
@@ -244,23 +244,23 @@ class NamedSteppers(OptimizerStepper):
             grads: gradients, one per parameter, in the order of `names`.
             lr_factor: factor of the learning rate of every optimizer.
         """
-        for one, places, factor in zip(self._members, self._places, self._factors, strict=True):
-            one.stepper.step([grads[place] for place in places], lr_factor * factor)
+        for member, indices, factor in zip(self._members, self._indices, self._factors, strict=True):
+            member.stepper.step([grads[index] for index in indices], lr_factor * factor)
 
     def state(self, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:  # noqa: ARG002 - they belong to this class
         """Return the state of all optimizers; no parameter belongs to two of them."""
-        return {key: tensor for one in self._members for key, tensor in one.stepper.state(one.params).items()}
+        return {key: tensor for member in self._members for key, tensor in member.stepper.state(member.params).items()}
 
     def restore(self, params: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:  # noqa: ARG002
         """Replace the state by that of a checkpoint."""
-        for one in self._members:
-            one.stepper.restore(one.params, tensors)
+        for member in self._members:
+            member.stepper.restore(member.params, tensors)
 
 
 def _slots_agree(param: Tensor, slots: Mapping[str, Any]) -> bool:
     """Return whether every slot with the shape of the parameter has its strides."""
-    found = (slot for slot in slots.values() if isinstance(slot, Tensor) and slot.shape == param.shape)
-    return all(slot.stride() == param.stride() for slot in found)
+    same_shape = (slot for slot in slots.values() if isinstance(slot, Tensor) and slot.shape == param.shape)
+    return all(slot.stride() == param.stride() for slot in same_shape)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -269,16 +269,16 @@ def optimizer_state(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Pa
     Raises:
         ConfigError: it is neither of these.
     """
-    found = {}
+    state = {}
     for name, param in params.items():
         for slot, value in optimizer.state.get(param, {}).items():
             if value is not None:
                 if not isinstance(value, Tensor | bool | int | float):
                     rule = f"keeps {slot} of {name} as a {type(value).__name__}. Checkpoints hold tensors and numbers."
                     raise ConfigError([Problem(key="optimizer", value=type(optimizer).__name__, rule=rule)])
-                kept = torch.as_tensor(value)
-                found[f"optimizer/{slot}/{name}"] = kept.to_dense() if kept.is_sparse else kept
-    return found
+                tensor = torch.as_tensor(value)
+                state[f"optimizer/{slot}/{name}"] = tensor.to_dense() if tensor.is_sparse else tensor
+    return state
 
 
 def restore_optimizer_state(
@@ -298,8 +298,8 @@ def restore_optimizer_state(
         tensors: a checkpoint; tensors of other parameters are not read.
         initial: the slots of parameters without saved ones; None: their current slots.
     """
-    known: Mapping[Tensor, Mapping[str, Any]] = optimizer.state if initial is None else initial
-    fresh = {name: _copied(known[param]) for name, param in params.items() if param in known}
+    initial = optimizer.state if initial is None else initial
+    fresh = {name: _copied(initial[param]) for name, param in params.items() if param in initial}
     saved: dict[str, dict[str, Tensor]] = {}
     for key in tensors:
         kind, _, rest = key.partition("/")
@@ -311,17 +311,18 @@ def restore_optimizer_state(
     averages = {name: slots[name] for name in slots if slots[name].keys() <= SLOTS}  # load_state_dict needs others
     names = {id(param): name for name, param in params.items()}
     order = [names[id(param)] for group in optimizer.param_groups for param in group["params"]]
-    loaded = {place: slots[name] for place, name in enumerate(order) if name in slots and name not in averages}
+    loaded = {index: slots[name] for index, name in enumerate(order) if name in slots and name not in averages}
     optimizer.load_state_dict({**state, "state": loaded})
-    for name, own in averages.items():
-        optimizer.state[params[name]] = {slot: value.to(params[name].device) for slot, value in own.items()}
-    for param, own in optimizer.state.items():  # load_state_dict casts to the dtype of the parameter, not to its layout
-        for slot, value in own.items():
-            kept = slots[names[id(param)]].get(slot)
-            if slot != "step" and isinstance(kept, Tensor) and isinstance(value, Tensor) and kept.dtype != value.dtype:
-                value = own[slot] = kept.to(value.device)  # noqa: PLW2901
+    for name, values in averages.items():
+        optimizer.state[params[name]] = {slot: value.to(params[name].device) for slot, value in values.items()}
+    for param, values in optimizer.state.items():
+        # load_state_dict casts to the dtype of the parameter, not to its layout
+        for slot, value in values.items():
+            old = slots[names[id(param)]].get(slot)
+            if slot != "step" and isinstance(old, Tensor) and isinstance(value, Tensor) and old.dtype != value.dtype:
+                value = values[slot] = old.to(value.device)  # noqa: PLW2901
             if isinstance(value, Tensor) and value.shape == param.shape:
-                own[slot] = in_layout(value, param.stride())
+                values[slot] = in_layout(value, param.stride())
 
 
 def _copied(slots: Mapping[str, Any]) -> dict[str, Any]:

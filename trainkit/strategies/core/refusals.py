@@ -63,33 +63,34 @@ def _is_alike(make: MakeOptimizer) -> bool:
         def part(tensor: Tensor, dim: int = dim, start: int = start, stop: int = stop) -> Tensor:
             return tensor.narrow(dim, start, stop - start) if dim < tensor.dim() else tensor
 
-        found = _stepped(make, part)
-        if found.keys() != whole.keys():
+        actual = _stepped(make, part)
+        if actual.keys() != whole.keys():
             return False
         for key, value in whole.items():
             expected = part(value) if tuple(value.shape) in _SHAPES else value
             tolerance = 64 * torch.finfo(torch.float32).eps * max(float(expected.abs().max()), 1e-30)
-            if found[key].shape != expected.shape or float((found[key] - expected).abs().max()) > tolerance:
+            if actual[key].shape != expected.shape or float((actual[key] - expected).abs().max()) > tolerance:
                 return False
     return True
 
 
 def _stepped(make: MakeOptimizer, part: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """Return the parameters and the state of an optimizer after some steps with parts of two tensors."""
-    numbers = [torch.linspace(-1, 2, torch.Size(shape).numel()).view(shape) for shape in _SHAPES]
-    params = [nn.Parameter(part(torch.sin(9 * one)).clone()) for one in numbers]
+    inputs = [torch.linspace(-1, 2, torch.Size(shape).numel()).view(shape) for shape in _SHAPES]
+    params = [nn.Parameter(part(torch.sin(9 * tensor)).clone()) for tensor in inputs]
     optimizer = make(params)
     for step in range(1, _STEPS + 1):
-        for param, one in zip(params, numbers, strict=True):
-            param.grad = part(torch.cos(step * 7 * one) * (one + 1.5)).clone()
+        for param, tensor in zip(params, inputs, strict=True):
+            param.grad = part(torch.cos(step * 7 * tensor) * (tensor + 1.5)).clone()
         optimizer.step()
-    found = {f"param {place}": param.detach() for place, param in enumerate(params)}
-    for place, param in enumerate(params):
+    results = {f"param {index}": param.detach() for index, param in enumerate(params)}
+    for index, param in enumerate(params):
         slots = optimizer.state[param].items()
-        found.update({f"{slot} {place}": torch.as_tensor(value) for slot, value in slots if _is_number(value)})
-    for place, group in enumerate(optimizer.param_groups):
-        found.update({f"{key} of {place}": torch.as_tensor(one) for key, one in group.items() if _is_number(one)})
-    return {key: value.detach().double() for key, value in found.items()}
+        results.update({f"{slot} {index}": torch.as_tensor(value) for slot, value in slots if _is_number(value)})
+    for index, group in enumerate(optimizer.param_groups):
+        numbers = {key: value for key, value in group.items() if _is_number(value)}
+        results.update({f"{key} of {index}": torch.as_tensor(value) for key, value in numbers.items()})
+    return {key: value.detach().double() for key, value in results.items()}
 
 
 def _is_number(value: object) -> bool:
@@ -139,13 +140,13 @@ def copies_problems(model: nn.Module) -> list[Problem]:
         >>> [problem.rule[:20] for problem in copies_problems(model)]
         ['Embedding(3, 2, max_', '2 is a SyncBatchNorm']
     """
-    tables = [one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
-    synchronised = [name for name, one in model.named_modules() if isinstance(one, nn.SyncBatchNorm)]
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    synchronised = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     changes = "changes its weight in each forward pass (max_norm), by the samples of one process or thread only. Use "
     changes += "strategy=one_device, or scale the rows in `forward`."
     shard = "is a SyncBatchNorm, and batch statistics are those of a shard on any number of replicas. Use BatchNorm2d."
-    found = [f"{table} {changes}" for table in tables if table.max_norm is not None]
-    return [Problem(key="model", rule=rule) for rule in [*found, *(f"{name} {shard}" for name in synchronised)]]
+    rules = [f"{table} {changes}" for table in tables if table.max_norm is not None]
+    return [Problem(key="model", rule=rule) for rule in [*rules, *(f"{name} {shard}" for name in synchronised)]]
 
 
 def hook_problems(model: nn.Module) -> list[Problem]:
@@ -157,8 +158,8 @@ def hook_problems(model: nn.Module) -> list[Problem]:
         >>> [problem.rule[:33] for problem in hook_problems(model)]
         ['weight has a hook on its gradient']
     """
-    places = ("_backward_hooks", "_post_accumulate_grad_hooks")  # have no public names
-    hooked = (name for name, param in model.named_parameters() if any(getattr(param, place) for place in places))
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")  # have no public names
+    hooked = (name for name, param in model.named_parameters() if any(getattr(param, kind) for kind in kinds))
     rule = "has a hook on its gradient, which only eager steps of one_device, mirrored, multi_worker_mirrored, "
     rule += "device_map and local_sgd call. Use such steps (compile.mode=off), or change the gradient in `forward`."
     return [Problem(key="model", rule=f"{name} {rule}") for name in hooked][:1]
@@ -169,11 +170,11 @@ def optimizer_problems(
 ) -> list[Problem]:
     """Return a problem for each optimizer of the run that cannot update parts of parameters, as `whole_problem`."""
     kinds = {f"optimizers.{name}._target_": kind for name, kind in facts.optimizers.items()}
-    found = [
+    problems = [
         whole_problem(key, kind, facts, parts, instead)
         for key, kind in (kinds or {"optimizer._target_": facts.optimizer}).items()
     ]
-    return [problem for problem in found if problem is not None]
+    return [problem for problem in problems if problem is not None]
 
 
 def whole_problem(key: str, kind: type | None, facts: PlanContext, parts: str, instead: str) -> Problem | None:

@@ -51,27 +51,27 @@ def joined_norms(
         among: all parameters with gradients, where ranks have some of them: then the norms of all are returned.
         are_whole: whether each counted gradient is whole, so that its norm needs no power.
     """
-    names, here = list(among or counted), list(counted)
-    numbers, counts = {name: at for at, name in enumerate(names)}, list(counted.values())
+    names, local = list(among or counted), list(counted)
+    numbers, counts = {name: index for index, name in enumerate(names)}, list(counted.values())
 
     @lru_cache(maxsize=4)
-    def on_device(places: tuple[int, ...], own: torch.device) -> tuple[Tensor, Tensor]:
+    def on_device(indices: tuple[int, ...], norm_device: torch.device) -> tuple[Tensor, Tensor]:
         """Return (present gradients,) their indices, and whether they count here: copied to the device once."""
-        written = torch.tensor([counts[place] for place in places], dtype=torch.bool, device=own)
-        return torch.tensor([numbers[here[place]] for place in places], dtype=torch.int64, device=device), written
+        written = torch.tensor([counts[index] for index in indices], dtype=torch.bool, device=norm_device)
+        return torch.tensor([numbers[local[index]] for index in indices], dtype=torch.int64, device=device), written
 
-    def join(norms: Tensor, places: Sequence[int], order: float) -> Tensor:
+    def join(norms: Tensor, indices: Sequence[int], order: float) -> Tensor:
         """Return the norms; collective, without synchronisation with the device."""
-        found = torch.zeros(len(names), dtype=norms.dtype, device=device)
-        chosen, written = on_device(tuple(places), norms.device)
+        result = torch.zeros(len(names), dtype=norms.dtype, device=device)
+        chosen, written = on_device(tuple(indices), norms.device)
         if order == float("inf"):  # values that are not finite must remain, and a maximum may drop a NaN
-            found[chosen] = torch.where(torch.isfinite(norms), norms, order).to(device)
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-            return found if among else found[chosen]
+            result[chosen] = torch.where(torch.isfinite(norms), norms, order).to(device)
+            dist.all_reduce(result, op=dist.ReduceOp.MAX, group=group)
+            return result if among else result[chosen]
         power = 1.0 if are_whole else order
-        found[chosen] = (norms**power * written).to(device)
-        dist.all_reduce(found, group=group)
-        joined: Tensor = (found if among else found[chosen]) ** (1 / power)
+        result[chosen] = (norms**power * written).to(device)
+        dist.all_reduce(result, group=group)
+        joined: Tensor = (result if among else result[chosen]) ** (1 / power)
         return joined
 
     return join
@@ -98,7 +98,7 @@ class PlacedModel:
 class ReplicaParts:
     """The parts of a replica."""
 
-    held: PlacedModel
+    placed: PlacedModel
     """The model on its devices."""
     device: torch.device
     """The device on which batches must be."""
@@ -153,7 +153,7 @@ class Replica(LocalModel):
         self.parts_made_of = parts
         """The parts of this replica."""
         super().__init__(
-            model=parts.held.model,
+            model=parts.placed.model,
             device=parts.device,
             device_types=parts.device_types,
             data_ranks=parts.data_ranks,
@@ -162,15 +162,15 @@ class Replica(LocalModel):
             lanes=parts.reducer.lanes,
             step_metrics={} if parts.step_metrics is None else parts.step_metrics,
         )
-        self.params = parts.held.params
+        self.params = parts.placed.params
         """Trainable parameters of the model by canonical name."""
-        self.masters = parts.held.masters
+        self.masters = parts.placed.masters
         """The parameters that the optimizer updates: `params` itself, or copies in higher precision."""
         self.stepper, self.buffers, self.keys = parts.stepper, parts.buffers, parts.keys
         self.reducer, self.numerics, self.on_phase = parts.reducer, parts.numerics, parts.on_phase
         self.refuses_unused, self.join_norms = parts.refuses_unused, parts.join_norms
         self.cuts, self.reload = parts.cuts, parts.reload
-        self.owners = dict(parts.held.model.named_parameters())
+        self.owners = dict(parts.placed.model.named_parameters())
         """The model's own parameters, which get the gradients of backward, by canonical name."""
         self.stand_in: Batch = None
         """A batch for steps in which this rank has none but must take part in collectives."""
@@ -212,13 +212,13 @@ class Replica(LocalModel):
             stepper: steps their optimizers.
         """
         parts = self.parts_made_of
-        held, reducer = parts.held.restricted(names), parts.another_reducer()
-        buffers = StepBuffers(held.model, parts.precision.master_dtype)
-        own = replace(parts, held=held, stepper=stepper, buffers=buffers, reducer=reducer)
+        placed, reducer = parts.placed.restricted(names), parts.another_reducer()
+        buffers = StepBuffers(placed.model, parts.precision.master_dtype)
+        parts = replace(parts, placed=placed, stepper=stepper, buffers=buffers, reducer=reducer)
         if self.cuts:
-            counted = {name: self.cuts[name].is_written for name in held.params}
-            own = replace(own, join_norms=joined_norms(counted, self.device))
-        return type(self)(replace(own, step_metrics=self.step_metrics))
+            counted = {name: self.cuts[name].is_written for name in placed.params}
+            parts = replace(parts, join_norms=joined_norms(counted, self.device))
+        return type(self)(replace(parts, step_metrics=self.step_metrics))
 
     @property
     def counted_parts(self) -> Mapping[str, bool] | None:
@@ -228,8 +228,8 @@ class Replica(LocalModel):
     @property
     def parts(self) -> dict[str, Tensor]:
         """The parts of all parameters, trainable or not, for a checkpoint."""
-        held = self.masters
-        return {name: held[name] if name in held else local_part(self.owners[name]) for name in self.cuts}
+        masters = self.masters
+        return {name: masters[name] if name in masters else local_part(self.owners[name]) for name in self.cuts}
 
     def owns(self, name: str) -> bool:  # noqa: ARG002 - a rank may have some alone
         """Return whether this rank writes a tensor that several hold whole."""
@@ -239,14 +239,14 @@ class Replica(LocalModel):
         """Store a batch for steps in which this rank has none."""
         self.stand_in = batch
 
-    def agree_on_used(self, found: Sequence[bool]) -> None:
+    def agree_on_used(self, has_grads: Sequence[bool]) -> None:
         """Store which parameters get gradients on any rank, the first time; collective then.
 
         Args:
-            found: whether each parameter got one here, in the order of `params`.
+            has_grads: whether each parameter got one here, in the order of `params`.
         """
         if not self.used:
-            rows = self.data_ranks.gather(torch.tensor(found, dtype=torch.int64))
+            rows = self.data_ranks.gather(torch.tensor(has_grads, dtype=torch.int64))
             self.set_exchange(used=torch.stack(rows).amax(0).bool().tolist(), sparse={})
 
     def set_exchange(self, *, used: Sequence[bool], sparse: dict[int, int], exchanged: list[int] | None = None) -> None:
@@ -342,7 +342,7 @@ class Replica(LocalModel):
     def reduced_names(self) -> list[str]:
         """The names of the parameters whose gradients the reducer sums."""
         names = list(self.params)
-        return names if self.exchanged is None else [names[at] for at in self.exchanged]
+        return names if self.exchanged is None else [names[index] for index in self.exchanged]
 
     @cached_property
     def masters_apart(self) -> bool:
@@ -360,7 +360,7 @@ class Replica(LocalModel):
         return list(self.params.values())
 
     @cached_property
-    def _taking(self) -> list[nn.Parameter]:
+    def _trained_owners(self) -> list[nn.Parameter]:
         """The model's own parameters that are trained, in canonical order."""
         return [self.owners[name] for name in self.params]
 
@@ -371,11 +371,11 @@ class Replica(LocalModel):
         if self.masters_apart:
             sums, self._sums = self._sums, None
             return sums or [None] * len(self.params)
-        grads, frozen = [param.grad for param in self._taking], self.guard.frozen if self.cuts else ()
+        grads, frozen = [param.grad for param in self._trained_owners], self.guard.frozen if self.cuts else ()
         if frozen and (late := [name for name in self.owners if name in frozen and self.owners[name].grad is not None]):
             # set in a forward pass, on the gathered parameter: the shard keeps its flag
             raise TrainingError(self.guard.refusal(f"requires_grad of {', '.join(late[:5])} was changed to True"))
-        for param in self._taking:
+        for param in self._trained_owners:
             param.grad = None
         return [None if grad is None else local_part(grad) for grad in grads] if self.cuts else grads
 
@@ -390,19 +390,19 @@ class Replica(LocalModel):
     def accumulate_in_masters(self) -> None:
         """Add the shard's gradients to `sums`: in bfloat16, adding shards would lose most of the later ones."""
         sums = self._sums or [None] * len(self.params)
-        for place, (param, master) in enumerate(zip(self.params.values(), self.masters.values(), strict=True)):
+        for index, (param, master) in enumerate(zip(self.params.values(), self.masters.values(), strict=True)):
             if param.grad is not None:
-                earlier = sums[place]  # the sum rounds like that of a widened gradient, which would be one more tensor
-                sums[place] = param.grad.to(master.dtype) if earlier is None else earlier.add_(param.grad)
+                earlier = sums[index]  # the sum rounds like that of a widened gradient, which would be one more tensor
+                sums[index] = param.grad.to(master.dtype) if earlier is None else earlier.add_(param.grad)
                 param.grad = None
         self._sums = sums
 
     def swap_averages(self) -> bool:
         """Exchange parameters and their averages; return whether there are any here."""
-        found = swap(self.stepper.optimizers)
+        has_averages = swap(self.stepper.optimizers)
         self.refresh_params()
         self.reload()
-        return found
+        return has_averages
 
     @torch.no_grad()
     def refresh_params(self) -> None:
@@ -427,8 +427,8 @@ def replica_state(replica: Replica) -> dict[str, Tensor]:
     """
     frozen = {name: param for name, param in replica.owners.items() if name in replica.guard.frozen}
     params = replica.parts or {**replica.masters, **frozen}
-    found = {f"param/{name}": param.detach() for name, param in params.items()}
-    return {**found, **_saved_buffers(replica), **replica.stepper.state(replica.masters)}
+    state = {f"param/{name}": param.detach() for name, param in params.items()}
+    return {**state, **_saved_buffers(replica), **replica.stepper.state(replica.masters)}
 
 
 def _saved_buffers(replica: Replica) -> dict[str, Tensor]:
@@ -439,16 +439,16 @@ def _saved_buffers(replica: Replica) -> dict[str, Tensor]:
 
 def sharded_state(replica: Replica) -> ShardedState:
     """Return the shards of this rank, and the tensors that several hold whole, if it is their owner."""
-    found: dict[str, tuple[TensorShard, ...]] = {}
+    shards: dict[str, tuple[TensorShard, ...]] = {}
     for key, tensor in replica_state(replica).items():
         name, cut = name_in(key), replica.cuts.get(name_in(key))
         if cut is None or key.startswith("buffer/") or tuple(tensor.shape) != cut.size:
             # buffers and step counts are the same on every rank
             if replica.owns(name):
-                found[key] = (TensorShard.whole(tensor),)
+                shards[key] = (TensorShard.whole(tensor),)
         elif cut.is_written and tensor.numel():
-            found[key] = (cut.piece(tensor),)
-    return found
+            shards[key] = (cut.piece(tensor),)
+    return shards
 
 
 def restore_replica(replica: Replica, tensors: Mapping[str, Tensor]) -> None:
@@ -457,11 +457,11 @@ def restore_replica(replica: Replica, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         CheckpointError: a parameter or buffer is missing, unknown, or of another shape.
     """
-    own, cuts = replica_state(replica), {f"param/{name}": cut for name, cut in replica.cuts.items()}
-    own = {key: tensor for key, tensor in own.items() if not key.startswith("optimizer/")}
-    refuse_mismatch({key: cuts[key].shape if key in cuts else tuple(own[key].shape) for key in own}, tensors)
+    state, cuts = replica_state(replica), {f"param/{name}": cut for name, cut in replica.cuts.items()}
+    state = {key: tensor for key, tensor in state.items() if not key.startswith("optimizer/")}
+    refuse_mismatch({key: cuts[key].shape if key in cuts else tuple(state[key].shape) for key in state}, tensors)
     with torch.no_grad():
-        for key, tensor in own.items():
+        for key, tensor in state.items():
             tensor.copy_(read_slice(tensors, key, cuts[key].region) if key in cuts else tensors[key])
     replica.refresh_params()
     replica.stepper.restore(replica.masters, _Local(tensors, replica.cuts) if cuts else tensors)
@@ -494,36 +494,36 @@ _LIKE_PARAM: Final = frozenset(
 """Slots of torch's optimizers with the shape of the parameter, which fused kernels do not check."""
 
 
-def _misshapen_slots(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+def _misshapen_slots(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> Iterator[str]:
     for key in tensors:
         kind, _, rest = key.partition("/")
         slot, _, name = rest.partition("/")
-        shape = own.get(f"param/{name}")
+        shape = shapes.get(f"param/{name}")
         if kind != "optimizer" or shape is None:
             continue
-        found = tuple(meta_of(tensors, key).shape)
+        saved_shape = tuple(meta_of(tensors, key).shape)
         slot = slot.partition("@")[0]
-        if slot in _LIKE_PARAM and found != shape:
-            yield f"{key} is {found} there and {shape} here"
-        elif slot == "step" and math.prod(found) != 1:
-            yield f"{key} is {found} there, and one number was expected"
+        if slot in _LIKE_PARAM and saved_shape != shape:
+            yield f"{key} is {saved_shape} there and {shape} here"
+        elif slot == "step" and math.prod(saved_shape) != 1:
+            yield f"{key} is {saved_shape} there, and one number was expected"
 
 
-def refuse_mismatch(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
+def refuse_mismatch(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
     """Refuse the tensors of a checkpoint of another model, before any is read.
 
     Raises:
         CheckpointError: one is missing, unknown, or of another shape; up to five are named.
     """
-    lines = [f"{key} is missing there" for key in own if key not in tensors]
-    beside = ("optimizer/", "callback/")
-    lines += [f"{key} is not in this model" for key in tensors if key not in own and not key.startswith(beside)]
+    lines = [f"{key} is missing there" for key in shapes if key not in tensors]
+    others = ("optimizer/", "callback/")
+    lines += [f"{key} is not in this model" for key in tensors if key not in shapes and not key.startswith(others)]
     lines += [
         f"{key} is {tuple(meta_of(tensors, key).shape)} there and {shape} here"
-        for key, shape in own.items()
+        for key, shape in shapes.items()
         if key in tensors and tuple(meta_of(tensors, key).shape) != shape
     ]
-    lines += _misshapen_slots(own, tensors)
+    lines += _misshapen_slots(shapes, tensors)
     if lines:
         more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
         raise CheckpointError(f"the checkpoint is of another model: {'; '.join(lines[:5])}{more}.")
@@ -566,7 +566,7 @@ def drifted_parameter(replica: Replica) -> str | None:
     if not named:
         apart = replica.masters.items() if replica.masters_apart else ()
         named = {**replica.owners, **{f"{name} (its master)": master for name, master in apart}}
-    hashes = torch.stack([bits_hash(one).to(replica.device) for one in named.values()]).tolist()
+    hashes = torch.stack([bits_hash(tensor).to(replica.device) for tensor in named.values()]).tolist()
     rows = {name: [0, -1] for name in replica.owners}  # of another stage
     for name, bits in zip(named, hashes, strict=True):
         # a signed number holds 63 bits
@@ -574,18 +574,18 @@ def drifted_parameter(replica: Replica) -> str | None:
     ranks = replica.all_ranks if replica.cuts else replica.data_ranks
     gathered = torch.cat(ranks.gather(torch.tensor([[*rows.values()]]))).tolist()
     wrong = dict[str, dict[int, int]]()
-    for at, name in enumerate(rows):
-        for part in dict.fromkeys(row[at][1] for row in gathered):
-            found = {rank: row[at][0] for rank, row in enumerate(gathered) if row[at][1] == part}
-            if len({*found.values()}) > 1:
-                wrong.setdefault(name, found)
+    for index, name in enumerate(rows):
+        for part in dict.fromkeys(row[index][1] for row in gathered):
+            hash_of = {rank: row[index][0] for rank, row in enumerate(gathered) if row[index][1] == part}
+            if len({*hash_of.values()}) > 1:
+                wrong.setdefault(name, hash_of)
     if not wrong:
         return None
-    name, found = next(iter(wrong.items()))
-    usual = max(found.values(), key=Counter(found.values()).__getitem__)  # the first of the most frequent
-    others = [str(rank) for rank, value in found.items() if value != usual]
-    first = next(rank for rank, value in found.items() if value == usual)
-    said = f"rank{'' if len(others) == 1 else 's'} {', '.join(others)} from rank {first}"
-    said += ", which holds the same part of it" if replica.cuts else ""
+    name, hash_of = next(iter(wrong.items()))
+    usual = max(hash_of.values(), key=Counter(hash_of.values()).__getitem__)  # the first of the most frequent
+    others = [str(rank) for rank, value in hash_of.items() if value != usual]
+    first = next(rank for rank, value in hash_of.items() if value == usual)
+    where = f"rank{'' if len(others) == 1 else 's'} {', '.join(others)} from rank {first}"
+    where += ", which holds the same part of it" if replica.cuts else ""
     more = "" if len(wrong) == 1 else f", as do {len(wrong) - 1} more parameters"
-    return f"the parameter {name} differs on {said}{more}."
+    return f"the parameter {name} differs on {where}{more}."

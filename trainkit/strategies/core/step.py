@@ -54,10 +54,10 @@ class SmallGrads:
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._sums: list[tuple[nn.Parameter, Tensor]] = []
         dense = [(param, grad) for param in params if (grad := param.grad) is not None and grad.layout is torch.strided]
-        left = max(MOST_ELEMENTS, sum(grad.numel() for _, grad in dense) // _SHARE)
-        for param, grad in sorted(dense, key=lambda one: one[1].numel()):
-            left -= grad.numel()
-            if left < 0 or grad.numel() > MOST_ELEMENTS:
+        budget = max(MOST_ELEMENTS, sum(grad.numel() for _, grad in dense) // _SHARE)
+        for param, grad in sorted(dense, key=lambda pair: pair[1].numel()):
+            budget -= grad.numel()
+            if budget < 0 or grad.numel() > MOST_ELEMENTS:
                 break
             self._sums.append((param, grad))
             param.grad = None
@@ -100,10 +100,10 @@ def gather_sparse(grad: Tensor | None, like: Tensor, *, sparse_dim: int, collect
             torch.empty((0, *like.shape[sparse_dim:]), dtype=like.dtype, device=like.device),
             like.shape,
         )
-    own = grad.coalesce()
+    local = grad.coalesce()
     narrow = row_dtype(max(like.shape[:sparse_dim]))
-    indices = collective.gather(own.indices().t().to(narrow).contiguous())
-    values = collective.gather(own.values())
+    indices = collective.gather(local.indices().t().to(narrow).contiguous())
+    values = collective.gather(local.values())
     total = torch.sparse_coo_tensor(torch.cat(indices).t().long(), torch.cat(values), like.shape).coalesce()
     most = max(len(part) for part in indices)  # shorter ones are padded
     row = sparse_dim * narrow.itemsize + values[0][:1].numel() * values[0].element_size() if most else 0
@@ -145,8 +145,8 @@ def with_values(grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], li
     gradients, because absent elements are zero. The second has no empty tensors.
     """
     coalesced = [grad.coalesce() if grad is not None and grad.is_sparse else grad for grad in grads]
-    held = [grad._values() if grad.is_sparse else grad for grad in coalesced if grad is not None]  # noqa: SLF001
-    return coalesced, [values for values in held if values.numel()]
+    tensors = [grad._values() if grad.is_sparse else grad for grad in coalesced if grad is not None]  # noqa: SLF001
+    return coalesced, [values for values in tensors if values.numel()]
 
 
 def cloned_batch(batch: Batch) -> Batch:
@@ -241,7 +241,7 @@ class ShardStep:
         self.weight: Tensor | float = 0.0
         self.terms: dict[str, Tensor] = {}
         self._sparse: dict[int, Tensor | None] = {}
-        self._held: list[Tensor | None] | None = None
+        self._lane_grads: list[Tensor | None] | None = None
         """The gradients of a lane's shards; None: the replica holds them."""
 
     def run(self) -> Sequence[Tensor | None]:
@@ -265,18 +265,18 @@ class ShardStep:
         Collective if there are sparse gradients.
         """
         replica = self.replica
-        found: list[Tensor | None] = [None] * len(replica.params)
-        for place, total in zip(exchanged, sums, strict=False):
-            found[place] = total
+        grads: list[Tensor | None] = [None] * len(replica.params)
+        for index, total in zip(exchanged, sums, strict=False):
+            grads[index] = total
         if replica.sparse and replica.lanes is None:
-            masters, totals, sent = list(replica.masters.values()), {}, 0
-            for place, dims in replica.sparse.items():
-                grad, collective = self._sparse.get(place), replica.data_ranks
-                totals[place], size = gather_sparse(grad, masters[place], sparse_dim=dims, collective=collective)
-                found[place] = totals[place]
-                sent += size
-            replica.step_metrics.update(sparse_figures(totals, sent, replica.num_ranks))
-        return [*found, *sums[len(exchanged) :]]
+            masters, totals, sent_bytes = list(replica.masters.values()), {}, 0
+            for index, dims in replica.sparse.items():
+                grad, collective = self._sparse.get(index), replica.data_ranks
+                totals[index], size = gather_sparse(grad, masters[index], sparse_dim=dims, collective=collective)
+                grads[index] = totals[index]
+                sent_bytes += size
+            replica.step_metrics.update(sparse_figures(totals, sent_bytes, replica.num_ranks))
+        return [*grads, *sums[len(exchanged) :]]
 
     def partials(self) -> Iterator[tuple[int, Sequence[Tensor | None]]]:
         """Yield (lane, its sums), computed on iteration: partial sums are combined before the next one exists."""
@@ -319,8 +319,8 @@ class ShardStep:
             replica.buffers.reset()
         if replica.masters_apart:
             replica.accumulate_in_masters()
-        seen = loss.loss_sum.detach()
-        self.loss_sum = seen if self.loss_sum is None else self.loss_sum + seen
+        loss_sum = loss.loss_sum.detach()
+        self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
         objective = self.training.objective
         if loss.terms is not None or objective.term_names:
             add_terms(self.terms, objective, loss)
@@ -352,8 +352,8 @@ class ShardStep:
             return training.loss(replica.model, batch, self.ticket.step, shard)
 
     def _take_grads(self, weight: Tensor | float) -> list[Tensor | None]:
-        replica, held, self._held = self.replica, self._held, None
-        taken = replica.take_grads() if held is None else held
+        replica, lane_grads, self._lane_grads = self.replica, self._lane_grads, None
+        taken = replica.take_grads() if lane_grads is None else lane_grads
         if replica.sparse is None:
             replica.set_sparse(find_sparse(taken))
         if replica.some_unused:
@@ -361,17 +361,17 @@ class ShardStep:
         if replica.sparse and replica.lanes is not None:  # they are summed in the order of dense vectors
             taken = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in taken]
         if replica.exchanged is not None:
-            self._sparse = {place: taken[place] for place in replica.sparse or {}}
-            taken = [taken[place] for place in replica.exchanged]
+            self._sparse = {index: taken[index] for index in replica.sparse or {}}
+            taken = [taken[index] for index in replica.exchanged]
         if replica.buffers.names:
             taken.extend(replica.buffers.take())
         if self.divisor.counted:
             taken.append(weight_on(weight, replica.precision.master_dtype, replica.device))
         return taken
 
-    def _refuse_late(self, found: Sequence[bool]) -> None:
-        for name, has_grad, known in zip(self.replica.params, found, self.replica.used, strict=True):
-            if has_grad and not known:
+    def _refuse_late(self, has_grads: Sequence[bool]) -> None:
+        for name, has_grad, was_used in zip(self.replica.params, has_grads, self.replica.used, strict=True):
+            if has_grad and not was_used:
                 raise TrainingError(
                     f"rank {self.replica.rank}, step {self.ticket.step}: the parameter {name} got a gradient, but had "
                     f"none in the first step of this run. Use it in every step, or freeze it."
@@ -399,21 +399,21 @@ class ShardStep:
             if exchanges:
                 grads = [param.grad for param in replica.params.values()]
                 flags = [int(grad is not None) for grad in grads]
-                dims = [find_sparse(grads).get(place, 0) for place in range(len(grads))]
+                dims = [find_sparse(grads).get(index, 0) for index in range(len(grads))]
             for param in replica.params.values():
                 param.grad = None
-        own = [layout_mark(param) for param in replica.params.values()]
-        held = replica.places_of(names)
-        where = [0] * len(names) if held is None else held.places
-        rows = torch.stack(replica.data_ranks.gather(torch.tensor([*own, *where, *flags, *dims, *map(int, changed)])))
+        marks = [layout_mark(param) for param in replica.params.values()]
+        devices = replica.places_of(names)
+        where = [0] * len(names) if devices is None else devices.places
+        rows = torch.stack(replica.data_ranks.gather(torch.tensor([*marks, *where, *flags, *dims, *map(int, changed)])))
         count = len(names)
         _refuse_differences(names, rows[:, :count], rows[:, count : 2 * count])
-        found: list[int] = rows[:, 2 * count :].amax(0).tolist()  # a rank without a shard finds nothing
+        agreed: list[int] = rows[:, 2 * count :].amax(0).tolist()  # a rank without a shard finds nothing
         if exchanges:
-            agree_on_exchanged_grads(replica, found[:count], found[count : 2 * count])
-        buffers.settle(found[2 * count :])
+            agree_on_exchanged_grads(replica, agreed[:count], agreed[count : 2 * count])
+        buffers.settle(agreed[2 * count :])
         reduced, rest = replica.reduced, buffers.shapes()
-        places = replica.places_of([*replica.reduced_names, *buffers.kept_names()])
+        places = replica.places_of([*replica.reduced_names, *buffers.updated_names()])
         if self.divisor.counted:
             rest.append(torch.Size([1]))
             places = None if places is None else places.and_more(1)
@@ -445,11 +445,11 @@ def _refuse_differences(names: Sequence[str], marks: Tensor, places: Tensor) -> 
         for name, column in zip(names, values.t().tolist(), strict=True):
             rank = next((rank for rank, value in enumerate(column) if value != column[0]), None)
             if rank is not None and values is marks:
-                said = f"the parameter {name} has different strides on rank {rank} and on rank 0."
-                raise TrainingError(f"{said} Give it one memory format on every rank.")
+                problem = f"the parameter {name} has different strides on rank {rank} and on rank 0."
+                raise TrainingError(f"{problem} Give it one memory format on every rank.")
             if rank is not None:
-                said = f"the parameter {name} is on device {column[rank]} of its replica on rank {rank}, and on device "
-                raise TrainingError(f"{said}{column[0]} on rank 0. Set the place of each block in strategy.map.")
+                where = f"on device {column[rank]} of its replica on rank {rank}, and on device {column[0]} on rank 0."
+                raise TrainingError(f"the parameter {name} is {where} Set the place of each block in strategy.map.")
 
 
 def agree_on_exchanged_grads(replica: Replica, used: Sequence[int], sparse_dims: Sequence[int]) -> None:
@@ -467,15 +467,15 @@ def agree_on_exchanged_grads(replica: Replica, used: Sequence[int], sparse_dims:
     some_unused = not all(used)
     if some_unused and replica.refuses_unused:
         raise TrainingError(_unused([name for name, flag in zip(replica.params, used, strict=True) if not flag]))
-    sparse = {place: dims for place, dims in enumerate(sparse_dims) if dims}
+    sparse = {index: dims for index, dims in enumerate(sparse_dims) if dims}
     in_lanes = replica.lanes is not None
-    if sparse and in_lanes and any(isinstance(one, torch.optim.SparseAdam) for one in replica.stepper.optimizers):
+    if sparse and in_lanes and any(isinstance(opt, torch.optim.SparseAdam) for opt in replica.stepper.optimizers):
         raise TrainingError(
             "numerics.reproducible sums sparse gradients as dense ones, which torch.optim.SparseAdam refuses. "
             "Use Adam or Adagrad, or leave numerics.reproducible out."
         )
     apart = {} if in_lanes or not replica.exchanges else sparse
-    exchanged = [place for place, flag in enumerate(used) if flag and place not in apart]
+    exchanged = [index for index, flag in enumerate(used) if flag and index not in apart]
     replica.set_exchange(
         used=[bool(flag) for flag in used], sparse=sparse, exchanged=exchanged if some_unused or apart else None
     )
@@ -572,9 +572,9 @@ def observer(replica: Replica, training: StepContext, step: int) -> Observe | No
 
     def observe(grads: Sequence[Tensor | None]) -> None:
         named = zip(replica.params, grads, strict=True)
-        found = {name: grad for name, grad in named if grad is not None}
+        present = {name: grad for name, grad in named if grad is not None}
         tensors = UpdateTensors(
-            grads=found, weights=replica.masters, counted=replica.counted_parts, ranks=replica.all_ranks
+            grads=present, weights=replica.masters, counted=replica.counted_parts, ranks=replica.all_ranks
         )
         listener.take(step, tensors)
 
@@ -598,10 +598,10 @@ def _agreed(replica: Replica, beyond_scaling: Sequence[Tensor], norms: Tensor) -
 
     A smaller loss scale helps if gradients overflow, but not if loss or buffers are not finite.
     """
-    here = [~torch.isfinite(norms.max())]
+    flags = [~torch.isfinite(norms.max())]
     loss_or_buffers = [flag.to(norms.device) for flag in beyond_scaling]
-    here.append(torch.stack(loss_or_buffers).any() if loss_or_buffers else torch.zeros_like(here[0]))
-    gradients, beyond = replica.all_ranks.sum(torch.stack(here).float()).tolist()
+    flags.append(torch.stack(loss_or_buffers).any() if loss_or_buffers else torch.zeros_like(flags[0]))
+    gradients, beyond = replica.all_ranks.sum(torch.stack(flags).float()).tolist()
     if not gradients and not beyond:
         return Status.applied
     return Status.retry if replica.loss_scale.may_retry and not beyond else Status.skipped
@@ -629,13 +629,13 @@ def _norms(replica: Replica, grads: Sequence[Tensor | None], present: list[Tenso
     if replica.join_norms is not None and replica.lanes is not None and order != _LARGEST:
         # a sum of squares depends on the parts; one gradient is whole at a time
         named = [(name, grad) for name, grad in zip(replica.params, grads, strict=True) if grad is not None]
-        return torch.cat([torch.stack(torch._foreach_norm([replica.whole(*one)], order)) for one in named])  # noqa: SLF001
+        return torch.cat([torch.stack(torch._foreach_norm([replica.whole(*pair)], order)) for pair in named])  # noqa: SLF001
     filled = [grad if grad.numel() else grad.new_zeros(1) for grad in present]  # an empty tensor has no largest element
     norms = torch._foreach_norm(filled, order)  # noqa: SLF001 - what torch's own clipping calls
     if len({norm.device for norm in norms}) > 1:
         norms = tuple(norm.to(norms[0].device) for norm in norms)
-    here = torch.stack(norms)
+    local_norms = torch.stack(norms)
     if replica.join_norms is None:
-        return here
-    held = [place for place, grad in enumerate(grads) if grad is not None and (not grad.is_sparse or grad._nnz())]  # noqa: SLF001
-    return replica.join_norms(here, held, order)
+        return local_norms
+    indices = [index for index, grad in enumerate(grads) if grad is not None and (not grad.is_sparse or grad._nnz())]  # noqa: SLF001
+    return replica.join_norms(local_norms, indices, order)

@@ -97,14 +97,14 @@ def _parts_of(whole: R, stepper: NamedSteppers, training: StepContext) -> list[_
         return [_Part(phase=Phase(name=""), replica=whole, stepper=stepper, others=(), contexts=(context,))]
     trained, parts = dict(whole.model.named_parameters()), []
     for phase in training.phases:
-        own, key = stepper.only(phase.name), name_id(phase.name)
+        phase_stepper, key = stepper.only(phase.name), name_id(phase.name)
         contexts = tuple(
             replace(training, phase=phase.name, draw_key=mix64(key ^ number), rule=at_own_rate)
             for number in range(phase.repeats)
         )
-        others = tuple(trained[name] for name in whole.params if name not in own.names)
-        replica = whole.restricted(own.names, own)
-        parts.append(_Part(phase=phase, replica=replica, stepper=own, others=others, contexts=contexts))
+        others = tuple(trained[name] for name in whole.params if name not in phase_stepper.names)
+        replica = whole.restricted(phase_stepper.names, phase_stepper)
+        parts.append(_Part(phase=phase, replica=replica, stepper=phase_stepper, others=others, contexts=contexts))
     return parts
 
 
@@ -119,21 +119,21 @@ def set_rates(stepper: OptimizerStepper, step: int, rule: UpdateParams) -> Updat
 def _outcome(done: Sequence[tuple[str, StepOutcome]], *, has_phases: bool) -> StepOutcome:
     """Return the outcome of a step: the sums over its passes, and those of each phase."""
     (_, first), *_ = done
-    norms = [one.grad_norm for _, one in done if one.grad_norm is not None]
+    norms = [outcome.grad_norm for _, outcome in done if outcome.grad_norm is not None]
     if len(norms) > 1:
-        norms = [torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))]
-    losses = [one.loss_sum for _, one in done if one.loss_sum is not None]
+        norms = [torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))]
+    losses = [outcome.loss_sum for _, outcome in done if outcome.loss_sum is not None]
     phases: dict[str, tuple[Tensor | None, Tensor | float]] = {}
     terms: dict[str, Tensor] = {}
-    for name, one in done:
+    for name, outcome in done:
         loss, weight = phases.get(name, (None, 0.0))
-        total = one.loss_sum if loss is None else loss if one.loss_sum is None else loss + one.loss_sum
-        phases[name] = total, weight + one.weight
-        terms.update({name: terms[name] + term if name in terms else term for name, term in one.terms.items()})
+        total = outcome.loss_sum if loss is None else loss if outcome.loss_sum is None else loss + outcome.loss_sum
+        phases[name] = total, weight + outcome.weight
+        terms.update({name: terms[name] + term if name in terms else term for name, term in outcome.terms.items()})
     return replace(
         first,
         loss_sum=sum(losses[1:], losses[0]) if losses else None,
-        weight=sum((one.weight for _, one in done[1:]), first.weight),
+        weight=sum((outcome.weight for _, outcome in done[1:]), first.weight),
         grad_norm=norms[0] if norms else None,
         terms=terms,
         phases=phases if has_phases else {},
@@ -224,11 +224,11 @@ def build_parts(
     for device in placement.devices:
         precision.apply_globally(device.type, reproducible=numerics.reproducible)
     drawing = Drawing.of(request.model)  # sharding changes the classes of modules
-    held = move(request.model, precision, placement)
-    masters = held.masters
+    placed = move(request.model, precision, placement)
+    masters = placed.masters
     reducer = make_reducer(ranks.data_ranks, numerics)
     return ReplicaParts(
-        held=held,
+        placed=placed,
         device=placement.device,
         device_types=tuple(sorted({device.type for device in placement.devices})),
         placement=placement,
@@ -236,8 +236,8 @@ def build_parts(
         all_ranks=ranks.all_ranks,
         precision=precision,
         stepper=make_stepper(request, masters),
-        buffers=StepBuffers(held.model, precision.master_dtype),
-        keys=BlockKeys(held.model, seed=numerics.seed, devices=placement.devices, drawing=drawing),
+        buffers=StepBuffers(placed.model, precision.master_dtype),
+        keys=BlockKeys(placed.model, seed=numerics.seed, devices=placement.devices, drawing=drawing),
         reducer=reducer,
         another_reducer=partial(make_reducer, ranks.data_ranks, numerics),
         numerics=numerics,
@@ -320,7 +320,7 @@ class SynchronousExecutor(Executor, Generic[R]):
         if self._done[0] != step:
             self._done = step, []
         done = self._done[1]
-        passes = [(part, one) for part in self._parts for one in part.contexts[: part.phase.num_passes(step)]]
+        passes = [(part, context) for part in self._parts for context in part.contexts[: part.phase.num_passes(step)]]
         for part, context in passes[len(done) :]:
             part.replica.set_loss_scale(whole.loss_scale)
             part.stepper.begin_step(step)
@@ -380,7 +380,7 @@ class SynchronousExecutor(Executor, Generic[R]):
         if divisor.counted and (counted := sums[-1]) is not None:
             factor = divisor.factor(counted) * factor
         devices = {grad.device for grad in sums if grad is not None}
-        factors = {one: factor.to(one) if isinstance(factor, Tensor) else factor for one in devices}
+        factors = {device: factor.to(device) if isinstance(factor, Tensor) else factor for device in devices}
         named = zip(replica.params, sums, strict=False)
         return {name: grad * factors[grad.device] for name, grad in named if grad is not None}
 

@@ -67,7 +67,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
     and every replica makes the same update.
     """
 
-    facts: ClassVar[Facts] = replace(WHOLE_REPLICAS, place=1, elastic=True)
+    facts: ClassVar[Facts] = replace(WHOLE_REPLICAS, position=1, elastic=True)
     shard_step: ClassVar[type[ShardStep]] = ShardStep
     """The class of a try at a step; a subclass may set another one."""
 
@@ -78,30 +78,30 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems of every process group, of groups of devices, and of combined reducers and modes."""
-        is_placed = self.map is not None or self.devices is not None
-        if is_placed and (found := group_problems(self.map, self.devices, self.replicas_here(context.launch), context)):
-            return found
-        found = ProcessGroupOptions.validate(self._on_first_devices(context, only_named=True), context)
+        placed = self.map is not None or self.devices is not None
+        if placed and (problems := group_problems(self.map, self.devices, self.replicas_here(context.launch), context)):
+            return problems
+        problems = ProcessGroupOptions.validate(self._on_first_devices(context, only_named=True), context)
         if self.map is not None and self.compression == "powersgd":
             rule = "compresses all gradients of a replica at once, and strategy.map distributes them. Use bf16 or none."
-            found.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
+            problems.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
         if self.is_grouped and self.reduce == "shared_memory" and self.num_replicas(context) == 1:
             rule = "needs two replicas or more, and strategy.process_group=always has one. Use strategy.reduce=backend."
-            found.append(Problem(key="strategy.reduce", value=self.reduce, rule=rule))
-        return [*found, *self.reduction_problems(context, lambda: self.tasks(context))]
+            problems.append(Problem(key="strategy.reduce", value=self.reduce, rule=rule))
+        return [*problems, *self.reduction_problems(context, lambda: self.tasks(context))]
 
     def _replica_map(self, context: PlanContext) -> ReplicaMap | None:
         """Return the groups of devices and the map; None if a replica is on one device."""
-        here = self.replicas_here(context.launch)
-        return None if self.map is None else ReplicaMap.of(self.map, self.devices, here, context)
+        replicas = self.replicas_here(context.launch)
+        return None if self.map is None else ReplicaMap.of(self.map, self.devices, replicas, context)
 
     def _on_first_devices(self, context: PlanContext, *, only_named: bool = False) -> Self:
         """Return the same strategy with a device for each rank: the first of its replica's group."""
-        found = self._replica_map(context)
-        if found is None:
+        replica_map = self._replica_map(context)
+        if replica_map is None:
             return self
-        known = self.devices is not None or (context.num_gpus > 0 and not only_named)
-        return replace(self, map=None, devices=found.first_devices if known else None)
+        has_devices = self.devices is not None or (context.num_gpus > 0 and not only_named)
+        return replace(self, map=None, devices=replica_map.first_devices if has_devices else None)
 
     def num_replicas(self, context: PlanContext) -> int:
         """Return the requested number of replicas, or one for each device or group; in a launch, over all processes."""
@@ -114,8 +114,8 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
     def num_slots(self, num_gpus: int) -> int:
         """Return the GPUs of all replicas; without GPUs, one core for each replica."""
         context = PlanContext(num_gpus=num_gpus)
-        found, tasks = self._replica_map(context), self.tasks(context)
-        used = {task.device for task in tasks} if found is None else set(chain.from_iterable(found.groups))
+        replica_map, tasks = self._replica_map(context), self.tasks(context)
+        used = {task.device for task in tasks} if replica_map is None else set(chain.from_iterable(replica_map.groups))
         return len(used - {"cpu"}) or len(tasks)
 
     def proof_problems(self, context: PlanContext) -> list[Problem]:
@@ -132,41 +132,41 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
         """Return problems of the map for this model."""
-        found = self._replica_map(context)
-        return [] if found is None else found.planned.problems(model, context)
+        replica_map = self._replica_map(context)
+        return [] if replica_map is None else replica_map.planned.problems(model, context)
 
     def resolve(self, build: Callable[[], nn.Module], context: PlanContext) -> Self:
         """Return the strategy with a map instead of `auto`: the activations of each block are known only here."""
-        found = self._replica_map(context)
-        if found is None or self.map != "auto":
+        replica_map = self._replica_map(context)
+        if replica_map is None or self.map != "auto":
             return self
-        layout = found.planned.layout(build(), context.formats, context)
-        return replace(self, map={unit.name: place for unit, place in layout.placed}, devices=found.groups)
+        layout = replica_map.planned.layout(build(), context.formats, context)
+        return replace(self, map={unit.name: index for unit, index in layout.placed}, devices=replica_map.groups)
 
     def describe_partition(self, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:
         """Return each consecutive part of a replica with a map; `device` names that of every replica of this host."""
-        found = self._replica_map(context)
-        return () if found is None else found.parts(model, context)
+        replica_map = self._replica_map(context)
+        return () if replica_map is None else replica_map.parts(model, context)
 
     def replica_parts(self, model: nn.Module, context: PlanContext) -> tuple[ReplicaPart, ...]:
         """Return the blocks of each device of a replica with a map that fits; without one, one part for all."""
-        copies, kept = self.gradient_copies(context)
+        copies, kept_copies = self.gradient_copies(context)
         parts: tuple[ReplicaPart, ...] = ()
-        if (found := self._replica_map(context)) is not None:
-            parts = found.planned.held_parts(model, context, gradient_copies=copies)
+        if (replica_map := self._replica_map(context)) is not None:
+            parts = replica_map.planned.device_parts(model, context, gradient_copies=copies)
         if not parts:
             bucket = None
             if self._takes_gradients(context.numerics, self.num_replicas(context)):
                 bucket = largest_bucket(model, context.formats.master_dtype, self.bucket_bytes)
             parts = (ReplicaPart(modules=(), memory=ModelMemory.whole(model, gradient_copies=copies, bucket=bucket)),)
-        return tuple(replace(one, memory=replace(one.memory, kept_copies=kept)) for one in parts)
+        return tuple(replace(part, memory=replace(part.memory, kept_copies=kept_copies)) for part in parts)
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return the memory of the device with the largest use: its part of a replica, the vector of the exchange, the
         memory of reducers.
         """
-        held = (part.memory for part in self.replica_parts(model, context))
-        return max(held, key=lambda memory: sum(memory.resident.values()))
+        memories = (part.memory for part in self.replica_parts(model, context))
+        return max(memories, key=lambda memory: sum(memory.resident.values()))
 
     def observed_ranks(self, context: PlanContext) -> tuple[int, ...]:  # noqa: ARG002 - the same in any
         """Return the first rank; none if a replica is on several devices."""
@@ -174,8 +174,8 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
 
     def as_observed(self) -> Self:
         """Return the strategy with the backend's sum: no other reducer works without the other ranks."""
-        sent = "none" if self.compression == "powersgd" else self.compression
-        return replace(self, reduce="backend", compression=sent)
+        compression = "none" if self.compression == "powersgd" else self.compression
+        return replace(self, reduce="backend", compression=compression)
 
     def scaled(self, replicas: int, context: PlanContext) -> Scaled:
         """Return the key for `replicas` replicas, and alternatives of compression and reducer."""
@@ -207,8 +207,8 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         if numerics.reproducible or (num_replicas == 1 and not self.is_grouped):
             return synchronous_gradient_copies(numerics, num_replicas), 0
         vectors = 0 if self._takes_gradients(numerics, num_replicas) else 1
-        copies, kept = self.exchange_copies(self.planned_reducer(context, self.tasks(context))[0], num_replicas)
-        return vectors + copies, vectors + kept
+        copies, kept_copies = self.exchange_copies(self.planned_reducer(context, self.tasks(context))[0], num_replicas)
+        return vectors + copies, vectors + kept_copies
 
     def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
         """Return the exchange of the gradients, by the reducer and the compression, and of the rows of sparse ones."""
@@ -228,16 +228,16 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
             vector = replace(vector, num_bytes=vector.num_bytes * 2 / width, element_bytes=2)
         reducer, _ = self.planned_reducer(context, self.tasks(context))
         summed = reduction(reducer, ranks, vector, ranks_a_host=ranks_a_host(context, len(ranks)))
-        return (*(summed if self.map is None else (replace(one, overlaps=False) for one in summed)), *rows)
+        return (*(summed if self.map is None else (replace(transfer, overlaps=False) for transfer in summed)), *rows)
 
     def setup(self, request: SetupRequest) -> SynchronousExecutor[Replica]:
         """Join the other ranks, and broadcast the model of rank 0."""
-        found = self._replica_map(PlanContext(num_gpus=torch.cuda.device_count()))
-        spread = None if found is None else found.placement(request)
+        replica_map = self._replica_map(PlanContext(num_gpus=torch.cuda.device_count()))
+        spread = None if replica_map is None else replica_map.placement(request)
         ranks = self.join(
             request.identity,
-            exchanges_on_cpu=found is not None and found.mixes_types,
-            exchanges_on_gpus=found is not None and found.spans_gpus,
+            exchanges_on_cpu=replica_map is not None and replica_map.mixes_types,
+            exchanges_on_gpus=replica_map is not None and replica_map.spans_gpus,
         )
         settled, note = self, None
         if not request.numerics.reproducible:
@@ -266,8 +266,8 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
     def _on_gpus(self) -> bool:
         """Whether a replica of this host is on a GPU, or a part of one."""
         context = PlanContext(num_gpus=torch.cuda.device_count())
-        found = self._replica_map(context)
-        devices = [task.device for task in self.tasks(context)] if found is None else chain.from_iterable(found.groups)
+        replica_map, tasks = self._replica_map(context), self.tasks(context)
+        devices = [task.device for task in tasks] if replica_map is None else chain.from_iterable(replica_map.groups)
         return any(device != "cpu" for device in devices)
 
 

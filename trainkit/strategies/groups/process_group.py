@@ -144,16 +144,12 @@ class ProcessGroup:
             return problems
         if self.wanted_replicas != "auto" and self.wanted_replicas < 1:
             return [self.replicas_problem("must be 1 or more.")]
-        found = (
-            self._host_problems(context)
-            if context.launch is None
-            else self._placement_problems(context, context.launch)
-        )
-        count = self.num_replicas(context)
-        if not found and context.numerics.reproducible and count > context.numerics.lanes:
+        launch, count = context.launch, self.num_replicas(context)
+        problems = self._host_problems(context) if launch is None else self._placement_problems(context, launch)
+        if not problems and context.numerics.reproducible and count > context.numerics.lanes:
             rule = f"more replicas than numerics.lanes={context.numerics.lanes}. Use at most that many, or more lanes."
             return [self.replicas_problem(rule, count)]
-        return found
+        return problems
 
     def proof_problems(self, context: PlanContext) -> list[Problem]:
         """Return the problem that a single rank without a process group runs the same code as one_device."""
@@ -184,10 +180,10 @@ class ProcessGroup:
             )
             for role in others
         ]
-        count, each, wanted = launch.num_ranks, self.ranks_a_replica, self.wanted_replicas
+        count, each, replicas = launch.num_ranks, self.ranks_a_replica, self.wanted_replicas
         started = f"{launch.kind} started {_counted(count, 'process', 'es')}"
         if launch.takes_devices:
-            if wanted != "auto" and wanted * each % count:
+            if replicas != "auto" and replicas * each % count:
                 use = f"Use a multiple of {count // math.gcd(count, each)}."
                 rule = f"but {started}, each with as many replicas. {use}"
                 if each > 1:
@@ -197,8 +193,8 @@ class ProcessGroup:
         started += ", a replica each" if each == 1 else f", and a replica takes {each}"
         if count % each:
             problems.append(Problem(key="strategy", rule=f"{started}. Start a multiple of {each}."))
-        elif wanted not in ("auto", count // each):
-            rule = f"but {started}. Use {count // each}, or start {each * wanted}."
+        elif replicas not in ("auto", count // each):
+            rule = f"but {started}. Use {count // each}, or start {each * replicas}."
             problems.append(self.replicas_problem(rule))
         return problems
 
@@ -270,9 +266,9 @@ class ProcessGroup:
         first = 0 if launch.has_own_gpu else launch.local_rank * share
         names = self._devices(context, range(first, first + share))
         return tuple(
-            Task(role=task.role, index=task.index * share + place, rank=task.rank * share + place, device=name)
+            Task(role=task.role, index=task.index * share + offset, rank=task.rank * share + offset, device=name)
             for task in launch.tasks
-            for place, name in enumerate(names)
+            for offset, name in enumerate(names)
         )
 
     def _ranks_a_process(self, context: PlanContext, launch: LaunchEnvironment) -> int:
@@ -285,11 +281,11 @@ class ProcessGroup:
             return max(self.wanted_replicas * self.ranks_a_replica // launch.num_ranks, 1)
         return max(context.num_gpus, 1) if launch.num_local == 1 else 1
 
-    def _devices(self, context: PlanContext, places: range) -> list[str]:
+    def _devices(self, context: PlanContext, indices: range) -> list[str]:
         """Return the devices of some of this host's ranks."""
         if self.devices is not None:
-            return [parse_device(self.devices[place]) or "cpu" for place in places]
-        return [f"cuda:{place}" if context.num_gpus else "cpu" for place in places]
+            return [parse_device(self.devices[index]) or "cpu" for index in indices]
+        return [f"cuda:{index}" if context.num_gpus else "cpu" for index in indices]
 
     def backend(self, device_type: str, *, exchanges_on_cpu: bool = False) -> str:
         """Return the backend of the process group, for ranks with this type of device."""

@@ -93,13 +93,13 @@ class DeviceLayout(Placement):
 
     def parts(self, bytes_of: Callable[[Tensor], int]) -> tuple[StagePart, ...]:
         """Return the consecutive parts of the model that are in one place, in the order of the model."""
-        seen: set[int] = set()
+        counted: set[int] = set()
         return tuple(
-            part_of(stage, [unit for unit, _ in members], bytes_of, self.group[place], seen)
+            part_of(stage, [unit for unit, _ in members], bytes_of, self.group[place], counted)
             for stage, (place, members) in enumerate(groupby(self.placed, key=lambda item: item[1]))
         )
 
-    def held_parts(self, model: nn.Module, *, gradient_copies: float) -> tuple[ReplicaPart, ...]:
+    def device_parts(self, model: nn.Module, *, gradient_copies: float) -> tuple[ReplicaPart, ...]:
         """Return the part of a replica that each device holds and computes.
 
         Args:
@@ -110,24 +110,24 @@ class DeviceLayout(Placement):
         for name, param in model.named_parameters():
             resident.setdefault(self.device_of(name), {})[name] = param.numel()
         parts = []
-        for device, held in resident.items():
-            here = [unit for unit, place in self.placed if torch.device(self.group[place]) == device]
-            entries = [entry for unit in here for entry in unit.entries]
-            memory = ModelMemory(resident=held, gradient_copies=gradient_copies)
+        for device, elements in resident.items():
+            units = [unit for unit, place in self.placed if torch.device(self.group[place]) == device]
+            entries = [entry for unit in units for entry in unit.entries]
+            memory = ModelMemory(resident=elements, gradient_copies=gradient_copies)
             parts.append(ReplicaPart(modules=names_of(model, entries), memory=memory))
         return tuple(parts)
 
 
 def part_of(
-    stage: int, units: Sequence[Block], bytes_of: Callable[[Tensor], int], device: str, seen: set[int] | None = None
+    stage: int, units: Sequence[Block], bytes_of: Callable[[Tensor], int], device: str, counted: set[int] | None = None
 ) -> StagePart:
-    """Return a part of a model for the plan; a tensor whose id is in `seen` was counted in an earlier part."""
-    own = distinct_tensors(units, seen)
+    """Return a part of a model for the plan; a tensor whose id is in `counted` was counted in an earlier part."""
+    tensors = distinct_tensors(units, counted)
     return StagePart(
         stage=stage,
         modules=", ".join(collapsed([unit.name for unit in units])),
-        num_params=sum(tensor.numel() for tensor in own if isinstance(tensor, nn.Parameter)),
-        num_bytes=sum(map(bytes_of, own)),
+        num_params=sum(tensor.numel() for tensor in tensors if isinstance(tensor, nn.Parameter)),
+        num_bytes=sum(map(bytes_of, tensors)),
         device=device,
     )
 
@@ -156,8 +156,8 @@ def bring_inputs(device: torch.device, moved: list[ObjectSnapshot]) -> Callable[
 
 def _check_arguments(block: str, moved: list[ObjectSnapshot]) -> Callable[..., None]:
     def hook(_module: nn.Module, _args: Any, _outputs: Any) -> None:
-        for given in moved:
-            refuse_changes(given, block, "and a device map gives it copies of lists and dicts on its device")
+        for snapshot in moved:
+            refuse_changes(snapshot, block, "and a device map gives it copies of lists and dicts on its device")
         moved.clear()
 
     return hook
@@ -193,28 +193,28 @@ def activation_bytes(
         for named in (model.named_parameters(), model.named_buffers())
         for name, tensor in named
     }
-    sizes, known = [0] * len(units), {_storage(tensor) for tensor in state.values()}
+    sizes, storages = [0] * len(units), {_storage(tensor) for tensor in state.values()}
     alive: list[Any] = []  # so that no new storage reuses a known address
     running = 0
 
     def note(tensor: Tensor) -> Tensor:
-        if (storage := _storage(tensor)) not in known and sizes:
-            known.add(storage)
+        if (storage := _storage(tensor)) not in storages and sizes:
+            storages.add(storage)
             alive.append(tensor)
             sizes[running] += tensor.untyped_storage().nbytes()
         return tensor
 
-    def enter(place: int, *_: object) -> None:
+    def enter(index: int, *_: object) -> None:
         nonlocal running
-        running = place
+        running = index
 
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
         return functional_call(model, state, args, kwargs)
 
     handles = [
-        module.register_forward_pre_hook(partial(enter, place))
-        for place, unit in enumerate(units)
+        module.register_forward_pre_hook(partial(enter, index))
+        for index, unit in enumerate(units)
         for module in unit.entries
     ]
     try:
@@ -291,10 +291,10 @@ def balanced(
         >>> balanced([9, 1, 0, 1], [math.inf] * 3, leaders=[0, 1, 2, 3], fill=True)
         [0, 1, 1, 2]
     """
-    free = [at for at, leader in enumerate(leaders) if leader == at]
+    free = [index for index, leader in enumerate(leaders) if leader == index]
     total = [0]  # bytes of the first blocks that are free to move, each with those that must share its place
-    for at in free:
-        total.append(total[-1] + sum(size for size, leader in zip(sizes, leaders, strict=True) if leader == at))
+    for index in free:
+        total.append(total[-1] + sum(size for size, leader in zip(sizes, leaders, strict=True) if leader == index))
     count = len(free)
     # best[end]: the least maximum of the places so far, if they hold the first `end` blocks
     best = [0.0] + [math.inf] * count
@@ -303,12 +303,12 @@ def balanced(
         reached, chosen = [math.inf] * (count + 1), [0] * (count + 1)
         for end in range(count + 1):
             for start in range(end, -1, -1):
-                held = total[end] - total[start]
-                if held > capacity or held >= reached[end]:
+                load = total[end] - total[start]
+                if load > capacity or load >= reached[end]:
                     break
-                if fill and not held:
+                if fill and not load:
                     continue
-                worst = max(best[start], held)
+                worst = max(best[start], load)
                 if worst < reached[end]:
                     reached[end], chosen[end] = worst, start
         best = reached
@@ -343,15 +343,15 @@ def model_bytes(precision: Precision) -> Callable[[Tensor], int]:
 
 def unit_bytes(units: Sequence[Block], bytes_of: Callable[[Tensor], int]) -> list[int]:
     """Return the bytes of each block; a tied tensor counts in the first one."""
-    seen: set[int] = set()
-    return [sum(map(bytes_of, distinct_tensors([unit], seen))) for unit in units]
+    counted: set[int] = set()
+    return [sum(map(bytes_of, distinct_tensors([unit], counted))) for unit in units]
 
 
-def with_activations(sizes: Sequence[int], kept: Sequence[int] | None) -> tuple[list[int], str]:
+def with_activations(sizes: Sequence[int], activations: Sequence[int] | None) -> tuple[list[int], str]:
     """Return bytes of blocks with those of their activations, if these are known, and in words what they count."""
-    if kept is None:
+    if activations is None:
         return list(sizes), "parameters, gradients and buffers"
-    return [size + more for size, more in zip(sizes, kept, strict=True)], (
+    return [size + more for size, more in zip(sizes, activations, strict=True)], (
         "parameters, gradients, buffers and the activations of a shard"
     )
 
@@ -366,11 +366,11 @@ class MemoryLimits:
     """Memory that the devices or the ranks of a replica may take, for all or by name.
 
     Example:
-        >>> MemoryLimits(given={"1": 2.0}, names=("0", "1"), noun="rank").of("1") == 2 * 2**30
+        >>> MemoryLimits(limits={"1": 2.0}, names=("0", "1"), noun="rank").of("1") == 2 * 2**30
         True
     """
 
-    given: float | Mapping[str, float] | None
+    limits: float | Mapping[str, float] | None
     """Limits in GiB; None: no limit."""
     names: Sequence[str]
     """The devices, or the numbers of the ranks."""
@@ -381,40 +381,40 @@ class MemoryLimits:
 
     def of(self, name: str) -> float:
         """Return a limit in bytes, `math.inf` if there is none."""
-        if isinstance(self.given, Mapping):
-            return {self.spelled(key): limit for key, limit in self.given.items()}.get(name, math.inf) * 2**30
-        return math.inf if self.given is None else self.given * 2**30
+        if isinstance(self.limits, Mapping):
+            return {self.spelled(key): limit for key, limit in self.limits.items()}.get(name, math.inf) * 2**30
+        return math.inf if self.limits is None else self.limits * 2**30
 
     def problems(self) -> list[Problem]:
         """Return problems: names that do not exist, and limits that are not positive."""
-        found = []
-        for name, limit in self.given.items() if isinstance(self.given, Mapping) else ():
+        problems = []
+        for name, limit in self.limits.items() if isinstance(self.limits, Mapping) else ():
             key = f"strategy.max_memory.{name}"
             if limit <= 0:
-                found.append(Problem(key=key, value=limit, rule="must be more than 0."))
+                problems.append(Problem(key=key, value=limit, rule="must be more than 0."))
             if self.spelled(name) not in self.names:
                 rule = f"no such {self.noun}: there are {', '.join(self.names)}."
-                found.append(Problem(key=key, value=limit, rule=rule))
-        return found
+                problems.append(Problem(key=key, value=limit, rule=rule))
+        return problems
 
-    def exceeded(self, held: Mapping[str, int], rule: str) -> list[Problem]:
+    def exceeded(self, loads: Mapping[str, int], rule: str) -> list[Problem]:
         """Return a problem for each device or rank that holds more than its limit.
 
         Args:
-            held: name -> bytes.
+            loads: name -> bytes.
             rule: text with {name}, {limit} and {held}, and what the user may do.
         """
         return [
             self.problem(rule.format(name=name, limit=gib(self.of(name)), held=gib(size)))
-            for name, size in held.items()
+            for name, size in loads.items()
             if size > self.of(name)
         ]
 
     def problem(self, rule: str) -> Problem:
         """Return a problem of the limits, with the value as the command line writes it."""
-        value: object = self.given
-        if isinstance(self.given, Mapping):
-            value = "{" + ",".join(f"{name}:{limit}" for name, limit in self.given.items()) + "}"
+        value: object = self.limits
+        if isinstance(self.limits, Mapping):
+            value = "{" + ",".join(f"{name}:{limit}" for name, limit in self.limits.items()) + "}"
         return Problem(key="strategy.max_memory", value=value, rule=rule)
 
 
@@ -438,7 +438,7 @@ class ModelMap:
     @property
     def limits(self) -> MemoryLimits:
         """The memory that the devices may take."""
-        return MemoryLimits(given=self.max_memory, names=self.devices, noun="device", spelled=_device_named)
+        return MemoryLimits(limits=self.max_memory, names=self.devices, noun="device", spelled=_device_named)
 
     def layout(self, model: nn.Module, precision: Precision, context: PlanContext | None = None) -> DeviceLayout:
         """Return the layout of a model, which may be on the meta device.
@@ -452,36 +452,36 @@ class ModelMap:
             ConfigError: the map does not fit the model.
         """
         units, alone = blocks_of(model), len(self.devices) == 1  # and nothing to balance
-        kept = activations_of(model, units, None if alone else context, precision)
-        sizes, counted = with_activations(unit_bytes(units, model_bytes(precision)), kept)
+        activations = activations_of(model, units, None if alone else context, precision)
+        sizes, counted = with_activations(unit_bytes(units, model_bytes(precision)), activations)
         if self.blocks is None:
             return self._balanced(units, sizes, counted)
         assigned = assign(model, units, self.blocks)
         if problems := assigned.problems or validate_layout(units, assigned, self.blocks, same=self._place):
             raise ConfigError(problems)
-        places = tuple(None if given is None else self._place(given) for given in assigned.places)
+        places = tuple(None if value is None else self._place(value) for value in assigned.places)
         layout = DeviceLayout(units=units, group=self.devices, places=places, routed=True)
-        held = dict.fromkeys(self.devices, 0)
+        loads = dict.fromkeys(self.devices, 0)
         for size, place in zip(sizes, places, strict=True):
             if place is not None:
-                held[self.devices[place]] += size
+                loads[self.devices[place]] += size
         rule = f"{{name}} takes {{limit}}, and strategy.map puts {{held}} of {counted} there. "
         rule += "Move blocks to another device."
-        if problems := self.limits.exceeded(held, rule):
+        if problems := self.limits.exceeded(loads, rule):
             raise ConfigError(problems)
         return layout
 
-    def _place(self, given: int | str) -> int | None:
+    def _place(self, value: int | str) -> int | None:
         """Return the place that a value of the map names; None if it names none."""
         if self.counts_places:
-            return given if isinstance(given, int) and 0 <= given < len(self.devices) else None
-        device = parse_device(given)
+            return value if isinstance(value, int) and 0 <= value < len(self.devices) else None
+        device = parse_device(value)
         return self.devices.index(device) if device in self.devices else None
 
     def _balanced(self, units: tuple[Block, ...], sizes: Sequence[int], counted: str) -> DeviceLayout:
         capacities = list(map(self.limits.of, self.devices))
-        found = balanced(sizes, capacities, leaders=leaders_of(units))
-        if found is None:
+        places = balanced(sizes, capacities, leaders=leaders_of(units))
+        if places is None:
             largest = max(range(len(units)), key=sizes.__getitem__)
             rule = (
                 f"too little: the model needs {gib(sum(sizes))} for {counted}, its largest "
@@ -489,7 +489,7 @@ class ModelMap:
                 f"{gib(sum(capacities))}. Give more memory or more devices."
             )
             raise ConfigError([self.limits.problem(rule)])
-        return DeviceLayout(units=units, group=self.devices, places=tuple(found), routed=len(set(found)) > 1)
+        return DeviceLayout(units=units, group=self.devices, places=tuple(places), routed=len(set(places)) > 1)
 
     def problems(self, model: nn.Module, context: PlanContext) -> list[Problem]:
         """Return the problems of the map for a model."""
@@ -518,10 +518,12 @@ class ModelMap:
         bytes_of = model_bytes(context.formats)
         return () if layout is None else replace(layout, group=tuple(shown) or self.devices).parts(bytes_of)
 
-    def held_parts(self, model: nn.Module, context: PlanContext, *, gradient_copies: float) -> tuple[ReplicaPart, ...]:
+    def device_parts(
+        self, model: nn.Module, context: PlanContext, *, gradient_copies: float
+    ) -> tuple[ReplicaPart, ...]:
         """Return the part of a replica that each device holds and computes; none if the map does not fit."""
         layout = self.fitting(model, context)
-        return () if layout is None else layout.held_parts(model, gradient_copies=gradient_copies)
+        return () if layout is None else layout.device_parts(model, gradient_copies=gradient_copies)
 
 
 BlockMap = Mapping[str, int | str] | Literal["auto"]
@@ -540,8 +542,8 @@ class ReplicaMap:
     The groups have as many devices each, of the same types in the same order: one map serves every replica.
 
     Example:
-        >>> found = ReplicaMap.of({"embed": 0, "rest": 1}, None, "auto", PlanContext(num_gpus=4))
-        >>> found.groups, found.first_devices
+        >>> replica_map = ReplicaMap.of({"embed": 0, "rest": 1}, None, "auto", PlanContext(num_gpus=4))
+        >>> replica_map.groups, replica_map.first_devices
         ((('cuda:0', 'cuda:1'), ('cuda:2', 'cuda:3')), ('cuda:0', 'cuda:2'))
     """
 
@@ -556,12 +558,13 @@ class ReplicaMap:
     ) -> ReplicaMap:
         """Return the groups in `devices`, else groups of neighbouring GPUs, else groups of the CPU."""
         if devices is not None:
-            named = (one if isinstance(one, tuple | list) else (one,) for one in devices)
+            named = (entry if isinstance(entry, tuple | list) else (entry,) for entry in devices)
             groups = tuple(tuple(parse_device(device) or "cpu" for device in group) for group in named)
             return cls(blocks=blocks, groups=groups)
         count, size = _count_and_size(blocks, replicas, context)
-        names = [f"cuda:{place}" if context.num_gpus else "cpu" for place in range(count * size)]
-        return cls(blocks=blocks, groups=tuple(tuple(names[at : at + size]) for at in range(0, count * size, size)))
+        names = [f"cuda:{index}" if context.num_gpus else "cpu" for index in range(count * size)]
+        groups = tuple(tuple(names[start : start + size]) for start in range(0, count * size, size))
+        return cls(blocks=blocks, groups=groups)
 
     def on(self, group: tuple[str, ...]) -> ModelMap:
         """Return the map over the devices of one replica."""
@@ -598,7 +601,7 @@ class ReplicaMap:
         Raises:
             ConfigError: the map does not fit the model.
         """
-        group = next(one for one in self.groups if _first(one) == request.identity.task.device)
+        group = next(group for group in self.groups if _first(group) == request.identity.task.device)
         return self.on(group).layout(request.model, request.precision)
 
 
@@ -607,7 +610,7 @@ def group_problems(
 ) -> list[Problem]:
     """Return the problems of a map and of groups of devices; `ReplicaMap.of` needs that there are none."""
     if blocks is None:
-        if not any(isinstance(one, tuple | list) for one in devices or ()):
+        if not any(isinstance(entry, tuple | list) for entry in devices or ()):
             return []
         rule = "names a group of devices for a replica, and no map spreads it over them. Add strategy.map=auto."
         return [Problem(key="strategy.devices", value=_shown(devices), rule=rule)]
@@ -617,12 +620,12 @@ def group_problems(
     places = blocks.items() if isinstance(blocks, Mapping) else ()
     rule = "must be a place in a replica's group of devices, counted from 0: strategy.devices names the devices."
     named = [(f"strategy.map.{word}", place) for word, place in places]
-    found = [Problem(key=key, value=place, rule=rule) for key, place in named if isinstance(place, str) or place < 0]
-    found = found or list(
+    problems = [Problem(key=key, value=place, rule=rule) for key, place in named if isinstance(place, str) or place < 0]
+    problems = problems or list(
         _device_problems(devices, context) if devices is not None else _size_problems(blocks, replicas, context)
     )
-    if found:
-        return found
+    if problems:
+        return problems
     size = len(ReplicaMap.of(blocks, devices, replicas, context).groups[0])
     rule = f"no such place: a replica has {size} device{'' if size == 1 else 's'}, counted from 0."
     return [
@@ -636,7 +639,7 @@ def _first(group: Sequence[str]) -> str:
 
 def _shown(devices: Devices | None) -> list[object]:
     """Return the configured devices as lists, as messages show them."""
-    return [list(one) if isinstance(one, tuple | list) else one for one in devices or ()]
+    return [list(entry) if isinstance(entry, tuple | list) else entry for entry in devices or ()]
 
 
 def _count_and_size(blocks: BlockMap, replicas: int | Literal["auto"], context: PlanContext) -> tuple[int, int]:
@@ -676,15 +679,15 @@ def _size_problems(blocks: BlockMap, replicas: int | Literal["auto"], context: P
 def _device_problems(devices: Devices, context: PlanContext) -> Iterator[Problem]:
     """Yield the problems of groups that `strategy.devices` names."""
     key, shown = "strategy.devices", _shown(devices)
-    if not all(isinstance(one, list) and one for one in shown) or not shown:
+    if not all(isinstance(entry, list) and entry for entry in shown) or not shown:
         rule = f"must name a group of devices for each replica where strategy.map is set: {_EXAMPLE}."
         yield Problem(key=key, value=shown, rule=rule)
         return
-    groups = [one for one in shown if isinstance(one, list)]
+    groups = [entry for entry in shown if isinstance(entry, list)]
     flat = [name for group in groups for name in group]
     because = "A GPU is in one place of one replica."
-    if found := device_list_problems(key, flat, context.num_gpus, because=because):
-        yield from (replace(one, value=shown) if one.value == flat else one for one in found)
+    if problems := device_list_problems(key, flat, context.num_gpus, because=because):
+        yield from (replace(problem, value=shown) if problem.value == flat else problem for problem in problems)
         return
     kinds = [[(parse_device(name) or "cpu").partition(":")[0] for name in group] for group in groups]
     if other := next((kind for kind in kinds if kind != kinds[0]), None):

@@ -54,12 +54,12 @@ def blocks_of(model: nn.Module) -> tuple[Block, ...]:
     return tuple(_below("", model))
 
 
-def distinct_tensors(units: Iterable[Block], seen: set[int] | None = None) -> list[Tensor]:
-    """Return the tensors of blocks, each once; without tensors whose ids are in `seen`, to which the ids are added."""
-    known: set[int] = set() if seen is None else seen
-    found = {id(tensor): tensor for unit in units for _, tensor in unit.tensors() if id(tensor) not in known}
-    known.update(found)
-    return list(found.values())
+def distinct_tensors(units: Iterable[Block], counted: set[int] | None = None) -> list[Tensor]:
+    """Return the tensors of blocks, each once; without those whose ids are in `counted`, to which the ids are added."""
+    ids: set[int] = set() if counted is None else counted
+    tensors = {id(tensor): tensor for unit in units for _, tensor in unit.tensors() if id(tensor) not in ids}
+    ids.update(tensors)
+    return list(tensors.values())
 
 
 def _below(name: str, module: nn.Module) -> Iterator[Block]:
@@ -89,7 +89,7 @@ def whole_block(name: str, module: nn.Module, *, without: Iterable[str] = ()) ->
             continue
         owners.append((full, owner))
         outer = full.rpartition(".")[0]
-        holds, outer_holds = (any(inner.startswith(f"{one}.") for inner in without) for one in (full, outer))
+        holds, outer_holds = (any(inner.startswith(f"{prefix}.") for inner in without) for prefix in (full, outer))
         if full != name and outer_holds and not holds:
             entries.append(owner)
     return Block(name=name, owners=tuple(owners), entries=tuple(entries))
@@ -132,13 +132,13 @@ class Assigned:
     """The problems of the keys."""
 
 
-def assign(model: nn.Module, units: Sequence[Block], given: Mapping[str, Place]) -> Assigned:
+def assign(model: nn.Module, units: Sequence[Block], block_map: Mapping[str, Place]) -> Assigned:
     """Find the blocks that each key of a map names.
 
     Args:
         model: its module names are used for suggestions.
         units: the result of `blocks_of`, or parts of it.
-        given: module name, prefix, range or `rest` -> place.
+        block_map: module name, prefix, range or `rest` -> place.
 
     Returns:
         Places by block, and problems: unknown names, cuts within a block, and blocks that two keys name.
@@ -151,28 +151,28 @@ def assign(model: nn.Module, units: Sequence[Block], given: Mapping[str, Place])
     keys: list[str | None] = [None] * len(units)
     blocks = {unit.name for unit in blocks_of(model)}
     problems = []
-    for word, place in given.items():
+    for word, place in block_map.items():
         if word == REST:
             continue
-        found, rule = _named(word, units, model)
-        taken = [at for at in found if not _yields_to(word, keys[at], units[at], blocks)]
+        indices, rule = _named(word, units, model)
+        taken = [i for i in indices if not _yields_to(word, keys[i], units[i], blocks)]
         clash = next(
-            (at for at in taken if keys[at] is not None and not _yields_to(keys[at], word, units[at], blocks)), None
+            (i for i in taken if keys[i] is not None and not _yields_to(keys[i], word, units[i], blocks)), None
         )
         if clash is not None:
             rule = f"{units[clash].name} is in {keys[clash]} already. Name each block once."
         if rule is not None:
             problems.append(Problem(key=f"{_KEY}.{word}", value=place, rule=rule))
             continue
-        for at in taken:
-            keys[at] = word
-    if REST in given:
+        for index in taken:
+            keys[index] = word
+    if REST in block_map:
         if None in keys:
-            keys = [REST if one is None else one for one in keys]
+            keys = [REST if key is None else key for key in keys]
         else:
             rule = "names nothing: the other keys name every block. Leave it out."
-            problems.append(Problem(key=f"{_KEY}.{REST}", value=given[REST], rule=rule))
-    places = tuple(None if one is None else given[one] for one in keys)
+            problems.append(Problem(key=f"{_KEY}.{REST}", value=block_map[REST], rule=rule))
+    places = tuple(None if key is None else block_map[key] for key in keys)
     return Assigned(places=places, keys=tuple(keys), problems=problems)
 
 
@@ -183,8 +183,8 @@ def _yields_to(word: str | None, other: str | None, unit: Block, blocks: Collect
 
 def _named(word: str, units: Sequence[Block], model: nn.Module) -> tuple[list[int], str | None]:
     """Return the indices of the blocks that a key names, or its problem."""
-    if found := _within(word, units):
-        return found, None
+    if indices := _within(word, units):
+        return indices, None
     if match := _RANGE.fullmatch(word):
         return _in_range(match["head"], int(match["first"]), int(match["last"]), units)
     names = {name for name, _ in model.named_modules()} | {unit.name for unit in units}
@@ -192,16 +192,16 @@ def _named(word: str, units: Sequence[Block], model: nn.Module) -> tuple[list[in
     if outer is not None and (word in names or word in dict(outer.tensors())):
         return [], f"lies inside the block {outer.name}, and maps split a model between blocks only. Use {outer.name}."
     near = closest(word, [*names - {""}, REST])
-    known = ", ".join(collapsed([unit.name for unit in units]))
-    return [], f"no such module. {f'Did you mean {near}?' if near else f'There are: {known}.'}"
+    choices = ", ".join(collapsed([unit.name for unit in units]))
+    return [], f"no such module. {f'Did you mean {near}?' if near else f'There are: {choices}.'}"
 
 
 def _in_range(head: str, first: int, last: int, units: Sequence[Block]) -> tuple[list[int], str | None]:
     if first > last:
         return [], f"runs backwards. Write {head}{last}-{first}."
-    found = [_within(f"{head}{number}", units) for number in range(first, last + 1)]
-    if all(found):
-        return sorted(at for one in found for at in one), None
+    matches = [_within(f"{head}{number}", units) for number in range(first, last + 1)]
+    if all(matches):
+        return sorted(index for indices in matches for index in indices), None
     leaves = [unit.name.removeprefix(head).partition(".")[0] for unit in units if unit.name.startswith(head)]
     if numbers := [int(leaf) for leaf in leaves if leaf.isdigit()]:
         return [], f"no such modules: there are {head}{min(numbers)}-{max(numbers)}."
@@ -211,7 +211,7 @@ def _in_range(head: str, first: int, last: int, units: Sequence[Block]) -> tuple
 
 
 def _within(word: str, units: Sequence[Block]) -> list[int]:
-    return [at for at, unit in enumerate(units) if unit.name == word or unit.name.startswith(f"{word}.")]
+    return [index for index, unit in enumerate(units) if unit.name == word or unit.name.startswith(f"{word}.")]
 
 
 def collapsed(names: Sequence[str]) -> list[str]:
@@ -221,16 +221,16 @@ def collapsed(names: Sequence[str]) -> list[str]:
         >>> collapsed(["embed", "blocks.0", "blocks.1", "blocks.2", "head"])
         ['embed', 'blocks.0-2', 'head']
     """
-    found: list[str] = []
+    ranges: list[str] = []
     run: tuple[str, int] | None = None  # the last name without its number, and the first number of its run
     for before, name in pairwise(["", *names]):
         head, number = _numbered(name)
         if run is not None and number is not None and (head, number - 1) == _numbered(before):
-            found[-1] = f"{head}{run[1]}-{number}"
+            ranges[-1] = f"{head}{run[1]}-{number}"
             continue
-        found.append(name)
+        ranges.append(name)
         run = None if number is None else (head, number)
-    return found
+    return ranges
 
 
 def _numbered(name: str) -> tuple[str, int | None]:
@@ -240,29 +240,29 @@ def _numbered(name: str) -> tuple[str, int | None]:
 
 
 def validate_layout(
-    units: Sequence[Block], assigned: Assigned, given: Mapping[str, Place], *, same: Callable[[Place], Place | None]
+    units: Sequence[Block], assigned: Assigned, block_map: Mapping[str, Place], *, same: Callable[[Place], Place | None]
 ) -> list[Problem]:
     """Validate a map to devices whose keys are valid.
 
     Args:
         units: the result of `blocks_of`.
         assigned: the place of each block.
-        given: the user's map, for the messages.
+        block_map: the user's map, for the messages.
         same: normalises a place: `0` and `/gpu:0` are one device.
     """
     normalised = tuple(None if place is None else same(place) for place in assigned.places)
     assigned = replace(assigned, places=normalised)
-    problems = uncovered(units, assigned, noun="device") or _split(units, assigned, given)
-    return problems or _crossings(units, assigned, given)
+    problems = uncovered(units, assigned, noun="device") or _split(units, assigned, block_map)
+    return problems or _crossings(units, assigned, block_map)
 
 
 def leaders_of(units: Sequence[Block]) -> list[int]:
     """Return for each block the position of the first one that it shares a tensor with; its own if it shares none."""
     first: dict[int, int] = {}
     leaders = list(range(len(units)))
-    for at, unit in enumerate(units):
+    for index, unit in enumerate(units):
         for _, tensor in unit.tensors():
-            leaders[at] = min(leaders[at], leaders[first.setdefault(id(tensor), at)])
+            leaders[index] = min(leaders[index], leaders[first.setdefault(id(tensor), index)])
     return leaders
 
 
@@ -277,40 +277,40 @@ def uncovered(units: Sequence[Block], assigned: Assigned, *, noun: str) -> list[
     return [Problem(key=_KEY, rule=rule)]
 
 
-def _split(units: Sequence[Block], assigned: Assigned, given: Mapping[str, Place]) -> list[Problem]:
-    problems, seen = [], dict[int, tuple[str, int]]()
-    for at, unit in enumerate(units):
+def _split(units: Sequence[Block], assigned: Assigned, block_map: Mapping[str, Place]) -> list[Problem]:
+    problems, first_use = [], dict[int, tuple[str, int]]()
+    for index, unit in enumerate(units):
         for name, tensor in unit.tensors():
-            other, leader = seen.setdefault(id(tensor), (name, at))
-            word, home = assigned.keys[at], assigned.keys[leader]
-            if assigned.places[at] != assigned.places[leader] and word is not None and home is not None:
+            other, leader = first_use.setdefault(id(tensor), (name, index))
+            word, home = assigned.keys[index], assigned.keys[leader]
+            if assigned.places[index] != assigned.places[leader] and word is not None and home is not None:
                 rule = (
-                    f"{name} is the same tensor as {other}, which is on {given[home]}. Tied weights stay on one "
-                    f"device: put {unit.name} on {given[home]} too."
+                    f"{name} is the same tensor as {other}, which is on {block_map[home]}. Tied weights stay on one "
+                    f"device: put {unit.name} on {block_map[home]} too."
                 )
-                problems.append(Problem(key=f"{_KEY}.{word}", value=given[word], rule=rule))
+                problems.append(Problem(key=f"{_KEY}.{word}", value=block_map[word], rule=rule))
     return problems
 
 
-def _crossings(units: Sequence[Block], assigned: Assigned, given: Mapping[str, Place]) -> list[Problem]:
+def _crossings(units: Sequence[Block], assigned: Assigned, block_map: Mapping[str, Place]) -> list[Problem]:
     """Return a problem if places with as many blocks each, in one range each, would need fewer moves.
 
     Tied blocks stay with the first of them.
     """
-    places = {at: place for at, place in enumerate(assigned.places) if place is not None}
+    places = {index: place for index, place in enumerate(assigned.places) if place is not None}
     leaders, order = leaders_of(units), list(dict.fromkeys(places.values()))
-    in_runs = iter(sorted((place for at, place in places.items() if leaders[at] == at), key=order.index))
+    in_runs = iter(sorted((place for index, place in places.items() if leaders[index] == index), key=order.index))
     better: dict[int, Place] = {}
-    for at in places:
-        better[at] = next(in_runs) if leaders[at] == at else better[leaders[at]]
-    count, least = (sum(one != other for one, other in pairwise(moves.values())) for moves in (places, better))
+    for index in places:
+        better[index] = next(in_runs) if leaders[index] == index else better[leaders[index]]
+    count, least = (sum(before != after for before, after in pairwise(moves.values())) for moves in (places, better))
     if count <= least:
         return []
-    spelled = {assigned.places[at]: given[word] for at, word in enumerate(assigned.keys) if word is not None}
+    spelled = {assigned.places[index]: block_map[word] for index, word in enumerate(assigned.keys) if word is not None}
     words = ",".join(
         f"{name}:{spelled[place]}"
         for place, run in groupby(better, key=better.__getitem__)
-        for name in collapsed([units[at].name for at in run])
+        for name in collapsed([units[index].name for index in run])
     )
     rule = (
         f"activations change their device {count} times on the way through the model, and {least} would suffice. "

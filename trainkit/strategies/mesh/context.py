@@ -33,7 +33,7 @@ from trainkit.strategies.base import Batch, StepContext
 from trainkit.strategies.collectives import GroupCollective
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep, weight_on
-from trainkit.strategies.mesh.layout import OnMesh
+from trainkit.strategies.mesh.layout import MeshPlace
 from trainkit.strategies.mesh.step import ShardedWork
 from trainkit.strategies.mesh.tensor import DrawWatch, Exchange, exchange_activations
 from trainkit.strategies.mesh.tensor_plan import MatchedPlan
@@ -56,14 +56,14 @@ class SequenceCut:
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.group, self.place, self.degree = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        self.group, self.rank, self.degree = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         self.watch: DrawWatch | None = None
         """What looks for random numbers in the first forward pass; None after it, and while a whole mask is drawn."""
         self.length = 0
         """Positions of the sequences of the shard that is computed; 0: none is cut."""
 
     @classmethod
-    def of(cls, place: OnMesh) -> SequenceCut | None:
+    def of(cls, place: MeshPlace) -> SequenceCut | None:
         """Return the stretches of a rank; None if sequences are whole."""
         return cls(place.mesh["context"]) if place.axes.context > 1 else None
 
@@ -92,7 +92,7 @@ class SequenceCut:
     @property
     def stretches(self) -> tuple[int, int]:
         """The numbers of this rank's two stretches."""
-        return self.place, 2 * self.degree - 1 - self.place
+        return self.rank, 2 * self.degree - 1 - self.rank
 
     def positions(self, device: torch.device) -> Tensor:
         """Return (positions of this rank,) int64; of what is filled up, the last position of the sequence."""
@@ -113,7 +113,7 @@ class SequenceCut:
         """
         assert isinstance(objective, Supervised)
         inputs, targets = objective.split_batch(batch)
-        shapes = [tuple(one.shape[:2]) if isinstance(one, Tensor) else () for one in (inputs, targets)]
+        shapes = [tuple(value.shape[:2]) if isinstance(value, Tensor) else () for value in (inputs, targets)]
         if shapes[0] != shapes[1] or len(shapes[0]) < 2:
             raise TrainingError(
                 f"strategy.context cuts inputs and targets of (samples, length, ...) alike, and they are {shapes[0]} "
@@ -166,9 +166,9 @@ class SequenceCut:
 
     def gathered(self, keys: Tensor, values: Tensor) -> list[Tensor]:
         """Return (2, samples, heads, positions of a rank, size) keys and values of each rank; collective."""
-        own = torch.stack([keys, values])
-        parts = [torch.empty_like(own) for _ in range(self.degree)]
-        dist.all_gather(parts, own, group=self.group)
+        local = torch.stack([keys, values])
+        parts = [torch.empty_like(local) for _ in range(self.degree)]
+        dist.all_gather(parts, local, group=self.group)
         return parts
 
     def of_stretch(self, parts: Sequence[Tensor], number: int) -> tuple[Tensor, Tensor]:
@@ -195,16 +195,16 @@ class SequenceCut:
         Raises:
             TrainingError: forward updates a buffer.
         """
-        if names := work.replica.buffers.kept_names():
+        if names := work.replica.buffers.updated_names():
             raise TrainingError(
                 f"the forward pass updates the buffer {names[0]}, from a part of each sequence. Use strategy.context=1."
             )
         if work.loss_sum is None:
             return
         device = work.loss_sum.device
-        found = [work.loss_sum, weight_on(work.weight, torch.float64, device), *work.terms.values()]
-        flat = torch.stack([one.double().reshape(()) for one in found])
-        group = GroupCollective(rank=self.place, num_ranks=self.degree, device=device, group=self.group)
+        sums = [work.loss_sum, weight_on(work.weight, torch.float64, device), *work.terms.values()]
+        flat = torch.stack([value.double().reshape(()) for value in sums])
+        group = GroupCollective(rank=self.rank, num_ranks=self.degree, device=device, group=self.group)
         loss_sum, work.weight, *terms = group.sum(flat).unbind()
         work.loss_sum, work.terms = loss_sum.to(work.loss_sum.dtype), dict(zip(work.terms, terms, strict=True))
 
@@ -217,17 +217,17 @@ class _Attention(torch.autograd.Function):
         ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cut: SequenceCut, scale: float
     ) -> Tensor:
         """Compute both stretches; `mask` has the factors of the weights in this rank's rows."""
-        parts, found = cut.gathered(keys, values), []
-        for own, rows, factors in zip(cut.stretches, queries.chunk(2, 2), _halves(mask), strict=True):
+        parts, outputs = cut.gathered(keys, values), []
+        for stretch, rows, factors in zip(cut.stretches, queries.chunk(2, 2), _halves(mask), strict=True):
             out, log = torch.zeros_like(rows, dtype=_wide(rows)), rows.new_full((), -math.inf, dtype=_wide(rows))
-            for number in range(own + 1):
-                key, value = (_of_heads(one, rows) for one in cut.of_stretch(parts, number))
-                more, its_log = _block(rows, key, value, scale, number == own, _columns(factors, number, rows))
-                both = torch.logaddexp(log, its_log)
-                out.mul_((log - both).exp().unsqueeze(-1)).add_(more * (its_log - both).exp().unsqueeze(-1))
-                log = both
-            found.append((out.to(rows.dtype), log))
-        out, log = (torch.cat(halves, 2) for halves in zip(*found, strict=True))
+            for number in range(stretch + 1):
+                key, value = (_of_heads(tensor, rows) for tensor in cut.of_stretch(parts, number))
+                more, its_log = _block(rows, key, value, scale, number == stretch, _columns(factors, number, rows))
+                log_sum = torch.logaddexp(log, its_log)
+                out.mul_((log - log_sum).exp().unsqueeze(-1)).add_(more * (its_log - log_sum).exp().unsqueeze(-1))
+                log = log_sum
+            outputs.append((out.to(rows.dtype), log))
+        out, log = (torch.cat(halves, 2) for halves in zip(*outputs, strict=True))
         ctx.cut, ctx.scale = cut, scale
         ctx.save_for_backward(queries, keys, values, out, log, mask)
         return out
@@ -239,19 +239,19 @@ class _Attention(torch.autograd.Function):
         queries, keys, values, out, log, mask = ctx.saved_tensors
         cut: SequenceCut = ctx.cut
         parts = cut.gathered(keys, values)
-        grads, by_queries = [torch.zeros_like(one) for one in parts], []
-        halves = [one.chunk(2, 2) for one in (queries, grad, out, log)]
-        for own, rows, given, mixed, logs, factors in zip(cut.stretches, *halves, _halves(mask), strict=True):
+        grads, by_queries = [torch.zeros_like(part) for part in parts], []
+        halves = [tensor.chunk(2, 2) for tensor in (queries, grad, out, log)]
+        for stretch, rows, grad_rows, mixed, logs, factors in zip(cut.stretches, *halves, _halves(mask), strict=True):
             total = torch.zeros_like(rows, dtype=_wide(rows))
-            for number in range(own + 1):
-                key, value = (_of_heads(one, rows) for one in cut.of_stretch(parts, number))
+            for number in range(stretch + 1):
+                key, value = (_of_heads(tensor, rows) for tensor in cut.of_stretch(parts, number))
                 columns = _columns(factors, number, rows)
                 first, *others = _block_gradients(
-                    given, rows, key, value, mixed, logs, ctx.scale, number == own, columns
+                    grad_rows, rows, key, value, mixed, logs, ctx.scale, number == stretch, columns
                 )
                 total += first
-                for of_ranks, one in zip(cut.of_stretch(grads, number), others, strict=True):
-                    of_ranks.add_(one.view(*of_ranks.shape[:2], -1, *one.shape[2:]).sum(2))
+                for of_ranks, share in zip(cut.of_stretch(grads, number), others, strict=True):
+                    of_ranks.add_(share.view(*of_ranks.shape[:2], -1, *share.shape[2:]).sum(2))
             by_queries.append(total.to(rows.dtype))
         del parts, key, value
         sums = torch.empty_like(grads[0])
@@ -316,15 +316,15 @@ def _block_gradients(  # noqa: PLR0917 - as the kernels take them
     if not _is_fused(queries, mask):
         weights, _ = _weights(queries, keys, scale, causal, log)
         factors = torch.ones_like(weights) if mask is None else mask
-        given = grad.to(weights)
-        by_weights = given @ values.to(weights).mT * factors
-        by_scores = weights * (by_weights - (given * out).sum(-1, keepdim=True)) * scale
-        return by_scores @ keys.to(weights), by_scores.mT @ queries.to(weights), (weights * factors).mT @ given
+        grad = grad.to(weights)
+        by_weights = grad @ values.to(weights).mT * factors
+        by_scores = weights * (by_weights - (grad * out).sum(-1, keepdim=True)) * scale
+        return by_scores @ keys.to(weights), by_scores.mT @ queries.to(weights), (weights * factors).mT @ grad
     if queries.device.type == "cpu":
-        found: Sequence[Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # noqa: SLF001
+        grads: Sequence[Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # noqa: SLF001
             grad, queries, keys, values, out, log, 0.0, causal, scale=scale
         )
-        return found
+        return grads
     none = torch.zeros((), dtype=torch.int64, device=grad.device)
     filled = functional.pad(log, (0, -log.shape[2] % 32), value=math.inf)
     return torch.ops.aten._scaled_dot_product_efficient_attention_backward(  # type: ignore[no-any-return]  # noqa: SLF001
@@ -382,7 +382,7 @@ class CutShardedStep(CutStep, ShardedWork):
 def cut_activations(
     model: nn.Module,
     fit: MatchedPlan,
-    place: OnMesh,
+    place: MeshPlace,
     sequences: SequenceCut | None,
     *,
     draws: bool,
@@ -422,20 +422,20 @@ def _cut_sequences(model: nn.Module, cut: SequenceCut) -> None:
         _register_attention(module, cut)
 
 
-def _dropout(module: nn.Dropout, cut: SequenceCut, given: Tensor) -> Tensor:
+def _dropout(module: nn.Dropout, cut: SequenceCut, inputs: Tensor) -> Tensor:
     if not cut.is_cut or not module.training:
-        return functional.dropout(given, module.p, module.training)
-    return cut.dropout(given, module.p)
+        return functional.dropout(inputs, module.p, module.training)
+    return cut.dropout(inputs, module.p)
 
 
 def _of_transformers(model: nn.Module) -> list[Any]:
     """Return the outermost modules that are models of transformers, without importing it."""
     kind: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
-    found: list[Any] = []
+    outermost: list[Any] = []
     for name, module in model.named_modules():
-        if isinstance(module, kind) and not any(name.startswith(f"{outer}.") or not outer for outer, _ in found):
-            found.append((name, module))
-    return [module for _, module in found]
+        if isinstance(module, kind) and not any(name.startswith(f"{outer}.") or not outer for outer, _ in outermost):
+            outermost.append((name, module))
+    return [module for _, module in outermost]
 
 
 def _register_attention(model: Any, cut: SequenceCut) -> None:
@@ -444,20 +444,20 @@ def _register_attention(model: Any, cut: SequenceCut) -> None:
 
     usual, usual_mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
 
-    def attention(module: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Any, **given: Any) -> Any:
+    def attention(module: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Any, **kwargs: Any) -> Any:
         if not cut.is_cut:
-            return usual(module, queries, keys, values, mask, **given)
-        mixed = cut.attend(queries, keys, values, dropout=given.get("dropout", 0.0), scale=given.get("scaling"))
+            return usual(module, queries, keys, values, mask, **kwargs)
+        mixed = cut.attend(queries, keys, values, dropout=kwargs.get("dropout", 0.0), scale=kwargs.get("scaling"))
         return mixed.transpose(1, 2), None
 
-    def with_positions(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    def with_positions(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if not cut.is_cut:
             return None
-        given = next(one for one in (*args, *named.values()) if isinstance(one, Tensor))
-        return args, {**named, "position_ids": cut.positions(given.device).unsqueeze(0)}
+        inputs = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        return args, {**kwargs, "position_ids": cut.positions(inputs.device).unsqueeze(0)}
 
     AttentionInterface.register(_NAME, attention)
-    AttentionMaskInterface.register(_NAME, lambda **given: None if cut.is_cut else usual_mask(**given))
+    AttentionMaskInterface.register(_NAME, lambda **kwargs: None if cut.is_cut else usual_mask(**kwargs))
     model.set_attn_implementation(_NAME)
     model.register_forward_pre_hook(with_positions, with_kwargs=True)
 
@@ -468,9 +468,9 @@ def model_problems(model: nn.Module, degree: int) -> list[Problem]:
     def problem(rule: str) -> list[Problem]:
         return [Problem(key="strategy.context", value=degree, rule=f"{rule} Use strategy.context=1.")]
 
-    own = any(hasattr(module, "set_sequence_cut") for module in model.modules())
+    declares = any(hasattr(module, "set_sequence_cut") for module in model.modules())
     others = _of_transformers(model)
-    if not own and not others:
+    if not declares and not others:
         kind = type(model).__name__
         return problem(f"needs a model that declares set_sequence_cut, or one of transformers, and {kind} is neither.")
     for name, module in model.named_modules():

@@ -51,8 +51,8 @@ class Layout:
         if self.axes.tensor == 1:
             return MatchedPlan()
         fit = match_plan(model, self.plan, self.axes.tensor)
-        key = f"strategy.{self.tensor_key}"
-        problems = [replace(one, key=key) if one.key == "strategy.tensor" else one for one in fit.problems]
+        keys = {"strategy.tensor": f"strategy.{self.tensor_key}"}
+        problems = [replace(problem, key=keys.get(problem.key, problem.key)) for problem in fit.problems]
         return replace(fit, problems=problems)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
@@ -62,11 +62,11 @@ class Layout:
     def units_in(self, model: nn.Module, stage: nn.Module) -> list[nn.Module]:
         """Return the modules of a stage of a model that are gathered separately, inner ones first."""
         modules = blocks_of_model(model) if self.wrap == "blocks" else modules_of_classes(model, self.wrap)
-        here = {id(module) for module in stage.modules()}
-        chosen = without_shared(stage, {name: one for name, one in modules.items() if id(one) in here})
+        in_stage = {id(module) for module in stage.modules()}
+        chosen = without_shared(stage, {name: module for name, module in modules.items() if id(module) in in_stage})
         return [chosen[name] for name in sorted(chosen, key=lambda name: -name.count("."))]
 
-    def sharding(self, place: OnMesh, precision: Precision) -> Sharding:
+    def sharding(self, place: MeshPlace, precision: Precision) -> Sharding:
         """Return the way in which parameters are sharded at a place."""
         return Sharding(
             mesh=place.summing("shard") or place.mesh,
@@ -89,9 +89,9 @@ class Layout:
         fit, resident = self.fitted(model), {}
         for name, param in model.named_parameters():
             dim, rows = fit.dims.get(name), param.shape[0] if param.dim() else 1
-            here = rows // self.axes.tensor if dim == 0 else rows
+            local_rows = rows // self.axes.tensor if dim == 0 else rows
             row = param.numel() // max(rows, 1) // (self.axes.tensor if dim else 1)
-            resident[name] = -(-here // (self.axes.shard * self.axes.context if self.axes.shard > 1 else 1)) * row
+            resident[name] = -(-local_rows // (self.axes.shard * self.axes.context if self.axes.shard > 1 else 1)) * row
         return resident
 
     def transient_elements(self, model: nn.Module) -> int:
@@ -103,14 +103,14 @@ class Layout:
             return 0
         sizes, names = self.rank_elements(model), {id(param): name for name, param in model.named_parameters()}
         units = [sum(sizes[names[id(param)]] for param in unit.parameters()) for unit in self.units(model)]
-        whole, largest = sum(sizes.values()), max(units, default=0)
-        rest = max(whole - sum(units), 0)
-        params = rest + 2 * largest if self.reshard_after_forward else whole
-        return params + 2 * max(largest, rest) + (whole if self.sync == "last" else 0)
+        total, largest = sum(sizes.values()), max(units, default=0)
+        rest = max(total - sum(units), 0)
+        params = rest + 2 * largest if self.reshard_after_forward else total
+        return params + 2 * max(largest, rest) + (total if self.sync == "last" else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnMesh(SingleDevicePlacement):
+class MeshPlace(SingleDevicePlacement):
     """The device of a rank and its place on the mesh."""
 
     axes: Axes
@@ -121,8 +121,8 @@ class OnMesh(SingleDevicePlacement):
     """The axes of more than one rank."""
 
     @property
-    def places(self) -> dict[str, int]:
-        """Axis -> this rank's place on it."""
+    def coordinates(self) -> dict[str, int]:
+        """Axis -> the position of this rank on it."""
         return self.axes.coordinates(self.rank)
 
     @property
@@ -141,11 +141,11 @@ class OnMesh(SingleDevicePlacement):
         if not isinstance(part, DTensor):
             along = self.summing("shard")
             return replace(outer, is_written=outer.is_written and (along is None or along.get_local_rank() == 0))
-        (placement,), ranks, here = part.placements, part.device_mesh.size(), part.device_mesh.get_local_rank()
+        (placement,), ranks, index = part.placements, part.device_mesh.size(), part.device_mesh.get_local_rank()
         assert isinstance(placement, Shard)
         offset, size, dim = list(outer.offset), list(part.shape), placement.dim
         length = -(-size[dim] // ranks)  # as in torch.chunk: the last parts are short, or empty
-        start = min(length * here, size[dim])
+        start = min(length * index, size[dim])
         offset[dim], size[dim] = offset[dim] + start, min(length, size[dim] - start)
         return replace(outer, offset=tuple(offset), size=tuple(size))
 

@@ -60,10 +60,10 @@ class Axes:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return axis -> the position of a rank on it."""
-        found: dict[str, int] = {}
+        positions: dict[str, int] = {}
         for axis in reversed(fields(self)):
-            rank, found[axis.name] = divmod(rank, getattr(self, axis.name))
-        return dict(reversed(found.items()))
+            rank, positions[axis.name] = divmod(rank, getattr(self, axis.name))
+        return dict(reversed(positions.items()))
 
     def stage_of(self, rank: int) -> int:
         """Return the position of a rank along `pipe`."""
@@ -80,7 +80,7 @@ class Axes:
             (('shard', 'context'), ('context',))
         """
         with_context = axis == ("shard" if self.shard > 1 else "replicate")
-        return tuple(one for one in (axis, *("context",) * with_context) if getattr(self, one) > 1)
+        return tuple(name for name in (axis, *("context",) * with_context) if getattr(self, name) > 1)
 
     def group_of_first(self, *along: str) -> tuple[int, ...]:
         """Return the ranks that differ from the first one on some axes only, and the first one.
@@ -90,7 +90,7 @@ class Axes:
             (0, 3)
         """
         others = self.coordinates(0).keys() - {*along}
-        return tuple(rank for rank in range(self.num_ranks) if not any(self.coordinates(rank)[one] for one in others))
+        return tuple(rank for rank in range(self.num_ranks) if not any(self.coordinates(rank)[axis] for axis in others))
 
     def problems(self, num_ranks: int) -> list[Problem]:
         """Return a problem if the product of the axes is not the number of ranks."""
@@ -137,8 +137,8 @@ def blocks_of_model(model: nn.Module) -> dict[str, nn.Module]:
 
 def modules_of_classes(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
     """Return the modules below the model whose class has one of these names, including nested ones."""
-    wanted = set(names)
-    return {name: module for name, module in model.named_modules() if name and type(module).__name__ in wanted}
+    classes = set(names)
+    return {name: module for name, module in model.named_modules() if name and type(module).__name__ in classes}
 
 
 def without_shared(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -149,7 +149,7 @@ def without_shared(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, n
         for param in module._parameters.values()  # noqa: SLF001 - own ones only
         if param is not None
     )
-    shared = {place for place, count in owners.items() if count > 1}
+    shared = {param_id for param_id, count in owners.items() if count > 1}
     return {name: module for name, module in units.items() if not _reaches_out(module, shared, owners)}
 
 
@@ -160,7 +160,7 @@ def _reaches_out(module: nn.Module, shared: set[int], owners: Counter[int]) -> b
         for param in inner._parameters.values()  # noqa: SLF001
         if id(param) in shared
     )
-    return any(count < owners[place] for place, count in inside.items())
+    return any(count < owners[param_id] for param_id, count in inside.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,10 +192,10 @@ def fully_sharded(
         sharding: the settings.
         is_stage: whether it is a stage of a model, which has no inputs of its own.
     """
-    precision = sharding.precision
+    precision, model_dtype = sharding.precision, sharding.precision.model_dtype
     # batch normalisation is gathered in a dtype of its own
-    apart = [one for one in model.modules() if param_dtype(one, precision.model_dtype) is not precision.model_dtype]
-    units = dict.fromkeys([*(one for one in apart if one is not model and list(one.parameters())), *units])
+    apart = [module for module in model.modules() if param_dtype(module, model_dtype) is not model_dtype]
+    units = dict.fromkeys([*(module for module in apart if module is not model and list(module.parameters())), *units])
     if sharding.device.type == "cpu":
         return_freed_memory()
     offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
@@ -205,7 +205,7 @@ def fully_sharded(
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor")
     for module in [*units, model]:
         _move_and_cast(module, sharding, precision)
-        policy, dtype = MixedPrecisionPolicy(cast_forward_inputs=False), param_dtype(module, precision.model_dtype)
+        policy, dtype = MixedPrecisionPolicy(cast_forward_inputs=False), param_dtype(module, model_dtype)
         if dtype is not precision.master_dtype:  # autocast casts by itself
             policy = replace(policy, param_dtype=dtype, reduce_dtype=precision.master_dtype)
         fully_shard(

@@ -44,17 +44,17 @@ def passes_of(num_shards: int, *, rank: int, num_ranks: int, lanes: int | None) 
     With lanes, a round of passes is over one lane of each rank, and its longest lane decides how many passes it has.
 
     Example:
-        >>> [one.shard for one in passes_of(5, rank=1, num_ranks=2, lanes=None)]
+        >>> [turn.shard for turn in passes_of(5, rank=1, num_ranks=2, lanes=None)]
         [1, 3, None]
-        >>> [(one.shard, one.lanes) for one in passes_of(5, rank=1, num_ranks=2, lanes=4)]
+        >>> [(turn.shard, turn.lanes) for turn in passes_of(5, rank=1, num_ranks=2, lanes=4)]
         [(1, (0, 1)), (None, (0, 1)), (3, (2, 3))]
     """
     ranks, work = range(num_ranks), list[Sequence[range]]()
     if lanes is None:
-        work.append([range(one, num_shards, num_ranks) for one in ranks])
+        work.append([range(start, num_shards, num_ranks) for start in ranks])
     else:
-        own = [[lane for lane in lane_order(lanes) if lane % num_ranks == one and lane < num_shards] for one in ranks]
-        for round_ in zip_longest(*own, fillvalue=num_shards):
+        owned = [[lane for lane in lane_order(lanes) if lane % num_ranks == i and lane < num_shards] for i in ranks]
+        for round_ in zip_longest(*owned, fillvalue=num_shards):
             work.append([range(lane, num_shards, lanes) for lane in round_])
     for number, shards in enumerate(work, start=1):
         longest = max(map(len, shards))
@@ -64,7 +64,7 @@ def passes_of(num_shards: int, *, rank: int, num_ranks: int, lanes: int | None) 
                 shard=mine[turn] if turn < len(mine) else None,
                 ends=is_last and number == len(work),
                 ends_lane=is_last,
-                lanes=tuple(found[0] if found else None for found in shards),
+                lanes=tuple(numbers[0] if numbers else None for numbers in shards),
                 num_shards=num_shards,
             )
 
@@ -81,12 +81,12 @@ class LaneSummation:
 
     def __init__(self, *, lanes: int, num_ranks: int, copies: dist.ProcessGroup | None) -> None:
         self.lanes, self.num_ranks, self.copies = lanes, num_ranks, copies
-        self.now: Pass
+        self.current: Pass
         """The pass that computes."""
 
-    def begin(self, one: Pass) -> None:
+    def begin(self, current: Pass) -> None:
         """Begin a pass."""
-        self.now = one
+        self.current = current
 
     def attach(self, units: Sequence[Any], *, is_alone: bool) -> None:
         """Sum the gradients of units; `is_alone`: `shard` has one rank, where FSDP calls no reduce-scatter."""
@@ -122,8 +122,8 @@ class LaneScatter:
             output_tensor: (numel,) this rank's part of the sum.
             input_tensor: (ranks of shard * numel,) the gradient of the pass.
         """
-        now, lanes, num_ranks, numel = (
-            self._of_all.now,
+        current, lanes, num_ranks, numel = (
+            self._of_all.current,
             self._of_all.lanes,
             self._of_all.num_ranks,
             output_tensor.numel(),
@@ -137,19 +137,19 @@ class LaneScatter:
             dist.all_to_all_single(received, sent)
         self._lane = received if self._lane is None else self._lane.add_(received)
         output_tensor.zero_()
-        if not now.ends_lane:
+        if not current.ends_lane:
             return
         of_lane, self._lane = self._lane, None
         self._sums = self._sums or [
-            LaneSums(Tensor.add_, num_lanes=lanes, num_shards=now.num_shards) for _ in range(num_ranks)
+            LaneSums(Tensor.add_, num_lanes=lanes, num_shards=current.num_shards) for _ in range(num_ranks)
         ]
-        for sums, lane, part in zip(self._sums, now.lanes, of_lane, strict=True):
+        for sums, lane, part in zip(self._sums, current.lanes, of_lane, strict=True):
             if lane is not None:
                 sums.push(LaneNode(lane, lanes), part)
-        if not now.ends:
+        if not current.ends:
             return
         of_ranks, self._sums = [sums.take() for sums in self._sums], []
-        total = sum_of_ranks(Tensor.add_, of_ranks, num_lanes=lanes, num_shards=now.num_shards)
+        total = sum_of_ranks(Tensor.add_, of_ranks, num_lanes=lanes, num_shards=current.num_shards)
         if copies > 1:
             slices = total.new_empty(copies, size)
             dist.all_gather([*slices.unbind()], total, group=self._of_all.copies)
@@ -160,9 +160,9 @@ class LaneScatter:
 def provide_stand_in(replica: Replica, plan: BatchPlan, step: int, batches: Sequence[Batch]) -> None:
     """Give a replica a batch for later steps, if some step will have fewer shards than ranks. Collective."""
     if replica.stand_in is None and plan.num_shards(plan.steps_per_epoch - 1) < replica.num_ranks:
-        own = batches[0] if batches else None
+        batch = batches[0] if batches else None
         has_own = plan.num_shards(step) >= replica.num_ranks
-        replica.set_stand_in(cloned_batch(own) if has_own else dummy_batch(own, replica.device, replica.all_ranks))
+        replica.set_stand_in(cloned_batch(batch) if has_own else dummy_batch(batch, replica.device, replica.all_ranks))
 
 
 def dummy_batch(batch: Batch | None, device: torch.device, all_ranks: Collective) -> Batch:
@@ -180,9 +180,9 @@ def dummy_batch(batch: Batch | None, device: torch.device, all_ranks: Collective
     leaves, spec = tree_flatten(batch if sends else None)
     description = [treespec_dumps(spec), [_described(leaf) for leaf in leaves]] if sends else []
     spec_text, described = all_gather_object(description, all_ranks)[0]
-    own = leaves if sends else [None] * len(described)
-    found = [_exchanged(leaf, description, device) for leaf, description in zip(own, described, strict=True)]
-    return tree_unflatten(found, treespec_loads(spec_text)) if batch is None else batch
+    local = leaves if sends else [None] * len(described)
+    received = [_exchanged(leaf, description, device) for leaf, description in zip(local, described, strict=True)]
+    return tree_unflatten(received, treespec_loads(spec_text)) if batch is None else batch
 
 
 def _described(leaf: Any) -> Any:
@@ -202,9 +202,9 @@ def _exchanged(leaf: Any, description: dict[str, Any], device: torch.device) -> 
         return description["value"]
     if leaf is None:
         leaf = torch.empty(description["shape"], dtype=getattr(torch, description["dtype"]), device=device)
-    held = leaf.detach().contiguous()
-    dist.broadcast(held.reshape(-1).view(torch.uint8), src=0)  # as bytes: backends lack some dtypes
-    return held
+    tensor = leaf.detach().contiguous()
+    dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0)  # as bytes: backends lack some dtypes
+    return tensor
 
 
 class ShardedWork(ShardStep):
@@ -234,7 +234,7 @@ class ShardedWork(ShardStep):
         super().__init__(replica, ticket, batches, training)
         self._group, self._has_copies, self._expect = group, has_copies, expect
         self._counts = True
-        self._now: Pass
+        self._current: Pass
 
     def run(self) -> Sequence[Tensor | None]:
         """Return this rank's gradient shards, updated buffers and counted weight, over all shards; collective."""
@@ -252,18 +252,18 @@ class ShardedWork(ShardStep):
         if replica.buffers.names:
             replica.buffers.begin_step()
         reducer.begin(packing, num_shards=passes[0].num_shards)
-        batches, left = dict(zip(self.ticket.shards, self.batches, strict=True)), iter(self.ticket.shards)
+        batches, remaining = dict(zip(self.ticket.shards, self.batches, strict=True)), iter(self.ticket.shards)
         weights: list[Tensor | float] = []
-        for self._now in passes:
-            self._expect(self._now)
-            shard = next(left, None) if replica.lanes is None else self._now.shard
+        for self._current in passes:
+            self._expect(self._current)
+            shard = next(remaining, None) if replica.lanes is None else self._current.shard
             if shard is None:
                 self._repeat(again)
             else:
                 batch = batches[shard]
                 weights.append(self._shard(shard, batch if replica.lanes is None else cloned_batch(batch)))
-            if self._now.ends_lane and replica.lanes is not None:
-                self._add_lane(self._now.lanes[replica.data_ranks.rank], weights)
+            if self._current.ends_lane and replica.lanes is not None:
+                self._add_lane(self._current.lanes[replica.data_ranks.rank], weights)
                 weights = []
         if replica.lanes is None and weights:
             self.weight = total_weight(weights)
@@ -272,17 +272,17 @@ class ShardedWork(ShardStep):
         if replica.lanes is not None:
             return [*grads, *(reducer.finish() if packing.shapes else ())]
         if self._has_copies:
-            found = [grad is not None or reducer.has_taken(place) for place, grad in enumerate(grads)]
-            replica.agree_on_used(found)
-            self._refuse_late(found)
+            has_grads = [grad is not None or reducer.has_taken(index) for index, grad in enumerate(grads)]
+            replica.agree_on_used(has_grads)
+            self._refuse_late(has_grads)
         reducer.add(0, [*grads, *self._sum_whole(packing)])
         sums = reducer.finish()
         if not self._has_copies:
             return sums
         parts = zip(replica.params.values(), replica.used, sums, strict=False)
         # offloaded parts are in the memory of the host
-        own = [total.to(param.device) if used and total is not None else None for param, used, total in parts]
-        return [*own, *sums[len(own) :]]
+        local = [total.to(param.device) if used and total is not None else None for param, used, total in parts]
+        return [*local, *sums[len(local) :]]
 
     def agree_on_grad_layout(self) -> FlatBuffer:
         """Find which buffers are updated, and agree on it; collective, once."""
@@ -305,14 +305,14 @@ class ShardedWork(ShardStep):
         provide_stand_in(self.replica, self.training.plan, self.ticket.step, self.batches)
         if not repeats:
             return None
-        own = self.batches[-1] if self.batches else self.replica.stand_in
-        return cloned_batch(own)  # a model may write into its inputs
+        batch = self.batches[-1] if self.batches else self.replica.stand_in
+        return cloned_batch(batch)  # a model may write into its inputs
 
     def _repeat(self, batch: Batch) -> None:
         """Take part in the collectives of a shard, with weight 0."""
-        seen, terms, self._counts = self.loss_sum, dict(self.terms), False
+        loss_sum, terms, self._counts = self.loss_sum, dict(self.terms), False
         self._shard(self.ticket.shards[-1] if self.ticket.shards else 0, batch)
-        self.loss_sum, self.terms, self._counts = seen, terms, True
+        self.loss_sum, self.terms, self._counts = loss_sum, terms, True
 
     def _shard_fraction(self, shard: int) -> float:
         return super()._shard_fraction(shard) if self._counts else 0.0
@@ -321,7 +321,7 @@ class ShardedWork(ShardStep):
         return super()._seed(total) if self._counts else torch.zeros_like(total, requires_grad=False)
 
     def _is_last(self, shard: int) -> bool:  # noqa: ARG002 - it may be repeated
-        return self._now.ends
+        return self._current.ends
 
     def _add_lane(self, lane: int | None, weights: Sequence[Tensor | float]) -> None:
         """Give the reducer the tensors of a lane that every rank holds whole; None: this rank has only repeated one."""
@@ -332,36 +332,36 @@ class ShardedWork(ShardStep):
 
     def _take_whole(self, weight: Tensor | float) -> list[Tensor | None]:
         replica = self.replica
-        held: list[Tensor | None] = list(replica.buffers.take()) if replica.buffers.names else []
+        tensors: list[Tensor | None] = list(replica.buffers.take()) if replica.buffers.names else []
         if self.divisor.counted:
-            held.append(weight_on(weight, replica.precision.master_dtype, replica.device))
-        return held
+            tensors.append(weight_on(weight, replica.precision.master_dtype, replica.device))
+        return tensors
 
     def _sum_whole(self, packing: FlatBuffer) -> list[Tensor]:
         """Sum the tensors that every rank holds whole over the ranks of `shard`."""
-        if not (held := self._take_whole(self.weight)):
+        if not (tensors := self._take_whole(self.weight)):
             return []
         whole = FlatBuffer(packing.shapes[packing.num_grads :], packing.dtype, packing.device)
-        flat = whole.pack(held)
+        flat = whole.pack(tensors)
         dist.all_reduce(flat, group=self._group)
         return whole.views(flat)
 
 
 def unsharded_model_problems(model: nn.Module) -> list[Problem]:
     """Return problems of parameters that cannot be sharded, and gradients that cannot be summed in parts."""
-    found = sparse_problems(model, "which are not summed in parts")
+    problems = sparse_problems(model, "which are not summed in parts")
     scripted = (name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule))
     if (name := next(scripted, None)) is not None:
         rule = f"{name} is a module of torch.jit, whose parameters cannot be sharded. Give the class it was made of."
-        found.append(Problem(key="model", rule=rule))
+        problems.append(Problem(key="model", rule=rule))
     for name, param in model.named_parameters():
         if not param.dim():
             rule = f"{name} has no dims, and cannot be sharded. Give it the shape (1,)."
-            found.append(Problem(key="model", rule=rule))
+            problems.append(Problem(key="model", rule=rule))
         elif not param.numel():
             rule = f"{name} has no elements, and cannot be sharded. Leave it out, or use strategy=mirrored."
-            found.append(Problem(key="model", rule=rule))
-    return found
+            problems.append(Problem(key="model", rule=rule))
+    return problems
 
 
 def withheld_where_sharded(name: str) -> dict[Access, str]:

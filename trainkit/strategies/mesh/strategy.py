@@ -51,7 +51,7 @@ from trainkit.strategies.core.synchronous import (
 from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroup, ProcessGroupOptions
 from trainkit.strategies.mesh.context import CutShardedStep, CutStep, SequenceCut, cut_activations
 from trainkit.strategies.mesh.context import model_problems as cut_problems
-from trainkit.strategies.mesh.layout import Layout, OnMesh, TensorPlan, Wrap
+from trainkit.strategies.mesh.layout import Layout, MeshPlace, TensorPlan, Wrap
 from trainkit.strategies.mesh.pipe.stages import ScheduleName, Stages
 from trainkit.strategies.mesh.sharding import Axes, fully_sharded, gathers_anew, reduces_when, sharded_units
 from trainkit.strategies.mesh.step import (
@@ -71,7 +71,7 @@ from trainkit.strategies.traffic import Vector, joined, observed_transfers, rank
 
 
 @torch.no_grad()
-def begin_alike(replica: Replica, place: OnMesh, cut: Container[str]) -> None:
+def begin_alike(replica: Replica, place: MeshPlace, cut: Container[str]) -> None:
     """Broadcast what ranks hold alike from the first one of each axis; collective.
 
     A model may draw numbers that no seed controls.
@@ -147,7 +147,7 @@ class MeshStrategy(ProcessGroup, Strategy):
             reason = "a pipeline has outputs on its last stage only. Use a Supervised objective that keeps the default "
             return Facts(
                 compiles="nothing" if layout.axes.context > 1 else "blocks",
-                place=self.facts.place,
+                position=self.facts.position,
                 supports_meta_init=self.facts.supports_meta_init,
                 is_sharded=True,
                 forward_is_collective=True,
@@ -174,8 +174,8 @@ class MeshStrategy(ProcessGroup, Strategy):
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems of the process group, of settings that parts do not support, and of the keys."""
-        if self.pipe_stages is not None and (found := self.pipe_stages.problems(context)):
-            return found
+        if self.pipe_stages is not None and (problems := self.pipe_stages.problems(context)):
+            return problems
         problems = [*super().validate(context), *([] if self.keeps_params_whole else optimizer_problems(context))]
         return problems or [
             *self.layout_problems(context),
@@ -238,11 +238,11 @@ class MeshStrategy(ProcessGroup, Strategy):
             problems = self.pipe_stages.model_problems(model, layout, context)
         if isinstance(layout.wrap, str):
             return problems
-        known = sorted({type(module).__name__ for name, module in model.named_modules() if name})
+        kinds = sorted({type(module).__name__ for name, module in model.named_modules() if name})
         for name in layout.wrap:
-            if name not in known:
-                close = closest(name, known)
-                hint = f"Did you mean {close}?" if close else f"It has {', '.join(known)}."
+            if name not in kinds:
+                close = closest(name, kinds)
+                hint = f"Did you mean {close}?" if close else f"It has {', '.join(kinds)}."
                 rule = f"no module of the model is of this class. {hint}"
                 problems.append(Problem(key="strategy.wrap", value=name, rule=rule))
         return problems
@@ -271,7 +271,7 @@ class MeshStrategy(ProcessGroup, Strategy):
         in parts.
         """
         parts = self.replica_parts(model, context)
-        return max((one.memory for one in parts), key=lambda memory: sum(memory.resident.values()))
+        return max((part.memory for part in parts), key=lambda memory: sum(memory.resident.values()))
 
     def replica_parts(self, model: nn.Module, context: PlanContext) -> tuple[ReplicaPart, ...]:
         """Return the stages of each rank along `pipe`, or all in one part."""
@@ -284,20 +284,20 @@ class MeshStrategy(ProcessGroup, Strategy):
         layout, numerics = self.layout_in(context), context.numerics
         along = layout.axes.replicate * (1 if layout.gathers else layout.axes.context)
         copies: float = 0 if layout.gathers else synchronous_gradient_copies(numerics, along)
-        kept: float = 0
+        kept_copies: float = 0
         if layout.gathers and numerics.reproducible:  # the pieces of all ranks that wait for the next lanes
             rounds = -(-numerics.lanes // layout.axes.num_ranks)
             copies = layout.axes.shard * (rounds - 1).bit_length()
         if self.pipe_stages is not None:
             copies = int(layout.axes.replicate * layout.axes.shard > 1)
         if layout.axes.replicate > 1 and not numerics.reproducible:
-            more, kept = self.reduction.exchange_copies(self.reduction.reduce, layout.axes.replicate)
+            more, kept_copies = self.reduction.exchange_copies(self.reduction.reduce, layout.axes.replicate)
             copies += more
         return ModelMemory(
             resident=layout.resident_elements(model),
             transient=layout.transient_elements(model),
             gradient_copies=copies,
-            kept_copies=kept,
+            kept_copies=kept_copies,
         )
 
     def observed_ranks(self, context: PlanContext) -> tuple[int, ...]:
@@ -332,41 +332,41 @@ class MeshStrategy(ProcessGroup, Strategy):
         of_axis = {axis: axes.group_of_first(axis) for axis in ("context", "tensor")}
         of_axis |= {axis: axes.group_of_first(*axes.summed_with(axis)) for axis in ("replicate", "shard")}
 
-        def purpose(observed: int, one: CollectiveCall) -> tuple[str, bool]:
-            if one.kind == "send":
+        def purpose(observed: int, call: CollectiveCall) -> tuple[str, bool]:
+            if call.kind == "send":
                 return "activations and their gradients", True
-            one = replace(one, ranks=tuple(rank - observed for rank in one.ranks))
-            if one.ranks == of_axis["tensor"] and one.shard is not None:
+            call = replace(call, ranks=tuple(rank - observed for rank in call.ranks))
+            if call.ranks == of_axis["tensor"] and call.shard is not None:
                 return "activations and their gradients", False
-            if one.ranks == of_axis["context"] and one.kind != "all-reduce":
-                return "weights, norms and buffers" if one.shard is None else "keys, values and their gradients", False
-            if one.ranks == of_axis["shard"] and one.kind != "all-reduce":
-                return "parameters" if one.kind == "all-gather" else "gradients", True
-            if one.ranks == of_axis["replicate"] and not one.is_in_update:
-                return "gradients", one.shard is not None
+            if call.ranks == of_axis["context"] and call.kind != "all-reduce":
+                return "weights, norms and buffers" if call.shard is None else "keys, values and their gradients", False
+            if call.ranks == of_axis["shard"] and call.kind != "all-reduce":
+                return "parameters" if call.kind == "all-gather" else "gradients", True
+            if call.ranks == of_axis["replicate"] and not call.is_in_update:
+                return "gradients", call.shard is not None
             return "weights, norms and buffers", False
 
         def share(rank: int) -> float:
             return 1.0 if layout.gathers else cut.shards_of(rank // axes.ranks_a_replica) / cut.shards_a_replica
 
-        found = observed_transfers(
+        transfers = observed_transfers(
             calls,
-            alike=lambda rank: [one for one in range(axes.num_ranks) if axes.stage_of(one) == axes.stage_of(rank)],
+            alike=lambda rank: [peer for peer in range(axes.num_ranks) if axes.stage_of(peer) == axes.stage_of(rank)],
             device_type=self.tasks(context)[0].device.partition(":")[0],
             purpose=purpose,
             share=share,
         )
         if (reducer := self.reduction.reduce) == "backend":
-            return found
+            return transfers
         # the observed copies sum by the backend, and exchange the same vector
-        summed = [one for one in calls[0] if one.ranks == of_axis["replicate"] and purpose(0, one)[0] == "gradients"]
-        vector = Vector(num_bytes=sum(one.times * one.num_bytes for one in summed), element_bytes=1)
+        sums = [call for call in calls[0] if call.ranks == of_axis["replicate"] and purpose(0, call)[0] == "gradients"]
+        vector = Vector(num_bytes=sum(call.times * call.num_bytes for call in sums), element_bytes=1)
         step = axes.shard * axes.tensor
         on_host = max(ranks_a_host(context, axes.num_ranks) // step, 1)
-        groups = [range(at, axes.num_ranks, step) for at in range(step)]
-        each = [reduction(reducer, group, vector, ranks_a_host=on_host)[0] for group in groups]
-        kept = (one for one in found if (one.what, one.how) != ("gradients", "all-reduce"))
-        return (*kept, replace(each[0], flows=joined(*(one.flows for one in each))))
+        groups = [range(start, axes.num_ranks, step) for start in range(step)]
+        reductions = [reduction(reducer, group, vector, ranks_a_host=on_host)[0] for group in groups]
+        others = (transfer for transfer in transfers if (transfer.what, transfer.how) != ("gradients", "all-reduce"))
+        return (*others, replace(reductions[0], flows=joined(*(transfer.flows for transfer in reductions))))
 
     def sum_of_gradients(self, context: PlanContext) -> str | None:
         """Return the reducer of the copies and the compression, for the summary; lanes leave no choice."""
@@ -400,7 +400,7 @@ class MeshStrategy(ProcessGroup, Strategy):
             step, graphs = makers_of(request, replica, ShardStep)
         return SynchronousExecutor(replica, request.training, ranks=ranks, make_step=step, graphs=graphs)
 
-    def build(self, request: SetupRequest, ranks: RankGroup) -> tuple[Replica, OnMesh, MakeStep[Replica]]:
+    def build(self, request: SetupRequest, ranks: RankGroup) -> tuple[Replica, MeshPlace, MakeStep[Replica]]:
         """Keep this rank's part of the model; return it with its place, and the maker of its steps; collective.
 
         Args:
@@ -411,12 +411,8 @@ class MeshStrategy(ProcessGroup, Strategy):
             ConfigError: the plan does not fit the model, or the axes do not multiply to the number of ranks.
         """
         layout = self.layout(request.identity.num_ranks)
-        fit, place, cuts = (
-            layout.fitted(request.model),
-            self._place(request.identity, layout.axes),
-            dict[str, ShardSlice](),
-        )
-        copies = place.summing("replicate")
+        fit, place = layout.fitted(request.model), self._place(request.identity, layout.axes)
+        cuts, copies = dict[str, ShardSlice](), place.summing("replicate")
 
         def reducer(collective: Collective, numerics: Numerics) -> Reducer:
             if numerics.reproducible:
@@ -438,8 +434,8 @@ class MeshStrategy(ProcessGroup, Strategy):
         sequences = SequenceCut.of(place)
         move = partial(_move, layout=layout, place=place, cuts=cuts, sequences=sequences)
         parts = build_parts(request, ranks=ranks, placement=place, make_reducer=reducer, move=move)
-        model, gathers, numerics = parts.held.model, layout.gathers, request.numerics
-        counted = {name: cuts[name].is_written for name in parts.held.params}
+        model, gathers, numerics = parts.placed.model, layout.gathers, request.numerics
+        counted = {name: cuts[name].is_written for name in parts.placed.params}
         replica = Replica(
             replace(
                 parts,
@@ -455,11 +451,11 @@ class MeshStrategy(ProcessGroup, Strategy):
             lanes = LaneSummation(lanes=numerics.lanes, num_ranks=layout.axes.num_ranks, copies=group)
             lanes.attach(sharded_units(model), is_alone=layout.axes.shard == 1)
 
-        def expect(one: Pass) -> None:
+        def expect(current: Pass) -> None:
             if lanes is not None:
-                lanes.begin(one)
+                lanes.begin(current)
             if layout.sync == "last":
-                reduces_when(model, one.ends_lane)
+                reduces_when(model, current.ends_lane)
 
         begin_alike(replica, place, fit.dims)
         step: MakeStep[Replica] = ShardStep if sequences is None else partial(CutStep, cut=sequences)
@@ -470,7 +466,7 @@ class MeshStrategy(ProcessGroup, Strategy):
             step = partial(kind, group=group, has_copies=copies is not None, expect=expect)
         return replica, place, step
 
-    def _place(self, identity: Identity, axes: Axes) -> OnMesh:
+    def _place(self, identity: Identity, axes: Axes) -> MeshPlace:
         """Return the device of this rank, and its place on the mesh; collective.
 
         Raises:
@@ -480,7 +476,7 @@ class MeshStrategy(ProcessGroup, Strategy):
         if problems := axes.problems(identity.num_ranks):
             raise ConfigError(problems)
         mesh = axes.mesh(device.type, timeout_s=self.timeout_s)
-        return OnMesh(device=device, axes=axes, rank=identity.task.rank, mesh=mesh)
+        return MeshPlace(device=device, axes=axes, rank=identity.task.rank, mesh=mesh)
 
 
 def _move(
@@ -489,7 +485,7 @@ def _move(
     placement: Placement,
     *,
     layout: Layout,
-    place: OnMesh,
+    place: MeshPlace,
     cuts: dict[str, ShardSlice],
     sequences: SequenceCut | None = None,
 ) -> PlacedModel:
@@ -498,10 +494,10 @@ def _move(
     Raises:
         ConfigError: the plan does not fit the model.
     """
-    fit, places, draws = layout.fitted(model), place.places, not draws_nothing(model)
+    fit, rank, draws = layout.fitted(model), place.coordinates["tensor"], not draws_nothing(model)
     if fit.problems:
         raise ConfigError(list(fit.problems))
-    outer = cut_parameters(model, fit, place=places["tensor"], degree=layout.axes.tensor, is_first=place.is_first_copy)
+    outer = cut_parameters(model, fit, rank=rank, degree=layout.axes.tensor, is_first=place.is_first_copy)
     if layout.gathers:
         make_dense(model)
         model = fully_sharded(model, layout.units(model), layout.sharding(place, precision))
@@ -510,13 +506,13 @@ def _move(
             for name, param in model.named_parameters()
             if param.requires_grad
         }
-        held = PlacedModel(model=model, params=parts, masters=parts)
+        placed = PlacedModel(model=model, params=parts, masters=parts)
     else:
-        held = move_and_cast(model, precision, placement)
-    cut_activations(held.model, fit, place, sequences, draws=draws)
-    for name, param in held.model.named_parameters():
+        placed = move_and_cast(model, precision, placement)
+    cut_activations(placed.model, fit, place, sequences, draws=draws)
+    for name, param in placed.model.named_parameters():
         cuts[name] = place.within(outer[name], param)
-    return held
+    return placed
 
 
 AXIS = Limit(rule="must be at least 1, which leaves the axis out.", low=1)
@@ -556,7 +552,7 @@ class Mesh(StagedMesh):
     Source: Zhao et al. 2023, arXiv:2304.11277 (shard); Shoeybi et al. 2019, arXiv:1909.08053 (tensor).
     """
 
-    facts: ClassVar[Facts] = replace(MeshStrategy.facts, place=4)
+    facts: ClassVar[Facts] = replace(MeshStrategy.facts, position=4)
 
     replicate: Annotated[Size, unit("groups")] = 1
     """Copies of the model; gradients are summed over them. auto: as many as the other axes leave."""
@@ -618,20 +614,20 @@ class Mesh(StagedMesh):
 
     def _pipe_problems(self, context: PlanContext) -> list[Problem]:
         """Return problems of what stages do not take."""
-        axes, found = self.layout_in(context).axes, list[Problem]()
+        axes, problems = self.layout_in(context).axes, list[Problem]()
         if context.optimizers or (context.objective is not None and context.objective.phases):
             rule = "has several optimizers or phases, and stages have one optimizer. Use strategy.pipe=1."
-            found.append(Problem(key="optimizers" if context.optimizers else "objective", rule=rule))
+            problems.append(Problem(key="optimizers" if context.optimizers else "objective", rule=rule))
         default = {"sync": "each", "offload": False, "reduce": "backend", "compression": "none"}
         for key, usual in default.items():
             if (value := getattr(self, key)) != usual:
                 rule = "does not work with several stages. Leave it out, or use strategy.pipe=1."
-                found.append(Problem(key=f"strategy.{key}", value=value, rule=rule))
+                problems.append(Problem(key=f"strategy.{key}", value=value, rule=rule))
         if self.schedule == "zero_bubble" and axes.shard > 1:
             rule = "computes the gradients of weights after those of inputs, when shards have been freed. Use 1f1b or "
             rule += "interleaved, or strategy.shard=1."
-            found.append(Problem(key="strategy.schedule", value=self.schedule, rule=rule))
-        return found
+            problems.append(Problem(key="strategy.schedule", value=self.schedule, rule=rule))
+        return problems
 
     @property
     def wanted_replicas(self) -> int | Literal["auto"]:
@@ -668,14 +664,14 @@ class Mesh(StagedMesh):
             return problems
         idle = {"wrap": self.wrap != "blocks", "reshard_after_forward": not self.reshard_after_forward}
         idle |= {"sync": self.sync != "each", "offload": self.offload}
-        problems = [_idle(key, getattr(self, key), "shard") for key, given in idle.items() if given and axes.shard == 1]
+        problems = [_idle(key, getattr(self, key), "shard") for key, used in idle.items() if used and axes.shard == 1]
         idle = {"schedule": self.schedule != "1f1b", "virtual_stages": self.virtual_stages is not None}
         idle |= {"map": self.map != "auto"}
-        problems += [_idle(key, getattr(self, key), "pipe") for key, given in idle.items() if given and axes.pipe == 1]
+        problems += [_idle(key, getattr(self, key), "pipe") for key, used in idle.items() if used and axes.pipe == 1]
         problems += [_idle("plan", plan_text(self.plan), "tensor")] if axes.tensor == 1 and self.plan != "auto" else []
         idle = {"reduce": self.reduce != "backend", "compression": self.compression != "none"}
         if axes.replicate == 1:
-            problems += [_idle(key, getattr(self, key), "replicate") for key, given in idle.items() if given]
+            problems += [_idle(key, getattr(self, key), "replicate") for key, used in idle.items() if used]
         elif self.compression == "powersgd":
             rule = "is of whole matrices, of which ranks of a mesh exchange parts. Use bf16 or fp16, or mirrored."
             problems.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
@@ -699,7 +695,7 @@ def _refuse_uneven(model: nn.Module, plan: BatchPlan) -> None:
     """
     steps = {plan.steps_per_epoch - 1, 0}
     sizes = {plan.shard_size(step, shard) for step in steps for shard in range(plan.num_shards(step))}
-    coupled = (name for name, one in model.named_modules() if isinstance(one, _BatchNorm))
+    coupled = (name for name, module in model.named_modules() if isinstance(module, _BatchNorm))
     if len(sizes) > 1 and (name := next(coupled, None)) is not None:
         rule = f"gives microbatches of {min(sizes)} and {max(sizes)} samples, which {name} couples, and ranks along "
         rule += "shard fill up shorter ones. Use a size that divides every batch, and batch.drop_last=true."
@@ -739,7 +735,7 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, MeshStrategy):
     """
 
     alone_as_one_device: ClassVar[bool] = True
-    facts: ClassVar[Facts] = replace(MeshStrategy.facts, place=2, supports_meta_init=True, converts=True)
+    facts: ClassVar[Facts] = replace(MeshStrategy.facts, position=2, supports_meta_init=True, converts=True)
 
     replicate: Annotated[int, at_least(1), at_most(MOST_PROCESSES), placement, unit("groups")] = 1
     """Groups of ranks, each with a whole model sharded over its ranks; above 1 (hybrid) gradients are summed over
@@ -808,7 +804,7 @@ class Pipeline(ProcessGroupOptions, StagedMesh):
         (2, 8)
     """
 
-    facts: ClassVar[Facts] = Facts(place=4, supports_meta_init=True, is_sharded=True, forward_is_collective=True)
+    facts: ClassVar[Facts] = Facts(position=4, supports_meta_init=True, is_sharded=True, forward_is_collective=True)
 
     replicas: Annotated[int | Literal["auto"], placement, at_most(MOST_PROCESSES), unit("replicas")] = 1
     """Copies of the whole pipeline, over all hosts; auto: those that the GPUs of this host or a launch make up."""
@@ -874,7 +870,7 @@ class TensorParallel(ProcessGroupOptions, MeshStrategy):
     """
 
     alone_as_one_device: ClassVar[bool] = True
-    facts: ClassVar[Facts] = replace(MeshStrategy.facts, place=3)
+    facts: ClassVar[Facts] = replace(MeshStrategy.facts, position=3)
 
     degree: Annotated[int, placement, at_least(1), at_most(MOST_PROCESSES), unit("ranks")] = 1
     """Number of ranks over which each layer of the plan is sharded; 1 shards nothing."""

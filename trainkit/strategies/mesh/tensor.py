@@ -29,7 +29,7 @@ from trainkit.strategies.tensor_shards import ShardSlice
 
 
 def cut_parameters(
-    model: nn.Module, fit: MatchedPlan, *, place: int, degree: int, is_first: bool
+    model: nn.Module, fit: MatchedPlan, *, rank: int, degree: int, is_first: bool
 ) -> dict[str, ShardSlice]:
     """Reduce each parameter to the part of this rank.
 
@@ -40,9 +40,9 @@ def cut_parameters(
     for name, param in model.named_parameters():
         shape, dim = tuple(param.shape), fit.dims.get(name)
         if dim is not None:
-            param.data = param.data.chunk(degree, dim)[place].clone(memory_format=torch.contiguous_format)
-        offset = tuple(size * place if at == dim else 0 for at, size in enumerate(param.shape))
-        is_written = is_first and (dim is not None or place == 0)
+            param.data = param.data.chunk(degree, dim)[rank].clone(memory_format=torch.contiguous_format)
+        offset = tuple(size * rank if index == dim else 0 for index, size in enumerate(param.shape))
+        is_written = is_first and (dim is not None or rank == 0)
         cuts[name] = ShardSlice(offset=offset, size=tuple(param.shape), shape=shape, is_written=is_written)
     return cuts
 
@@ -53,17 +53,17 @@ def exchange_activations(model: nn.Module, fit: MatchedPlan, exchange: Exchange)
     A module that holds some of them, and draws for the parts of activations between them, gets the function with which
     it drops them out: the method `set_tensor_dropout` declares this.
     """
-    cut = [one.name for one in fit.chosen if one.style.gives == "cut"]
+    cut = [match.name for match in fit.chosen if match.style.gives == "cut"]
     for name, holder in model.named_modules():
         declares = getattr(holder, "set_tensor_dropout", None)
         if declares is not None and any(inner.startswith(f"{name}." if name else "") for inner in cut):
             declares(exchange.dropout)
-    for one in fit.chosen:
-        module: Any = one.module
-        module.forward = partial(_forward, one, exchange, module.forward)
-        if one.style.name == "colwise_gathered" and isinstance(module, nn.Linear):
+    for match in fit.chosen:
+        module: Any = match.module
+        module.forward = partial(_forward, match, exchange, module.forward)
+        if match.style.name == "colwise_gathered" and isinstance(module, nn.Linear):
             # an objective may compute its loss from the scores of each rank, without gathering them
-            module.forward.cut_vocabulary = VocabularyPart(exchange, exchange.place * module.weight.shape[0])
+            module.forward.cut_vocabulary = VocabularyPart(exchange, exchange.rank * module.weight.shape[0])
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Exchange:
     """Changes the layout of tensors between the ranks of one mesh."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh, self.place, self.degree = mesh, mesh.get_local_rank(), mesh.size()
+        self.mesh, self.rank, self.degree = mesh, mesh.get_local_rank(), mesh.size()
         self.watch: DrawWatch | None = None
         """What looks for random numbers in the first forward pass; None after it, and while a whole mask is drawn."""
 
@@ -131,7 +131,7 @@ class Exchange:
         watch, self.watch = self.watch, None  # this draws for a whole tensor
         mask = functional.dropout(tensor.new_ones(shape), rate)
         self.watch = watch
-        return tensor * mask.narrow(dim, self.place * size, size)
+        return tensor * mask.narrow(dim, self.rank * size, size)
 
     @contextmanager
     def summed_gradients(self, module: nn.Module, leaf: str = "") -> Iterator[None]:
@@ -141,19 +141,19 @@ class Exchange:
             module: the module that uses them, itself or in modules below it.
             leaf: the only parameter; empty: all.
         """
-        tables = [one._parameters for one in module.modules()]  # noqa: SLF001 - modules read their parameters from it
-        found = [
+        tables = [inner._parameters for inner in module.modules()]  # noqa: SLF001 - modules read their parameters from it
+        params = [
             (table, name, param)
             for table in tables
             for name, param in table.items()
             if param is not None and leaf in ("", name)
         ]
         try:
-            for table, name, param in found:
+            for table, name, param in params:
                 table[name] = self.changed(param, Replicate(), Replicate(), used_by_parts=True)  # type: ignore[assignment]
             yield
         finally:
-            for table, name, param in found:
+            for table, name, param in params:
                 table[name] = param
 
 
@@ -220,7 +220,7 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._exchange.watch is None or not self.cut_by or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         before = [generator.get_state() for generator in self._generators]
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if not all(map(torch.equal, before, (generator.get_state() for generator in self._generators))):
             holders = (frame.frame.f_locals.get("self") for frame in inspect.stack(0))  # in torch's frames, the module
             drawing = next(holder for holder in holders if isinstance(holder, nn.Module))
@@ -229,66 +229,66 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{name} ({type(drawing).__name__}) draws random numbers for activations that {self.cut_by} has cut: "
                 f"every rank would draw the same for its part. {self._remedy}"
             )
-        return found
+        return result
 
 
-def _forward(one: MatchedModule, exchange: Exchange, inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def _forward(match: MatchedModule, exchange: Exchange, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a sharded module, in the layouts of its plan."""
-    if exchange.watch is not None and one.style.name == "sequence_join":
+    if exchange.watch is not None and match.style.name == "sequence_join":
         exchange.watch.cut_by = ""
-    outputs = _computed(one, exchange, inner, *args, **named)
+    outputs = _computed(match, exchange, inner, *args, **kwargs)
     if exchange.watch is not None:
-        exchange.watch.cut_by = "" if one.style.gives == "whole" else one.name
+        exchange.watch.cut_by = "" if match.style.gives == "whole" else match.name
     return outputs
 
 
-def _computed(one: MatchedModule, exchange: Exchange, inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    style, module, given = one.style, one.module, args[0]
+def _computed(match: MatchedModule, exchange: Exchange, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    style, module, inputs = match.style, match.module, args[0]
     if isinstance(module, nn.Dropout) and style.name in ("dropout", "sequence"):
-        dim = 1 if style.name == "sequence" else given.dim() - 1
-        return exchange.dropout(given, module.p, dim) if module.training else given
+        dim = 1 if style.name == "sequence" else inputs.dim() - 1
+        return exchange.dropout(inputs, module.p, dim) if module.training else inputs
     if style.name == "sequence":
         with exchange.summed_gradients(module):
-            return inner(*args, **named)
+            return inner(*args, **kwargs)
     if style.name == "sequence_split":
-        outputs = inner(*args, **named)
+        outputs = inner(*args, **kwargs)
         if outputs.shape[1] % exchange.degree:
             raise TrainingError(
-                f"{one.name} gives sequences of {outputs.shape[1]}, which {exchange.degree} ranks along tensor do not "
-                f"divide: sequence_split needs parts of equal length. Use another length, or a plan without sequence."
+                f"{match.name} gives sequences of {outputs.shape[1]}, which {exchange.degree} ranks along tensor do not"
+                f" divide: sequence_split needs parts of equal length. Use another length, or a plan without sequence."
             )
         return exchange.changed(outputs, Replicate(), Shard(1))
     if style.name == "sequence_join":
-        return inner(exchange.changed(given, Shard(1), Replicate()), *args[1:], **named)
+        return inner(exchange.changed(inputs, Shard(1), Replicate()), *args[1:], **kwargs)
     if style.sums:
-        return _rowwise(one, exchange, given)
+        return _rowwise(match, exchange, inputs)
     if not isinstance(module, nn.Embedding):  # token ids have no gradient
         takes = Shard(1) if style.takes == "stretch" else Replicate()
-        given = exchange.changed(given, takes, Replicate(), used_by_parts=True)
-    outputs = inner(given, *args[1:], **named)
+        inputs = exchange.changed(inputs, takes, Replicate(), used_by_parts=True)
+    outputs = inner(inputs, *args[1:], **kwargs)
     return exchange.changed(outputs, Shard(outputs.dim() - 1), Replicate()) if style.gives == "whole" else outputs
 
 
-def _rowwise(one: MatchedModule, exchange: Exchange, given: Tensor) -> Tensor:
+def _rowwise(match: MatchedModule, exchange: Exchange, inputs: Tensor) -> Tensor:
     """Sum the partial results of all ranks, and add the bias, which is not sharded, once."""
-    module: Any = one.module
-    to = Shard(1) if one.style.gives == "stretch" else Replicate()
+    module: Any = match.module
+    to = Shard(1) if match.style.gives == "stretch" else Replicate()
     if isinstance(module, nn.Embedding):
-        return exchange.changed(_own_rows(module, given, exchange.place), Partial(), to)
-    if one.style.takes == "whole":
-        given = exchange.changed(given, Replicate(), Shard(given.dim() - 1))
-    total = exchange.changed(functional.linear(given, module.weight), Partial(), to)
-    with exchange.summed_gradients(module, "bias") if one.style.gives == "stretch" else nullcontext():
+        return exchange.changed(_local_rows(module, inputs, exchange.rank), Partial(), to)
+    if match.style.takes == "whole":
+        inputs = exchange.changed(inputs, Replicate(), Shard(inputs.dim() - 1))
+    total = exchange.changed(functional.linear(inputs, module.weight), Partial(), to)
+    with exchange.summed_gradients(module, "bias") if match.style.gives == "stretch" else nullcontext():
         return total if module.bias is None else total.add(module.bias)
 
 
-def _own_rows(module: nn.Embedding, tokens: Tensor, place: int) -> Tensor:
+def _local_rows(module: nn.Embedding, tokens: Tensor, rank: int) -> Tensor:
     """Return the embeddings of the tokens whose rows are on this rank, zeros for the others."""
     count = module.weight.shape[0]
-    local = tokens - count * place
+    local = tokens - count * rank
     absent = (local < 0) | (local >= count)
     padding = module.padding_idx
     if padding is not None:
-        padding = padding - count * place if 0 <= padding - count * place < count else None
+        padding = padding - count * rank if 0 <= padding - count * rank < count else None
     rows = functional.embedding(local.masked_fill(absent, 0), module.weight, padding_idx=padding)
     return rows.masked_fill(absent.unsqueeze(-1), 0.0)

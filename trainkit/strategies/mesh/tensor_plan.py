@@ -104,12 +104,12 @@ def match_plan(model: nn.Module, plan: Mapping[str, str] | Literal["auto"], degr
         >>> match_plan(model, {"0": "colwise", "2": "rowwise"}, 2).dims
         {'0.weight': 0, '0.bias': 0, '2.weight': 1}
     """
-    given = _own_plan(model, degree) if plan == "auto" else plan
-    if isinstance(given, Problem):
-        return MatchedPlan(problems=[given])
-    chosen, problems = _chosen(model, given)
+    patterns = _own_plan(model, degree) if plan == "auto" else plan
+    if isinstance(patterns, Problem):
+        return MatchedPlan(problems=[patterns])
+    chosen, problems = _chosen(model, patterns)
     if not problems:
-        misfits = {one.pattern: found for one in reversed(chosen) if (found := _misfit(one, model, degree))}
+        misfits = {match.pattern: problem for match in reversed(chosen) if (problem := _misfit(match, model, degree))}
         problems = list(misfits.values())  # of each pattern, that of its first module
     dims, tied = _dims(model, chosen)
     return MatchedPlan(chosen=tuple(chosen), dims=dims, problems=problems or tied)
@@ -124,18 +124,18 @@ def described(fit: MatchedPlan) -> str:
         '0 colwise, 2 rowwise'
     """
     named: dict[tuple[str, str], list[str]] = {}
-    for one in fit.chosen:
-        named.setdefault((one.pattern, one.style.name), []).append(one.name)
+    for match in fit.chosen:
+        named.setdefault((match.pattern, match.style.name), []).append(match.name)
     shown = (f"{members[0] if len(members) == 1 else pattern} {style}" for (pattern, style), members in named.items())
     return ", ".join(shown)
 
 
 def _own_plan(model: nn.Module, degree: int) -> Mapping[str, str] | Problem:
     """Return the plan that a model provides."""
-    own = getattr(model, "tensor_plan", None)
-    if own is not None:
-        found: Mapping[str, str] = own(degree)
-        return found
+    make_plan = getattr(model, "tensor_plan", None)
+    if make_plan is not None:
+        plan: Mapping[str, str] = make_plan(degree)
+        return plan
     kind = type(model).__name__
     rule = f"{kind} has no plan. Name its layers with their styles, {{expand:colwise,project:rowwise}}."
     return Problem(key=_KEY, value="auto", rule=rule)
@@ -152,15 +152,15 @@ def _chosen(model: nn.Module, plan: Mapping[str, str]) -> tuple[list[MatchedModu
             rule = f"no such style. {hint}"
             problems.append(Problem(key=f"{_KEY}.{pattern}", value=word, rule=rule))
             continue
-        found = _named(pattern, modules)
-        if not found:
+        names = _named(pattern, modules)
+        if not names:
             problems.append(Problem(key=f"{_KEY}.{pattern}", value=word, rule=_unknown(pattern, modules)))
-        elif all(name in taken for name in found):
-            rule = f"names no remaining module: {found[0]} is in {taken[found[0]].pattern} already."
+        elif all(name in taken for name in names):
+            rule = f"names no remaining module: {names[0]} is in {taken[names[0]].pattern} already."
             problems.append(Problem(key=f"{_KEY}.{pattern}", value=word, rule=rule))
-        for name in found:
-            one = MatchedModule(name=name, module=modules[name], style=STYLES[word], pattern=pattern)
-            taken.setdefault(name, one)
+        for name in names:
+            match = MatchedModule(name=name, module=modules[name], style=STYLES[word], pattern=pattern)
+            taken.setdefault(name, match)
     if not plan:
         rule = "shards nothing. Name layers with their styles, {expand:colwise,project:rowwise}, or use auto."
         problems.append(Problem(key=_KEY, value="{}", rule=rule))
@@ -188,59 +188,59 @@ def _unknown(pattern: str, modules: Mapping[str, nn.Module]) -> str:
     return f"no such module.{f' Did you mean {near}?' if near else ''}"
 
 
-def _misfit(one: MatchedModule, model: nn.Module, degree: int) -> Problem | None:
+def _misfit(match: MatchedModule, model: nn.Module, degree: int) -> Problem | None:
     """Return why a module cannot be sharded by its style; None if it can."""
-    style, module = one.style, one.module
-    dims, key = style.dims(module), f"{_KEY}.{one.pattern}"
+    style, module = match.style, match.module
+    dims, key = style.dims(module), f"{_KEY}.{match.pattern}"
     if dims is None:
         suits = " and ".join(f"nn.{kind.__name__}" for kind in style.cuts)
-        rule = f"{one.name} is a {type(module).__name__}, and {style.name} is for {suits}."
+        rule = f"{match.name} is a {type(module).__name__}, and {style.name} is for {suits}."
         return Problem(key=key, value=style.name, rule=rule)
-    if dims and (why := _uncuttable(one, model)):
+    if dims and (why := _uncuttable(match, model)):
         return Problem(key=key, value=style.name, rule=why)
     for leaf, dim in dims.items():
         tensor = getattr(module, leaf, None)
         if isinstance(tensor, Tensor) and tensor.shape[dim] % degree:
-            what = f"the {tensor.shape[dim]} {'columns' if dim else 'rows'} of {one.name}.{leaf}"
-            return Problem(key=_SIZE_KEY, value=degree, rule=f"does not divide {what}, which {style.name} cuts.")
-    owner, _, leaf = one.name.rpartition(".")
+            sizes = f"the {tensor.shape[dim]} {'columns' if dim else 'rows'} of {match.name}.{leaf}"
+            return Problem(key=_SIZE_KEY, value=degree, rule=f"does not divide {sizes}, which {style.name} cuts.")
+    owner, _, leaf = match.name.rpartition(".")
     units = getattr(model.get_submodule(owner), "tensor_units", {}).get(leaf)
     if dims and units is not None and units[0] % degree:
-        rule = f"does not divide the {units[0]} {units[1]} of {one.name}, which are not cut apart."
+        rule = f"does not divide the {units[0]} {units[1]} of {match.name}, which are not cut apart."
         return Problem(key=_SIZE_KEY, value=degree, rule=rule)
     return None
 
 
-def _uncuttable(one: MatchedModule, model: nn.Module) -> str | None:
-    owner = model.get_submodule(one.name.rpartition(".")[0])
+def _uncuttable(match: MatchedModule, model: nn.Module) -> str | None:
+    owner = model.get_submodule(match.name.rpartition(".")[0])
     if isinstance(owner, nn.MultiheadAttention):
-        return f"{one.name} is part of an nn.MultiheadAttention, which reads its weight itself: it cannot be sharded."
-    weight = getattr(one.module, "weight", None)
+        return f"{match.name} is part of an nn.MultiheadAttention, which reads its weight itself: it cannot be sharded."
+    weight = getattr(match.module, "weight", None)
     if isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter):
-        return f"{one.name} computes its weight from other parameters, as weight_norm does: it cannot be sharded."
-    if isinstance(one.module, nn.Embedding) and (one.module.sparse or one.module.max_norm is not None):
-        return f"{one.name} has sparse gradients or a largest norm, which need whole rows: it cannot be sharded."
+        return f"{match.name} computes its weight from other parameters, as weight_norm does: it cannot be sharded."
+    if isinstance(match.module, nn.Embedding) and (match.module.sparse or match.module.max_norm is not None):
+        return f"{match.name} has sparse gradients or a largest norm, which need whole rows: it cannot be sharded."
     return None
 
 
 def _dims(model: nn.Module, chosen: Sequence[MatchedModule]) -> tuple[dict[str, int], list[Problem]]:
     """Return the sharded dim of each parameter, and problems for tied ones that are sharded differently."""
-    styles = {id(one.module): one for one in chosen}
-    wanted: dict[int, list[tuple[str, int | None, MatchedModule | None]]] = {}
+    matches = {id(match.module): match for match in chosen}
+    uses_of: dict[int, list[tuple[str, int | None, MatchedModule | None]]] = {}
     for name, module in model.named_modules():
-        one = styles.get(id(module))
-        dims = (one.style.dims(module) or {}) if one else {}
+        match = matches.get(id(module))
+        dims = (match.style.dims(module) or {}) if match else {}
         for leaf, parameter in module.named_parameters(recurse=False):
-            wanted.setdefault(id(parameter), []).append((f"{name}.{leaf}", dims.get(leaf), one))
+            uses_of.setdefault(id(parameter), []).append((f"{name}.{leaf}", dims.get(leaf), match))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = {names[key]: uses[0][1] for key, uses in wanted.items()}
-    tied = [_tied_problem(uses) for uses in wanted.values() if len({dim for _, dim, _ in uses}) > 1]
-    return {name: dim for name, dim in found.items() if dim is not None}, tied
+    dim_of = {names[key]: uses[0][1] for key, uses in uses_of.items()}
+    tied = [_tied_problem(uses) for uses in uses_of.values() if len({dim for _, dim, _ in uses}) > 1]
+    return {name: dim for name, dim in dim_of.items() if dim is not None}, tied
 
 
 def _tied_problem(uses: Sequence[tuple[str, int | None, MatchedModule | None]]) -> Problem:
-    name, dim, one = next((name, dim, one) for name, dim, one in uses if dim is not None and one is not None)
-    other, how, _ = next(use for use in uses if use[1] != dim)
-    is_cut = "is not sharded" if how is None else f"is sharded by {'columns' if how else 'rows'}"
+    name, dim, match = next((name, dim, match) for name, dim, match in uses if dim is not None and match is not None)
+    other, other_dim, _ = next(use for use in uses if use[1] != dim)
+    is_cut = "is not sharded" if other_dim is None else f"is sharded by {'columns' if other_dim else 'rows'}"
     rule = f"{name} and {other} are one parameter (tied), and {other} {is_cut}. Shard both in the same way, or neither."
-    return Problem(key=f"{_KEY}.{one.pattern}", value=one.style.name, rule=rule)
+    return Problem(key=f"{_KEY}.{match.pattern}", value=match.style.name, rule=rule)

@@ -109,7 +109,7 @@ def in_layout(tensor: Tensor, strides: Strides) -> Tensor:
     if tensor.stride() == strides:
         return tensor
     pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
-    if all(own == wanted for size, own, wanted in pairs if size > 1):
+    if all(actual == expected for size, actual, expected in pairs if size > 1):
         return tensor.as_strided(tensor.shape, strides)  # a dim of one element may have any stride
     copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)
@@ -125,16 +125,16 @@ def replace_tensors(model: nn.Module, new: Callable[[Tensor], Tensor]) -> None:
         model: the model.
         new: returns the tensor to take the place of another: the same one to keep it.
     """
-    made: dict[int, Tensor] = {}
+    by_id: dict[int, Tensor] = {}
     for owner in model.modules():
         params = owner.named_parameters(recurse=False, remove_duplicate=False)
         for name, tensor in [*params, *owner.named_buffers(recurse=False, remove_duplicate=False)]:
-            if id(tensor) not in made:
-                found = new(tensor)
-                replaces = isinstance(tensor, nn.Parameter) and found is not tensor
-                made[id(tensor)] = nn.Parameter(found, requires_grad=tensor.requires_grad) if replaces else found
-            if made[id(tensor)] is not tensor:
-                setattr(owner, name, made[id(tensor)])  # recurrent layers also keep their parameters in a list
+            if id(tensor) not in by_id:
+                result = new(tensor)
+                replaces = isinstance(tensor, nn.Parameter) and result is not tensor
+                by_id[id(tensor)] = nn.Parameter(result, requires_grad=tensor.requires_grad) if replaces else result
+            if by_id[id(tensor)] is not tensor:
+                setattr(owner, name, by_id[id(tensor)])  # recurrent layers also keep their parameters in a list
 
 
 def make_dense(model: nn.Module) -> None:
@@ -269,7 +269,7 @@ class FlatBuffer:
     @classmethod
     def like(cls, tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> FlatBuffer:
         """Return the layout for tensors of these shapes and strides."""
-        return cls([one.shape for one in tensors], dtype, device, strides=list(map(dense_strides, tensors)))
+        return cls([tensor.shape for tensor in tensors], dtype, device, strides=list(map(dense_strides, tensors)))
 
     @cached_property
     def parts(self) -> tuple[FlatPart, ...]:
@@ -278,7 +278,7 @@ class FlatBuffer:
             return (FlatPart(indices=tuple(range(len(self.shapes))), packing=self),)
         parts = []
         for place in sorted(set(self.places.places)):
-            indices = tuple(index for index, own in enumerate(self.places.places) if own == place)
+            indices = tuple(index for index, value in enumerate(self.places.places) if value == place)
             packing = FlatBuffer(
                 [self.shapes[index] for index in indices],
                 self.dtype,
@@ -341,11 +341,11 @@ class FlatPart:
 
 def unsplit(parts: Sequence[FlatPart], tensors: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
     """Return the tensors of all parts, given part by part, in the order of the whole buffer."""
-    found: list[Tensor | None] = [None] * sum(len(part.indices) for part in parts)
-    for part, own in zip(parts, tensors, strict=True):
-        for index, tensor in zip(part.indices, own, strict=True):
-            found[index] = tensor
-    return found
+    result: list[Tensor | None] = [None] * sum(len(part.indices) for part in parts)
+    for part, part_tensors in zip(parts, tensors, strict=True):
+        for index, tensor in zip(part.indices, part_tensors, strict=True):
+            result[index] = tensor
+    return result
 
 
 def find_sparse(grads: Sequence[Tensor | None]) -> dict[int, int]:
@@ -355,8 +355,8 @@ def find_sparse(grads: Sequence[Tensor | None]) -> dict[int, int]:
         >>> find_sparse([torch.ones(2), None, torch.ones(2, 3).to_sparse(1)])
         {2: 1}
     """
-    found = {place: grad.sparse_dim() for place, grad in enumerate(grads) if grad is not None and grad.is_sparse}
+    sparse_dims = {index: grad.sparse_dim() for index, grad in enumerate(grads) if grad is not None and grad.is_sparse}
     checks = torch.sparse.check_sparse_tensor_invariants
-    if found and not checks.is_enabled():  # type: ignore[no-untyped-call]
+    if sparse_dims and not checks.is_enabled():  # type: ignore[no-untyped-call]
         checks.disable()  # type: ignore[no-untyped-call] # explicit: torch and its optimizers warn otherwise
-    return found
+    return sparse_dims

@@ -125,9 +125,9 @@ class WorkReport:
     @classmethod
     def of(cls, meta: JsonMap) -> Self:
         """Decode a received report."""
-        found = expect_map(meta, {"number": int, "read": int, "loss_sum": float, "weights": list, "status": str})
-        Status(found["status"])
-        return cls(**{**found, "weights": tuple(found["weights"])})
+        values = expect_map(meta, {"number": int, "read": int, "loss_sum": float, "weights": list, "status": str})
+        Status(values["status"])
+        return cls(**{**values, "weights": tuple(values["weights"])})
 
     @property
     def keys(self) -> list[str]:
@@ -142,7 +142,7 @@ def gradient_keys(number: int, count: int) -> list[str]:
         >>> gradient_keys(7, 2)
         ['7.0', '7.1']
     """
-    return [f"{number}.{place}" for place in range(count)]
+    return [f"{number}.{index}" for index in range(count)]
 
 
 def sparse_tables(model: nn.Module) -> dict[int, nn.Module]:
@@ -155,24 +155,24 @@ def sparse_tables(model: nn.Module) -> dict[int, nn.Module]:
         [2]
     """
     trained = [param for param in model.parameters() if param.requires_grad]
-    places = {id(param): place for place, param in enumerate(trained)}
-    return {places[id(table.weight)]: table for table in tables_of(model).values()}
+    indices = {id(param): index for index, param in enumerate(trained)}
+    return {indices[id(table.weight)]: table for table in tables_of(model).values()}
 
 
 def read_when_looked_up(model: nn.Module, pull_rows: Callable[[int, Tensor], Tensor]) -> None:
     """Pull the rows that a table with sparse gradients needs before each of its lookups, outside of compiled code."""
 
-    def reader(place: int) -> Callable[..., None]:
+    def reader(index: int) -> Callable[..., None]:
         @torch.no_grad()
         def read(table: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             rows = torch.unique(args[0] if args else kwargs["input"])
             weight = table.weight.data
-            weight[rows] = pull_rows(place, rows).to(weight)
+            weight[rows] = pull_rows(index, rows).to(weight)
 
         return torch.compiler.disable(read) if is_compiled(model) else read  # type: ignore[no-untyped-call]
 
-    for place, table in sparse_tables(model).items():
-        table.register_forward_pre_hook(reader(place), with_kwargs=True)
+    for index, table in sparse_tables(model).items():
+        table.register_forward_pre_hook(reader(index), with_kwargs=True)
 
 
 class GradientCapture(OptimizerStepper):
@@ -317,14 +317,14 @@ class Worker(OrderWorker):
 
     def _pull(self) -> tuple[int, int, bool]:
         servers, tensors = self._servers, enumerate(tensors_of(self._replica.model))
-        version = servers.pull([None if place in self._tables else one for place, one in tensors])
+        version = servers.pull([None if index in self._tables else tensor for index, tensor in tensors])
         self._copies.refresh(frozen=servers.loads != self._read[1])
         return version, servers.loads, servers.mixed
 
-    def _pull_rows(self, place: int, rows: Tensor) -> Tensor:
+    def _pull_rows(self, index: int, rows: Tensor) -> Tensor:
         """Return current rows from the servers; threads of the replicas call one after the other."""
         with self._row_lock:
-            return self._servers.pull_rows(place, rows)
+            return self._servers.pull_rows(index, rows)
 
     def _compute(self, ticket: Ticket, batches: Sequence[Batch], scale: LossScale) -> list[tuple[ShardStep, Sums]]:
         plan, copies, count = self._training.plan, self._copies, len(self._copies.copies)
@@ -334,19 +334,19 @@ class Worker(OrderWorker):
             work = CopiesStep(self._replica, ticket, batches, self._training, size, copies=copies)
             return [(work, work.run())]
         works = []
-        for place, (shard, batch) in enumerate(zip(ticket.shards, batches, strict=True)):
-            copy = copies.copies[place % count]
-            own = [cloned_batch(to_device(batch, copy.device))]
-            works.append(ThreadWork(copy, Ticket(ticket.step, (shard,)), own, self._training, size))
+        for index, (shard, batch) in enumerate(zip(ticket.shards, batches, strict=True)):
+            copy = copies.copies[index % count]
+            cloned = [cloned_batch(to_device(batch, copy.device))]
+            works.append(ThreadWork(copy, Ticket(ticket.step, (shard,)), cloned, self._training, size))
         copies.agree(works[0])
-        copies.compute([works[place::count] for place in range(count)])
-        return [(work, work.found[0][1]) for work in works]
+        copies.compute([works[index::count] for index in range(count)])
+        return [(work, work.lane_sums[0][1]) for work in works]
 
     def _push(self, key: str, grads: Sequence[Tensor | None], buffers: Sequence[Tensor | None]) -> None:
         replica = self._replica
         if self._mode == "sync" and replica.sparse and replica.numerics.reproducible:
-            grads = [one.to_dense() if one is not None and one.is_sparse else one for one in grads]
-        self._servers.push(key, grads, replica.buffers.in_all_places(buffers))
+            grads = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
+        self._servers.push(key, grads, replica.buffers.for_all_names(buffers))
 
 
 _POLL_S: Final = 1.0
@@ -399,7 +399,7 @@ class Chief(Executor):
         """The assigned work in a checkpoint."""
         self._loads = 0
         """Number of loads of the servers; 0 before the first ticket."""
-        self._seen = 0
+        self._eval_version = 0
         """The version of the evaluated model."""
         self._shows_averages = False
         """Whether the evaluated model holds averages."""
@@ -425,7 +425,7 @@ class Chief(Executor):
             raise CheckpointError(f"meta.json does not hold the assigned steps: {error}.") from None
         local = self._eval_model
         self._servers.load_state({**replica_state(local), **unsaved_of(local.model)}, version=version)
-        self._seen, self._loads = version, self._loads + 1
+        self._eval_version, self._loads = version, self._loads + 1
         self._reports.clear()
         self._log.close()
         self._log = UpdateLog(None if folder is None else folder / FILE, version)
@@ -453,16 +453,16 @@ class Chief(Executor):
 
     def refresh_model(self) -> None:
         """Read the variables into the model for evaluation."""
-        if self._seen != self._scheduler.version:
+        if self._eval_version != self._scheduler.version:
             self._servers.pull(tensors_of(self._eval_model.model))
-            self._seen = self._scheduler.version
+            self._eval_version = self._scheduler.version
 
     def swap_averages(self) -> bool:
         """Read the averages from the servers into the model for evaluation; if they are there already, read the
         variables again.
         """
         if self._shows_averages:
-            self._shows_averages, self._seen = False, -1
+            self._shows_averages, self._eval_version = False, -1
             self.refresh_model()
             return True
         state, params = self.state_dict(), self._eval_model.params
@@ -494,14 +494,14 @@ class Chief(Executor):
 
     def result_extra(self) -> JsonMap:
         """Return the staleness of the updates, and the number of late gradients."""
-        found: dict[str, object] = {}
+        result: dict[str, object] = {}
         if self._mode == "async" and self._log.staleness:
-            found["staleness"] = staleness_summary(self._log.staleness)
+            result["staleness"] = staleness_summary(self._log.staleness)
         if self._scheduler.late:
-            found["late_gradients"] = dict(sorted(self._scheduler.late.items()))
+            result["late_gradients"] = dict(sorted(self._scheduler.late.items()))
         if self._mixed:
-            found["mixed_reads"] = self._mixed
-        return found
+            result["mixed_reads"] = self._mixed
+        return result
 
     def close(self, *, failed: bool = False) -> None:  # noqa: ARG002 - other tasks wait for no exchange
         """End the other tasks, and close all connections."""
@@ -534,25 +534,25 @@ class Chief(Executor):
         except (LinkError, TypeError, ValueError) as error:
             self._events.put((link, error))
 
-    def _take(self, link: Connection | None, told: WorkReport | BaseException | None) -> None:
+    def _take(self, link: Connection | None, message: WorkReport | BaseException | None) -> None:
         """Handle one message. Those of workers already declared lost are ignored."""
         if link is None:
-            assert isinstance(told, BaseException)
-            raise told
-        if told is None:
+            assert isinstance(message, BaseException)
+            raise message
+        if message is None:
             self._lose(link.peer)  # the worker reconnected before its old connection was seen to break
             self._workers[link.peer] = link
             self._scheduler.join(link.peer)
         elif self._workers.get(link.peer) is not link:
             return
-        elif isinstance(told, BaseException):
+        elif isinstance(message, BaseException):
             self._lose(link.peer)
         else:
             self._orders.pop(link.peer, None)
-            if self._scheduler.report(told.number, link.peer, told.read):
-                self._reports[told.number] = told
+            if self._scheduler.report(message.number, link.peer, message.read):
+                self._reports[message.number] = message
             else:
-                self._servers.discard_staged(told.keys)
+                self._servers.discard_staged(message.keys)
 
     def _hand_out(self) -> None:
         for name, link in self._workers.items():
@@ -587,8 +587,8 @@ class Chief(Executor):
             self._servers.check()  # where a server does not answer, its workers wait, and it is the one to be named
         for name, order in silent.items():
             if name == CHIEF:
-                said = f"no gradient within strategy.timeout_s={self._timeout_s:g}"
-                raise TrainingError(f"step {order.step}: {said}")
+                reason = f"no gradient within strategy.timeout_s={self._timeout_s:g}"
+                raise TrainingError(f"step {order.step}: {reason}")
             self._lose(name)
 
     def _apply(self, update: PendingUpdate) -> StepOutcome:
@@ -616,8 +616,8 @@ class Chief(Executor):
     def _apply_one(self, update: PendingUpdate, reports: list[WorkReport]) -> tuple[Status, Tensor | None]:
         """Apply one gradient that its worker has already unscaled and clipped."""
         (report,), decision, local = reports, update.decision, self._eval_model
-        found, leaves_out = Status(report.status), self._leaves_out
-        status, scale = settled(local.loss_scale, report.scale, found, leaves_out=leaves_out)
+        reported, leaves_out = Status(report.status), self._leaves_out
+        status, scale = settled(local.loss_scale, report.scale, reported, leaves_out=leaves_out)
         local.set_loss_scale(scale)
         if status is not Status.applied:
             return status, None
@@ -639,9 +639,9 @@ class Chief(Executor):
             checks=scale.moves or leaves_out,
             norms=rule.max_norm is not None,
         )
-        is_lost = leaves_out and not (sums.others_finite and all(isfinite(one.loss_sum) for one in reports))
-        found = Status.skipped if is_lost else Status.applied if sums.finite else Status.retry
-        status, after = settled(scale, scale.scale, found, leaves_out=leaves_out)
+        is_lost = leaves_out and not (sums.others_finite and all(isfinite(report.loss_sum) for report in reports))
+        outcome = Status.skipped if is_lost else Status.applied if sums.finite else Status.retry
+        status, after = settled(scale, scale.scale, outcome, leaves_out=leaves_out)
         local.set_loss_scale(after)
         if status is not Status.applied:
             return status, None
@@ -665,8 +665,8 @@ class Chief(Executor):
         divisor = LossDivisor.of(self._training.weighing, size)
         if divisor.counted:
             packing = FlatBuffer([torch.Size([1])], self._eval_model.precision.master_dtype, torch.device("cpu"))
-            given = [[torch.tensor([weight], dtype=packing.dtype)] for weight in weights]
-            (total,) = lane_sum(given, self._lanes, packing)
+            counts = [[torch.tensor([weight], dtype=packing.dtype)] for weight in weights]
+            (total,) = lane_sum(counts, self._lanes, packing)
             assert total is not None
             return [float(divisor.factor(total))], size / samples
         return ([] if size == samples else [size / samples]), size / samples

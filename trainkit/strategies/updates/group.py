@@ -81,7 +81,7 @@ class GroupWorker(OrderWorker):
     def use_servers(self, servers: ParameterServerClient) -> None:
         """Take the connections to the servers; for the first process."""
         self._servers = servers
-        self._wholes = [torch.empty(one.shape, dtype=one.dtype) for one in self._shares.variables]
+        self._wholes = [torch.empty(variable.shape, dtype=variable.dtype) for variable in self._shares.variables]
 
     @contextmanager
     def leading(self) -> Iterator[None]:
@@ -89,48 +89,48 @@ class GroupWorker(OrderWorker):
         try:
             yield
         except LinkError:
-            self._tell(None)
+            self._broadcast(None)
             raise
 
-    def _tell(self, told: JsonMap | None) -> JsonMap:
+    def _broadcast(self, message: JsonMap | None) -> JsonMap:
         """Return what the first process tells; collective.
 
         Raises:
             LinkError: it has lost the chief or a server.
         """
-        found, *_ = all_gather_object(told, self._waiting)
-        if found is None and self._waiting.rank > 0:
+        first, *_ = all_gather_object(message, self._waiting)
+        if first is None and self._waiting.rank > 0:
             raise LinkError("the first process of this worker has lost the chief or a server")
-        return found or {}
+        return first or {}
 
     def _next(self, link: Connection | None) -> WorkOrder | None:
         order = super()._next(link)
-        told = self._tell({} if order is None else asdict(order))
-        return WorkOrder.of(told) if told else None
+        order_meta = self._broadcast({} if order is None else asdict(order))
+        return WorkOrder.of(order_meta) if order_meta else None
 
     def _share(self, ticket: Ticket) -> Ticket:
         ranks = self._replica.data_ranks
         return Ticket(ticket.step, ticket.shards[ranks.rank :: ranks.num_ranks])
 
     def _pull(self) -> tuple[int, int, bool]:
-        servers, found = self._servers, dict[str, object]()
+        servers, message = self._servers, dict[str, object]()
         if servers is not None:
-            found = {"version": servers.pull(self._wholes), "loads": servers.loads, "mixed": servers.mixed}
-        told = self._tell(found)
-        version, loads = whole_numbers([told["version"], told["loads"]])
+            message = {"version": servers.pull(self._wholes), "loads": servers.loads, "mixed": servers.mixed}
+        pulled = self._broadcast(message)
+        version, loads = whole_numbers([pulled["version"], pulled["loads"]])
         self._load(frozen=loads != self._read[1])
-        return version, loads, bool(told["mixed"])
+        return version, loads, bool(pulled["mixed"])
 
     def _load(self, *, frozen: bool) -> None:
         """Keep this process's parts of the variables, one variable after the other; collective."""
         replica = self._replica
         parts, buffers = replica.parts, dict(replica.model.named_buffers())
-        for place, variable in enumerate(self._shares.variables):
+        for index, variable in enumerate(self._shares.variables):
             if variable.kind == "frozen" and not frozen:
                 continue
-            made = None if self._wholes else torch.empty(variable.shape, dtype=variable.dtype, device=replica.device)
-            whole = self._wholes[place] if made is None else made
-            broadcast_values(whole, device=replica.device)
+            shape, dtype, device = variable.shape, variable.dtype, replica.device
+            whole = self._wholes[index] if self._wholes else torch.empty(shape, dtype=dtype, device=device)
+            broadcast_values(whole, device=device)
             if variable.kind == "buffer":
                 local_part(buffers[variable.name]).copy_(whole)
             else:
@@ -150,8 +150,8 @@ class GroupWorker(OrderWorker):
         return [(work, sums)]
 
     def _summed(self, numbers: list[float]) -> list[float]:
-        found: list[float] = self._replica.data_ranks.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
-        return found
+        sums: list[float] = self._replica.data_ranks.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        return sums
 
     def _push(self, key: str, grads: Sequence[Tensor | None], buffers: Sequence[Tensor | None]) -> None:
         replica, servers = self._replica, self._servers
@@ -161,4 +161,4 @@ class GroupWorker(OrderWorker):
         }
         wholes = {name: whole for name, whole in iter_gather_full(pieces, replica.all_ranks) if servers is not None}
         if servers is not None:
-            servers.push(key, [wholes.get(name) for name in replica.params], replica.buffers.in_all_places(buffers))
+            servers.push(key, [wholes.get(name) for name in replica.params], replica.buffers.for_all_names(buffers))

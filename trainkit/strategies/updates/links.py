@@ -122,20 +122,20 @@ class Connection:
         Raises:
             LinkError: the connection broke, or the peer accepts nothing for `timeout_s`.
         """
-        given = tensors or {}
-        described = [[name, dtype_name(tensor.dtype), tensor.numel()] for name, tensor in given.items()]
+        tensors = tensors or {}
+        described = [[name, dtype_name(tensor.dtype), tensor.numel()] for name, tensor in tensors.items()]
         text = json.dumps([kind, meta or {}, described], separators=(",", ":")).encode()
         if len(text) > _TEXT_BYTES:
             raise ValueError(f"{kind}: {len(text)} bytes of text, and a frame takes {_TEXT_BYTES}")
         head = memoryview(_HEAD.pack(_MAGIC, len(text)) + text)
-        left = deque([head, *(_memory_of(tensor) for tensor in given.values() if tensor.numel())])
+        pending = deque([head, *(_memory_of(tensor) for tensor in tensors.values() if tensor.numel())])
         with self._sending:
             try:
                 self._out.settimeout(self._timeout(self.timeout_s))
-                while left:
-                    sent = self._out.sendmsg(list(islice(left, _MAX_RANGES)))
+                while pending:
+                    sent = self._out.sendmsg(list(islice(pending, _MAX_RANGES)))
                     self.sent_bytes += sent
-                    _advance(left, sent)
+                    _advance(pending, sent)
             except TimeoutError:
                 raise LinkError(f"{self.peer} accepted no data for {self.timeout_s:g} s") from None
             except OSError as error:
@@ -180,16 +180,16 @@ class Connection:
         if not unread:
             return {}
         size = sum(kind.nbytes for kind in unread.values())
-        known = {name: tensor for name, tensor in (into or {}).items() if name in unread}
-        kinds = {name: TensorKind(torch.Size([one.numel()]), one.dtype) for name, one in known.items()}
+        targets = {name: tensor for name, tensor in (into or {}).items() if name in unread}
+        kinds = {name: TensorKind(torch.Size([tensor.numel()]), tensor.dtype) for name, tensor in targets.items()}
         if size > most_bytes or any(kind != unread[name] for name, kind in kinds.items()):
             raise self._refusal(f"sent {size} unexpected bytes")
-        rest = {name: kind for name, kind in unread.items() if name not in known}
+        rest = {name: kind for name, kind in unread.items() if name not in targets}
         layout = ByteLayout(list(rest.values()))
         memory = torch.empty(layout.size, dtype=torch.uint8)
-        found = {**known, **dict(zip(rest, layout.views(memory), strict=True))}
-        self._fill([_memory_of(found[name]) for name in unread if found[name].numel()], self.timeout_s)
-        return found
+        vectors = {**targets, **dict(zip(rest, layout.views(memory), strict=True))}
+        self._fill([_memory_of(vectors[name]) for name in unread if vectors[name].numel()], self.timeout_s)
+        return vectors
 
     def close(self) -> None:
         """Close the connection, and interrupt threads that wait on it."""
@@ -199,15 +199,15 @@ class Connection:
         self._out.close()
 
     def _fill(self, views: Iterable[memoryview], wait_s: float) -> None:
-        left = deque(view for view in views if view.nbytes)
+        pending = deque(view for view in views if view.nbytes)
         try:
-            while left:
+            while pending:
                 self._connection.settimeout(self._timeout(wait_s))
-                count = self._connection.recvmsg_into(list(islice(left, _MAX_RANGES)))[0]
+                count = self._connection.recvmsg_into(list(islice(pending, _MAX_RANGES)))[0]
                 if not count:
                     raise LinkError(f"{self.peer} closed the connection")
                 self.received_bytes += count
-                _advance(left, count)
+                _advance(pending, count)
                 wait_s = self.timeout_s
         except LinkError:
             raise
@@ -230,15 +230,15 @@ def _memory_of(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _advance(left: deque[memoryview], count: int) -> None:
+def _advance(pending: deque[memoryview], count: int) -> None:
     """Remove the transferred bytes."""
     while count:
-        first = left[0]
+        first = pending[0]
         if count < first.nbytes:
-            left[0] = first[count:]
+            pending[0] = first[count:]
             return
         count -= first.nbytes
-        left.popleft()
+        pending.popleft()
 
 
 def _describe(error: OSError) -> str:
@@ -308,7 +308,7 @@ class AuthenticatedListener:
         thread = Thread(target=run, args=args, name=f"{self.name} {run.__name__}", daemon=True)
         with self._lock:
             if not self._is_closed:
-                self._threads = {one for one in self._threads if one.is_alive()} | {thread}
+                self._threads = {other for other in self._threads if other.is_alive()} | {thread}
                 thread.start()
             return not self._is_closed
 
@@ -395,11 +395,11 @@ def _dialled(address: tuple[str, int], *, token: bytes, name: str, peer: str, ti
     connection = socket.create_connection(address, timeout=min(timeout_s, _HANDSHAKE_S))
     link = Connection(connection, peer=peer, timeout_s=timeout_s, until=time.monotonic() + _HANDSHAKE_S)
     try:
-        own = secrets.token_hex(32)
-        link.send("hello", {"name": name, "nonce": own})
-        other, proof = _texts(link.receive(_HANDSHAKE_S), "challenge", "nonce", "proof")
-        _refuse_other(link, proof, _proof(token, "server", name, own, other))
-        link.send("proof", {"proof": _proof(token, "client", name, own, other)})
+        client_nonce = secrets.token_hex(32)
+        link.send("hello", {"name": name, "nonce": client_nonce})
+        server_nonce, proof = _texts(link.receive(_HANDSHAKE_S), "challenge", "nonce", "proof")
+        _refuse_other(link, proof, _proof(token, "server", name, client_nonce, server_nonce))
+        link.send("proof", {"proof": _proof(token, "client", name, client_nonce, server_nonce)})
     except BaseException:
         link.close()
         raise
@@ -409,11 +409,11 @@ def _dialled(address: tuple[str, int], *, token: bytes, name: str, peer: str, ti
 
 def _client_of(link: Connection, token: bytes) -> str:
     """Authenticate as the server; return the name of the client."""
-    name, other = _texts(link.receive(_HANDSHAKE_S), "hello", "name", "nonce")
-    own = secrets.token_hex(32)
-    link.send("challenge", {"nonce": own, "proof": _proof(token, "server", name, other, own)})
+    name, client_nonce = _texts(link.receive(_HANDSHAKE_S), "hello", "name", "nonce")
+    server_nonce = secrets.token_hex(32)
+    link.send("challenge", {"nonce": server_nonce, "proof": _proof(token, "server", name, client_nonce, server_nonce)})
     [proof] = _texts(link.receive(_HANDSHAKE_S), "proof", "proof")
-    _refuse_other(link, proof, _proof(token, "client", name, other, own))
+    _refuse_other(link, proof, _proof(token, "client", name, client_nonce, server_nonce))
     return name
 
 
@@ -489,5 +489,4 @@ class AddressBook:
     @property
     def is_over(self) -> bool:
         """Whether the training is over."""
-        found: bool = self._store.check(["over"])
-        return found
+        return bool(self._store.check(["over"]))

@@ -100,19 +100,19 @@ def staleness_summary(counts: Mapping[int, int]) -> dict[str, Any]:
     reached = accumulate(counts[number] for number in order)
     return {
         "mean": sum(number * count for number, count in counts.items()) / total,
-        "p95": next(number for number, seen in zip(order, reached, strict=True) if seen >= 0.95 * total),
+        "p95": next(number for number, cumulative in zip(order, reached, strict=True) if cumulative >= 0.95 * total),
         "counts": {str(number): counts[number] for number in order},
     }
 
 
-def settled(now: LossScale, used: float, status: Status, *, leaves_out: bool) -> tuple[Status, LossScale]:
+def settled(scale: LossScale, used: float, status: Status, *, leaves_out: bool) -> tuple[Status, LossScale]:
     """Return the status of an update, and the loss scale after it.
 
     A gradient is unscaled by the loss scale that it was computed with, so the scale may change meanwhile. An overflow
-    at a scale that is no longer used says nothing of the scale of now: the step is computed again, with that.
+    at a scale that is no longer used says nothing of the current one: the step is computed again, with that one.
 
     Args:
-        now: the loss scale that the next work item gets.
+        scale: the loss scale that the next work item gets.
         used: the loss scale of the gradient.
         status: whether the gradient was applied, overflowed (`retry`), or is not finite at any scale (`skipped`).
         leaves_out: whether a step that is not finite is skipped after many overflows.
@@ -123,11 +123,11 @@ def settled(now: LossScale, used: float, status: Status, *, leaves_out: bool) ->
         >>> [settled(scale, used, Status.retry, leaves_out=False)[1].scale for used in (8.0, 16.0)]
         [4.0, 8.0]
     """
-    if status is Status.retry and used > now.scale:
-        return status, now
-    if status is Status.retry and (now.may_retry or not leaves_out):
-        return status, now.after(overflow=True)
-    return (status, now.after(overflow=False)) if status is Status.applied else (Status.skipped, now.after_skip())
+    if status is Status.retry and used > scale.scale:
+        return status, scale
+    if status is Status.retry and (scale.may_retry or not leaves_out):
+        return status, scale.after(overflow=True)
+    return (status, scale.after(overflow=False)) if status is Status.applied else (Status.skipped, scale.after_skip())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,18 +176,18 @@ class PendingUpdate:
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
         """Parse a line of the log."""
-        found = expect_map(parse_json(text), {"version": int, "of": list})
+        line = expect_map(parse_json(text), {"version": int, "of": list})
         items = []
-        for step, shards, read, worker in found["of"]:
+        for step, shards, read, worker in line["of"]:
             whole_numbers([step, read])
-            if not isinstance(worker, str) or read > found["version"]:
+            if not isinstance(worker, str) or read > line["version"]:
                 raise ValueError("the name of a worker is not text, or it has read a later version")
             items.append(WorkItem(worker=worker, ticket=Ticket(step, tuple(whole_numbers(shards))), version=read))
-        return cls(version=found["version"], items=tuple(items))
+        return cls(version=line["version"], items=tuple(items))
 
     def text(self) -> str:
         """Return the line of the log."""
-        parts = [[one.ticket.step, list(one.ticket.shards), one.version, one.worker] for one in self.items]
+        parts = [[item.ticket.step, list(item.ticket.shards), item.version, item.worker] for item in self.items]
         return json.dumps({"version": self.version, "of": parts}, separators=(",", ":"))
 
 
@@ -254,7 +254,7 @@ class WorkScheduler(ABC):
                 self._requeue(item.ticket)
             return False
         self._arrived[item.ticket] = replace(item, version=read)
-        self.running = {other: one for other, one in self.running.items() if one.ticket != item.ticket}
+        self.running = {n: other for n, other in self.running.items() if other.ticket != item.ticket}
         return True
 
     @abstractmethod
@@ -284,7 +284,7 @@ class WorkScheduler(ABC):
         update = PendingUpdate(version=self.version, items=tuple(map(self._arrived.pop, tickets)))
         return replace(update, decision=self.staleness.decide(update.staleness))
 
-    def _held(self) -> list[Ticket]:
+    def _in_progress(self) -> list[Ticket]:
         """Return the tickets that are assigned, or whose gradients wait."""
         return [*self._arrived, *dict.fromkeys(item.ticket for item in self.running.values())]
 
@@ -297,7 +297,7 @@ def _order(ticket: Ticket) -> tuple[int, tuple[int, ...]]:
     return ticket.step, ticket.shards
 
 
-def _places(tickets: Iterable[Ticket]) -> list[tuple[int, int]]:
+def _shards_of(tickets: Iterable[Ticket]) -> list[tuple[int, int]]:
     """Return (step, shard) of every shard."""
     return [(ticket.step, shard) for ticket in tickets for shard in ticket.shards]
 
@@ -326,7 +326,7 @@ class AsyncScheduler(WorkScheduler):
 
     def remember(self) -> JsonMap:
         """Return the steps that were assigned and are not applied."""
-        return {"handed_out": sorted(ticket.step for ticket in [*self._again, *self._held()])}
+        return {"handed_out": sorted(ticket.step for ticket in [*self._again, *self._in_progress()])}
 
     def next_ready_update(self) -> PendingUpdate | None:
         """Return the update of the gradient that arrived first."""
@@ -376,20 +376,20 @@ class SyncScheduler(WorkScheduler):
     def recall(self, remembered: JsonMap, version: int, until: int | None) -> None:
         """Restore the state: the remembered shards are assigned first."""
         super().recall(remembered, version, until)
-        found = expect_map(remembered, {}) if self.replaces else {}
-        step, shard = whole_numbers(found.get("fresh", [version, 0]))
+        state = expect_map(remembered, {}) if self.replaces else {}
+        step, shard = whole_numbers(state.get("fresh", [version, 0]))
         self._fresh = (step, shard)
-        self._requeue(*(Ticket(step, (shard,)) for step, shard in map(whole_numbers, found.get("returned", []))))
+        self._requeue(*(Ticket(step, (shard,)) for step, shard in map(whole_numbers, state.get("returned", []))))
 
     def remember(self) -> JsonMap:
         """Return the unused shards, and the first untouched one, if an update may contain shards of several steps."""
         if not self.replaces:
             return {}
-        return {"returned": sorted(_places([*self._again, *self._held()])), "fresh": list(self._fresh)}
+        return {"returned": sorted(_shards_of([*self._again, *self._in_progress()])), "fresh": list(self._fresh)}
 
     def next_ready_update(self) -> PendingUpdate | None:
         """Return the update, once there are as many results as its step has shards."""
-        if self._is_over or len(_places(self._arrived)) < self.plan.num_shards(self.version):
+        if self._is_over or len(_shards_of(self._arrived)) < self.plan.num_shards(self.version):
             return None
         return self._update(sorted(self._arrived, key=_order))
 
@@ -411,7 +411,7 @@ class SyncScheduler(WorkScheduler):
         ticket = self._again[0] if self._again else self._untouched()
         if ticket is None:
             return self._repeated()
-        if len(_places(self._held())) >= self.plan.num_shards(self.version) + self.spares * self.replaces:
+        if len(_shards_of(self._in_progress())) >= self.plan.num_shards(self.version) + self.spares * self.replaces:
             return None
         if self._again:
             return self._again.pop(0)
@@ -505,15 +505,15 @@ class UpdateLog:
     """
 
     def __init__(self, path: Path | None, version: int) -> None:
-        known = read_record(path) if path is not None and path.exists() else ()
-        kept = [update for update in known if update.version < version]
-        self.staleness = Counter(update.staleness for update in kept)
+        earlier = read_record(path) if path is not None and path.exists() else ()
+        updates = [update for update in earlier if update.version < version]
+        self.staleness = Counter(update.staleness for update in updates)
         """Number of updates by staleness, with those of earlier starts."""
         self._path = path or Path(os.devnull)
         with naming(self._path):
             binary = self._path.open("wb") if path is None else open_regular(path, "wb")
             self._file = TextIOWrapper(binary, encoding="utf-8")
-            self._file.writelines(f"{update.text()}\n" for update in kept)
+            self._file.writelines(f"{update.text()}\n" for update in updates)
 
     def note(self, update: PendingUpdate) -> None:
         """Append an update."""

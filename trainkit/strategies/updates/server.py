@@ -55,7 +55,7 @@ def lane_sum(shards: Sequence[Sequence[Tensor | None]], lanes: int, packing: Fla
     """
     if not lanes:
         return total_of(shards)
-    dense = [[one.to_dense() if one is not None and one.is_sparse else one for one in shard] for shard in shards]
+    dense = [[grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in shard] for shard in shards]
     reducer = DeterministicReducer(lanes=lanes, rank=0, num_ranks=1)
     reducer.begin(packing, num_shards=len(dense))
     for lane in lane_order(lanes):
@@ -77,14 +77,14 @@ class ServerShard:
         self.version = -1
         """Number of updates; -1: nothing was loaded yet."""
         self.loads = 0
-        shapes, strides = [torch.Size(one.shape) for one in self.params], [one.strides for one in self.params]
+        shapes, strides = [torch.Size(piece.shape) for piece in self.params], [piece.strides for piece in self.params]
         self._packing = FlatBuffer(shapes, dtype, torch.device("cpu"), strides=strides)
         self._flat = self._packing.empty()
         self._readers = Counter[int]()
         """Number of clients that read a memory, by its address; while there are any, it does not change."""
         views = zip(self.params, self._packing.views(self._flat), strict=True)
         self.masters = {piece.variable.name: nn.Parameter(view) for piece, view in views}
-        self._rest = [torch.zeros(one.shape, dtype=one.variable.dtype) for one in pieces[len(self.params) :]]
+        self._rest = [torch.zeros(piece.shape, dtype=piece.variable.dtype) for piece in pieces[len(self.params) :]]
         self._stepper = make_stepper(self.masters) if self.masters else None
         self._rounded: dict[torch.dtype, Tensor] = {}
 
@@ -94,9 +94,9 @@ class ServerShard:
             self._rounded[dtype] = self._flat.to(dtype)
         flat, offsets, count = self._rounded.get(dtype, self._flat), self._packing.offsets, len(self.params)
         self._readers[flat.data_ptr()] += 1
-        found = {str(n): flat[offsets[n] : offsets[n + 1]] for n in range(count) if n not in skip}
-        rest = {str(n): one.clone() for n, one in enumerate(self._rest, start=count) if n not in skip}
-        return flat, {**found, **rest}
+        params = {str(n): flat[offsets[n] : offsets[n + 1]] for n in range(count) if n not in skip}
+        rest = {str(n): tensor.clone() for n, tensor in enumerate(self._rest, start=count) if n not in skip}
+        return flat, {**params, **rest}
 
     def end_read(self, memory: Tensor) -> None:
         """Let the memory change again."""
@@ -190,9 +190,9 @@ class VariableServer:
         self._ended = Event()
         self._broken: BaseException | None = None
         self._pieces, self._digest, self._dtype = shares.pieces[index], shares.digest, shares.master_dtype
-        shapes, strides = [torch.Size(one.shape) for one in self._pieces], [one.strides for one in self._pieces]
+        shapes, strides = [torch.Size(piece.shape) for piece in self._pieces], [piece.strides for piece in self._pieces]
         self._packing = FlatBuffer(shapes, self._dtype, torch.device("cpu"), strides=strides)
-        self._held = ServerShard(self._pieces, self._dtype, make_stepper)
+        self._shard = ServerShard(self._pieces, self._dtype, make_stepper)
         self._most_bytes = shares.most_bytes(index)
         self._on_phase, self._timeout_s = on_phase, timeout_s
         self._changed = Condition()
@@ -257,23 +257,23 @@ class VariableServer:
         """Send the pieces, except for some, once they have this version; trainable ones in this dtype."""
         with self._changed:
             self._await(version)
-            memory, tensors = self._held.begin_read(set(skip), DTYPES[dtype])
-            told = {"version": self._held.version, "loads": self._held.loads}
+            memory, tensors = self._shard.begin_read(set(skip), DTYPES[dtype])
+            meta = {"version": self._shard.version, "loads": self._shard.loads}
         try:
-            request.answer(told, tensors)
+            request.answer(meta, tensors)
         finally:
             with self._changed:
-                self._held.end_read(memory)
+                self._shard.end_read(memory)
 
     def rows(self, request: Request, *, piece: int, dtype: str) -> None:
         """Send some rows of a trainable piece."""
-        held, rows = self._held.params[piece], request.tensors["rows"]
-        if len(rows) and not (rows.min() >= 0 and rows.max() < held.shape[0]):
+        row_shard, rows = self._shard.params[piece], request.tensors["rows"]
+        if len(rows) and not (rows.min() >= 0 and rows.max() < row_shard.shape[0]):
             raise ValueError("rows: there are no such rows")
         with self._changed:
             self._await(0)
-            found = self._held.masters[held.variable.name].detach().index_select(0, rows).to(DTYPES[dtype])
-        request.answer({}, {"rows": found})
+            values = self._shard.masters[row_shard.variable.name].detach().index_select(0, rows).to(DTYPES[dtype])
+        request.answer({}, {"rows": values})
 
     def push(self, request: Request, *, key: str) -> None:
         """Stage a gradient; it replaces one of the same name.
@@ -283,14 +283,14 @@ class VariableServer:
         """
         parts: Parts = [None] * len(self._pieces)
         for name, tensor in request.tensors.items():
-            text, _, what = name.partition(".")
+            text, _, part = name.partition(".")
             number = int(text) if text.isdecimal() else -1
             piece = self._pieces[number]
             if number < 0 or piece.variable.kind == "frozen":
                 raise ValueError(f"push: {name} is not a gradient of a trained variable")
-            if what == "rows":
+            if part == "rows":
                 parts[number] = self._sparse(piece, tensor, request.tensors[f"{text}.values"])
-            elif not what:
+            elif not part:
                 parts[number] = view_of(tensor.to(self._dtype), piece.shape, piece.strides)
         find_sparse(parts)  # else torch warns, once an optimizer makes such tensors
         with self._changed:
@@ -324,21 +324,21 @@ class VariableServer:
             torch._foreach_mul_(present, torch.tensor(factor, dtype=self._dtype))
         finite = not checks or all(bool(norm.isfinite()) for norm in _norms(present, float("inf")))
         with self._changed:
-            others = not checks or self._held.stays_finite(self._total)
-        found = {}
+            others = not checks or self._shard.stays_finite(self._total)
+        tensors = {}
         if norms and present:
-            grads = enumerate(self._total[: len(self._held.params)])
-            held = ((n, grad.values() if grad.is_sparse else grad) for n, grad in grads if grad is not None)
-            numbers = [number for number, values in held if values.numel()]
-            found = {"pieces": torch.tensor(numbers), "norms": torch.stack(_norms(present, 2.0))}
-        request.answer({"finite": finite, "others": others}, found)
+            grads = enumerate(self._total[: len(self._shard.params)])
+            pairs = ((n, grad.values() if grad.is_sparse else grad) for n, grad in grads if grad is not None)
+            numbers = [number for number, values in pairs if values.numel()]
+            tensors = {"pieces": torch.tensor(numbers), "norms": torch.stack(_norms(present, 2.0))}
+        request.answer({"finite": finite, "others": others}, tensors)
 
     def total(self, request: Request, *, piece: int) -> None:
         """Send the part of the last sum that belongs to a piece."""
-        found = self._total[piece]
-        if found is None or found.is_sparse:
+        tensor = self._total[piece]
+        if tensor is None or tensor.is_sparse:
             raise ValueError("total: this server does not hold all of it")
-        request.answer({}, {"total": found.contiguous()})
+        request.answer({}, {"total": tensor.contiguous()})
 
     def apply(
         self,
@@ -364,10 +364,10 @@ class VariableServer:
         if keys:
             self._sum(keys)
         with self._changed:
-            _, present = with_values(self._total[: len(self._held.params)])
+            _, present = with_values(self._total[: len(self._shard.params)])
             if factor != 1.0 and present:
                 torch._foreach_mul_(present, torch.tensor(factor, dtype=self._dtype))
-            self._held.update(self._total, version=version, lr_factor=lr_factor, buffer_factor=buffer_factor)
+            self._shard.update(self._total, version=version, lr_factor=lr_factor, buffer_factor=buffer_factor)
             self._total = []
             self._changed.notify_all()
         self._on_phase("idle", version)
@@ -388,7 +388,7 @@ class VariableServer:
         """Begin with the variables that were sent; what was staged before is discarded."""
         with self._changed:
             loading, self._loading = self._loading, {}
-            self._held.load(loading, version)
+            self._shard.load(loading, version)
             self._total = []
             self._staged.clear()
             self._changed.notify_all()
@@ -396,7 +396,7 @@ class VariableServer:
 
     def state(self, request: Request) -> None:
         """Send all tensors of a checkpoint, one after the other."""
-        for key, tensor in self._held.state():
+        for key, tensor in self._shard.state():
             request.link.send("tensor", {"key": key, "shape": list(tensor.shape)}, {"values": tensor.contiguous()})
         request.answer()
 
@@ -409,12 +409,12 @@ class VariableServer:
 
     def _await(self, version: int) -> None:
         """Wait until the variables have this version; the caller holds the lock."""
-        found = self._changed.wait_for(lambda: self._ended.is_set() or self._held.version >= version, self._timeout_s)
+        ready = self._changed.wait_for(lambda: self._ended.is_set() or self._shard.version >= version, self._timeout_s)
         if self._ended.is_set():
             raise LinkError("the run is over")
-        if not found:
+        if not ready:
             why = f"version {version} was not reached within {self._timeout_s:g} s: the server holds "
-            raise ValueError(f"{why}version {self._held.version}")
+            raise ValueError(f"{why}version {self._shard.version}")
 
     def _sparse(self, piece: RowShard, rows: Tensor, values: Tensor) -> Tensor:
         in_order = rows.numel() == 0 or (rows[0] >= 0 and rows[-1] < piece.num_rows and bool((rows.diff() > 0).all()))
@@ -432,11 +432,11 @@ class VariableServer:
                 raise ValueError(f"there is no gradient {missing[0]}")
             self._total = []
             taken = [self._staged.pop(key) for key in keys]
-        count, total = len(self._held.params), lane_sum(taken, lanes, self._packing)
+        count, total = len(self._shard.params), lane_sum(taken, lanes, self._packing)
         if lanes:  # zeros for pieces that had a gradient in an earlier step only, as in a vector exchange
-            now = {n for n in range(len(total)) if any(parts[n] is not None for parts in taken)}
-            self._had_gradient |= {number for number in now if number < count}
-            total = [one if n in now or n in self._had_gradient else None for n, one in enumerate(total)]
+            used = {n for n in range(len(total)) if any(parts[n] is not None for parts in taken)}
+            self._had_gradient |= {number for number in used if number < count}
+            total = [tensor if n in used or n in self._had_gradient else None for n, tensor in enumerate(total)]
         grads, present = with_values(total[:count])
         self._total = [*grads, *total[count:]]
         return present
@@ -470,7 +470,7 @@ def _checked(meta: JsonMap, types: Mapping[str, Any]) -> dict[str, Any]:
 def _fits(value: Any, kind: Any) -> bool:
     """Return whether a value of a request has the type of an annotation: counts, numbers, names, flags, or lists."""
     if get_origin(kind) is list:
-        return isinstance(value, list) and all(_fits(one, get_args(kind)[0]) for one in value)
+        return isinstance(value, list) and all(_fits(item, get_args(kind)[0]) for item in value)
     if kind is float:
         return type(value) in (int, float)
     is_long = value > 2**53 or value < 0 if type(value) is int else kind is str and len(str(value)) > _NAME_LENGTH
@@ -513,17 +513,17 @@ class PullBuffer:
         """The destination of each piece, by its number."""
         apart: dict[str, tuple[Tensor, TensorKind]] = {}
         for number, piece in enumerate(pieces):
-            target = into[piece.place]
+            target = into[piece.index]
             if target is None or (piece.variable.kind == "frozen" and not whole):
                 self.skip.append(number)
                 continue
-            own = piece.of(target.detach())
+            part = piece.of(target.detach())
             wire = dtype if piece.variable.kind == "param" else piece.variable.dtype
-            fits = own.is_contiguous() if piece.strides is None else own.stride() == piece.strides
-            if fits and own.device.type == "cpu" and own.dtype is wire:
-                self.memory[str(number)] = in_memory_order(own)
+            fits = part.is_contiguous() if piece.strides is None else part.stride() == piece.strides
+            if fits and part.device.type == "cpu" and part.dtype is wire:
+                self.memory[str(number)] = in_memory_order(part)
             else:  # the server sends the memory of its piece in its own layout
-                apart[str(number)] = own, TensorKind(torch.Size(piece.shape), wire, piece.strides)
+                apart[str(number)] = part, TensorKind(torch.Size(piece.shape), wire, piece.strides)
         self._apart = [tensor for tensor, _ in apart.values()]
         self._device = self._apart[0].device if self._apart else torch.device("cpu")
         self._layout = ByteLayout([kind for _, kind in apart.values()])
@@ -635,8 +635,8 @@ class ParameterServerClient:
         attempts, least = 0, 0
         while True:
             whole = not self.loads
-            found = self._each(partial(self._pulled, into=into, whole=whole, version=least))
-            versions, loads = ({one[place] for one in found} for place in (0, 1))
+            pulled = self._each(partial(self._pulled, into=into, whole=whole, version=least))
+            versions, loads = ({pair[index] for pair in pulled} for index in (0, 1))
             if len(loads) > 1 or not (whole or self.loads in loads):
                 self.loads, least = 0, 0
                 continue
@@ -648,39 +648,39 @@ class ParameterServerClient:
     def _pulled(self, server: int, *, into: Sequence[Tensor | None], whole: bool, version: int) -> tuple[int, int]:
         """Read one server's variables, of that version or a later one."""
         key = (whole, *(None if tensor is None else tensor.data_ptr() for tensor in into))
-        known, buffer = self._buffers.get(server, ((), None))
-        if buffer is None or known != key:
+        known_key, buffer = self._buffers.get(server, ((), None))
+        if buffer is None or known_key != key:
             pairs = zip(into, self.shares.variables, strict=True)
-            dtypes = [tensor.dtype for tensor, one in pairs if tensor is not None and one.kind == "param"]
+            dtypes = [tensor.dtype for tensor, variable in pairs if tensor is not None and variable.kind == "param"]
             dtype = self._transfer or (dtypes[0] if dtypes else self.shares.master_dtype)  # the server rounds masters
             buffer = PullBuffer(self.shares.pieces[server], into, whole=whole, dtype=dtype)
             self._buffers[server] = key, buffer
-        asked = {"version": version, "dtype": dtype_name(buffer.dtype), "skip": buffer.skip}
-        told = self.ask(server, {}, VariableServer.pull, **asked)  # type: ignore[arg-type]
+        arguments = {"version": version, "dtype": dtype_name(buffer.dtype), "skip": buffer.skip}
+        meta = self.ask(server, {}, VariableServer.pull, **arguments)  # type: ignore[arg-type]
         self._tensors(server, buffer.memory)
         buffer.settle()
-        version, loads = whole_numbers([told["version"], told["loads"]])
+        version, loads = whole_numbers([meta["version"], meta["loads"]])
         return version, loads
 
-    def pull_rows(self, place: int, rows: Tensor) -> Tensor:
+    def pull_rows(self, index: int, rows: Tensor) -> Tensor:
         """Return the current rows of a trainable variable, (len(rows), ...), in the order of `rows`: (n,) int64,
         possibly with duplicates.
 
         Raises:
             LinkError: the connection to a server broke.
         """
-        wanted, order = torch.unique(rows.detach().cpu(), return_inverse=True)
-        variable, dtype = self.shares.variables[place], self._transfer or self.shares.master_dtype
-        found = torch.empty((len(wanted), *variable.shape[1:]), dtype=dtype)
+        unique, order = torch.unique(rows.detach().cpu(), return_inverse=True)
+        variable, dtype = self.shares.variables[index], self._transfer or self.shares.master_dtype
+        values = torch.empty((len(unique), *variable.shape[1:]), dtype=dtype)
 
         def read(server: int, number: int, piece: RowShard) -> None:
-            first, last = torch.searchsorted(wanted, torch.tensor([piece.start, piece.stop])).tolist()
-            asked = {"rows": wanted[first:last] - piece.start}
-            self.ask(server, asked, VariableServer.rows, piece=number, dtype=dtype_name(dtype))
-            self._tensors(server, {"rows": found[first:last]})
+            first, last = torch.searchsorted(unique, torch.tensor([piece.start, piece.stop])).tolist()
+            tensors = {"rows": unique[first:last] - piece.start}
+            self.ask(server, tensors, VariableServer.rows, piece=number, dtype=dtype_name(dtype))
+            self._tensors(server, {"rows": values[first:last]})
 
-        self._each_holder(place, read)
-        return found[order]
+        self._each_holder(index, read)
+        return values[order]
 
     def push(self, key: str, grads: Sequence[Tensor | None], buffers: Sequence[Tensor | None] = ()) -> None:
         """Stage a gradient at the servers, until the chief makes them apply it.
@@ -695,15 +695,15 @@ class ParameterServerClient:
             LinkError: the connection to a server broke.
         """
         master = self.shares.master_dtype
-        narrow = [_sendable(one, self._transfer or master) for one in grads]
-        sent = moved([*narrow, *(_sendable(one, master) for one in buffers)], torch.device("cpu"))
+        narrow = [_sendable(grad, self._transfer or master) for grad in grads]
+        sent = moved([*narrow, *(_sendable(buffer, master) for buffer in buffers)], torch.device("cpu"))
         fixed = len(self.shares.variables) - len(grads) - len(buffers)
         tensors = [*sent[: len(grads)], *[None] * fixed, *sent[len(grads) :]]
 
         def stage(server: int) -> None:
             parts: dict[str, Tensor] = {}
             for number, piece in enumerate(self.shares.pieces[server]):
-                tensor = tensors[piece.place]
+                tensor = tensors[piece.index]
                 if tensor is not None and tensor.is_sparse:
                     rows, narrow = tensor.indices()[0], row_dtype(piece.variable.num_rows)
                     first, last = torch.searchsorted(rows, torch.tensor([piece.start, piece.stop])).tolist()
@@ -726,24 +726,24 @@ class ParameterServerClient:
         Raises:
             CheckpointError: they belong to another model.
         """
-        refuse_mismatch({one.key: one.shape for one in self.shares.variables}, tensors)
+        refuse_mismatch({variable.key: variable.shape for variable in self.shares.variables}, tensors)
 
         def load(server: int) -> None:
             pieces = self.shares.pieces[server]
             trained = {piece.variable.name: piece for piece in pieces if piece.variable.kind == "param"}
 
             def send(key: str, tensor: Tensor) -> None:
-                there = {"values": tensor.detach().contiguous()}
-                self.links[server].send(VariableServer.load.__name__, {"key": key, "shape": list(tensor.shape)}, there)
+                values = {"values": tensor.detach().contiguous()}
+                self.links[server].send(VariableServer.load.__name__, {"key": key, "shape": list(tensor.shape)}, values)
 
             for piece in pieces:
                 key = piece.variable.key
                 send(key, read_slice(tensors, key, piece.region).detach().to("cpu", piece.variable.dtype))
             for key in tensors:
-                found = trained.get(name_in(key)) if key.startswith("optimizer/") else None
-                if found is not None and "@" not in key.split("/")[1]:
-                    is_part = meta_of(tensors, key).shape == found.variable.shape
-                    send(key, (read_slice(tensors, key, found.region) if is_part else tensors[key]).cpu())
+                row_shard = trained.get(name_in(key)) if key.startswith("optimizer/") else None
+                if row_shard is not None and "@" not in key.split("/")[1]:
+                    is_part = meta_of(tensors, key).shape == row_shard.variable.shape
+                    send(key, (read_slice(tensors, key, row_shard.region) if is_part else tensors[key]).cpu())
             self.ask(server, {}, VariableServer.start, version=version)
 
         self._each(load)
@@ -752,16 +752,16 @@ class ParameterServerClient:
         """Return parameters, saved buffers and optimizer state as full tensors, named as in `replica_state`."""
 
         def read(server: int) -> list[tuple[RowShard, str, Tensor]]:
-            found, pieces = [], {piece.variable.name: piece for piece in self.shares.pieces[server]}
+            tensors, pieces = [], {piece.variable.name: piece for piece in self.shares.pieces[server]}
             self.links[server].send(VariableServer.state.__name__)
             while (frame := self.answer(server, "tensor", "answer")).kind == "tensor":
                 meta = expect_map(frame.meta, {"key": str, "shape": list})
                 piece, values = pieces[name_in(meta["key"])], self._tensors(server)["values"]
-                found.append((piece, meta["key"], values.view(meta["shape"])))
-            return found
+                tensors.append((piece, meta["key"], values.view(meta["shape"])))
+            return tensors
 
         whole: dict[str, Tensor] = {}
-        for piece, key, tensor in [one for of_server in self._each(read) for one in of_server]:
+        for piece, key, tensor in [entry for entries in self._each(read) for entry in entries]:
             if piece.is_whole or tensor.shape != piece.shape:
                 whole[key] = tensor
             else:
@@ -793,7 +793,7 @@ class ParameterServerClient:
         """
 
         def ask(server: int) -> tuple[bool, bool, dict[int, Tensor]]:
-            told = self.ask(
+            meta = self.ask(
                 server,
                 {},
                 VariableServer.sum,
@@ -803,26 +803,26 @@ class ParameterServerClient:
                 checks=checks,
                 norms=norms,
             )
-            found, pieces = self._tensors(server), self.shares.pieces[server]
-            numbers = found["pieces"].tolist() if found else []
-            named = zip(numbers, found.get("norms", ()), strict=True)
-            return bool(told["finite"]), bool(told["others"]), {pieces[number].place: norm for number, norm in named}
+            tensors, pieces = self._tensors(server), self.shares.pieces[server]
+            numbers = tensors["pieces"].tolist() if tensors else []
+            named = zip(numbers, tensors.get("norms", ()), strict=True)
+            return bool(meta["finite"]), bool(meta["others"]), {pieces[number].index: norm for number, norm in named}
 
         answers = self._each(ask)
         parts: dict[int, list[Tensor]] = {}
-        for _, _, of_place in answers:
-            for place, norm in of_place.items():
-                parts.setdefault(place, []).append(norm)
+        for _, _, by_index in answers:
+            for index, norm in by_index.items():
+                parts.setdefault(index, []).append(norm)
         whole = [torch.zeros((), dtype=self.shares.master_dtype)]
-        for place in sorted(parts):
-            if len(parts[place]) == 1:
-                whole.append(parts[place][0])
+        for index in sorted(parts):
+            if len(parts[index]) == 1:
+                whole.append(parts[index][0])
             elif lanes:
-                whole.append(torch._foreach_norm([self._whole(place)], 2.0)[0])  # noqa: SLF001 - as in torch's clipping
+                whole.append(torch._foreach_norm([self._whole(index)], 2.0)[0])  # noqa: SLF001 - as in torch's clipping
             else:
-                whole.append(torch.linalg.vector_norm(torch.stack(parts[place])))
+                whole.append(torch.linalg.vector_norm(torch.stack(parts[index])))
         total: Tensor = torch.linalg.vector_norm(torch.stack(whole[1:] or whole))
-        return Sum(all(one for one, _, _ in answers), all(other for _, other, _ in answers), total)
+        return Sum(all(finite for finite, _, _ in answers), all(others for _, others, _ in answers), total)
 
     def apply(
         self,
@@ -875,28 +875,28 @@ class ParameterServerClient:
             return [request(server) for server in chosen]
         futures = [self._threads.submit(request, server) for server in chosen]
         wait(futures)
-        return [one.result() for one in futures]
+        return [future.result() for future in futures]
 
-    def _each_holder(self, place: int, request: Callable[[int, int, RowShard], None]) -> None:
+    def _each_holder(self, index: int, request: Callable[[int, int, RowShard], None]) -> None:
         """Run a request on the servers that hold rows of a variable, with the number of that piece there."""
-        held = {
+        holders = {
             server: (number, piece)
             for server, pieces in enumerate(self.shares.pieces)
             for number, piece in enumerate(pieces)
-            if piece.place == place
+            if piece.index == index
         }
-        self._each(lambda server: request(server, *held[server]), list(held))
+        self._each(lambda server: request(server, *holders[server]), list(holders))
 
-    def _whole(self, place: int) -> Tensor:
+    def _whole(self, index: int) -> Tensor:
         """Return the full gradient of a split variable in the last sum."""
-        whole = torch.empty(self.shares.variables[place].shape, dtype=self.shares.master_dtype)
+        whole = torch.empty(self.shares.variables[index].shape, dtype=self.shares.master_dtype)
 
         def read(server: int, number: int, piece: RowShard) -> None:
             self.ask(server, {}, VariableServer.total, piece=number)
             self._tensors(server, {"total": piece.of(whole)})
 
-        self._each_holder(place, read)
-        return in_layout(whole, self.shares.variables[place].strides)  # a norm sums in the order of the memory
+        self._each_holder(index, read)
+        return in_layout(whole, self.shares.variables[index].strides)  # a norm sums in the order of the memory
 
     def _tensors(self, server: int, into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Read the tensors of the last answer of a server."""

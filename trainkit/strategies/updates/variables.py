@@ -144,11 +144,11 @@ class RowShard:
     Example:
         >>> import torch
         >>> table = Variable(name="w", kind="param", shape=(8, 3), dtype=torch.float32)
-        >>> RowShard(place=0, variable=table, start=2, stop=5).shape
+        >>> RowShard(index=0, variable=table, start=2, stop=5).shape
         (3, 3)
     """
 
-    place: int
+    index: int
     """The index of the variable."""
     variable: Variable
     start: int
@@ -214,16 +214,16 @@ class VariableShards:
     def __init__(self, variables: Sequence[Variable], num_servers: int) -> None:
         self.variables = tuple(variables)
         self.num_servers = num_servers
-        lines = [f"{one.kind} {one.name} {one.shape} {one.dtype} {one.strides} {one.saved}" for one in self.variables]
+        lines = [f"{v.kind} {v.name} {v.shape} {v.dtype} {v.strides} {v.saved}" for v in self.variables]
         self.digest = hashlib.sha256("\n".join([str(num_servers), *lines]).encode()).hexdigest()
         """Two tasks with the same one have the same variables and the same partition."""
         trained = [variable.dtype for variable in self.variables if variable.kind == "param"]
         self.master_dtype = trained[0] if trained else torch.float32
         parts: list[list[RowShard]] = [[] for _ in range(num_servers)]
         for kind in ("param", "frozen", "buffer"):
-            places = [place for place, variable in enumerate(self.variables) if variable.kind == kind]
-            for server, found in enumerate(_cut(self.variables, places, num_servers)):
-                parts[server].extend(found)
+            indices = [index for index, variable in enumerate(self.variables) if variable.kind == kind]
+            for server, pieces in enumerate(_cut(self.variables, indices, num_servers)):
+                parts[server].extend(pieces)
         self.pieces = tuple(map(tuple, parts))
 
     def bytes_of(self, server: int) -> int:
@@ -249,35 +249,35 @@ class VariableShards:
         return tuple(dict.fromkeys(piece.variable.name for piece in params if chooses(piece)))
 
 
-def _cut(variables: Sequence[Variable], places: Sequence[int], num_servers: int) -> list[list[RowShard]]:
+def _cut(variables: Sequence[Variable], indices: Sequence[int], num_servers: int) -> list[list[RowShard]]:
     """Return the pieces of some variables on each server."""
-    chosen = [variables[place] for place in places]
+    chosen = [variables[index] for index in indices]
     edges = [0, *accumulate(variable.num_bytes for variable in chosen)]
     inner = [_boundary(chosen, edges, server, num_servers) for server in range(1, num_servers)]
-    found = []
+    shards = []
     for first, last in pairwise([(0, 0), *inner, (len(chosen), 0)]):
-        own = []
+        pieces = []
         for number in range(first[0], last[0] + (last[1] > 0)) if first != last else ():
             start = first[1] if number == first[0] else 0
             stop = last[1] if number == last[0] else chosen[number].num_rows
-            own.append(RowShard(place=places[number], variable=chosen[number], start=start, stop=stop))
-        found.append(own)
-    return found
+            pieces.append(RowShard(index=indices[number], variable=chosen[number], start=start, stop=stop))
+        shards.append(pieces)
+    return shards
 
 
 def _boundary(variables: Sequence[Variable], edges: Sequence[int], server: int, num_servers: int) -> tuple[int, int]:
     """Return (variable, row) where a server's range begins."""
     share = edges[-1] / num_servers
-    wanted = share * server
-    nearest = min(range(len(edges)), key=lambda edge: abs(edges[edge] - wanted))
-    if abs(edges[nearest] - wanted) <= _SNAP * share:
+    target = share * server
+    nearest = min(range(len(edges)), key=lambda edge: abs(edges[edge] - target))
+    if abs(edges[nearest] - target) <= _SNAP * share:
         return nearest, 0
-    number = next(place for place in range(len(variables)) if edges[place + 1] > wanted)
+    number = next(index for index in range(len(variables)) if edges[index + 1] > target)
     variable = variables[number]
     together = _VECTOR // gcd(_VECTOR, variable.row_numel)
     if together * variable.row_bytes > _SNAP * share and share > _SMALL_BYTES:
         together = 1
-    row = round((wanted - edges[number]) / (variable.row_bytes * together)) * together
+    row = round((target - edges[number]) / (variable.row_bytes * together)) * together
     return (number, row) if row < variable.num_rows else (number + 1, 0)
 
 
@@ -338,47 +338,42 @@ def step_transfers(
     normed = (module for module in model.modules() if isinstance(module, _BatchNorm))
     updated = {id(buffer) for module in normed for buffer in module.buffers(recurse=False)}
     names = {name for name, buffer in model.named_buffers() if id(buffer) in updated}
-    pulled, pushed = defaultdict[int, float](float), defaultdict[int, float](float)
-    asked, rows_read, rows_pushed = (
-        defaultdict[int, float](float),
-        defaultdict[int, float](float),
-        defaultdict[int, float](float),
-    )
+    pulled, pushed, requested, rows_read, rows_pushed = (defaultdict[int, float](float) for _ in range(5))
     for server, piece in ((server, piece) for server, pieces in enumerate(shards.pieces) for piece in pieces):
-        one, is_trained = lookups.get(piece.place), piece.variable.kind == "param"
-        if one is not None:
+        lookup, is_trained = lookups.get(piece.index), piece.variable.kind == "param"
+        if lookup is not None:
             share, values = piece.num_rows / piece.variable.num_rows, piece.variable.row_numel * width
-            reads = min(one.reads, one.calls * one.table.num_embeddings) * num_shards * share
-            asked[server] += reads * torch.int64.itemsize
+            reads = min(lookup.reads, lookup.calls * lookup.table.num_embeddings) * num_shards * share
+            requested[server] += reads * torch.int64.itemsize
             rows_read[server] += reads * values
-            rows = one.rows(-(-num_shards // pushes)) * share
+            rows = lookup.rows(-(-num_shards // pushes)) * share
             rows_pushed[server] += rows * (row_dtype(piece.variable.num_rows).itemsize + values)
         elif piece.variable.kind != "frozen":
             pulled[server] += piece.numel * read_width if is_trained else piece.num_bytes
-        if is_trained and not (pushes_rows and one is not None):
+        if is_trained and not (pushes_rows and lookup is not None):
             pushed[server] += piece.numel * width
         elif piece.variable.name in names:
             pushed[server] += piece.numel * shards.master_dtype.itemsize
 
     def flows(sizes: Mapping[int, float], count: int, *, to_workers: bool = False) -> dict[tuple[int, int], float]:
         each = {
-            (worker, servers[place]): size * count / len(workers)
-            for place, size in sizes.items()
+            (worker, servers[index]): size * count / len(workers)
+            for index, size in sizes.items()
             for worker in workers
             if size
         }
         return {pair[::-1]: size for pair, size in each.items()} if to_workers else each
 
     per_worker, back = -(-pushes // len(workers)), flows(pulled, pulls, to_workers=True)
-    found = [
+    transfers = [
         Transfer(what="variables", how="pull", flows=back, messages=2),
         Transfer(what="gradients", how="push", flows=flows(pushed, pushes), messages=2 * per_worker),
     ]
     if lookups:
-        calls = 2 * sum(one.calls for one in lookups.values()) * -(-num_shards // len(workers))
-        both, what = flows(asked, 1) | flows(rows_read, 1, to_workers=True), "rows of sparse tables"
-        found.append(Transfer(what=what, how="pull", flows=both, messages=calls, note=AT_MOST))
+        calls = 2 * sum(lookup.calls for lookup in lookups.values()) * -(-num_shards // len(workers))
+        both, what = flows(requested, 1) | flows(rows_read, 1, to_workers=True), "rows of sparse tables"
+        transfers.append(Transfer(what=what, how="pull", flows=both, messages=calls, note=AT_MOST))
         if pushes_rows:
-            given, what = flows(rows_pushed, pushes), "rows of sparse gradients"
-            found.append(Transfer(what=what, how="push", flows=given, messages=0, note=AT_MOST))
-    return tuple(found)
+            pushed_flows, what = flows(rows_pushed, pushes), "rows of sparse gradients"
+            transfers.append(Transfer(what=what, how="push", flows=pushed_flows, messages=0, note=AT_MOST))
+    return tuple(transfers)

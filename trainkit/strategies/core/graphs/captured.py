@@ -88,10 +88,10 @@ class CapturedCall:
 
     def __init__(self, call: DirectCall, leaves: Sequence[Tensor], capture: Capture) -> None:
         tensors = call.tensors()
-        if len(devices := sorted({str(one.device) for one in (*tensors, *leaves)})) > 1:
+        if len(devices := sorted({str(tensor.device) for tensor in (*tensors, *leaves)})) > 1:
             raise RuntimeError(f"it uses tensors on {' and '.join(devices)}")
         self._call, self._capture = call, capture
-        self._addresses = [one.data_ptr() for one in tensors]
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
         self._leaves = [
             torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device) for leaf in leaves
         ]
@@ -102,7 +102,7 @@ class CapturedCall:
         """Return whether a call is the recorded one: the same graph on the same tensors, which are where they were."""
         if call is self._call:
             return True
-        if not call.is_same_as(self._call) or [one.data_ptr() for one in call.tensors()] != self._addresses:
+        if not call.is_same_as(self._call) or [tensor.data_ptr() for tensor in call.tensors()] != self._addresses:
             return False
         self._call = call
         return True
@@ -147,6 +147,6 @@ class CapturingCaller:
             return CapturedCall(call, leaves, self._make())
         except RuntimeError as error:
             self._can = False
-            what = "a step cannot be captured, so its kernels are launched one by one"
-            _log.warning("compile.cuda_graphs: %s: %s", what, first_line(error))
+            problem = "a step cannot be captured, so its kernels are launched one by one"
+            _log.warning("compile.cuda_graphs: %s: %s", problem, first_line(error))
             return None

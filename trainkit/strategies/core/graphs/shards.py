@@ -72,11 +72,11 @@ def step_problems(
     if objective is not None and Access.derivatives in needs_of(objective):
         rules.append(f"has no graph of {type(objective).__name__}, which {Access.derivatives.value}. {_DEFAULT}")
     rules += _of_model(model)
-    found = [Problem(key="compile.mode", value="step", rule=rule) for rule in rules]
+    problems = [Problem(key="compile.mode", value="step", rule=rule) for rule in rules]
     if transforms.cuda_graphs and not device.startswith("cuda"):
         rule = f"is for CUDA devices, and this run is on {device}. Leave it out."
-        found.append(Problem(key="compile.cuda_graphs", value=True, rule=rule))
-    return found
+        problems.append(Problem(key="compile.cuda_graphs", value=True, rule=rule))
+    return problems
 
 
 def shard_problems(model: nn.Module, *, has_drawn: bool) -> list[Problem]:
@@ -283,14 +283,14 @@ def _has_own_derivative(loss: Tensor) -> bool:
     """Return whether the graph of a loss contains a function with a backward pass in Python, such as a loss in
     chunks.
     """
-    pending, seen = [loss.grad_fn], set()
+    pending, visited = [loss.grad_fn], set()
     while pending:
         node = pending.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
         if torch.autograd.function.BackwardCFunction in type(node).__mro__ and not getattr(node, "only_eager", False):
             return True
-        seen.add(node)
+        visited.add(node)
         pending.extend(following for following, _ in node.next_functions)
     return False
 
@@ -325,9 +325,9 @@ class GraphedShards(ShardStep):
         graphs, replica = self._graphs, self.replica
         if graphs.is_whole and not graphs.is_joint:
             with replica.autocast():
-                found = graphs.shard(batch)
-            if found is not None:
-                loss_sum, weight, extra, *terms = found
+                results = graphs.shard(batch)
+            if results is not None:
+                loss_sum, weight, extra, *terms = results
                 named = dict(zip(self.training.objective.term_names, terms, strict=True))
                 return Loss(loss_sum=loss_sum, weight=weight, extra=extra, terms=named or None)
         return super()._forward(shard, batch)
@@ -338,28 +338,28 @@ class GraphedShards(ShardStep):
         if not (graphs.is_whole and graphs.is_joint):
             return super()._shard(shard, batch)
         self._enter("forward")
-        found = graphs.shard(batch, replica.loss_scale.scale / self.divisor.value)
-        if found is None:
-            if self._held is not None:  # of earlier shards
-                replica.hold_grads(self._held)
-                self._held = None
+        results = graphs.shard(batch, replica.loss_scale.scale / self.divisor.value)
+        if results is None:
+            if self._lane_grads is not None:  # of earlier shards
+                replica.hold_grads(self._lane_grads)
+                self._lane_grads = None
             return super()._shard(shard, batch)
         names, params = self.training.objective.term_names, replica.trained
-        (loss_sum, weight), terms, grads = found[:2], found[2 : 2 + len(names)], found[2 + len(names) :]
+        (loss_sum, weight), terms, grads = results[:2], results[2 : 2 + len(names)], results[2 + len(names) :]
         if replica.buffers.names:
             replica.buffers.end_forward(self._shard_fraction(shard))
             replica.buffers.reset()
         self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
         for name, term in zip(names, terms, strict=True):
             self.terms[name] = self.terms[name] + term if name in self.terms else term
-        if self._held is None:  # of a lane's first shard
-            self._held = [
+        if self._lane_grads is None:  # of a lane's first shard
+            self._lane_grads = [
                 grad if grad is None or grad.stride() == param.stride() else in_layout(grad, param.stride())
                 for grad, param in zip(grads, params, strict=True)
             ]
         else:
-            self._held = [
+            self._lane_grads = [
                 grad if total is None else total if grad is None else total.add_(grad)
-                for total, grad in zip(self._held, grads, strict=True)
+                for total, grad in zip(self._lane_grads, grads, strict=True)
             ]
         return weight  # type: ignore[no-any-return]

@@ -39,10 +39,10 @@ def _pool_maxima(  # noqa: PLR0917 - as torch calls an operator
     inputs: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the maxima and their indices, with the channels last if there are enough of them."""
-    found: tuple[Tensor, Tensor] = torch.ops.aten.max_pool2d_with_indices(
+    pooled: tuple[Tensor, Tensor] = torch.ops.aten.max_pool2d_with_indices(
         inputs.contiguous(memory_format=_format_of(inputs)), kernel, stride, padding, dilation, ceil_mode
     )
-    return found
+    return pooled
 
 
 def _format_of(images: Tensor) -> torch.memory_format:
@@ -59,7 +59,7 @@ def _format_of(images: Tensor) -> torch.memory_format:
 )
 def _grads_of_maxima(  # noqa: PLR0917 - as above
     grads: Tensor,
-    places: Tensor,
+    indices: Tensor,
     sizes: list[int],
     kernel: list[int],
     stride: list[int],
@@ -68,23 +68,23 @@ def _grads_of_maxima(  # noqa: PLR0917 - as above
     ceil_mode: bool,
 ) -> Tensor:
     """Return the gradients of inputs of these sizes, in the memory format of the indices."""
-    inputs = torch.empty(sizes, dtype=grads.dtype, memory_format=_format_of(places))  # torch reads its sizes alone
-    found: Tensor = torch.ops.aten.max_pool2d_with_indices_backward(
-        grads, inputs, kernel, stride, padding, dilation, ceil_mode, places
+    inputs = torch.empty(sizes, dtype=grads.dtype, memory_format=_format_of(indices))  # torch reads its sizes alone
+    input_grads: Tensor = torch.ops.aten.max_pool2d_with_indices_backward(
+        grads, inputs, kernel, stride, padding, dilation, ceil_mode, indices
     )
-    return found
+    return input_grads
 
 
 @_pool_maxima.register_fake
 def _(inputs: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    outputs, places = torch.ops.aten.max_pool2d_with_indices(inputs, *settings)
+    outputs, indices = torch.ops.aten.max_pool2d_with_indices(inputs, *settings)
     form = _format_of(inputs)
-    return outputs.contiguous(memory_format=form), places.contiguous(memory_format=form)
+    return outputs.contiguous(memory_format=form), indices.contiguous(memory_format=form)
 
 
 @_grads_of_maxima.register_fake
-def _(grads: Tensor, places: Tensor, sizes: Sequence[int], *_settings: Any) -> Tensor:
-    return torch.empty(sizes, dtype=grads.dtype, device=grads.device, memory_format=_format_of(places))
+def _(grads: Tensor, indices: Tensor, sizes: Sequence[int], *_settings: Any) -> Tensor:
+    return torch.empty(sizes, dtype=grads.dtype, device=grads.device, memory_format=_format_of(indices))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -92,10 +92,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.sizes, ctx.settings = inputs[0].shape, inputs[1:]
 
 
-def _backward(ctx: Any, grads: Tensor, _places: Tensor) -> tuple[Tensor | None, ...]:
-    (places,) = ctx.saved_tensors
-    grads = grads.contiguous(memory_format=_format_of(places))
-    return _grads_of_maxima(grads, places, ctx.sizes, *ctx.settings), None, None, None, None, None
+def _backward(ctx: Any, grads: Tensor, _indices: Tensor) -> tuple[Tensor | None, ...]:
+    (indices,) = ctx.saved_tensors
+    grads = grads.contiguous(memory_format=_format_of(indices))
+    return _grads_of_maxima(grads, indices, ctx.sizes, *ctx.settings), None, None, None, None, None
 
 
 _pool_maxima.register_autograd(_backward, setup_context=_save)
@@ -113,8 +113,8 @@ def keep_pool_kernels(graph: fx.GraphModule, *, is_joint: bool) -> None:
         if node.op == "call_function" and node.target in _POOLS and _is_slow(node, is_joint=is_joint):
             settings = settings_of(*node.args[1:], **node.kwargs)
             with graph.graph.inserting_before(node):
-                both = graph.graph.call_function(torch.ops.trainkit.pool_maxima.default, (node.args[0], *settings))
-                first = graph.graph.call_function(getitem, (both, 0))
+                pool = graph.graph.call_function(torch.ops.trainkit.pool_maxima.default, (node.args[0], *settings))
+                first = graph.graph.call_function(getitem, (pool, 0))
                 if node.args[0].meta["example_value"].is_contiguous():  # the nodes that follow rely on it: views
                     first = graph.graph.call_method("contiguous", (first,))
             first.meta.update(node.meta)
@@ -190,7 +190,7 @@ class DirectCall:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the graph reads and writes, but for the arguments."""
-        return [one for one in self.inputs if isinstance(one, Tensor)]
+        return [value for value in self.inputs if isinstance(value, Tensor)]
 
 
 _KIND: Final = operator.attrgetter("layout", "places", "constants", "results")
@@ -244,18 +244,18 @@ class WholeGraph:
             # Dynamo makes changes of Python objects after each run of the graph: such a graph is never called directly
             changes_objects = _changes_objects()
             # without the wrapper that keeps Dynamo from tracing it: Dynamo puts one around the function returned here
-            made: Callable[..., Any] = innermost_fn(lookup_backend(settings.backend)(graph, inputs, **options))
+            compiled: Callable[..., Any] = innermost_fn(lookup_backend(settings.backend)(graph, inputs, **options))
             self._drawn = drawing_operation(graph)
             if self._before is None:
                 GENERATORS_LOCK.acquire()  # until the graph has run: other threads also draw from these generators
             self._before = GeneratorStates(self._devices)
             if changes_objects:
-                return made
+                return compiled
 
             def recorded(*inputs: Any) -> Sequence[Any]:
-                outputs: Sequence[Any] = made(*inputs)
+                outputs: Sequence[Any] = compiled(*inputs)
                 if self._runs is not None:
-                    self._runs.append((made, inputs, outputs))
+                    self._runs.append((compiled, inputs, outputs))
                 return outputs
 
             return recorded
@@ -288,20 +288,20 @@ class WholeGraph:
         if len(runs) != 1 or not _are_apart(leaves):
             return results
         graph, inputs, outputs = runs[0]
-        constants = [one for one in results if one is None or isinstance(one, bool | int | float | str)]
-        known = {id(one): place for place, one in enumerate((*outputs, *constants))}
-        if outputs and all(id(one) in known for one in results):
+        constants = [result for result in results if result is None or isinstance(result, bool | int | float | str)]
+        index_of = {id(value): index for index, value in enumerate((*outputs, *constants))}
+        if outputs and all(id(result) in index_of for result in results):
             numbers = {id(leaf): number for number, leaf in enumerate(leaves, start=len(inputs))}
             sizes, strides = [list(leaf.shape) for leaf in leaves], [list(leaf.stride()) for leaf in leaves]
             known_dims: Mapping[str, Any] = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
             new = DirectCall(
                 graph=graph,
-                inputs=[None if id(one) in numbers else one for one in inputs],
-                places=[numbers.get(id(one), place) for place, one in enumerate(inputs)],
+                inputs=[None if id(value) in numbers else value for value in inputs],
+                places=[numbers.get(id(value), index) for index, value in enumerate(inputs)],
                 layout=(containers, sizes, strides),
                 takes=TensorGuards(*leaves, **known_dims).check,
                 constants=constants,
-                results=[known[id(one)] for one in results],
+                results=[index_of[id(result)] for result in results],
             )
             self._direct = [new, *self._direct[: _MOST_DIRECT - 1]]
         return results
@@ -309,11 +309,11 @@ class WholeGraph:
     def _checked(self, args: tuple[Any, ...]) -> Sequence[Any]:
         """Run the function with guards."""
         try:
-            found: Sequence[Any] = self._compiled(*args)
+            results: Sequence[Any] = self._compiled(*args)
         except self._untraceable as error:
             # an error of trainkit, such as a hang, that tracing has wrapped in its own
-            if (own := next((one for one in chain_of(error) if isinstance(one, TrainkitError)), None)) is not None:
-                raise own from None
+            if (cause := next((link for link in chain_of(error) if isinstance(link, TrainkitError)), None)) is not None:
+                raise cause from None
             raise UntraceableError(first_line(error)) from error
         finally:
             has_drawn = False
@@ -325,7 +325,7 @@ class WholeGraph:
                     GENERATORS_LOCK.release()
         if has_drawn:
             refuse_draws(self._key, self._drawn)
-        return found
+        return results
 
 
 def _parts_of(args: tuple[Any, ...]) -> tuple[Sequence[Tensor], Sequence[object]]:
@@ -358,8 +358,8 @@ def _changes_objects() -> bool:
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew  # noqa: PLC0415 - as above
 
     effects, new = InstructionTranslator.current_tx().output.side_effects, (AttributeMutationNew, ValueMutationNew)
-    changed = [one for one in effects.id_to_variable.values() if effects.is_modified(one)]
-    return bool(effects.tensor_hooks) or not all(isinstance(one.mutation_type, new) for one in changed)
+    changed = [variable for variable in effects.id_to_variable.values() if effects.is_modified(variable)]
+    return bool(effects.tensor_hooks) or not all(isinstance(variable.mutation_type, new) for variable in changed)
 
 
 def refuse_draws(key: str, drawn: str | None) -> None:

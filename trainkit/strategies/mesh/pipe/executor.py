@@ -29,9 +29,9 @@ from trainkit.strategies.core.replica import Replica, ReplicaParts, joined_norms
 from trainkit.strategies.core.step import ShardStep, added, cloned_batch, weight_on
 from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts, no_reducer
 from trainkit.strategies.mesh.context import SequenceCut
-from trainkit.strategies.mesh.layout import Layout, OnMesh
+from trainkit.strategies.mesh.layout import Layout, MeshPlace
 from trainkit.strategies.mesh.pipe.forward import CannotCut, Program, StageModule, is_fake, trace
-from trainkit.strategies.mesh.pipe.held import Alike, HeldStages, groups_alike, sum_alike, without_data
+from trainkit.strategies.mesh.pipe.rank_stages import Alike, RankStages, groups_alike, sum_alike, without_data
 from trainkit.strategies.mesh.pipe.stages import (
     ScheduleName,
     StageAssignment,
@@ -176,10 +176,10 @@ class ChunkStage(PipelineStage):
         super().__init__(
             split or segment,
             stage,
-            around.held.cut.num_stages,
+            around.stages.cut.num_stages,
             around.device,
-            input_args=tuple(one.meta.empty(meta) for one in span.received) if stage else traced.inputs,
-            output_args=tuple(one.empty(meta) for one in span.made),
+            input_args=tuple(crossing.meta.empty(meta) for crossing in span.received) if stage else traced.inputs,
+            output_args=tuple(kind.empty(meta) for kind in span.outputs),
             group=around.pipeline,
             dw_builder=split and split.weights,
         )
@@ -219,8 +219,8 @@ class ChunkStage(PipelineStage):
         with around.computing(), _unwrapped(), around.backward(self.stage_index, is_last=last_backward):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward=full_backward, last_backward=last_backward)
             # Tensors are sent in their memory layout, and received as contiguous ones.
-            found = self.bwd_cache.get(bwd_chunk_id, ())
-            self.bwd_cache[bwd_chunk_id] = tuple(None if grad is None else grad.contiguous() for grad in found)
+            grads = self.bwd_cache.get(bwd_chunk_id, ())
+            self.bwd_cache[bwd_chunk_id] = tuple(None if grad is None else grad.contiguous() for grad in grads)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the rest of a split backward pass."""
@@ -258,28 +258,28 @@ class PipelineReplica(Replica):
 
     Args:
         parts: its stages.
-        held: the stages of all ranks, and those of this one.
+        stages: the stages of all ranks, and those of this one.
         alike: the ranks that sum gradients.
         schedule: the order in which a rank computes microbatches.
         traced: the model that forward passes without data compute: whole, and without exchanges.
     """
 
     def __init__(
-        self, parts: ReplicaParts, held: HeldStages, *, alike: Alike, schedule: ScheduleName, traced: nn.Module
+        self, parts: ReplicaParts, stages: RankStages, *, alike: Alike, schedule: ScheduleName, traced: nn.Module
     ) -> None:
-        model, axes = parts.held.model, held.axes
+        model, axes = parts.placed.model, stages.axes
         join = joined_norms(
-            {name: held.cuts[name].is_written for name in parts.held.params},
+            {name: stages.cuts[name].is_written for name in parts.placed.params},
             parts.device,
             among=[name for name, param in model.named_parameters() if param.requires_grad],
             are_whole=axes.shard * axes.tensor == 1,
         )
         reload = partial(gathers_anew, model)
-        super().__init__(replace(parts, join_norms=join, cuts=held.cuts, reload=reload))
-        self.held, self.alike, self.schedule = held, alike, schedule
-        self.pipeline: dist.ProcessGroup = held.mesh.get_group("pipe")
+        super().__init__(replace(parts, join_norms=join, cuts=stages.cuts, reload=reload))
+        self.stages, self.alike, self.schedule = stages, alike, schedule
+        self.pipeline: dist.ProcessGroup = stages.mesh.get_group("pipe")
         """The ranks of the replica, in the order of the stages."""
-        self.shards = held.group("shard")
+        self.shards = stages.group("shard")
         """The ranks that gather parameters to compute, and so need equal microbatches; None: this one alone."""
         self.busy_s = 0.0
         """Computing time of this rank; meaningless on devices that compute asynchronously."""
@@ -317,34 +317,34 @@ class PipelineReplica(Replica):
         if self.buffers.names:
             self.buffers.settle(buffers)
         self.settled = True
-        here, holders = (self.held.position,), self.held.holders
-        group = None if self.shards is not None else self.alike.get(here)
+        position, holders = (self.stages.position,), self.stages.holders
+        group = None if self.shards is not None else self.alike.get(position)
         if group is None:
             return
         stages: dict[int, list[int]] = {}
-        for stage, module in self.held.blocks.items():
+        for stage, module in self.stages.blocks.items():
             for param in module.parameters():
                 stages.setdefault(id(param), []).append(stage)
         following: StageSums | None = None
-        for stage in sorted(self.held.blocks):  # the last stage comes first in the sums
+        for stage in sorted(self.stages.blocks):  # the last stage comes first in the sums
             named = zip(self.params.items(), used, strict=True)
-            own = {name: param for (name, param), flag in named if flag and holders[name] == here}
-            own = {name: param for name, param in own.items() if stages.get(id(param)) == [stage]}
-            if own:
-                following = StageSums(own, self.masters, group, next_stage=following)
+            params = {name: param for (name, param), flag in named if flag and holders[name] == position}
+            params = {name: param for name, param in params.items() if stages.get(id(param)) == [stage]}
+            if params:
+                following = StageSums(params, self.masters, group, next_stage=following)
                 self._stage_sums = {stage: following, **self._stage_sums}
 
     def finish_sums(self) -> dict[str, Tensor]:
         """Wait for the sums that have begun in backward passes of this step, and return them by name."""
-        found = self._stage_sums.values()
-        totals = {name: total for sums in found for name, total in zip(sums.names, sums.finish(), strict=True)}
+        stage_sums = self._stage_sums.values()
+        totals = {name: total for sums in stage_sums for name, total in zip(sums.names, sums.finish(), strict=True)}
         return {name: total for name, total in totals.items() if total is not None}
 
     def owns(self, name: str) -> bool:
         """Return whether this rank writes a tensor that several hold whole."""
-        held = self.held
-        others = (place for axis, place in held.places.items() if axis != "pipe")
-        return held.holders[name][0] == held.position and not any(others)
+        stages = self.stages
+        others = (coordinate for axis, coordinate in stages.coordinates.items() if axis != "pipe")
+        return stages.holders[name][0] == stages.position and not any(others)
 
     def trace(self, inputs: Any) -> Traced:
         """Trace the model with inputs of this shape; the result is the same on every rank.
@@ -352,11 +352,11 @@ class PipelineReplica(Replica):
         Raises:
             TrainingError: the model cannot be cut into these stages.
         """
-        key, cut = (shape_key(inputs), self.model.training, torch.is_grad_enabled()), self.held.cut
+        key, cut = (shape_key(inputs), self.model.training, torch.is_grad_enabled()), self.stages.cut
         if key not in self._traced:
             whole = self._model_without_data
-            for one, other in zip(whole.modules(), self.model.modules(), strict=True):
-                one.training = other.training
+            for module, original in zip(whole.modules(), self.model.modules(), strict=True):
+                module.training = original.training
             try:
                 program = trace(
                     whole,
@@ -373,11 +373,11 @@ class PipelineReplica(Replica):
             spans = program.spans(cut.stage_of, cut.num_stages)
             segments = {
                 stage: StageModule(blocks, spans[stage], cut.units, self.forward_stage, self.device)
-                for stage, blocks in self.held.blocks.items()
+                for stage, blocks in self.stages.blocks.items()
             }
             tensors = (leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor))
-            given = tuple(torch.empty_like(one, device="meta", requires_grad=False) for one in tensors)
-            self._traced[key] = Traced(program=program, inputs=given, segments=segments)
+            metas = tuple(torch.empty_like(tensor, device="meta", requires_grad=False) for tensor in tensors)
+            self._traced[key] = Traced(program=program, inputs=metas, segments=segments)
         return self._traced[key]
 
     def forward_stage(self, inputs: Any) -> Any:
@@ -404,7 +404,7 @@ class PipelineReplica(Replica):
                 new = buffers.changed_since(before)
                 self.changed = [max(pair) for pair in zip(self.changed or new, new, strict=True)]
             if chunk.counts:
-                buffers.end_forward(chunk.share, within=set(self.held.blocks[stage].modules()))
+                buffers.end_forward(chunk.share, within=set(self.stages.blocks[stage].modules()))
             buffers.reset()
 
     @contextmanager
@@ -445,39 +445,39 @@ class StagedForward:
     def __init__(self, replica: PipelineReplica) -> None:
         self._replica, self._whole = replica, replica.model.forward
 
-    def __call__(self, inputs: Any, **named: Any) -> Any:
-        """Run the model on its inputs; `named` is what hooks add for a part of a sequence."""
+    def __call__(self, inputs: Any, **kwargs: Any) -> Any:
+        """Run the model on its inputs; `kwargs` are what hooks add for a part of a sequence."""
         replica = self._replica
         if replica.runs_stage or any(map(is_fake, tree_flatten(inputs)[0])):
-            return self._whole(inputs, **named)
-        group, ranks, last = replica.pipeline, replica.held.axes.pipe, replica.held.cut.num_stages - 1
+            return self._whole(inputs, **kwargs)
+        group, ranks, last = replica.pipeline, replica.stages.axes.pipe, replica.stages.cut.num_stages - 1
         outputs: tuple[Tensor, ...] = ()
         with torch.no_grad(), replica.keys.at(replica.keys.beginning):
             traced = replica.trace(inputs)
             for stage, segment in traced.segments.items():
-                received = [one.meta.empty(replica.device) for one in segment.span.received]
+                received = [crossing.meta.empty(replica.device) for crossing in segment.span.received]
                 for tensor in received:
                     dist.recv(tensor, group=group, group_src=(stage - 1) % ranks)
                 segment.set_inputs(inputs)
                 outputs = segment(*received)
                 for tensor in outputs if stage < last else ():
                     dist.send(tensor, group=group, group_dst=(stage + 1) % ranks)
-            if replica.held.position != last % ranks:
-                outputs = tuple(one.empty(replica.device) for one in traced.program.finals)
+            if replica.stages.position != last % ranks:
+                outputs = tuple(kind.empty(replica.device) for kind in traced.program.finals)
             for tensor in outputs:
                 dist.broadcast(tensor, group=group, group_src=last % ranks)
         return traced.program.filled(outputs)
 
 
 def stage_executor(
-    request: SetupRequest, ranks: RankGroup, stages: Stages, layout: Layout, place: OnMesh, *, timeout_s: float
+    request: SetupRequest, ranks: RankGroup, settings: Stages, layout: Layout, place: MeshPlace, *, timeout_s: float
 ) -> PipelineExecutor:
     """Keep the stages of this rank, and let a call of its model run all stages; collective.
 
     Args:
         request: the model and the settings of the run.
         ranks: the ranks, which have joined.
-        stages: the settings of the stages.
+        settings: the settings of the stages.
         layout: the way in which a stage is cut.
         place: the place of this rank.
         timeout_s: seconds that a rank waits for others.
@@ -486,18 +486,18 @@ def stage_executor(
         ConfigError: the map does not fit the model.
     """
     model, precision, axes = request.model, request.precision, layout.axes
-    cut = stages.assigned(model, precision)
+    cut = settings.assigned(model, precision)
     if not isinstance(cut, StageAssignment):
         raise ConfigError(cut)
-    holders, sequences = cut.holders(model, stages.pipe), SequenceCut.of(place)
-    held = HeldStages(**vars(place), layout=layout, cut=cut, holders=holders, sequences=sequences)
+    holders, sequences = cut.holders(model, settings.pipe), SequenceCut.of(place)
+    stages = RankStages(**vars(place), layout=layout, cut=cut, holders=holders, sequences=sequences)
     is_cut = axes.shard * axes.context * axes.tensor > 1
     traced = precision.adapt(without_data(model)) if is_cut else model
-    parts = build_parts(request, ranks=ranks, placement=held, make_reducer=no_reducer, move=held.keep)
-    buffers = StepBuffers(nn.ModuleList(held.blocks.values()), parts.precision.master_dtype)
-    alike = groups_alike([*held.holders.values()], axes, rank=place.rank, timeout_s=timeout_s)
-    schedule = stages.schedule
-    replica = PipelineReplica(replace(parts, buffers=buffers), held, alike=alike, schedule=schedule, traced=traced)
+    parts = build_parts(request, ranks=ranks, placement=stages, make_reducer=no_reducer, move=stages.keep)
+    buffers = StepBuffers(nn.ModuleList(stages.blocks.values()), parts.precision.master_dtype)
+    alike = groups_alike([*stages.holders.values()], axes, rank=place.rank, timeout_s=timeout_s)
+    schedule = settings.schedule
+    replica = PipelineReplica(replace(parts, buffers=buffers), stages, alike=alike, schedule=schedule, traced=traced)
     model.forward = StagedForward(replica)
     return PipelineExecutor(replica, request.training, ranks=ranks, make_step=PipelineWork)
 
@@ -517,13 +517,13 @@ class PipelineWork(ShardStep):
         super().__init__(replica, ticket, batches, training)
         self.is_last_group = False
         """Whether no microbatches of another shape follow in this step."""
-        self._now: Sequence[Chunk] = ()
+        self._chunks: Sequence[Chunk] = ()
         self._scored: dict[int, Loss] = {}
         """Losses that the last stage has computed in its output layer, by microbatch number."""
 
     def run(self) -> list[Tensor | None]:
         """Return the step's gradients, updated buffers and counted weight, summed over shards and ranks; collective."""
-        replica, sequences = self.replica, self.replica.held.sequences
+        replica, sequences = self.replica, self.replica.stages.sequences
         replica.begin_step(self)
         if replica.buffers.names:
             replica.buffers.begin_step()
@@ -536,21 +536,21 @@ class PipelineWork(ShardStep):
             _settle(replica, grads)
         if sequences is not None:
             sequences.summed(self)
-        names, held = list(replica.params), replica.held
+        names, stages = list(replica.params), replica.stages
         parts = [
             None if name in summed else _zeros_where_used(grad, used, master)
             for (name, master), grad, used in zip(replica.masters.items(), grads, replica.used, strict=True)
         ]
         buffers = replica.buffers.take() if replica.buffers.names else []
-        for one in buffers if replica.shards is not None else ():
-            dist.all_reduce(one, group=replica.shards)
-        holders = [held.holders[name] for name in names] + [(held.position,)] * len(buffers)
+        for buffer in buffers if replica.shards is not None else ():
+            dist.all_reduce(buffer, group=replica.shards)
+        holders = [stages.holders[name] for name in names] + [(stages.position,)] * len(buffers)
         sums = sum_alike([*parts, *buffers], holders, replica.alike)
         sums[: len(names)] = [summed.get(name, total) for name, total in zip(names, sums, strict=False)]
         if not self.divisor.counted:
             return sums
-        here = weight_on(self.weight, replica.precision.master_dtype, replica.device)
-        return [*sums, replica.data_ranks.sum(here)]  # the last stage has it
+        weight = weight_on(self.weight, replica.precision.master_dtype, replica.device)
+        return [*sums, replica.data_ranks.sum(weight)]  # the last stage has it
 
     def _groups(self) -> list[list[Chunk]]:
         """Return the microbatches by shape, in the order of the shards: a schedule supports one shape.
@@ -567,7 +567,7 @@ class PipelineWork(ShardStep):
 
     def _chunk(self, shard: int, batch: Batch, share: float) -> Chunk:
         """Return the microbatch of a shard, of this rank's positions."""
-        objective, sequences = self.training.objective, self.replica.held.sequences
+        objective, sequences = self.training.objective, self.replica.stages.sequences
         assert isinstance(objective, Supervised)
         if sequences is not None:
             batch = sequences.part_of(batch, objective)
@@ -583,8 +583,8 @@ class PipelineWork(ShardStep):
         if not chunks:
             chunks = [self._chunk(0, cloned_batch(replica.stand_in), 0.0).repeated()]
         size = plan.shard_size(step, 0)  # the largest
-        chunks = [one.with_rows(size) for one in chunks]
-        if len({one.shape for one in chunks}) > 1:
+        chunks = [chunk.with_rows(size) for chunk in chunks]
+        if len({chunk.shape for chunk in chunks}) > 1:
             raise TrainingError(
                 "microbatches of a step have inputs of several shapes, and the ranks along shard need one. Use samples "
                 "of one shape, or strategy.shard=1."
@@ -601,7 +601,7 @@ class PipelineWork(ShardStep):
             self.is_last_group = number == len(groups)
             count = self._through_the_stages(chunks)
             bubble = ideal_bubble(
-                replica.schedule, count, num_ranks=replica.held.axes.pipe, stages_a_rank=len(replica.held.blocks)
+                replica.schedule, count, num_ranks=replica.stages.axes.pipe, stages_a_rank=len(replica.stages.blocks)
             )
             total += count / (1 - bubble)
             ideal_s += count / (1 - bubble) * bubble
@@ -614,18 +614,18 @@ class PipelineWork(ShardStep):
     def _through_the_stages(self, chunks: Sequence[Chunk]) -> int:
         """Run forward and backward of microbatches of one shape; return their number, with repetitions."""
         replica = self.replica
-        if replica.held.sequences is not None:
-            replica.held.sequences.length = chunks[0].length
+        if replica.stages.sequences is not None:
+            replica.stages.sequences.length = chunks[0].length
         traced = replica.trace(chunks[0].inputs)
-        count = padded_microbatches(replica.schedule, len(chunks), replica.held.axes.pipe)
+        count = padded_microbatches(replica.schedule, len(chunks), replica.stages.axes.pipe)
         if count not in traced.schedules:
-            made = [ChunkStage(traced, stage, replica) for stage in replica.held.blocks]
-            traced.schedules[count] = make_schedule(replica.schedule, made, count, replica.score), made
+            new_stages = [ChunkStage(traced, stage, replica) for stage in replica.stages.blocks]
+            traced.schedules[count] = make_schedule(replica.schedule, new_stages, count, replica.score), new_stages
         schedule, stages = traced.schedules[count]
-        self._now = [*chunks, *(chunks[0].repeated() for _ in range(count - len(chunks)))]
+        self._chunks = [*chunks, *(chunks[0].repeated() for _ in range(count - len(chunks)))]
         self._program = traced.program
         for stage in stages:
-            stage.take(self._now)
+            stage.take(self._chunks)
         schedule.step(target=torch.arange(count), return_outputs=False)
         for stage in stages:  # release the batches of the step
             stage.take(())
@@ -640,40 +640,40 @@ class PipelineWork(ShardStep):
         A zero-bubble schedule runs the backward pass of the layer in two parts, which the chunked loss does not
         support.
         """
-        chunk, replica, objective = self._now[number], self.replica, self.training.objective
+        chunk, replica, objective = self._chunks[number], self.replica, self.training.objective
         assert isinstance(objective, Supervised)
         offered = output_layer_of(replica.model) if objective.takes_hidden else None
         if offered is None or replica.schedule == "zero_bubble":
             return nullcontext()
         last = self._program.last_block
-        blocks = (module for unit in replica.held.cut.units if unit.name == last for module in unit.entries)
-        if all(one is not offered.layer for block in blocks for one in block.modules()):
+        blocks = (module for unit in replica.stages.cut.units if unit.name == last for module in unit.entries)
+        if all(module is not offered.layer for block in blocks for module in block.modules()):
             return nullcontext()
 
         def keep(hidden: Tensor) -> Loss:
             hidden = hidden if chunk.rows is None else hidden[: chunk.rows]
-            self._scored[number] = found = objective.loss_from_hidden(hidden, offered, chunk.targets)
-            return found
+            self._scored[number] = loss = objective.loss_from_hidden(hidden, offered, chunk.targets)
+            return loss
 
         return scored_inside(offered.layer, keep)
 
     def score(self, outputs: Sequence[Tensor], number: int) -> Tensor:
         """Return the start value of backward for one microbatch on the last stage: its loss scaled for the step."""
-        chunk, replica, objective = self._now[number], self.replica, self.training.objective
+        chunk, replica, objective = self._chunks[number], self.replica, self.training.objective
         assert isinstance(objective, Supervised)
         replica.keys.enter(step=self.ticket.step, shard=chunk.shard, objective=objective, calls=1)
         with replica.computing(), replica.precision.autocast(replica.device_types):
             loss = self._scored.pop(number, None)
             if loss is None:
-                found = tuple(one[: chunk.rows] for one in outputs) if chunk.rows is not None else outputs
-                loss = objective.score(self._program.filled(found), chunk.targets)
-            if replica.held.sequences is not None:
-                replica.held.sequences.scored(loss)
+                scored = tuple(output[: chunk.rows] for output in outputs) if chunk.rows is not None else outputs
+                loss = objective.score(self._program.filled(scored), chunk.targets)
+            if replica.stages.sequences is not None:
+                replica.stages.sequences.scored(loss)
             total = loss.total
             if not chunk.counts:
                 return total * 0.0
-            seen = loss.loss_sum.detach()
-            self.loss_sum = seen if self.loss_sum is None else self.loss_sum + seen
+            loss_sum = loss.loss_sum.detach()
+            self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
             add_terms(self.terms, objective, loss)
             self.weight = added(self.weight, loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight)
             # Backward begins with this factor: the same bits as dividing the loss, without that kernel.
@@ -690,19 +690,19 @@ def _zeros_where_used(grad: Tensor | None, used: bool, master: Tensor) -> Tensor
 
 def _settle(replica: PipelineReplica, grads: Sequence[Tensor | None]) -> None:
     """Agree with the other ranks on the parameters with gradients and the updated buffers; collective."""
-    places = {name: at for at, name in enumerate(replica.held.holders)}
+    places = {name: index for index, name in enumerate(replica.stages.holders)}
     flags = torch.zeros(len(places), dtype=torch.int64)
     for name, grad in zip(replica.params, grads, strict=True):
         flags[places[name]] = int(grad is not None)
     names = {id(buffer): name for name, buffer in replica.model.named_buffers()}
-    here = nn.ModuleList(replica.held.blocks.values()).named_buffers()
-    buffers = [names[id(buffer)] for _, buffer in here]
+    named = nn.ModuleList(replica.stages.blocks.values()).named_buffers()
+    buffers = [names[id(buffer)] for _, buffer in named]
     for name, changed in zip(buffers, replica.changed, strict=False):
         flags[places[name]] = int(changed)
-    found = torch.stack(replica.all_ranks.gather(flags)).amax(0).tolist()
+    agreed = torch.stack(replica.all_ranks.gather(flags)).amax(0).tolist()
     replica.settle(
-        used=[bool(found[places[name]]) for name in replica.params],
-        buffers=[float(found[places[name]]) for name in buffers],
+        used=[bool(agreed[places[name]]) for name in replica.params],
+        buffers=[float(agreed[places[name]]) for name in buffers],
     )
 
 
@@ -712,5 +712,5 @@ class PipelineExecutor(SynchronousExecutor[PipelineReplica]):
     def load_state_dict(self, state: StateDict) -> None:
         """Restore this rank's tensors of a checkpoint of any strategy."""
         model = self._replica.model
-        foreign = {name for name, one in (*model.named_parameters(), *model.named_buffers()) if one.is_meta}
+        foreign = {name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta}
         super().load_state_dict(select(state, lambda key: name_in(key) not in foreign))

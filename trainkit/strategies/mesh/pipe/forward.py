@@ -118,13 +118,13 @@ class Program:
     def filled(self, tensors: Sequence[Tensor]) -> Any:
         """Return the outputs of the model with these tensors."""
         leaves, spec = tree_flatten(self.outputs)
-        left = iter(tensors)
-        return tree_unflatten([next(left) if isinstance(leaf, TensorMeta) else leaf for leaf in leaves], spec)
+        remaining = iter(tensors)
+        return tree_unflatten([next(remaining) if isinstance(leaf, TensorMeta) else leaf for leaf in leaves], spec)
 
     def starts(self, stage_of: Mapping[str, int], num_stages: int) -> list[int]:
         """Return the first call of each stage, and the number of calls; stages must not decrease along the blocks."""
         stages = [stage_of[name] for name in self.blocks]
-        return [sum(one < stage for one in stages) for stage in range(num_stages + 1)]
+        return [sum(block_stage < stage for block_stage in stages) for stage in range(num_stages + 1)]
 
     def spans(self, stage_of: Mapping[str, int], num_stages: int) -> list[Span]:
         """Return each stage."""
@@ -136,10 +136,10 @@ class Program:
         return Span(program=self, first=first, end=end, received=received, sent=sent)
 
     def _crossing(self, call: int) -> tuple[Crossing, ...]:
-        found = self.crossings[call] if 0 < call < len(self.blocks) else ()
-        if isinstance(found, CannotCut):
-            raise TrainingError(f"the model cannot be cut into stages: {found}. {found.remedy}")
-        return found
+        crossings = self.crossings[call] if 0 < call < len(self.blocks) else ()
+        if isinstance(crossings, CannotCut):
+            raise TrainingError(f"the model cannot be cut into stages: {crossings}. {crossings.remedy}")
+        return crossings
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -158,9 +158,9 @@ class Span:
         return self.end == len(self.program.blocks)
 
     @property
-    def made(self) -> tuple[TensorMeta, ...]:
+    def outputs(self) -> tuple[TensorMeta, ...]:
         """What the stage sends; of the last one, the tensors among the outputs."""
-        return self.program.finals if self.is_last else tuple(one.meta for one in self.sent)
+        return self.program.finals if self.is_last else tuple(crossing.meta for crossing in self.sent)
 
 
 class Blocks(nn.Module):
@@ -221,8 +221,8 @@ class StageModule(nn.Module):
         it.
         """
         arrived = received if self.span.first else ()
-        made: tuple[Tensor, ...] = self.blocks(self._run, *arrived)
-        return made
+        outputs: tuple[Tensor, ...] = self.blocks(self._run, *arrived)
+        return outputs
 
     def _run(self, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
         span, inputs = self.span, self.inputs
@@ -234,9 +234,10 @@ class StageModule(nn.Module):
                 outputs = self._forward(inputs)
         except _Ended:
             assert not span.is_last
-            for one in span.sent:
-                one.meta.check(calls.values[one.number])
-            return tuple(calls.values[one.number].contiguous() for one in span.sent)  # received as contiguous ones
+            for crossing in span.sent:
+                crossing.meta.check(calls.values[crossing.number])
+            # the next stage receives contiguous tensors
+            return tuple(calls.values[crossing.number].contiguous() for crossing in span.sent)
         if not span.is_last:
             raise TrainingError(_OTHER_CALLS.format("it ends"))
         leaves = tree_leaves(outputs, is_leaf=lambda leaf: isinstance(leaf, Loss))  # a loss is a tree of its own
@@ -258,12 +259,12 @@ class _Calls:
     """The calls of blocks in one pass of a stage."""
 
     def __init__(self, span: Span, received: Sequence[Tensor], device: torch.device) -> None:
-        arrived = list(zip(span.received, received, strict=True))
-        self.values = {one.number: tensor.clone() if one.is_written else tensor for one, tensor in arrived}
+        pairs = list(zip(span.received, received, strict=True))
+        self.values = {crossing.number: tensor.clone() if crossing.is_written else tensor for crossing, tensor in pairs}
         self._span, self._device, self._next, self._inside = span, device, 0, False
-        self._replaced = {place: self.values[one.number] for one, _ in arrived for place in one.places}
-        self._kept = {place: one.number for one in span.sent for place in one.places}
-        self._watched = {place[:2] for place in (*self._replaced, *self._kept)}
+        self._replaced = {place: self.values[crossing.number] for crossing, _ in pairs for place in crossing.places}
+        self._sent = {place: crossing.number for crossing in span.sent for place in crossing.places}
+        self._watched = {place[:2] for place in (*self._replaced, *self._sent)}
 
     def run(self, name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._inside:  # a block that calls another one
@@ -295,11 +296,11 @@ class _Calls:
         if (call, side) not in self._watched:
             return tree
         leaves, spec = tree_flatten(tree)
-        for at in range(len(leaves)):
-            place = call, side, at
-            leaves[at] = self._replaced.get(place, leaves[at]) if replaces else leaves[at]
-            if place in self._kept:
-                self.values.setdefault(self._kept[place], leaves[at])
+        for index in range(len(leaves)):
+            place = call, side, index
+            leaves[index] = self._replaced.get(place, leaves[index]) if replaces else leaves[index]
+            if place in self._sent:
+                self.values.setdefault(self._sent[place], leaves[index])
         return tree_unflatten(leaves, spec)
 
 
@@ -320,7 +321,7 @@ def intercepted(blocks: Mapping[str, nn.Module], run: Callable[..., Any]) -> Ite
 
 
 @dataclass(kw_only=True, eq=False)
-class _Seen:
+class _TensorRecord:
     """A tensor of a recorded pass."""
 
     tensor: Tensor
@@ -328,7 +329,7 @@ class _Seen:
     number: int
     born: int
     """The number of calls that had begun when it was made."""
-    sources: Sequence[_Seen] | None = None
+    sources: Sequence[_TensorRecord] | None = None
     """The tensors of blocks from which the model's own code has made it; None: a block has made it."""
     places: list[Place] = field(default_factory=list)
     last: int = -1
@@ -337,7 +338,7 @@ class _Seen:
     """The same for uses by the model's own code."""
 
     @property
-    def of_blocks(self) -> Sequence[_Seen]:
+    def of_blocks(self) -> Sequence[_TensorRecord]:
         """The tensors of blocks on which it depends."""
         return (self,) if self.sources is None else self.sources
 
@@ -348,7 +349,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         model: the model.
         units: its blocks.
-        own: its parameters and buffers, without data.
+        tensors: its parameters and buffers, without data.
         inputs: its inputs, without data.
         instead: what each call returns, if blocks do not compute; None: they do.
         device: the device to compute on.
@@ -358,23 +359,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         model: nn.Module,
         units: Sequence[Block],
-        own: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
         inputs: Any,
         *,
         instead: Sequence[Any] | None,
         device: torch.device,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._model, self._own, self._instead, self._device = model, own, instead, device
+        self._model, self._tensors, self._instead, self._device = model, tensors, instead, device
         self._units = units
         self._state: _PythonState
-        self._names = {id(tensor): name for name, tensor in own.items()}
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._in_blocks = {name for unit in units for name, _ in unit.tensors()}
-        self._seen: dict[int, _Seen] = {}
+        self._records: dict[int, _TensorRecord] = {}
         self._free = {id(leaf): leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
         """Tensors that depend on no block; kept alive, so that no other tensor gets their ids."""
         self._inputs = {_storage(leaf) for leaf in self._free.values()}
-        self._of_storage: dict[int, list[_Seen]] = {}
+        self._of_storage: dict[int, list[_TensorRecord]] = {}
         """Storage that depends on blocks since it was written -> the tensors of blocks."""
         self._writes: list[tuple[int, int, bool]] = []
         """(storage, calls that had begun, whether code between blocks writes)."""
@@ -395,9 +396,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._instead is not None:
             self._calls.append(name)
             self._block = name
-            made = tree_map(self._without_numbers, self._instead[call]) if call < len(self._instead) else None
+            stand_in = tree_map(self._without_numbers, self._instead[call]) if call < len(self._instead) else None
             self._block = None
-            return made
+            return stand_in
         self._state.before_block(name, (args, kwargs))
         self._calls.append(name)
         self._pass(call, GIVEN, (args, kwargs))
@@ -420,15 +421,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def end(self) -> None:
         """Refuse what the model's own code has changed; called when its forward has ended."""
         for name, tensor in chain(self._model.named_parameters(), self._model.named_buffers()):
-            if name in self._own and name not in self._in_blocks and tensor is not self._own[name]:
+            if name in self._tensors and name not in self._in_blocks and tensor is not self._tensors[name]:
                 raise CannotCut(f"its own code replaces the tensor {name}")
         self._state.at_the_end()
 
     def _pass(self, call: int, side: str, tree: Any) -> None:
-        for at, leaf in enumerate(tree_leaves(tree)):
-            if isinstance(leaf, Tensor) and (seen := self._found(leaf)) is not None:
-                seen.places.append((call, side, at))
-                seen.last = max(seen.last, call + (side == GIVEN))
+        for index, leaf in enumerate(tree_leaves(tree)):
+            if isinstance(leaf, Tensor) and (record := self._record_of(leaf)) is not None:
+                record.places.append((call, side, index))
+                record.last = max(record.last, call + (side == GIVEN))
 
     def _refuse_generator(self, where: str, tree: Any) -> None:
         if any(isinstance(leaf, torch.Generator) for leaf in tree_leaves(tree)):
@@ -437,52 +438,52 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 remedy=f"Draw from torch's own generator, {_ELSEWHERE}",
             )
 
-    def _found(self, tensor: Tensor) -> _Seen | None:
+    def _record_of(self, tensor: Tensor) -> _TensorRecord | None:
         """Return the record of a tensor that depends on blocks; None for any other."""
-        if id(tensor) not in self._seen and (sources := self._of_storage.get(_storage(tensor))) is not None:
-            self._see(tensor, sources)  # a view that was made before its memory was written
-        return self._seen.get(id(tensor))
+        if id(tensor) not in self._records and (sources := self._of_storage.get(_storage(tensor))) is not None:
+            self._add_record(tensor, sources)  # a view that was made before its memory was written
+        return self._records.get(id(tensor))
 
-    def _see(self, tensor: Tensor, sources: Sequence[_Seen] | None) -> _Seen:
-        seen = _Seen(tensor=tensor, number=len(self._seen), born=len(self._calls), sources=sources)
-        self._seen[id(tensor)] = seen
-        return seen
+    def _add_record(self, tensor: Tensor, sources: Sequence[_TensorRecord] | None) -> _TensorRecord:
+        record = _TensorRecord(tensor=tensor, number=len(self._records), born=len(self._calls), sources=sources)
+        self._records[id(tensor)] = record
+        return record
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and record what it uses, makes and writes."""
         kwargs = kwargs or {}
         if func.namespace == "prim":  # as `tensor.device`, which fake tensors ask each other for
             return func(*args, **kwargs)
-        now, between = len(self._calls), self._block is None
+        num_calls, between = len(self._calls), self._block is None
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func is torch.ops.aten.equal.default and id(tensors[0]) in self._names:
             return False  # a recomputed block asks it of its buffers: each counts as updated
         if between:
             self._between(func, args, kwargs, tensors)
-        sources: dict[int, _Seen] = {}
+        sources: dict[int, _TensorRecord] = {}
         for tensor in tensors:
-            if (seen := self._found(tensor)) is not None:
-                seen.last = max(seen.last, now)
-                seen.last_between = now if between else seen.last_between
-                sources.update({one.number: one for one in seen.of_blocks})
+            if (record := self._record_of(tensor)) is not None:
+                record.last = max(record.last, num_calls)
+                record.last_between = num_calls if between else record.last_between
+                sources.update({source.number: source for source in record.of_blocks})
         result = func(*args, **kwargs)
         written = _written(func, args, kwargs)
         for tensor in (*(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)), *written):
-            if id(tensor) in self._names or id(tensor) in self._seen:
+            if id(tensor) in self._names or id(tensor) in self._records:
                 continue
             if sources or not between:
-                self._see(tensor, list(sources.values()) if between else None)
+                self._add_record(tensor, list(sources.values()) if between else None)
             else:
                 self._free[id(tensor)] = tensor
         for tensor in written:
-            self._writes.append((_storage(tensor), now, between))
+            self._writes.append((_storage(tensor), num_calls, between))
             if between and self._names.get(id(tensor)) is not None:
                 raise CannotCut(
                     f"its own code writes into {self._names[id(tensor)]} between its blocks",
                     remedy=f"Move the tensor and that code into a block, {_ELSEWHERE}",
                 )
-            if (seen := self._seen.get(id(tensor))) is not None:
-                self._of_storage[_storage(tensor)] = list(seen.of_blocks)
+            if (record := self._records.get(id(tensor))) is not None:
+                self._of_storage[_storage(tensor)] = list(record.of_blocks)
         return result
 
     def _between(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
@@ -493,7 +494,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name = self._names.get(id(tensor))
             if name in self._in_blocks:
                 self._used[name] = self._calls[-1] if self._calls else "its inputs"
-            if name is None and is_fake(tensor) and id(tensor) not in self._free and self._found(tensor) is None:
+            if name is None and is_fake(tensor) and id(tensor) not in self._free and self._record_of(tensor) is None:
                 raise CannotCut(
                     "its own code uses a tensor of an earlier pass, which an attribute or an object has kept",
                     remedy=f"Return it from the block that creates it, {_ELSEWHERE}",
@@ -504,11 +505,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _refuse_objects("it returns", outputs)
         count = len(self._calls)
         finals = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        made = [seen for leaf in finals if (seen := self._found(leaf)) is not None]
-        alone = len(finals) == len(made) == 1 and made[0].last_between < 0 and len(made[0].places) == 1
-        last = made[0].places[0][0] if alone else None
-        for seen in made:
-            seen.last = seen.last_between = count
+        records = [record for leaf in finals if (record := self._record_of(leaf)) is not None]
+        alone = len(finals) == len(records) == 1 and records[0].last_between < 0 and len(records[0].places) == 1
+        last = records[0].places[0][0] if alone else None
+        for record in records:
+            record.last = record.last_between = count
         return Program(
             blocks=tuple(self._calls),
             results=tuple(self._results),
@@ -521,45 +522,45 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _crossings(self, call: int) -> tuple[Crossing, ...] | CannotCut:
         """Return what is sent if a stage begins with a call; or why that is impossible."""
-        found: dict[int, Crossing] = {}
+        crossings: dict[int, Crossing] = {}
         storages: dict[int, int] = {}
-        for seen in self._seen.values():
-            if not seen.born <= call < seen.last:
+        for record in self._records.values():
+            if not record.born <= call < record.last:
                 continue
-            sent = [(seen, places)] if (places := self._sent_at(seen, call)) else []
-            if not sent and seen.sources is not None:
-                sent = [(one, self._sent_at(one, call, RETURNED)) for one in seen.sources]
+            sent = [(record, places)] if (places := self._sent_at(record, call)) else []
+            if not sent and record.sources is not None:
+                sent = [(source, self._sent_at(source, call, RETURNED)) for source in record.sources]
             if not sent or not all(places for _, places in sent):
                 return CannotCut(
                     f"code after {self._calls[call - 1]} and code after {self._calls[call]} use a tensor that no block "
                     "returns as it is",
                     remedy="Return it from a block, write the model without operations in place, or use strategy=fsdp.",
                 )
-            for one, places in sent:
-                is_written = any(storage == _storage(one.tensor) and at > call for storage, at, _ in self._writes)
-                found[one.number] = Crossing(
-                    number=one.number, meta=_meta_of(one.tensor), places=tuple(places), is_written=is_written
+            for source, places in sent:
+                is_written = any(storage == _storage(source.tensor) and at > call for storage, at, _ in self._writes)
+                crossings[source.number] = Crossing(
+                    number=source.number, meta=_meta_of(source.tensor), places=tuple(places), is_written=is_written
                 )
-                storages[one.number] = _storage(one.tensor)
-        shared = [one for one in found.values() if list(storages.values()).count(storages[one.number]) > 1]
-        if any(one.is_written for one in shared):
+                storages[source.number] = _storage(source.tensor)
+        written = [storages[crossing.number] for crossing in crossings.values() if crossing.is_written]
+        if any(list(storages.values()).count(storage) > 1 for storage in written):
             return CannotCut(
                 f"code after {self._calls[call]} writes in place into a tensor of which {self._calls[call - 1]} and "
                 "later blocks use several views",
                 remedy=f"Write the model without the in-place operation, {_ELSEWHERE}",
             )
-        return tuple(found.values())
+        return tuple(crossings.values())
 
-    def _sent_at(self, seen: _Seen, call: int, side: str | None = None) -> list[Place]:
+    def _sent_at(self, record: _TensorRecord, call: int, side: str | None = None) -> list[Place]:
         """Return where the model meets a tensor that is sent before a call, as it is then."""
-        storage = _storage(seen.tensor)
-        returned = [place for place in seen.places if place[1] == RETURNED and place[0] < call]
+        storage = _storage(record.tensor)
+        returned = [place for place in record.places if place[1] == RETURNED and place[0] < call]
         again = [at for written, at, between in self._writes if written == storage and between and at <= call]
         if returned and not any(at > returned[0][0] for at in again):  # the code in between would write again
             return returned
-        given = [place for place in seen.places if place[1] == GIVEN]
-        if side is None and seen.last_between <= call and any(at <= call for at, _, _ in given):
-            return given
+        arguments = [place for place in record.places if place[1] == GIVEN]
+        if side is None and record.last_between <= call and any(at <= call for at, _, _ in arguments):
+            return arguments
         return []
 
 
@@ -576,12 +577,12 @@ def _meta_of(leaf: Any) -> Any:
     return TensorMeta(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
-def _refuse_objects(what: str, tree: Any) -> None:
+def _refuse_objects(subject: str, tree: Any) -> None:
     """Refuse objects in a result that other stages would not get."""
     for leaf in tree_leaves(tree):
         if not isinstance(leaf, (Tensor, *_PLAIN)):
             raise CannotCut(
-                f"{what} an object of the class {class_name(leaf)}, which is not sent to other stages",
+                f"{subject} an object of the class {class_name(leaf)}, which is not sent to other stages",
                 remedy=f"Use tensors and numbers, in tuples, lists or dicts, {_ELSEWHERE}",
             )
 
@@ -600,10 +601,10 @@ def _constant(leaf: Any) -> str:
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors into which an operation writes."""
-    given = {**dict(zip((one.name for one in func._schema.arguments), args, strict=False)), **kwargs}  # noqa: SLF001
-    names = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]  # noqa: SLF001
-    found = tree_leaves([given.get(name) for name in names])
-    return [leaf for leaf in found if isinstance(leaf, Tensor)]
+    arguments = {**dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)), **kwargs}  # noqa: SLF001
+    names = [arg.name for arg in func._schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]  # noqa: SLF001
+    written = tree_leaves([arguments.get(name) for name in names])
+    return [leaf for leaf in written if isinstance(leaf, Tensor)]
 
 
 class _PythonState:
@@ -611,23 +612,23 @@ class _PythonState:
 
     def __init__(self, model: nn.Module, units: Sequence[Block]) -> None:
         inside = {id(module) for unit in units for entry in unit.entries for module in entry.modules()}
-        self._outside = ObjectSnapshot((name, one) for name, one in model.named_modules() if id(one) not in inside)
+        self._outside = ObjectSnapshot(pair for pair in model.named_modules() if id(pair[1]) not in inside)
         self._owners = {unit.name: unit.owners for unit in units}
         self._blocks = {name: ObjectSnapshot(owners) for name, owners in self._owners.items()}
         self._model = model
 
-    def before_block(self, name: str, given: Any) -> None:
+    def before_block(self, name: str, arguments: Any) -> None:
         """Refuse changes of a block by others, and store its arguments."""
         for path, kind in self._blocks[name].changed():
             raise CannotCut(
                 f"{path} ({kind}) of the block {name} is changed outside of the block",
                 remedy=f"Pass it as an argument, {_ELSEWHERE}",
             )
-        self._given = ObjectSnapshot([("", given)])
+        self._arguments = ObjectSnapshot([("", arguments)])
 
     def after_block(self, name: str) -> None:
         """Refuse changes of a block to its arguments: other stages have their own."""
-        if (kind := self._given.changed_class()) is not None:
+        if (kind := self._arguments.changed_class()) is not None:
             switch = cache_switch(self._model)
             raise CannotCut(
                 f"the block {name} changes the {kind} among its arguments, of which each stage has its own",
@@ -676,8 +677,8 @@ def trace(
         second, _ = _pass(model, units, inputs, program.results, device=device, grad=grad)
     if first.trail != second.trail:
         pairs = zip(first.trail, second.trail, strict=False)
-        at = next((place for place, (one, other) in enumerate(pairs) if one != other), len(first.trail))
-        names = [what for what, _ in first.trail[:at] if what in program.blocks]
+        index = next((i for i, (left, right) in enumerate(pairs) if left != right), len(first.trail))
+        names = [name for name, _ in first.trail[:index] if name in program.blocks]
         raise CannotCut(
             f"its own code after {names[-1] if names else 'its inputs'} does something else in each pass, or where "
             "that block is on another stage",
@@ -713,29 +714,29 @@ def _pass(
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        own = {
+        tensors = {
             name: torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
             )
             for name, tensor in chain(model.named_parameters(), model.named_buffers())
         }
         shaped = tree_map(without_numbers, inputs)
-        recorder = _Recorder(model, units, own, shaped, instead=instead, device=device)
+        recorder = _Recorder(model, units, tensors, shaped, instead=instead, device=device)
         stack.callback(model.register_forward_hook(lambda *_: recorder.end()).remove)
         stack.enter_context(noting_keys(lambda _set_key: None))
         stack.enter_context(intercepted({unit.name: unit.entries[0] for unit in units}, recorder.run))
         recorder.begin()
         try:
             with recorder:
-                outputs = functional_call(model, own, (shaped,))
+                outputs = functional_call(model, tensors, (shaped,))
         except CannotCut:
             raise
         except Exception as error:
-            said = named_first_line(error).rstrip(".")
+            reason = named_first_line(error).rstrip(".")
             if instead is None:
-                raise CannotCut(said) from error
+                raise CannotCut(reason) from error
             raise CannotCut(
-                f"its own code needs what a block does beside what it returns ({said})",
+                f"its own code needs what a block does beside what it returns ({reason})",
                 remedy=f"Return it from the block, {_ELSEWHERE}",
             ) from error
         if host.moved():
@@ -760,26 +761,26 @@ def programs_of(model: nn.Module, units: Sequence[Block], context: PlanContext) 
     sample = context.sample
     if sample is None:
         return ()
-    places = ("_backward_hooks", "_backward_pre_hooks")  # have no public names
+    hooks = ("_backward_hooks", "_backward_pre_hooks")  # have no public names
     for name, module in model.named_modules():
-        if any(getattr(module, place) for place in places):
+        if any(getattr(module, hook) for hook in hooks):
             rule = f"{name} has a backward hook, which a pipeline does not call. Use strategy=fsdp."
             return [Problem(key="model", rule=rule)]
-    known = _KNOWN.get(model)
-    if known is None or known[0] is not sample:
+    cached = _KNOWN.get(model)
+    if cached is None or cached[0] is not sample:
         batch, objective = context.collate([sample, sample], [0, 0]), context.objective
-        given = (objective.split_batch(batch) if isinstance(objective, Supervised) else split_batch(batch))[0]
-        _KNOWN[model] = known = sample, _tried(model, units, given)
-    return known[1]
+        inputs = (objective.split_batch(batch) if isinstance(objective, Supervised) else split_batch(batch))[0]
+        _KNOWN[model] = cached = sample, _tried(model, units, inputs)
+    return cached[1]
 
 
-def _tried(model: nn.Module, units: Sequence[Block], given: Any) -> tuple[Program, ...] | list[Problem]:
+def _tried(model: nn.Module, units: Sequence[Block], raw_inputs: Any) -> tuple[Program, ...] | list[Problem]:
     # The model here is in float32, for any precision of the run.
     inputs = tree_map(
         lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf,
-        given,
+        raw_inputs,
     )
-    was = {module: module.training for module in model.modules()}
+    modes = {module: module.training for module in model.modules()}
     run = partial(trace, model, units, inputs, device=torch.device("cpu"), autocast=nullcontext())
     try:
         training = run()
@@ -788,5 +789,5 @@ def _tried(model: nn.Module, units: Sequence[Block], given: Any) -> tuple[Progra
     except CannotCut as error:
         return [Problem(key="model", rule=f"cannot be cut into stages: {error}. {error.remedy}")]
     finally:
-        for module, mode in was.items():  # parents before their children, which may differ
+        for module, mode in modes.items():  # parents before their children, which may differ
             module.train(mode)

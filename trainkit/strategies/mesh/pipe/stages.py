@@ -129,18 +129,18 @@ def leaders_among(units: Sequence[Block], programs: Sequence[Program]) -> list[i
 
     Blocks must share a stage between two calls of a block, and where no tensor can be sent that later code uses.
     """
-    position = {unit.name: at for at, unit in enumerate(units)}
+    index_of = {unit.name: index for index, unit in enumerate(units)}
     leaders = list(range(len(units)))
     for program in programs:
-        places = [position[name] for name in program.blocks]
-        for call, (place, found) in enumerate(zip(places, program.crossings, strict=True)):
-            furthest = max(places[:call], default=-1)
-            if call and (place < furthest or (place > furthest and isinstance(found, CannotCut))):
-                for at in range(min(place, furthest), max(place, furthest) + 1):
-                    leaders[at] = min(leaders[at], place, furthest)
-    for at in range(len(leaders) - 2, -1, -1):  # overlapping ranges are merged
-        later = min(leaders[at + 1 :])
-        leaders[at] = min(leaders[at], later) if later <= at else leaders[at]
+        indices = [index_of[name] for name in program.blocks]
+        for call, (current, crossing) in enumerate(zip(indices, program.crossings, strict=True)):
+            furthest = max(indices[:call], default=-1)
+            if call and (current < furthest or (current > furthest and isinstance(crossing, CannotCut))):
+                for index in range(min(current, furthest), max(current, furthest) + 1):
+                    leaders[index] = min(leaders[index], current, furthest)
+    for index in range(len(leaders) - 2, -1, -1):  # overlapping ranges are merged
+        later = min(leaders[index + 1 :])
+        leaders[index] = min(leaders[index], later) if later <= index else leaders[index]
     return leaders
 
 
@@ -160,7 +160,7 @@ class StageAssignment:
 
     def members(self, stage: int) -> list[Block]:
         """Return the blocks of a stage, in the order in which the model names them."""
-        return [unit for unit, one in zip(self.units, self.stages, strict=True) if one == stage]
+        return [unit for unit, unit_stage in zip(self.units, self.stages, strict=True) if unit_stage == stage]
 
     def holders(self, model: nn.Module, num_ranks: int) -> dict[str, tuple[int, ...]]:
         """Return parameter or buffer, by canonical name -> the positions along `pipe` whose stages hold it.
@@ -193,7 +193,7 @@ def blocks_to_cut(model: nn.Module) -> tuple[Block, ...]:
         >>> [unit.name for unit in blocks_to_cut(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))]
         ['0', '1']
     """
-    order = {name: at for at, (name, _) in enumerate(model.named_modules())}
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return tuple(sorted(_single(model), key=lambda unit: order[unit.name]))
 
 
@@ -212,7 +212,7 @@ def _balanced(
     units: Sequence[Block],
     num_stages: int,
     bytes_of: Callable[[Tensor], int],
-    kept: Sequence[int] | None,
+    activations: Sequence[int] | None,
     leaders: Sequence[int],
     *,
     key: str,
@@ -220,19 +220,20 @@ def _balanced(
     # every stage must contain trained parameters, so untrained blocks count as zero
     counted = [sum(map(bytes_of, distinct_tensors([unit]))) if _is_trained(unit) else 0 for unit in units]
     last = None
-    for at, more in enumerate(kept or ()):  # the activations of untrained blocks count in the trained one before
-        last = at if counted[at] else last
+    for index, more in enumerate(activations or ()):
+        # the activations of untrained blocks count in the trained one before
+        last = index if counted[index] else last
         if last is not None:
             counted[last] += more
     anywhere = [math.inf] * num_stages
-    found = balanced(counted, anywhere, leaders=leaders, fill=True)
-    if found is None:  # then the recorded passes determine which blocks must share a stage
-        found = balanced(counted, anywhere, leaders=range(len(units)), fill=True)
-    if found is None:
+    stages = balanced(counted, anywhere, leaders=leaders, fill=True)
+    if stages is None:  # then the recorded passes determine which blocks must share a stage
+        stages = balanced(counted, anywhere, leaders=range(len(units)), fill=True)
+    if stages is None:
         most = sum(size > 0 for size in counted)
         rule = f"the model has {most} blocks with parameters to train. Use {most} stages or fewer in all."
         return [Problem(key=key, value=num_stages, rule=rule)]
-    return StageAssignment(units=tuple(units), stages=tuple(found), num_stages=num_stages)
+    return StageAssignment(units=tuple(units), stages=tuple(stages), num_stages=num_stages)
 
 
 def _is_trained(unit: Block) -> bool:
@@ -247,23 +248,23 @@ def misfits(
     """
     if not programs:
         return _order_problems(cut, [unit.name for unit in cut.units], better)
-    found = [problem for program in programs for problem in run_problems(cut, program, better=better)]
-    return list(dict.fromkeys(found))
+    problems = [problem for program in programs for problem in run_problems(cut, program, better=better)]
+    return list(dict.fromkeys(problems))
 
 
 def _order_problems(cut: StageAssignment, ran: Sequence[str], better: StageAssignment | None) -> list[Problem]:
     """Return a problem if the stages are not in the order of the blocks."""
     stages = [cut.stage_of[name] for name in ran]
-    at = next((place for place, (one, other) in enumerate(pairwise(stages)) if one > other), None)
-    if at is None:
+    index = next((i for i, (before, after) in enumerate(pairwise(stages)) if before > after), None)
+    if index is None:
         return []
-    text = f"goes back from stage {stages[at]} ({ran[at]}) to stage {stages[at + 1]} ({ran[at + 1]})"
+    text = f"goes back from stage {stages[index]} ({ran[index]}) to stage {stages[index + 1]} ({ran[index + 1]})"
     twice = next((name for name in ran if ran.count(name) > 1), None)
     use = "" if better is None else f" Use {better.words()}."
     if twice is not None:
         rule = f"{text}, and the model runs {twice} more than once. Put all blocks between its calls on its stage.{use}"
         return [Problem(key="strategy.map", rule=rule)]
-    changes = sum(one != other for one, other in pairwise(stages))
+    changes = sum(before != after for before, after in pairwise(stages))
     rule = (
         f"{text}; activations change their stage {changes} time{'' if changes == 1 else 's'}, and "
         f"{cut.num_stages - 1} would suffice. "
@@ -274,8 +275,8 @@ def _order_problems(cut: StageAssignment, ran: Sequence[str], better: StageAssig
 
 def run_problems(cut: StageAssignment, program: Program, *, better: StageAssignment | None = None) -> list[Problem]:
     """Return problems of one recorded pass: the order of its blocks, and tensors that are used on other stages."""
-    if found := _order_problems(cut, program.blocks, better):
-        return found
+    if problems := _order_problems(cut, program.blocks, better):
+        return problems
     for call in program.starts(cut.stage_of, cut.num_stages)[1:-1]:
         if call < len(program.blocks) and isinstance(error := program.crossings[call], CannotCut):
             return [Problem(key="model", rule=f"cannot be cut before {program.blocks[call]}: {error}. {error.remedy}")]
@@ -309,34 +310,34 @@ class Stages:
 
     @property
     def _limits(self) -> MemoryLimits:
-        return MemoryLimits(given=self.max_memory, names=[str(rank) for rank in range(self.pipe)], noun="rank")
+        return MemoryLimits(limits=self.max_memory, names=[str(rank) for rank in range(self.pipe)], noun="rank")
 
     def problems(self, context: PlanContext) -> list[Problem]:
         """Return the problems of the keys in a context."""
-        found, several = list[Problem](), self.schedule in _SEVERAL
+        problems, several = list[Problem](), self.schedule in _SEVERAL
         if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):  # its schedules need a microbatch per stage
             rule = f"needs torch 2.11 or newer, and this is {torch.__version__}."
-            found.append(Problem(key=self.key, value=self.pipe, rule=rule))
+            problems.append(Problem(key=self.key, value=self.pipe, rule=rule))
         if context.num_gpus and mig_instances(os.environ):
             rule = "sends tensors between GPUs, which MIG instances cannot: NCCL does not support them, and gloo sends "
             rule += "memory of the host alone. Use whole GPUs, or another strategy."
-            found.append(Problem(key=self.key, value=self.pipe, rule=rule))
+            problems.append(Problem(key=self.key, value=self.pipe, rule=rule))
         if not several and self.a_rank > 1:
             rule = f"schedule={self.schedule} has one stage per rank. Use interleaved, or leave it out."
-            found.append(Problem(key="strategy.virtual_stages", value=self.virtual_stages, rule=rule))
+            problems.append(Problem(key="strategy.virtual_stages", value=self.virtual_stages, rule=rule))
         if self.schedule == "interleaved" and self.a_rank == 1:
             rule = "interleaves nothing. Use 2 or more, or schedule=1f1b."
-            found.append(Problem(key="strategy.virtual_stages", value=self.virtual_stages, rule=rule))
+            problems.append(Problem(key="strategy.virtual_stages", value=self.virtual_stages, rule=rule))
         if context.numerics.reproducible:
             rule = "does not work with a pipeline, which sums in its own order. Leave it out."
-            found.append(Problem(key="numerics.reproducible", value=True, rule=rule))
+            problems.append(Problem(key="numerics.reproducible", value=True, rule=rule))
         if isinstance(context.objective, Supervised) and isinstance(context.objective.input, list | tuple):
             rule = "names several fields, and a pipeline passes its model one. Name one, or use another strategy."
-            found.append(Problem(key="objective.input", value=context.objective.input, rule=rule))
+            problems.append(Problem(key="objective.input", value=context.objective.input, rule=rule))
         if self.map == {}:
             rule = "places nothing. Name modules and their stages, {embed:0,rest:1}, or use auto."
-            found.append(Problem(key="strategy.map", value="{}", rule=rule))
-        return found + self._limits.problems()
+            problems.append(Problem(key="strategy.map", value="{}", rule=rule))
+        return problems + self._limits.problems()
 
     def assigned(
         self, model: nn.Module, precision: Precision, context: PlanContext | None = None
@@ -352,22 +353,22 @@ class Stages:
         Returns:
             The assignment, with the blocks in the order in which they run, or every problem of the map.
         """
-        given, num_stages = self.map if isinstance(self.map, Mapping) else None, self.pipe * self.a_rank
-        found = () if context is None else programs_of(model, blocks_to_cut(model), context)
-        programs = () if isinstance(found, list) else found
+        stage_map, num_stages = self.map if isinstance(self.map, Mapping) else None, self.pipe * self.a_rank
+        recorded = () if context is None else programs_of(model, blocks_to_cut(model), context)
+        programs = () if isinstance(recorded, list) else recorded
         units = in_forward_order(blocks_to_cut(model), programs)
-        if given is None:
-            kept = activations_of(model, units, context, precision)
+        if stage_map is None:
+            activations = activations_of(model, units, context, precision)
             return _balanced(
-                units, num_stages, model_bytes(precision), kept, leaders_among(units, programs), key=self.key
+                units, num_stages, model_bytes(precision), activations, leaders_among(units, programs), key=self.key
             )
-        assigned, right = assign(model, units, given), range(num_stages)
+        assigned, valid = assign(model, units, stage_map), range(num_stages)
         problems = assigned.problems or [
             Problem(key=f"strategy.map.{word}", value=place, rule=f"no such stage: there are 0 to {num_stages - 1}.")
-            for word, place in given.items()
-            if isinstance(place, str) or place not in right
+            for word, place in stage_map.items()
+            if isinstance(place, str) or place not in valid
         ]
-        if not problems and (missing := [str(stage) for stage in right if stage not in given.values()]):
+        if not problems and (missing := [str(stage) for stage in valid if stage not in stage_map.values()]):
             many = "s" if len(missing) > 1 else ""
             rule = f"puts no block on stage{many} {', '.join(missing)} of {num_stages}. Every stage needs a block."
             problems = [Problem(key="strategy.map", rule=rule)]
@@ -378,10 +379,10 @@ class Stages:
         # A key of a whole block, as `transformer` in {transformer:0,transformer.h.1:1}, names its first parts and its
         # last norm at once, because a device map cuts between blocks only. A pipeline runs forwards: the norm moves to
         # the stage of the previous layer. So do blocks without tensors that no key names.
-        whole, stages, furthest = {unit.name for unit in blocks_of(model)}, list[int](), 0
+        blocks, stages, furthest = {unit.name for unit in blocks_of(model)}, list[int](), 0
         for unit, place, key in zip(units, assigned.places, assigned.keys, strict=True):
             stage = (stages[-1] if stages else 0) if place is None else int(place)
-            stages.append(max(stage, furthest) if key in whole and unit.name not in whole else stage)
+            stages.append(max(stage, furthest) if key in blocks and unit.name not in blocks else stage)
             furthest = max(furthest, stages[-1])
         cut = StageAssignment(units=units, stages=tuple(stages), num_stages=num_stages)
         return [
@@ -390,7 +391,7 @@ class Stages:
                 rule=f"stage {stage} ({', '.join(collapsed([unit.name for unit in cut.members(stage)]))}) has no "
                 "parameter to train. Put a block with parameters there.",
             )
-            for stage in right
+            for stage in valid
             if not any(_is_trained(unit) for unit in cut.members(stage))
         ] or cut
 
@@ -400,45 +401,45 @@ class Stages:
         cut = self.assigned(model, precision, context)
         if not isinstance(cut, StageAssignment):
             return cut
-        if self.max_memory is not None and (found := self._exceeded(model, cut, precision, context)):
-            return found
-        found = sparse_problems(model, "which are not summed")
-        found += counted_statistics_problems(
+        if self.max_memory is not None and (problems := self._exceeded(model, cut, precision, context)):
+            return problems
+        problems = sparse_problems(model, "which are not summed")
+        problems += counted_statistics_problems(
             model, context, because="a rank of a pipeline has those of its stages only"
         )
         programs = programs_of(model, cut.units, context)
         if isinstance(programs, list):
-            return found or programs
-        if not found and (found := misfits(cut, programs)):
+            return problems or programs
+        if not problems and (problems := misfits(cut, programs)):
             better = replace(self, map="auto").assigned(model, precision, context)
             if isinstance(better, StageAssignment) and not misfits(better, programs):
-                found = misfits(cut, programs, better=better)
-        return found or self._cut_problems(model, cut, layout)
+                problems = misfits(cut, programs, better=better)
+        return problems or self._cut_problems(model, cut, layout)
 
     def _exceeded(
         self, model: nn.Module, cut: StageAssignment, precision: Precision, context: PlanContext
     ) -> list[Problem]:
         """Return a problem for each rank whose stages exceed its limit."""
-        limits, kept = self._limits, activations_of(model, cut.units, context, precision)
-        own = [sum(map(model_bytes(precision), distinct_tensors([unit]))) for unit in cut.units]
-        sizes, counted = with_activations(own, kept)
-        held = dict.fromkeys(limits.names, 0)
+        limits, activations = self._limits, activations_of(model, cut.units, context, precision)
+        block_bytes = [sum(map(model_bytes(precision), distinct_tensors([unit]))) for unit in cut.units]
+        sizes, counted = with_activations(block_bytes, activations)
+        loads = dict.fromkeys(limits.names, 0)
         for size, stage in zip(sizes, cut.stages, strict=True):
-            held[limits.names[stage % self.pipe]] += size
+            loads[limits.names[stage % self.pipe]] += size
         rule = f"rank {{name}} takes {{limit}}, and its stages hold {{held}} of {counted}. "
-        return limits.exceeded(held, rule + "Use more stages, or activation_checkpointing=full.")
+        return limits.exceeded(loads, rule + "Use more stages, or activation_checkpointing=full.")
 
     def _cut_problems(self, model: nn.Module, cut: StageAssignment, layout: Layout) -> list[Problem]:
         """Return problems of stages that are cut: activations between them are whole, and parameters in blocks."""
         names = {unit.name for unit in cut.units}
-        for one in layout.fitted(model).chosen:
-            if one.name in names and {one.style.takes, one.style.gives} != {"whole"}:
-                rule = f"{one.style.name} cuts activations between {one.name} and other blocks, which may be on other "
-                rule += "stages. Use styles whose activations are whole between blocks."
-                return [Problem(key=f"strategy.plan.{one.pattern}", value=one.style.name, rule=rule)]
+        for match in layout.fitted(model).chosen:
+            if match.name in names and {match.style.takes, match.style.gives} != {"whole"}:
+                rule = f"{match.style.name} cuts activations between {match.name} and other blocks, which may be on "
+                rule += "other stages. Use styles whose activations are whole between blocks."
+                return [Problem(key=f"strategy.plan.{match.pattern}", value=match.style.name, rule=rule)]
         for name, param in model.named_parameters() if layout.gathers else ():
-            own = [any(tensor is param for _, tensor in unit.tensors()) for unit in cut.units]
-            stages = {stage for stage, holds in zip(cut.stages, own, strict=True) if holds}
+            uses = [any(tensor is param for _, tensor in unit.tensors()) for unit in cut.units]
+            stages = {stage for stage, holds in zip(cut.stages, uses, strict=True) if holds}
             if not stages:
                 rule = f"{name} is in no block, and shard gathers the parameters of blocks. Put it into one."
                 return [Problem(key="model", rule=rule)]
@@ -468,13 +469,13 @@ class Stages:
         cut = self.assigned(model, context.formats, context)
         if not isinstance(cut, StageAssignment):
             return ()
-        holders, found = cut.holders(model, self.pipe), list[ReplicaPart]()
-        for place in range(self.pipe):
-            units = [unit for unit, stage in zip(cut.units, cut.stages, strict=True) if stage % self.pipe == place]
-            resident = {name: size for name, size in memory.resident.items() if place in holders[name]}
+        holders, parts = cut.holders(model, self.pipe), list[ReplicaPart]()
+        for position in range(self.pipe):
+            units = [unit for unit, stage in zip(cut.units, cut.stages, strict=True) if stage % self.pipe == position]
+            resident = {name: size for name, size in memory.resident.items() if position in holders[name]}
             modules = names_of(model, [entry for unit in units for entry in unit.entries])
-            found.append(ReplicaPart(modules=modules, memory=replace(memory, resident=resident)))
-        return tuple(found)
+            parts.append(ReplicaPart(modules=modules, memory=replace(memory, resident=resident)))
+        return tuple(parts)
 
     def bubble(self, cut: StepCut) -> float:
         """Return the ideal bubble of the schedule."""

@@ -33,8 +33,8 @@ class WeightPass:
             params: the parameters of the stage with gradients.
         """
         pairs = zip(outputs, [None] * len(outputs) if grads is None else grads, strict=True)
-        found = [(get_gradient_edge(output), grad) for output, grad in pairs if output.requires_grad]
-        edges, starts = zip(*found, strict=True) if found else ((), ())
+        roots = [(get_gradient_edge(output), grad) for output, grad in pairs if output.requires_grad]
+        edges, starts = zip(*roots, strict=True) if roots else ((), ())
         return cls(edges=edges, grads=starts, params=tuple(params))
 
     def run(self) -> None:
@@ -54,18 +54,18 @@ def passes_of(groups: Sequence[Mapping[str, Any]], whole: WeightPass) -> Sequenc
         groups: what `torch.distributed.pipelining` found in the pass for inputs: the layers and their weights.
         whole: the pass from the outputs.
     """
-    found = list(_passes_of_layers(groups))
-    reached = [id(param) for one in found for param in one.params]
+    passes = list(_passes_of_layers(groups))
+    reached = [id(param) for weight_pass in passes for param in weight_pass.params]
     once = len(reached) == len(set(reached)) and len(reached) == len(whole.params)
-    return found if once and all(len(group["intermediates"]) == 1 for group in groups) else [whole]
+    return passes if once and all(len(group["intermediates"]) == 1 for group in groups) else [whole]
 
 
 def _passes_of_layers(groups: Sequence[Mapping[str, Any]]) -> Iterator[WeightPass]:
     for group in groups:
         starts = [
-            (GradientEdge(layer, place), grad)
+            (GradientEdge(layer, index), grad)
             for layer, grads in zip(group["intermediates"], group.get("grads") or [], strict=False)
-            for place, grad in enumerate(grads or ())
+            for index, grad in enumerate(grads or ())
             if grad is not None
         ]
         edges, grads = zip(*starts, strict=True) if starts else ((), ())
@@ -83,13 +83,13 @@ class SplitStage(nn.Module):
         super().__init__()
         self.stage = stage
         self._start = torch.zeros((), requires_grad=True)  # the inputs of the first stage have no gradients
-        self._left: Sequence[WeightPass] = ()
+        self._pending: Sequence[WeightPass] = ()
 
     def forward(self, *received: Tensor) -> tuple[Tensor, ...]:
         """Compute the outputs; between them and the inputs the graph has one node."""
         outputs = self.stage(*received)
-        found: tuple[Tensor, ...] = _Inputs.apply(self, self._start, outputs, *received)  # type: ignore[no-untyped-call]
-        return found
+        detached: tuple[Tensor, ...] = _Inputs.apply(self, self._start, outputs, *received)  # type: ignore[no-untyped-call]
+        return detached
 
     def input_grads(
         self, outputs: Sequence[Tensor], grads: Sequence[Tensor], received: Sequence[Tensor]
@@ -98,26 +98,26 @@ class SplitStage(nn.Module):
         # slow to import, and needed only with stages
         from torch.distributed.pipelining._backward import stage_backward_input  # noqa: PLC0415
 
-        params = [one for one in self.stage.parameters() if one.requires_grad]
+        params = [param for param in self.stage.parameters() if param.requires_grad]
         whole = WeightPass.of_outputs(outputs, grads, params)
-        if not any(one.requires_grad for one in received):
-            self._left = [whole]
+        if not any(tensor.requires_grad for tensor in received):
+            self._pending = [whole]
             return [None] * len(received)
         # torch detaches the outputs in place, which views refuse
-        copied = [one.clone() if one._is_view() else one for one in outputs]  # noqa: SLF001 - torch's name
-        found, groups = stage_backward_input(copied, list(grads), list(received), iter(params))
-        for one in received:
-            one.grad = None  # it is returned as well
-        self._left = passes_of(groups, whole)
-        return found
+        copied = [output.clone() if output._is_view() else output for output in outputs]  # noqa: SLF001 - torch's name
+        received_grads, groups = stage_backward_input(copied, list(grads), list(received), iter(params))
+        for tensor in received:
+            tensor.grad = None  # it is returned as well
+        self._pending = passes_of(groups, whole)
+        return received_grads
 
     def weights(self) -> Callable[[], None]:
         """Return the passes that the last backward pass has left; torch calls them when they are due."""
-        left, self._left = self._left, ()
+        pending, self._pending = self._pending, ()
 
         def run() -> None:
-            for one in left:
-                one.run()
+            for weight_pass in pending:
+                weight_pass.run()
 
         return run
 
@@ -130,11 +130,11 @@ class _Inputs(torch.autograd.Function):
         ctx: Any, stage: SplitStage, _start: Tensor, outputs: Sequence[Tensor], *received: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.stage, ctx.outputs, ctx.received = stage, outputs, received
-        found = tuple(one.detach() for one in outputs)
+        detached = tuple(output.detach() for output in outputs)
         ctx.mark_non_differentiable(
-            *(one for one, output in zip(found, outputs, strict=True) if not output.requires_grad)
+            *(tensor for tensor, output in zip(detached, outputs, strict=True) if not output.requires_grad)
         )
-        return found
+        return detached
 
     @staticmethod
     @once_differentiable

@@ -19,7 +19,7 @@ from trainkit.strategies.collectives import broadcast_values
 from trainkit.strategies.core.replica import PlacedModel
 from trainkit.strategies.core.synchronous import move_and_cast
 from trainkit.strategies.mesh.context import SequenceCut, cut_activations
-from trainkit.strategies.mesh.layout import Layout, OnMesh
+from trainkit.strategies.mesh.layout import Layout, MeshPlace
 from trainkit.strategies.mesh.pipe.forward import Blocks
 from trainkit.strategies.mesh.pipe.stages import StageAssignment
 from trainkit.strategies.mesh.sharding import Axes, fully_sharded
@@ -29,7 +29,7 @@ from trainkit.strategies.tensors.layouts import FlatBuffer, Placement, local_par
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldStages(OnMesh):
+class RankStages(MeshPlace):
     """The place of a rank, and the tensors that it keeps there; all others are moved to torch's meta device."""
 
     layout: Layout
@@ -47,7 +47,7 @@ class HeldStages(OnMesh):
     @property
     def position(self) -> int:
         """The place of this rank along `pipe`; stage i is at i modulo the ranks there."""
-        return self.places["pipe"]
+        return self.coordinates["pipe"]
 
     def device_of(self, name: str) -> torch.device:
         """Return the device of a tensor."""
@@ -76,21 +76,19 @@ class HeldStages(OnMesh):
             return values.to(self.device_of(name_of[id(tensor)]))
 
         replace_tensors(model, received)  # and release the others, one by one
-        cut, axes, places = self.cut, self.axes, self.places
+        cut, axes, coordinates = self.cut, self.axes, self.coordinates
         for stage in range(self.position, cut.num_stages, axes.pipe):
             self.blocks[stage] = Blocks(model, cut.units, cut.members(stage))
         fit, draws = self.layout.fitted(model), not draws_nothing(model)
-        outer = cut_parameters(model, fit, place=places["tensor"], degree=axes.tensor, is_first=self.is_first_copy)
-        held = self._sharded(model, precision) if self.layout.gathers else move_and_cast(model, precision, self)
+        outer = cut_parameters(model, fit, rank=coordinates["tensor"], degree=axes.tensor, is_first=self.is_first_copy)
+        placed = self._sharded(model, precision) if self.layout.gathers else move_and_cast(model, precision, self)
         cut_activations(model, fit, self, self.sequences, draws=draws, passes_of=[*self.blocks.values()])
         for name, param in model.named_parameters():
             if self.position in self.holders[name]:
-                found = self.within(outer[name], param)
+                part = self.within(outer[name], param)
                 is_home = self.holders[name][0] == self.position
-                self.cuts[name] = replace(found, is_written=found.is_written and is_home)
-        params = {name: param for name, param in held.params.items() if name in self.cuts}
-        masters = {name: held.masters[name] for name in params}
-        return PlacedModel(model=model, params=params, masters=params if held.masters is held.params else masters)
+                self.cuts[name] = replace(part, is_written=part.is_written and is_home)
+        return placed.restricted(self.cuts)
 
     def _sharded(self, model: nn.Module, precision: Precision) -> PlacedModel:
         make_dense(model)
@@ -99,7 +97,7 @@ class HeldStages(OnMesh):
             for leaf, param in owner._parameters.items():  # noqa: SLF001
                 if param is not None:
                     before[id(param)].append((owner, leaf))
-        inside = {id(one) for root in self.blocks.values() for one in root.modules()}
+        inside = {id(module) for root in self.blocks.values() for module in root.modules()}
         for root in self.blocks.values():
             sharding = self.layout.sharding(self, precision)
             fully_sharded(root, self.layout.units_in(model, root), sharding, is_stage=True)
@@ -126,12 +124,12 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def without_data(model: nn.Module) -> nn.Module:
     """Return a copy of a model on the meta device."""
-    empty: Callable[[Tensor], Tensor] = lambda one: torch.empty_like(one, device="meta")  # noqa: E731
-    known: dict[int, Tensor] = {}
+    empty: Callable[[Tensor], Tensor] = lambda tensor: torch.empty_like(tensor, device="meta")  # noqa: E731
+    memo: dict[int, Tensor] = {}
     for _, tensor in _named(model):
         is_param = isinstance(tensor, nn.Parameter)
-        known[id(tensor)] = nn.Parameter(empty(tensor), tensor.requires_grad) if is_param else empty(tensor)
-    return copy.deepcopy(model, known)
+        memo[id(tensor)] = nn.Parameter(empty(tensor), tensor.requires_grad) if is_param else empty(tensor)
+    return copy.deepcopy(model, memo)
 
 
 Alike = dict[tuple[int, ...], ProcessGroup]
@@ -140,7 +138,7 @@ contain this rank and have more than one rank; in an order that is the same on a
 """
 
 
-def groups_alike(held: Sequence[tuple[int, ...]], axes: Axes, *, rank: int, timeout_s: float) -> Alike:
+def groups_alike(positions: Sequence[tuple[int, ...]], axes: Axes, *, rank: int, timeout_s: float) -> Alike:
     """Create the groups of these positions, in whose exchanges a rank waits for `timeout_s`; collective over all
     ranks.
     """
@@ -149,9 +147,9 @@ def groups_alike(held: Sequence[tuple[int, ...]], axes: Axes, *, rank: int, time
         grid = grid.permute(0, 3, 1, 2, 4).reshape(-1, axes.tensor, axes.replicate, 1, axes.pipe)
     alike: Alike = {}
     # Sets of one position first, which are disjoint, then those of shared tensors, in the same order on all ranks.
-    for places in sorted(set(held), key=lambda one: (len(one), one)):
-        same: list[list[int]] = grid[..., list(places)].flatten(0, 1).flatten(1).tolist()
-        for ranks in same if len(same[0]) > 1 else ():
+    for places in sorted(set(positions), key=lambda places: (len(places), places)):
+        rank_lists: list[list[int]] = grid[..., list(places)].flatten(0, 1).flatten(1).tolist()
+        for ranks in rank_lists if len(rank_lists[0]) > 1 else ():
             group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
             if rank in ranks:
                 alike[places] = group
@@ -164,12 +162,12 @@ def sum_alike(
     """Return each tensor's sum over the positions that hold it; None if it is None on all ranks; collective."""
     sums = list(tensors)
     for places, group in alike.items():
-        found = {at: one for at, one in enumerate(tensors) if one is not None and holders[at] == places}
-        if found:
-            parts = list(found.values())
+        chosen = {i: tensor for i, tensor in enumerate(tensors) if tensor is not None and holders[i] == places}
+        if chosen:
+            parts = list(chosen.values())
             packing = FlatBuffer.like(parts, parts[0].dtype, parts[0].device)
             flat = packing.pack(parts)
             dist.all_reduce(flat, group=group)
-            for at, total in zip(found, packing.views(flat), strict=True):
-                sums[at] = total
+            for index, total in zip(chosen, packing.views(flat), strict=True):
+                sums[index] = total
     return sums
