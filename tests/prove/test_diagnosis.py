@@ -70,7 +70,7 @@ def named(
     found: dict[str, Tensor], hypotheses: Iterable[Hypothesis], expected: dict[str, Tensor], at: int = 0
 ) -> list[Cause]:
     matching = Matching()
-    matching.add(Difference(step=at, found=found, expected=expected, allowed=dict.fromkeys(found, 1e-12)), hypotheses)
+    matching.add(Difference(step=at, actual=found, expected=expected, allowed=dict.fromkeys(found, 1e-12)), hypotheses)
     return [*matching.matches]
 
 
@@ -105,7 +105,7 @@ def matched(*steps: dict[str, Tensor]) -> list[Cause]:
     matching = Matching()
     for number, found in enumerate(steps):
         evidence = step(number)
-        wrong = Difference(step=number, found=found, expected=evidence.gradient, allowed=dict.fromkeys(found, 1e-12))
+        wrong = Difference(step=number, actual=found, expected=evidence.gradient, allowed=dict.fromkeys(found, 1e-12))
         matching.add(wrong, faults.gradient_hypotheses(evidence))
     return [*matching.matches]
 
@@ -219,7 +219,7 @@ def test_a_gradient_is_compared_within_the_rounding_of_its_terms() -> None:
 def probed(factors: dict[str, float]) -> Probed:
     evidence, found = step(), Probed()
     wrong = {name: evidence.gradient[name] * factor for name, factor in factors.items()}
-    difference = Difference(step=0, found=wrong, expected=evidence.gradient, allowed=dict.fromkeys(wrong, 1e-12))
+    difference = Difference(step=0, actual=wrong, expected=evidence.gradient, allowed=dict.fromkeys(wrong, 1e-12))
     found.gradients.add(difference, faults.gradient_hypotheses(evidence))
     return found
 
@@ -240,7 +240,7 @@ def test_an_answer_names_the_rule_the_tensor_and_the_page_or_what_was_ruled_out(
 def test_all_causes_with_the_same_numbers_are_named() -> None:
     evidence, found = step(), Probed()
     wrong = {"b": evidence.gradient["b"] * 2}
-    difference = Difference(step=0, found=wrong, expected=evidence.gradient, allowed={"b": 1e-12})
+    difference = Difference(step=0, actual=wrong, expected=evidence.gradient, allowed={"b": 1e-12})
     found.gradients.add(difference, faults.gradient_hypotheses(evidence, rate_is_apart=False))
     lines = list(explain_probe(found))
     assert lines[0] == "explained by one of these, which the numbers cannot distinguish:"
@@ -304,7 +304,7 @@ def test_a_buffer_differs_by_4096_units_of_its_norm(times: float, differs: bool)
 def test_an_update_differs_by_units_of_its_move(times: float, differs: bool, before: float, bound: float) -> None:
     right, start = {"w": torch.ones(1)}, {"w": torch.full((1,), before)}
     found = {"w": torch.tensor([1.0 + times * bound])}
-    assert (faults.differing_parameters(0, right, before=start, found=found, skipped=()) is not None) == differs
+    assert (faults.differing_parameters(0, right, before=start, actual=found, skipped=()) is not None) == differs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ def test_every_mesh_of_a_number_of_ranks_is_tried_once() -> None:
     ],
 )
 def test_the_ratio_of_a_gradient_names_the_axes_of_that_size(found: Tensor, said: str) -> None:
-    different = Difference(step=1, found={"w": found}, expected={"w": EXPECTED}, allowed={"w": 1e-12})
+    different = Difference(step=1, actual={"w": found}, expected={"w": EXPECTED}, allowed={"w": 1e-12})
     sizes = {"replicate": 4, "shard": 2, "pipe": 1, "tensor": 2}
     assert ratio_of(different, sizes) == f"gradient/w of step 2 {said}"
 

@@ -36,13 +36,13 @@ class Comparison:
 
 def worst(comparisons: Iterable[Comparison]) -> Verdict:
     """Return the worst verdict of some comparisons."""
-    return max((one.verdict for one in comparisons), key=("equal", "rounding", "different").index, default="equal")
+    return max((item.verdict for item in comparisons), key=("equal", "rounding", "different").index, default="equal")
 
 
-def is_rounding(expected: Mapping[int, Mapping[str, Tensor]], found: Mapping[int, Mapping[str, Tensor]]) -> bool:
+def is_rounding(expected: Mapping[int, Mapping[str, Tensor]], actual: Mapping[int, Mapping[str, Tensor]]) -> bool:
     """Return whether two trainings differ by rounding only."""
-    pairs = ((expected[number][name], one) for number, right in found.items() for name, one in right.items())
-    return all(torch.equal(one, other) or _close(one, other, 0.0) for one, other in pairs)
+    pairs = ((expected[step][name], value) for step, tensors in actual.items() for name, value in tensors.items())
+    return all(torch.equal(left, right) or _close(left, right, 0.0) for left, right in pairs)
 
 
 def moved_by_rounding(rates: Iterable[float]) -> float:
@@ -57,7 +57,7 @@ def moved_by_rounding(rates: Iterable[float]) -> float:
 
 def compare(
     expected: Mapping[int, Mapping[str, Tensor]],
-    found: Mapping[int, Mapping[str, Tensor]],
+    actual: Mapping[int, Mapping[str, Tensor]],
     *,
     no_gradient: frozenset[str] = frozenset(),
     without_gradient: Mapping[str, Tensor] | None = None,
@@ -68,7 +68,7 @@ def compare(
 
     Args:
         expected: the reference: updates -> name -> tensor.
-        found: the same for the candidate.
+        actual: the same for the candidate.
         no_gradient: names whose true gradient is zero.
         without_gradient: name -> mask of the elements whose true gradient is zero (the key bias of attention, which
             torch keeps in one parameter with two others).
@@ -76,8 +76,8 @@ def compare(
         exact: whether equal bits are promised, so that rounding is a difference.
 
     Example:
-        >>> one, other = {"param/w": torch.ones(2)}, {"param/w": torch.ones(2) * 2}
-        >>> [(item.verdict, item.first_step) for item in compare({1: one, 2: one}, {1: one, 2: other})]
+        >>> ones, twos = {"param/w": torch.ones(2)}, {"param/w": torch.ones(2) * 2}
+        >>> [(item.verdict, item.first_step) for item in compare({1: ones, 2: ones}, {1: ones, 2: twos})]
         [('different', 2)]
     """
     # Batch statistics after a parameter without gradient inherit its rounding.
@@ -85,17 +85,17 @@ def compare(
     masks = without_gradient or {}
     for name in next(iter(expected.values())):
         error, unequal, beyond = 0.0, None, None
-        for number, right in found.items():
-            one, other = expected[number][name], right[name]
-            if torch.equal(one, other):
+        for step, tensors in actual.items():
+            left, right = expected[step][name], tensors[name]
+            if torch.equal(left, right):
                 continue
-            unequal = unequal or number
-            error = max(error, _relative(one, other))
+            unequal = unequal or step
+            error = max(error, _relative(left, right))
             absolute = allowed if name in no_gradient or (loose and name.startswith("buffer/")) else 0.0
             if (mask := masks.get(name)) is not None:  # such elements may move by rounding
-                other = torch.where(mask & ((other - one).abs() <= allowed), one, other)
-            if exact or not _close(one, other, absolute):
-                beyond = beyond or number
+                right = torch.where(mask & ((right - left).abs() <= allowed), left, right)
+            if exact or not _close(left, right, absolute):
+                beyond = beyond or step
         verdict: Verdict = "different" if beyond else "rounding" if unequal else "equal"
         yield Comparison(
             name=name,
@@ -106,18 +106,17 @@ def compare(
         )
 
 
-def _relative(expected: Tensor, found: Tensor) -> float:
-    one, other = expected.double(), found.double()
-    scale = float(one.norm())
-    return float((one - other).norm()) / scale if scale else float((one - other).norm())
+def _relative(expected: Tensor, actual: Tensor) -> float:
+    expected, actual = expected.double(), actual.double()
+    return float((expected - actual).norm()) / (float(expected.norm()) or 1.0)
 
 
-def _close(expected: Tensor, found: Tensor, allowed: float) -> bool:
-    if not expected.is_floating_point() or not torch.isfinite(found).all():
+def _close(expected: Tensor, actual: Tensor, allowed: float) -> bool:
+    if not expected.is_floating_point() or not torch.isfinite(actual).all():
         return False
-    if float((expected - found).abs().max()) <= allowed:
+    if float((expected - actual).abs().max()) <= allowed:
         return True
-    return _relative(expected, found) <= ULPS * torch.finfo(expected.dtype).eps
+    return _relative(expected, actual) <= ULPS * torch.finfo(expected.dtype).eps
 
 
 _CUT: Final = ("batch.micro_size", "batch.accumulation")
@@ -148,40 +147,40 @@ def same_training(
     They are the same training if the maths keys other than the cut are equal, and either the cut is equal, or the model
     and the objective neither draw random numbers nor couple the samples of a shard.
     """
-    other = tuple(_other_keys(reference, candidate))
-    if other:
-        return Sameness(verdict="no", reasons=other)
-    here, there = candidate.batch.micro_size, reference.batch.micro_size
-    if here == there:
-        return Sameness(verdict="yes", reasons=(f"both have batch.micro_size={here}, and no other maths key differs",))
-    cut, found = f"batch.micro_size is {here} here and {there} under one_device", coupling()
-    if found.depends_on_cut is False:
+    reasons = tuple(_other_keys(reference, candidate))
+    if reasons:
+        return Sameness(verdict="no", reasons=reasons)
+    size, expected = candidate.batch.micro_size, reference.batch.micro_size
+    if size == expected:
+        return Sameness(verdict="yes", reasons=(f"both have batch.micro_size={size}, and no other maths key differs",))
+    cut, probed = f"batch.micro_size is {size} here and {expected} under one_device", coupling()
+    if probed.depends_on_cut is False:
         neither = "the model and the objective neither draw random numbers nor couple the samples of a shard"
         return Sameness(verdict="yes", reasons=(f"{cut}, and {neither}",))
-    remedy = f"batch.micro_size={here}"
+    remedy = f"batch.micro_size={size}"
     if accumulates:
         remedy += " instead of batch.accumulation"
-    if found.depends_on_cut:
-        return Sameness(verdict="no", reasons=(f"{cut}, and {found.text}",), remedy=remedy)
-    return Sameness(verdict="unknown", reasons=(f"{cut}; coupling: not probed, {found.not_probed}",), remedy=remedy)
+    if probed.depends_on_cut:
+        return Sameness(verdict="no", reasons=(f"{cut}, and {probed.text}",), remedy=remedy)
+    return Sameness(verdict="unknown", reasons=(f"{cut}; coupling: not probed, {probed.not_probed}",), remedy=remedy)
 
 
 def _other_keys(reference: RunPlan, candidate: RunPlan) -> Iterator[str]:
     """Yield the differences other than the cut."""
-    differing = [one for one in difference(reference.cfg, candidate.cfg) if one.matters and one.key not in _CUT]
-    if any(one.key == "strategy._target_" for one in differing):  # its other keys belong to that difference
-        differing = [one for one in differing if not one.key.startswith("strategy.")]
+    differing = [diff for diff in difference(reference.cfg, candidate.cfg) if diff.matters and diff.key not in _CUT]
+    if any(diff.key == "strategy._target_" for diff in differing):  # its other keys belong to that difference
+        differing = [diff for diff in differing if not diff.key.startswith("strategy.")]
         yield _ANOTHER
     elif candidate.components.strategy.facts_in(candidate.context).changes_maths and not differing:
         yield _ANOTHER
     if candidate.cfg.convert:
         yield _ROUNDED
-    for one in differing:
-        here, there = ("null" if value is None else value for value in (one.right, one.left))
-        if one.key.startswith("strategy."):
-            yield f"{one.key}={here} counts as maths, and one_device has no such key"
+    for diff in differing:
+        right, left = ("null" if value is None else value for value in (diff.right, diff.left))
+        if diff.key.startswith("strategy."):
+            yield f"{diff.key}={right} counts as maths, and one_device has no such key"
         else:
-            yield f"{one.key} is {here} here and {there} under one_device"
+            yield f"{diff.key} is {right} here and {left} under one_device"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,14 +206,14 @@ class Numbers:
     @property
     def verdict(self) -> Verdict:
         """The worst of the comparisons; gradients and losses that differ make the numbers differ."""
-        others = [*self.gradients, *(one for one in (self.losses, self.begins) if one is not None)]
-        return worst([*self.comparisons, *(one for one in others if one.verdict == "different")])
+        extra = [*self.gradients, *(result for result in (self.losses, self.begins) if result is not None)]
+        return worst([*self.comparisons, *(result for result in extra if result.verdict == "different")])
 
     @property
     def first(self) -> Comparison | None:
         """The first difference: the earliest step, and in it the first parameter."""
-        wrong = [one for one in self.comparisons if one.verdict == "different"]
-        return min(wrong, key=lambda one: one.first_step or 0, default=None)
+        wrong = [comparison for comparison in self.comparisons if comparison.verdict == "different"]
+        return min(wrong, key=lambda comparison: comparison.first_step or 0, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

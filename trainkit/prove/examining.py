@@ -100,7 +100,7 @@ class StepEvidence:
     @property
     def counts(self) -> list[int]:
         """The numbers by which a sum, a rate or a decay may be multiplied by mistake: of replicas, of shards."""
-        return sorted({self.num_replicas, len(self.shards), sum(one.replica == 0 for one in self.shards)} - {0, 1})
+        return sorted({self.num_replicas, len(self.shards), sum(shard.replica == 0 for shard in self.shards)} - {0, 1})
 
 
 def combine(shards: Sequence[Shard], factors: Sequence[float]) -> dict[str, Tensor]:
@@ -125,24 +125,24 @@ def averaged_buffers(
     """Return the average of the buffers of shards; a counter advances by the average of its advances, and state per
     sample by the changes of all shards.
     """
-    found: dict[str, Tensor] = {}
+    means: dict[str, Tensor] = {}
     for name, start in before.items():
         after = [shard.buffers[name] for shard in shards]
-        if all(torch.equal(one, start) for one in after):
-            found[name] = start
+        if all(torch.equal(end, start) for end in after):
+            means[name] = start
         elif name in per_sample:
-            found[name] = start + sum((one - start for one in after), torch.zeros_like(start))
+            means[name] = start + sum((end - start for end in after), torch.zeros_like(start))
         elif start.is_floating_point():
-            found[name] = sum((one * share for one, share in zip(after, weights, strict=True)), torch.zeros_like(start))
+            means[name] = sum((end * share for end, share in zip(after, weights, strict=True)), torch.zeros_like(start))
         else:
-            moved = sum(float((one - start).max()) * share for one, share in zip(after, weights, strict=True))
-            found[name] = start + round(moved)
-    return found
+            moved = sum(float((end - start).max()) * share for end, share in zip(after, weights, strict=True))
+            means[name] = start + round(moved)
+    return means
 
 
-def distance(one: Tensor, other: Tensor) -> float:
+def distance(left: Tensor, right: Tensor) -> float:
     """Return the norm of a difference, in float64 on the host; NaN or infinite if a tensor is not finite."""
-    return float((one.detach().cpu().double() - other.detach().cpu().double()).norm())
+    return float((left.detach().cpu().double() - right.detach().cpu().double()).norm())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ class Difference:
     """Tensors of one step that differ beyond rounding."""
 
     step: int
-    found: Tensors
+    actual: Tensors
     """The tensors of the candidate that differ."""
     expected: Tensors
     """The same tensors of the plain loop."""
@@ -158,32 +158,35 @@ class Difference:
     """The norm of a difference that counts as rounding, by name."""
 
 
-def differing(step: int, expected: Tensors, found: Tensors, allowed: Mapping[str, float]) -> Difference | None:
+def differing(step: int, expected: Tensors, actual: Tensors, allowed: Mapping[str, float]) -> Difference | None:
     """Compare the tensors of a step that have a tolerance; None if all are equal up to rounding."""
-    wrong = [name for name, most in allowed.items() if not distance(expected[name], found[name]) <= most]
-    kept = [{name: one[name] for name in wrong} for one in (found, expected)]
-    return Difference(step=step, found=kept[0], expected=kept[1], allowed=allowed) if wrong else None
+    wrong = [name for name, most in allowed.items() if not distance(expected[name], actual[name]) <= most]
+    actual, expected = ({name: tensors[name] for name in wrong} for tensors in (actual, expected))
+    return Difference(step=step, actual=actual, expected=expected, allowed=allowed) if wrong else None
 
 
-def differing_buffers(step: int, expected: Tensors, found: Tensors) -> Difference | None:
+def differing_buffers(step: int, expected: Tensors, actual: Tensors) -> Difference | None:
     """Compare the buffers after a step; None if all are equal up to rounding."""
-    units = {name: ULPS * torch.finfo(one.dtype).eps for name, one in expected.items() if one.is_floating_point()}
-    return differing(step, expected, found, {name: units.get(name, 0.0) * norm(one) for name, one in expected.items()})
+    allowed = {
+        name: ULPS * torch.finfo(buffer.dtype).eps * norm(buffer) if buffer.is_floating_point() else 0.0
+        for name, buffer in expected.items()
+    }
+    return differing(step, expected, actual, allowed)
 
 
 def differing_parameters(
-    step: int, expected: Tensors, *, before: Tensors, found: Tensors, skipped: Container[str]
+    step: int, expected: Tensors, *, before: Tensors, actual: Tensors, skipped: Container[str]
 ) -> Difference | None:
     """Compare the parameters after one update from the same checkpoint; None if all are equal up to rounding.
 
     `skipped` are parameters without a gradient, whose update is rounding.
     """
     allowed = {
-        name: torch.finfo(one.dtype).eps * (COPIES * norm(one) + ULPS * distance(one, before[name]))
-        for name, one in expected.items()
+        name: torch.finfo(param.dtype).eps * (COPIES * norm(param) + ULPS * distance(param, before[name]))
+        for name, param in expected.items()
         if name not in skipped
     }
-    return differing(step, expected, found, allowed)
+    return differing(step, expected, actual, allowed)
 
 
 def norm(tensor: Tensor | None) -> float:
@@ -249,16 +252,16 @@ def gradient_hypotheses(step: StepEvidence, *, rate_is_apart: bool = True) -> It
 def _ratios(step: StepEvidence) -> Iterator[tuple[Cause, str, list[float]]]:
     """Yield the table of ratios: (cause, its form, the factor of each shard's gradient divided by the right one)."""
     shards, replicas, weight = step.shards, range(step.num_replicas), step.weight
-    own = [sum(one.weight for one in shards if one.replica == replica) for replica in replicas]
+    by_replica = [sum(shard.weight for shard in shards if shard.replica == replica) for replica in replicas]
     size, count = sum(shard.size for shard in shards), len(shards)
     if all(shard.weight for shard in shards):
         parts = len({shard.replica for shard in shards})
-        yield MEAN_OF_MEANS, "", [weight / (one.weight * count) for one in shards]
-        yield MEAN_OF_MEANS, "of replicas", [weight / (own[one.replica] * parts) for one in shards]
-        yield MEAN_OF_MEANS, "weighted by samples", [weight * one.size / (one.weight * size) for one in shards]
+        yield MEAN_OF_MEANS, "", [weight / (shard.weight * count) for shard in shards]
+        yield MEAN_OF_MEANS, "of replicas", [weight / (by_replica[shard.replica] * parts) for shard in shards]
+        yield MEAN_OF_MEANS, "weighted by samples", [weight * shard.size / (shard.weight * size) for shard in shards]
     for replica in replicas if len(replicas) > 1 else ():
-        for factor in {1.0, weight / (own[replica] or weight)}:
-            yield NOT_REDUCED, f"replica {replica}", [factor * (one.replica == replica) for one in shards]
+        for factor in {1.0, weight / (by_replica[replica] or weight)}:
+            yield NOT_REDUCED, f"replica {replica}", [factor * (shard.replica == replica) for shard in shards]
     for factor in {2.0, float(len(replicas)), float(count)} - {1.0}:
         yield COUNTED_TWICE, f"{factor:g} times", [factor] * count
         yield AVERAGED, f"{factor:g} times", [1 / factor] * count
@@ -266,14 +269,14 @@ def _ratios(step: StepEvidence) -> Iterator[tuple[Cause, str, list[float]]]:
 
 def buffer_hypotheses(step: StepEvidence) -> Iterator[Hypothesis]:
     """Yield the buffers that faults predict."""
-    shards, whole = step.shards, sum(one.size for one in step.shards)
+    shards, whole = step.shards, sum(shard.size for shard in step.shards)
     table = [(BUFFERS_UNWEIGHTED, "", [1.0 / len(shards)] * len(shards))]
     for replica in range(step.num_replicas if step.num_replicas > 1 else 0):
-        sizes = [float(one.size * (one.replica == replica)) for one in shards]
-        last = max((place for place, size in enumerate(sizes) if size), default=-1)
+        sizes = [float(shard.size * (shard.replica == replica)) for shard in shards]
+        last = max((index for index, size in enumerate(sizes) if size), default=-1)
         shares = [[size / total for size in sizes] for total in {sum(sizes), whole} - {0.0}]
-        shares.append([float(place == last) for place in range(len(shards))])
-        table += [(BUFFERS_OF_ONE, f"replica {replica}", one) for one in shares]
+        shares.append([float(index == last) for index in range(len(shards))])
+        table += [(BUFFERS_OF_ONE, f"replica {replica}", weights) for weights in shares]
     for cause, form, weights in table:
         yield cause, form, averaged_buffers(shards, weights, step.buffers)
 
@@ -330,8 +333,8 @@ class Replay:
         cfg = replace(self.cfg, optimizer={**self.cfg.optimizer, **plain})
         optimizer = make_optimizer(cfg, self.model)(params)
         if not forgets:
-            own = {key: slot.clone() for key, slot in self.state.items()}  # it is updated in place
-            restore_optimizer_state(optimizer, params, own)
+            state = {key: slot.clone() for key, slot in self.state.items()}  # it is updated in place
+            restore_optimizer_state(optimizer, params, state)
         for group in optimizer.param_groups:
             group["lr"] = float(group["lr"]) * self.factor * rate
             if "weight_decay" in group:
@@ -381,8 +384,8 @@ def update_hypotheses(step: StepEvidence, replay: Replay) -> Iterator[Hypothesis
 
 def _clipped_apart(step: StepEvidence, max_norm: float) -> Iterator[tuple[str, Tensors]]:
     """Yield the sums of gradients that were clipped by shard and by replica, as shares of the sum and as means."""
-    by_replica = ([one for one in step.shards if one.replica == replica] for replica in range(step.num_replicas))
-    forms = {"by shard": [[one] for one in step.shards], "by replica": [part for part in by_replica if part]}
+    by_replica = ([shard for shard in step.shards if shard.replica == replica] for replica in range(step.num_replicas))
+    forms = {"by shard": [[shard] for shard in step.shards], "by replica": [part for part in by_replica if part]}
     for form, parts in forms.items():
         weights = [sum(shard.weight for shard in part) or step.weight for part in parts]
         for divisors in [[step.weight] * len(parts), weights] if len(parts) > 1 else []:
@@ -409,10 +412,11 @@ class Matching:
     """Keeps the causes that have reproduced every difference so far.
 
     Example:
-        >>> one = {"w": torch.ones(2)}
-        >>> two = {"w": torch.ones(2) * 2}
+        >>> ones = {"w": torch.ones(2)}
+        >>> twos = {"w": torch.ones(2) * 2}
+        >>> difference = Difference(step=0, actual=twos, expected=ones, allowed={"w": 1e-6})
         >>> matching = Matching()
-        >>> matching.add(Difference(step=0, found=two, expected=one, allowed={"w": 1e-6}), [(COUNTED_TWICE, "", two)])
+        >>> matching.add(difference, [(COUNTED_TWICE, "", twos)])
         >>> [cause.rule for cause in matching.matches]
         [3]
     """
@@ -425,15 +429,15 @@ class Matching:
 
     def add(self, difference: Difference, hypotheses: Iterable[Hypothesis]) -> None:
         """Test hypotheses on the differences of one more step."""
-        found: dict[tuple[Cause, str], Match] = {}
+        matched: dict[tuple[Cause, str], Match] = {}
         for cause, form, predicted in hypotheses:
             self.tested.append(cause)
             if (match := _match(difference, form, predicted)) is not None:
-                found[cause, form] = min(match, found.get((cause, form), match))
+                matched[cause, form] = min(match, matched.get((cause, form), match))
         if self.differences:
-            before = {key: one for key, one in self._standing.items() if key in found or key[0] is NOT_REDUCED}
-            found = {key: max(one, found.get(key, one)) for key, one in before.items()}
-        self._standing = found
+            before = {key: match for key, match in self._standing.items() if key in matched or key[0] is NOT_REDUCED}
+            matched = {key: max(match, matched.get(key, match)) for key, match in before.items()}
+        self._standing = matched
         self.differences += 1
 
     @property
@@ -451,13 +455,13 @@ class Matching:
 def _match(difference: Difference, form: str, predicted: Tensors) -> Match | None:
     """Return the match if a prediction fits all differences, and differs from the expected tensors."""
     matches = []
-    for name, found in difference.found.items():
+    for name, actual in difference.actual.items():
         if name not in predicted:
             return None
-        allowed, off = difference.allowed[name], distance(predicted[name], found)
+        allowed, off = difference.allowed[name], distance(predicted[name], actual)
         if not off <= allowed or not distance(predicted[name], difference.expected[name]) > allowed:
             return None
-        matches.append(Match(off / (norm(found) or 1.0), name, difference.step, form))
+        matches.append(Match(off / (norm(actual) or 1.0), name, difference.step, form))
     return max(matches)
 
 
@@ -558,12 +562,12 @@ class PlainLoop:
         total = loss.total
         grads = torch.autograd.grad(total, list(self.params.values()), allow_unused=True)
         self.sparse = self.sparse or any(grad is not None and grad.is_sparse for grad in grads)
-        found = {
+        dense = {
             name: grad.to_dense() if grad.is_sparse else grad
             for name, grad in zip(self.params, grads, strict=True)
             if grad is not None
         }
-        return found, float(loss.weight), after
+        return dense, float(loss.weight), after
 
     @torch.no_grad()
     def _restore(self, buffers: Mapping[str, Tensor]) -> None:
@@ -599,44 +603,44 @@ def add_up(shards: Iterable[Shard], buffers: Tensors, per_sample: Container[str]
     """
     total: dict[str, Tensor] = {}
     scale: dict[str, float] = {}
-    seen: list[Shard] = []
+    consumed: list[Shard] = []
     for shard in shards:
         for name, gradient in shard.gradient.items():
             total[name] = total[name] + gradient if name in total else gradient
             scale[name] = scale.get(name, 0.0) + float(gradient.norm())
-        seen.append(replace(shard, gradient={}))
-    weight = sum(shard.weight for shard in seen) or 1.0
-    size = sum(shard.size for shard in seen)
+        consumed.append(replace(shard, gradient={}))
+    weight = sum(shard.weight for shard in consumed) or 1.0
+    size = sum(shard.size for shard in consumed)
     return Expected(
         gradient={name: gradient / weight for name, gradient in total.items()},
         scale={name: value / weight for name, value in scale.items()},
-        buffers=averaged_buffers(seen, [shard.size / size for shard in seen], buffers, per_sample),
+        buffers=averaged_buffers(consumed, [shard.size / size for shard in consumed], buffers, per_sample),
     )
 
 
 def differing_gradients(
-    step: int, expected: Expected, found: Tensors, *, errors: dict[str, float], read_from: Tensors | None, rate: float
+    step: int, expected: Expected, actual: Tensors, *, errors: dict[str, float], read_from: Tensors | None, rate: float
 ) -> Difference | None:
     """Compare the gradients of a step; None if all are equal up to rounding.
 
     Args:
         step: the step.
         expected: the result of the plain loop.
-        found: the gradients of the candidate.
+        actual: the gradients of the candidate.
         errors: mapping that receives the relative error of each parameter.
         read_from: the parameters whose difference gave the gradient; None: the gradient itself was saved.
         rate: the learning rate that this difference was divided by.
     """
     least = NO_GRADIENT * math.hypot(*expected.scale.values())
-    full = {name: expected.gradient.get(name, torch.zeros_like(grad)) for name, grad in found.items()}
+    full = {name: expected.gradient.get(name, torch.zeros_like(grad)) for name, grad in actual.items()}
     allowed: dict[str, float] = {}
-    for name, grad in found.items():
+    for name, grad in actual.items():
         scale, epsilon = expected.scale.get(name, 0.0), torch.finfo(grad.dtype).eps
         read = 0.0 if read_from is None else 4 * epsilon * norm(read_from[f"param/{name}"]) / rate
         allowed[name] = max(ULPS * epsilon * scale, least) + read
         off = distance(full[name], grad)
         errors[name] = off / (scale if scale > least else least / NO_GRADIENT) if off else 0.0
-    return differing(step, full, found, allowed)
+    return differing(step, full, actual, allowed)
 
 
 def probe_rate(expected: Expected, params: Iterable[Tensor]) -> float:
@@ -674,7 +678,7 @@ def transitions(
 ) -> Iterator[tuple[int, Mapping[str, Tensor], Mapping[str, Tensor]]]:
     """Yield (step, tensors before it, tensors after it) of every step between two checkpoints of a run."""
     before, updates = initial, 0
-    for checkpoint in sorted(list_complete(folder / "checkpoints"), key=lambda one: one.step):
+    for checkpoint in sorted(list_complete(folder / "checkpoints"), key=lambda checkpoint: checkpoint.step):
         after = load(checkpoint.folder).tensors
         if checkpoint.step == updates + 1:
             yield updates, before, after
@@ -687,25 +691,25 @@ def gradient_between(
     """Return the gradient that the optimizer of a probe received between two checkpoints.
 
     Example:
-        >>> one = {"param/w": torch.tensor([1.0])}
-        >>> other = {"param/w": torch.tensor([0.5]), "optimizer/momentum_buffer/w": torch.tensor([2.0])}
-        >>> gradient_between(one, other, ["w"], rate=0.25)["w"].tolist()
+        >>> before = {"param/w": torch.tensor([1.0])}
+        >>> after = {"param/w": torch.tensor([0.5]), "optimizer/momentum_buffer/w": torch.tensor([2.0])}
+        >>> gradient_between(before, after, ["w"], rate=0.25)["w"].tolist()
         [2.0]
-        >>> gradient_between(one, {"param/w": torch.tensor([0.5])}, ["w"], rate=0.25)["w"].tolist()
+        >>> gradient_between(before, {"param/w": torch.tensor([0.5])}, ["w"], rate=0.25)["w"].tolist()
         [2.0]
     """
     keeps = any(key.startswith("optimizer/momentum_buffer/") for key in after)
-    found: dict[str, Tensor] = {}
+    gradient: dict[str, Tensor] = {}
     for name in names:
         slot = f"optimizer/momentum_buffer/{name}"
         if slot in after:
-            now = after[slot]
-            found[name] = now - MOMENTUM * before[slot] if slot in before else now
+            buffer = after[slot]
+            gradient[name] = buffer - MOMENTUM * before[slot] if slot in before else buffer
         elif keeps:  # a parameter without a gradient has no slot
-            found[name] = torch.zeros_like(after[f"param/{name}"])
+            gradient[name] = torch.zeros_like(after[f"param/{name}"])
         else:
-            found[name] = (before[f"param/{name}"] - after[f"param/{name}"]) / rate
-    return found
+            gradient[name] = (before[f"param/{name}"] - after[f"param/{name}"]) / rate
+    return gradient
 
 
 _STEPS: Final = 3
@@ -790,22 +794,22 @@ class Examiner:
                     probed.begins = bitwise(_below(self._initial, "param/"), _below(after, "param/"))
                 loop.load(before)
                 expected = add_up(loop.shards(step), loop.buffers(), loop.per_sample)
-                found, errors = gradient_between(before, after, loop.params, rate=self._rate), dict[str, float]()
+                actual, errors = gradient_between(before, after, loop.params, rate=self._rate), dict[str, float]()
                 read_from = before if sparse else None
-                wrong = differing_gradients(step, expected, found, errors=errors, read_from=read_from, rate=self._rate)
+                wrong = differing_gradients(step, expected, actual, errors=errors, read_from=read_from, rate=self._rate)
                 for name, error in errors.items():
                     probed.errors[name] = max(probed.errors.get(name, 0.0), error)
-                for name in () if wrong is None else wrong.found:
+                for name in () if wrong is None else wrong.actual:
                     probed.first.setdefault(name, step + 1)
                 probed.difference = probed.difference or wrong
                 of_gradients = partial(gradient_hypotheses, rate_is_apart=not sparse)
                 moved = differing_buffers(step, expected.buffers, _below(after, "buffer/"))
-                for matching, one, hypotheses in (
+                for matching, difference, hypotheses in (
                     (probed.gradients, wrong, of_gradients),
                     (probed.buffers, moved, buffer_hypotheses),
                 ):
-                    if one is not None and matching.differences < _STEPS:
-                        matching.add(one, hypotheses(loop.evidence(step, num_replicas=num_replicas)))
+                    if difference is not None and matching.differences < _STEPS:
+                        matching.add(difference, hypotheses(loop.evidence(step, num_replicas=num_replicas)))
         return probed
 
     def replay(self, *, num_replicas: int, folder: Path) -> Matching:
@@ -822,7 +826,7 @@ class Examiner:
                     step,
                     replay.step(clipped(evidence.gradient, cfg.clip.max_norm)),
                     before=_below(before, "param/"),
-                    found=_below(after, "param/"),
+                    actual=_below(after, "param/"),
                     skipped=self.without_gradient,
                 )
                 if wrong is not None:
@@ -832,16 +836,16 @@ class Examiner:
         return matching
 
 
-def bitwise(expected: Tensors, found: Tensors) -> Comparison:
+def bitwise(expected: Tensors, actual: Tensors) -> Comparison:
     """Return the comparison of the first tensor whose bits differ, or of the last one.
 
     Example:
         >>> bitwise({"w": torch.ones(2)}, {"w": torch.tensor([1.0, 1.5])})
         Comparison(name='initial/w', verdict='different', error=0.35..., first_step=0, no_gradient=False)
     """
-    for name, one in expected.items():
-        if not torch.equal(one, found[name]):
-            error = distance(one, found[name]) / (norm(one) or 1.0)
+    for name, tensor in expected.items():
+        if not torch.equal(tensor, actual[name]):
+            error = distance(tensor, actual[name]) / (norm(tensor) or 1.0)
             return Comparison(name=f"initial/{name}", verdict="different", error=error, first_step=0)
     return Comparison(name=f"initial/{name}", verdict="equal", error=0.0, first_step=None)
 
@@ -850,29 +854,28 @@ def ratio_of(difference: Difference, sizes: Mapping[str, int]) -> str:
     """Say by which number the first differing tensor differs from the plain loop's, and which axes have that size.
 
     Example:
-        >>> one, two = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([2.0, 4.0])}
-        >>> ratio_of(Difference(step=0, found=two, expected=one, allowed={"w": 1e-6}), {"shard": 1, "tensor": 2})
+        >>> single, double = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([2.0, 4.0])}
+        >>> ratio_of(Difference(step=0, actual=double, expected=single, allowed={"w": 1e-6}), {"shard": 1, "tensor": 2})
         'gradient/w of step 1 is exactly 2 times that of one device, the size of tensor'
     """
-    name, found = next(iter(difference.found.items()))
+    name, actual = next(iter(difference.actual.items()))
     expected, allowed = difference.expected[name].double(), difference.allowed[name]
-    found = found.double()
-    said = f"gradient/{name} of step {difference.step + 1}"
-    ratio = float((found * expected).sum() / (expected * expected).sum()) if norm(expected) else math.nan
-    if distance(found, expected * ratio) <= allowed * max(abs(ratio), 1.0):
+    actual = actual.double()
+    subject = f"gradient/{name} of step {difference.step + 1}"
+    ratio = float((actual * expected).sum() / (expected * expected).sum()) if norm(expected) else math.nan
+    if distance(actual, expected * ratio) <= allowed * max(abs(ratio), 1.0):
         whole = ratio if abs(ratio) >= 1 else 1 / ratio if ratio else 0.0
         near = round(whole)
         if not math.isclose(whole, near, rel_tol=1e-9):
-            return f"{said} is {ratio:.6g} times that of one device"
+            return f"{subject} is {ratio:.6g} times that of one device"
         axes = " and of ".join(axis for axis, size in sizes.items() if size == near > 1)
         text = f"{near}" if abs(ratio) >= 1 or not near else f"1/{near}"
-        return f"{said} is exactly {text} times that of one device" + (f", the size of {axes}" if axes else "")
-    ordered = [one.flatten().sort().values for one in (found, expected)]
+        return f"{subject} is exactly {text} times that of one device" + (f", the size of {axes}" if axes else "")
+    ordered = [tensor.flatten().sort().values for tensor in (actual, expected)]
     if distance(*ordered) <= allowed:
-        return f"{said} has the elements of that of one device, permuted"
-    return (
-        f"{said} is no multiple of that of one device: relative error {distance(found, expected) / norm(expected):.2g}"
-    )
+        return f"{subject} has the elements of that of one device, permuted"
+    error = distance(actual, expected) / norm(expected)
+    return f"{subject} is no multiple of that of one device: relative error {error:.2g}"
 
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:

@@ -29,7 +29,7 @@ def meshes(num_ranks: int) -> list[dict[str, int]]:
         >>> len(meshes(2)), len(meshes(4)), len(meshes(8)), meshes(2)[0]
         (5, 15, 35, {'replicate': 2, 'shard': 1, 'pipe': 1, 'context': 1, 'tensor': 1})
     """
-    divisors = [one for one in range(num_ranks, 0, -1) if num_ranks % one == 0]
+    divisors = [size for size in range(num_ranks, 0, -1) if num_ranks % size == 0]
     whole = [sizes for sizes in product(divisors, repeat=len(AXES)) if prod(sizes) == num_ranks]
     return [dict(zip(AXES, sizes, strict=True)) for sizes in sorted(whole, key=lambda some: sum(n > 1 for n in some))]
 
@@ -100,11 +100,11 @@ def row_of(proof: LayoutProof) -> LayoutRow:
     )  # fmt: skip
     if numbers is None:
         return row
-    losses, begins = ((one,) if one is not None else () for one in (numbers.losses, numbers.begins))
+    losses, begins = ((item,) if item is not None else () for item in (numbers.losses, numbers.begins))
     parts = {"initial": begins, "gradients": numbers.gradients, "losses": losses, "weights": numbers.comparisons}
-    wrong = [one for part in parts.values() for one in part if one.verdict == "different"]
+    wrong = [comparison for part in parts.values() for comparison in part if comparison.verdict == "different"]
     for name, part in parts.items():
-        row[name] = max((one.error for one in part), default=None)  # type: ignore[literal-required]
+        row[name] = max((comparison.error for comparison in part), default=None)  # type: ignore[literal-required]
     row["first"] = wrong[0].name if wrong else None
     row["explanation"] = list(numbers.explanation)
     return row
@@ -167,19 +167,19 @@ def prove_layouts(
             judged.append(Candidate(label=mesh_text(mesh), plan=plan, started=plan, sameness=None, notes=()))
         except ConfigError as error:
             judged.append(error)
-    tried = [one for one in judged if isinstance(one, Candidate)]
+    tried = [candidate for candidate in judged if isinstance(candidate, Candidate)]
     if not tried:
-        raise next(one for one in judged if isinstance(one, ConfigError))
+        raise next(error for error in judged if isinstance(error, ConfigError))
     with scratch() as folder:
         reference = Reference.of(tried, folder, log)
-        for number, ((mesh, _), one) in enumerate(zip(layouts, judged, strict=True)):
-            if isinstance(one, ConfigError):
-                yield LayoutProof(mesh=mesh, refused="; ".join(map(str, one.problems)))
+        for number, ((mesh, _), candidate) in enumerate(zip(layouts, judged, strict=True)):
+            if isinstance(candidate, ConfigError):
+                yield LayoutProof(mesh=mesh, refused="; ".join(map(str, candidate.problems)))
                 continue
-            log(f"{number + 1} of {len(layouts)}: {one.label}")
-            with tempfile.TemporaryDirectory(dir=folder) as own:
+            log(f"{number + 1} of {len(layouts)}: {candidate.label}")
+            with tempfile.TemporaryDirectory(dir=folder) as temporary:
                 try:
-                    numbers, probed = reference.numbers(one, Path(own) / "run", is_layout=True)
+                    numbers, probed = reference.numbers(candidate, Path(temporary) / "run", is_layout=True)
                 except ConfigError as error:  # found when the model was built
                     yield LayoutProof(mesh=mesh, refused="; ".join(map(str, error.problems)))
                     continue
@@ -200,11 +200,11 @@ def differing_axes(proofs: Sequence[LayoutProof]) -> tuple[str, ...]:
         >>> differing_axes(proofs)
         ('tensor',)
     """
-    tried = [one for one in proofs if one.refused is None]
-    wrong = [one for one in tried if one.differs]
-    shared = [axis for axis in AXES if wrong and all(one.mesh.get(axis, 1) > 1 for one in wrong)]
+    tried = [proof for proof in proofs if proof.refused is None]
+    wrong = [proof for proof in tried if proof.differs]
+    shared = [axis for axis in AXES if wrong and all(proof.mesh.get(axis, 1) > 1 for proof in wrong)]
     for count in range(1, len(shared) + 1):
         for chosen in combinations(shared, count):
-            if all(one.differs for one in tried if all(one.mesh.get(axis, 1) > 1 for axis in chosen)):
+            if all(proof.differs for proof in tried if all(proof.mesh.get(axis, 1) > 1 for axis in chosen)):
                 return chosen
     return ()

@@ -114,8 +114,8 @@ def last_weights(folder: Path) -> dict[int, dict[str, Tensor]]:
 def _weights_by_step(cfg: RunConfig, folder: Path) -> dict[int, dict[str, Tensor]]:
     """Train in a folder, and return the weights after every step that has a checkpoint."""
     train(RunRequest(cfg=cfg, run_dir=folder))
-    found = sorted(list_complete(folder / "checkpoints"), key=lambda checkpoint: checkpoint.step)
-    return {one.step: _weights(load(one.folder).tensors) for one in found}
+    checkpoints = sorted(list_complete(folder / "checkpoints"), key=lambda checkpoint: checkpoint.step)
+    return {checkpoint.step: _weights(load(checkpoint.folder).tensors) for checkpoint in checkpoints}
 
 
 def _weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -169,9 +169,10 @@ def prove(
     proofs = []
     with scratch() as folder:
         reference = Reference.of(judged, folder, log)
-        for number, one in enumerate(judged):
-            log(f"{one.label} on {one.plan.num_replicas} replica{'' if one.plan.num_replicas == 1 else 's'}")
-            proofs.append(reference.proof(one, folder / str(number), command=command, log=log))
+        for number, candidate in enumerate(judged):
+            replicas = candidate.plan.num_replicas
+            log(f"{candidate.label} on {replicas} replica{'' if replicas == 1 else 's'}")
+            proofs.append(reference.proof(candidate, folder / str(number), command=command, log=log))
     return proofs
 
 
@@ -190,25 +191,26 @@ class Reference:
     @classmethod
     def of(cls, judged: Sequence[Candidate], folder: Path, log: Callable[[str], None]) -> Reference:
         """Train the reference with the config of the first candidate and the smallest cut of all."""
-        sizes = replace(min(judged, key=lambda one: one.plan.batch.micro_size).plan.cfg.batch, accumulation=None)
+        smallest = min(judged, key=lambda candidate: candidate.plan.batch.micro_size)
+        sizes = replace(smallest.plan.cfg.batch, accumulation=None)
         # A candidate whose replicas diverge between synchronisations ends later, at the next synchronisation.
-        last = max(one.plan.last_step for one in judged)
+        last = max(candidate.plan.last_step for candidate in judged)
         cfg = replace(on_one_device(judged[0].plan.cfg), batch=sizes, stop_at_step=last)
 
         def trained(precision: str) -> dict[int, dict[str, Tensor]]:
             return _weights_by_step(with_precision(cfg, precision), folder / f"reference_{precision}")
 
         precision, expected = in_double_precision(trained, log, what="reference: one_device")
-        same = with_precision(cfg, precision)
+        reference = with_precision(cfg, precision)
         return cls(
-            cfg=same,
+            cfg=reference,
             precision=precision,
             expected=expected,
             losses=_losses(folder / f"reference_{precision}"),
-            examiner=None if cfg.optimizers else Examiner(same),
+            examiner=None if cfg.optimizers else Examiner(reference),
         )
 
-    def numbers(self, one: Candidate, folder: Path, *, is_layout: bool = False) -> tuple[Numbers, Probed | None]:
+    def numbers(self, candidate: Candidate, folder: Path, *, is_layout: bool = False) -> tuple[Numbers, Probed | None]:
         """Train a candidate, and compare its numbers; a layout also by losses and initial weights.
 
         Raises:
@@ -216,56 +218,56 @@ class Reference:
         """
         examiner, batch = self.examiner, self.cfg.batch
         assert batch.micro_size is not None, "each plan has one"
-        candidate = with_precision(replace(one.plan.cfg, batch=batch), self.precision)
-        found = _weights_by_step(candidate, folder)
+        cfg = with_precision(replace(candidate.plan.cfg, batch=batch), self.precision)
+        actual = _weights_by_step(cfg, folder)
         masks = examiner.elements_without_gradient if examiner else {}
         comparisons = compare(
             self.expected,
-            found,
+            actual,
             no_gradient=frozenset(f"param/{name}" for name in (examiner.without_gradient if examiner else ())),
             without_gradient={f"param/{name}": mask for name, mask in masks.items()},
-            allowed=moved_by_rounding(map(one.plan.highest_rate, range(one.plan.last_step))),
-            exact=candidate.numerics.reproducible,
+            allowed=moved_by_rounding(map(candidate.plan.highest_rate, range(candidate.plan.last_step))),
+            exact=cfg.numerics.reproducible,
         )
         numbers = Numbers(
-            precision=self.precision, micro_size=batch.micro_size, steps=tuple(found), comparisons=tuple(comparisons)
+            precision=self.precision, micro_size=batch.micro_size, steps=tuple(actual), comparisons=tuple(comparisons)
         )
         if is_layout:
             losses = compare({0: {"loss": self.losses}}, {0: {"loss": _losses(folder)}})
             numbers = replace(numbers, losses=next(losses))
-        if one.plan.components.strategy.facts_in(one.plan.context).changes_maths:
+        if candidate.plan.components.strategy.facts_in(candidate.plan.context).changes_maths:
             return numbers, None
         return _diagnosed(
             numbers,
-            candidate,
+            cfg,
             self.cfg,
-            plan=one.plan,
+            plan=candidate.plan,
             examiner=examiner,
             folder=folder,
-            only_rounded=candidate.numerics.reproducible and is_rounding(self.expected, found),
+            only_rounded=cfg.numerics.reproducible and is_rounding(self.expected, actual),
             is_layout=is_layout,
         )
 
-    def proof(self, one: Candidate, folder: Path, *, command: str, log: Callable[[str], None]) -> Proof:
+    def proof(self, candidate: Candidate, folder: Path, *, command: str, log: Callable[[str], None]) -> Proof:
         """Return and store the proof of a candidate."""
-        numbers, _ = self.numbers(one, folder)
-        kept = {
+        numbers, _ = self.numbers(candidate, folder)
+        record = {
             "command": command,
-            "same_training": None if one.sameness is None else one.sameness.verdict,
+            "same_training": None if candidate.sameness is None else candidate.sameness.verdict,
             "same_numbers": numbers.verdict,
             "micro_size": numbers.micro_size,
             "steps": max(numbers.steps),
             "precision": self.precision,
-            "largest_error": max(each.error for each in numbers.comparisons),
+            "largest_error": max(comparison.error for comparison in numbers.comparisons),
         }
-        if (failure := keep_proof(one.started, kept)) is not None:
+        if (failure := keep_proof(candidate.started, record)) is not None:
             log(f"the proof could not be saved: {failure}")
         return Proof(
-            label=one.label,
-            replicas=one.plan.num_replicas,
-            sameness=one.sameness,
+            label=candidate.label,
+            replicas=candidate.plan.num_replicas,
+            sameness=candidate.sameness,
             numbers=numbers,
-            notes=one.notes,
+            notes=candidate.notes,
         )
 
 
@@ -295,10 +297,10 @@ def _diagnosed(
     differs = worst(numbers.comparisons) == "different"
     if examiner is None:
         return replace(numbers, explanation=("not explained: the run has several optimizers",) if differs else ()), None
-    own = replace(candidate, strategy=reference.strategy)
-    apart = [one for one in difference(reference, own) if one.matters]
-    if apart:  # the rules are applied at the candidate's own settings
-        examiner = Examiner(own)
+    cfg = replace(candidate, strategy=reference.strategy)
+    diffs = [diff for diff in difference(reference, cfg) if diff.matters]
+    if diffs:  # the rules are applied at the candidate's own settings
+        examiner = Examiner(cfg)
     probed = examiner.probe(
         candidate,
         num_replicas=plan.num_replicas,
@@ -317,8 +319,8 @@ def _diagnosed(
     except Exception as error:  # noqa: BLE001 - a user's optimizer may fail in any way outside of its strategy
         lines = [f"not explained: an update cannot be replayed by itself ({type(error).__name__}: {error})"]
     else:
-        keys = ", ".join(f"{one.key} is {one.right} here and {one.left} in the reference" for one in apart)
-        is_config = bool(apart and not updates.differences)
+        keys = ", ".join(f"{diff.key} is {diff.right} here and {diff.left} in the reference" for diff in diffs)
+        is_config = bool(diffs and not updates.differences)
         lines = [f"explained by: the config: {keys}"] if is_config else explain_updates(updates)
     return replace(numbers, explanation=tuple(lines)), probed
 
@@ -356,18 +358,18 @@ def _judged(
             plan = make_plan(bare(cfg, steps))
         except ConfigError as error:
             raise located(number, error) from error
-        found = plan.components.strategy.proof_problems(plan.context)
-        problems += located(number, ConfigError(found)).problems if found else []
+        refusals = plan.components.strategy.proof_problems(plan.context)
+        problems += located(number, ConfigError(refusals)).problems if refusals else []
         plans.append(plan)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     reference = make_plan(on_one_device(bare(candidates[0][1], steps)))
-    known: dict[str, Coupling] = {}
+    couplings: dict[str, Coupling] = {}
     judged = []
     for (label, cfg), plan in zip(candidates, plans, strict=True):
         model = meta_model(plan.cfg)
         notes = model_notes(plan, model, lambda _key: False)
-        coupling = partial(_coupling, plan, model, known)
+        coupling = partial(_coupling, plan, model, couplings)
         accumulates = cfg.batch.accumulation is not None
         sameness = None if same_cut else same_training(reference, plan, coupling, accumulates=accumulates)
         notes += cut_notes(plan, coupling)
@@ -376,13 +378,13 @@ def _judged(
     return judged
 
 
-def _coupling(plan: RunPlan, model: nn.Module, known: dict[str, Coupling]) -> Coupling:
+def _coupling(plan: RunPlan, model: nn.Module, couplings: dict[str, Coupling]) -> Coupling:
     """Probe the model of a plan, unless an earlier candidate had the same model, objective and data."""
     cfg = plan.cfg
     node = json.dumps([cfg.model, cfg.objective, cfg.data, cfg.seed], default=str)
-    if node not in known:
-        known[node] = coupling_of(plan, model, at_any_size=True)
-    return known[node]
+    if node not in couplings:
+        couplings[node] = coupling_of(plan, model, at_any_size=True)
+    return couplings[node]
 
 
 def on_one_device(cfg: RunConfig) -> RunConfig:

@@ -106,14 +106,14 @@ def prove_resume(
         log(f"interrupted: {disturbance}")
         _interrupt(_prepared(first.cfg, precision), folder / "interrupted", disturbance)
         (saved,) = last_weights(folder / "interrupted")
-        allowed, found = moved_by_rounding(map(first.highest_rate, range(steps))), {}
+        allowed, resumed = moved_by_rounding(map(first.highest_rate, range(steps))), {}
         for number, (label, cfg) in enumerate(placements):
             log(f"resumed on {label}")
             again = shutil.copytree(folder / "interrupted", folder / str(number))
             weights = _last(replace(_prepared(cfg, precision), resume="auto"), again)
             is_exact = number in (0, len(points)) or cfg.numerics.reproducible
-            found[label] = [*compare(expected, weights, allowed=allowed, exact=is_exact)]
-    return ResumeProof(precision=precision, disturbance=disturbance, saved=saved, resumed=found)
+            resumed[label] = [*compare(expected, weights, allowed=allowed, exact=is_exact)]
+    return ResumeProof(precision=precision, disturbance=disturbance, saved=saved, resumed=resumed)
 
 
 def _refuse_others(plans: Sequence[RunPlan], steps: int) -> None:

@@ -60,8 +60,8 @@ class Trace:
     @property
     def seeds(self) -> frozenset[float | None]:
         """The factors with which losses begin backward, times the divisor; None: one is unknown."""
-        found = (seed for story in self.stories.values() for seed in story.seeds)
-        return frozenset(None if one is None else float(f"{one * self.divisor.value:.12g}") for one in found)
+        factors = (seed for story in self.stories.values() for seed in story.seeds)
+        return frozenset(None if seed is None else float(f"{seed * self.divisor.value:.12g}") for seed in factors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ def axes_of(ranks: Sequence[int], axes: Axes, stages: Container[int] = ()) -> tu
     return along if len({*ranks}) == prod(sizes.values()) else None
 
 
-def findings(found: Trace, one_device: Trace) -> Iterator[str]:
+def findings(traced: Trace, one_device: Trace) -> Iterator[str]:
     """Yield what differs from what the axes demand.
 
     Each gradient is summed once over replicate, shard and context, scattered over shard; over pipe, if several stages
@@ -188,126 +188,122 @@ def findings(found: Trace, one_device: Trace) -> Iterator[str]:
     factor of one device, and where the targets are counted, gradients are divided once by a count that is summed once.
     Each stage exchanges with its neighbours.
     """
-    axes, sizes = found.axes, {axis: getattr(found.axes, axis) for axis in AXES}
+    axes, sizes = traced.axes, {axis: getattr(traced.axes, axis) for axis in AXES}
     holders: dict[str, set[int]] = {}
-    for rank, story in found.stories.items():
+    for rank, story in traced.stories.items():
         for name in story.gradients:
             holders.setdefault(name, set()).add(axes.stage_of(rank))
     for name in one_device.stories[0].gradients.keys() - holders.keys():
         yield f"{name} has no gradient on any stage"
     data = [axis for axis in _DATA if sizes[axis] > 1]
-    in_parts = {*_meeting_parts(found)} if axes.tensor > 1 else set[str]()
-    for rank, story in found.stories.items():
+    in_parts = {*_meeting_parts(traced)} if axes.tensor > 1 else set[str]()
+    for rank, story in traced.stories.items():
         where = f" (stage {axes.stage_of(rank)})" if axes.pipe > 1 else ""
-        for name, told in story.gradients.items():
-            wanted = Counter([*data, *["pipe"] * (len(holders[name]) > 1), *["tensor"] * (name in in_parts)])
-            said = f"the gradient of {name}{where}"
-            yield from _of_sums(said, told.events, wanted, axes, holders[name])
-            if axes.shard > 1 and not any(
-                one.kind == "scatter" and "shard" in (axes_of(one.ranks, axes) or ()) for one in told.events
-            ):
-                yield f"{said} is not scattered over shard"
-            yield from (f"{said} is multiplied by {one.factor:g}" for one in told.events if one.factor is not None)
-            if any(one.kind == "mixed" for one in told.events):
+        for name, gradient in story.gradients.items():
+            events, counts = gradient.events, gradient.counts
+            expected = Counter([*data, *["pipe"] * (len(holders[name]) > 1), *["tensor"] * (name in in_parts)])
+            subject = f"the gradient of {name}{where}"
+            yield from _of_sums(subject, events, expected, axes, holders[name])
+            scattered = (axes_of(event.ranks, axes) or () for event in events if event.kind == "scatter")
+            if axes.shard > 1 and not any("shard" in along for along in scattered):
+                yield f"{subject} is not scattered over shard"
+            yield from (f"{subject} is multiplied by {event.factor:g}" for event in events if event.factor is not None)
+            if any(event.kind == "mixed" for event in events):
                 ended = f"; sums are lost at {', '.join(story.lost)}" if story.lost else ""
-                yield f"{said}: unknown, its parts were summed differently{ended}"
-            times = int(found.divisor.counted)
-            if len(told.counts) != times and (data or told.counts):  # else the count of this rank is that of all
-                yield f"{said} is divided {len(told.counts)} times by a count of targets, not {times}"
-            for counted in told.counts if story.seeds else ():  # other stages have no targets of their own
-                own = Counter(axis for one in counted for axis in axes_of(one.ranks, axes) or ("?",))
-                yield from (
-                    f"the count of targets is summed {own[axis]} times over {axis}, not once"
-                    for axis in data
-                    if own[axis] != 1
-                )
-        yield from _of_bytes(found, rank)
-    if None in found.seeds:
+                yield f"{subject}: unknown, its parts were summed differently{ended}"
+            times = int(traced.divisor.counted)
+            if len(counts) != times and (data or counts):  # else the count of this rank is that of all
+                yield f"{subject} is divided {len(counts)} times by a count of targets, not {times}"
+            for counted in counts if story.seeds else ():  # other stages have no targets of their own
+                sums = Counter(axis for event in counted for axis in axes_of(event.ranks, axes) or ("?",))
+                for axis in data:
+                    if sums[axis] != 1:
+                        yield f"the count of targets is summed {sums[axis]} times over {axis}, not once"
+        yield from _of_bytes(traced, rank)
+    if None in traced.seeds:
         yield "the factor with which the loss begins backward is unknown"
-    elif found.seeds != one_device.seeds:
-        parts = (", ".join(f"{one:g}" for one in sorted(some)) for some in (found.seeds, one_device.seeds))  # type: ignore[type-var]
-        yield "the loss times {} begins backward, and on one device times {}, of the mean over all targets".format(
-            *parts
-        )
-    yield from _of_stages(found)
+    elif traced.seeds != one_device.seeds:
+        left, right = (", ".join(f"{seed:g}" for seed in sorted(seeds)) for seeds in (traced.seeds, one_device.seeds))  # type: ignore[type-var]
+        yield f"the loss times {left} begins backward, and on one device times {right}, of the mean over all targets"
+    yield from _of_stages(traced)
 
 
 def _of_sums(
-    said: str, events: Iterable[Event], wanted: Mapping[str, int], axes: Axes, stages: Container[int]
+    subject: str, events: Iterable[Event], expected: Mapping[str, int], axes: Axes, stages: Container[int]
 ) -> Iterator[str]:
     """Yield what is wrong with the sums of one gradient."""
     times: Counter[str] = Counter()
-    for one in events:
-        if one.kind not in ("sum", "scatter"):
+    for event in events:
+        if event.kind not in ("sum", "scatter"):
             continue
-        along = axes_of(one.ranks, axes, stages)
+        along = axes_of(event.ranks, axes, stages)
         if along is None:
-            yield f"{said}: unknown, it is summed over ranks {', '.join(map(str, one.ranks))}"
-        elif one.op != "sum":
-            yield f"{said} is reduced over {' and '.join(along)} by {one.op}, not by a sum"
+            yield f"{subject}: unknown, it is summed over ranks {', '.join(map(str, event.ranks))}"
+        elif event.op != "sum":
+            yield f"{subject} is reduced over {' and '.join(along)} by {event.op}, not by a sum"
         times.update(along or ())
     for axis in AXES:
-        if times[axis] != wanted.get(axis, 0):
-            yield f"{said} is summed {times[axis]} times over {axis}, not {wanted.get(axis, 0)}"
+        if times[axis] != expected.get(axis, 0):
+            yield f"{subject} is summed {times[axis]} times over {axis}, not {expected.get(axis, 0)}"
 
 
-def _meeting_parts(found: Trace) -> Iterator[str]:
+def _meeting_parts(traced: Trace) -> Iterator[str]:
     """Yield the parameters that are whole along tensor, and meet parts of a sequence there."""
-    for one in found.fit.chosen:
-        for name, _ in one.module.named_parameters():
-            if one.style.name == "sequence" or (one.style.name == "rowwise_sequence" and name == "bias"):
-                yield f"{one.name}.{name}"
+    for choice in traced.fit.chosen:
+        for name, _ in choice.module.named_parameters():
+            if choice.style.name == "sequence" or (choice.style.name == "rowwise_sequence" and name == "bias"):
+                yield f"{choice.name}.{name}"
 
 
-def gradient_bytes(found: Trace, rank: int) -> dict[tuple[str, ...], int]:
+def gradient_bytes(traced: Trace, rank: int) -> dict[tuple[str, ...], int]:
     """Return axes -> bytes of the vectors in which a rank sums gradients over them in a step."""
     totals: Counter[tuple[str, ...]] = Counter()
-    for one in found.steps[rank].collectives:
-        along = axes_of(one.ranks, found.axes) or ()
-        if one.is_in_update or "tensor" in along or not along:
+    for collective in traced.steps[rank].collectives:
+        along = axes_of(collective.ranks, traced.axes) or ()
+        if collective.is_in_update or "tensor" in along or not along:
             continue
-        if one.kind == ("reduce-scatter" if "shard" in along else "all-reduce"):
-            totals[along] += int(one.num_bytes * one.times)
+        if collective.kind == ("reduce-scatter" if "shard" in along else "all-reduce"):
+            totals[along] += int(collective.num_bytes * collective.times)
     return dict(totals)
 
 
-def _of_bytes(found: Trace, rank: int) -> Iterator[str]:
+def _of_bytes(traced: Trace, rank: int) -> Iterator[str]:
     """Yield the sums whose bytes are not those of the gradients."""
-    story, axes = found.stories[rank], found.axes
-    item = found.plan.components.precision.master_dtype.itemsize
-    cut = found.fit.dims if axes.tensor > 1 else {}
-    wanted: Counter[tuple[str, ...]] = Counter()
-    params = dict(found.model.named_parameters())
-    for name, told in story.gradients.items():
-        for one in told.events:
-            along = axes_of(one.ranks, axes) or ()
-            if one.kind == "scatter":
+    story, axes = traced.stories[rank], traced.axes
+    item = traced.plan.components.precision.master_dtype.itemsize
+    cut = traced.fit.dims if axes.tensor > 1 else {}
+    expected: Counter[tuple[str, ...]] = Counter()
+    params = dict(traced.model.named_parameters())
+    for name, gradient in story.gradients.items():
+        for event in gradient.events:
+            along = axes_of(event.ranks, axes) or ()
+            if event.kind == "scatter":
                 shape = list(params[name].shape)
                 if name in cut:
                     shape[cut[name]] //= axes.tensor
-                ranks = len(one.ranks)
-                wanted[along] += ceil(shape[0] / ranks) * ranks * prod(shape[1:]) * item
-            elif one.kind == "sum" and "tensor" not in along:
-                wanted[along] += told.num_elements * item
-    rest = item * (1 + sum(buffer.numel() for buffer in found.model.buffers()))
-    for along, size in gradient_bytes(found, rank).items():
-        if along not in wanted:
+                ranks = len(event.ranks)
+                expected[along] += ceil(shape[0] / ranks) * ranks * prod(shape[1:]) * item
+            elif event.kind == "sum" and "tensor" not in along:
+                expected[along] += gradient.num_elements * item
+    slack = item * (1 + sum(buffer.numel() for buffer in traced.model.buffers()))
+    for along, size in gradient_bytes(traced, rank).items():
+        if along not in expected:
             continue
         passes = (1, _SHARDS) if "shard" in along else (1,)
-        if not any(0 <= size - count * wanted[along] <= (0 if "shard" in along else rest) for count in passes):
+        if not any(0 <= size - count * expected[along] <= (0 if "shard" in along else slack) for count in passes):
             over = " and ".join(along)
-            yield f"rank {rank} sums {size:,} bytes over {over}, and its gradients have {wanted[along]:,}"
+            yield f"rank {rank} sums {size:,} bytes over {over}, and its gradients have {expected[along]:,}"
 
 
-def _of_stages(found: Trace) -> Iterator[str]:
+def _of_stages(traced: Trace) -> Iterator[str]:
     """Yield the stages that do not exchange with their neighbours."""
-    ranks = sorted(found.stories)
-    for place, (rank, following) in enumerate(pairwise(ranks)):
-        for what, sender, receiver in (("activations", rank, following), ("gradients", following, rank)):
-            sent, received = found.stories[sender].sent[receiver], found.stories[receiver].received[sender]
+    ranks = sorted(traced.stories)
+    for stage, (rank, following) in enumerate(pairwise(ranks)):
+        for kind, sender, receiver in (("activations", rank, following), ("gradients", following, rank)):
+            sent, received = traced.stories[sender].sent[receiver], traced.stories[receiver].received[sender]
             if not sent or sent != received:
-                between = f"between stages {place} and {place + 1}"
-                yield f"{what} {between}: {sent:,} elements are sent, and {received:,} received"
+                between = f"between stages {stage} and {stage + 1}"
+                yield f"{kind} {between}: {sent:,} elements are sent, and {received:,} received"
 
 
 def prove_static(
@@ -331,7 +327,7 @@ def prove_static(
         rule = "sums pieces of gradients lane by lane, which --static does not read. Use --layouts, or leave it out."
         raise ConfigError([Problem(key="numerics.reproducible", value=True, rule=rule)])
     refused: dict[str, str] = {}
-    powers = [2**one for one in range(1, max(world, 4).bit_length())]
+    powers = [2**exponent for exponent in range(1, max(world, 4).bit_length())]
     for axis, size in product(("pipe", "context", "tensor"), powers):
         try:
             plan = _planned(config({**alone, axis: size}), replicas=1)
@@ -357,7 +353,7 @@ def prove_static(
                 try:
                     cfg = config(mesh)
                     reference = reference or trace(on_one_device(cfg), Axes())
-                    found = trace(cfg, Axes(**mesh))
+                    traced = trace(cfg, Axes(**mesh))
                 except ConfigError as error:
                     proof = replace(proof, refused="; ".join(map(str, error.problems)))
                     break
@@ -365,10 +361,10 @@ def prove_static(
                     proof = replace(proof, unknown=named_first_line(error))
                     break
                 proof.sizes.append(sizes)
-                proof.findings.extend(f"{mesh_text(mesh)}: {line}" for line in findings(found, reference))
-                for along, size in gradient_bytes(found, 0).items():
+                proof.findings.extend(f"{mesh_text(mesh)}: {line}" for line in findings(traced, reference))
+                for along, size in gradient_bytes(traced, 0).items():
                     proof.num_bytes.setdefault("+".join(along), []).append(size)
-                gradients = sum(len(story.gradients) for story in found.stories.values())
+                gradients = sum(len(story.gradients) for story in traced.stories.values())
                 proof = replace(proof, gradients=proof.gradients + gradients)
             proofs.append(proof)
     return proofs, refused
@@ -383,15 +379,15 @@ def verdicts(proofs: Sequence[SetProof], refused: Mapping[str, str], world: int)
         >>> verdicts([SetProof(axes=("replicate",))], {}, 4)
         {'proven': 3, 'refused': 0, 'wrong': 0, 'unknown': 0}
     """
-    found: dict[Verdict, int] = {"proven": 0, "refused": 0, "wrong": 0, "unknown": 0}
-    of_set = {one.axes: one.verdict for one in proofs}
-    powers = [2**one for one in range(world.bit_length())]
+    counts: dict[Verdict, int] = {"proven": 0, "refused": 0, "wrong": 0, "unknown": 0}
+    of_set = {proof.axes: proof.verdict for proof in proofs}
+    powers = [2**exponent for exponent in range(world.bit_length())]
     for sizes in product(powers, repeat=len(AXES)):
         if prod(sizes) > world:
             continue
         chosen = {axis: size for axis, size in zip(AXES, sizes, strict=True) if size > 1}
         if any(f"{axis}={size}" in refused for axis, size in chosen.items()):
-            found["refused"] += 1
+            counts["refused"] += 1
         elif not chosen or tuple(chosen) in of_set:
-            found[of_set.get(tuple(chosen), "proven")] += 1
-    return found
+            counts[of_set.get(tuple(chosen), "proven")] += 1
+    return counts
