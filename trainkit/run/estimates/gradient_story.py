@@ -64,7 +64,7 @@ class Event:
     """Two events with the same number are one."""
 
     @property
-    def told(self) -> tuple[Any, ...]:
+    def signature(self) -> tuple[Any, ...]:
         """What it is, whichever call it was."""
         return self.kind, self.ranks, self.op, self.factor
 
@@ -73,13 +73,13 @@ Events = frozenset[Event]
 _NONE: Final[Events] = frozenset()
 
 
-def told(events: Iterable[Event]) -> Counter[tuple[Any, ...]]:
+def tally(events: Iterable[Event]) -> Counter[tuple[Any, ...]]:
     """Return how often each thing happened."""
-    return Counter(one.told for one in events)
+    return Counter(event.signature for event in events)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class GradientStory:
     """The story of one gradient up to its update."""
 
     events: tuple[Event, ...]
@@ -92,12 +92,12 @@ class Told:
 class Story(Watch):  # type: ignore[no-untyped-call]
     """A watch that attaches to gradients what happens to them, and listens to the update."""
 
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._regions: dict[weakref.ref[torch.UntypedStorage], list[tuple[int, int, Events]]] = {}
         self._scales: dict[weakref.ref[torch.UntypedStorage], float | None] = {}
         self._summed_counts: dict[int, tuple[Event, ...]] = {}
-        self.gradients: dict[str, Told] = {}
+        self.gradients: dict[str, GradientStory] = {}
         self.seeds: set[float | None] = set()
         """The factors with which losses begin backward; None: unknown."""
         self.received: Counter[int] = Counter()
@@ -126,19 +126,19 @@ class Story(Watch):  # type: ignore[no-untyped-call]
         """Read the stories of the gradients of an update."""
         for name, grad in tensors.grads.items():
             events = tuple(self._of(grad))
-            counts = tuple(self._summed_counts[one.number] for one in events if one.kind == "count")
-            self.gradients[name] = Told(events=events, counts=counts, num_elements=grad.numel())
+            counts = tuple(self._summed_counts[event.number] for event in events if event.kind == "count")
+            self.gradients[name] = GradientStory(events=events, counts=counts, num_elements=grad.numel())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and let stories follow."""
-        found = super().__torch_dispatch__(func, types, args, kwargs)
-        if found is NotImplemented or is_asked_device(func) or not self.is_own:
-            return found
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is NotImplemented or is_asked_device(func) or not self.is_own:
+            return result
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._exchanged(func, args, found)
+            self._exchanged(func, args, result)
         elif self._regions or self._scales or in_backward() or func._schema.name.split("::")[1] in _FILLS:
-            self._followed(func, args, kwargs or {}, found)
-        return found
+            self._followed(func, args, kwargs or {}, result)
+        return result
 
     def _forget(self, key: weakref.ref[torch.UntypedStorage]) -> None:
         super()._forget(key)
@@ -182,107 +182,104 @@ class Story(Watch):  # type: ignore[no-untyped-call]
         start, end = span
         if not events and key not in self._regions:
             return
-        kept, inside = list[tuple[int, int, Events]](), list[tuple[int, int, Events]]()
-        for low, high, own in self._regions.get(key, ()):
-            kept += [(a, b, own) for a, b in ((low, min(high, start)), (max(low, end), high)) if a < b]
-            inside += [(max(low, start), min(high, end), own)] if max(low, start) < min(high, end) else []
-        place = start
-        for low, high, own in sorted(inside, key=lambda one: one[0]) if adds else ():
-            kept += [(place, low, events)] if place < low else []
-            kept.append((low, high, own | events))
-            place = high
-        if place < end:
-            kept.append((place, end, events))
-        self._regions[key] = [one for one in kept if one[2]]
+        regions, inside = list[tuple[int, int, Events]](), list[tuple[int, int, Events]]()
+        for low, high, earlier in self._regions.get(key, ()):
+            regions += [(a, b, earlier) for a, b in ((low, min(high, start)), (max(low, end), high)) if a < b]
+            inside += [(max(low, start), min(high, end), earlier)] if max(low, start) < min(high, end) else []
+        position = start
+        for low, high, earlier in sorted(inside, key=lambda region: region[0]) if adds else ():
+            regions += [(position, low, events)] if position < low else []
+            regions.append((low, high, earlier | events))
+            position = high
+        if position < end:
+            regions.append((position, end, events))
+        self._regions[key] = [region for region in regions if region[2]]
         if not self._regions[key]:
             del self._regions[key]
 
-    def _exchanged(self, func: Any, args: Sequence[Any], found: Any) -> None:
+    def _exchanged(self, func: Any, args: Sequence[Any], result: Any) -> None:
         """Follow a collective."""
         name = func._schema.name.split("::")[1].strip("_")
-        tensors = [leaf for leaf in tree_iter(args[0]) if isinstance(leaf, Tensor)]
+        tensors = list(_tensors(args[0]))
         if name in ("send", "recv"):
             counter = self.sent if name == "send" else self.received
-            counter[self.peer(args)] += sum(one.numel() for one in tensors)
+            counter[self.peer(args)] += sum(tensor.numel() for tensor in tensors)
             return
         if name in ("wait_tensor", "wrap_tensor_autograd"):
-            self._put(found, self._of(args[0]))
+            self._put(result, self._of(args[0]))
             return
-        outs = [leaf for leaf in tree_iter(found) if isinstance(leaf, Tensor)]
+        outs = list(_tensors(result))
         if "reduce" not in name:
-            for one in outs if func.namespace == "_c10d_functional" else tensors:
+            for tensor in outs if func.namespace == "_c10d_functional" else tensors:
                 if name != "broadcast":
-                    self._put(one, _NONE)
+                    self._put(tensor, _NONE)
             if name == "allgather":  # of numbers, which are then added up
-                own = self._of(next(leaf for leaf in tree_iter(args[1]) if isinstance(leaf, Tensor)))
-                before = frozenset(_with_sums(own))
-                for rank, one in zip(group_ranks(args), tensors, strict=True):
-                    if one.numel() <= _FEW:
-                        self._put(one, before | {Event(kind="part", ranks=(rank,))})
+                before = frozenset(_with_sums(self._of(next(_tensors(args[1])))))
+                for rank, tensor in zip(group_ranks(args), tensors, strict=True):
+                    if tensor.numel() <= _FEW:
+                        self._put(tensor, before | {Event(kind="part", ranks=(rank,))})
             return
         ranks, op = reduction_of(args)
         scatters = "scatter" in name
         event = frozenset([Event(kind="scatter" if scatters else "sum", ranks=tuple(ranks), op=op)])
         if not scatters and func.namespace == "c10d":
-            for one in tensors:
-                self._put(one, event, adds=True)
+            for tensor in tensors:
+                self._put(tensor, event, adds=True)
             return
-        given = tensors if func.namespace != "c10d" else [one for one in tree_iter(args[1]) if isinstance(one, Tensor)]
-        if len(given) == len(tensors) == 1 and given[0].numel() == len(ranks) * tensors[0].numel():
-            self._put_scattered(given[0], tensors[0], event, ranks)
+        inputs = tensors if func.namespace != "c10d" else list(_tensors(args[1]))
+        if len(inputs) == len(tensors) == 1 and inputs[0].numel() == len(ranks) * tensors[0].numel():
+            self._put_scattered(inputs[0], tensors[0], event, ranks)
             return
-        before = self._merged([self._of(one) for one in given])
-        for one in outs if func.namespace != "c10d" else tensors:
-            self._put(one, before | event)
+        before = self._merged([self._of(tensor) for tensor in inputs])
+        for tensor in outs if func.namespace != "c10d" else tensors:
+            self._put(tensor, before | event)
 
-    def _put_scattered(self, given: Tensor, out: Tensor, event: Events, ranks: Sequence[int]) -> None:
+    def _put_scattered(self, source: Tensor, out: Tensor, event: Events, ranks: Sequence[int]) -> None:
         """Let the result of a scattered sum have the stories of this rank's part, range by range."""
-        (start, end), (first, _) = _span(given), _span(out)
+        (start, end), (first, _) = _span(source), _span(out)
         size = (end - start) // len(ranks)
         start += size * list(ranks).index(dist.get_rank())
         self._put(out, event)
-        for low, high, events in self._regions.get(self._key(given), ()):
+        for low, high, events in self._regions.get(self._key(source), ()):
             span = max(low, start) - start + first, min(high, start + size) - start + first
             if span[0] < span[1]:
                 self._put_span(self._key(out), span, events | event)
 
     def _put_chunks(self, tensors: Sequence[Tensor], num_chunks: int, out: Tensor) -> None:
         """Let the vector that fully_shard sends have the stories of its gradients: a row of parts for each rank."""
-        item, place = out.element_size(), _span(out)[0]
-        sizes = [-(-one.shape[0] // num_chunks) * (one.numel() // one.shape[0]) * item for one in tensors]
-        stories = [self._of(one) for one in tensors]
+        item, start = out.element_size(), _span(out)[0]
+        sizes = [-(-tensor.shape[0] // num_chunks) * (tensor.numel() // tensor.shape[0]) * item for tensor in tensors]
+        stories = [self._of(tensor) for tensor in tensors]
         for _ in range(num_chunks):
             for size, events in zip(sizes, stories, strict=True):
-                self._put_span(self._key(out), (place, place + size), events)
-                place += size
+                self._put_span(self._key(out), (start, start + size), events)
+                start += size
 
     def _merged(self, stories: Sequence[Events], *, is_number: bool = False) -> Events:
         """Return the story of a sum, or of a copy of several: all must be alike, but those of numbers."""
         first = stories[0] if stories else _NONE
-        if all(one == first or told(one) == told(first) for one in stories[1:]):
+        if all(story == first or tally(story) == tally(first) for story in stories[1:]):
             return first
-        if is_number or any(event.kind == "part" for one in stories for event in one):
+        if is_number or any(event.kind == "part" for story in stories for event in story):
             return first.union(*stories)
         return first | {Event(kind="mixed")}
 
     def _followed(  # noqa: PLR0912 - one case for each kind of operation
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Any
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         """Follow an operation of this rank alone."""
         name: str = func._schema.name.split("::")[1]
         base = name.rstrip("_").removeprefix("_foreach_")
         written = list(_written(func, args, kwargs))
-        owned = {id(one) for one in written}
-        leaves = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-        given = [leaf for leaf in leaves if id(leaf) not in owned]
-        self._scaled(base, args, leaves, found, written)
+        owned = {id(tensor) for tensor in written}
+        leaves = list(_tensors((args, kwargs)))
+        inputs = [leaf for leaf in leaves if id(leaf) not in owned]
+        self._scaled(base, args, leaves, result, written)
         if not self._regions:
             return
-        held = {leaf.untyped_storage()._cdata for leaf in leaves if _is_plain(leaf)}
+        storages = {leaf.untyped_storage()._cdata for leaf in leaves if _is_plain(leaf)}
         outs = written or [
-            leaf
-            for leaf in tree_iter(found)
-            if isinstance(leaf, Tensor) and _is_plain(leaf) and leaf.untyped_storage()._cdata not in held
+            leaf for leaf in _tensors(result) if _is_plain(leaf) and leaf.untyped_storage()._cdata not in storages
         ]
         if not outs:
             return
@@ -292,77 +289,77 @@ class Story(Watch):  # type: ignore[no-untyped-call]
             rows = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
             event = self._factor(base, args[1], rows)
             for source, out in zip(rows, outs, strict=False):
-                own = self._of(source) if isinstance(source, Tensor) else _NONE
-                if out.numel() == 1 and not own and isinstance(args[1], Tensor):  # a number made of a count
+                events = self._of(source) if isinstance(source, Tensor) else _NONE
+                if out.numel() == 1 and not events and isinstance(args[1], Tensor):  # a number made of a count
                     self._put(out, self._of(args[1]))
                 else:
-                    self._put(out, own | event)
+                    self._put(out, events | event)
         elif base == "add" and isinstance(args[0], (list, tuple)):
             others = args[1] if isinstance(args[1], (list, tuple)) else [None] * len(args[0])
             for source, other, out in zip(args[0], others, outs, strict=False):
                 self._put(out, self._merged([self._of(source), *([] if other is None else [self._of(other)])]))
         elif base == "add":
-            parts = [self._of(one) for one in args[:2] if isinstance(one, Tensor)]
+            parts = [self._of(term) for term in args[:2] if isinstance(term, Tensor)]
             self._put(outs[0], self._merged(parts, is_number=outs[0].numel() == 1))
         elif base == "copy" and len(written) > 1:
             for source, out in zip(args[1], written, strict=True):
                 self._put(out, self._of(source))
         elif base in _COPIES:
-            parts = [self._of(one) for one in given if _is_plain(one)]
+            parts = [self._of(leaf) for leaf in inputs if _is_plain(leaf)]
             for out in outs:
                 self._put(out, self._merged(parts))
         else:
-            before = frozenset[Event]().union(*(self._of(one) for one in leaves if _is_plain(one)))
+            before = frozenset[Event]().union(*(self._of(leaf) for leaf in leaves if _is_plain(leaf)))
             for out in outs:
                 keeps = out.numel() <= 1 and base not in _MADE
                 self._put(out, before if keeps else _NONE)
             if before and self.phase == "reduce" and base not in _MADE:
                 self.lost[base] += 1
 
-    def _factor(self, base: str, by: Any, rows: Sequence[Any]) -> Events:
+    def _factor(self, base: str, operand: Any, rows: Sequence[Any]) -> Events:
         """Return the event of a product with a number, or with a count that was summed over ranks."""
-        if isinstance(by, (list, tuple)):
-            by = by[0] if by else 1.0
-        if not isinstance(by, Tensor):
-            number = float(by) if base == "mul" else 1 / float(by) if by else float("inf")
+        if isinstance(operand, (list, tuple)):
+            operand = operand[0] if operand else 1.0
+        if not isinstance(operand, Tensor):
+            number = float(operand) if base == "mul" else 1 / float(operand) if operand else float("inf")
             return _NONE if number == 1.0 else frozenset([Event(kind="factor", factor=number)])
-        if by.numel() != 1 or not any(isinstance(one, Tensor) and one.numel() >= 1 for one in rows):
+        if operand.numel() != 1 or not any(isinstance(row, Tensor) and row.numel() >= 1 for row in rows):
             return _NONE
-        counted = tuple(one for one in _with_sums(self._of(by)) if one.kind in ("sum", "scatter"))
-        known = self._scales.get(weakref.ref(by.untyped_storage()))
+        counted = tuple(event for event in _with_sums(self._of(operand)) if event.kind in ("sum", "scatter"))
+        scale = self._scales.get(weakref.ref(operand.untyped_storage()))
         if counted:
             event = Event(kind="count")
             self._summed_counts[event.number] = counted
             return frozenset([event])
-        if known is None or known == 1.0 or in_backward():  # there it begins a gradient
+        if scale is None or scale == 1.0 or in_backward():  # there it begins a gradient
             return _NONE
-        return frozenset([Event(kind="factor", factor=known)])
+        return frozenset([Event(kind="factor", factor=scale)])
 
     def _scaled(
-        self, base: str, args: Sequence[Any], leaves: Sequence[Tensor], found: Any, written: Sequence[Tensor]
+        self, base: str, args: Sequence[Any], leaves: Sequence[Tensor], result: Any, written: Sequence[Tensor]
     ) -> None:
         """Follow numbers from the loss on: the factor with which its gradient begins."""
-        out = next((leaf for leaf in tree_iter(found) if isinstance(leaf, Tensor)), None)
+        out = next(_tensors(result), None)
         if base in _FILLS and out is not None and out.numel() == 1 and out.is_floating_point():
-            given = (float(one) for one in reversed(args) if isinstance(one, (int, float)))
-            self._scales[self._key(out)] = next(given, 1.0)
+            numbers = (float(value) for value in reversed(args) if isinstance(value, (int, float)))
+            self._scales[self._key(out)] = next(numbers, 1.0)
             return
         scaled = [leaf for leaf in leaves if leaf.numel() and _is_plain(leaf) and self._key_of(leaf) in self._scales]
         if not scaled or out is None:
             return
-        if _is_plain(out) and out.untyped_storage()._cdata in {one.untyped_storage()._cdata for one in scaled}:
+        if _is_plain(out) and out.untyped_storage()._cdata in {leaf.untyped_storage()._cdata for leaf in scaled}:
             if written:  # it is overwritten
                 self._scales.pop(self._key(out), None)
             return
-        mine = number = self._scales[self._key_of(scaled[0])]
+        seed = number = self._scales[self._key_of(scaled[0])]
         if out.numel() == 1 and base in ("mul", "div", "neg", "_to_copy", "clone"):
-            others = [one for one in args if one is not scaled[0] and not isinstance(one, (torch.dtype, str))]
-            for one in others[:1] if base in ("mul", "div") else ():
-                known = float(one) if isinstance(one, (int, float)) else self._scales.get(self._key_of(one))
-                number = None if known is None or mine is None else mine * known if base == "mul" else mine / known
+            others = [arg for arg in args if arg is not scaled[0] and not isinstance(arg, (torch.dtype, str))]
+            for arg in others[:1] if base in ("mul", "div") else ():
+                scale = float(arg) if isinstance(arg, (int, float)) else self._scales.get(self._key_of(arg))
+                number = None if scale is None or seed is None else seed * scale if base == "mul" else seed / scale
             self._scales[self._key(out)] = -number if base == "neg" and number is not None else number
         elif in_backward():
-            self.seeds.add(mine)
+            self.seeds.add(seed)
 
     def _key_of(self, tensor: Tensor) -> weakref.ref[torch.UntypedStorage]:
         return weakref.ref(tensor.untyped_storage())
@@ -370,9 +367,13 @@ class Story(Watch):  # type: ignore[no-untyped-call]
 
 def _with_sums(events: Events) -> Iterator[Event]:
     """Yield events, with one sum in the place of the parts of ranks that were added up."""
-    yield from (one for one in events if one.kind != "part")
-    if ranks := sorted(rank for one in events if one.kind == "part" for rank in one.ranks):
+    yield from (event for event in events if event.kind != "part")
+    if ranks := sorted(rank for event in events if event.kind == "part" for rank in event.ranks):
         yield Event(kind="sum", ranks=tuple(ranks))
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -388,7 +389,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors that an operation changes."""
-    for place, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor))
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from _tensors(value)
