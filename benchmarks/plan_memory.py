@@ -271,7 +271,7 @@ class Compared:
     @classmethod
     def of(cls, rank: int, plan: DeviceMemory, counts: Mapping[str, int], *, copies: bool) -> Compared:
         """Compare a rank with its part of the plan; `copies`: whether it has a copy for checkpoints."""
-        state = plan.held
+        state = plan.static
         lasting = state.parameter_bytes + state.gradient_bytes + (state.optimizer_bytes or 0)
         peak = (plan.step or 0) - (0 if copies else state.staging_bytes)
         return cls(rank=rank, lasting=lasting / counts["lasting"], planned=peak, measured=counts["peak"])

@@ -72,7 +72,7 @@ def test_the_planned_peak_is_that_of_a_step(arguments: tuple[str, ...], cwd: Pat
     memory = planned(*arguments)
     with Counting() as counting:
         api.train(api.compose([*arguments, *SHORT]))
-    state = memory.held
+    state = memory.static
     lasting = state.parameter_bytes + state.gradient_bytes + (state.optimizer_bytes or 0)
     assert memory.step is not None
     assert lasting == pytest.approx(counting.lasting, rel=0.1), "with the batches and the data"
@@ -107,7 +107,7 @@ def test_the_planned_peak_of_an_evaluation_is_the_measured_one(arguments: tuple[
 def test_a_run_copies_the_state_as_planned(
     arguments: tuple[str, ...], cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state, copied = planned(*arguments).held, list[int]()
+    state, copied = planned(*arguments).static, list[int]()
     release = Snapshot.release
 
     def counted(snapshot: Snapshot) -> None:
@@ -117,7 +117,7 @@ def test_a_run_copies_the_state_as_planned(
     monkeypatch.setattr(Snapshot, "release", counted)
     api.train(api.compose([*arguments, *SHORT]))
     assert copied == [state.staging_bytes]
-    without = planned(*arguments, "checkpoint.background=false").held
+    without = planned(*arguments, "checkpoint.background=false").static
     assert (without.staging_bytes, state.total_bytes - without.total_bytes) == (0, state.staging_bytes)
 
 
@@ -150,7 +150,7 @@ def test_what_reads_numbers_is_unknown_and_nothing_else(trains: bool, monkeypatc
 )  # fmt: skip
 def test_the_workspaces_of_cublas_count_on_hardware_that_has_them(hardware: str, more: str, mib: float) -> None:
     memory, without = planned("recipe=digits", more, f"hardware={hardware}"), planned("recipe=digits", more)
-    assert memory.held.workspace_bytes == mib * 2**20
+    assert memory.static.workspace_bytes == mib * 2**20
     assert memory.step == (without.step or 0) + mib * 2**20
 
 
@@ -160,7 +160,7 @@ def test_a_run_on_a_gpu_with_figures_counts_its_workspaces(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     for is_initialized, mib in ((False, 0), (True, 64)):  # a plan alone uses no GPU
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda answer=is_initialized: answer)
-        assert device_memory(plan, model).held.workspace_bytes == mib * 2**20
+        assert device_memory(plan, model).static.workspace_bytes == mib * 2**20
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -247,7 +247,7 @@ def test_memory_that_ranks_share_is_planned_in_equal_parts_and_in_every_phase(
     arguments = (*GPT, *ACCUMULATED, "checkpoint.background=false", *strategy_keys)
     measured = pool.run(f"{__name__}.with_data", arguments, num_ranks=num_ranks, group=True)[0]
     (plan,) = parts_planned(*arguments, *more)
-    of_others = plan.held.gradient_bytes * 3 // 2  # the slot of the other rank, and half of the total
+    of_others = plan.static.gradient_bytes * 3 // 2  # the slot of the other rank, and half of the total
     waiting = (5 if num_ranks == 2 else 2) * 2 * (32 + 32) * 8  # batches
     assert plan.step == max(measured.peaks.values()) - of_others + waiting
 
@@ -274,8 +274,8 @@ def test_each_device_of_a_map_holds_what_its_modules_compute() -> None:
     model = meta_model(plan.cfg)
     first, second = part_memories(plan, model)
     (alone,) = parts_planned("recipe=digits", "model.hidden=[256,256]")
-    assert first.held.parameter_bytes + second.held.parameter_bytes == alone.held.parameter_bytes
-    steps = [present(part.step) - part.held.staging_bytes * part.held.staged_here for part in (first, second, alone)]
+    assert first.static.parameter_bytes + second.static.parameter_bytes == alone.static.parameter_bytes
+    steps = [present(part.step) - part.static.staging_bytes * part.static.staged_here for part in (first, second, alone)]
     assert 0.9 * steps[2] < steps[0] + steps[1] < 1.5 * steps[2]
 
 
@@ -284,8 +284,8 @@ def test_each_rank_of_a_pipeline_has_its_own_memory() -> None:
     (alone,) = parts_planned("recipe=digits", "model.hidden=[256,256]")
     first, last = parts_planned("recipe=digits", "model.hidden=[256,256]", "strategy=pipeline", "strategy.stages=2")
     assert (first.part, last.part) == (0, 1)
-    assert first.held.parameter_bytes + last.held.parameter_bytes == alone.held.parameter_bytes
-    assert first.held.parameter_bytes != last.held.parameter_bytes
+    assert first.static.parameter_bytes + last.static.parameter_bytes == alone.static.parameter_bytes
+    assert first.static.parameter_bytes != last.static.parameter_bytes
 
 
 @pytest.mark.long
@@ -402,7 +402,7 @@ def test_tasks_that_hold_the_whole_state_have_one_copy_of_it_together(strategy: 
         plan = make_plan(api.compose([*overrides, f"checkpoint.background={on}"]).cfg)
         model, hardware = meta_model(plan.cfg), present(hardware_of(plan.cfg))
         memory = device_memory(plan.resolved(lambda: model), model)
-        return verdict_of(plan, memory, hardware).needs, memory.held.staging_bytes
+        return verdict_of(plan, memory, hardware).needs, memory.static.staging_bytes
 
     (with_copy, staged), (without, none) = needs("true"), needs("false")
     assert none == 0 < staged

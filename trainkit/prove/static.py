@@ -216,9 +216,10 @@ def findings(traced: Trace, one_device: Trace) -> Iterator[str]:
                 yield f"{subject} is divided {len(counts)} times by a count of targets, not {times}"
             for counted in counts if story.seeds else ():  # other stages have no targets of their own
                 sums = Counter(axis for event in counted for axis in axes_of(event.ranks, axes) or ("?",))
-                for axis in data:
-                    if sums[axis] != 1:
-                        yield f"the count of targets is summed {sums[axis]} times over {axis}, not once"
+                wrong = [axis for axis in data if sums[axis] != 1]
+                yield from (
+                    f"the count of targets is summed {sums[axis]} times over {axis}, not once" for axis in wrong
+                )
         yield from _of_bytes(traced, rank)
     if None in traced.seeds:
         yield "the factor with which the loss begins backward is unknown"

@@ -113,16 +113,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fakes: the mode of the fake tensors; None: all tensors have data.
         copied: the kinds of collectives that copy what they exchange, as those of gloo do.
         shards: number of shards that the rank computes in a step.
-        only_here: whether a storage counts only while `here`, and outside of passes only if it is made from counted
+        only_inside: whether a storage counts only while `inside`, and outside of passes only if it is made from counted
             ones.
     """
 
     def __init__(
-        self, fakes: FakeTensorMode | None, *, copied: Collection[Kind], shards: int, only_here: bool = False
+        self, fakes: FakeTensorMode | None, *, copied: Collection[Kind], shards: int, only_inside: bool = False
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fakes, self._copied, self._shards = fakes, copied, shards
-        self._only_here, self.here = only_here, True
+        self._only_inside, self.inside = only_inside, True
         self.live, self.phase = 0, ""
         self.peaks: Counter[str] = Counter()
         self.first_forward = 0
@@ -151,10 +151,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP frees and fills storages by this
-            found = resize(storage, size)
+            result = resize(storage, size)
             if weakref.ref(storage) in self._sizes:
                 self.see(storage)
-            return found
+            return result
 
         self._stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
         return super().__enter__()  # type: ignore[no-untyped-call, no-any-return]
@@ -175,15 +175,15 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not self.is_own:
             return func(*args, **kwargs)  # DTensor infers a shape
-        found = func(*args, **kwargs) if self._fakes is None else self._without_data(self._fakes, func, args, kwargs)
+        result = func(*args, **kwargs) if self._fakes is None else self._without_data(self._fakes, func, args, kwargs)
         if self._counts(args, kwargs):
-            for leaf in tree_iter(found):
+            for leaf in tree_iter(result):
                 if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.device.type != "meta":
                     self.see(leaf.untyped_storage())
-            self._note(self.live + workspace_of(func, args, found))
+            self._note(self.live + workspace_of(func, args, result))
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._record(func, args, found)
-        return found
+            self._record(func, args, result)
+        return result
 
     @property
     def listener(self) -> GradientListener | None:
@@ -202,19 +202,19 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _counts(self, args: Any, kwargs: Any) -> bool:
         """Return whether the storages that an operation makes count."""
-        if not self._only_here or self.phase == "begin":
+        if not self._only_inside or self.phase == "begin":
             return True
         if self.phase in ("forward", "backward", "evaluation"):
-            return self.here
-        given = (leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.is_sparse)
-        return any(weakref.ref(leaf.untyped_storage()) in self._sizes for leaf in given)
+            return self.inside
+        leaves = (leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.is_sparse)
+        return any(weakref.ref(leaf.untyped_storage()) in self._sizes for leaf in leaves)
 
     def follow(self, model: nn.Module, modules: Sequence[str]) -> None:
-        """Let only these modules of a model be `here`, with their parameters and buffers."""
-        own = {inner for name in modules for inner in model.get_submodule(name).modules()}
+        """Be `inside` during these modules of a model only, and count their parameters and buffers."""
+        followed = {inner for name in modules for inner in model.get_submodule(name).modules()}
 
         def enter(module: nn.Module, _args: object) -> None:
-            self.here = module in own
+            self.inside = module in followed
 
         def leave(module: nn.Module, _args: object, outputs: object) -> None:
             for leaf in tree_iter(outputs):
@@ -222,10 +222,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     leaf.register_hook(lambda _: enter(module, ()))  # type: ignore[no-untyped-call]
 
         for module in model.modules():
-            if module in own or not any(inner in own for inner in module.modules()):
+            if module in followed or not any(inner in followed for inner in module.modules()):
                 module.register_forward_pre_hook(enter)
                 module.register_forward_hook(leave)
-        self.see_tensors(own)
+        self.see_tensors(followed)
 
     def see_tensors(self, modules: Iterable[nn.Module]) -> None:
         """Count the own parameters and buffers of modules."""
@@ -238,18 +238,18 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name
         if not tensors and func.namespace == "aten":
             with fakes:
-                found = func(*args, **kwargs)
-            made = [leaf for leaf in tree_iter(found) if isinstance(leaf, Tensor)]
-            if made and all(leaf.numel() > _SMALL for leaf in made):
-                return found
+                result = func(*args, **kwargs)
+            outputs = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+            if outputs and all(leaf.numel() > _SMALL for leaf in outputs):
+                return result
         elif any(isinstance(leaf, FakeTensor) for leaf in tensors):
             if name.startswith(("aten::_fused_", "aten::_foreach_")) and name.endswith("_"):
                 return None  # changes its arguments alone; torch would run some of them with data
             if func.is_view and func.namespace == "aten" and _is_plain(tensors):
                 # as the mode does after its cache, which finds few views: half of the time of a step without data
                 with in_kernel_invocation_manager(fakes):
-                    seen = func(*args, **kwargs)
-                return tree_map(lambda leaf: FakeTensor(fakes, leaf, tensors[0].device), seen)
+                    view = func(*args, **kwargs)
+                return tree_map(lambda leaf: FakeTensor(fakes, leaf, tensors[0].device), view)
             if "batch_norm" in name:
                 self._normed.update(leaf.untyped_storage()._cdata for leaf in tensors)
             if name == "aten::equal":  # asked of buffers, whose version batch normalisation does not count
@@ -258,7 +258,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return tensors[0].dtype is torch.bool  # whether gradients are finite; sums of overflows
         return func(*args, **kwargs)
 
-    def _record(self, func: Any, args: Sequence[Any], found: Any) -> None:
+    def _record(self, func: Any, args: Sequence[Any], result: Any) -> None:
         """Record a collective.
 
         Raises:
@@ -277,7 +277,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ranks = group_ranks(args)
         if kind == "send":
             ranks = [dist.get_rank(), ranks[args[2]]]
-        leaves = [[leaf for leaf in tree_iter(arg) if isinstance(leaf, Tensor)] for arg in (*args, found)]
+        leaves = [[leaf for leaf in tree_iter(arg) if isinstance(leaf, Tensor)] for arg in (*args, result)]
         size = max(sum(leaf.nbytes for leaf in tensors) for tensors in leaves)
         if kind is None:
             return
@@ -309,8 +309,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_plain(tensors: Sequence[Tensor]) -> bool:
     """Return whether the argument of a view is one dense tensor without data, of which torch knows no value."""
-    (one, *others) = tensors
-    return isinstance(one, FakeTensor) and not others and one.constant is None and one.layout is torch.strided
+    (tensor, *rest) = tensors
+    return isinstance(tensor, FakeTensor) and not rest and tensor.constant is None and tensor.layout is torch.strided
 
 
 def _group_of(arg: object) -> dist.ProcessGroup | None:
@@ -429,20 +429,20 @@ def observe(
         strategy, num_ranks, replicas = OneDevice(), 1, 1
     observed, numerics = strategy if has_data else strategy.as_observed(), plan.components.numerics
     lanes = numerics.lanes if numerics.reproducible else None
-    own = shards_of_rank(
+    shards = shards_of_rank(
         plan.batch.num_shards(0),
         rank=rank // (num_ranks // replicas),
         num_ranks=plan.num_replicas if lanes is None else replicas,
         lanes=lanes,
     )
-    count = len(own) if lanes is not None else strategy.observed_shards(len(own))
-    chosen = own if count == len(own) else (*own[: count - 1], own[-1])
+    count = len(shards) if lanes is not None else strategy.observed_shards(len(shards))
+    chosen = shards if count == len(shards) else (*shards[: count - 1], shards[-1])
     fakes = None if has_data else FakeTensorMode(allow_non_fake_inputs=True)
     on_cpu = plan.tasks[rank].device == "cpu"
     # all-reduces in whose place another reducer sums copy nothing
-    summed = {one.estimate_memory(model, plan.context).gradient_copies for one in (strategy, observed)}
+    summed = {variant.estimate_memory(model, plan.context).gradient_copies for variant in (strategy, observed)}
     watch = watching(
-        fakes, copied=_COPIED[len(summed) > 1] if on_cpu else (), shards=len(chosen), only_here=bool(modules)
+        fakes, copied=_COPIED[len(summed) > 1] if on_cpu else (), shards=len(chosen), only_inside=bool(modules)
     )
     with ExitStack() as stack:
         stack.enter_context(Untouched(seed=0))
@@ -467,13 +467,13 @@ def observe(
             phases=plan.phases,
             on_gradients=watch.listener,
         )
-        made = batch_of or cache(partial(example_batch, plan))
-        examples = [made(plan.batch.shard_size(0, shard)) for shard in chosen]
-        evaluated = made(size) if evaluates and (size := evaluated_samples(plan)) else None
+        make_batch = batch_of or cache(partial(example_batch, plan))
+        examples = [make_batch(plan.batch.shard_size(0, shard)) for shard in chosen]
+        evaluated = make_batch(size) if evaluates and (size := evaluated_samples(plan)) else None
         stack.enter_context(watch)
         watch.follow(model, modules) if modules else watch.see_tensors(model.modules())
         task = Task(role="worker", index=rank, rank=rank, device="cpu")
-        make, named = optimizers_of(plan, model, {} if on_cpu else _at_once(plan))
+        make, optimizers = optimizers_of(plan, model, {} if on_cpu else _at_once(plan))
         executor = observed.setup(
             SetupRequest(
                 model=model,
@@ -481,7 +481,7 @@ def observe(
                 precision=plan.components.precision,
                 numerics=numerics,
                 make_optimizer=make,
-                optimizers=named,
+                optimizers=optimizers,
                 training=training,
                 open_data=_no_data,
                 on_phase=watch.enter,
@@ -490,48 +490,48 @@ def observe(
         del model
         for step in steps:
             ticket = Ticket(step, executor.assign(step))
-            given = [_batch(example, fakes) for example in examples[: len(ticket.shards)]]
+            inputs = [_batch(example, fakes) for example in examples[: len(ticket.shards)]]
             watch.begin()
             watch.enter("begin")
             start = watch.live
-            executor.step(ticket, given)
-        found = ObservedSteps(
+            executor.step(ticket, inputs)
+        result = ObservedSteps(
             peaks=dict(watch.peaks),
             start=start,
             first_forward=watch.first_forward,
             most=max(watch.peaks["forward"], watch.peaks["backward"]),
-            collectives=_of_all_shards(watch.collectives, len(own), len(chosen), is_staged=stages > 1),
+            collectives=_of_all_shards(watch.collectives, len(shards), len(chosen), is_staged=stages > 1),
             num_batches=len(chosen),
         )
-        del given
+        del inputs
         if evaluated is None or stages > 1:
-            return found
+            return result
         try:
             watch.begin()
             watch.enter("evaluation")
             _evaluate(executor, plan, _batch(evaluated, fakes))
         except Exception as error:  # noqa: BLE001 - the user's objective may fail in any way without data
-            return replace(found, evaluation_error=error)
-        return replace(found, evaluation=watch.peaks["evaluation"])
+            return replace(result, evaluation_error=error)
+        return replace(result, evaluation=watch.peaks["evaluation"])
 
 
 def _at_once(plan: RunPlan) -> Mapping[str, bool]:
     """Return the settings by which optimizers update several parameters at once, if the config leaves that open."""
-    nodes = [one.node for one in plan.optimizers] or [plan.cfg.optimizer]
+    nodes = [optimizer.node for optimizer in plan.optimizers] or [plan.cfg.optimizer]
     is_open = plan.cfg.optimizer.get("foreach") is None and not all(node.get("fused") for node in nodes)
     return {"fused": False, "foreach": True} if is_open else {}
 
 
 def _of_all_shards(
-    calls: Sequence[CollectiveCall], own: int, taken: int, *, is_staged: bool
+    calls: Sequence[CollectiveCall], total: int, taken: int, *, is_staged: bool
 ) -> tuple[CollectiveCall, ...]:
     """Return collectives with the number of shards in which they occur, if a step takes only some of them."""
-    if own == taken:
+    if total == taken:
         return tuple(calls)
     if not is_staged:
-        return tuple(replace(one, times=own - 2) if one.shard == 1 else one for one in calls)
+        return tuple(replace(call, times=total - 2) if call.shard == 1 else call for call in calls)
     counts = Counter(calls)  # what each shard repeats
-    return tuple(replace(one, times=own / taken) if counts[one] % taken == 0 else one for one in calls)
+    return tuple(replace(call, times=total / taken) if counts[call] % taken == 0 else call for call in calls)
 
 
 def _evaluate(executor: Executor, plan: RunPlan, batch: Any) -> None:

@@ -87,9 +87,9 @@ class Hardware(HardwareChoice):
 
     Example:
         >>> link = Link(gb_s=450.0)
-        >>> one = Hardware(name="x", memory_gib=80.0, memory_gb_s=3350.0, tflops={"fp32": 67.0}, within_host=link,
+        >>> gpu = Hardware(name="x", memory_gib=80.0, memory_gb_s=3350.0, tflops={"fp32": 67.0}, within_host=link,
         ...     between_hosts=link)
-        >>> one.peak_flops("bf16_mixed"), one.memory_bytes
+        >>> gpu.peak_flops("bf16_mixed"), gpu.memory_bytes
         (67000000000000.0, 85899345920)
     """
 
@@ -133,11 +133,11 @@ class Hardware(HardwareChoice):
             for name in self.tflops
             if name not in FORMATS
         ]
-        known = {one.name for one in fields(self)} - {"source", "date"}
-        for where in ("source", "date"):
+        known = {figure.name for figure in fields(self)} - {"source", "date"}
+        for table in ("source", "date"):
             problems += [
-                Problem(key=f"{where}.{name}", rule="names no figure. Use a key of hardware.")
-                for name in getattr(self, where)
+                Problem(key=f"{table}.{name}", rule="names no figure. Use a key of hardware.")
+                for name in getattr(self, table)
                 if name not in known
             ]
         if not self.tflops:
@@ -164,10 +164,10 @@ class Hardware(HardwareChoice):
 
         A device without tf32, bf16 or fp16 computes them at its rate of fp32.
         """
-        wanted: str | None = _COMPUTED_IN.get(precision, precision)
-        while wanted is not None and wanted not in self.tflops:
-            wanted = _INSTEAD[wanted]
-        return None if wanted is None else self.tflops[wanted] * 1e12
+        kind: str | None = _COMPUTED_IN.get(precision, precision)
+        while kind is not None and kind not in self.tflops:
+            kind = _INSTEAD[kind]
+        return None if kind is None else self.tflops[kind] * 1e12
 
     def here(self, say: Say | None = None) -> Hardware:
         """Return this object."""
@@ -203,12 +203,12 @@ def recognised(driver_name: str) -> Hardware | None:
     The name must be equal: an H100 for PCIe and a part of a GPU (MIG) have other rates.
 
     Example:
-        >>> [one and one.name for one in map(recognised, ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe"))]
+        >>> [gpu and gpu.name for gpu in map(recognised, ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe"))]
         ['NVIDIA H100 SXM', None]
     """
     for path in sorted((shipped_conf() / "hardware").glob("*.yaml")):
         node = read_document(path).values
         if driver_name in node.get("driver_names", ()):
-            found: Hardware = build(node, "hardware")
-            return found
+            hardware: Hardware = build(node, "hardware")
+            return hardware
     return None

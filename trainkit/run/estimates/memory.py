@@ -32,7 +32,7 @@ Moment = Literal["forward", "backward", "exchange", "optimizer step", "evaluatio
 class DeviceMemory:
     """Bytes on the device of a run with the largest memory use."""
 
-    held: Memory
+    static: Memory
     """The parts that depend on the model, the optimizer and the strategy."""
     activations: int | None = None
     """Batches, tensors saved for backward, and temporary tensors, at the peak; None if they could not be found."""
@@ -59,31 +59,31 @@ class DeviceMemory:
     @property
     def most(self) -> int:
         """The largest known number of bytes, of a step, an evaluation or a checkpoint."""
-        return max(self.held.total_bytes if self.peak is None else self.peak, self.checkpoint)
+        return max(self.static.total_bytes if self.peak is None else self.peak, self.checkpoint)
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield the lines of `trainkit plan`: label, text."""
-        held = self.held
-        optimizer = "unknown" if held.optimizer_bytes is None else num_bytes(held.optimizer_bytes)
+        static = self.static
+        optimizer = "unknown" if static.optimizer_bytes is None else num_bytes(static.optimizer_bytes)
         parts = (
-            f"parameters {num_bytes(held.parameter_bytes)}, buffers {num_bytes(held.buffer_bytes)}, gradients "
-            f"{num_bytes(held.gradient_bytes)} and copies {num_bytes(held.exchange_bytes)}, optimizer {optimizer}"
+            f"parameters {num_bytes(static.parameter_bytes)}, buffers {num_bytes(static.buffer_bytes)}, gradients "
+            f"{num_bytes(static.gradient_bytes)} and copies {num_bytes(static.exchange_bytes)}, optimizer {optimizer}"
         )
-        if held.gathered_bytes:
-            parts += f", gathered temporarily {num_bytes(held.gathered_bytes)}"
-        if held.frozen_bytes:
-            parts += f", frozen models {num_bytes(held.frozen_bytes)}"
-        if held.workspace_bytes:
-            parts += f", workspaces of cuBLAS {num_bytes(held.workspace_bytes)}"
-        if held.staging_bytes and held.staged_here:
-            parts += f", copy for checkpoints {num_bytes(held.staging_bytes)}"
-        yield "memory a device", f"{num_bytes(held.total_bytes)} and activations: {parts}"
+        if static.gathered_bytes:
+            parts += f", gathered temporarily {num_bytes(static.gathered_bytes)}"
+        if static.frozen_bytes:
+            parts += f", frozen models {num_bytes(static.frozen_bytes)}"
+        if static.workspace_bytes:
+            parts += f", workspaces of cuBLAS {num_bytes(static.workspace_bytes)}"
+        if static.staging_bytes and static.staged_here:
+            parts += f", copy for checkpoints {num_bytes(static.staging_bytes)}"
+        yield "memory a device", f"{num_bytes(static.total_bytes)} and activations: {parts}"
         if self.activations is not None and self.peak is not None:
             yield "activations", f"at most {num_bytes(self.activations)}, of batches, outputs and temporary tensors"
             article = "an" if self.moment == "evaluation" else "the"
             yield "peak a device", f"{num_bytes(self.peak)}, in {article} {self.moment}"
-        if held.staging_bytes and not held.staged_here:
-            yield "on the host", f"{num_bytes(held.staging_bytes)} of pinned memory, the copy for checkpoints"
+        if static.staging_bytes and not static.staged_here:
+            yield "on the host", f"{num_bytes(static.staging_bytes)} of pinned memory, the copy for checkpoints"
 
     def notes(self) -> list[str]:
         """Return a note about the reason why something is not known."""
@@ -94,17 +94,17 @@ class DeviceMemory:
 
     def document(self) -> dict[str, object]:
         """Return the object `memory` of `trainkit plan --json`: bytes per device."""
-        held = self.held
+        static = self.static
         return {
-            "parameters": held.parameter_bytes,
-            "buffers": held.buffer_bytes,
-            "gradients": held.gradient_bytes,
-            "exchange": held.exchange_bytes,
-            "gathered": held.gathered_bytes,
-            "optimizer": held.optimizer_bytes,
-            "frozen": held.frozen_bytes,
-            "workspaces": held.workspace_bytes,
-            "staging": held.staging_bytes,
+            "parameters": static.parameter_bytes,
+            "buffers": static.buffer_bytes,
+            "gradients": static.gradient_bytes,
+            "exchange": static.exchange_bytes,
+            "gathered": static.gathered_bytes,
+            "optimizer": static.optimizer_bytes,
+            "frozen": static.frozen_bytes,
+            "workspaces": static.workspace_bytes,
+            "staging": static.staging_bytes,
             "activations": self.activations,
             "peak": self.peak,
             "step": self.step,
@@ -122,14 +122,14 @@ def device_memory(
     plan: RunPlan, model: nn.Module, counter: Beside | None = None, *, evaluates: bool = True
 ) -> DeviceMemory:
     """Return the memory of the device of a run with the largest use: the largest of its `part_memories`."""
-    return max(part_memories(plan, model, counter, evaluates=evaluates), key=lambda one: one.most)
+    return max(part_memories(plan, model, counter, evaluates=evaluates), key=lambda memory: memory.most)
 
 
 def least_memory(plan: RunPlan, model: nn.Module) -> DeviceMemory:
     """Return what a device of a run needs at least, without observing a step: for its state, and to copy it."""
-    held = memory_of(plan, model)
-    state = held.parameter_bytes + held.buffer_bytes + (held.optimizer_bytes or 0)
-    return DeviceMemory(held=held, step=state, checkpoint=_checkpoint_bytes(held))
+    static = memory_of(plan, model)
+    state = static.parameter_bytes + static.buffer_bytes + (static.optimizer_bytes or 0)
+    return DeviceMemory(static=static, step=state, checkpoint=_checkpoint_bytes(static))
 
 
 def part_memories(
@@ -156,58 +156,59 @@ def part_memories(
     ranks = strategy.observed_ranks(plan.context)
     parts = parts if len(parts) == len(ranks) or not ranks else (parts[0],) * len(ranks)
     workspaces = _workspace_bytes(plan)
-    held = [replace(memory_of(plan, model, part.memory), workspace_bytes=workspaces) for part in parts]
+    memories = [replace(memory_of(plan, model, part.memory), workspace_bytes=workspaces) for part in parts]
     try:
         if counter is not None:
             dry_pass(plan, model, beside=counter)
         batch_of = cache(partial(example_batch, plan))
-        found, calls = list[DeviceMemory](), dict[int, Sequence[CollectiveCall]]()
-        for place, part in enumerate(parts):
-            rank = ranks[place] if ranks else 0
+        devices, calls = list[DeviceMemory](), dict[int, Sequence[CollectiveCall]]()
+        for index, part in enumerate(parts):
+            rank = ranks[index] if ranks else 0
             modules = part.modules if len(parts) > 1 and not ranks else ()
-            seen = (observed or observe)(
+            steps = (observed or observe)(
                 plan, model, rank=rank, modules=modules, evaluates=evaluates, batch_of=batch_of
             )
-            calls[rank] = seen.collectives
-            found.append(_of_device(plan, model, held[place], part, seen, shards=shards))
-        return [replace(one, part=place, collectives=calls) for place, one in enumerate(found)]
+            calls[rank] = steps.collectives
+            devices.append(_of_device(plan, model, memories[index], part, steps, shards=shards))
+        return [replace(device, part=index, collectives=calls) for index, device in enumerate(devices)]
     except Exception as error:  # noqa: BLE001 - the user's model and objective may fail in any way without data
-        fullest = max(held, key=lambda one: one.total_bytes)
-        return [DeviceMemory(held=fullest, checkpoint=_checkpoint_bytes(fullest), unknown_because=_reason(error))]
+        fullest = max(memories, key=lambda memory: memory.total_bytes)
+        return [DeviceMemory(static=fullest, checkpoint=_checkpoint_bytes(fullest), unknown_because=_reason(error))]
 
 
 def _of_device(
-    plan: RunPlan, model: nn.Module, held: Memory, part: ReplicaPart, seen: ObservedSteps, *, shards: int
+    plan: RunPlan, model: nn.Module, static: Memory, part: ReplicaPart, steps: ObservedSteps, *, shards: int
 ) -> DeviceMemory:
     """Return the memory of a device whose steps were observed."""
     strategy, batch = plan.components.strategy, batch_bytes(plan)
-    beside = held.frozen_bytes + held.workspace_bytes + (held.staging_bytes if held.staged_here else 0)
+    beside = static.frozen_bytes + static.workspace_bytes + (static.staging_bytes if static.staged_here else 0)
     # copies of a reducer that was not observed, or of a strategy in whose place one device was
     copies, kept = part.memory.gradient_copies, part.memory.kept_copies
     if is_observed := bool(strategy.observed_ranks(plan.context)):
-        known = strategy.as_observed().estimate_memory(model, plan.context)
-        copies, kept = max(copies - known.gradient_copies, 0), max(kept - known.kept_copies, 0)
+        observed = strategy.as_observed().estimate_memory(model, plan.context)
+        copies, kept = max(copies - observed.gradient_copies, 0), max(kept - observed.kept_copies, 0)
     # the batches of the other shards, and of the first step: a run keeps one, and they are views of one batch
-    waiting = (2 * shards - seen.num_batches) * batch
+    waiting = (2 * shards - steps.num_batches) * batch
     peaks = {
-        phase: seen.peaks.get(phase, 0) + round(held.gradient_bytes * (copies if phase == "reduce" else kept))
+        phase: steps.peaks.get(phase, 0) + round(static.gradient_bytes * (copies if phase == "reduce" else kept))
         for phase in _MOMENTS
     }
-    phase = max(_MOMENTS, key=lambda one: peaks[one])
-    batches = seen.num_batches * batch
-    active = max(seen.first_forward, seen.most - held.gradient_bytes) - seen.start + batches
+    phase = max(peaks, key=peaks.__getitem__)
+    batches = steps.num_batches * batch
+    active = max(steps.first_forward, steps.most - static.gradient_bytes) - steps.start + batches
     step = peaks[phase] + waiting + beside
-    found = DeviceMemory(
-        held=held, activations=active + waiting, step=step, moment=_MOMENTS[phase], checkpoint=_checkpoint_bytes(held),
-        unknown_because=None if seen.evaluation_error is None else _reason(seen.evaluation_error),
+    memory = DeviceMemory(
+        static=static, activations=active + waiting, step=step, moment=_MOMENTS[phase],
+        checkpoint=_checkpoint_bytes(static),
+        unknown_because=None if steps.evaluation_error is None else _reason(steps.evaluation_error),
     )  # fmt: skip
-    if seen.evaluation is None:
-        return found
-    beside += round(held.gradient_bytes * (kept if is_observed else copies))
-    size = seen.evaluation + 2 * shards * batch + beside
+    if steps.evaluation is None:
+        return memory
+    beside += round(static.gradient_bytes * (kept if is_observed else copies))
+    size = steps.evaluation + 2 * shards * batch + beside
     return replace(
-        found, evaluation=size, moment="evaluation" if size > step else found.moment,
-        activations=max(active + waiting, seen.evaluation - seen.start + batches + 2 * shards * batch),
+        memory, evaluation=size, moment="evaluation" if size > step else memory.moment,
+        activations=max(active + waiting, steps.evaluation - steps.start + batches + 2 * shards * batch),
     )  # fmt: skip
 
 
@@ -234,10 +235,10 @@ def _reason(error: Exception) -> str:
     return f"the model or the objective cannot run without data ({named_first_line(error)})."
 
 
-def _checkpoint_bytes(held: Memory) -> int:
+def _checkpoint_bytes(static: Memory) -> int:
     """Return the bytes of a device while the state is copied for a checkpoint; gradients are freed if possible."""
-    freed = held.gradient_bytes if held.bucket_bytes is None else 0
-    return held.total_bytes - freed - held.gathered_bytes
+    freed = static.gradient_bytes if static.bucket_bytes is None else 0
+    return static.total_bytes - freed - static.gathered_bytes
 
 
 PROCESS_BYTES: Final = 320 * 2**20
@@ -295,16 +296,16 @@ def verdict_of(plan: RunPlan, memory: DeviceMemory, hardware: Hardware | HostMem
 
     The memory of a host is shared by all tasks on it, and that of a device by the tasks on that device.
     """
-    launch, held = plan.context.launch, memory.held
+    launch, static = plan.context.launch, memory.static
     if hardware.whole_host:
         sharers = -(-len(plan.tasks) // (1 if launch is None else launch.num_hosts))
         needs = (memory.most + PROCESS_BYTES) * sharers
-        if held.staged_here and not plan.components.strategy.facts_in(plan.context).is_sharded:
-            needs -= held.staging_bytes * (sharers - 1)  # of tasks that hold the whole state, one copies it
+        if static.staged_here and not plan.components.strategy.facts_in(plan.context).is_sharded:
+            needs -= static.staging_bytes * (sharers - 1)  # of tasks that hold the whole state, one copies it
     else:
         counts = Counter(task.device for task in plan.tasks if task.device != "cpu")
         sharers = max(counts.values(), default=1) if launch is None else 1
-        needs = ((memory.peak or held.total_bytes) + CONTEXT_BYTES) * sharers
+        needs = ((memory.peak or static.total_bytes) + CONTEXT_BYTES) * sharers
     return Verdict(
         needs=needs,
         has=hardware.memory_bytes,

@@ -72,12 +72,12 @@ def summary_of(plan: RunPlan, model: nn.Module) -> ModelSummary:
 
     def watch(name: str, module: nn.Module, stack: ExitStack) -> None:
         """Record the calls of a module, also of its copies, until the stack closes."""
-        own = [*module.parameters(recurse=False)]
+        params = [*module.parameters(recurse=False)]
         layer = layers[name] = Layer(
             name=name or "(model)",
             kind=type(module).__name__,
-            parameters=sum(one.numel() for one in own),
-            trained=sum(one.numel() for one in own if one.requires_grad),
+            parameters=sum(param.numel() for param in params),
+            trained=sum(param.numel() for param in params if param.requires_grad),
         )
 
         def begin(_module: nn.Module, _args: Any) -> None:
@@ -86,9 +86,9 @@ def summary_of(plan: RunPlan, model: nn.Module) -> ModelSummary:
         def end(_module: nn.Module, _args: Any, outputs: Any) -> None:
             layer.flops = (layer.flops or 0) + counter.work().flops - opened.pop()
             layer.calls += 1
-            found = next((one for one in tree_leaves(outputs) if isinstance(one, Tensor)), None)
-            if layer.output is None and found is not None:
-                layer.output = tuple(found.shape)
+            output = next((leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)), None)
+            if layer.output is None and output is not None:
+                layer.output = tuple(output.shape)
 
         stack.callback(module.register_forward_pre_hook(begin).remove)
         stack.callback(module.register_forward_hook(end).remove)
@@ -108,7 +108,7 @@ def summary_of(plan: RunPlan, model: nn.Module) -> ModelSummary:
         layers=[*layers.values()],
         batch=plan.batch.shard_size(0, 0),
         flops=flops,
-        parameters=sum(one.numel() for one in params),
-        trained=sum(one.numel() for one in params if one.requires_grad),
+        parameters=sum(param.numel() for param in params),
+        trained=sum(param.numel() for param in params if param.requires_grad),
         note=note,
     )

@@ -48,7 +48,7 @@ class Traffic:
 
     def at(self, step: int) -> Traffic:
         """Return the transfers of one step: some begin later, end, or occur once in several steps."""
-        return self._of_one_step(one for one in self.transfers if one.occurs_at(step))
+        return self._of_one_step(transfer for transfer in self.transfers if transfer.occurs_at(step))
 
     def around(self, step: int) -> Traffic:
         """Return the transfers of the phase of a step, on average: a transfer every 8 steps counts one eighth.
@@ -59,28 +59,32 @@ class Traffic:
             10.0
         """
         return self._of_one_step(
-            replace(one, flows=times(one.flows, 1 / one.every), messages=-(-one.messages // one.every))
-            for one in self.transfers
-            if one.lasts_at(step)
+            replace(
+                transfer,
+                flows=times(transfer.flows, 1 / transfer.every),
+                messages=-(-transfer.messages // transfer.every),
+            )
+            for transfer in self.transfers
+            if transfer.lasts_at(step)
         )
 
     def _of_one_step(self, transfers: Iterable[Transfer]) -> Traffic:
-        found = tuple(replace(one, first_step=0, end_step=None, every=1) for one in transfers)
-        return replace(self, transfers=found)
+        single = tuple(replace(transfer, first_step=0, end_step=None, every=1) for transfer in transfers)
+        return replace(self, transfers=single)
 
     def by_link(self) -> dict[LinkKind, float]:
         """Return the bytes of a step on average, in the last phase, over each kind of link, of all ranks together."""
         total: dict[LinkKind, float] = {}
-        for one in self.around(max((one.first_step for one in self.transfers), default=0)).transfers:
-            for pair, size in one.flows.items():
-                link = self.link_of(one, pair)
+        for transfer in self.around(max((transfer.first_step for transfer in self.transfers), default=0)).transfers:
+            for pair, size in transfer.flows.items():
+                link = self.link_of(transfer, pair)
                 total[link] = total.get(link, 0.0) + size
         return total
 
     def network_bytes(self, rank: int | None = None) -> float:
         """Return the bytes that all ranks send over a network in a step, or that one rank sends and receives."""
-        pairs = [(pair, size) for one in self.transfers if one.by == "network" for pair, size in one.flows.items()]
-        return sum(size for pair, size in pairs if rank is None or rank in pair)
+        flows = [transfer.flows for transfer in self.transfers if transfer.by == "network"]
+        return sum(size for flow in flows for pair, size in flow.items() if rank is None or rank in pair)
 
     def mean_bytes(self, first: int, end: int, *, rank: int) -> float:
         """Return the bytes that a rank sends and receives over a network in a step, averaged over the steps from
@@ -91,14 +95,13 @@ class Traffic:
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield the lines of `trainkit plan`: label, text."""
         names = {"memory": "shared memory", "within_host": "within a host", "between_hosts": "between hosts"}
-        parts = [f"{num_bytes(int(one.num_bytes))} {one.what} by {one.how}{_when(one)}" for one in self.transfers]
         links = [f"{num_bytes(int(size))} {names[link]}" for link, size in self.by_link().items()]
-        if parts:
-            yield "sent a step", f"{', '.join(links)}: {'; '.join(parts)}"
+        if self.transfers:
+            yield "sent a step", f"{', '.join(links)}: {'; '.join(map(_text, self.transfers))}"
 
     def notes(self) -> Iterator[str]:
         """Yield notes about the limits of the figures."""
-        yield from dict.fromkeys(one.note for one in self.transfers if one.note is not None)
+        yield from dict.fromkeys(transfer.note for transfer in self.transfers if transfer.note is not None)
 
     def document(self) -> Mapping[str, object]:
         """Return the object `traffic` of `trainkit plan --json`: bytes of a step, of all ranks."""
@@ -106,25 +109,26 @@ class Traffic:
             "links": {link: round(size) for link, size in self.by_link().items()},
             "transfers": [
                 {
-                    "what": one.what,
-                    "how": one.how,
-                    "bytes": round(one.num_bytes),
-                    "messages": one.messages,
-                    "overlaps": one.overlaps,
-                    "first_step": one.first_step,
-                    "end_step": one.end_step,
-                    "every": one.every,
+                    "what": transfer.what,
+                    "how": transfer.how,
+                    "bytes": round(transfer.num_bytes),
+                    "messages": transfer.messages,
+                    "overlaps": transfer.overlaps,
+                    "first_step": transfer.first_step,
+                    "end_step": transfer.end_step,
+                    "every": transfer.every,
                 }
-                for one in self.transfers
+                for transfer in self.transfers
             ],
         }
 
 
-def _when(one: Transfer) -> str:
-    if one.end_step is not None:
-        return f" before step {one.end_step:,}"
-    every = f" every {one.every:,} steps" if one.every > 1 else ""
-    return every + (f" from step {one.first_step:,} on" if one.first_step else "")
+def _text(transfer: Transfer) -> str:
+    text = f"{num_bytes(int(transfer.num_bytes))} {transfer.what} by {transfer.how}"
+    if transfer.end_step is not None:
+        return f"{text} before step {transfer.end_step:,}"
+    text += f" every {transfer.every:,} steps" if transfer.every > 1 else ""
+    return text + (f" from step {transfer.first_step:,} on" if transfer.first_step else "")
 
 
 def step_traffic(
@@ -142,11 +146,11 @@ def step_traffic(
         num_replicas=plan.num_replicas,
         dry_run=PlannedDryRun(plan=plan, model=model, observed=collectives),
     )
-    found = traffic_of(plan.components.strategy, model, plan.context, cut)
-    if found is None:
+    transfers = traffic_of(plan.components.strategy, model, plan.context, cut)
+    if transfers is None:
         return None
     count = sum(not task.is_evaluator for task in plan.tasks)
-    return Traffic(transfers=found, ranks_a_host=ranks_a_host(plan.context, count))
+    return Traffic(transfers=transfers, ranks_a_host=ranks_a_host(plan.context, count))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,11 +165,11 @@ class PlannedDryRun:
 
     def lookups(self, names: Collection[str]) -> Mapping[str, Sequence[tuple[int, bool]]] | None:
         """Return (number of indices, whether backward recomputes it) of each lookup of the largest shard, by table."""
-        found: dict[str, list[tuple[int, bool]]] = {name: [] for name in names}
+        calls: dict[str, list[tuple[int, bool]]] = {name: [] for name in names}
         has_ended: list[bool] = []  # hooks are functions: a copy of a table shares them, and so this list
 
-        def noted(name: str, given: tuple[Any, ...]) -> None:
-            found[name].append((given[0].numel(), bool(has_ended)))
+        def noted(name: str, args: tuple[Any, ...]) -> None:
+            calls[name].append((args[0].numel(), bool(has_ended)))
 
         try:
             with ExitStack() as stack:
@@ -176,7 +180,7 @@ class PlannedDryRun:
                 dry_pass(self.plan, self.model, after_forward=lambda: has_ended.append(True))
         except Exception:  # noqa: BLE001 - the user's model and objective may fail in any way without data
             return None
-        return found
+        return calls
 
     def collectives(self) -> Mapping[int, Sequence[CollectiveCall]] | None:
         """Return the collectives of each observed rank in a step; None if it cannot run without data."""
@@ -273,15 +277,15 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation and count it; a view and an allocation count nothing."""
-        named = kwargs or {}
-        found = func(*args, **named)
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         if not is_free(func):
             formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)  # noqa: SLF001 - as torch does
-            flops = 0 if formula is None else int(formula(*args, **named, out_val=found))
+            flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
             # one that is argument and result counts once
-            tensors = {id(leaf): leaf for leaf in tree_iter((args, named, found)) if isinstance(leaf, Tensor)}
-            self._operations[flops, sum(one.nbytes for one in tensors.values() if one.layout is torch.strided)] += 1
-        return found
+            tensors = {id(leaf): leaf for leaf in tree_iter((args, kwargs, result)) if isinstance(leaf, Tensor)}
+            self._operations[flops, sum(leaf.nbytes for leaf in tensors.values() if leaf.layout is torch.strided)] += 1
+        return result
 
     def work(self) -> Work:
         """Return the work counted so far."""
@@ -294,7 +298,7 @@ def is_free(func: Any) -> bool:
     returns = func._schema.returns  # noqa: SLF001
     if not name.startswith("aten::") or name in _ALLOCATE or not returns:
         return True
-    return any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
 
 
 def update_work(elements: int, *, width: int, slots: int) -> Work:
@@ -396,7 +400,7 @@ def _computed(work: RankWork, hardware: Hardware, precision: str, share: float) 
     """Return the seconds of the counted operations at a share of the rates."""
     crowd = float(work.tasks_a_host if hardware.whole_host else 1)
     least = _MEMORY.low if share < hardware.reached.high else _MEMORY.high
-    found = dict.fromkeys(("compute", "memory", "host"), 0.0)
+    total = dict.fromkeys(("compute", "memory", "host"), 0.0)
     for part, count in ((work.shard, work.shards), (work.update, 1.0)):
         compute, memory = part.bound_s(hardware, precision)
         host = part.num_operations * hardware.operation_us * 1e-6
@@ -404,29 +408,30 @@ def _computed(work: RankWork, hardware: Hardware, precision: str, share: float) 
         if not hardware.whole_host:  # the host runs ahead of the device
             host = max(host - compute - memory, 0.0)
         for name, seconds in (("compute", compute), ("memory", memory), ("host", host)):
-            found[name] += seconds * count
-    return found
+            total[name] += seconds * count
+    return total
 
 
 def _network_s(traffic: Traffic | None, hardware: Hardware) -> tuple[float, float]:
     """Return the seconds of transfers that may overlap with computing, and of all other transfers."""
     hidden = shown = 0.0
-    for one in () if traffic is None else traffic.transfers:
+    for transfer in () if traffic is None else traffic.transfers:
         sent: dict[tuple[int, str], float] = {}
         slowest = 0.0
-        for pair, size in one.flows.items():
-            link = traffic.link_of(one, pair) if traffic is not None else "within_host"
+        flows = transfer.flows.items()
+        for pair, size in flows:
+            link = traffic.link_of(transfer, pair) if traffic is not None else "within_host"
             rate = hardware.between_hosts if link == "between_hosts" else hardware.within_host
             for end in ((pair[0], "out"), (pair[1], "in")):
                 sent[end] = sent.get(end, 0.0) + size / (rate.gb_s * 1e9)
             slowest = max(slowest, rate.latency_us * 1e-6)
         seconds = max(sent.values(), default=0.0)
         if hardware.whole_host and traffic is not None:  # all ranks share the cores that copy
-            inside = sum(size for pair, size in one.flows.items() if traffic.link_of(one, pair) != "between_hosts")
-            hosts = len({rank // traffic.ranks_a_host for pair in one.flows for rank in pair}) or 1
+            inside = sum(size for pair, size in flows if traffic.link_of(transfer, pair) != "between_hosts")
+            hosts = len({rank // traffic.ranks_a_host for pair, _ in flows for rank in pair}) or 1
             seconds = max(seconds, inside / (2 * hardware.within_host.gb_s * 1e9) / hosts)
-        seconds += one.messages * slowest
-        if one.overlaps:
+        seconds += transfer.messages * slowest
+        if transfer.overlaps:
             hidden += seconds
         else:
             shown += seconds
@@ -471,10 +476,10 @@ def budget_of(
     Example:
         >>> from trainkit.run.estimates.hardware import Link
         >>> link = Link(gb_s=1.0)
-        >>> one = Hardware(name="x", memory_gib=1.0, memory_gb_s=1.0, tflops={"fp32": 1.0}, within_host=link,
+        >>> gpu = Hardware(name="x", memory_gib=1.0, memory_gb_s=1.0, tflops={"fp32": 1.0}, within_host=link,
         ...     between_hosts=link, price_usd_h=2.0)
         >>> time = StepTime(band=Band(low=1.0, high=4.0), parts={}, mfu=None)
-        >>> budget = budget_of(time, num_steps=3600, num_devices=8, hardware=one)
+        >>> budget = budget_of(time, num_steps=3600, num_devices=8, hardware=gpu)
         >>> budget.hours, budget.device_hours, budget.cost_usd
         (Band(low=1.0, high=4.0), 16.0, Band(low=16.0, high=64.0))
     """
@@ -605,7 +610,7 @@ def outlook_of(plan: RunPlan, model: nn.Module, *, ends: bool = True) -> Outlook
     work = (
         None
         if memory.activations is None
-        else rank_work(plan, model, counter.work(), slots_bytes=memory.held.optimizer_bytes or 0)
+        else rank_work(plan, model, counter.work(), slots_bytes=memory.static.optimizer_bytes or 0)
     )
     traffic = step_traffic(plan, model, memory.collectives)
     time = budget = None

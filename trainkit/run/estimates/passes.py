@@ -72,11 +72,11 @@ def own_copy(objective: Objective) -> Objective:
 def without_data(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
     """Return a copy of a model whose tensors have no data, and whose gradients are dense: a sparse one has no size."""
     tensors = [*model.parameters(), *model.buffers(), *computed_tensors(model)]
-    made = copy.deepcopy(model, {id(tensor): fake_of(tensor, fakes) for tensor in tensors})
-    for module in made.modules():
+    fake = copy.deepcopy(model, {id(tensor): fake_of(tensor, fakes) for tensor in tensors})
+    for module in fake.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             module.sparse = False
-    return made
+    return fake
 
 
 def fake_of(tensor: Tensor, fakes: FakeTensorMode) -> Tensor:
@@ -84,10 +84,10 @@ def fake_of(tensor: Tensor, fakes: FakeTensorMode) -> Tensor:
     with fakes:
         if tensor.layout is torch.strided and tensor.is_contiguous():
             # cached by the mode, unlike empty_like of a tensor of another device: two fifths of a ResNet-50's pass
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         else:
-            made = torch.empty_like(tensor, device="cpu")
-    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+            fake = torch.empty_like(tensor, device="cpu")
+    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 def taking_data() -> AbstractContextManager[Any]:
@@ -124,16 +124,16 @@ def dry_pass(
         partial(objective.phase_loss, phase) for phase in objective.phases
     ] or [objective.loss]
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    made = without_data(model, fakes)
+    fake = without_data(model, fakes)
     with taking_data():
-        precision.adapt(made)
-    apply_transforms(made, replace(model_transforms_of(plan.cfg), compile_mode="off"))
+        precision.adapt(fake)
+    apply_transforms(fake, replace(model_transforms_of(plan.cfg), compile_mode="off"))
     with fakes, Untouched(seed=0), torch.enable_grad():
         inputs = tree_map(lambda leaf: fake_of(leaf, fakes) if isinstance(leaf, Tensor) else leaf, batch)
-        for one in losses if loss is None else [loss]:
+        for compute in losses if loss is None else [loss]:
             with beside or nullcontext():
                 with precision.autocast(["cpu"]):
-                    found = one(made, inputs)
+                    result = compute(fake, inputs)
                 if after_forward is not None:
                     after_forward()
-                torch.autograd.backward(found.total)
+                torch.autograd.backward(result.total)

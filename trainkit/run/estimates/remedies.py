@@ -86,18 +86,18 @@ def remedies_for(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[Pl
         smaller = trials.cheapest(_smaller_evaluations, plan, evaluates=True)
         if smaller is not None and smaller[0].fits:
             return [smaller[0]]
-    found: list[PlannedRemedy] = []
+    remedies: list[PlannedRemedy] = []
     for kind in _KINDS:
-        alone = trials.cheapest(kind, plan, below=min((one.needs for one in found), default=math.inf))
+        alone = trials.cheapest(kind, plan, below=min((remedy.needs for remedy in remedies), default=math.inf))
         if alone is not None:
-            found.append(trials.with_evaluations(*alone))
-    fitting = [one for one in found if one.fits]
+            remedies.append(trials.with_evaluations(*alone))
+    fitting = [remedy for remedy in remedies if remedy.fits]
     if len(fitting) < MOST:
         joined = trials.joined(plan)
-        known = {one.overrides for one in found}
-        found += [one for one in joined if one.overrides not in known]
-        fitting = [one for one in found if one.fits]
-    return fitting[:MOST] or sorted(found, key=lambda one: one.needs)[:1]
+        overrides = {remedy.overrides for remedy in remedies}
+        remedies += [remedy for remedy in joined if remedy.overrides not in overrides]
+        fitting = [remedy for remedy in remedies if remedy.fits]
+    return fitting[:MOST] or sorted(remedies, key=lambda remedy: remedy.needs)[:1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,24 +106,24 @@ class _Trials:
 
     model: nn.Module
     hardware: Hardware
-    seen: dict[str, ObservedSteps] = field(default_factory=dict)
+    steps: dict[str, ObservedSteps] = field(default_factory=dict)
     """What was observed of a rank, by its config."""
 
     def verdict(self, plan: RunPlan, *, evaluates: bool) -> Verdict:
         """Return whether a run fits, with its evaluations or with its steps alone."""
         parts = part_memories(plan, self.model, observed=self._observed)
-        counted = parts if evaluates else [replace(one, evaluation=None) for one in parts]
-        return verdict_of(plan, max(counted, key=lambda one: one.most), self.hardware)
+        counted = parts if evaluates else [replace(part, evaluation=None) for part in parts]
+        return verdict_of(plan, max(counted, key=lambda part: part.most), self.hardware)
 
-    def _observed(self, plan: RunPlan, model: nn.Module, **how: Any) -> ObservedSteps:
+    def _observed(self, plan: RunPlan, model: nn.Module, **settings: Any) -> ObservedSteps:
         """Observe a rank, unless it was observed with other settings of its checkpoints, which no step depends on."""
         from trainkit.run.estimates.fake_run import observe  # noqa: PLC0415 - imports torch's compiler: seconds
 
         cfg = replace(plan.cfg, checkpoint=CheckpointConfig())
-        key = json.dumps([cfg.to_dict(), how["rank"], how["modules"]], default=str)
-        if key not in self.seen:
-            self.seen[key] = observe(plan, model, **how)
-        return self.seen[key]
+        key = json.dumps([cfg.to_dict(), settings["rank"], settings["modules"]], default=str)
+        if key not in self.steps:
+            self.steps[key] = observe(plan, model, **settings)
+        return self.steps[key]
 
     def cheapest(
         self, kind: _Kind, plan: RunPlan, *, evaluates: bool = False, below: float = math.inf
@@ -144,44 +144,44 @@ class _Trials:
                 continue
             verdict = self.verdict(other, evaluates=evaluates)
             fits = verdict.fits is True
-            one = PlannedRemedy(overrides=change.overrides, price=change.price, needs=verdict.needs, fits=fits)
-            if best is None or one.needs < best[0].needs:
-                best = one, other
+            remedy = PlannedRemedy(overrides=change.overrides, price=change.price, needs=verdict.needs, fits=fits)
+            if best is None or remedy.needs < best[0].needs:
+                best = remedy, other
             if fits:
                 break
         return best
 
     def joined(self, plan: RunPlan) -> list[PlannedRemedy]:
         """Return combinations of changes: each kind added to the earlier kinds that help."""
-        found: list[PlannedRemedy] = []
+        remedies: list[PlannedRemedy] = []
         overrides, prices, current = "", "", plan
         needs = self.verdict(plan, evaluates=False).needs
         for kind in _KINDS:
             step = self.cheapest(kind, current, below=needs)
             if step is None or step[0].needs >= needs:
                 continue
-            one, current = step
-            needs = one.needs
-            overrides, prices = f"{overrides} {one.overrides}".strip(), f"{prices}; {one.price}".strip("; ")
-            whole = replace(one, overrides=_last_of_each(overrides), price=prices)
-            found.append(self.with_evaluations(whole, current))
-            if one.fits:
+            remedy, current = step
+            needs = remedy.needs
+            overrides, prices = f"{overrides} {remedy.overrides}".strip(), f"{prices}; {remedy.price}".strip("; ")
+            whole = replace(remedy, overrides=_last_of_each(overrides), price=prices)
+            remedies.append(self.with_evaluations(whole, current))
+            if remedy.fits:
                 break
-        return found
+        return remedies
 
-    def with_evaluations(self, one: PlannedRemedy, plan: RunPlan) -> PlannedRemedy:
+    def with_evaluations(self, remedy: PlannedRemedy, plan: RunPlan) -> PlannedRemedy:
         """Return a change that is planned for steps alone, with the memory of evaluations, and with smaller batches of
         them if they do not fit.
         """
         verdict = self.verdict(plan, evaluates=True)
-        whole = replace(one, needs=verdict.needs, fits=verdict.fits is True)
-        if whole.fits or not one.fits:
+        whole = replace(remedy, needs=verdict.needs, fits=verdict.fits is True)
+        if whole.fits or not remedy.fits:
             return whole
         smaller = self.cheapest(_smaller_evaluations, plan, evaluates=True)
         if smaller is None:
             return whole
         more = smaller[0]
-        return replace(more, overrides=f"{one.overrides} {more.overrides}", price=f"{one.price}; {more.price}")
+        return replace(more, overrides=f"{remedy.overrides} {more.overrides}", price=f"{remedy.price}; {more.price}")
 
 
 def largest_savings(plan: RunPlan, model: nn.Module, *, placing: bool) -> list[tuple[Change, int]]:
@@ -202,10 +202,10 @@ def largest_savings(plan: RunPlan, model: nn.Module, *, placing: bool) -> list[t
     memory = HostMemory(memory_bytes=0, whole_host=on_host)
 
     def needs(other: RunPlan) -> int:
-        found = device_memory(other, model, evaluates=False)
+        device = device_memory(other, model, evaluates=False)
         if placing:
-            found = DeviceMemory(held=replace(found.held, staging_bytes=0), part=found.part)
-        return verdict_of(other, found, memory).needs
+            device = DeviceMemory(static=replace(device.static, staging_bytes=0), part=device.part)
+        return verdict_of(other, device, memory).needs
 
     before, count = needs(plan), plan.context.num_gpus or 4
     savings: list[tuple[Change, int]] = []
@@ -221,8 +221,8 @@ def largest_savings(plan: RunPlan, model: nn.Module, *, placing: bool) -> list[t
             savings.append((change, before - needs(other)))
             if kind is not _sharded:
                 break
-    useful = [one for one in savings if one[1] > 0]
-    return sorted(useful, key=lambda one: (one[0].price.startswith(_ANOTHER), -one[1]))[:MOST]
+    useful = [saving for saving in savings if saving[1] > 0]
+    return sorted(useful, key=lambda saving: (saving[0].price.startswith(_ANOTHER), -saving[1]))[:MOST]
 
 
 def _last_of_each(overrides: str) -> str:
@@ -276,8 +276,8 @@ def _sharded_over(plan: RunPlan, count: int) -> Iterator[Change]:
     for name, target, kind in shipped_strategies():
         if keys := kind.sharded_over(count):
             cfg, more = _with_shards_for_all(plan, {TARGET: target, **keys})
-            given = " ".join(f"strategy.{key}={value}" for key, value in keys.items())
-            yield Change(overrides=f"strategy={name} {given}{more}", price=price, cfg=cfg)
+            overrides = " ".join(f"strategy.{key}={value}" for key, value in keys.items())
+            yield Change(overrides=f"strategy={name} {overrides}{more}", price=price, cfg=cfg)
 
 
 def _narrower(plan: RunPlan) -> Iterator[Change]:
@@ -375,9 +375,9 @@ def _free(error: BaseException) -> None:
     """Free the tensors in the frames of an error and of its causes, which fill the memory; `with` statements around
     them hold the traceback, too.
     """
-    for one in chain_of(error):
-        traceback.clear_frames(one.__traceback__)
-        one.__traceback__ = None
+    for cause in chain_of(error):
+        traceback.clear_frames(cause.__traceback__)
+        cause.__traceback__ = None
 
 
 def _shared(plan: RunPlan) -> str:
@@ -417,16 +417,16 @@ def _with_remedies(plan: RunPlan, head: str, *, placing: bool) -> str:
 
 
 def _parts(memory: Memory) -> str:
-    known = {
+    parts = {
         "parameters": memory.parameter_bytes,
         "gradients": memory.gradient_bytes + memory.exchange_bytes,
         "optimizer": memory.optimizer_bytes or 0,
     }
     if memory.staging_bytes and memory.staged_here:
-        known["copy for checkpoints"] = memory.staging_bytes
+        parts["copy for checkpoints"] = memory.staging_bytes
     if memory.frozen_bytes:
-        known["frozen models"] = memory.frozen_bytes
-    return ", ".join(f"{label} {num_bytes(size)}" for label, size in known.items())
+        parts["frozen models"] = memory.frozen_bytes
+    return ", ".join(f"{label} {num_bytes(size)}" for label, size in parts.items())
 
 
 class MemoryKind(Enum):

@@ -72,7 +72,7 @@ class Machine:
     @classmethod
     def here(cls) -> Machine:
         """Return this machine."""
-        gpus = tuple(torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count()))
+        gpus = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
         processor = cpu_fact("model name") or "unknown processor"
         return cls(cpu=processor, cores=num_cores(), gpus=gpus, torch=torch.__version__)
 
@@ -131,11 +131,11 @@ def calibration_of(machine: Machine, say: Say | None) -> Calibration | None:
     path: Path | None = None
     try:
         path = calibration_file(machine)
-        kept = read_map(path, _KINDS)
-        if kept["version"] == VERSION:
-            figures = {name: kept[name] for name in _KINDS if name not in ("version", "within_host")}
-            return Calibration(**figures, within_host=Link(**kept["within_host"]))
-        reason = f"its version is {kept['version']!r}"
+        content = read_map(path, _KINDS)
+        if content["version"] == VERSION:
+            figures = {name: content[name] for name in _KINDS if name not in ("version", "within_host")}
+            return Calibration(**figures, within_host=Link(**content["within_host"]))
+        reason = f"its version is {content['version']!r}"
     except (AbsentFileError, RuntimeError):  # a user without a home folder has no caches
         reason = ""
     except (TypeError, UnreadableError) as error:
@@ -149,15 +149,15 @@ def calibration_of(machine: Machine, say: Say | None) -> Calibration | None:
     load = os.getloadavg()[0]
     if load > machine.cores / 2:
         say(f"note: other processes keep {load:.1f} of {machine.cores} cores busy: the figures will be too low")
-    found = _measured(machine, say)
+    calibration = _measured(machine, say)
     try:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json_atomically(path, {"version": VERSION, "machine": asdict(machine), **asdict(found)})
+            write_json_atomically(path, {"version": VERSION, "machine": asdict(machine), **asdict(calibration)})
             say(f"kept in {path}: remove it to measure again")
     except (OSError, StorageError) as error:
         say(f"not kept: {error}")
-    return found
+    return calibration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,26 +174,26 @@ class ThisMachine(HardwareChoice):
             ConfigError: there is a GPU whose rates are not measured, or the file of the figures is damaged.
         """
         machine = Machine.here()
-        found = calibration_of(machine, say)
-        if found is None:
+        calibration = calibration_of(machine, say)
+        if calibration is None:
             return self._not_measured(machine)
-        known = recognised(machine.gpus[0]) if machine.gpus else None
+        gpu = recognised(machine.gpus[0]) if machine.gpus else None
         measured = ("tflops", "memory_gb_s", "operation_us", "within_host", "between_hosts", "input_mb_s")
         return Hardware(
             name=machine.name,
             memory_gib=_memory_bytes() / 2**30,
-            workspace_mib=None if known is None else known.workspace_mib,
-            memory_gb_s=found.memory_gb_s,
-            tflops=found.tflops,
-            within_host=found.within_host,
-            between_hosts=found.within_host,
+            workspace_mib=None if gpu is None else gpu.workspace_mib,
+            memory_gb_s=calibration.memory_gb_s,
+            tflops=calibration.tflops,
+            within_host=calibration.within_host,
+            between_hosts=calibration.within_host,
             reached=_MEASURED,
-            operation_us=found.operation_us,
-            input_mb_s=found.input_mb_s,
+            operation_us=calibration.operation_us,
+            input_mb_s=calibration.input_mb_s,
             price_usd_h=self.price_usd_h,
             whole_host=not machine.gpus,
             source=dict.fromkeys(measured, "measured here"),
-            date=dict.fromkeys(measured, found.date),
+            date=dict.fromkeys(measured, calibration.date),
         )
 
     def _not_measured(self, machine: Machine) -> Hardware:
@@ -274,7 +274,7 @@ def crowding_problems(
     on_cpu = all(task.device == "cpu" for task in plan.tasks)
     has = host_bytes if on_cpu else min(map(_gpu_bytes, {task.device for task in plan.tasks} - {"cpu"}))
     memory = HostMemory(memory_bytes=has, whole_host=on_cpu)
-    needs = verdict_of(plan, DeviceMemory(held=memory_of(plan, model)), memory).needs
+    needs = verdict_of(plan, DeviceMemory(static=memory_of(plan, model)), memory).needs
     count, key = (jobs, "sweep.slots") if on_cpu else (jobs_per_device, "sweep.jobs_per_device")
     if needs * count <= has:
         return []
@@ -376,8 +376,8 @@ def _input_rate() -> float:
 
     def read() -> Tensor:
         chosen = range(first := next(turn), first + _SAMPLES)
-        found: Tensor = collate([data[place] for place in chosen], chosen)
-        return found
+        batch: Tensor = collate([data[index] for index in chosen], chosen)
+        return batch
 
     return _SAMPLES * data[0].numel() * 4 / _best_s(read, torch.device("cpu")) / 1e6
 

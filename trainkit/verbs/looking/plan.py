@@ -158,7 +158,7 @@ def _planned(
 
 def _show(found: _Planned) -> None:
     plan, memory = found.plan, found.outlook.memory
-    rows = plan.summary(memory.held.num_params) | dict([*where_rows(plan), *_more(found), *memory.rows()])
+    rows = plan.summary(memory.static.num_params) | dict([*where_rows(plan), *_more(found), *memory.rows()])
     if not found.knows_length:  # without the rows that depend on the length of the data
         curves = {f"rate {name}".strip() for name in found.rates} | {"rate curve"}
         unknown = {"samples", "last batch", *(() if plan.cfg.warmup.epochs is None else ("warmup", *curves))}
@@ -186,7 +186,7 @@ def _document(found: _Planned) -> dict[str, object]:
     return {
         "version": 1,
         "name": plan.cfg.name,
-        "num_params": memory.held.num_params,
+        "num_params": memory.static.num_params,
         "tasks": [{"task": str(task), "rank": task.rank, "device": task.device} for task in plan.tasks],
         "replicas": plan.num_replicas,
         "fingerprint": fingerprint(plan.cfg),
