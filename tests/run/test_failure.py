@@ -219,7 +219,7 @@ def test_a_stopped_process_is_named_before_one_that_is_further_behind(folder: Ru
     unresponsive = root_cause(folder, [exited(2)], [0, 1], evidence)
     assert plain(unresponsive.headline).startswith("rank 1 is stopped by a signal (state T)")
     later = ProcessEvidence(folder, lambda: {1: ProcessId(stopped.pid, stopped.started - 1)})
-    assert (later.held(1), later.has_ended(1)) == (None, True), "another process has taken the pid of the rank"
+    assert (later.suspended(1), later.has_ended(1)) == (None, True), "another process has taken the pid of the rank"
 
 
 def test_a_rank_that_has_not_called_a_collective_is_named(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

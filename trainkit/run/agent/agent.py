@@ -244,13 +244,13 @@ class Agent:
 
     def _lingering(self, group: WorkerGroup) -> list[int]:
         """Return the ranks that reported an error long ago and have not exited."""
-        found = []
+        ranks = []
         for rank in group.running:
             reported_s = self._evidence.reported_for_s(rank)
             if reported_s is not None and reported_s > _REPORTED_S:
                 heartbeat = read_heartbeat(self._folder.heartbeat_of(rank))
-                found += [rank] * (heartbeat is None or heartbeat.phase != "save")
-        return found
+                ranks += [rank] * (heartbeat is None or heartbeat.phase != "save")
+        return ranks
 
     def _handle_event(self, group: WorkerGroup, attempt: int, event: ProcessExit | StopKind) -> Failure | None:
         """Handle one event; return the failure that ends the attempt, if the event is one."""
@@ -258,11 +258,11 @@ class Agent:
         if exited is None:
             return None
         failure, exits = self._first_failure(group, attempt, exited)
-        each = [self._failure(exits=[one]) for one in exits]
-        if not all(self._restarter.may_restart(one) for one in each):
+        deaths = [self._failure(exits=[end]) for end in exits]
+        if not all(self._restarter.may_restart(death) for death in deaths):
             return failure
-        for one in each:
-            self._restarter.on_death(one)
+        for death in deaths:
+            self._restarter.on_death(death)
         return None
 
     def _failed_exit(self, group: WorkerGroup, attempt: int, event: ProcessExit | StopKind) -> ProcessExit | None:
@@ -293,12 +293,12 @@ class Agent:
             self._restarter.stop_restarting()
         if self._trained_at is None or now < self._trained_at + _SHUTDOWN_GRACE_S:
             return
-        left, kept = set(group.running), self._evaluators
+        running, spared = set(group.running), self._evaluators
         if self._rank0_ended_at is not None and now >= self._rank0_ended_at + _SHUTDOWN_GRACE_S:
-            kept = frozenset()
-        for rank in left & self._auxiliary_ranks - kept:
+            spared = frozenset()
+        for rank in running & self._auxiliary_ranks - spared:
             self._end(group, rank)
-        if left & kept and self._rank0_ended_at is None and not self._announced_waiting:
+        if running & spared and self._rank0_ended_at is None and not self._announced_waiting:
             self._announced_waiting = True
             self._settings.log("The training has ended. Waiting for the evaluator to finish.")
 
@@ -325,13 +325,13 @@ class Agent:
         """Return the failure that came first, and all exits until it is known."""
         exits, begun = [first], time.monotonic()
         while True:
-            ended = {one.rank for one in exits}
+            ended = {end.rank for end in exits}
             running = [rank for rank in group.running if rank not in ended]
             facts = facts_of(self._evidence, exits=exits, running=running)
-            found = first_failure(facts, waited_s=time.monotonic() - begun)
-            if isinstance(found, tuple) and self.events.empty():  # an exit that has been reported counts in any case
+            verdict = first_failure(facts, waited_s=time.monotonic() - begun)
+            if isinstance(verdict, tuple) and self.events.empty():  # an exit that has been reported counts in any case
                 return failure_of(self._evidence, facts), exits
-            event = self._next_event(min(found, _LOOK_S) if isinstance(found, float) else 0.0)
+            event = self._next_event(min(verdict, _LOOK_S) if isinstance(verdict, float) else 0.0)
             if event is not None and (exited := self._failed_exit(group, attempt, event)) is not None:
                 exits.append(exited)
 

@@ -32,7 +32,7 @@ from trainkit.run.signals import EXIT_CODES
 from trainkit.strategies.flight_recorder import waited_for
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
-_HELD: Final[Mapping[str, str]] = {"T": "stopped by a signal", "t": "held by a debugger"}
+_SUSPENDED: Final[Mapping[str, str]] = {"T": "stopped by a signal", "t": "held by a debugger"}
 
 
 class MemoryEvents:
@@ -45,8 +45,8 @@ class MemoryEvents:
     """
 
     def __init__(self, files: Iterable[Path] | None = None) -> None:
-        known = _event_files() if files is None else files
-        self.file = next((file for file in known if _oom_kills(file) is not None), None)
+        candidates = _event_files() if files is None else files
+        self.file = next((file for file in candidates if _oom_kills(file) is not None), None)
         """The file that is read; None: this process cannot read any such file."""
         self._before = self._count
 
@@ -70,11 +70,11 @@ def _oom_kills(file: Path) -> int | None:
 
 def _event_files() -> list[Path]:
     """Return the event files of this process's cgroup: below its own name, or at the root of a namespace."""
-    found: list[Path] = []
+    files: list[Path] = []
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return found
+        return files
     for line in lines:
         _, controllers, name = line.split(":", 2)
         if not controllers:
@@ -83,8 +83,8 @@ def _event_files() -> list[Path]:
             mounts, file = [_CGROUPS / controllers, _CGROUPS / "memory"], "memory.oom_control"
         else:
             continue
-        found += [mount / part / file for mount in mounts for part in (name.lstrip("/"), "")]
-    return found
+        files += [mount / part / file for mount in mounts for part in (name.lstrip("/"), "")]
+    return files
 
 
 class _Arrival(NamedTuple):
@@ -105,11 +105,11 @@ class ProcessEvidence:
         marks: Callable[[], Mapping[int, ProcessId]] = dict,
         *,
         away: Mapping[int, str] | None = None,
-        known: Mapping[int, ErrorReport] | None = None,
+        reports: Mapping[int, ErrorReport] | None = None,
         memory: MemoryEvents | None = None,
     ) -> None:
         self.folder, self._marks = folder, marks
-        self._away, self._known = away or {}, known or {}
+        self._away, self._reports = away or {}, reports or {}
         self._memory = memory or MemoryEvents()
         self._count = 0
         self._arrived: dict[int, _Arrival] = {}
@@ -142,7 +142,7 @@ class ProcessEvidence:
     def report(self, rank: int) -> ErrorReport | None:
         """Return the report of a rank; None if it has written none."""
         read = None if self.folder is None else read_error_report(self.folder.error_of(rank))
-        return read or self._known.get(rank)
+        return read or self._reports.get(rank)
 
     def name(self, rank: int) -> str:
         """Return the name of a rank in messages: its number, and pid, host and state of its process if known."""
@@ -164,10 +164,10 @@ class ProcessEvidence:
         mark = self._marks().get(rank)
         return "" if mark is None else mark.state
 
-    def held(self, rank: int) -> str | None:
+    def suspended(self, rank: int) -> str | None:
         """Return why a rank's process cannot run (stopped or traced), with its state; None if it can."""
         state = self.state(rank)
-        return f"{_HELD[state]} (state {state})" if state in _HELD else None
+        return f"{_SUSPENDED[state]} (state {state})" if state in _SUSPENDED else None
 
     def has_ended(self, rank: int) -> bool:
         """Return whether the process of a rank has ended, even if its parent has not noticed yet."""
@@ -203,11 +203,11 @@ class RankFacts:
     """Exit code of a process that ended before its task was done; None: it runs, or it is not ours."""
     report: ErrorReport | None = None
     arrival: int = 0
-    """Place of the exit or the report in the order in which they reached this process."""
+    """Position of the exit or the report in the order in which they reached this process."""
     heartbeat: HeartbeatReading | None = None
     gave_up_waiting: bool = False
     """Whether NCCL ended it because one of its exchanges had failed."""
-    is_held: bool = False
+    is_suspended: bool = False
     """Whether its process is stopped by a signal, or held by a debugger."""
     has_ended: bool = False
     """Whether its process has ended, even if its exit has not arrived."""
@@ -227,8 +227,8 @@ class RankFacts:
     @property
     def step(self) -> int:
         """Updates that it had completed; -1: it had not begun, or none is known."""
-        known = self.report or self.heartbeat
-        return -1 if known is None or known.step is None else known.step
+        source = self.report or self.heartbeat
+        return -1 if source is None or source.step is None else source.step
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -259,8 +259,8 @@ def first_failure(
 ) -> tuple[RankFacts, Literal["failed", "hangs", "unresponsive"]] | float | None:
     """Return the rank that failed first, or seconds to wait for further facts, or None: no rank has failed.
 
-    A rank whose process is held or has ended is blamed for a hang before the rank with the least progress. If every
-    failed rank only lost a connection, the rank that they waited for is unresponsive.
+    A rank whose process is suspended or has ended is blamed for a hang before the rank with the least progress. If
+    every failed rank only lost a connection, the rank that they waited for is unresponsive.
 
     Args:
         facts: of every rank that takes part, except those that have finished their task.
@@ -272,32 +272,32 @@ def first_failure(
         >>> first_failure([killed, waits], waited_s=0.0), first_failure([killed, waits])[0].rank, first_failure([waits])
         (0.1, 1, None)
     """
-    failed = [(one.kind, one.step, one.arrival, one) for one in facts if one.kind is not None]
-    silent = [one for one in facts if one.kind is None]
+    failed = [(peer.kind, peer.step, peer.arrival, peer) for peer in facts if peer.kind is not None]
+    silent = [peer for peer in facts if peer.kind is None]
     if not failed:
-        overdue = next((one for one in silent if one.overdue is not None), None)
+        overdue = next((peer for peer in silent if peer.overdue is not None), None)
         return None if overdue is None else (_blamed(overdue, silent), "hangs")
     first_kind = min(kind for kind, *_ in failed)
     grace_s = graces.own
     if first_kind is Kind.CONNECTION_LOST:
-        ended = [one.has_ended for one in silent]
+        ended = [peer.has_ended for peer in silent]
         grace_s = max(graces.own if all(ended) else graces.lost, graces.exit if any(ended) else 0.0)
     if silent and waited_s < grace_s:
         return grace_s - waited_s
     if first_kind is Kind.CONNECTION_LOST and silent:
         return min(silent, key=_unresponsive), "unresponsive"
-    return min(failed, key=lambda one: one[:3])[3], "failed"
+    return min(failed, key=lambda peer: peer[:3])[3], "failed"
 
 
 def _blamed(overdue: RankFacts, facts: Collection[RankFacts]) -> RankFacts:
-    blocked = [one for one in facts if one.is_held or one.has_ended]
-    suspects = blocked or [one for one in facts if one.is_late and one.progress == overdue.progress]
+    blocked = [peer for peer in facts if peer.is_suspended or peer.has_ended]
+    suspects = blocked or [peer for peer in facts if peer.is_late and peer.progress == overdue.progress]
     return overdue if overdue in suspects or not suspects else suspects[0]
 
 
-def _unresponsive(one: RankFacts) -> tuple[bool, tuple[int, int], bool, float]:
-    moment = 0.0 if one.heartbeat is None else one.heartbeat.moment
-    return not (one.is_held or one.has_ended), one.progress, not one.is_late, moment
+def _unresponsive(peer: RankFacts) -> tuple[bool, tuple[int, int], bool, float]:
+    moment = 0.0 if peer.heartbeat is None else peer.heartbeat.moment
+    return not (peer.is_suspended or peer.has_ended), peer.progress, not peer.is_late, moment
 
 
 def facts_of(
@@ -320,11 +320,11 @@ def facts_of(
     running, folder = list(running), evidence.folder
     if overdue is not None:
         reports = {}
-    ranks = [*(one.rank for one in exits), *(reports or ()), *running]
+    ranks = [*(ended.rank for ended in exits), *(reports or ()), *running]
     evidence.look(ranks)
     late = waited_for(running, folder.collectives_of) if folder is not None else frozenset[int]()
-    places = {one.rank: place for place, one in enumerate(exits)} | {rank: i for i, rank in enumerate(reports or ())}
-    codes = {one.rank: one.code for one in exits}
+    places = {ended.rank: i for i, ended in enumerate(exits)} | {rank: i for i, rank in enumerate(reports or ())}
+    codes = {ended.rank: ended.code for ended in exits}
     facts = []
     for rank in dict.fromkeys(ranks):
         report = evidence.report(rank) if reports is None else reports.get(rank)
@@ -343,7 +343,7 @@ def facts_of(
                 arrival=evidence.arrival(rank) if is_seen else places.get(rank, 0),
                 heartbeat=heartbeat,
                 gave_up_waiting=folder is not None and code is not None and gave_up_waiting(folder, rank, code),
-                is_held=evidence.held(rank) is not None,
+                is_suspended=evidence.suspended(rank) is not None,
                 has_ended=evidence.has_ended(rank),
                 is_late=rank in late,
                 overdue=excess,
@@ -394,46 +394,47 @@ def is_clean(folder: RunFolder, exited: ProcessExit, *, stopping: bool) -> bool:
 
 def failure_of(evidence: ProcessEvidence, facts: Collection[RankFacts]) -> Failure:
     """Return the first failure of ranks of which one has failed or is overdue, with the text that names it."""
-    found, folder = first_failure(facts), evidence.folder
-    assert isinstance(found, tuple)
+    result, folder = first_failure(facts), evidence.folder
+    assert isinstance(result, tuple)
     assert folder is not None
-    one, verdict = found
-    if verdict == "failed" and (report := one.report) is not None:
+    first, verdict = result
+    if verdict == "failed" and (report := first.report) is not None:
         when = " while starting" if report.step is None else f" in step {report.step} ({report.phase})"
-        what = next(iter(report.message.splitlines()), "").rstrip(".")  # the whole message ends the traceback
-        text = f" failed{when}: {': '.join(filter(None, (report.kinds[0], what)))}."
+        message = next(iter(report.message.splitlines()), "").rstrip(".")  # the whole message ends the traceback
+        text = f" failed{when}: {': '.join(filter(None, (report.kinds[0], message)))}."
         if report.left_by is not None:
             text = f" exited with code {report.left_by}{when} before the training was done."
-        return _failure(folder, one, evidence.name(one.rank) + text, report.traceback)
-    name, heartbeat = evidence.name(one.rank), one.heartbeat
+        return _failure(folder, first, evidence.name(first.rank) + text, report.traceback)
+    name, heartbeat = evidence.name(first.rank), first.heartbeat
     when = f" in {heartbeat.place}" if heartbeat else " while starting"
     if verdict == "failed":
-        assert one.exit_code is not None
-        return _failure(folder, one, name + _of_exit(one.exit_code, when, evidence), _tail(folder.log_of(one.rank)))
-    held = evidence.held(one.rank)
-    remedy = "" if evidence.state(one.rank) != "T" else f" To let it continue: kill -CONT {evidence.pid(one.rank)}."
+        assert first.exit_code is not None
+        headline = name + _of_exit(first.exit_code, when, evidence)
+        return _failure(folder, first, headline, _tail(folder.log_of(first.rank)))
+    reason = evidence.suspended(first.rank)
+    remedy = "" if evidence.state(first.rank) != "T" else f" To let it continue: kill -CONT {evidence.pid(first.rank)}."
     if verdict == "unresponsive":
         state = f" stopped answering{when}."
-        if held is not None:
-            state = f" is {held}{when}.{remedy}"
-        elif one.has_ended:
+        if reason is not None:
+            state = f" is {reason}{when}.{remedy}"
+        elif first.has_ended:
             state = f" has ended{when} without an error report."
-        return _failure(folder, one, name + state, hang=not one.has_ended)
-    overdue = next(each.overdue for each in facts if each.overdue is not None)
-    state = "." if held is None else f": it is {held}.{remedy}"
-    if held is None and overdue.stopped is not None:
+        return _failure(folder, first, name + state, hang=not first.has_ended)
+    overdue = next(peer.overdue for peer in facts if peer.overdue is not None)
+    state = "." if reason is None else f": it is {reason}.{remedy}"
+    if reason is None and overdue.stopped is not None:
         reader = f"pid {overdue.stopped}, which reads its samples, is stopped by a signal (state T)"
         state = f": {reader}. To let it continue: kill -CONT {overdue.stopped}."
     silence_s = overdue.silence_s
     headline = f"{name} has made no progress for {silence_s:.0f} s{when}{state} {overdue.limit.remedy(silence_s)}"
-    return _failure(folder, one, headline, hang=True)
+    return _failure(folder, first, headline, hang=True)
 
 
-def _failure(folder: RunFolder, one: RankFacts, headline: str, detail: str = "", *, hang: bool = False) -> Failure:
-    step = None if one.step < 0 else one.step
-    report = None if hang else one.report
+def _failure(folder: RunFolder, first: RankFacts, headline: str, detail: str = "", *, hang: bool = False) -> Failure:
+    step = None if first.step < 0 else first.step
+    report = None if hang else first.report
     return Failure(
-        rank=one.rank, headline=headline, detail=detail, report=report, hang=hang, step=step, dumps=dumps_note(folder)
+        rank=first.rank, headline=headline, detail=detail, report=report, hang=hang, step=step, dumps=dumps_note(folder)
     )
 
 

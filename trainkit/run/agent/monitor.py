@@ -66,7 +66,7 @@ def threads_of(pid: int, phase: Phase) -> Mapping[int, ThreadTimes]:
 def stopped_process(pid: int, phase: Phase) -> int | None:
     """Return a process that a rank in a phase needs and that is stopped by a signal (state T); None: there is none."""
     needed = (pid, *children_of(pid)) if phase in _READ_BY_CHILDREN else (pid,)
-    return next((one for one in needed if ProcessId.of(one).state == "T"), None)
+    return next((candidate for candidate in needed if ProcessId.of(candidate).state == "T"), None)
 
 
 class Monitor:
@@ -119,11 +119,11 @@ class Monitor:
         self._stop_s += counted if self._asked_to_stop() else 0.0
         heartbeats = {rank: self._read(rank) for rank in ranks}
         for rank, heartbeat in heartbeats.items():
-            if (found := self._judge_stopped(rank, heartbeat, counted)) is not None:
-                return found
+            if (stopped := self._judge_stopped(rank, heartbeat, counted)) is not None:
+                return stopped
         # The auxiliary ranks, and the training ranks with the least progress.
-        busy = {rank: one for rank, one in heartbeats.items() if one is None or one.phase != "idle"}
-        progress = {rank: (-1, 0) if one is None else one.progress for rank, one in busy.items()}
+        busy = {rank: beat for rank, beat in heartbeats.items() if beat is None or beat.phase != "idle"}
+        progress = {rank: (-1, 0) if beat is None else beat.progress for rank, beat in busy.items()}
         least = min((progress[rank] for rank in busy if rank not in self._auxiliary_ranks), default=None)
         judged = [rank for rank in busy if rank in self._auxiliary_ranks or progress[rank] == least]
         before = self._silences
@@ -136,8 +136,8 @@ class Monitor:
                 silence.seconds += counted
                 silence.unchecked_s += counted
                 self._silences[rank] = silence
-        overdue = [found for rank in judged if (found := self._judge(rank)) is not None]
-        return min(overdue, key=lambda one: (one.heartbeat.moment if one.heartbeat else 0.0, one.rank), default=None)
+        overdue = [due for rank in judged if (due := self._judge(rank)) is not None]
+        return min(overdue, key=lambda due: (due.heartbeat.moment if due.heartbeat else 0.0, due.rank), default=None)
 
     def restart(self) -> None:
         """Restart the clocks of all ranks."""
@@ -159,7 +159,7 @@ class Monitor:
             return None
         alone = self._sees_all or rank in self._auxiliary_ranks or heartbeat is None or heartbeat.phase in _ALONE
         if not alone:
-            limit = max(limit, self._limits.longest, key=lambda one: one.seconds)
+            limit = max(limit, self._limits.longest, key=lambda limit: limit.seconds)
         if self._stop_s and heartbeat is not None and heartbeat.phase in _READ_BY_CHILDREN:
             seconds = max(_STOP_S, _STOP_FACTOR * heartbeat.longest_s)
             if min(silence.seconds, self._stop_s) > seconds:
@@ -243,18 +243,18 @@ class TimeLimits:
         """Return the limits that a config sets, or those of a mapping that `dataclasses.asdict` made."""
         if isinstance(settings, Mapping):
             return cls(**settings)
-        return cls(**{one.name: getattr(settings, one.name) for one in fields(cls)})
+        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
     @property
     def shortest_s(self) -> float:
         """The smallest of all limits: heartbeats must be read more often."""
-        values = (getattr(self, one.name) for one in fields(self))
+        values = (getattr(self, field.name) for field in fields(self))
         return min(FLOOR_S if value == "auto" else float(value) for value in values)
 
     @property
     def longest(self) -> Limit:
         """The largest of the given limits."""
-        names = [one.name for one in fields(self) if getattr(self, one.name) != "auto"]
+        names = [field.name for field in fields(self) if getattr(self, field.name) != "auto"]
         return self._given(max(names, key=lambda name: float(getattr(self, name))))
 
     def limit_of(self, heartbeat: HeartbeatReading | None) -> Limit | None:

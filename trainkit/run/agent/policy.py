@@ -75,14 +75,14 @@ class Fault:
 
 def fault_of(folder: RunFolder, tasks: Iterable[Task], rank: int, *, begun_at: int | None, reached: int) -> Fault:
     """Return the facts about a failed attempt that the restart policy needs."""
-    found = frozenset(raised for task in tasks if (raised := raised_by(folder, task)) is not None)
+    errors = frozenset(raised for task in tasks if (raised := raised_by(folder, task)) is not None)
     heartbeat = read_heartbeat(folder.heartbeat_of(rank))
     return Fault(
         step=None if heartbeat is None else heartbeat.step,
         begun_at=begun_at or 0,
         reached=reached,
         newer=reached != begun_at,
-        raised=found if any(raised.rank == rank for raised in found) else frozenset(),
+        raised=errors if any(raised.rank == rank for raised in errors) else frozenset(),
     )
 
 
@@ -205,14 +205,14 @@ class ReplicaMembership:
     ) -> None:
         self._members = [_Member(task) for task in tasks]
         self._present = list(self._members)
-        self._min_replicas, self._each = min_replicas, ranks_a_replica
+        self._min_replicas, self._ranks_a_replica = min_replicas, ranks_a_replica
         self._retry_s = retry_s
         self._clock = clock
 
     @property
     def tasks(self) -> tuple[Task, ...]:
         """The tasks of the current attempt: devices and indices as planned, ranks from 0 without gaps."""
-        members = self._present[: len(self._present) // self._each * self._each]
+        members = self._present[: len(self._present) // self._ranks_a_replica * self._ranks_a_replica]
         return tuple(replace(member.task, rank=rank) for rank, member in enumerate(members))
 
     @property
@@ -223,7 +223,7 @@ class ReplicaMembership:
     @property
     def at_minimum(self) -> bool:
         """Whether a further loss would leave fewer than allowed."""
-        return self._min_replicas is not None and (len(self._present) - 1) // self._each < self._min_replicas
+        return self._min_replicas is not None and (len(self._present) - 1) // self._ranks_a_replica < self._min_replicas
 
     def next_members(self) -> tuple[str, ...]:
         """Select the replicas of the next attempt: all that are not lost, and all that are due again.
@@ -267,7 +267,7 @@ class ReplicaMembership:
 
     @property
     def _counted(self) -> str:
-        return f"{len(self._present) // self._each} of {len(self._members) // self._each}"
+        return f"{len(self._present) // self._ranks_a_replica} of {len(self._members) // self._ranks_a_replica}"
 
 
 def _name(task: Task) -> str:
@@ -388,7 +388,7 @@ class ExternalRestart:
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the exceptions as JSON for the next group."""
-        return [asdict(one) for one in self.raised]
+        return [asdict(error) for error in self.raised]
 
 
 def record_relaunch(
@@ -400,16 +400,16 @@ def record_relaunch(
     that fails.
     """
     headline, rank = ("The processes had ended.", None) if failure is None else (failure.headline, failure.rank)
-    tasks = [Task(role="rank", index=one, rank=one) for one in sorted(reports_in(folder))]
-    found = frozenset(raised for task in tasks if (raised := raised_by(folder, task)) is not None)
-    if not any(one.rank == rank for one in found):
-        found = frozenset()
-    known = frozenset(RaisedError(**one) for one in before)
-    refusal = None if tolerant else repeated(found & known)
+    tasks = [Task(role="rank", index=number, rank=number) for number in sorted(reports_in(folder))]
+    errors = frozenset(raised for task in tasks if (raised := raised_by(folder, task)) is not None)
+    if not any(error.rank == rank for error in errors):
+        errors = frozenset()
+    earlier = frozenset(RaisedError(**values) for values in before)
+    refusal = None if tolerant else repeated(errors & earlier)
     if refusal is None:
         newest = list_complete(folder.checkpoints)
-        step = next((one.step for one in found if one.rank == rank), None)
+        step = next((error.step for error in errors if error.rank == rank), None)
         checkpoint = newest[0].step if newest else None
         restart = Restart(kind="all", cause=headline, step=step, rank=rank, checkpoint=checkpoint)
         record_restart(folder.path, restart)
-    return ExternalRestart(raised=found | known, refusal=refusal)
+    return ExternalRestart(raised=errors | earlier, refusal=refusal)

@@ -201,8 +201,8 @@ def _result(folder: RunFolder, requested: StopKind | None) -> dict[str, Any]:
 
 
 def _newest_step(folder: RunFolder) -> int | None:
-    found = list_complete(folder.checkpoints) if os.path.lexists(folder.checkpoints) else []
-    return found[0].step if found else None
+    checkpoints = list_complete(folder.checkpoints) if os.path.lexists(folder.checkpoints) else []
+    return checkpoints[0].step if checkpoints else None
 
 
 def _last_checkpoint_note(folder: RunFolder) -> str:

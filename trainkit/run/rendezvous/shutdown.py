@@ -133,7 +133,7 @@ def _first_failure(
         # The known reports, and the processes of the other ranks: their states, if they are on this host.
         here = {rank: process for rank, process in barrier.processes_here().items() if rank in silent}
         away = {rank: f"pid {one['pid']} on {one['host']}" for rank, one in barrier.processes.items() if rank in silent}
-        evidence = ProcessEvidence(folder, here.copy, away=away, known=reports)
+        evidence = ProcessEvidence(folder, here.copy, away=away, reports=reports)
         ordered = {rank: reports[rank] for rank in sorted(reports, key=arrivals.__getitem__)}
         facts = facts_of(evidence, running=silent, reports=ordered)
         found = first_failure(facts, waited_s=time.monotonic() - begun, graces=AT_THE_STORE)
