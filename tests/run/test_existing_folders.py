@@ -476,7 +476,7 @@ def test_a_later_process_of_the_same_number_is_another(folder: RunFolder, change
 def test_the_status_of_another_host_depends_on_its_age_and_shows_it(folder: RunFolder) -> None:
     written(folder, host="elsewhere", updated=1000.0)
     renamed = replace(Machine.here(), host="here")
-    fresh, old = (read_status(folder, here=renamed, now=now) for now in (1030.0, 1500.0))
+    fresh, old = (read_status(folder, machine=renamed, now=now) for now in (1030.0, 1500.0))
     assert (fresh.state, fresh.note) == ("running", "last update 30 s ago on another host")
     assert (old.state, old.note) == ("silent", "last update 500 s ago on another host")
 

@@ -71,13 +71,13 @@ def refuse_lack_of_room(plan: RunPlan, model: nn.Module, folder: RunFolder | Non
         return
     settings = plan.cfg.checkpoint
     kept = settings.keep_last + settings.keep_best + int(plan.has_evaluator)
-    where = folder.path if folder is not None else run_dir or Path("outputs") / plan.cfg.name
+    path = folder.path if folder is not None else run_dir or Path("outputs") / plan.cfg.name
     ends = settings.export and plan.last_step == plan.num_steps
     average = average_of(plan.cfg)
     copies = 1 + bool(settings.keep_best) + (average is not None and average.export)
     exported = model_bytes(plan, model) * copies if ends else 0
     size = checkpoint_bytes(plan, model)
-    refuse_small_disk(where, size=size, kept=kept, steps_left=plan.last_step, exported=exported)
+    refuse_small_disk(path, size=size, kept=kept, steps_left=plan.last_step, exported=exported)
 
 
 def refuse_small_disk(folder: Path, *, size: int, kept: int, steps_left: int, exported: int = 0) -> None:
@@ -103,13 +103,13 @@ def refuse_small_disk(folder: Path, *, size: int, kept: int, steps_left: int, ex
         raise storage_error(root, OSError(errno.EFBIG, os.strerror(errno.EFBIG)), needed=size)
     if free is None or (free.num_bytes >= needed and free.num_files != 0):
         return
-    of = f"{number} checkpoints of {num_bytes(size)}" if number > 1 else f"a checkpoint of {num_bytes(size)}"
-    of += f", and {num_bytes(exported)} of the model at the end" if exported else ""
+    contents = f"{number} checkpoints of {num_bytes(size)}" if number > 1 else f"a checkpoint of {num_bytes(size)}"
+    contents += f", and {num_bytes(exported)} of the model at the end" if exported else ""
     less = f", less the {num_bytes(have)} of existing ones" if have else ""
     fewer = f", {_FEWER}" if number > 1 else ""
     raise StorageError(
-        f"{folder} has too little room for the checkpoints of this run: {num_bytes(needed)} are needed ({of}{less}), "
-        f"{free}. Free space there{fewer}, or {_ELSEWHERE}."
+        f"{folder} has too little room for the checkpoints of this run: {num_bytes(needed)} are needed "
+        f"({contents}{less}), {free}. Free space there{fewer}, or {_ELSEWHERE}."
     )
 
 
@@ -177,7 +177,7 @@ class RunRequest:
     """Resolves `loader.num_workers=auto`; None, or in an external launch: it is refused."""
 
     @property
-    def place(self) -> Path:
+    def location(self) -> Path:
         """The run folder, or the folder that a new one will be in."""
         return Path("outputs") if self.run_dir is None else self.run_dir
 
@@ -220,9 +220,9 @@ class Agreement:
         del folder, start
         return {}
 
-    def fenced(self, folder: RunFolder, known: Mapping[str, str]) -> FencingToken | None:
+    def fenced(self, folder: RunFolder, claimed: Mapping[str, str]) -> FencingToken | None:
         """Check in every process that it sees the folder that rank 0 began; return the token of the group."""
-        del folder, known
+        del folder, claimed
         return None
 
 
@@ -276,15 +276,15 @@ def begun(request: RunRequest, agree: Agreement) -> Iterator[BegunRun]:
             model = meta_model(plan.cfg)
             if not agree.is_rank0:
                 return plan, model_notes(plan, model, is_given)
-            found = together(lambda: refuse_misfits(plan, model), then=lambda: model_notes(plan, model, is_given))
+            notes = together(lambda: refuse_misfits(plan, model), then=lambda: model_notes(plan, model, is_given))
             refuse_lack_of_room(plan, model, start.folder, run_dir)
-            found += cut_notes(plan, lambda: coupling_of(plan, model))
+            notes += cut_notes(plan, lambda: coupling_of(plan, model))
             if plan.cfg.loader.num_workers != "auto":
-                return plan, found
+                return plan, notes
             measured, note = with_workers(plan, choose_workers)  # keep it last: it takes some seconds
-            return measured, [*found, note]
+            return measured, [*notes, note]
 
-        plan, found = agree.everywhere(examined)
+        plan, notes = agree.everywhere(examined)
     locks: list[int] = []
     # A run that starts from the checkpoint of another one names it, and has its earlier steps in its own folder.
     source = start.checkpoints
@@ -292,26 +292,26 @@ def begun(request: RunRequest, agree: Agreement) -> Iterator[BegunRun]:
     with ExitStack() as stack:
 
         def begin() -> dict[str, str]:
-            with reporting(request.place):
+            with reporting(request.location):
                 create = partial(RunFolder.create, Path("outputs"), plan.cfg.name)
                 folder = start.folder or (create() if run_dir is None else RunFolder.claim(run_dir))
                 locks.append(stack.enter_context(agree.lock(folder, is_new=start.folder is None)))
-                known = agree.claim(folder, start)
+                claimed = agree.claim(folder, start)
                 folder.begin()
                 note = start.note if source is None else bring_earlier_steps(folder, source, retention_of(plan.cfg))
-                shown = [*request.notes, *found, *([note] if note else []), *start.changes]
+                shown = [*request.notes, *notes, *([note] if note else []), *start.changes]
                 # The files that describe the run are written last: a folder that has them can be resumed.
                 write_resolved(folder, resolved)
                 write_environment(folder, cfg=plan.cfg, fingerprint=fingerprint(plan.cfg), notes=shown)
                 if agree.launch is not None:
                     folder.open_live()  # with the token of the run, before another process writes into it
                 stack.callback(folder.release_reserve)
-                return {**known, "path": str(folder.path.absolute()) if agree.launch else str(folder.path)}
+                return {**claimed, "path": str(folder.path.absolute()) if agree.launch else str(folder.path)}
 
-        known = agree.on_rank0(begin)
-        folder = RunFolder(Path(known["path"]))
+        claimed = agree.on_rank0(begin)
+        folder = RunFolder(Path(claimed["path"]))
         try:
-            fence = agree.everywhere(lambda: agree.fenced(folder, known))
+            fence = agree.everywhere(lambda: agree.fenced(folder, claimed))
         except ConfigError:
             if agree.is_rank0 and start.folder is None:
                 folder.discard()
@@ -385,8 +385,8 @@ def _auto(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
 
 
 def _continues(folder: RunFolder) -> str:
-    found = read_status(folder)
-    ended = "" if found.state == "unknown" or found.is_running else f", which {found.summary()}"
+    status = read_status(folder)
+    ended = "" if status.state == "unknown" or status.is_running else f", which {status.summary()}"
     return f"resume=auto: continues {folder.path}{ended}"
 
 
@@ -425,15 +425,15 @@ def continued(cfg: RunConfig, run: Path, checkpoints: Path) -> tuple[RunConfig, 
     if (checkpoints / MANIFEST).is_file():
         step = read_manifest(checkpoints).step
     else:
-        step = max((one.step for one in list_complete(checkpoints)), default=0)
+        step = max((checkpoint.step for checkpoint in list_complete(checkpoints)), default=0)
     schedule: list[Difference] = []
     others: list[Difference] = []
-    for one in difference(earlier, cfg):
-        if one.matters:
-            of_schedule = one.key.partition(".")[0] in ("epochs", "steps", "stop_after", "schedule", "warmup")
-            (schedule if of_schedule else others).append(one)
-    changes = [one for one in others if one.key == "numerics.reproducible" and one.left is True]
-    problems = other_training([one for one in others if one not in changes], run=run)
+    for diff in difference(earlier, cfg):
+        if diff.matters:
+            of_schedule = diff.key.partition(".")[0] in ("epochs", "steps", "stop_after", "schedule", "warmup")
+            (schedule if of_schedule else others).append(diff)
+    changes = [diff for diff in others if diff.key == "numerics.reproducible" and diff.left is True]
+    problems = other_training([diff for diff in others if diff not in changes], run=run)
     if changes and "not_reproducible" not in allowed:
         rule = f"the run to resume, {run}, is reproducible to the bit. To give this up: --give-up-reproducible"
         problems.append(Problem(key=changes[0].key, value=False, rule=f"{rule} ({_IN_PYTHON}not_reproducible])."))
@@ -449,10 +449,10 @@ def continued(cfg: RunConfig, run: Path, checkpoints: Path) -> tuple[RunConfig, 
         if (num_steps := num_steps_of(cfg, batch)) < step:
             rule = f"gives {num_steps:,} steps, and {checkpoints} has {step:,} already. Give a larger one."
             raise ConfigError([Problem(key=key, value=value, rule=rule)])
-        old_rate, new_rate = (rates_of(one, batch, build_schedule(one.schedule)) for one in (earlier, cfg))
-        before, after = ([one.rate for one in named] or [rate] for rate, named in (old_rate, new_rate))
+        old_rate, new_rate = (rates_of(config, batch, build_schedule(config.schedule)) for config in (earlier, cfg))
+        before, after = ([entry.rate for entry in optimizers] or [rate] for rate, optimizers in (old_rate, new_rate))
         same = all(old(done) == new(done) for done in range(step) for old, new in zip(before, after, strict=True))
-        if same and all(one.key in ("epochs", "steps") for one in schedule):
+        if same and all(diff.key in ("epochs", "steps") for diff in schedule):
             lines.append(f"{key}={value}: the learning rates of the {step:,} steps done are the same with this length")
         elif "new_schedule" in allowed:
             changes += schedule
@@ -467,7 +467,7 @@ def continued(cfg: RunConfig, run: Path, checkpoints: Path) -> tuple[RunConfig, 
             )
             problems += other_training(schedule, run=run, remedy=rule)
     refuse(problems)
-    recorded = [f"after step {step}: {one.key}={one.left} became {one.right}" for one in changes]
+    recorded = [f"after step {step}: {diff.key}={diff.left} became {diff.right}" for diff in changes]
     return replace(cfg, changes=[*cfg.changes, *recorded]), tuple(lines)
 
 
@@ -550,10 +550,10 @@ def git_state() -> dict[str, Any] | None:
 def packages(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the versions of the packages that every run uses, and of the packages of its `_target_`s."""
     modules = {target.partition(".")[0] for _, target in targets_in(values) if isinstance(target, str)}
-    found = {}
+    versions = {}
     for name in dict.fromkeys((*_OURS, *sorted(modules))):
         try:
-            found[name] = importlib.metadata.version(DISTRIBUTION if name == "trainkit" else name)
+            versions[name] = importlib.metadata.version(DISTRIBUTION if name == "trainkit" else name)
         except importlib.metadata.PackageNotFoundError:  # a folder on the path, or a module of another name
             continue
-    return found
+    return versions

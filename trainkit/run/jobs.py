@@ -154,7 +154,8 @@ class Job:
         if self.checkpoint is not None:
             return False
         params = list(self.model.parameters())
-        return any(type(one.detach()) is not Tensor for one in params) or not any(one.requires_grad for one in params)
+        has_gradients = any(param.requires_grad for param in params)
+        return not has_gradients or any(type(param.detach()) is not Tensor for param in params)
 
 
 def split_of(cfg: RunConfig, split: str | None) -> str:
@@ -166,11 +167,11 @@ def split_of(cfg: RunConfig, split: str | None) -> str:
     names = ("train", "val") if cfg.cv.folds is not None else splits_of(cfg.data)
     if split is None and "val" not in names and len(names) == 1:
         return names[0]
-    wanted = split or "val"
-    if wanted not in names:
+    name = split or "val"
+    if name not in names:
         rule = f"the data has {'the split' if len(names) == 1 else 'the splits'} {', '.join(names)}."
-        raise ConfigError([Problem(key="--split", value=wanted, rule=rule, origin="command line")])
-    return wanted
+        raise ConfigError([Problem(key="--split", value=name, rule=rule, origin="command line")])
+    return name
 
 
 def prepare(cfg: RunConfig, request: JobRequest) -> Job:
@@ -244,9 +245,9 @@ def _refuse_misfits(job: Job) -> None:
 
     with Untouched(seed=0):
         model = build_model(job.cfg) if job.checkpoint is not None else job.model
-        places = range(min(2, size_of(job.dataset)))
-        samples = [read_sample(job.dataset, place) for place in places]
-        batch = job.parts.hooks.collate_function(samples, places)
+        indices = range(min(2, size_of(job.dataset)))
+        samples = [read_sample(job.dataset, index) for index in indices]
+        batch = job.parts.hooks.collate_function(samples, indices)
         if not job.is_quantized:
             model = precision.adapt(copied(model) if model is job.model else model)
         try:
@@ -280,27 +281,27 @@ def run_job(job: Job, folder: Path, *, log: Callable[[str], None]) -> Result:
         TrainkitError: a process failed.
     """
     _refuse_misfits(job)
-    place = RunFolder(folder)
+    run_folder = RunFolder(folder)
     if len(job.tasks) == 1:
         with StopFlag() as stop:
-            return _run_task(job, Identity.solo(job.tasks[0].device), place, stop, log=log) or {}
-    place.take()
-    write_resolved(place, replace(job.cfg, resume=None))
+            return _run_task(job, Identity.solo(job.tasks[0].device), run_folder, stop, log=log) or {}
+    run_folder.take()
+    write_resolved(run_folder, replace(job.cfg, resume=None))
     (folder / FILE).write_text(json.dumps(asdict(job.request)), encoding="utf-8")
-    place.begin()
-    kept = "The finished rows are kept: the same command continues."
+    run_folder.begin()
+    note = "The finished rows are kept: the same command continues."
     settings = AgentSettings(
         max_restarts=0,
         environ={JOB: "1"},
-        note_without_checkpoint=kept if job.request.verb == "predict" else "",
+        note_without_checkpoint=note if job.request.verb == "predict" else "",
         limits=TimeLimits.of(job.cfg.supervisor),
         auxiliary_ranks=[task.rank for task in job.tasks if not job.strategy.runs_loop(task)],
         replaceable=[task.rank for task in job.tasks if job.strategy.restarts_alone(task)],
     )
     try:
-        return supervise(place.resolved, job.tasks, settings, folder=place)
+        return supervise(run_folder.resolved, job.tasks, settings, folder=run_folder)
     finally:
-        place.release_reserve()
+        run_folder.release_reserve()
 
 
 def run_task_of_job(
@@ -432,20 +433,20 @@ class _JobTask:
         )
 
         def watched() -> Iterator[Any]:
-            for place, batch in enumerate(batches):
+            for index, batch in enumerate(batches):
                 if (reason := self.requested()) is not None:
                     raise stop_error(reason, "the evaluation was stopped, and nothing was written.")
-                self.on_phase("evaluate", place)
+                self.on_phase("evaluate", index)
                 yield batch
 
-        details, own = objective.details(dataset, batch_size=size), objective.metrics()
-        more = {name: metric for name, metric in details.metrics.items() if name not in own}
+        details, metrics = objective.details(dataset, batch_size=size), objective.metrics()
+        more = {name: metric for name, metric in details.metrics.items() if name not in metrics}
         counted = batches.num_counted
-        found = evaluate(local, objective, watched(), split=job.request.split, num_counted=counted, more_metrics=more)
+        result = evaluate(local, objective, watched(), split=job.request.split, num_counted=counted, more_metrics=more)
         return {
             "status": "finished",
-            "metrics": found.figures,
-            "tables": {name: table.to_json() for name, table in found.tables.items()},
+            "metrics": result.figures,
+            "tables": {name: table.to_json() for name, table in result.tables.items()},
             "notes": list(details.notes),
             "num_samples": size_of(dataset),
         }
@@ -465,8 +466,8 @@ class _JobTask:
             if local.is_rank0 and now - last >= _PROGRESS_S:
                 last, rows = now, parts.num_rows_done()
                 rate = (rows - before) / (now - begun)
-                left = f", {(total - rows) / rate:,.0f} s left" if rate else ""
-                self.log(f"{rows:,} of {total:,} rows, {rate:,.0f} rows/s{left}")
+                remaining = f", {(total - rows) / rate:,.0f} s left" if rate else ""
+                self.log(f"{rows:,} of {total:,} rows, {rate:,.0f} rows/s{remaining}")
             return self.requested() is None
 
         rows = partial(

@@ -74,8 +74,8 @@ def write_run_page(
     status, files, lasted = read_status(folder), RunFiles.read(folder.path), None
     words = status.summary()
     if status.is_running:
-        at = "" if status.step is None else f" at step {status.step:,}"
-        words = f"{'starts' if status.state == 'starting' else 'runs'}{at}"
+        position = "" if status.step is None else f" at step {status.step:,}"
+        words = f"{'starts' if status.state == 'starting' else 'runs'}{position}"
     elif status.updated is not None:
         with contextlib.suppress(ValueError, OverflowError):  # of the last command, to a second
             started = datetime.fromisoformat(str(files.environment.get("started"))).timestamp()
@@ -221,10 +221,10 @@ class StatusFile:
         self._changed.set()
         self._thread.join()
         result = self._folder.read_result() or {}
-        found = str(result.get("status")) if error is None else status_of_error(error)
+        state = str(result.get("status")) if error is None else status_of_error(error)
         if isinstance(result.get("steps"), int):
             self._step = result["steps"]
-        self._write(found if found in ENDED else "finished", sync=True)
+        self._write(state if state in ENDED else "finished", sync=True)
 
     def _update_loop(self) -> None:
         while not self._has_ended.is_set():
@@ -341,7 +341,7 @@ def first_command(environment: Path) -> dict[str, Any]:
     except UnreadableError:
         return {}
     begun = before.get("begun") or {name: before[name] for name in _KEPT}
-    return {"begun": {name: [one for one in begun.get(name) or () if isinstance(one, str)] for name in _KEPT}}
+    return {"begun": {name: [value for value in begun.get(name) or () if isinstance(value, str)] for name in _KEPT}}
 
 
 def record_settings(folder: Path, changed: Sequence[Mapping[str, Any]]) -> None:
@@ -352,14 +352,14 @@ def record_settings(folder: Path, changed: Sequence[Mapping[str, Any]]) -> None:
     before: Mapping[str, Any] = {}
     with contextlib.suppress(UnreadableError):  # there is no earlier command
         before = read_map(folder / _SETTINGS, {"settings": list}, optional={"continued_at": list}, limit=_LIMIT)
-    known = [one for one in before.get("settings", []) if isinstance(one, dict) and isinstance(one.get("key"), str)]
-    recorded = {one["key"]: one for one in known}
-    for one in changed:
-        recipe = recorded[one["key"]].get("recipe") if one["key"] in recorded else one["recipe"]
-        recorded[one["key"]] = {**one, "recipe": recipe}
+    entries = (entry for entry in before.get("settings", []) if isinstance(entry, dict))
+    recorded = {entry["key"]: entry for entry in entries if isinstance(entry.get("key"), str)}
+    for entry in changed:
+        recipe = recorded[entry["key"]].get("recipe") if entry["key"] in recorded else entry["recipe"]
+        recorded[entry["key"]] = {**entry, "recipe": recipe}
     steps = [step for step in before.get("continued_at") or [] if type(step) is int]
     newest = list_complete(folder / "checkpoints")[:1] if before else []  # which a command continues now
-    steps += [one.step for one in newest if one.step not in steps]
+    steps += [checkpoint.step for checkpoint in newest if checkpoint.step not in steps]
     content = {"version": 1, "settings": [*recorded.values()], "continued_at": steps[-_MOST:]}
     with contextlib.suppress(OSError):
         write_json_atomically(folder / _SETTINGS, content)

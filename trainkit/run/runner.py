@@ -80,7 +80,7 @@ def train(request: RunRequest, job: Job | None = None) -> dict[str, Any]:
         ConfigError: this combination of settings is invalid; nothing was written.
         TrainkitError: the training failed; result.json records it, and the last checkpoint stays.
     """
-    with reporting(request.place):
+    with reporting(request.location):
         if request.launch is None:
             with begun(request, Agreement()) as begun_run, begun_run.recorded() as record:
                 return _train(begun_run, record, job)
@@ -157,7 +157,7 @@ def opened(request: RunRequest) -> Iterator[TaskRun]:
         TrainkitError: the training failed.
     """
     launch = request.launch
-    with reporting(request.place):
+    with reporting(request.location):
         if launch is None:
             begin = begun(request, Agreement())
             with begin as begun_run, begun_run.recorded() as record, _only_task(begun_run, record) as task:

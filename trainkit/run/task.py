@@ -57,7 +57,7 @@ def limit_memory(task: Task, tasks: Sequence[Task], share: float) -> None:
     """
     for device in {task.device, *task.computes_on} if share < 1 else ():
         if device.startswith("cuda"):
-            ranks = sum(device in (one.device, *one.computes_on) for one in tasks)
+            ranks = sum(device in (other.device, *other.computes_on) for other in tasks)
             torch.cuda.set_per_process_memory_fraction(share / max(ranks, 1), device)
 
 
@@ -187,11 +187,12 @@ class TaskRun:
     ) -> TaskSession:
         notes: list[str] = []
         with contextlib.suppress(AbsentFileError):  # a rank that was started by hand
-            notes = [one for one in read_map(self.folder.environment, {"notes": list})["notes"] if isinstance(one, str)]
+            content = read_map(self.folder.environment, {"notes": list})
+            notes = [note for note in content["notes"] if isinstance(note, str)]
         planned, present = len(plan.training_tasks), self.identity.num_ranks
         if present < planned:
-            each = plan.components.strategy.facts_in(plan.context).ranks_a_replica
-            count = f"{present // each} of {planned // each}"
+            per_replica = plan.components.strategy.facts_in(plan.context).ranks_a_replica
+            count = f"{present // per_replica} of {planned // per_replica}"
             notes += [f"continues with {count} replicas: they share the shards of each step"]
         session = TaskSession(
             plan,
@@ -268,14 +269,14 @@ def _exported(session: TaskSession, folder: RunFolder, result: Mapping[str, Any]
         return {"model": None}
     try:
         with reporting(folder.path):
-            done = export_at_end(
+            export = export_at_end(
                 folder.path, session.cfg, result["metrics"], folder.take(), working=lambda: session.enter("end")
             )
     except NotExportableError as error:
         return {"model": None, "model_note": str(error)}
     except CheckpointError as error:
         return {"model": None, "model_error": f"{error} Then: {printed_command('export', [folder.path])}"}
-    return done.to_result()
+    return export.to_result()
 
 
 def _checkpoint_paths(folder: RunFolder, plan: RunPlan) -> dict[str, Any]:
@@ -298,9 +299,9 @@ def explain_oom(plan: RunPlan, task: Task, step: Callable[[], int | None]) -> It
             yield
         except Exception as error:
             reserve.close()
-            if (found := explained(error, plan, task, step=step())) is None:
+            if (explanation := explained(error, plan, task, step=step())) is None:
                 raise
-            raise found from error
+            raise explanation from error
 
 
 @contextlib.contextmanager

@@ -74,8 +74,8 @@ def begin_attempt(payload: Mapping[str, Any], key: str = "") -> list[str] | None
         if number:
             folder.logs.mkdir(parents=True, exist_ok=True)
             with open_regular(folder.log_of(0), "ab") as file:
-                what = last.headline if last else "The processes have ended."
-                file.write(f"{what} {payload['kind']} starts all again.\n".encode())
+                headline = last.headline if last else "The processes have ended."
+                file.write(f"{headline} {payload['kind']} starts all again.\n".encode())
         folder.begin()
         folder.open_live()
         attempt = [str(number), FencingToken.acquire(folder).token]
@@ -91,11 +91,11 @@ def wait_for_attempt(payload: Mapping[str, Any], key: str) -> list[str] | None:
         RankError: rank 0 did not begin, or this host does not see its folder.
     """
     folder, deadline = RunFolder(Path(payload["folder"])), time.monotonic() + _TIMEOUT_S
-    while (found := _attempts(folder)).get("key") != key:
+    while (attempts := _attempts(folder)).get("key") != key:
         if time.monotonic() > deadline:
             raise RankError(f"rank 0 did not begin within {_TIMEOUT_S:g} s in {folder.path}. Do all hosts share it?")
         time.sleep(_POLL_S)
-    attempt: list[str] | None = found["attempt"]
+    attempt: list[str] | None = attempts["attempt"]
     return attempt
 
 
@@ -127,12 +127,12 @@ def may_restart(payload: Mapping[str, Any]) -> bool:
 
 def failure_in(folder: RunFolder) -> Failure | None:
     """Return the first failure of the last attempt; None if no rank left an error report."""
-    if not (found := reports_in(folder)):
+    if not (reports := reports_in(folder)):
         return None
-    exits = [ProcessExit(attempt=0, rank=rank, code=report.exit_code) for rank, report in found.items()]
+    exits = [ProcessExit(attempt=0, rank=rank, code=report.exit_code) for rank, report in reports.items()]
     evidence = ProcessEvidence(folder)
     failure = failure_of(evidence, facts_of(evidence, exits=exits))
-    report = found[failure.rank]
+    report = reports[failure.rank]
     if report.is_secondary:
         return replace(
             failure, headline=f"rank {failure.rank} lost its connection to another rank, which wrote no error report."
@@ -258,8 +258,8 @@ def run_on(backend: ProcessBackend, plan: RunPlan, folder: RunFolder) -> dict[st
         TrainkitError: a worker raised it, or the backend failed.
     """
     cuda = any(task.device.startswith("cuda") for task in plan.tasks)
-    for left in (folder.path / _ATTEMPTS, stop_file(folder)):
-        left.unlink(missing_ok=True)
+    for file in (folder.path / _ATTEMPTS, stop_file(folder)):
+        file.unlink(missing_ok=True)
     with ExitStack() as stack:
         connection = stack.enter_context(backend.connect(num_ranks=len(plan.tasks), uses_gpus=cuda))
         store = stack.enter_context(HostedStore((connection.host, 0)))
@@ -331,20 +331,20 @@ def _error_of(
     job: BackendJob, folder: RunFolder, stop: StopFlag, failures: list[BaseException]
 ) -> TrainkitError | None:
     """Return the error of a job that has ended; None: it was done, or has saved and stopped."""
-    found = failure_in(folder)
-    if found is not None and (refusal := str(_attempts(folder).get("refusal", ""))):
-        return CrashLoopError(f"{refusal}: {found.error()}")
-    if found is not None and found.is_permanent:
-        return found.error()
+    failure = failure_in(folder)
+    if failure is not None and (refusal := str(_attempts(folder).get("refusal", ""))):
+        return CrashLoopError(f"{refusal}: {failure.error()}")
+    if failure is not None and failure.is_permanent:
+        return failure.error()
     if not failures:
         return None
     if stop.requested:
-        return stop_error(stop.requested, f"{found.headline if found else failures[0]} It was asked to stop.")
-    if found is None:
+        return stop_error(stop.requested, f"{failure.headline if failure else failures[0]} It was asked to stop.")
+    if failure is None:
         lines = str(failures[0]).splitlines()
         text = "\n".join(line for line in lines if not line.startswith("\tat "))  # without the frames of Java
         return TrainingError(f"{job.payload['kind']} ended the run: {text}")
-    error = found.error()
+    error = failure.error()
     return CrashLoopError(f"gave up after {job.max_restarts} restarts: {error}") if job.max_restarts else error
 
 

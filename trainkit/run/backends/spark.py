@@ -75,8 +75,8 @@ def spark_session(master: str | None, *, num_cores: int) -> Iterator[Any]:
         settings["spark.master"] = master
     elif "PYSPARK_GATEWAY_PORT" not in os.environ:  # not started by spark-submit
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-        own = ("spark.driver.host", "spark.driver.bindAddress")
-        settings |= {"spark.master": f"local[{num_cores}]", **dict.fromkeys(own, "127.0.0.1")}
+        keys = ("spark.driver.host", "spark.driver.bindAddress")
+        settings |= {"spark.master": f"local[{num_cores}]", **dict.fromkeys(keys, "127.0.0.1")}
     session = active or SparkSession.builder.appName("trainkit").config(map=settings).getOrCreate()
     session.sparkContext.setLogLevel("OFF")
     try:

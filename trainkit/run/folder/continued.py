@@ -56,9 +56,11 @@ def bring_earlier_steps(folder: RunFolder, source: Path, retention: Retention) -
     if not start:
         raise CheckpointError(f"{source} holds no checkpoint.")
     step, judged, owner = start[0].step, EvaluatedIndex.read(root), folder.take()
-    found = [judged.of(one) for one in [*start, *(one for one in list_complete(root) if one.step < step)]]
-    kept = {one.folder: one for one in [*found[: retention.keep_last], *retention.ranked(found)[: retention.keep_best]]}
-    for checkpoint in sorted(kept.values(), key=lambda one: one.step):
+    earlier = [checkpoint for checkpoint in list_complete(root) if checkpoint.step < step]
+    candidates = [*map(judged.of, [*start, *earlier])]
+    kept = [*candidates[: retention.keep_last], *retention.ranked(candidates)[: retention.keep_best]]
+    by_folder = {checkpoint.folder: checkpoint for checkpoint in kept}
+    for checkpoint in sorted(by_folder.values(), key=lambda checkpoint: checkpoint.step):
         bring(checkpoint, folder.checkpoints, owner)
     retention.apply(folder.checkpoints, step=step, owner=owner)  # this names the last and the best
     for name in _ROWS:
@@ -92,7 +94,7 @@ def starting_weights(cfg: RunConfig, *, report: Callable[[str], None]) -> Mappin
     Raises:
         CheckpointError: there are no weights, or they are damaged.
     """
-    path = _named(cfg)
+    path = _path_of(cfg)
     if (file := _file_of(path)).is_file():
         return FileWeights.of(file, meta_model(cfg))
     loaded = load(path) if (path / MANIFEST).is_file() else newest_valid(_root_of(path), report)
@@ -108,7 +110,7 @@ def refuse_absent_weights(cfg: RunConfig) -> None:
         ConfigError: it names something else than a checkpoint or a safetensors file.
         CheckpointError: the safetensors file is damaged, or has two tensors for one of the model.
     """
-    path = _named(cfg)
+    path = _path_of(cfg)
     is_file = (file := _file_of(path)).is_file()
     if is_file:
         rule = _other_format(file)
@@ -142,8 +144,8 @@ def _other_format(file: Path) -> str | None:
         begin = opened.read(24)
     if begin[8:9] == b"{":  # the header of a safetensors file, after its length
         return None
-    what = next((text for first, text in _BEGINNINGS.items() if begin.startswith(first)), None)
-    if what is None:
+    kind = next((text for first, text in _BEGINNINGS.items() if begin.startswith(first)), None)
+    if kind is None:
         return f"is no safetensors file: it begins with {begin[:8]!r}."
     code = (
         f"import torch; from safetensors.torch import save_file; "
@@ -151,15 +153,15 @@ def _other_format(file: Path) -> str | None:
         f"found = found.get('state_dict', found); "
         f"save_file({{name: tensor.clone() for name, tensor in found.items()}}, {f'{file}.safetensors'!r})"
     )
-    convert = f" Convert it: python -c {shlex.quote(code)}" if "torch.save" in what else ""
-    return f"is {what}, and a safetensors file is needed: trainkit unpickles nothing.{convert}"
+    convert = f" Convert it: python -c {shlex.quote(code)}" if "torch.save" in kind else ""
+    return f"is {kind}, and a safetensors file is needed: trainkit unpickles nothing.{convert}"
 
 
 def _file_of(path: Path) -> Path:
     return (path / WEIGHTS).resolve() if (path / WEIGHTS).is_file() else path
 
 
-def _named(cfg: RunConfig) -> Path:
+def _path_of(cfg: RunConfig) -> Path:
     # The user named it: a link to it is followed. `resolve` raises for one to itself before Python 3.13.
     return Path(os.path.realpath(Path(str(cfg.init_from)).expanduser()))
 

@@ -107,15 +107,15 @@ def restarts_of(folder: Path) -> dict[str, Any]:
 
     Malformed lines are skipped.
     """
-    found: list[dict[str, Any]] = []
+    restarts: list[dict[str, Any]] = []
     count = 0
     with contextlib.suppress(UnreadableError):
         for line in itertools.islice(read_lines(folder / RESTARTS), _MOST_LINES):
             with contextlib.suppress(ValueError):
                 content = expect_map(parse_json(line), _RESTART_KINDS)
                 count += 1
-                found += [{key: content[key] for key in _RESTART_KINDS}] * (count <= _LISTED)
-    return {"restarts": found, **({"restarts_not_listed": count - len(found)} if count > len(found) else {})}
+                restarts += [{key: content[key] for key in _RESTART_KINDS}] * (count <= _LISTED)
+    return {"restarts": restarts, **({"restarts_not_listed": count - len(restarts)} if count > len(restarts) else {})}
 
 
 _RESERVE_BYTES: Final = 64 * 1024
@@ -280,11 +280,11 @@ class RunFolder:
         with naming(self.path):
             owner = OwnershipToken.found(self.path)
             if owner is None:
-                taken = (one for pattern in _FILES for one in sorted(self.path.glob(pattern)))
+                taken = (path for pattern in _FILES for path in sorted(self.path.glob(pattern)))
                 # Hydra opens an empty log beforehand
-                foreign = [one for one in taken if one.is_symlink() or not one.is_file() or one.stat().st_size]
+                foreign = [path for path in taken if path.is_symlink() or not path.is_file() or path.stat().st_size]
                 if foreign:
-                    names = ", ".join(one.relative_to(self.path).as_posix() for one in foreign[:3])
+                    names = ", ".join(path.relative_to(self.path).as_posix() for path in foreign[:3])
                     rule = f"holds {names}, which a run would write, and no run has begun in it. Choose another folder."
                     raise ConfigError([Problem(key="run folder", value=str(self.path), rule=rule)])
                 owner = OwnershipToken()
@@ -360,7 +360,7 @@ class RunFolder:
     def best_and_last(self) -> dict[str, str | None]:
         """Return the paths of the best and the last checkpoint of the run."""
         names = named_checkpoints(self.checkpoints)
-        return {name: None if one is None else str(self.checkpoints / one) for name, one in names.items()}
+        return {label: None if name is None else str(self.checkpoints / name) for label, name in names.items()}
 
 
 _RESULT: Final[Mapping[str, Kind]] = {
@@ -402,11 +402,11 @@ class FencingToken:
     @classmethod
     def acquire(cls, folder: RunFolder) -> Self:
         """Mark the folder as this group's; the previous group may no longer write to it."""
-        found = cls(path=folder.path / _FENCE_FILE, token=uuid.uuid4().hex)
+        fence = cls(path=folder.path / _FENCE_FILE, token=uuid.uuid4().hex)
         write_json_atomically(
-            found.path, {"token": found.token, "pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+            fence.path, {"token": fence.token, "pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
         )
-        return found
+        return fence
 
     @classmethod
     def verify(cls, folder: RunFolder, token: str, *, timeout_s: float = _TIMEOUT_S) -> Self:
@@ -415,9 +415,9 @@ class FencingToken:
         Raises:
             ConfigError: the folder has no token, or another one: it is not on a file system that both processes share.
         """
-        found = cls(path=folder.path / _FENCE_FILE, token=token)
+        fence = cls(path=folder.path / _FENCE_FILE, token=token)
         deadline = time.monotonic() + timeout_s
-        while found.owner.get("token") != token:
+        while fence.owner.get("token") != token:
             if time.monotonic() >= deadline:
                 rule = (
                     f"rank 0 made it, and {socket.gethostname()} does not see it. All processes write into one run "
@@ -426,7 +426,7 @@ class FencingToken:
                 )
                 raise ConfigError([Problem(key="run folder", value=str(folder.path), rule=rule)])
             time.sleep(0.1)
-        return found
+        return fence
 
     @classmethod
     def from_environ(cls, folder: RunFolder, environ: MutableMapping[str, str]) -> Self:

@@ -41,7 +41,7 @@ def rollbacks_of(folder: Path) -> list[dict[str, int]]:
     """
     path = folder / ROLLBACKS
     try:
-        noted = expect_maps(read_map(path, {"rollbacks": list})["rollbacks"], {"step": int, "checkpoint": int})
+        rollbacks = expect_maps(read_map(path, {"rollbacks": list})["rollbacks"], {"step": int, "checkpoint": int})
     except AbsentFileError:
         return []
     except (UnreadableError, ValueError) as error:
@@ -49,21 +49,21 @@ def rollbacks_of(folder: Path) -> list[dict[str, int]]:
         raise CheckpointError(
             f"{path} is not a record of rollbacks: {reason}. Remove it to resume without it."
         ) from None
-    return [{name: one[name] for name in ("step", "checkpoint")} for one in noted]
+    return [{name: rollback[name] for name in ("step", "checkpoint")} for rollback in rollbacks]
 
 
 def record_rollback(folder: Path, suspect: Suspect) -> None:
     """Add a rollback to the record."""
-    noted = [*rollbacks_of(folder), {"step": suspect.step, "checkpoint": suspect.checkpoint}]
-    write_json_atomically(folder / ROLLBACKS, {"rollbacks": noted[-_MOST:]})
+    rollbacks = [*rollbacks_of(folder), {"step": suspect.step, "checkpoint": suspect.checkpoint}]
+    write_json_atomically(folder / ROLLBACKS, {"rollbacks": rollbacks[-_MOST:]})
 
 
 def suspect_checkpoint_of(folder: Path, *, checkpoint: int) -> Suspect | None:
     """Return the step that is trained for the second time when a run continues at a checkpoint; None: there is none."""
-    noted = rollbacks_of(folder)
-    if not noted or checkpoint > noted[-1]["step"] or noted[-1]["checkpoint"] > checkpoint:
+    rollbacks = rollbacks_of(folder)
+    if not rollbacks or checkpoint > rollbacks[-1]["step"] or rollbacks[-1]["checkpoint"] > checkpoint:
         return None
-    return Suspect(**noted[-1])
+    return Suspect(**rollbacks[-1])
 
 
 def skipped_in(checkpoints: Path) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class RunResult:
         return asdict(self)
 
 
-ENDING: Final = tuple(one.name for one in fields(RunResult))
+ENDING: Final = tuple(field.name for field in fields(RunResult))
 """Keys of `result.json` that say how the run ended."""
 
 
@@ -145,5 +145,5 @@ def record_failure(folder: RunFolder, error: TrainkitError) -> None:
     """
     complete = list_complete(folder.checkpoints)
     last = {"last": str(complete[0].folder), "steps": complete[0].step} if complete else {"last": None, "steps": 0}
-    known = {**last, **skipped_in(folder.checkpoints), "resume": folder.resume_command, **(folder.read_result() or {})}
-    folder.write_result({**known, **RunResult.of_error(error).content()})
+    before = {**last, **skipped_in(folder.checkpoints), "resume": folder.resume_command, **(folder.read_result() or {})}
+    folder.write_result({**before, **RunResult.of_error(error).content()})

@@ -58,12 +58,12 @@ class RunStatus:
             >>> RunStatus(state="running", step=3, where="process 7 on a").summary()
             'runs as process 7 on a, at step 3'
         """
-        at = "" if self.step is None else f"at step {self.step:,}"
+        position = "" if self.step is None else f"at step {self.step:,}"
         if self.is_running:
-            return ", ".join(filter(None, (f"runs as {self.where}", at, self.note)))
+            return ", ".join(filter(None, (f"runs as {self.where}", position, self.note)))
         if self.state == "silent":
-            return ", ".join(filter(None, ("is silent", at, self.note)))
-        return f"{_PHRASES.get(self.state, f'was {self.state}')} {at}".rstrip()
+            return ", ".join(filter(None, ("is silent", position, self.note)))
+        return f"{_PHRASES.get(self.state, f'was {self.state}')} {position}".rstrip()
 
 
 _PHRASES: Final = {
@@ -74,7 +74,7 @@ _PHRASES: Final = {
 }
 
 
-def read_status(folder: RunFolder, *, here: Machine | None = None, now: float | None = None) -> RunStatus:
+def read_status(folder: RunFolder, *, machine: Machine | None = None, now: float | None = None) -> RunStatus:
     """Find the state of a run from `status.json`, `result.json` and the process table; no content is trusted."""
     result = folder.read_result() or {}
     ended = result.get("status")
@@ -85,7 +85,7 @@ def read_status(folder: RunFolder, *, here: Machine | None = None, now: float | 
         content = read_map(folder.path / FILE, _KINDS, limit=_LIMIT)
     except UnreadableError:
         return RunStatus(state=ended or "unknown", step=steps if isinstance(steps, int) else None, resumable=resumable)
-    state, note = _state_of(content, here or Machine.here(), time.time() if now is None else now)
+    state, note = _state_of(content, machine or Machine.here(), time.time() if now is None else now)
     host = "".join(character for character in content["host"][:64] if character.isprintable())
     return RunStatus(
         state=state if ended is None or state in ("starting", "running") else ended,
@@ -97,7 +97,7 @@ def read_status(folder: RunFolder, *, here: Machine | None = None, now: float | 
     )
 
 
-def _state_of(content: dict[str, Any], here: Machine, now: float) -> tuple[str, str]:
+def _state_of(content: dict[str, Any], machine: Machine, now: float) -> tuple[str, str]:
     """Return the state of a run, and the evidence for it."""
     state = content["state"]
     if state in ENDED:
@@ -105,11 +105,11 @@ def _state_of(content: dict[str, Any], here: Machine, now: float) -> tuple[str, 
     if state not in ("starting", "running"):
         return "unknown", ""
     age = max(0.0, now - content["updated"])
-    if content["host"] == here.host and content["boot_id"] != here.boot_id:
-        return "killed", f"{here.host} was restarted since then"
-    if (content["host"], content["processes"]) == (here.host, here.processes):
+    if content["host"] == machine.host and content["boot_id"] != machine.boot_id:
+        return "killed", f"{machine.host} was restarted since then"
+    if (content["host"], content["processes"]) == (machine.host, machine.processes):
         mark = ProcessId(content["pid"], content["process_start"])
         if mark.state:  # this system provides the state of processes
             return (state if mark.lives else "killed"), ""
-    evidence = f"last update {age:,.0f} s ago" + (" on another host" if content["host"] != here.host else "")
+    evidence = f"last update {age:,.0f} s ago" + (" on another host" if content["host"] != machine.host else "")
     return (state if age <= _SILENT_S else "silent"), evidence

@@ -60,7 +60,7 @@ def debug(rank: int, plan: RunPlan, cfg: RunConfig, folder: RunFolder, *, pass_f
         StoppedError: the debugger was quit, or Ctrl-C came twice; nothing was saved.
         TrainkitError: another rank failed first.
     """
-    command, others = [*ENTRY, str(folder.resolved)], _Others(folder, rank)
+    command, others = [*ENTRY, str(folder.resolved)], _OtherRanks(folder, rank)
     training = {task.rank for task in plan.training_tasks}
     folder.begin()
     folder.open_live()
@@ -69,15 +69,15 @@ def debug(rank: int, plan: RunPlan, cfg: RunConfig, folder: RunFolder, *, pass_f
         identities = [launch.identity(task, len(training) + task.is_evaluator, 0, 0) for task in plan.tasks]
         identity = identities[rank] if len(identities) > 1 else Identity.solo(plan.tasks[0].device)
         with groups(0, others.ended) as group, StopFlag(lambda reason: group.signal(signal_of(reason))) as stop:
-            for one in identities:
-                if one.task.rank != rank:
-                    environ = {**launch.environ(one), BREAKPOINT: "0"}  # it has no terminal to stop in
-                    group.start(one.task.rank, command, environ, folder.log_of(one.task.rank))
+            for peer in identities:
+                if peer.task.rank != rank:
+                    environ = {**launch.environ(peer), BREAKPOINT: "0"}  # it has no terminal to stop in
+                    group.start(peer.task.rank, command, environ, folder.log_of(peer.task.rank))
             store.open()
-            own = launch.environ(identity)
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", own["GLOO_SOCKET_IFNAME"])
-            torch.set_num_threads(int(own["OMP_NUM_THREADS"]))
-            planned, report = plan_from_environ(own, cfg), Reporter(folder.error_of(rank), rank)
+            variables = launch.environ(identity)
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", variables["GLOO_SOCKET_IFNAME"])
+            torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
+            planned, report = plan_from_environ(variables, cfg), Reporter(folder.error_of(rank), rank)
             task = TaskRun(cfg=cfg, identity=identity, folder=folder, stop=stop, plan=planned, report=report)
             print_notice(f"rank {rank} is this process; the logs of the others: {folder.log_of(0).parent}")
             try:
@@ -104,7 +104,7 @@ def debug(rank: int, plan: RunPlan, cfg: RunConfig, folder: RunFolder, *, pass_f
     return task.result if rank == 0 else folder.read_result()
 
 
-class _Others(ThreadWatch):
+class _OtherRanks(ThreadWatch):
     """The other ranks; raises the failure of one in this process, unless a debugger holds it."""
 
     def __init__(self, folder: RunFolder, rank: int) -> None:
@@ -113,10 +113,10 @@ class _Others(ThreadWatch):
         self._failed: list[ProcessExit] = []
         self._is_known = False
 
-    def ended(self, one: ProcessExit) -> None:
+    def ended(self, exited: ProcessExit) -> None:
         """Record the exit of a rank, in any thread."""
-        if not is_clean(self._folder, one, stopping=True):
-            self._failed.append(one)
+        if not is_clean(self._folder, exited, stopping=True):
+            self._failed.append(exited)
 
     def failure(self) -> Failure | None:
         """Return the failure that came first; None: no other rank has failed."""

@@ -65,18 +65,18 @@ class ErrorReport:
         """The exit code that user code passed to `sys.exit`; None: it raised an error."""
         return self.exit_code if self.kinds[0] == SystemExit.__name__ else None
 
-    def error(self, where: str = "") -> TrainkitError:
+    def error(self, origin: str = "") -> TrainkitError:
         """Recreate the exception in this process: an error of trainkit with its class, any other as its message only;
-        `where` names the process that raised it.
+        `origin` names the process that raised it.
         """
-        known = (getattr(errors, name, None) for name in self.kinds)
-        kind = next((found for found in known if isinstance(found, type) and issubclass(found, TrainkitError)), None)
+        classes = (getattr(errors, name, None) for name in self.kinds)
+        kind = next((cls for cls in classes if isinstance(cls, type) and issubclass(cls, TrainkitError)), None)
         if kind is not None and issubclass(kind, ConfigError):
             problems = [
-                {**problem, "origin": ", ".join(filter(None, (problem["origin"], where)))} for problem in self.problems
+                {**problem, "origin": ", ".join(filter(None, (problem["origin"], origin)))} for problem in self.problems
             ]
             return ConfigError(Problem(**problem) for problem in problems)
-        message = f"{where}: {self.message}" if where else self.message
+        message = f"{origin}: {self.message}" if origin else self.message
         return kind(message) if kind is not None else TrainkitError(message)
 
     @property
@@ -164,8 +164,8 @@ def read_error_report(path: Path) -> ErrorReport | None:
 def reports_in(folder: RunFolder) -> dict[int, ErrorReport]:
     """Return the report of each rank that left one."""
     ranks = (path.name.split("_")[1].partition(".")[0] for path in folder.live.glob("rank_*.error.json"))
-    each = ((int(rank), read_error_report(folder.error_of(int(rank)))) for rank in ranks if rank.isdigit())
-    return {rank: report for rank, report in each if report is not None}
+    reports = ((int(rank), read_error_report(folder.error_of(int(rank)))) for rank in ranks if rank.isdigit())
+    return {rank: report for rank, report in reports if report is not None}
 
 
 def report_from_json(content: Mapping[str, Any]) -> ErrorReport:
@@ -208,10 +208,10 @@ def is_after_effect(error: BaseException) -> bool:
         >>> is_after_effect(RuntimeError("Connection reset by peer"))
         False
     """
-    place = "", True
-    for one in chain_of(error):
-        place = _place_of(one) or place  # a cause that was never raised belongs to the error that names it
-        if isinstance(one, PeerError) or _is_lost_connection(one, *place):
+    origin = "", True
+    for cause in chain_of(error):
+        origin = _origin_of(cause) or origin  # a cause that was never raised belongs to the error that names it
+        if isinstance(cause, PeerError) or _is_lost_connection(cause, *origin):
             return True
     return False
 
@@ -226,7 +226,7 @@ def _is_lost_connection(error: BaseException, module: str, by_statement: bool) -
     return _LOST.search(text) is not None and _OWN.search(text) is None
 
 
-def _place_of(error: BaseException) -> tuple[str, bool] | None:
+def _origin_of(error: BaseException) -> tuple[str, bool] | None:
     """Return the innermost module that is not of the standard library, and whether a `raise` statement of the innermost
     code raised the error: otherwise C code that it called did.
     """

@@ -106,10 +106,10 @@ class ForkServer:
                 if descriptor in self._running:
                     self._reap(descriptor)
             if requests in ready:
-                found = _receive(self._connection)
-                if found is None:
+                message = _receive(self._connection)
+                if message is None:
                     return None
-                content, descriptors = found
+                content, descriptors = message
                 if descriptors:
                     if self._fork(content.pop("number"), descriptors):
                         return SpawnRequest(**content, reader=descriptors[0])
@@ -162,7 +162,7 @@ class Fork:
     """Whether its exit has not been reported."""
     mark: ProcessId | None = None
     """The pid and start time of the process; None until the fork server has sent them."""
-    gone: threading.Event = field(default_factory=threading.Event)
+    exited: threading.Event = field(default_factory=threading.Event)
     """Set once the exit of the process has been reported."""
 
     def signal(self, number: signal.Signals) -> None:
@@ -178,16 +178,16 @@ class Fork:
 
     def join(self) -> None:
         """Wait until the exit has been reported; only for a short time if the process was killed."""
-        if self.writer < 0 and not self.gone.wait(_JOIN_TIMEOUT_S):  # the fork server still imports, or hangs
+        if self.writer < 0 and not self.exited.wait(_JOIN_TIMEOUT_S):  # the fork server still imports, or hangs
             self.abandon()
-        self.gone.wait()
+        self.exited.wait()
 
     def ended(self, code: int) -> None:
         """Record and report the exit of the process."""
         self.kill()
         self.report(code)
         self.running = False
-        self.gone.set()
+        self.exited.set()
 
 
 class ForkServerClient:
@@ -259,8 +259,8 @@ class ForkServerClient:
         reader, writer = os.pipe()
         number, abandon = next(self._numbers), self.group.kill
         fork = Fork(number=number, writer=writer, connection=self._connection, report=report, abandon=abandon)
-        what = {"module": words[0], "arguments": list(words[1:]), "environ": dict(environ)}
-        request = {"number": number, **what, "log": None if log is None else str(log.absolute())}
+        process = {"module": words[0], "arguments": list(words[1:]), "environ": dict(environ)}
+        request = {"number": number, **process, "log": None if log is None else str(log.absolute())}
         try:
             with self._lock:  # the caller repeats a request that cannot be sent: the listener must not report it
                 if self._ended:
@@ -401,15 +401,15 @@ def template(modules: Sequence[str] = RANK_IMPORTS) -> Iterator[None]:
     Raises:
         Forked: this process is the template.
     """
-    made = _fork(modules)
-    if made is not None:
-        _free.append(made)
+    forked = _fork(modules)
+    if forked is not None:
+        _free.append(forked)
     try:
         yield
     finally:
-        if made in _free:
+        if forked in _free:
             take_template()
-            made.kill()
+            forked.kill()
 
 
 def take_template() -> Template | None:
@@ -430,7 +430,7 @@ def _fork(modules: Sequence[str]) -> Template | None:
         return None
     if torch.cuda.is_initialized() or torch.cuda.device_count():  # type: ignore[no-untyped-call]
         return None
-    own, peer = socket.socketpair()
+    connection, peer = socket.socketpair()
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -439,7 +439,7 @@ def _fork(modules: Sequence[str]) -> Template | None:
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, about threads, which are counted below
         pid = os.fork()
     if pid == 0:
-        own.close()
+        connection.close()
         os.close(writer)
         os.setpgid(0, 0)
         end_with(reader)
@@ -449,8 +449,8 @@ def _fork(modules: Sequence[str]) -> Template | None:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     peer.close()
     os.close(reader)
-    made = Template(pid, own, writer)
+    forked = Template(pid, connection, writer)
     if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208 - a thread that was lost, perhaps with a lock
-        made.kill()
+        forked.kill()
         return None
-    return made
+    return forked

@@ -52,9 +52,9 @@ def dumps_note(folder: RunFolder) -> str:
     """Return a line that names the dumps of a failed run, and the command that compares them; empty without any."""
     start = folder.nccl_dumps
     matches = (_RANK.fullmatch(path.name.removeprefix(start.name)) for path in start.parent.glob(f"{start.name}*"))
-    found = sorted(int(rank[0]) for rank in matches if rank is not None)
-    if not found:
+    ranks = sorted(int(rank[0]) for rank in matches if rank is not None)
+    if not ranks:
         return ""
-    names = f"{start.name}{found[0]}" + (f" to {start.name}{found[-1]}" if len(found) > 1 else "")
+    names = f"{start.name}{ranks[0]}" + (f" to {start.name}{ranks[-1]}" if len(ranks) > 1 else "")
     compare = shlex.join(["torchfrtrace", "--prefix", start.name, str(start.parent)])
     return f"NCCL's last collectives are in {start.parent}: {names}. To compare them: {compare}"

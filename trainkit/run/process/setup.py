@@ -63,31 +63,31 @@ def announce_log(launch: LaunchEnvironment, log: Path) -> None:
         print(line, file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
 
 
-_kept_outputs: list[list[int]] = []
+_replaced_outputs: list[list[int]] = []
 """Descriptors of the standard output and error that `redirect_output` has replaced, outermost first."""
 
 
 def print_on_terminal(text: str) -> None:
     """Print on the standard error of this process, also while its output is redirected to a log."""
     print(text, file=sys.stderr, flush=True)  # noqa: T201 - into the log, or on the terminal
-    if _kept_outputs:
-        os.write(_kept_outputs[0][1], f"{text}\n".encode())
+    if _replaced_outputs:
+        os.write(_replaced_outputs[0][1], f"{text}\n".encode())
 
 
 @contextlib.contextmanager
 def redirect_output(log: Path) -> Iterator[None]:
     """Redirect the output of this process and its children to a log: the terminal belongs to rank 0."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    kept = [os.dup(descriptor) for descriptor in (1, 2)]
-    _kept_outputs.append(kept)
+    replaced = [os.dup(descriptor) for descriptor in (1, 2)]
+    _replaced_outputs.append(replaced)
     with open_regular(log, "ab") as file:
         _redirect([file.fileno(), file.fileno()])
     try:
         yield
     finally:
-        _redirect(kept)
-        _kept_outputs.remove(kept)
-        for descriptor in kept:
+        _redirect(replaced)
+        _replaced_outputs.remove(replaced)
+        for descriptor in replaced:
             os.close(descriptor)
 
 

@@ -59,14 +59,14 @@ def stacks_from(file: Path, asks: Iterable[Callable[[], object]]) -> str:
     """
     end = time.monotonic() + _ANSWERS_S
     for ask in asks:
-        before = seen = _size(file)
+        before = size = _size(file)
         with contextlib.suppress(OSError):  # it has ended
             ask()
             until = min(end, time.monotonic() + _ANSWER_S)
             while time.monotonic() < until:  # until the file has grown and grows no more
                 time.sleep(_POLL_S)
-                earlier, seen = seen, _size(file)
-                if seen == earlier != before:
+                earlier, size = size, _size(file)
+                if size == earlier != before:
                     break
     try:
         return read_tail(file, _BYTES)[0].decode(errors="replace").strip()
@@ -375,9 +375,9 @@ def arm_kill_on_parent_death(reader: int, group: int) -> None:
 def end_with(reader: int) -> None:
     """Let the kernel end the process group that this process leads when the pipe closes; end at once if it has."""
     arm_kill_on_parent_death(reader, os.getpid())
-    gone = select.poll()
-    gone.register(reader, select.POLLHUP)
-    if gone.poll(0):  # closed before it was armed
+    poll = select.poll()
+    poll.register(reader, select.POLLHUP)
+    if poll.poll(0):  # closed before it was armed
         os._exit(1)
 
 
@@ -472,5 +472,5 @@ def worker_environ(environ: Mapping[str, str], identity: Identity) -> dict[str, 
     }
     if identity.task.rank > 0:
         defaults["PYTHONUNBUFFERED"] = "1"  # a rank that is killed keeps its log
-    own = {**identity.to_environ(), **rank_environ(identity.task.device, environ)}
-    return {**defaults, **environ, **package_environ(), **config_dir_environ(), **own}
+    of_rank = {**identity.to_environ(), **rank_environ(identity.task.device, environ)}
+    return {**defaults, **environ, **package_environ(), **config_dir_environ(), **of_rank}

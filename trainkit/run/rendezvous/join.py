@@ -564,9 +564,9 @@ class LaunchAgreement(Agreement):
             note_restart_of(folder, self._barrier)
         return {"fence": token}
 
-    def fenced(self, folder: RunFolder, known: Mapping[str, str]) -> FencingToken:
+    def fenced(self, folder: RunFolder, claimed: Mapping[str, str]) -> FencingToken:
         """Check that this host sees the folder of rank 0; return the token of this group."""
-        return FencingToken.verify(folder, known["fence"])
+        return FencingToken.verify(folder, claimed["fence"])
 
 
 class HostLaunch(Launch):
