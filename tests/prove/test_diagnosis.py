@@ -325,7 +325,7 @@ def couples(objective: Objective) -> Sequence[tuple[str, str]]:
     model = nn.Linear(2, 1, bias=False)
     model.weight = nn.Parameter(torch.tensor([[1.0, 0.0]]))
     samples = [torch.tensor([value, 0.0]) for value in (0.0, 0.0, 1.0, 1.0)]
-    return probe(model, objective, samples, lambda given, _: torch.stack(list(given))).found
+    return probe(model, objective, samples, lambda given, _: torch.stack(list(given))).findings
 
 
 @HALF_AND_TWICE

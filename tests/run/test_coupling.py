@@ -237,7 +237,7 @@ def test_plan_and_train_print_the_same_note_and_the_training_is_not_disturbed(
     assert api.train(api.compose(short))["weights_sha256"] == probed["weights_sha256"]
 
 
-NOTHING, COUPLED = Coupling(), Coupling(found=((MODEL, COUPLES),))
+NOTHING, COUPLED = Coupling(), Coupling(findings=((MODEL, COUPLES),))
 
 
 def never_called() -> Coupling:

@@ -48,6 +48,9 @@ from trainkit.trainer.ownership import free_name
 
 _TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.1
+_KINDS: Final[dict[str, Kind]] = {
+    "count": int, "key": str, "attempt": (list, type(None)), "raised": list, "refusal": str,
+}  # fmt: skip
 _ATTEMPTS: Final = ".attempts"
 """The file of a run folder that counts the attempts."""
 
@@ -101,14 +104,7 @@ def wait_for_attempt(payload: Mapping[str, Any], key: str) -> list[str] | None:
 
 def _attempts(folder: RunFolder) -> dict[str, Any]:
     try:
-        kinds: dict[str, Kind] = {
-            "count": int,
-            "key": str,
-            "attempt": (list, type(None)),
-            "raised": list,
-            "refusal": str,
-        }
-        return read_map(folder.path / _ATTEMPTS, kinds)
+        return read_map(folder.path / _ATTEMPTS, _KINDS)
     except AbsentFileError:
         return {}
 

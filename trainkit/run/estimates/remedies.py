@@ -312,9 +312,9 @@ def _with_shards_for_all(plan: RunPlan, node: Mapping[str, Any]) -> tuple[RunCon
     if replicas == 1:
         return cfg, ""
     if plan.micro_size_depends_on_replicas:
-        return replace(cfg, batch=plan.given), ""
+        return replace(cfg, batch=plan.batch_config), ""
     micro = min(plan.batch.micro_size, max(plan.batch.global_size // replicas, 1))
-    if micro == plan.batch.micro_size and plan.given.global_size == plan.batch.global_size:
+    if micro == plan.batch.micro_size and plan.batch_config.global_size == plan.batch.global_size:
         return cfg, ""
     overrides, cut = _with_shards_of(plan, micro)
     return replace(cut, strategy=cfg.strategy), f" {overrides}"
@@ -323,7 +323,7 @@ def _with_shards_for_all(plan: RunPlan, node: Mapping[str, Any]) -> tuple[RunCon
 def _with_shards_of(plan: RunPlan, size: int) -> tuple[str, RunConfig]:
     """Return the overrides, and the config with them, that cut the steps of a run into shards of this size."""
     cfg = replace(plan.cfg, batch=replace(plan.cfg.batch, micro_size=size))
-    return " ".join(plan.given.overrides(global_size=plan.batch.global_size, micro_size=size)), cfg
+    return " ".join(plan.batch_config.overrides(global_size=plan.batch.global_size, micro_size=size)), cfg
 
 
 def _planned_anew(plan: RunPlan, cfg: RunConfig) -> RunPlan | None:
@@ -333,7 +333,7 @@ def _planned_anew(plan: RunPlan, cfg: RunConfig) -> RunPlan | None:
         other = make_plan(cfg, num_gpus=context.num_gpus, launch=context.launch, splits=plan.components.datasets)
         model = meta_model(other.cfg)
         model_notes(other, model)  # raises what the run itself would raise
-        return replace(other.resolved(lambda: model), given=plan.given)
+        return replace(other.resolved(lambda: model), batch_config=plan.batch_config)
     except ConfigError:
         return None
 

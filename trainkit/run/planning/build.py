@@ -152,7 +152,7 @@ def build_schedule(node: Mapping[str, Any]) -> Schedule:
         return schedule
     name = node[TARGET].rpartition(".")[2]
     needed = [*inspect.signature(target.step).parameters.values()][1:]
-    if any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in needed):
+    if any(arg.default is arg.empty and arg.kind is arg.POSITIONAL_OR_KEYWORD for arg in needed):
         rule = "follows a metric, and a schedule is a function of the step. Use callbacks=[plateau]."
         raise ConfigError([Problem(key="schedule._target_", value=node[TARGET], rule=rule)])
     return TorchSchedule(name=name, make=lambda optimizer: _torch_scheduler(node, optimizer))
@@ -161,12 +161,12 @@ def build_schedule(node: Mapping[str, Any]) -> Schedule:
 def _torch_scheduler(node: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     """Build a scheduler of torch, and those in it, for an optimizer."""
     inner = {
-        key: [_torch_scheduler(one, optimizer) for one in value]
+        key: [_torch_scheduler(entry, optimizer) for entry in value]
         for key, value in node.items()
-        if isinstance(value, list | tuple) and any(isinstance(one, Mapping) and TARGET in one for one in value)
+        if isinstance(value, list | tuple) and any(isinstance(entry, Mapping) and TARGET in entry for entry in value)
     }
-    own = {key: value for key, value in node.items() if key not in inner}
-    scheduler: torch.optim.lr_scheduler.LRScheduler = build(own, "schedule", **{"optimizer": optimizer, **inner})
+    plain = {key: value for key, value in node.items() if key not in inner}
+    scheduler: torch.optim.lr_scheduler.LRScheduler = build(plain, "schedule", **{"optimizer": optimizer, **inner})
     return scheduler
 
 
@@ -210,7 +210,8 @@ def model_transforms_of(cfg: RunConfig, device: str = "cpu", *, keeps_format: bo
 def takes_values(model: nn.Module) -> bool:
     """Return whether a model without data is complete once its parameters and buffers have values."""
     known = ("_parameters", "_buffers", "_modules")
-    leaves = tree_leaves([value for one in model.modules() for name, value in vars(one).items() if name not in known])
+    owned = [vars(module).items() for module in model.modules()]
+    leaves = tree_leaves([value for items in owned for name, value in items if name not in known])
     return all(tensor.is_meta for tensor in model.parameters()) and not any(
         isinstance(leaf, Tensor) and leaf.is_meta and not isinstance(leaf, nn.Parameter) for leaf in leaves
     )
@@ -241,9 +242,9 @@ def build_callbacks(cfg: RunConfig) -> list[Callback]:
     its order.
     """
     groups = {"callbacks": cfg.callbacks, "logger": cfg.logger}
-    chosen = [build(node, place) for place, nodes in groups.items() for node in nodes.values()]
+    chosen = [build(node, key) for key, nodes in groups.items() for node in nodes.values()]
     callbacks = [StartupSummary(), MetricsFile(), *chosen, FinalSummary()]
-    return [one for one in callbacks if not (cfg.quiet and one.prints)]
+    return [callback for callback in callbacks if not (cfg.quiet and callback.prints)]
 
 
 def make_optimizer(cfg: RunConfig, model: nn.Module) -> Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]:
@@ -314,8 +315,8 @@ def output_name(model: nn.Module) -> str | None:
     """
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     offered = offered_by(model)
-    named = next((name for name, module in linear.items() if module is offered), None)
-    return named or next(reversed(linear), None)
+    declared = next((name for name, module in linear.items() if module is offered), None)
+    return declared or next(reversed(linear), None)
 
 
 def averaged_split(split: str, average: Average) -> str:
@@ -429,59 +430,59 @@ def planned_optimizers(
     Raises:
         ConfigError: the schedule of an entry cannot be built.
     """
-    found = []
+    planned = []
     for name, entry in cfg.optimizers.items():
         node = optimizer_node(cfg.optimizer, entry)
         repeats, every = passes_of(entry.get("ratio", 1)) or (1, 1)
-        own = entry.get("schedule")
-        found.append(
+        other = entry.get("schedule")
+        planned.append(
             PlannedOptimizer(
                 name=name,
                 node=node,
                 match=tuple(entry.get("match") or ()),
-                rate=rate_of(float(node["lr"]), schedule if own is None else _schedule(own, name)),
+                rate=rate_of(float(node["lr"]), schedule if other is None else _schedule(other, name)),
                 phase=Phase(name=name, repeats=repeats, every=every),
             )
         )
-    return tuple(found)
+    return tuple(planned)
 
 
 def _schedule(node: Mapping[str, Any], name: str) -> Schedule:
     try:
-        schedule = build_schedule(node)
+        return build_schedule(node)
     except ConfigError as error:
-        raise ConfigError([replace(one, key=f"optimizers.{name}.{one.key}") for one in error.problems]) from error
-    return schedule
+        problems = [replace(problem, key=f"optimizers.{name}.{problem.key}") for problem in error.problems]
+        raise ConfigError(problems) from error
 
 
 def phase_problems(optimizers: Sequence[PlannedOptimizer], objective: Objective) -> list[Problem]:
     """Return phases without an optimizer, optimizers without a phase, and ratios without effect."""
-    kind, names, phases = type(objective).__name__, [one.name for one in optimizers], objective.phases
+    kind, names, phases = type(objective).__name__, [optimizer.name for optimizer in optimizers], objective.phases
     if not phases:
         rule = f"has no effect: {kind} names no phases, and all optimizers step together."
         return [
-            Problem(key=f"optimizers.{one.name}.ratio", rule=rule)
-            for one in optimizers
-            if (one.phase.repeats, one.phase.every) != (1, 1)
+            Problem(key=f"optimizers.{optimizer.name}.ratio", rule=rule)
+            for optimizer in optimizers
+            if (optimizer.phase.repeats, optimizer.phase.every) != (1, 1)
         ]
     listed = ", ".join(phases)
     if not names:
         rule = f"{kind} has the phases {listed}. Give each an optimizer, {phases[0]}: {{match: ['{phases[0]}.*']}}."
         return [Problem(key="optimizers", rule=rule)]
-    found = [
+    problems = [
         Problem(key=f"optimizers.{name}", rule=f"{kind} has no such phase. There are: {listed}.")
         for name in names
         if name not in phases
     ]
-    found += [
+    problems += [
         Problem(key="optimizers", rule=f"has no {name}, which is a phase of {kind}. Give it an optimizer.")
         for name in phases
         if name not in names
     ]
-    if not found and all(one.phase.every > 1 for one in optimizers):
+    if not problems and all(optimizer.phase.every > 1 for optimizer in optimizers):
         rule = "every phase skips steps, and some steps would have no phase. Give one of them a ratio of 1 or more."
-        found.append(Problem(key="optimizers", rule=rule))
-    return found
+        problems.append(Problem(key="optimizers", rule=rule))
+    return problems
 
 
 def strategy_problems(strategy: Strategy, context: PlanContext) -> list[Problem]:
@@ -499,19 +500,19 @@ def assigned_parameters(model: nn.Module, optimizers: Sequence[PlannedOptimizer]
     """Return the trainable parameters that each optimizer takes by its patterns, the rest with the one without."""
     takes = parameter_matches(model)
     trained = [name for name, param in model.named_parameters() if param.requires_grad]
-    found = {one.name: [name for name in trained if takes(name, one.match)] for one in optimizers}
-    taken = {name for names in found.values() for name in names}
-    for one in optimizers:
-        if not one.match:
-            found[one.name] = [name for name in trained if name not in taken]
-    return found
+    assigned = {optimizer.name: [name for name in trained if takes(name, optimizer.match)] for optimizer in optimizers}
+    taken = {name for names in assigned.values() for name in names}
+    for optimizer in optimizers:
+        if not optimizer.match:
+            assigned[optimizer.name] = [name for name in trained if name not in taken]
+    return assigned
 
 
 def assignment_problems(model: nn.Module, optimizers: Sequence[PlannedOptimizer]) -> list[Problem]:
     """Return patterns that match nothing, and parameters of no optimizer or of two."""
-    takes, params, found = parameter_matches(model), dict(model.named_parameters()), list[Problem]()
-    for one in optimizers:
-        for pattern in one.match:
+    takes, params, problems = parameter_matches(model), dict(model.named_parameters()), list[Problem]()
+    for optimizer in optimizers:
+        for pattern in optimizer.match:
             matched = [name for name in params if takes(name, (pattern,))]
             if not matched:
                 rule = f"matches no parameter of the model, which has {listed(params, 3)}."
@@ -519,22 +520,22 @@ def assignment_problems(model: nn.Module, optimizers: Sequence[PlannedOptimizer]
                 rule = f"matches only frozen parameters: {listed(matched, 3)}."
             else:
                 continue
-            found.append(Problem(key=f"optimizers.{one.name}.match", value=pattern, rule=rule))
+            problems.append(Problem(key=f"optimizers.{optimizer.name}.match", value=pattern, rule=rule))
     assigned, owner = assigned_parameters(model, optimizers), dict[str, str]()
-    for optimizer, names in assigned.items():
+    for label, names in assigned.items():
         twice = [name for name in names if name in owner]
         if twice:
             rule = f"takes {listed(twice, 3)}, which optimizers.{owner[twice[0]]} takes, too. Each needs one optimizer."
-            found.append(Problem(key=f"optimizers.{optimizer}.match", rule=rule))
-        if not names and not found:
+            problems.append(Problem(key=f"optimizers.{label}.match", rule=rule))
+        if not names and not problems:
             rule = "takes no parameter: the others take all. Leave it out, or narrow their patterns."
-            found.append(Problem(key=f"optimizers.{optimizer}", rule=rule))
-        owner.update(dict.fromkeys(names, optimizer))
-    rest = [name for name, param in params.items() if param.requires_grad and name not in owner]
-    if rest and not found:
-        rule = f"no optimizer takes {listed(rest, 3)}. Leave the match of one optimizer out, or freeze them."
-        found.append(Problem(key="optimizers", rule=rule))
-    return found
+            problems.append(Problem(key=f"optimizers.{label}", rule=rule))
+        owner.update(dict.fromkeys(names, label))
+    untaken = [name for name, param in params.items() if param.requires_grad and name not in owner]
+    if untaken and not problems:
+        rule = f"no optimizer takes {listed(untaken, 3)}. Leave the match of one optimizer out, or freeze them."
+        problems.append(Problem(key="optimizers", rule=rule))
+    return problems
 
 
 def optimizer_notes(model: nn.Module, optimizers: Sequence[PlannedOptimizer]) -> list[str]:
@@ -563,13 +564,13 @@ def named_optimizers(
     assigned = assigned_parameters(model, optimizers)
     return tuple(
         NamedOptimizer(
-            name=one.name,
-            params=frozenset(assigned[one.name]),
+            name=entry.name,
+            params=frozenset(assigned[entry.name]),
             make=make_optimizer(
-                replace(cfg, optimizer={key: (replaced or {}).get(key, value) for key, value in one.node.items()}),
+                replace(cfg, optimizer={key: (replaced or {}).get(key, value) for key, value in entry.node.items()}),
                 model,
             ),
-            factor=one.rate.factor,
+            factor=entry.rate.factor,
         )
-        for one in optimizers
+        for entry in optimizers
     )

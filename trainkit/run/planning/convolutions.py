@@ -47,13 +47,13 @@ def convolution_problems(plan: RunPlan, model: nn.Module) -> list[Problem]:
     """
     if all(task.device != "cpu" for task in plan.tasks) or not has_the_kernel():
         return []
-    convolutions = {name: one for name, one in model.named_modules() if isinstance(one, _Convolution)}
-    suspects = {name: one for name, one in convolutions.items() if _is_suspect(one)}
-    found = _faulty_calls(plan, model, suspects) if suspects else []
-    if not found:
+    convolutions = {name: module for name, module in model.named_modules() if isinstance(module, _Convolution)}
+    suspects = {name: module for name, module in convolutions.items() if _is_suspect(module)}
+    names = _faulty_calls(plan, model, suspects) if suspects else []
+    if not names:
         return []
     rule = (
-        f"may have a wrong gradient on this CPU in {listed(found, 3)}: torch leaves parts of it unwritten where "
+        f"may have a wrong gradient on this CPU in {listed(names, 3)}: torch leaves parts of it unwritten where "
         "padded images are smaller than the stride, or volumes smaller than the kernel. Use precision=fp32, larger "
         "images, or fewer strides."
     )
@@ -94,30 +94,30 @@ def _is_faulty(module: _Convolution, images: Sequence[int], positions: Sequence[
     """
     dims = zip(images, positions, _extents(module), module.stride, _paddings(module), strict=True)
     return any(
-        padding > 0 and (size < stride or (len(images) > 2 and size < extent and _misses(place, extent, count, stride)))
-        for place, (size, count, extent, stride, padding) in enumerate(dims)
+        padding > 0 and (size < stride or (len(images) > 2 and size < extent and _misses(dim, extent, count, stride)))
+        for dim, (size, count, extent, stride, padding) in enumerate(dims)
     )
 
 
-def _misses(place: int, extent: int, count: int, stride: int) -> bool:
-    """Return whether a volume smaller than the kernel in this dim may be wrong; place 0 is the depth.
+def _misses(dim: int, extent: int, count: int, stride: int) -> bool:
+    """Return whether a volume smaller than the kernel in this dim may be wrong; dim 0 is the depth.
 
     Kernels of at most 3 elements are right at a single position, and along rows and columns at stride 1.
     """
-    return extent > 3 or (count > 1 and (place == 0 or stride > 1))
+    return extent > 3 or (count > 1 and (dim == 0 or stride > 1))
 
 
 def _faulty_calls(plan: RunPlan, model: nn.Module, suspects: Mapping[str, _Convolution]) -> list[str]:
     """Run the model without data; return the names of convolutions that a call gives too small images."""
-    found: dict[str, None] = {}
+    faulty: dict[str, None] = {}
 
     def judge(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         images = next(iter((*args, *kwargs.values())), None)
         if isinstance(images, Tensor) and isinstance(output, Tensor):
-            of = suspects[name]
-            taken, given = (tensor.shape[-len(of.kernel_size) :] for tensor in (images, output))
-            if _is_faulty(of, given, taken) if of.transposed else _is_faulty(of, taken, given):
-                found[name] = None
+            conv = suspects[name]
+            inputs, outputs = (tensor.shape[-len(conv.kernel_size) :] for tensor in (images, output))
+            if _is_faulty(conv, outputs, inputs) if conv.transposed else _is_faulty(conv, inputs, outputs):
+                faulty[name] = None
 
     with suppress(Exception), Untouched(seed=0):  # a training reports what fails
         sample, objective = plan.components.sample, build_objective(plan.cfg)  # the pass may change its state
@@ -126,20 +126,20 @@ def _faulty_calls(plan: RunPlan, model: nn.Module, suspects: Mapping[str, _Convo
         for name in suspects:
             without_data.get_submodule(name).register_forward_hook(partial(judge, name), with_kwargs=True)
         objective.loss(without_data, batch)
-    return list(found)
+    return list(faulty)
 
 
 _PLAIN_CHANNELS: Final = 3
 """Largest number of channels of images that oneDNN reads without a copy."""
 
 
-def workspace_of(func: Callable[..., Any], args: tuple[Any, ...], found: Any) -> int:
+def workspace_of(func: Callable[..., Any], args: tuple[Any, ...], outputs: Any) -> int:
     """Return the bytes that an operation takes while it runs, in addition to its outputs; 0 for all but convolutions.
 
     Args:
         func: the operation.
         args: its arguments, which may be without data.
-        found: its outputs.
+        outputs: its outputs.
 
     Example:
         >>> images, weight = torch.zeros(2, 8, 4, 4), torch.zeros(16, 8, 3, 3)
@@ -148,32 +148,32 @@ def workspace_of(func: Callable[..., Any], args: tuple[Any, ...], found: Any) ->
         5632
     """
     compute = _CONVOLUTIONS.get(func)
-    return 0 if compute is None else compute(args, found)
+    return 0 if compute is None else compute(args, outputs)
 
 
-def _bytes_forward(args: tuple[Any, ...], found: Tensor) -> int:
+def _bytes_forward(args: tuple[Any, ...], output: Tensor) -> int:
     images, weight = args[:2]
     if _is_plain(images, weight, args[3:9]):
-        return _columns(images, weight, found, args[3:9])
+        return _columns(images, weight, output, args[3:9])
     size = _num_bytes(weight)
     if _is_channels_last(images, weight):
         return size + _copied(weight)  # the weights in channels_last, and these in blocks
-    return max(_blocks(images) + size, _num_bytes(found))  # the images and the weights, and then the outputs in blocks
+    return max(_blocks(images) + size, _num_bytes(output))  # the images and the weights, and then the outputs in blocks
 
 
-def _bytes_backward(args: tuple[Any, ...], found: tuple[Tensor | None, ...]) -> int:
+def _bytes_backward(args: tuple[Any, ...], outputs: tuple[Tensor | None, ...]) -> int:
     grads, images, weight = args[:3]
     if _is_plain(images, weight, args[4:10]):
         return _columns(images, weight, grads, args[4:10])
-    for_images, for_weight = found[0] is not None, found[1] is not None
+    for_images, for_weight = outputs[0] is not None, outputs[1] is not None
     size = _num_bytes(weight)
     if _is_channels_last(images, weight):
         return _copied(weight) + (2 * size if for_weight else size)
-    given, taken, outputs = _num_bytes(grads), for_images * _num_bytes(images), for_weight * size
-    in_turn = [given + size + taken, 2 * taken] if for_images else []
+    of_grads, of_images, of_weight = _num_bytes(grads), for_images * _num_bytes(images), for_weight * size
+    in_turn = [of_grads + size + of_images, 2 * of_images] if for_images else []
     if for_weight:
-        in_turn += [taken + given + _blocks(images) + size, taken + 2 * size]
-    return max([*in_turn, taken + outputs]) - taken - outputs
+        in_turn += [of_images + of_grads + _blocks(images) + size, of_images + 2 * size]
+    return max([*in_turn, of_images + of_weight]) - of_images - of_weight
 
 
 def _is_plain(images: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> bool:
@@ -187,13 +187,13 @@ def _columns(images: Tensor, weight: Tensor, outputs: Tensor, settings: tuple[An
     copy.
     """
     stride, padding = settings[:2]
-    if all(one == 1 for one in (*weight.shape[2:], *stride)) and not any(padding):
+    if all(extent == 1 for extent in (*weight.shape[2:], *stride)) and not any(padding):
         return 0
     return outputs.numel() // max(outputs.shape[1], 1) * weight[0].numel() * images.element_size()
 
 
 def _is_channels_last(*tensors: Tensor) -> bool:
-    return any(one.is_contiguous(memory_format=_last(one)) and not one.is_contiguous() for one in tensors)
+    return any(tensor.is_contiguous(memory_format=_last(tensor)) and not tensor.is_contiguous() for tensor in tensors)
 
 
 def _copied(weight: Tensor) -> int:

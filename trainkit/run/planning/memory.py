@@ -72,12 +72,12 @@ def memory_of(plan: RunPlan, model: nn.Module, estimate: ModelMemory | None = No
     precision = plan.components.precision
     width, master_width = precision.model_dtype.itemsize, precision.master_dtype.itemsize
     estimate = estimate or plan.components.strategy.estimate_memory(model, plan.context)
-    held = estimate.resident
-    trained = sum(held.get(name, 0) for name, param in model.named_parameters() if param.requires_grad)
-    count = sum(held.values())
+    resident = estimate.resident
+    trained = sum(resident.get(name, 0) for name, param in model.named_parameters() if param.requires_grad)
+    count = sum(resident.values())
     apart = master_width * trained if precision.model_dtype is not precision.master_dtype else 0
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-    optimizer = _optimizer_bytes(plan, model, held, master_width)
+    optimizer = _optimizer_bytes(plan, model, resident, master_width)
     bucket = None
     if estimate.bucket is not None:  # graphs of whole steps accumulate all gradients outside of the vector
         bucket = (trained if plan.cfg.compile.mode == "step" else min(estimate.bucket, trained)) * master_width
@@ -90,7 +90,7 @@ def memory_of(plan: RunPlan, model: nn.Module, estimate: ModelMemory | None = No
         bucket_bytes=bucket,
         optimizer_bytes=optimizer,
         gathered_bytes=estimate.transient * master_width,
-        frozen_bytes=sum(_frozen_bytes(one, width) for _, one in frozen_models(plan.components.objective)),
+        frozen_bytes=sum(_frozen_bytes(frozen, width) for _, frozen in frozen_models(plan.components.objective)),
         staging_bytes=count * master_width + buffers + (optimizer or 0) if plan.cfg.checkpoint.background else 0,
         staged_here=all(task.device == "cpu" for task in plan.tasks),
     )
@@ -100,8 +100,8 @@ def checkpoint_bytes(plan: RunPlan, model: nn.Module) -> int:
     """Return the bytes of a checkpoint of this run; without the optimizer's state if its size is unknown beforehand."""
     width = plan.components.precision.master_dtype.itemsize
     sizes = {name: param.numel() for name, param in model.named_parameters()}
-    kept = _optimizer_bytes(plan, model, sizes, width) or 0
-    return bytes_needed(model.buffers()) + sum(sizes.values()) * width + kept
+    optimizer = _optimizer_bytes(plan, model, sizes, width) or 0
+    return bytes_needed(model.buffers()) + sum(sizes.values()) * width + optimizer
 
 
 def model_bytes(plan: RunPlan, model: nn.Module) -> int:
@@ -115,7 +115,7 @@ def _frozen_bytes(frozen: FrozenModel, width: int) -> int:
     source = frozen.source
     model = source if isinstance(source, nn.Module) else meta_model(run_config(Path(source).expanduser()))
     tensors = [*model.parameters(), *model.buffers()]
-    return sum(one.numel() * (width if one.is_floating_point() else one.element_size()) for one in tensors)
+    return sum(tensor.numel() * (width if tensor.is_floating_point() else tensor.element_size()) for tensor in tensors)
 
 
 def refuse_small_host(plan: RunPlan, model: nn.Module, host_bytes: int) -> None:
@@ -131,14 +131,14 @@ def refuse_small_host(plan: RunPlan, model: nn.Module, host_bytes: int) -> None:
         raise ConfigError([Problem(key="model._target_", value=plan.cfg.model["_target_"], rule=rule)])
 
 
-def _optimizer_bytes(plan: RunPlan, model: nn.Module, held: Mapping[str, int], width: int) -> int | None:
+def _optimizer_bytes(plan: RunPlan, model: nn.Module, resident: Mapping[str, int], width: int) -> int | None:
     """Count the optimizer state after one step on `meta` parameters; None if the optimizer cannot run on them."""
     params = dict[str, nn.Parameter]()
     for name, param in model.named_parameters():
-        if param.requires_grad and (size := held.get(name)):  # flat if the parameter is sharded
+        if param.requires_grad and (size := resident.get(name)):  # flat if the parameter is sharded
             is_whole = size == param.numel()
-            made = torch.empty_like(param, device="meta") if is_whole else torch.empty(size, device="meta")
-            params[name] = nn.Parameter(made)
+            data = torch.empty_like(param, device="meta") if is_whole else torch.empty(size, device="meta")
+            params[name] = nn.Parameter(data)
     try:
         make, named = optimizers_of(plan, model, {"fused": False, "foreach": False})
         optimizers = NamedSteppers.of(named, params).optimizers if named else (make(params),)
@@ -151,8 +151,8 @@ def _optimizer_bytes(plan: RunPlan, model: nn.Module, held: Mapping[str, int], w
     except Exception:  # noqa: BLE001 - any optimizer may need real data, in its own way
         return None
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return sum(value.numel() * (width if value.is_floating_point() else value.element_size()) for value in kept)
+    tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return sum(value.numel() * (width if value.is_floating_point() else value.element_size()) for value in tensors)
 
 
 def optimizers_of(
@@ -166,6 +166,6 @@ def optimizers_of(
         settings: settings that replace those of the config, if an optimizer has them.
     """
     cfg, node = plan.cfg, plan.cfg.optimizer
-    known = {key: value for key, value in settings.items() if key in node}
+    present = {key: value for key, value in settings.items() if key in node}
     named = named_optimizers(cfg, plan.optimizers, model, settings) if plan.optimizers else ()
-    return make_optimizer(replace(cfg, optimizer={**node, **known}), model), named
+    return make_optimizer(replace(cfg, optimizer={**node, **present}), model), named

@@ -77,9 +77,9 @@ def refuse_misfits(plan: RunPlan, model: nn.Module) -> None:
     with Untouched(seed=0), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         count = size_of(dataset)
-        few = num_tried(plan)
-        error = _try(plan, model, [place * count // few for place in range(few)])
-        if error is not None and plan.batch.micro_size > few:
+        tried = num_tried(plan)
+        error = _try(plan, model, [index * count // tried for index in range(tried)])
+        if error is not None and plan.batch.micro_size > tried:
             # Code that needs a larger batch than a few samples is not refused.
             error = _try(plan, model, range(min(plan.batch.micro_size, count))) and error
     if error is not None:
@@ -91,15 +91,15 @@ def num_tried(plan: RunPlan) -> int:
     return max(2, min(_SAMPLES, plan.batch.micro_size))
 
 
-def _try(plan: RunPlan, model: nn.Module, places: Sequence[int]) -> TrainkitError | None:
+def _try(plan: RunPlan, model: nn.Module, indices: Sequence[int]) -> TrainkitError | None:
     """Run samples once; return the error of a misfit."""
-    samples = [read_sample(plan.components.datasets["train"], place) for place in places]
-    batch = to_device(plan.components.hooks.collate_function(samples, places), _HOST)
+    samples = [read_sample(plan.components.datasets["train"], index) for index in indices]
+    batch = to_device(plan.components.hooks.collate_function(samples, indices), _HOST)
     if any(task.device != _HOST.type for task in plan.tasks) and (fixed := next(immovable_in(batch), None)) is not None:
         return ConfigError([_immovable(plan, fixed)])
     most = _CHEAP_MADE if getattr(plan.components.datasets["train"], "is_declared", False) else _CHEAP
     numbers = sum(param.numel() for param in model.parameters()) <= most
-    trial = _Trial(plan=plan, places=places, samples=samples, batch=batch, numbers=numbers)
+    trial = _Trial(plan=plan, indices=indices, samples=samples, batch=batch, numbers=numbers)
     error = trial.run(model)
     if error is None and trial.updated and (problems := [*per_sample_problems(plan, trial.updated)]):
         return ConfigError(problems)
@@ -120,8 +120,8 @@ def _updated_flag(model: nn.Module, before: Mapping[str, Tensor], dtype: torch.d
 def _own_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of the buffers with dims of modules that are no normalisation of torch."""
     norms = {module for module in model.modules() if isinstance(module, _NormBase)}
-    owned = ((name, model.get_submodule(name.rpartition(".")[0]), one) for name, one in model.named_buffers())
-    return {name: one.clone() for name, owner, one in owned if one.dim() and owner not in norms}
+    owned = ((name, model.get_submodule(name.rpartition(".")[0]), buffer) for name, buffer in model.named_buffers())
+    return {name: buffer.clone() for name, owner, buffer in owned if buffer.dim() and owner not in norms}
 
 
 def _sparse_remedy(sparse: Sequence[str], params: Mapping[str, nn.Parameter]) -> str:
@@ -129,21 +129,21 @@ def _sparse_remedy(sparse: Sequence[str], params: Mapping[str, nn.Parameter]) ->
     mine = [name for name in sparse if name in params]
     if not mine:
         return ""
-    found = f" The gradient of {mine[0]} is sparse"
+    cause = f" The gradient of {mine[0]} is sparse"
     if len(mine) < len(params):
         dense = next(name for name in params if name not in mine)
-        found += f", that of {dense} is not: optimizers can give each kind its own (docs/optimizers.md)"
+        cause += f", that of {dense} is not: optimizers can give each kind its own (docs/optimizers.md)"
     return (
-        f"{found}. Use optimizer=sgd or torch.optim.Adagrad with optimizer.weight_decay=0, or "
+        f"{cause}. Use optimizer=sgd or torch.optim.Adagrad with optimizer.weight_decay=0, or "
         "nn.Embedding(sparse=False); torch.optim.SparseAdam takes sparse gradients alone."
     )
 
 
-def _immovable(plan: RunPlan, found: object) -> Problem:
+def _immovable(plan: RunPlan, leaf: object) -> Problem:
     """Return the problem of an object in a batch whose tensors would stay in the memory of the host."""
     key, value = ("data.collate", plan.cfg.data.get("collate")) if plan.components.hooks.collate else ("data", None)
     rule = (
-        f"puts a {type(found).__name__} into the batch, whose tensors are not moved to the device. Tuples, lists, "
+        f"puts a {type(leaf).__name__} into the batch, whose tensors are not moved to the device. Tuples, lists, "
         "dicts and dataclasses are, and objects with a method to(device): give it one, or return a dict."
     )
     return Problem(key=key, value=value, rule=rule)
@@ -154,7 +154,7 @@ class _Trial:
     """One pass over a few samples."""
 
     plan: RunPlan
-    places: Sequence[int]
+    indices: Sequence[int]
     samples: Sequence[Any]
     batch: Any
     numbers: bool
@@ -182,19 +182,19 @@ class _Trial:
             batch = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
         objective = build_objective(self.plan.cfg)
         flags = {
-            name: one.clone()
-            for name, one in model.named_buffers()
-            if one.dtype is torch.bool or sum_problem(name, one, precision.master_dtype) is not None
+            name: buffer.clone()
+            for name, buffer in model.named_buffers()
+            if buffer.dtype is torch.bool or sum_problem(name, buffer, precision.master_dtype) is not None
         }
         apart = _own_buffers(model) if self.numbers else {}
         hooks = [hook for name, module in model.named_modules() for hook in self._watching(name, module)]
         try:
-            kept = scores_kept() if objective.takes_hidden else nullcontext()
-            with torch.enable_grad(), kept, precision.autocast(["cpu"]) if self.numbers else nullcontext():
+            scores = scores_kept() if objective.takes_hidden else nullcontext()
+            with torch.enable_grad(), scores, precision.autocast(["cpu"]) if self.numbers else nullcontext():
                 before = GeneratorStates([])
                 loss = objective.loss(model, batch)
-            now = dict(model.named_buffers()) if apart else {}
-            self.updated = tuple(name for name, one in apart.items() if not torch.equal(one, now[name]))
+            after = dict(model.named_buffers()) if apart else {}
+            self.updated = tuple(name for name, buffer in apart.items() if not torch.equal(buffer, after[name]))
             if self.numbers and isinstance(loss, Loss):
                 with torch.no_grad():
                     for metric in objective.metrics().values():  # they count the batch, as an evaluation does
@@ -222,11 +222,11 @@ class _Trial:
     def _other_weight(self, loss: Loss, objective: Objective) -> Problem | None:
         """Return the problem of a weight that differs from the one by which a step is divided."""
         per_sample = self.plan.components.weighing.per_sample
-        if per_sample is None or math.isclose(float(loss.weight), per_sample * len(self.places), rel_tol=1e-3):
+        if per_sample is None or math.isclose(float(loss.weight), per_sample * len(self.indices), rel_tol=1e-3):
             return None
         name = type(objective).__name__
         rule = (
-            f"{name}.loss gives the weight {float(loss.weight):g} for {len(self.places)} samples, and "
+            f"{name}.loss gives the weight {float(loss.weight):g} for {len(self.indices)} samples, and "
             f"{name}.weight_per_sample the weight {per_sample:g} for each. Return None from weight_per_sample: then "
             "the weight of each batch is counted."
         )
@@ -247,8 +247,8 @@ class _Trial:
             return None
         makers = [("optimizer", cfg.optimizer[TARGET], frozenset(params), make_optimizer(cfg, model))]
         if plan.optimizers:
-            named = zip(plan.optimizers, named_optimizers(cfg, plan.optimizers, model), strict=True)
-            makers = [(f"optimizers.{one.name}", one.node[TARGET], made.params, made.make) for one, made in named]
+            pairs = zip(plan.optimizers, named_optimizers(cfg, plan.optimizers, model), strict=True)
+            makers = [(f"optimizers.{spec.name}", spec.node[TARGET], named.params, named.make) for spec, named in pairs]
         for key, target, names, make in makers:
             mine = {name: param for name, param in params.items() if name in names}
             if target in _KNOWN and not any(name in names for name in sparse):
@@ -262,8 +262,8 @@ class _Trial:
             except Exception as error:  # noqa: BLE001 - the user's code may fail in any way
                 if self._is_of_this_device(error):
                     continue
-                said = named_first_line(error).rstrip(".")
-                rule = with_frames(f"a step with the gradients of this model raised {said}.", error)
+                reason = named_first_line(error).rstrip(".")
+                rule = with_frames(f"a step with the gradients of this model raised {reason}.", error)
                 return Problem(key=f"{key}.{TARGET}", value=target, rule=rule + _sparse_remedy(sparse, mine))
         return None
 
@@ -282,15 +282,15 @@ class _Trial:
         return module.register_forward_pre_hook(begin), module.register_forward_hook(end)
 
     def _explained(self, error: Exception) -> TrainkitError | None:
-        found: TrainkitError | None = self._width(error) if self.part == "model" else None
-        if found is not None or self._is_of_this_device(error):
-            return found
-        found = self._input_dtype(error) if self.part == "model" else self._class_out_of_range(error)
+        misfit: TrainkitError | None = self._width(error) if self.part == "model" else None
+        if misfit is not None or self._is_of_this_device(error):
+            return misfit
+        misfit = self._input_dtype(error) if self.part == "model" else self._class_out_of_range(error)
         texts = [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, str)]
-        if found is None and self.part != "model" and texts:
+        if misfit is None and self.part != "model" and texts:
             odd = f"a field of the samples is text ({texts[0]!r}). Make it a number in the dataset."
-            return DataError(with_frames(f"{odd} {self._seen(error)}", error))
-        return found or self._config_error(self._seen(error), error)
+            return DataError(with_frames(f"{odd} {self._context(error)}", error))
+        return misfit or self._config_error(self._context(error), error)
 
     def _is_of_this_device(self, error: Exception) -> bool:
         """Return whether the error only occurs on the CPU, on the meta device, or without a process group."""
@@ -302,16 +302,16 @@ class _Trial:
     def _inputs(self) -> Sequence[Tensor]:
         """Return the floating tensors that the module of the error was given."""
         args = self.running[-1][2] if self.running else ()
-        return [one for one in tree_leaves(args) if isinstance(one, Tensor) and one.is_floating_point()]
+        return [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
     def _width(self, error: Exception) -> ConfigError | None:
         """Return the error of a layer whose input has another number of features."""
-        wanted = getattr(self.running[-1][1], "in_features", None) if self.running else None
-        given = next((one.shape[-1] for one in self._inputs() if one.dim()), wanted)
-        if given == wanted or wanted is None:
+        expected = getattr(self.running[-1][1], "in_features", None) if self.running else None
+        actual = next((tensor.shape[-1] for tensor in self._inputs() if tensor.dim()), expected)
+        if actual == expected or expected is None:
             return None
-        rule = f"the layer takes {wanted} features, and it gets {given}. Use {given}, or other data."
-        return self._config_error(f"{rule} {self._seen(error)}", error, key=self._key_of(wanted), value=wanted)
+        rule = f"the layer takes {expected} features, and it gets {actual}. Use {actual}, or other data."
+        return self._config_error(f"{rule} {self._context(error)}", error, key=self._key_of(expected), value=expected)
 
     def _input_dtype(self, error: Exception) -> TrainkitError | None:
         """Return the error of a module whose input has another floating dtype than its parameters."""
@@ -321,14 +321,14 @@ class _Trial:
             rule = (
                 f"the model computes in {_name(computes)}, and buffers keep their dtype: {name} is "
                 f"{_name(table.dtype)}. Convert it where forward uses it, {name.rpartition('.')[2]}.to(x.dtype), or "
-                f"use precision=bf16_mixed. {self._seen(error)}"
+                f"use precision=bf16_mixed. {self._context(error)}"
             )
             return self._config_error(rule, error)
-        if all(one.dtype is computes for one in self._inputs()):
+        if all(tensor.dtype is computes for tensor in self._inputs()):
             return None
         rule = (
             f"the model computes in {_name(computes)}, and the input has another dtype. Convert it in the dataset, "
-            f"x.float() or x.long(), or choose another precision. {self._seen(error)}"
+            f"x.float() or x.long(), or choose another precision. {self._context(error)}"
         )
         return DataError(with_frames(rule, error))
 
@@ -340,23 +340,23 @@ class _Trial:
             return None
         classes, ignored = scores.shape[1], self.plan.cfg.objective.get("ignore_index")
         odd = [leaf[(leaf < 0) | (leaf >= classes)].tolist() for leaf in leaves]
-        target = next((one for found in odd for one in found if one != ignored), None)
+        target = next((value for values in odd for value in values if value != ignored), None)
         if target is None:
             return None
         leave = f", or leave it out of the loss by objective.ignore_index={target}"
         leave = leave if "ignore_index" in self.plan.cfg.objective else ""
         if target < 0:
             return DataError(
-                f"a target among the samples {_listed(self.places)} is {target}, and classes are counted from 0. "
+                f"a target among the samples {_listed(self.indices)} is {target}, and classes are counted from 0. "
                 f"Correct the targets of the dataset{leave}."
             )
         rule = f"the model gives {classes} classes, and a target is {target}. Give it {target + 1} or more{leave}."
-        return self._config_error(f"{rule} {self._seen(error)}", error, key=self._key_of(classes), value=classes)
+        return self._config_error(f"{rule} {self._context(error)}", error, key=self._key_of(classes), value=classes)
 
     def _key_of(self, size: int) -> str:
         """Return the only key of the model that has this size; the group if there is none."""
-        named = [f"model.{key}" for key, value in self.plan.cfg.model.items() if value == size and value is not True]
-        return named[0] if len(named) == 1 else "model"
+        keys = [f"model.{key}" for key, value in self.plan.cfg.model.items() if value == size and value is not True]
+        return keys[0] if len(keys) == 1 else "model"
 
     def _config_error(self, rule: str, error: BaseException, *, key: str = "", value: Any = None) -> ConfigError:
         if "." not in key:
@@ -364,16 +364,16 @@ class _Trial:
             key, value = f"{key or self.part}.{TARGET}", node[TARGET]
         return ConfigError([Problem(key=key, value=value, rule=with_frames(rule, error))])
 
-    def _seen(self, error: BaseException) -> str:
+    def _context(self, error: BaseException) -> str:
         """Describe the executed code and its failure."""
         gave = "" if self.outputs is None else f" The model gave {shape_text(self.outputs)}."
         path = self.running[-1][0] if self.running else ""
-        who = f"the {self.part}{f', in {path},' if path else ''} raised {named_first_line(error)}"
-        where = f"With samples {_listed(self.places)}, the first of them {shape_text(self.samples[0])}"
+        event = f"the {self.part}{f', in {path},' if path else ''} raised {named_first_line(error)}"
+        samples = f"With samples {_listed(self.indices)}, the first of them {shape_text(self.samples[0])}"
         sample = self.samples[0]
         parts = sample.values() if isinstance(sample, dict) else sample if isinstance(sample, tuple) else ()
         is_listed = any(isinstance(part, list) and part and isinstance(part[0], int | float) for part in parts)
-        return f"{where}, {who}.{gave}{_LISTED if is_listed else ''}"
+        return f"{samples}, {event}.{gave}{_LISTED if is_listed else ''}"
 
 
 def _loss_problem(loss: object, objective: Objective, *, trains: bool) -> Problem | None:
@@ -415,15 +415,15 @@ def _refuse_no_probabilities(loss: Loss, objective: Objective) -> None:
 
 def _other_parameters(total: Tensor, model: nn.Module, objective: Objective) -> Problem | None:
     """Return the problem of a parameter in the graph of a loss that the model does not have: nothing trains it."""
-    own, seen, nodes = set(map(id, model.parameters())), set[Any](), [total.grad_fn]
+    of_model, visited, nodes = set(map(id, model.parameters())), set[Any](), [total.grad_fn]
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         nodes += [before for before, _ in node.next_functions]
         leaf = getattr(node, "variable", None)
-        if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in of_model:
             rule = (
                 f"the loss of {type(objective).__name__} depends on a parameter of shape {tuple(leaf.shape)} that is "
                 "not among model.parameters(), so no optimizer trains it. Make it a part of the model (a list of "
@@ -433,8 +433,9 @@ def _other_parameters(total: Tensor, model: nn.Module, objective: Objective) -> 
     return None
 
 
-def _listed(places: Sequence[int]) -> str:
-    return f"{', '.join(map(str, places[:-1]))} and {places[-1]}" if len(places) <= _SAMPLES else f"0 to {places[-1]}"
+def _listed(indices: Sequence[int]) -> str:
+    *first, last = indices
+    return f"{', '.join(map(str, first))} and {last}" if len(indices) <= _SAMPLES else f"0 to {last}"
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -458,11 +459,11 @@ def per_sample_problems(plan: RunPlan, names: Collection[str]) -> Iterator[Probl
         names: buffers that a forward pass updates.
     """
     steps = [step for step in range(min(_STEPS, plan.num_steps)) if plan.batch.num_shards(step) > 1]
-    found = [_changes(plan, step, names) for step in steps]
+    by_step = [_changes(plan, step, names) for step in steps]
     dims, kind = sample_dims_of(build_model(plan.cfg)), plan.cfg.model.get("_target_")
-    for name in names if found else ():
+    for name in names if by_step else ():
         declared = dims.get(name)
-        if declared is not None and any(_meet(changes[name], declared) for changes in found):
+        if declared is not None and any(_meet(changes[name], declared) for changes in by_step):
             rule = (
                 f"declares dim {declared} of the buffer {name} as that of the samples, and two shards of one of the "
                 "first steps write the same index of it. Give each sample of a step an index of its own "
@@ -471,8 +472,8 @@ def per_sample_problems(plan: RunPlan, names: Collection[str]) -> Iterator[Probl
             yield Problem(key="model._target_", value=kind, rule=rule)
         if name in dims:
             continue
-        for dim in range(found[0][name][0][1].dim()):
-            if all(_is_per_sample(changes[name], dim) for changes in found):
+        for dim in range(by_step[0][name][0][1].dim()):
+            if all(_is_per_sample(changes[name], dim) for changes in by_step):
                 owner, leaf = name.rpartition(".")[::2]
                 rule = (
                     f"has the buffer {name}, and the shards of a step write different indices of its dim {dim}, as "
@@ -492,20 +493,20 @@ def _changes(plan: RunPlan, step: int, names: Collection[str]) -> Mapping[str, S
     """Return what the first shards of a step do to buffers; each starts from the same ones."""
     hooks, dataset, cfg = plan.components.hooks, plan.components.datasets["train"], plan.cfg
     positions = Positions(plan.batch, hooks.order(dataset, plan.batch, seed=cfg.seed, shuffle=cfg.loader.shuffle))
-    precision, found = plan.components.precision, {name: list[Change]() for name in names}
+    precision, changes = plan.components.precision, {name: list[Change]() for name in names}
     for shard in range(_SHARDS):
         model, objective = precision.adapt(build_model(cfg)), build_objective(cfg)
-        before = {name: buffer.clone() for name, buffer in model.named_buffers() if name in found}
-        places = positions.indices(Ticket(step, (shard,)))[:_OF_SHARD].tolist()
-        samples = [read_sample(dataset, place) for place in places]
-        batch = to_device(hooks.collate_function(samples, places), torch.device("cpu"))
-        kept = scores_kept() if objective.takes_hidden else nullcontext()
-        with torch.enable_grad(), kept, precision.autocast(["cpu"]):
+        before = {name: buffer.clone() for name, buffer in model.named_buffers() if name in changes}
+        indices = positions.indices(Ticket(step, (shard,)))[:_OF_SHARD].tolist()
+        samples = [read_sample(dataset, index) for index in indices]
+        batch = to_device(hooks.collate_function(samples, indices), torch.device("cpu"))
+        scores = scores_kept() if objective.takes_hidden else nullcontext()
+        with torch.enable_grad(), scores, precision.autocast(["cpu"]):
             objective.loss(model, batch)
         after = dict(model.named_buffers())
         for name, start in before.items():
-            found[name].append((len(places), start, after[name]))
-    return found
+            changes[name].append((len(indices), start, after[name]))
+    return changes
 
 
 def _is_per_sample(changes: Sequence[Change], dim: int) -> bool:

@@ -73,7 +73,7 @@ _ROUNDING: Final = 64.0
 class Coupling:
     """The known reasons why the result of a training depends on the cut of its steps."""
 
-    found: tuple[tuple[str, str], ...] = ()
+    findings: tuple[tuple[str, str], ...] = ()
     """(subject, predicate): `("the model", "draws random numbers")`."""
     not_probed: str | None = None
     """Reason why the model was not run (to the end); None if it was, or if the objective declares coupling."""
@@ -81,18 +81,18 @@ class Coupling:
     @property
     def depends_on_cut(self) -> bool | None:
         """Whether another cut of the steps is a different training; None if unknown."""
-        return True if self.found else None if self.not_probed else False
+        return True if self.findings else None if self.not_probed else False
 
     @property
     def text(self) -> str:
         """The findings, as a clause.
 
         Example:
-            >>> Coupling(found=((MODEL, DRAWS), (MODEL, COUPLES))).text
+            >>> Coupling(findings=((MODEL, DRAWS), (MODEL, COUPLES))).text
             'the model draws random numbers and couples the samples of a shard'
         """
-        subjects = dict.fromkeys(subject for subject, _ in self.found)
-        by_subject = {name: [does for subject, does in self.found if subject == name] for name in subjects}
+        subjects = dict.fromkeys(subject for subject, _ in self.findings)
+        by_subject = {name: [predicate for subject, predicate in self.findings if subject == name] for name in subjects}
         return ", and ".join(f"{subject} {' and '.join(does)}" for subject, does in by_subject.items())
 
 
@@ -131,63 +131,62 @@ def _findings(shard: Shard) -> Coupling:
     base = shard.run()
     if not all(bool(torch.isfinite(tensor).all()) for tensor in (*base.outputs, base.total)):
         return Coupling(not_probed="the first outputs or losses are not finite numbers")
-    found = [(who, DRAWS) for who in (MODEL, OBJECTIVE) if who in base.drew]
+    findings = [(subject, DRAWS) for subject in (MODEL, OBJECTIVE) if subject in base.drew]
     again = shard.run()
     if not _equal(base.outputs, again.outputs) or not torch.equal(base.total, again.total):
-        return Coupling(found=(*found, (_EITHER, _UNSTEADY)))
+        return Coupling(findings=(*findings, (_EITHER, _UNSTEADY)))
     runs = {replaced: shard.run(replaced) for replaced in _variants(shard.size)}
     if base.inputs and _equal(base.inputs, runs[frozenset(range(shard.size))].inputs):
-        return Coupling(found=tuple(found), not_probed="the samples that were tried are all equal")
+        return Coupling(findings=tuple(findings), not_probed="the samples that were tried are all equal")
     # Compare at the positions that keep their samples.
-    kept = [([place for place in range(shard.size) if place not in replaced], run) for replaced, run in runs.items()]
-    if not all(_equal(base.inputs, run.inputs, places) for places, run in kept):
-        found.append((OBJECTIVE, COUPLES))
-    elif not all(_equal(base.outputs, run.outputs, places) for places, run in kept):
-        found.append((MODEL, COUPLES))
+    pairs = [([index for index in range(shard.size) if index not in replaced], run) for replaced, run in runs.items()]
+    if not all(_equal(base.inputs, run.inputs, indices) for indices, run in pairs):
+        findings.append((OBJECTIVE, COUPLES))
+    elif not all(_equal(base.outputs, run.outputs, indices) for indices, run in pairs):
+        findings.append((MODEL, COUPLES))
     elif _buffers_depend_on_cut(shard, base, runs):
-        found.append((MODEL, _KEEPS))
-    if all(does != COUPLES for _, does in found) and (
-        not all(_grads_close(base, run, places) for places, run in kept) or not _is_sum(base, runs)
+        findings.append((MODEL, _KEEPS))
+    if all(predicate != COUPLES for _, predicate in findings) and (
+        not all(_grads_close(base, run, indices) for indices, run in pairs) or not _is_sum(base, runs)
     ):
-        found.append((OBJECTIVE if base.outputs else _EITHER, COUPLES))
-    return Coupling(found=tuple(found))
+        findings.append((OBJECTIVE if base.outputs else _EITHER, COUPLES))
+    return Coupling(findings=tuple(findings))
 
 
 def _variants(size: int) -> list[frozenset[int]]:
     """Return sets of positions to replace: every position is replaced while every other is kept; then halves, and all.
 
     Example:
-        >>> [sorted(places) for places in _variants(4)]
+        >>> [sorted(indices) for indices in _variants(4)]
         [[1, 3], [0, 2], [2, 3], [0, 1], [0, 1, 2, 3]]
     """
     everywhere = frozenset(range(size))
-    found = []
+    variants = []
     for bit in range((size - 1).bit_length()):
-        chosen = frozenset(place for place in everywhere if place >> bit & 1)
-        found += [chosen, everywhere - chosen]
-    return [*found, everywhere]
+        chosen = frozenset(index for index in everywhere if index >> bit & 1)
+        variants += [chosen, everywhere - chosen]
+    return [*variants, everywhere]
 
 
-def _equal(left: Sequence[Tensor], right: Sequence[Tensor], places: Sequence[int] | None = None) -> bool:
+def _equal(left: Sequence[Tensor], right: Sequence[Tensor], indices: Sequence[int] | None = None) -> bool:
     """Return whether tensors have equal bits, optionally only at some positions."""
-    if len(left) != len(right):
-        return False
-    pairs = zip(left, right, strict=True)
-    return all(torch.equal(*((one, other) if places is None else (one[places], other[places]))) for one, other in pairs)
+    if indices is not None:
+        left, right = [tensor[indices] for tensor in left], [tensor[indices] for tensor in right]
+    return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
-def _close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+def _close(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
     """Return whether two tensors are equal except for rounding in a dtype."""
-    if not one.numel():
+    if not left.numel():
         return True
-    scale = torch.maximum(one.abs().max(), other.abs().max())
-    return not bool(((one - other).abs() > _ROUNDING * torch.finfo(dtype).eps * scale).any())
+    scale = torch.maximum(left.abs().max(), right.abs().max())
+    return not bool(((left - right).abs() > _ROUNDING * torch.finfo(dtype).eps * scale).any())
 
 
-def _grads_close(base: Pass, run: Pass, places: Sequence[int]) -> bool:
+def _grads_close(base: Pass, run: Pass, indices: Sequence[int]) -> bool:
     """Return whether the gradient by the outputs is the same at some positions, except for rounding."""
-    pairs = [(one, other) for one, other in zip(base.grads, run.grads, strict=True) if one is not None]
-    return all(other is not None and _close(one[places], other[places], one.dtype) for one, other in pairs)
+    pairs = [(left, right) for left, right in zip(base.grads, run.grads, strict=True) if left is not None]
+    return all(right is not None and _close(left[indices], right[indices], left.dtype) for left, right in pairs)
 
 
 def _is_sum(base: Pass, runs: Mapping[frozenset[int], Pass]) -> bool:
@@ -213,8 +212,8 @@ def _buffers_depend_on_cut(shard: Shard, base: Pass, runs: Mapping[frozenset[int
     if not moved or shard.size % 2:
         return bool(moved)
     middle = shard.size // 2
-    one, other = (shard.run(places=range(*ends)).buffers for ends in ((0, middle), (middle, shard.size)))
-    means = {name: (one[name] + other[name]) / 2 for name in moved}
+    first, second = (shard.run(indices=range(*ends)).buffers for ends in ((0, middle), (middle, shard.size)))
+    means = {name: (first[name] + second[name]) / 2 for name in moved}
     return not all(_close(base.buffers[name], mean, mean.dtype) for name, mean in means.items())
 
 
@@ -257,35 +256,35 @@ class Shard:
         self._first, self._other = samples[: self.size], samples[self.size :]
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
-    def run(self, replaced: frozenset[int] = frozenset(), places: Sequence[int] | None = None) -> Pass:
+    def run(self, replaced: frozenset[int] = frozenset(), indices: Sequence[int] | None = None) -> Pass:
         """Run some positions of the shard, by default all, always from the same buffers and generator states; some use
         their replacement sample.
         """
-        places = range(self.size) if places is None else places
-        batch = self._collate([(self._other if i in replaced else self._first)[i] for i in places], places)
+        indices = range(self.size) if indices is None else indices
+        batch = self._collate([(self._other if i in replaced else self._first)[i] for i in indices], indices)
         with torch.no_grad():
             for name, buffer in self._model.named_buffers():
                 buffer.copy_(self._buffers[name])
         seed_host(0)
-        given, inputs, outputs = list[tuple[Tensor, int]](), list[Tensor](), list[Tensor]()
+        attached, inputs, outputs = list[tuple[Tensor, int]](), list[Tensor](), list[Tensor]()
         drew, states = set[str](), GeneratorStates([])
 
-        def note(who: str) -> None:
+        def note(subject: str) -> None:
             nonlocal states
             if states.moved():
-                drew.add(who)
+                drew.add(subject)
             states = GeneratorStates([])
 
         def before(_model: nn.Module, args: Any, kwargs: Any) -> None:
             note(OBJECTIVE)
-            found = _by_sample([args, kwargs], len(places))
-            inputs.extend(tensor.detach().movedim(dim, 0).clone() for tensor, dim in found)
+            pairs = _by_sample([args, kwargs], len(indices))
+            inputs.extend(tensor.detach().movedim(dim, 0).clone() for tensor, dim in pairs)
 
         def after(_model: nn.Module, _args: Any, output: Any) -> None:
             note(MODEL)
-            found = list(_by_sample(output, len(places)))
-            given.extend(found)
-            outputs.extend(tensor.detach().movedim(dim, 0).clone() for tensor, dim in found)
+            pairs = list(_by_sample(output, len(indices)))
+            attached.extend(pairs)
+            outputs.extend(tensor.detach().movedim(dim, 0).clone() for tensor, dim in pairs)
 
         with ExitStack() as stack:
             stack.callback(self._model.register_forward_pre_hook(before, with_kwargs=True).remove)
@@ -295,9 +294,9 @@ class Shard:
             loss = self._objective.loss(self._model, batch)
             note(OBJECTIVE)
         total = loss.total
-        wanted = [tensor for tensor, _ in given if tensor.requires_grad and total.requires_grad]
-        found = iter(torch.autograd.grad(total, wanted, allow_unused=True) if wanted else ())
-        grads = [(next(found) if wanted and tensor.requires_grad else None, dim) for tensor, dim in given]
+        targets = [tensor for tensor, _ in attached if tensor.requires_grad and total.requires_grad]
+        gradients = iter(torch.autograd.grad(total, targets, allow_unused=True) if targets else ())
+        grads = [(next(gradients) if targets and tensor.requires_grad else None, dim) for tensor, dim in attached]
         return Pass(
             inputs=tuple(inputs),
             outputs=tuple(outputs),
@@ -345,15 +344,15 @@ def model_problems(plan: RunPlan, model: nn.Module) -> list[Problem]:
             precision = plan.components.precision.value
             problems += conversion.problems(model, output=output_name(model), devices=devices, precision=precision)
         else:
-            others = names_of(lambda kind: kind.facts.converts)
-            named = choice_of(type(strategy))
-            rule = f"strategy={named} does not support converted layers. Use convert=none, or {others}."
+            choices = names_of(lambda kind: kind.facts.converts)
+            name = choice_of(type(strategy))
+            rule = f"strategy={name} does not support converted layers. Use convert=none, or {choices}."
             problems.append(Problem(key="convert", value="float8", rule=rule))
     if shaping != NO_TRANSFORMS:
         as_set = "" if facts.compiles == strategy.facts.compiles else ", as its keys are set,"
-        named = choice_of(type(strategy)) + as_set
-        problems += shaping_problems(model, shaping, compiles=facts.compiles, strategy=named)
-        problems += step_problems(model, shaping, plan.context, facts=facts, strategy=named, device=device)
+        name = choice_of(type(strategy)) + as_set
+        problems += shaping_problems(model, shaping, compiles=facts.compiles, strategy=name)
+        problems += step_problems(model, shaping, plan.context, facts=facts, strategy=name, device=device)
     problems += objective_problems(plan, model)
     if plan.components.precision.compute_dtype is torch.bfloat16:
         problems += convolution_problems(plan, model)
@@ -436,7 +435,7 @@ def _single_samples(plan: RunPlan, statistics: Sequence[nn.Module]) -> Iterator[
     average, size, others = average_of(plan.cfg), plan.eval_batch_size, size_of(plan.components.datasets["train"]) - 1
     if average is None or not average.counts_statistics or others % size:
         return
-    larger = next(one for one in range(size + 1, size + others + 2) if others % one)
+    larger = next(n for n in range(size + 1, size + others + 2) if others % n)
     rule = (
         f"leaves one training sample for the last batch in which average={average.name} computes batch statistics, and "
         f"one sample has none ({type(statistics[0]).__name__}). Use {larger}."
@@ -456,11 +455,11 @@ def cut_notes(plan: RunPlan, coupling: Callable[[], Coupling]) -> list[str]:
     """Return notes for the user about other numbers of replicas; none if the cut does not depend on the replicas."""
     if not plan.micro_size_depends_on_replicas or plan.components.strategy.facts_in(plan.context).changes_maths:
         return []
-    found = coupling()
-    if found.depends_on_cut:
+    probed = coupling()
+    if probed.depends_on_cut:
         only = f"{AT_EQUAL_CUT} (here {plan.batch.micro_size})"
-        return [f"{found.text}: on another number of replicas it is the same training {only}."]
-    return [f"{CUT_UNKNOWN}, {found.not_probed}."] if found.not_probed else []
+        return [f"{probed.text}: on another number of replicas it is the same training {only}."]
+    return [f"{CUT_UNKNOWN}, {probed.not_probed}."] if probed.not_probed else []
 
 
 def coupling_of(plan: RunPlan, model: nn.Module, *, at_any_size: bool = False) -> Coupling:
@@ -471,8 +470,8 @@ def coupling_of(plan: RunPlan, model: nn.Module, *, at_any_size: bool = False) -
         model: possibly without data: only its parameters are counted.
         at_any_size: whether a model of more than 50 million parameters is run as well.
     """
-    found = _coupling_of_model(plan, model, at_any_size=at_any_size)
-    return replace(found, found=(*found.found, *_coupling_of_data(plan)))
+    probed = _coupling_of_model(plan, model, at_any_size=at_any_size)
+    return replace(probed, findings=(*probed.findings, *_coupling_of_data(plan)))
 
 
 def _coupling_of_data(plan: RunPlan) -> Iterator[tuple[str, str]]:
@@ -499,7 +498,7 @@ def _coupling_of_model(plan: RunPlan, model: nn.Module, *, at_any_size: bool) ->
     Model and objective are built again for this, so that those of the training do not change.
     """
     if plan.components.objective.couples_samples:
-        return Coupling(found=((OBJECTIVE, COUPLES),))
+        return Coupling(findings=((OBJECTIVE, COUPLES),))
     count = sum(param.numel() for param in model.parameters())
     if count > _CHEAP and not at_any_size:
         return Coupling(
@@ -539,8 +538,8 @@ def _some(dataset: Any) -> Iterator[Any]:
     size = size_of(dataset)
     count = min(size, _LOOKED_AT)
     # In bit-reversed order: even the first 8 are far from each other.
-    order = sorted(range(count), key=lambda place: f"{place:05b}"[::-1])
-    yield from (dataset[place * size // count] for place in order)
+    order = sorted(range(count), key=lambda index: f"{index:05b}"[::-1])
+    yield from (dataset[index * size // count] for index in order)
 
 
 def _shape(value: Any) -> Any:
@@ -601,7 +600,7 @@ def _unmatched(plan: RunPlan, model: nn.Module) -> Iterator[tuple[Problem, str]]
     trained = [name for names in members.values() for name in names]
     for name, settings in groups.items():
         key = f"optimizer.groups.{name}"
-        absent = [pattern for pattern in settings["match"] if not any(takes(one, (pattern,)) for one in trained)]
+        absent = [pattern for pattern in settings["match"] if not any(takes(param, (pattern,)) for param in trained)]
         for pattern in absent:
             rule = "matches no parameter that is trained. Correct the pattern, or leave it out."
             yield Problem(key=f"{key}.match", value=pattern, rule=rule), ""  # as shipped, they suit many models
@@ -613,40 +612,40 @@ def _unmatched(plan: RunPlan, model: nn.Module) -> Iterator[tuple[Problem, str]]
 def _members(plan: RunPlan, model: nn.Module) -> Iterator[str]:
     """Yield the parameters of each group."""
     groups = plan.cfg.optimizer.get("groups") or {}
-    found = group_members(model, groups)
-    count = sum(map(len, found.values()))
+    members = group_members(model, groups)
+    count = sum(map(len, members.values()))
     for name in groups:
-        held = found[name]
-        members = f"{len(held)} of {count} parameters: {listed(held, _SHOWN)}" if held else "no parameter"
-        yield f"optimizer.groups.{name} holds {members}"
+        params = members[name]
+        text = f"{len(params)} of {count} parameters: {listed(params, _SHOWN)}" if params else "no parameter"
+        yield f"optimizer.groups.{name} holds {text}"
 
 
 def objective_problems(plan: RunPlan, model: nn.Module) -> list[Problem]:
     """Return the problems of the objective of a plan: of its terms, its model, and with compiling."""
     objective, compiled = plan.components.objective, plan.cfg.compile.mode
     taken, names = {"loss", *objective.metrics()}, objective.term_names
-    found = [
+    problems = [
         Problem(
             key="objective",
             rule=f"{type(objective).__name__} has the term {name!r} in addition to a loss, metric or term of that "
             "name. Give each its own name.",
         )
-        for place, name in enumerate(names)
-        if name in taken or name in names[:place]
+        for index, name in enumerate(names)
+        if name in taken or name in names[:index]
     ]
-    found += objective.validate_model(model, plan.components.sample)
+    problems += objective.validate_model(model, plan.components.sample)
     if compiled != "off" and Access.derivatives in objective.needs:
-        named = f"{type(objective).__name__} {Access.derivatives.value}"
-        rule = f"compiles one backward pass, and {named}, which takes a second. Use compile.mode=off."
-        found.append(Problem(key="compile.mode", value=compiled, rule=rule))
+        subject = f"{type(objective).__name__} {Access.derivatives.value}"
+        rule = f"compiles one backward pass, and {subject}, which takes a second. Use compile.mode=off."
+        problems.append(Problem(key="compile.mode", value=compiled, rule=rule))
     chosen = plan.cfg.objective.get("cross_entropy")
     if compiled == "step" and chosen in _IN_PARTS and objective.takes_hidden:
         rule = (
             "has no effect with compile.mode=step, whose graphs compute the loss from all scores. Use auto, or "
             "compile.mode=default."
         )
-        found.append(Problem(key="objective.cross_entropy", value=chosen, rule=rule))
-    return found
+        problems.append(Problem(key="objective.cross_entropy", value=chosen, rule=rule))
+    return problems
 
 
 _IN_PARTS: Final = ("chunked", "liger")
@@ -658,9 +657,9 @@ def _fields_left_out(parts: Components) -> list[str]:
     objective = parts.selecting
     if objective is None or parts.example is None:
         return []
-    named = named_fields(parts.example)
+    fields = named_fields(parts.example)
     left_out = unused_fields(parts.example, objective.input, objective.target)
-    numbers = [name for name in left_out if _is_number(named[name])]
+    numbers = [name for name in left_out if _is_number(fields[name])]
     if not numbers:
         return []
     return [
@@ -696,20 +695,20 @@ def plan_all_points(
         DataError: a dataset is absent, damaged or empty.
     """
     problems: list[list[Problem]] = []
-    known: str | None = None
+    built: str | None = None
     splits: Mapping[str, Any] = {}
     lengths: list[int] = []
-    places: dict[str, int] = {}
-    for place, composition in enumerate(compositions):
+    indices: dict[str, int] = {}
+    for index, composition in enumerate(compositions):
         cfg = composition.cfg
-        earlier = places.setdefault(json.dumps(replace(cfg, seed=0).to_dict(), sort_keys=True, default=str), place)
-        lengths.append(0 if earlier == place else lengths[earlier])
-        problems.append([] if earlier == place else [*problems[earlier]])
-        if cfg.resume is not None or earlier != place:
+        earlier = indices.setdefault(json.dumps(replace(cfg, seed=0).to_dict(), sort_keys=True, default=str), index)
+        lengths.append(0 if earlier == index else lengths[earlier])
+        problems.append([] if earlier == index else [*problems[earlier]])
+        if cfg.resume is not None or earlier != index:
             continue
         try:
-            if known != (node := json.dumps(cfg.data, default=str)):
-                splits, known = build_splits(cfg.data), node
+            if built != (node := json.dumps(cfg.data, default=str)):
+                splits, built = build_splits(cfg.data), node
             plan = make_plan(cfg, num_gpus=num_gpus, splits=folded(splits, cfg.cv))
             lengths[-1] = plan.num_steps
             model = meta_model(plan.cfg)

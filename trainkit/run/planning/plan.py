@@ -69,8 +69,8 @@ def refuse_launch(cfg: RunConfig, launch: LaunchEnvironment) -> None:
 
 def _missing_evaluator(strategy: Strategy, launch: LaunchEnvironment | None) -> list[Problem]:
     """Return the problem of an evaluator that the strategy asks for, and that the launch does not start."""
-    asked = any(task.is_evaluator for task in strategy.tasks(PlanContext()))
-    if launch is None or launch.has_evaluator or not asked:
+    needed = any(task.is_evaluator for task in strategy.tasks(PlanContext()))
+    if launch is None or launch.has_evaluator or not needed:
         return []
     use = "Name one: evaluator=[HOST:PORT]." if launch.names_roles else f"Start it by hand: python -m {_EVALUATOR} RUN"
     rule = f"{launch.kind} starts the processes, and no evaluator. {use}"
@@ -93,13 +93,13 @@ def task_problems(
         backend: starts the processes; None: this machine does.
         launch: the external launch with its evaluator; None: there is no launch.
     """
-    found = _elastic_problems(cfg, parts, facts, backend) if cfg.elastic.min_replicas is not None else []
-    found += _mig_problems(parts, facts) if backend is None and facts.num_gpus > 1 else []
-    named = launch is not None and launch.has_evaluator
-    own = any(task.is_evaluator for task in parts.strategy.tasks(replace(facts, launch=None)))
-    if cfg.eval.beside or own or named:
-        found += _evaluator_problems(cfg, parts, launch, backend, own=own)
-    return found
+    problems = _elastic_problems(cfg, parts, facts, backend) if cfg.elastic.min_replicas is not None else []
+    problems += _mig_problems(parts, facts) if backend is None and facts.num_gpus > 1 else []
+    by_launch = launch is not None and launch.has_evaluator
+    by_strategy = any(task.is_evaluator for task in parts.strategy.tasks(replace(facts, launch=None)))
+    if cfg.eval.beside or by_strategy or by_launch:
+        problems += _evaluator_problems(cfg, parts, launch, backend, needed=by_strategy)
+    return problems
 
 
 def _elastic_problems(
@@ -142,16 +142,16 @@ def _mig_problems(parts: Components, facts: PlanContext) -> list[Problem]:
 
 
 def _evaluator_problems(
-    cfg: RunConfig, parts: Components, launch: LaunchEnvironment | None, backend: ProcessBackend | None, *, own: bool
+    cfg: RunConfig, parts: Components, launch: LaunchEnvironment | None, backend: ProcessBackend | None, *, needed: bool
 ) -> list[Problem]:
-    """Return why the run cannot have an evaluator: that of the strategy (`own`), of the launch, or of `eval.beside`."""
-    named = launch is not None and launch.has_evaluator
-    key = "cluster.evaluator" if named else "strategy.evaluator" if own else "eval.beside"
+    """Return why the run cannot have an evaluator: that of the strategy (`needed`), of the launch, or of `eval.beside`."""
+    by_launch = launch is not None and launch.has_evaluator
+    key = "cluster.evaluator" if by_launch else "strategy.evaluator" if needed else "eval.beside"
     started = launch.kind if launch is not None else backend.name if backend is not None else None
     unstarted = f"{started} starts the processes. Start the evaluator by hand: python -m {_EVALUATOR} RUN"
     rules = {
-        "the strategy has its own evaluator. Leave one of them out.": own,
-        "the cluster has an evaluator. Leave one of them out.": named and not own,
+        "the strategy has its own evaluator. Leave one of them out.": needed,
+        "the cluster has an evaluator. Leave one of them out.": by_launch and not needed,
         unstarted: started is not None,
         "the run may continue with fewer tasks (elastic.min_replicas). Leave one of them out.": (
             cfg.elastic.min_replicas is not None
@@ -196,27 +196,27 @@ class RunPlan:
     """The backend that starts the processes, if this machine does not."""
     debugged_rank: int | None = None
     """The rank that the process of the terminal becomes, for a debugger; None: it debugs none."""
-    given: BatchConfig = field(default_factory=BatchConfig)
+    batch_config: BatchConfig = field(default_factory=BatchConfig)
     """The sizes of a step as the config gives them; `cfg` holds the resolved ones."""
 
-    def reading(self, place: device) -> Reading:
+    def reading(self, target: device) -> Reading:
         """Return the settings for reading the samples of this run, for batches on a device."""
-        return Reading(device=place, settings=self.cfg.loader, hooks=self.components.hooks, seed=self.cfg.seed)
+        return Reading(device=target, settings=self.cfg.loader, hooks=self.components.hooks, seed=self.cfg.seed)
 
     @property
     def micro_size_depends_on_replicas(self) -> bool:
         """Whether the cut of a step depends on the number of replicas, because the config leaves it open."""
-        return self.given.micro_size is None and not self.cfg.numerics.reproducible
+        return self.batch_config.micro_size is None and not self.cfg.numerics.reproducible
 
     def highest_rate(self, step: int) -> float:
         """Return the highest learning rate of a step, of all optimizers."""
-        return max(rate(step) for rate in (self.rate, *(one.rate for one in self.optimizers)))
+        return max(rate(step) for rate in (self.rate, *(optimizer.rate for optimizer in self.optimizers)))
 
     @property
     def last_step(self) -> int:
         """Updates after which this start of the run ends."""
-        asked = self.cfg.stop_at_step
-        return self.num_steps if asked is None else min(self.num_steps, self.next_sync_step(asked))
+        stop = self.cfg.stop_at_step
+        return self.num_steps if stop is None else min(self.num_steps, self.next_sync_step(stop))
 
     @property
     def stop_after_s(self) -> float | None:
@@ -263,7 +263,7 @@ class RunPlan:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The phases of a step, in the order of the objective; empty if it names none."""
-        by_name = {one.name: one.phase for one in self.optimizers}
+        by_name = {optimizer.name: optimizer.phase for optimizer in self.optimizers}
         return tuple(by_name[name] for name in self.components.objective.phases)
 
     def next_sync_step(self, step: int) -> int:
@@ -281,9 +281,9 @@ class RunPlan:
         """Return the plan with a factor on the learning rate of every update, and an estimated length of the training,
         of all optimizers.
         """
-        of = partial(replace, reduced=reduced, length=length)
-        optimizers = tuple(replace(one, rate=of(one.rate)) for one in self.optimizers)
-        return replace(self, rate=of(self.rate), optimizers=optimizers)
+        adjusted = partial(replace, reduced=reduced, length=length)
+        optimizers = tuple(replace(optimizer, rate=adjusted(optimizer.rate)) for optimizer in self.optimizers)
+        return replace(self, rate=adjusted(self.rate), optimizers=optimizers)
 
     def summary(self, num_params: int) -> dict[str, str]:
         """Return the effective values for the user, label -> text."""
@@ -321,13 +321,13 @@ class RunPlan:
             "samples": f"{batch.num_samples:,} for training{drawn}",
             "global batch": f"{batch.global_size} = {factors} on {replicas}",
             "steps": f"{steps} ({batch.steps_per_epoch:,} an epoch)",
-            "optimizers": ", ".join(one.text for one in self.optimizers) or None,
-            "learning rate": ", ".join(f"{one.name} {one.rate.peak:g}" for one in self.optimizers) or peak,
+            "optimizers": ", ".join(optimizer.text for optimizer in self.optimizers) or None,
+            "learning rate": ", ".join(f"{planned.name} {planned.rate.peak:g}" for planned in self.optimizers) or peak,
             "warmup": warmup,
             "schedule": cfg.schedule["_target_"].rpartition(".")[2],
             "precision": self.components.precision.value,
             "average": average.name if (average := average_of(cfg)) else None,
-            "converted": f"float8, {made.recipe}" if (made := conversion_of(cfg)) else None,
+            "converted": f"float8, {conversion.recipe}" if (conversion := conversion_of(cfg)) else None,
             "parameters": f"{num_params:,}",
             "reduce": self.components.strategy.sum_of_gradients(self.context) if self.num_replicas > 1 else None,
             "recomputed": model_transforms_of(cfg).recomputed,
@@ -388,14 +388,14 @@ def make_plan(
     if cfg.eval.beside or (launch is not None and launch.has_evaluator):
         tasks = (*tasks, Task(role="evaluator", index=0, rank=len(tasks)))
     plan = _plan_of(resolved, parts, context, tasks, batch)
-    found = phase_problems(plan.optimizers, parts.objective) if plan.optimizers or parts.objective.phases else []
-    found += average_problems(context.average, parts.datasets, plan.num_steps) if context.average else []
-    found += _rate_problems(plan)
-    refuse(found)
+    problems = phase_problems(plan.optimizers, parts.objective) if plan.optimizers or parts.objective.phases else []
+    problems += average_problems(context.average, parts.datasets, plan.num_steps) if context.average else []
+    problems += _rate_problems(plan)
+    refuse(problems)
     if debug is not None:
         debug.refuse_absent_rank(tasks)
     rank = None if debug is None else debug.rank
-    return replace(plan, given=cfg.batch, backend=backend, debugged_rank=rank)
+    return replace(plan, batch_config=cfg.batch, backend=backend, debugged_rank=rank)
 
 
 def _rate_problems(plan: RunPlan) -> Iterator[Problem]:
@@ -439,7 +439,7 @@ def plan_context(cfg: RunConfig, parts: Components, *, num_gpus: int, launch: La
         num_gpus=num_gpus,
         precision=parts.precision.value,
         optimizer=class_built_by(cfg.optimizer),
-        optimizers={name: class_built_by(optimizer_node(cfg.optimizer, one)) for name, one in cfg.optimizers.items()},
+        optimizers={name: class_built_by(optimizer_node(cfg.optimizer, node)) for name, node in cfg.optimizers.items()},
         optimizer_makers=_optimizer_makers(cfg),
         objective=parts.objective,
         sample=parts.sample,
@@ -451,19 +451,19 @@ def plan_context(cfg: RunConfig, parts: Components, *, num_gpus: int, launch: La
 
 def _optimizer_makers(cfg: RunConfig) -> dict[str, list[MakeOptimizer]]:
     """Return functions that build each optimizer as the config sets it, for each of its groups of parameters."""
-    nodes = {f"optimizers.{name}": optimizer_node(cfg.optimizer, one) for name, one in cfg.optimizers.items()}
-    found: dict[str, list[MakeOptimizer]] = {}
+    nodes = {f"optimizers.{name}": optimizer_node(cfg.optimizer, entry) for name, entry in cfg.optimizers.items()}
+    makers: dict[str, list[MakeOptimizer]] = {}
     for key, node in (nodes or {"optimizer": cfg.optimizer}).items():
         settings = {name: value for name, value in node.items() if name != "groups"} | {"lr": 0.1}
         groups = [
-            {name: one for name, one in group.items() if name != "match"}
+            {name: value for name, value in group.items() if name != "match"}
             for group in (node.get("groups") or {}).values()
         ]
-        found[f"{key}.{TARGET}"] = [partial(_made, {**settings, **group}) for group in [{}, *groups]]
-    return found
+        makers[f"{key}.{TARGET}"] = [partial(_build_optimizer, {**settings, **group}) for group in [{}, *groups]]
+    return makers
 
 
-def _made(node: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
+def _build_optimizer(node: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
     optimizer: Optimizer = build(node, "optimizer", params=params)
     return optimizer
 
@@ -509,7 +509,7 @@ def plan_to_environ(plan: RunPlan) -> dict[str, str]:
         "launch": None if launch is None else asdict(launch),
         "num_gpus": plan.context.num_gpus,
         "num_samples": plan.batch.num_samples,
-        "given": asdict(plan.given),
+        "given": asdict(plan.batch_config),
     }
     return {VARIABLE: json.dumps(values)}
 
@@ -551,8 +551,8 @@ def _planned(cfg: RunConfig, parts: Components, values: Mapping[str, Any]) -> Ru
         micro_size=cfg.batch.micro_size,
         drop_last=cfg.batch.drop_last,
     )
-    tasks, given = tuple(Task.from_json(task) for task in values["tasks"]), BatchConfig(**values["given"])
-    return replace(_plan_of(cfg, parts, context, tasks, batch), given=given)
+    tasks, batch_config = tuple(Task.from_json(task) for task in values["tasks"]), BatchConfig(**values["given"])
+    return replace(_plan_of(cfg, parts, context, tasks, batch), batch_config=batch_config)
 
 
 ChooseWorkers = Callable[[RunPlan], tuple[int, str]]
@@ -644,8 +644,8 @@ def _tasks_text(plan: RunPlan) -> str:
     devices: dict[str, list[str]] = {}
     for task in tasks:
         others = [device for device in task.computes_on if device != task.device]
-        place = f"{task.device}, computes on {', '.join(task.computes_on)}" if others else task.device
-        devices.setdefault(place, []).append(str(task))
+        text = f"{task.device}, computes on {', '.join(task.computes_on)}" if others else task.device
+        devices.setdefault(text, []).append(str(task))
     placed = ", ".join(f"{' '.join(names)} on {device}" for device, names in devices.items())
     return f"{placed}{hosts}" if len(tasks) > 1 else f"{placed}, in this process"
 

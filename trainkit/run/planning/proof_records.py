@@ -51,12 +51,12 @@ def key_of(plan: RunPlan) -> str:
     return digest_of(placement)
 
 
-def keep_proof(plan: RunPlan, found: Mapping[str, Any]) -> str | None:
+def keep_proof(plan: RunPlan, proof: Mapping[str, Any]) -> str | None:
     """Write a proof; it replaces the last one of the same key.
 
     Args:
         plan: the training that was proved, as it would be started.
-        found: `command`, `same_training`, `same_numbers`, `micro_size`, `steps`, `precision`, `largest_error`.
+        proof: `command`, `same_training`, `same_numbers`, `micro_size`, `steps`, `precision`, `largest_error`.
 
     Returns:
         The reason why it could not be written; None if it was.
@@ -67,8 +67,8 @@ def keep_proof(plan: RunPlan, found: Mapping[str, Any]) -> str | None:
     content = {
         "version": _VERSION,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **found,
-        "command": found["command"][:4096],
+        **proof,
+        "command": proof["command"][:4096],
         "devices": _devices(plan),
         "torch": torch.__version__,
     }
@@ -84,10 +84,10 @@ def last_proof(plan: RunPlan) -> dict[str, Any] | None:
     """Return the last proof of a planned training; None if there is no valid one."""
     folder = proofs_folder()
     try:
-        found = None if folder is None else read_map(folder / f"{key_of(plan)}.json", _KINDS, limit=_LARGEST)
+        proof = None if folder is None else read_map(folder / f"{key_of(plan)}.json", _KINDS, limit=_LARGEST)
     except UnreadableError:
         return None
-    return found if found is not None and found["version"] == _VERSION else None
+    return proof if proof is not None and proof["version"] == _VERSION else None
 
 
 def _devices(plan: RunPlan) -> str:
