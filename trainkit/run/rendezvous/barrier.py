@@ -215,10 +215,10 @@ def store_of_launch(launch: LaunchEnvironment) -> HostedStore:
     host, port = launch.store
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
-        found = str(address[0])
-        if launch.num_hosts > 1 and is_loopback(found) and not is_loopback(host):
-            found = own_address() or found
-        return HostedStore((found, port))
+        ip = str(address[0])
+        if launch.num_hosts > 1 and is_loopback(ip) and not is_loopback(host):
+            ip = own_address() or ip
+        return HostedStore((ip, port))
     except OSError as error:
         number = error.errno or 0  # resolver errors are negative, and have their own messages
         rule = f"rank 0 cannot listen there: {os.strerror(number) if number > 0 else error.strerror or error}."
@@ -272,8 +272,8 @@ class ProcessBarrier:
             else:
                 self._announce()
             # Exchanged before a rank can be lost: the store may be lost with it.
-            own = {**asdict(ProcessId.of(os.getpid())), "at": host_id(), "host": socket.gethostname()}
-            self.processes = dict(zip(self.ranks, self.all_gather_object(own), strict=True))
+            process = {**asdict(ProcessId.of(os.getpid())), "at": host_id(), "host": socket.gethostname()}
+            self.processes = dict(zip(self.ranks, self.all_gather_object(process), strict=True))
             self._stack = self._stack.pop_all()
         return self
 
@@ -299,11 +299,11 @@ class ProcessBarrier:
         Raises:
             HangError: rank 0 did not arrive.
         """
-        waiter, place = self._waiter(lambda: [0]), f"{self.launch.num_ranks}/{self.launch.rank}"
+        waiter, key = self._waiter(lambda: [0]), f"{self.launch.num_ranks}/{self.launch.rank}"
         while not self.prefix:
             name = uuid.uuid4().hex
             try:
-                self.store.set(f"trainkit/arrival/{place}", name)
+                self.store.set(f"trainkit/arrival/{key}", name)
                 while not self.store.has(f"trainkit/answer/{name}"):
                     waiter.wait(_POLL_S)
                 prefix = self.store.get(f"trainkit/answer/{name}").decode(errors="replace")
@@ -319,13 +319,13 @@ class ProcessBarrier:
         with self._stack:
             if error is not None and not isinstance(error, PeerError):
                 self.publish_failure(error_report(self.launch.rank, error))
-            others, deadline = len(self.ranks) - 1, time.monotonic() + _EXIT_BARRIER_S
+            num_others, deadline = len(self.ranks) - 1, time.monotonic() + _EXIT_BARRIER_S
             # The rank that hosts the store waits for the others, so that they can still read it; not for processes that
             # are known to have ended.
             with contextlib.suppress(RuntimeError):  # the store's DistError: its host has exited
                 left = 0 if isinstance(error, KeyboardInterrupt) else self.store.add(f"{self.prefix}/left", 1)
-                while self.launch.hosts_store and 0 < left <= others and time.monotonic() < deadline:
-                    if len(self.ended_here()) == others:
+                while self.launch.hosts_store and 0 < left <= num_others and time.monotonic() < deadline:
+                    if len(self.ended_here()) == num_others:
                         break
                     time.sleep(_POLL_S)
                     left = self.store.add(f"{self.prefix}/left", 0)
@@ -346,7 +346,7 @@ class ProcessBarrier:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gather a JSON value from every rank on every rank; collective."""
-        return [one["result"] for one in self._exchange({"failed": None, "result": value})]
+        return [message["result"] for message in self._exchange({"failed": None, "result": value})]
 
     def _agree(self, work: Callable[[], T], *, is_shared: bool) -> T:
         rank, error, results = self.launch.rank, None, list[T]()
@@ -356,46 +356,46 @@ class ProcessBarrier:
         except Exception as failed:  # noqa: BLE001 - raised below, once the others know
             error = failed
         report = None if error is None else asdict(error_report(rank, error))
-        each = self._exchange({"failed": report, "result": results[0] if is_shared and results else None})
-        for one in each:
-            if one["failed"] is not None:
-                first = self._parse_report(self._round, one["failed"])
+        messages = self._exchange({"failed": report, "result": results[0] if is_shared and results else None})
+        for message in messages:
+            if message["failed"] is not None:
+                first = self._parse_report(self._round, message["failed"])
                 if rank > 0:
                     raise self.peer_error(first) from error
                 raise error if error is not None else first.error(self.launch.place_of(first.rank))
-        return results[0] if results else each[0]["result"]
+        return results[0] if results else messages[0]["result"]
 
-    def _exchange(self, own: dict[str, Any]) -> list[dict[str, Any]]:
+    def _exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Give a message to every rank, and return those of all; rank 0 collects them."""
         self._num_barriers += 1
         key = self._round
-        self.store.set(f"{key}/{self.launch.rank}", json.dumps(own))
+        self.store.set(f"{key}/{self.launch.rank}", json.dumps(message))
         if self.launch.rank == 0:
             self.store.set(key, json.dumps(self._collect(key)))
         else:
             self._wait_for(key)
         try:
-            each = expect_maps(self.store.message(key), {"failed": (dict, type(None)), "result": object})
-            if len(each) != len(self.ranks):
+            messages = expect_maps(self.store.message(key), {"failed": (dict, type(None)), "result": object})
+            if len(messages) != len(self.ranks):
                 raise ValueError("it is not a message of every rank")
         except ValueError as error:
             raise self.store.misfit(key, error) from None
-        return each
+        return messages
 
     @property
     def _round(self) -> str:
         return f"{self.prefix}/round/{self._num_barriers}"
 
     def _collect(self, key: str) -> list[Any]:
-        found: dict[int, Any] = {}
+        messages: dict[int, Any] = {}
         ranks = self.ranks
-        waiter = self._waiter(lambda: [rank for rank in ranks if rank not in found])
+        waiter = self._waiter(lambda: [rank for rank in ranks if rank not in messages])
         while True:
             for rank in ranks:
-                if rank not in found and self.store.has(f"{key}/{rank}"):
-                    found[rank] = self.store.message(f"{key}/{rank}")
-            if len(found) == len(ranks):
-                return [found[rank] for rank in ranks]
+                if rank not in messages and self.store.has(f"{key}/{rank}"):
+                    messages[rank] = self.store.message(f"{key}/{rank}")
+            if len(messages) == len(ranks):
+                return [messages[rank] for rank in ranks]
             self._raise_failure()
             waiter.wait(_POLL_S)
 
@@ -413,8 +413,8 @@ class ProcessBarrier:
         """Return the published failures, in the order of arrival."""
         if not self.store.add(f"{self.prefix}/count/reports", 0):
             return []
-        found = self.read_any([f"failed/{rank}" for rank in self.ranks], within_s=0.0)
-        messages = sorted(found.values(), key=lambda message: int(message["arrival"]))
+        published = self.read_any([f"failed/{rank}" for rank in self.ranks], within_s=0.0)
+        messages = sorted(published.values(), key=lambda message: int(message["arrival"]))
         return [self._parse_report("failed", message["words"]) for message in messages]
 
     def ended_here(self) -> list[int]:
@@ -479,9 +479,9 @@ class ProcessBarrier:
         deadline = time.monotonic() + within_s
         try:
             while True:
-                found = {key: self.store.message(name) for key, name in names.items() if self.store.has(name)}
-                if found or time.monotonic() > deadline:
-                    return found
+                values = {key: self.store.message(name) for key, name in names.items() if self.store.has(name)}
+                if values or time.monotonic() > deadline:
+                    return values
                 time.sleep(_POLL_S)
         except RuntimeError:  # the store's DistError: its host has exited
             return {}
@@ -554,16 +554,16 @@ def mismatches(
 ) -> list[Problem]:
     """Return one problem for each key in which processes differ."""
     return [
-        Problem(key=key, value=ours.get(key), rule=f"{place} has {yaml_text(other.get(key))}. {remedy}", origin=origin)
-        for place, other in others.items()
-        for key in sorted({**ours, **other})
-        if ours.get(key) != other.get(key)
+        Problem(key=key, value=ours.get(key), rule=f"{name} has {yaml_text(values.get(key))}. {remedy}", origin=origin)
+        for name, values in others.items()
+        for key in sorted({**ours, **values})
+        if ours.get(key) != values.get(key)
     ]
 
 
-def refuse_mismatches(barrier: ProcessBarrier, own: Mapping[str, Any], **remedy: str) -> None:
+def refuse_mismatches(barrier: ProcessBarrier, values: Mapping[str, Any], **remedy: str) -> None:
     """Compare values of all processes; raise for each key and rank that differ, before anything is written."""
-    each = barrier.all_gather_object(dict(own))
+    gathered = barrier.all_gather_object(dict(values))
     first, *places = [barrier.launch.place_of(rank) for rank in barrier.ranks]
-    problems = mismatches(each[0], dict(zip(places, each[1:], strict=True)), origin=first, **remedy)
+    problems = mismatches(gathered[0], dict(zip(places, gathered[1:], strict=True)), origin=first, **remedy)
     barrier.run_on_rank0(lambda: refuse(problems))

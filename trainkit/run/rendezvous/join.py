@@ -155,8 +155,8 @@ def join_running_job(cfg: RunConfig, launch: LaunchEnvironment) -> dict[str, Any
             store.set(f"{info['prefix']}/refused/{launch.rank}", "true")
             report = info["failed"]
             raise PeerError(f"{task} ends with {launch.place_of(0)}: {report.summary}", exit_code=report.exit_code)
-        others = {launch.place_of(0): info["likeness"]}
-        refuse(mismatches(values_of(cfg), others, origin=launch.place_of(launch.rank)))
+        chief = {launch.place_of(0): info["likeness"]}
+        refuse(mismatches(values_of(cfg), chief, origin=launch.place_of(launch.rank)))
         global_size, micro_size = info["batch"]
         batch = replace(cfg.batch, global_size=global_size, micro_size=micro_size, accumulation=None)
         num_gpus = info["num_gpus"] if task.is_evaluator else None  # it plans what the others train
@@ -198,8 +198,8 @@ def join_running_job(cfg: RunConfig, launch: LaunchEnvironment) -> dict[str, Any
         deadline = time.monotonic() + _SHUTDOWN_GRACE_S
         while (result := folder.read_result()) is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        found = result or RunResult.of_status("finished").content()
-        return {**{key: found.get(key) for key in ENDING}, "folder": str(folder.path)}
+        result = result or RunResult.of_status("finished").content()
+        return {**{key: result.get(key) for key in ENDING}, "folder": str(folder.path)}
 
 
 def _checked(store: StoreClient, stack: ExitStack, waiter: WaitReporter) -> dict[str, Any] | None:
@@ -216,7 +216,7 @@ def _checked(store: StoreClient, stack: ExitStack, waiter: WaitReporter) -> dict
             refusal = expect_map(message, _REFUSAL)
             return {**refusal, "failed": report_from_json(refusal["failed"])}
         info = expect_map(message, _JOIN_INFO)
-        whole_numbers([one for one in info["batch"] if one is not None])
+        whole_numbers([size for size in info["batch"] if size is not None])
         if len(info["batch"]) != len(("global_size", "micro_size")):
             raise ValueError("its batch is not two numbers")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -295,10 +295,10 @@ def note_restart_of(folder: RunFolder, barrier: ProcessBarrier) -> None:
     """
     failure, key = failure_in(folder), "raised"
     try:
-        found = expect_maps(parse_json(_of_earlier_group(barrier, key) or "[]"), _RAISED)
+        entries = expect_maps(parse_json(_of_earlier_group(barrier, key) or "[]"), _RAISED)
     except ValueError as error:
         raise barrier.store.misfit(f"trainkit/{key}", error) from None
-    before = [{name: one[name] for name in _RAISED} for one in found]
+    before = [{name: entry[name] for name in _RAISED} for entry in entries]
     relaunch = record_relaunch(folder, failure, before=before)
     if relaunch.refusal is not None and failure is not None:
         refusal = CrashLoopError(f"{relaunch.refusal}: {failure.error()}")
@@ -352,9 +352,9 @@ def train_external(request: RunRequest, launch: LaunchEnvironment, job: Job | No
             return ending.result
 
         with group.recorded():
-            done = (run() if job is None or launch.rank > 0 else job(group.run.folder.path, run)) or {}
-        group.end(done)
-        return {**done, "folder": str(group.run.folder.path)}
+            result = (run() if job is None or launch.rank > 0 else job(group.run.folder.path, run)) or {}
+        group.end(result)
+        return {**result, "folder": str(group.run.folder.path)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -444,8 +444,8 @@ def joined(request: RunRequest, launch: LaunchEnvironment) -> Iterator[JoinedGro
                     (record := _record(plan.cfg, launch)).parent.mkdir(parents=True, exist_ok=True)
                     write_json_atomically(record, {"launch": launch.name, "folder": path})
             # A token of the chief goes through the store, where any process that reaches its port can read it.
-            made = barrier.run_on_rank0(lambda: token_hex(32)) if plan.auxiliary_ranks else ""
-            token = os.environ.get(_TOKEN) or made if plan.auxiliary_ranks else ""
+            shared = barrier.run_on_rank0(lambda: token_hex(32)) if plan.auxiliary_ranks else ""
+            token = os.environ.get(_TOKEN) or shared if plan.auxiliary_ranks else ""
             if late and launch.rank == 0:
                 info = {
                     "prefix": barrier.prefix,
@@ -476,11 +476,11 @@ def share_host(barrier: ProcessBarrier, launch: LaunchEnvironment) -> LaunchEnvi
         pods); otherwise all share the GPUs that they see. Collective.
     """
     shares = launch.num_local > 1 and not launch.takes_devices
-    own = {"host": socket.gethostname(), "cores": own_cores(), "gpu": device_of_process() if shares else ""}
-    each = barrier.all_gather_object(own)
+    facts = {"host": socket.gethostname(), "cores": own_cores(), "gpu": device_of_process() if shares else ""}
+    peers = barrier.all_gather_object(facts)
     if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it on hosts with several processes only
-        torch.set_num_threads(threads_of(own, each))
-    return replace(launch, has_own_gpu=bool(own["gpu"]) and [one["gpu"] for one in each].count(own["gpu"]) == 1)
+        torch.set_num_threads(threads_of(facts, peers))
+    return replace(launch, has_own_gpu=bool(facts["gpu"]) and [peer["gpu"] for peer in peers].count(facts["gpu"]) == 1)
 
 
 def device_of_process() -> str:
@@ -509,11 +509,11 @@ class LaunchAgreement(Agreement):
 
     def find_start(self, cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
         """Return the state that rank 0 finds; collective."""
-        found: list[ResumePoint] = []
+        starts: list[ResumePoint] = []
 
         def find() -> dict[str, Any]:
-            found.append(resume_point_of_launch(cfg, run_dir, self._barrier))
-            (start,) = found
+            starts.append(resume_point_of_launch(cfg, run_dir, self._barrier))
+            (start,) = starts
             batch = start.cfg.batch
             places = {"folder": None if start.folder is None else start.folder.path, "checkpoints": start.checkpoints}
             return {
@@ -524,8 +524,8 @@ class LaunchAgreement(Agreement):
             }
 
         shared = self._barrier.run_on_rank0(find)
-        if found:
-            return found[0]
+        if starts:
+            return starts[0]
         global_size, micro_size, accumulation = shared["batch"]
         batch = replace(cfg.batch, global_size=global_size, micro_size=micro_size, accumulation=accumulation)
         loader = replace(cfg.loader, num_workers=shared["num_workers"])
@@ -538,8 +538,8 @@ class LaunchAgreement(Agreement):
     def compare(self, plan: RunPlan) -> None:
         """Refuse processes whose plans differ, but for auxiliary tasks, which compute something else; collective."""
         if plan.num_computing == len(plan.training_tasks):
-            own = facts_of_plan(plan, len(self._barrier.ranks), self._barrier.launch.rank)
-            refuse_mismatches(self._barrier, own, remedy="All need the same.")
+            facts = facts_of_plan(plan, len(self._barrier.ranks), self._barrier.launch.rank)
+            refuse_mismatches(self._barrier, facts, remedy="All need the same.")
 
     @contextlib.contextmanager
     def lock(self, folder: RunFolder, *, is_new: bool) -> Iterator[int]:

@@ -74,14 +74,14 @@ def ending_together(
     report = Reporter(None if runs_local_workers else folder.error_of(rank), rank, barrier.publish_failure)
 
     def explain(error: BaseException) -> TrainkitError:
-        own = report(error)
+        rank_report = report(error)
         RankGroup(is_joined=True).close(failed=True)  # of a session that was not opened: others may wait in an exchange
         if rank > 0:
             reported = barrier.read_any(["reported"], within_s=AT_THE_STORE.lost + 1.0)
             if reported:  # rank 0 explains the failure
                 message = reported["reported"]
-                return PeerError(f"rank {own.rank} ends: {message['line']}", exit_code=message["exit_code"])
-        failure, silent = _first_failure(barrier, reports_in, own)
+                return PeerError(f"rank {rank_report.rank} ends: {message['line']}", exit_code=message["exit_code"])
+        failure, silent = _first_failure(barrier, reports_in, rank_report)
         if all(lower in silent for lower in barrier.ranks if lower < rank):  # rank 0, or it cannot record the failure
             _record(barrier, folder, failure, fence)
         return failure
@@ -131,22 +131,23 @@ def _first_failure(
     while True:
         silent = [rank for rank in barrier.ranks if rank not in reports]
         # The known reports, and the processes of the other ranks: their states, if they are on this host.
-        here = {rank: process for rank, process in barrier.processes_here().items() if rank in silent}
-        away = {rank: f"pid {one['pid']} on {one['host']}" for rank, one in barrier.processes.items() if rank in silent}
-        evidence = ProcessEvidence(folder, here.copy, away=away, reports=reports)
+        local = {rank: process for rank, process in barrier.processes_here().items() if rank in silent}
+        processes = {rank: process for rank, process in barrier.processes.items() if rank in silent}
+        away = {rank: f"pid {process['pid']} on {process['host']}" for rank, process in processes.items()}
+        evidence = ProcessEvidence(folder, local.copy, away=away, reports=reports)
         ordered = {rank: reports[rank] for rank in sorted(reports, key=arrivals.__getitem__)}
         facts = facts_of(evidence, running=silent, reports=ordered)
-        found = first_failure(facts, waited_s=time.monotonic() - begun, graces=AT_THE_STORE)
-        if not isinstance(found, float):
+        verdict = first_failure(facts, waited_s=time.monotonic() - begun, graces=AT_THE_STORE)
+        if not isinstance(verdict, float):
             break
-        received = barrier.read_any([f"failed/{rank}" for rank in silent], within_s=found)
+        received = barrier.read_any([f"failed/{rank}" for rank in silent], within_s=verdict)
         if not received:  # the time is over, or the store is lost
             break
         for message in received.values():
-            other = report_from_json(message["words"])
-            reports[other.rank], arrivals[other.rank] = other, message["arrival"]
+            peer = report_from_json(message["words"])
+            reports[peer.rank], arrivals[peer.rank] = peer, message["arrival"]
     if folder is None:
-        first = first_failure([one for one in facts if one.report is not None])
+        first = first_failure([peer for peer in facts if peer.report is not None])
         assert isinstance(first, tuple)
         return reports[first[0].rank].error(), silent
     return failure_of(evidence, facts).error(), silent
@@ -216,8 +217,8 @@ class PeerWatch(ThreadWatch):
 
     def _published(self) -> str:
         """Return what the store says of a failure; empty if there is none."""
-        store, done = self._barrier.store, f"{self._barrier.prefix}/done"
-        ended = [rank for rank in self._barrier.ended_here() if not store.has(f"{done}/{rank}")]
+        store, prefix = self._barrier.store, f"{self._barrier.prefix}/done"
+        ended = [rank for rank in self._barrier.ended_here() if not store.has(f"{prefix}/{rank}")]
         failures = self._barrier.failures()  # after `ended`: a process writes its report before it ends
         if failures:
             return f"rank {failures[0].rank}: {failures[0].summary}"
