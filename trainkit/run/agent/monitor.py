@@ -255,26 +255,26 @@ class TimeLimits:
     def longest(self) -> Limit:
         """The largest of the given limits."""
         names = [field.name for field in fields(self) if getattr(self, field.name) != "auto"]
-        return self._given(max(names, key=lambda name: float(getattr(self, name))))
+        return self._configured(max(names, key=lambda name: float(getattr(self, name))))
 
     def limit_of(self, heartbeat: HeartbeatReading | None) -> Limit | None:
         """Return the limit for the phase of a rank; None if it may wait for ever."""
         if heartbeat is None:
-            return self._given("start_timeout_s")
+            return self._configured("start_timeout_s")
         if heartbeat.phase == "idle":
             return None
         if heartbeat.phase in _KEYS:
-            return self._given(_KEYS[heartbeat.phase])
+            return self._configured(_KEYS[heartbeat.phase])
         if heartbeat.is_first:
-            return self._given("first_step_timeout_s")
+            return self._configured("first_step_timeout_s")
         return self.of_stopped(heartbeat)
 
     def of_stopped(self, heartbeat: HeartbeatReading | None) -> Limit:
         """Return the limit of a step, which a process that is stopped by a signal has in every phase."""
         if self.hang_timeout_s != "auto":
-            return self._given("hang_timeout_s")
+            return self._configured("hang_timeout_s")
         longest_s = 0.0 if heartbeat is None else heartbeat.longest_s
         return Limit(key="supervisor.hang_timeout_s", seconds=max(FLOOR_S, _FACTOR * longest_s), longest_s=longest_s)
 
-    def _given(self, name: str) -> Limit:
+    def _configured(self, name: str) -> Limit:
         return Limit(key=f"supervisor.{name}", seconds=getattr(self, name))

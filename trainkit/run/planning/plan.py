@@ -144,7 +144,7 @@ def _mig_problems(parts: Components, facts: PlanContext) -> list[Problem]:
 def _evaluator_problems(
     cfg: RunConfig, parts: Components, launch: LaunchEnvironment | None, backend: ProcessBackend | None, *, needed: bool
 ) -> list[Problem]:
-    """Return why the run cannot have an evaluator: that of the strategy (`needed`), of the launch, or of `eval.beside`."""
+    """Return why the run cannot have an evaluator: of the strategy (`needed`), of the launch, or of `eval.beside`."""
     by_launch = launch is not None and launch.has_evaluator
     key = "cluster.evaluator" if by_launch else "strategy.evaluator" if needed else "eval.beside"
     started = launch.kind if launch is not None else backend.name if backend is not None else None

@@ -98,8 +98,8 @@ class Account:
         end = Figures(memory=self._peak(), step_s=step_s)
         speed = self._instruments.overall()
         planned = replace(self._planned, memory=self._planned_memory())
-        found = {"steps": at_end.step, **speed, **asdict(end), "per_cent": differences(planned, end)}
-        return {**self._documents, "measured": {**self._documents["measured"], "at_end": found}}
+        totals = {"steps": at_end.step, **speed, **asdict(end), "per_cent": differences(planned, end)}
+        return {**self._documents, "measured": {**self._documents["measured"], "at_end": totals}}
 
     def _mark(self) -> None:
         """Store the counters of this moment."""
@@ -144,9 +144,9 @@ class Account:
         sent = None if outlook.traffic is None else outlook.traffic.mean_bytes(first.step, last.step, rank=0)
         time, work = outlook.time, outlook.work
         gpu = hardware_under(run.device)
-        if gpu is not None and (said := evaluation_misfit(plan, model, outlook.memory, gpu)) is not None:
-            run.add_note(said)
-            _log.warning("%s", said)
+        if gpu is not None and (note := evaluation_misfit(plan, model, outlook.memory, gpu)) is not None:
+            run.add_note(note)
+            _log.warning("%s", note)
         if run.device.type == "cpu" and outlook.hardware is not None and not outlook.hardware.whole_host:
             time = work = None  # the plan is for a GPU, and this is a trial of it
         if work is not None:
@@ -155,11 +155,11 @@ class Account:
             memory=self._planned_memory(), step_s=None if time is None else time.step_s, bytes_a_step=sent or None
         )
         step_s, bytes_a_step = between(first, last)
-        found = Figures(memory=self._peak(), step_s=step_s, bytes_a_step=bytes_a_step)
+        actual = Figures(memory=self._peak(), step_s=step_s, bytes_a_step=bytes_a_step)
         band = {} if time is None else {"low_s": time.band.low, "high_s": time.band.high}
-        measured = {"steps": last.step, **asdict(found), "per_cent": differences(self._planned, found)}
+        measured = {"steps": last.step, **asdict(actual), "per_cent": differences(self._planned, actual)}
         self._documents = {"plan": {**asdict(self._planned), **band}, "measured": measured}
-        line = line_of(self._planned, found, last.step)
+        line = line_of(self._planned, actual, last.step)
         if line is not None and not plan.cfg.quiet:
             print(line, flush=True)  # noqa: T201 - the screen of the user
 
@@ -219,7 +219,7 @@ def evaluation_misfit(plan: RunPlan, model: nn.Module, memory: DeviceMemory, har
     verdict = verdict_of(plan, memory, hardware)
     if memory.moment != "evaluation" or verdict.fits is not False:
         return None
-    tried = ", ".join(one.overrides for one in remedies_for(plan, model, hardware))
+    tried = ", ".join(remedy.overrides for remedy in remedies_for(plan, model, hardware))
     needs, has = num_bytes(verdict.needs), num_bytes(verdict.has)
     return f"an evaluation will run out of memory: it needs {needs}, {verdict.name} has {has}. Resume with {tried}."
 
@@ -246,10 +246,10 @@ def tcp_bytes() -> int | None:
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError, ValueError):
             if (name := str(entry.readlink())).startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(entry.name))) as one:
-                    if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
-                        info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                        connections[name] = sum(_COUNTERS.unpack_from(info, place)[0] for place in (_ACKED, _RECEIVED))
+                with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+                    if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+                        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                        connections[name] = sum(_COUNTERS.unpack_from(info, start)[0] for start in (_ACKED, _RECEIVED))
     return sum(connections.values())
 
 
@@ -276,8 +276,8 @@ def between(first: Mark, last: Mark) -> tuple[float | None, float | None]:
     steps = last.step - first.step
     if steps < 1:
         return None, None
-    known = first.tcp_bytes is not None and last.tcp_bytes is not None
-    return (last.seconds - first.seconds) / steps, (last.tcp_bytes - first.tcp_bytes) / steps if known else None  # type: ignore[operator]
+    counted = first.tcp_bytes is not None and last.tcp_bytes is not None
+    return (last.seconds - first.seconds) / steps, (last.tcp_bytes - first.tcp_bytes) / steps if counted else None  # type: ignore[operator]
 
 
 def differences(planned: Figures, measured: Figures) -> dict[str, float | None]:
@@ -288,7 +288,10 @@ def differences(planned: Figures, measured: Figures) -> dict[str, float | None]:
         {'memory': 10.0, 'step_s': None, 'bytes_a_step': None}
     """
     pairs = zip(asdict(planned).items(), asdict(measured).values(), strict=True)
-    return {name: round(100 * (own / one - 1), 1) if one and own is not None else None for (name, one), own in pairs}
+    return {
+        name: round(100 * (actual / expected - 1), 1) if expected and actual is not None else None
+        for (name, expected), actual in pairs
+    }
 
 
 def line_of(planned: Figures, measured: Figures, steps: int) -> str | None:
@@ -298,13 +301,13 @@ def line_of(planned: Figures, measured: Figures, steps: int) -> str | None:
         >>> line_of(Figures(step_s=0.010), Figures(step_s=0.012, bytes_a_step=2e6), 20)
         'plan: after 20 steps 12 ms a step (planned 10 ms, +20 %)'
     """
-    words = {"memory": "of memory at the peak", "step_s": "a step", "bytes_a_step": "sent and received per step"}
+    labels = {"memory": "of memory at the peak", "step_s": "a step", "bytes_a_step": "sent and received per step"}
     of_plan, of_run, parts = asdict(planned), asdict(measured), list[str]()
     for name, per_cent in differences(planned, measured).items():
         if per_cent is not None:
-            own, one = (_text(figures[name], name) for figures in (of_run, of_plan))
+            actual, expected = (_text(figures[name], name) for figures in (of_run, of_plan))
             percent = f"{round(per_cent):+d}" if round(per_cent) else "0"
-            parts.append(f"{own} {words[name]} (planned {one}, {percent} %)")
+            parts.append(f"{actual} {labels[name]} (planned {expected}, {percent} %)")
     return f"plan: after {steps} steps {'; '.join(parts)}" if parts else None
 
 

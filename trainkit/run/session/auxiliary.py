@@ -182,24 +182,24 @@ class CheckpointEvaluator:
                 print(f"{checkpoint.folder.name} is skipped: {error}", flush=True)  # noqa: T201 - written to the log of this task
                 continue
             try:
-                found = self._score(requested)
+                evaluation = self._score(requested)
                 if (average := self._shown_average(loaded)) is not None:
-                    found.figures.update(self._score(requested, average).figures)
+                    evaluation.figures.update(self._score(requested, average).figures)
             except EvaluationAbortedError:
                 return None
             state = State(plan=self._plan.batch)
             state.restore(loaded.meta["state"])
-            tables = {name: one.to_json() for name, one in found.tables.items()}
+            tables = {name: table.to_json() for name, table in evaluation.tables.items()}
             row = {
                 "step": checkpoint.step,
                 "epoch": round(state.epoch, 6),
-                **found.figures,
+                **evaluation.figures,
                 **({"tables": tables} if tables else {}),
                 "checkpoint": checkpoint.folder.name,
                 "manifest": mark,
                 "seconds": round(time.monotonic() - started, 3),
             }
-            self._note(row, found)
+            self._note(row, evaluation)
             return row
         return None
 
@@ -212,12 +212,12 @@ class CheckpointEvaluator:
 
     def _claimed(self) -> Checkpoint | None:
         """Return the oldest complete checkpoint without a row; it is not removed until another one is claimed."""
-        done, root = {row["manifest"] for row in self.rows} | self._damaged, self._folder.checkpoints
+        evaluated, root = {row["manifest"] for row in self.rows} | self._damaged, self._folder.checkpoints
         if not root.is_dir():
             return None
         with exclusive(root):
             for checkpoint in reversed(list_complete(root)):
-                if _content_id(checkpoint.folder) not in done:
+                if _content_id(checkpoint.folder) not in evaluated:
                     replace(EvaluatedIndex.read(root), evaluating=checkpoint.folder.name).write(root)
                     return checkpoint
         return None
@@ -228,7 +228,7 @@ class CheckpointEvaluator:
         Raises:
             EvaluationAbortedError: this process was asked to stop.
         """
-        found = Evaluation(figures={}, tables={})
+        whole = Evaluation(figures={}, tables={})
 
         def watched(batches: EvalBatches) -> Iterator[Any]:
             for batch in batches:
@@ -240,10 +240,10 @@ class CheckpointEvaluator:
         self._on_phase("evaluate", self.step)
         for split, batches in self._batches.items():
             label = split if average is None else averaged_split(split, average)
-            one = evaluate(self._executor.local, self._plan.components.objective, watched(batches), split=label)
-            found.figures.update(one.figures)
-            found.tables.update(one.tables)
-        return found
+            scores = evaluate(self._executor.local, self._plan.components.objective, watched(batches), split=label)
+            whole.figures.update(scores.figures)
+            whole.tables.update(scores.tables)
+        return whole
 
     def _shown_average(self, loaded: Loaded) -> Average | None:
         """Compute with the averaged weights of a checkpoint from now on; None if it has none, or not their
@@ -257,20 +257,20 @@ class CheckpointEvaluator:
         self._executor.load_state_dict(averaged_weights(loaded.tensors))
         return average
 
-    def _note(self, row: dict[str, Any], found: Evaluation) -> None:
+    def _note(self, row: dict[str, Any], evaluation: Evaluation) -> None:
         """Write a row to the event file, to `evaluations.jsonl`, and to the index that selects the best checkpoint."""
         if self._events is None:
             from trainkit.report.events import EventFile  # noqa: PLC0415 - protobuf, with the first evaluation
 
             self._events = EventFile(self._folder.tensorboard, suffix=".evaluator")
-        self._events.scalars(found.figures, step=row["step"])
-        for name, table in found.tables.items():
+        self._events.scalars(evaluation.figures, step=row["step"])
+        for name, table in evaluation.tables.items():
             self._events.text(name, table.markdown(), step=row["step"])
         self._events.flush()
-        text = f"{json.dumps(row)}\n".encode()
+        line = f"{json.dumps(row)}\n".encode()
         path = self._folder.evaluations
-        with naming(path, needed=len(text)), open_regular(path, "ab") as file:
-            file.write(text)
+        with naming(path, needed=len(line)), open_regular(path, "ab") as file:
+            file.write(line)
             file.flush()
             os.fsync(file.fileno())
         self.rows.append(row)
@@ -328,10 +328,10 @@ def report_end(folder: RunFolder, end: EvaluatorEnd) -> None:
 def _reported_end(folder: RunFolder) -> EvaluatorEnd | None:
     """Return the reported end; None: the evaluator still works, or is lost."""
     try:
-        found = read_map(folder.evaluated, {"status": str, "reason": (str, type(None))})
+        content = read_map(folder.evaluated, {"status": str, "reason": (str, type(None))})
     except UnreadableError:
         return None
-    return EvaluatorEnd(status="finished" if found["status"] == "finished" else "failed", reason=found["reason"])
+    return EvaluatorEnd(status="finished" if content["status"] == "finished" else "failed", reason=content["reason"])
 
 
 def findings_of(session: TaskSession, folder: RunFolder, *, failed: bool, requested: Requested) -> dict[str, Any]:
@@ -394,12 +394,12 @@ def describe(folder: RunFolder, end: EvaluatorEnd) -> dict[str, Any]:
         rows = _rows(folder.evaluations)
     except UnreadableError as error:
         return {"status": "failed", "reason": str(error), "evaluated": 0, "not_evaluated": []}
-    done = {row["manifest"] for row in rows}
-    complete = [one.folder for one in reversed(list_complete(folder.checkpoints))]
-    left = [one.name for one in complete if _content_id(one) not in done]
-    if end.status == "stopped" and not left:
+    evaluated = {row["manifest"] for row in rows}
+    complete = [checkpoint.folder for checkpoint in reversed(list_complete(folder.checkpoints))]
+    remaining = [path.name for path in complete if _content_id(path) not in evaluated]
+    if end.status == "stopped" and not remaining:
         end = EvaluatorEnd(status="finished")
-    return {"status": end.status, "reason": end.reason, "evaluated": len(rows), "not_evaluated": left}
+    return {"status": end.status, "reason": end.reason, "evaluated": len(rows), "not_evaluated": remaining}
 
 
 def bring_up_to_date(folder: RunFolder) -> bool:
@@ -412,8 +412,8 @@ def bring_up_to_date(folder: RunFolder) -> bool:
         with contextlib.suppress(ConfigError), folder.lock():
             result = folder.read_result()
             if result is not None and result.get("status") != "resized":
-                found = describe(folder, EvaluatorEnd(status="finished"))
-                folder.write_result({**result, **folder.best_and_last(), "evaluator": found})
+                entry = describe(folder, EvaluatorEnd(status="finished"))
+                folder.write_result({**result, **folder.best_and_last(), "evaluator": entry})
             return result is not None
         if time.monotonic() > deadline:
             return False

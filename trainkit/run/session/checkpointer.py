@@ -109,33 +109,33 @@ class Checkpointer:
         """
         return self._executor.sharded_state_dict()
 
-    def refuse_nonfinite(self, kept: ShardedState) -> None:
+    def refuse_nonfinite(self, pieces: ShardedState) -> None:
         """Raise if a trained parameter, or a buffer that was finite, is no longer finite; collective.
 
         Raises:
             NonFiniteError: on every rank; names the step and a tensor.
         """
-        found = self._found_nonfinite(kept)
+        local = self._nonfinite_names(pieces)
         everywhere = sorted(
-            {name for names in all_gather_object(found[:8], self._executor.local.all_ranks) for name in names}
+            {name for names in all_gather_object(local[:8], self._executor.local.all_ranks) for name in names}
         )
         if everywhere:
             kind, _, name = everywhere[0].partition("/")
-            of = {"param": "parameter", "buffer": "buffer"}[kind]
+            noun = {"param": "parameter", "buffer": "buffer"}[kind]
             raise NonFiniteError(
-                f"after step {self._run.state.step} the {of} {name} is not finite, and no checkpoint of it is "
+                f"after step {self._run.state.step} the {noun} {name} is not finite, and no checkpoint of it is "
                 f"written. "
                 f"{REMEDY}; numerics.on_nonfinite=skip skips steps whose loss or gradient is not finite."
             )
 
-    def _found_nonfinite(self, kept: ShardedState) -> list[str]:
-        judged = {name: parts for name, parts in kept.items() if name.startswith("param/") or name in self._finite}
+    def _nonfinite_names(self, pieces: ShardedState) -> list[str]:
+        judged = {name: parts for name, parts in pieces.items() if name.startswith("param/") or name in self._finite}
         frozen = self._executor.local.guard.frozen
         return [name for name in nonfinite(judged) if name.removeprefix("param/") not in frozen]
 
     def callback_states(self) -> dict[str, Any]:
         """Return the states of the callbacks for a checkpoint."""
-        return {name: found for name, one in by_kind(list(self._callbacks)).items() if (found := one.state())}
+        return {name: state for name, callback in by_kind(list(self._callbacks)).items() if (state := callback.state())}
 
     def save_alone(
         self, *, metric: float | None, callbacks: Mapping[str, Any] | None = None, evaluation_due: bool = False
@@ -154,17 +154,17 @@ class Checkpointer:
         step = self._run.state.step
         if self.has_saved or not step or not self._executor.recover(step):
             return False
-        kept = self.collect()
-        if self._found_nonfinite(kept):
+        pieces = self.collect()
+        if self._nonfinite_names(pieces):
             return False
         self.mark_saved()
-        self.save(kept, data=None, metric=metric, callbacks=callbacks, evaluation_due=evaluation_due)
+        self.save(pieces, data=None, metric=metric, callbacks=callbacks, evaluation_due=evaluation_due)
         self._saver.wait()
         return True
 
     def save(
         self,
-        kept: ShardedState,
+        pieces: ShardedState,
         *,
         data: Mapping[str, Any] | None,
         metric: float | None,
@@ -177,7 +177,7 @@ class Checkpointer:
         if self._is_sharded:
             refuse_unlike(tensors, self._executor.local.all_ranks)
         if self._run.is_owner:
-            kept = {**kept, **{name: (TensorShard.whole(tensor),) for name, tensor in tensors.items()}}
+            pieces = {**pieces, **{name: (TensorShard.whole(tensor),) for name, tensor in tensors.items()}}
         meta = {
             "position": {"step": state.step, "tickets": []},
             "fingerprint": self._fingerprint,
@@ -190,7 +190,7 @@ class Checkpointer:
             "batch": {"global_size": self._plan.batch.global_size, "micro_size": self._plan.batch.micro_size},
             **({"evaluation_due": True} if evaluation_due else {}),
         }
-        self._saver.save(step=state.step, pieces=kept, meta=meta, metric=metric)
+        self._saver.save(step=state.step, pieces=pieces, meta=meta, metric=metric)
 
     def restore(self, loaded: Loaded) -> dict[str, Any] | None:
         """Continue exactly from a checkpoint; return the state of the loader."""
@@ -204,14 +204,14 @@ class Checkpointer:
             try:
                 state = joined(loaded.meta["callbacks"][name], loaded.tensors)
             except KeyError as error:
-                what = f"meta.json names a tensor that is not there ({error})"
-                raise damaged(loaded.checkpoint.folder, what) from None
+                reason = f"meta.json names a tensor that is not there ({error})"
+                raise damaged(loaded.checkpoint.folder, reason) from None
             callback.restore(state)
         try:
             self._executor.load_state_extra(loaded.meta.get("strategy", {}))
         except (ValueError, TypeError) as error:
-            what = f"meta.json does not hold the state of the strategy ({error})"
-            raise damaged(loaded.checkpoint.folder, what) from None
+            reason = f"meta.json does not hold the state of the strategy ({error})"
+            raise damaged(loaded.checkpoint.folder, reason) from None
         # A checkpoint without its evaluation is written again if the evaluation finds it best.
         self._saved_at = None if loaded.meta.get("evaluation_due") else loaded.checkpoint.step
         return loaded.meta.get("data")
@@ -311,7 +311,7 @@ class LastSave:
     def evaluating(self) -> Iterator[None]:
         """Store the states of the callbacks: an evaluation that fails midway may have changed some of them."""
         states = self._checkpointer.callback_states()
-        self._states = tree_map_only(Tensor, lambda one: one.detach().clone(), states)
+        self._states = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), states)
         yield
         self._states = None
 
@@ -347,12 +347,12 @@ def by_kind(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     """Return callbacks by class, the second of a class with a number: a resumed run may have another order of
     callbacks.
     """
-    found: dict[str, Callback] = {}
+    by_name: dict[str, Callback] = {}
     for callback in callbacks:
         kind = name_of(type(callback))
-        count = sum(name.partition("#")[0] == kind for name in found)
-        found[f"{kind}#{count}" if count else kind] = callback
-    return found
+        count = sum(name.partition("#")[0] == kind for name in by_name)
+        by_name[f"{kind}#{count}" if count else kind] = callback
+    return by_name
 
 
 def separated(states: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -371,9 +371,9 @@ def separated(states: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tens
             tensors[name] = value.detach()
             return {_MARK: name}
         if isinstance(value, Mapping):
-            return {key: plain(one, f"{name}/{key}") for key, one in value.items()}
+            return {key: plain(part, f"{name}/{key}") for key, part in value.items()}
         if isinstance(value, list | tuple):
-            return [plain(one, f"{name}/{place}") for place, one in enumerate(value)]
+            return [plain(part, f"{name}/{index}") for index, part in enumerate(value)]
         return value
 
     return {kind: plain(state, f"{PREFIX}{kind}") for kind, state in states.items()}, tensors
@@ -385,14 +385,14 @@ def refuse_unlike(tensors: Mapping[str, Tensor], ranks: Collective) -> None:
     Raises:
         TrainingError: names the callback and the rank.
     """
-    own = {name: [list(tensor.shape), int(bits_hash(tensor))] for name, tensor in tensors.items()}
-    first, *others = all_gather_object(own, ranks)
-    for rank, found in enumerate(others, start=1):
-        unlike = next((name for name in {**first, **found} if first.get(name) != found.get(name)), None)
+    digests = {name: [list(tensor.shape), int(bits_hash(tensor))] for name, tensor in tensors.items()}
+    first, *others = all_gather_object(digests, ranks)
+    for rank, digest in enumerate(others, start=1):
+        unlike = next((name for name in {**first, **digest} if first.get(name) != digest.get(name)), None)
         if unlike is not None:
-            named = unlike.split("/")[1]
+            kind = unlike.split("/")[1]
             raise TrainingError(
-                f"the state of the callback {named} holds other tensors on rank {rank} than on rank 0, whose state is "
+                f"the state of the callback {kind} holds other tensors on rank {rank} than on rank 0, whose state is "
                 f"saved. Keep only state that is the same on every rank, or use {ALL_DEVICES}."
             )
 
@@ -406,5 +406,5 @@ def joined(state: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(state, Mapping):
         if state.keys() == {_MARK}:
             return tensors[state[_MARK]].clone()
-        return {key: joined(one, tensors) for key, one in state.items()}
-    return [joined(one, tensors) for one in state] if isinstance(state, list) else state
+        return {key: joined(part, tensors) for key, part in state.items()}
+    return [joined(part, tensors) for part in state] if isinstance(state, list) else state

@@ -105,14 +105,14 @@ class EvalRunner:
         """Evaluate splits, and pass their metrics to the callbacks as one row; collective."""
         figures: dict[str, float] = {}
         tables: dict[str, Table] = {}
-        each = [self._measured(split) for split in splits]
+        evaluations = [self._measured(split) for split in splits]
         if self.averages is not None:
             with self.averages.shown() as present:
                 average = self.averages.average
-                each += [self._measured(split, averaged_split(split, average)) for split in splits if present]
-        for found in each:
-            figures |= found.figures
-            tables |= found.tables
+                evaluations += [self._measured(split, averaged_split(split, average)) for split in splits if present]
+        for evaluation in evaluations:
+            figures |= evaluation.figures
+            tables |= evaluation.tables
         self.figures.update(figures)
         self.tables.update(tables)
         row = {"step": self.run.state.step, "epoch": self.run.state.epoch, **figures}
@@ -124,12 +124,12 @@ class EvalRunner:
 
     def _measured(self, split: str, label: str | None = None) -> Evaluation:
         """Evaluate a split; refuse a monitored metric of it that is not a number: there would be no best checkpoint."""
-        found, name = self.measure(split, label=label, more=self._details(split)), self._watched.metric
-        if name.startswith(f"{label or split}/") and name not in found.figures:
-            what = "is a table, not a number" if name in found.tables else "is not a computed metric"
-            rule = f"{what}. There are: {', '.join(found.figures)}."
+        evaluation, name = self.measure(split, label=label, more=self._details(split)), self._watched.metric
+        if name.startswith(f"{label or split}/") and name not in evaluation.figures:
+            problem = "is a table, not a number" if name in evaluation.tables else "is not a computed metric"
+            rule = f"{problem}. There are: {', '.join(evaluation.figures)}."
             raise ConfigError([Problem(key="eval.metric", value=name, rule=rule)])
-        return found
+        return evaluation
 
     def refuse_here(self, split: str, dataset: Any) -> None:
         """Refuse an evaluation for a callback if the ranks cannot run it together.
@@ -141,25 +141,25 @@ class EvalRunner:
         step, splits = self.run.state.step, self.plan.components.datasets
         if hook in ("checkpoint_saved", "run_end"):
             ended = "after the process group has ended"
-            why = f"{hook} runs {'on only one rank' if hook == 'checkpoint_saved' else ended}"
+            reason = f"{hook} runs {'on only one rank' if hook == 'checkpoint_saved' else ended}"
         elif callback is not None and callback.observes:
-            why = "an observer calls no collective: set observes = False"
+            reason = "an observer calls no collective: set observes = False"
         elif self.plan.next_sync_step(step) != step:
-            why = f"after step {step} the replicas differ: evaluate in eval_end"
+            reason = f"after step {step} the replicas differ: evaluate in eval_end"
         elif dataset is None and split not in splits:
-            why = f"the data has the splits {', '.join(splits)}"
+            reason = f"the data has the splits {', '.join(splits)}"
         else:
             return
-        raise TrainingError(f"{split} cannot be evaluated in {hook}: {why}.")
+        raise TrainingError(f"{split} cannot be evaluated in {hook}: {reason}.")
 
     def _details(self, split: str) -> dict[str, Metric]:
         """Return the additional metrics of callbacks, new objects for each evaluation."""
-        names = dict.fromkeys(name for one in self.callbacks for name in one.details)
+        names = dict.fromkeys(name for callback in self.callbacks for name in callback.details)
         if not names:
             return {}
         objective, dataset = self.plan.components.objective, self.plan.components.datasets[split]
-        known, own = objective.details(dataset, batch_size=self.plan.eval_batch_size).metrics, objective.metrics()
-        return {name: known[name] for name in names if name in known and name not in own}
+        details, metrics = objective.details(dataset, batch_size=self.plan.eval_batch_size).metrics, objective.metrics()
+        return {name: details[name] for name in names if name in details and name not in metrics}
 
     def measure(
         self,
@@ -205,8 +205,8 @@ class EvalRunner:
         settings, state = self.plan.cfg.checkpoint, self.run.state
         if not settings.keep_best or self.plan.has_evaluator:
             return
-        there = [one for one in list_complete(self.run.folder / "checkpoints") if one.step <= state.step]
-        ranked = Retention(mode=self._watched.mode).ranked(there)
+        checkpoints = [saved for saved in list_complete(self.run.folder / "checkpoints") if saved.step <= state.step]
+        ranked = Retention(mode=self._watched.mode).ranked(checkpoints)
         best = ranked[0].metric if ranked else None
         if state.best not in (None, best):
             since = f"is {best:g}" if best is not None else f"counts from step {state.step:,} on"
@@ -253,18 +253,18 @@ class Averages:
             yield False
             return
         model = self._executor.local.model
-        kept = {name: buffer.clone() for name, buffer in statistics_of(model).items()} if self._counts else {}
-        here = self._executor.swap_averages()
+        statistics = {name: buffer.clone() for name, buffer in statistics_of(model).items()} if self._counts else {}
+        swapped = self._executor.swap_averages()
         try:
-            present = bool(self._executor.local.all_ranks.sum(torch.tensor([float(here)])).item())
+            present = bool(self._executor.local.all_ranks.sum(torch.tensor([float(swapped)])).item())
             if present and self._counts:
                 self._set_statistics()
             yield present
         finally:
-            if here:
+            if swapped:
                 self._executor.swap_averages()
             if self._counts:
-                restore_buffers(model, kept)
+                restore_buffers(model, statistics)
 
     def statistics(self) -> dict[str, Tensor]:
         """Return the batch statistics of the averages for a checkpoint; after the last step. Collective."""

@@ -35,16 +35,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("run", metavar="RUN", type=Path)
     parser.add_argument("device", metavar="DEVICE", nargs="?", default="cpu")
     parser.add_argument("--allow-package", metavar="PKG", action="append", default=[])
-    given = parser.parse_args(arguments)
-    packages = [name for text in given.allow_package for name in text.split(",")]
-    folder = RunFolder(given.run)
+    options = parser.parse_args(arguments)
+    packages = [name for names in options.allow_package for name in names.split(",")]
+    folder = RunFolder(options.run)
     with masked_output(), lasting_output(), StopFlag() as stop:
         try:
             with allow_packages(packages):
-                plan = _plan_of(folder, given.device)
+                plan = _plan_of(folder, options.device)
                 # in torch's spelling, with a number: torch makes no `cuda` the current device
                 task = Task(role="evaluator", index=0, rank=1, device=plan.tasks[0].device)
-                done = evaluate_checkpoints(
+                is_complete = evaluate_checkpoints(
                     plan,
                     Identity(task=task, num_ranks=2),
                     folder,
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
                     on_phase=lambda _phase, _step: None,
                     has_ended=lambda: training_has_ended(folder) or not owner_lives(folder.path / ".lock"),
                 )
-                if done:
+                if is_complete:
                     current = bring_up_to_date(folder)
                     best = folder.best_and_last()["best"]
                     print(f"All checkpoints of {folder.path} are evaluated. Best: {best or 'none'}.", flush=True)  # noqa: T201

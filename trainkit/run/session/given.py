@@ -68,21 +68,21 @@ def loss_of(function: LossFunction, model: Model, batch: Any, *, weight: float, 
     Raises:
         TrainingError: the function returns something else.
     """
-    found = function(
+    result = function(
         cast("nn.Module", model), batch
     )  # only strategies that pass the plain module accept a loss function; the others refuse it earlier
-    if isinstance(found, Loss):
-        return found
-    if not isinstance(found, Mapping):
-        return _differentiable(Loss(_mean(found) * weight, weight))
-    if not terms or found.keys() != {*terms}:
-        names = [*map(str, found)]
-        given, known = ", ".join(names) or "none", ", ".join(terms) or "none"
+    if isinstance(result, Loss):
+        return result
+    if not isinstance(result, Mapping):
+        return _differentiable(Loss(_mean(result) * weight, weight))
+    if not terms or result.keys() != {*terms}:
+        names = [*map(str, result)]
+        returned, declared = ", ".join(names) or "none", ", ".join(terms) or "none"
         raise TrainingError(
-            f"loss_fn gives the terms {given}, and the session knows {known}: name them when it is made, "
+            f"loss_fn gives the terms {returned}, and the session knows {declared}: name them when it is made, "
             f"trainkit.session(..., terms={names})."
         )
-    return _differentiable(Loss.of_terms({name: _mean(found[name], name) * weight for name in terms}, weight))
+    return _differentiable(Loss.of_terms({name: _mean(result[name], name) * weight for name in terms}, weight))
 
 
 def _differentiable(loss: Loss) -> Loss:
@@ -94,21 +94,21 @@ def _differentiable(loss: Loss) -> Loss:
     return loss
 
 
-def _mean(found: object, name: str | None = None) -> Tensor:
+def _mean(value: object, name: str | None = None) -> Tensor:
     """Return a mean in float32 or float64.
 
     Raises:
         TrainingError: the value is something else.
     """
     subject = "loss_fn gives" if name is None else f"loss_fn gives as the term {name}"
-    if not isinstance(found, Tensor):
-        given = "None" if found is None else f"a {type(found).__name__}"
-        raise TrainingError(f"{subject} {given}, not {_WANTED}.")
-    if found.dim():
-        raise TrainingError(f"{subject} a tensor of shape {tuple(found.shape)}, not {_WANTED}. Is a .mean() missing?")
-    if not found.is_floating_point():
-        raise TrainingError(f"{subject} a tensor of {found.dtype}, which has no gradient.")
-    return found.float() if found.dtype in (torch.float16, torch.bfloat16) else found
+    if not isinstance(value, Tensor):
+        kind = "None" if value is None else f"a {type(value).__name__}"
+        raise TrainingError(f"{subject} {kind}, not {_WANTED}.")
+    if value.dim():
+        raise TrainingError(f"{subject} a tensor of shape {tuple(value.shape)}, not {_WANTED}. Is a .mean() missing?")
+    if not value.is_floating_point():
+        raise TrainingError(f"{subject} a tensor of {value.dtype}, which has no gradient.")
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 class GivenLoss(Objective):
@@ -130,8 +130,8 @@ class GivenLoss(Objective):
         """Return the settings of the steps of a run, with this loss."""
         self.configured = training.objective
         self.term_names = self._terms or self.configured.term_names  # type: ignore[misc]  # of this loop
-        kept = {one.name: getattr(training, one.name) for one in fields(training)}
-        return _LoopContext(**kept | {"objective": self}, given=self)
+        settings = {field.name: getattr(training, field.name) for field in fields(training)}
+        return _LoopContext(**settings | {"objective": self}, step_loss=self)
 
     def loss(self, model: Model, batch: Any) -> Loss:
         """Return the loss of the configured objective."""
@@ -146,26 +146,26 @@ class GivenLoss(Objective):
 class _LoopContext(StepContext):
     """The settings of the steps of a user's own loop."""
 
-    given: GivenLoss
+    step_loss: GivenLoss
 
     def loss(self, model: Model, batch: Any, step: int, shard: int) -> Loss:
         """Return the loss that the loop gives to this step, or that of the configured objective."""
-        function, configured = self.given.function, self.given.configured
+        function, configured = self.step_loss.function, self.step_loss.configured
         if function is None and isinstance(configured, FunctionLoss):
             function = configured.function
         if function is None or function == configured.loss:
             return super().loss(model, batch, step, shard)
         samples, per_sample = self.plan.shard_size(step, shard), self.weighing.per_sample
         weight = float(samples if per_sample is None else samples * per_sample)
-        loss = loss_of(function, model, batch, weight=weight, terms=self.given.term_names)
-        given = loss.weight
+        loss = loss_of(function, model, batch, weight=weight, terms=self.step_loss.term_names)
+        actual = loss.weight
         if per_sample is None:  # the weight of the shard is not known before
             return loss
-        if isinstance(given, Tensor) or abs(given - weight) > 1e-6 * weight:
-            name = type(self.given.configured).__name__
-            found = "a tensor" if isinstance(given, Tensor) else f"{given:g}"
+        if isinstance(actual, Tensor) or abs(actual - weight) > 1e-6 * weight:
+            name = type(self.step_loss.configured).__name__
+            shown = "a tensor" if isinstance(actual, Tensor) else f"{actual:g}"
             raise TrainingError(
-                f"loss_fn gives a Loss whose weight is {found}, and {name} divides this shard by {weight:g}. Return "
+                f"loss_fn gives a Loss whose weight is {shown}, and {name} divides this shard by {weight:g}. Return "
                 "the mean over the batch as a tensor, or choose an objective whose weight is counted."
             )
         return loss

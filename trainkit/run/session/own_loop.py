@@ -25,12 +25,12 @@ class OwnLoop:
 
     Args:
         task: the open session of the task.
-        given: the loss of the steps, which the executor computes with.
+        loss: the loss of the steps, which the executor computes with.
         strategy: the name of the strategy, for messages.
     """
 
-    def __init__(self, task: TaskSession, given: GivenLoss, *, strategy: str) -> None:
-        self.task, self._given, self._name = task, given, strategy
+    def __init__(self, task: TaskSession, loss: GivenLoss, *, strategy: str) -> None:
+        self.task, self._loss, self._name = task, loss, strategy
         self._refused = task.parts.strategy.facts_in(task.plan.context).refused_calls
         self._compiles_step = task.cfg.compile.mode == "step"
         self._repeats = bool(task.plan.optimizers) or task.parts.precision.loss_scale().moves
@@ -54,11 +54,11 @@ class OwnLoop:
         """Yield the batches of this rank's shards of each step; each step must be made before the next."""
         self._in_batches = True
         try:
-            while (found := self._fetched()) is not None:
-                ticket, batches = found
-                given = list(batches)  # what the loop writes into them belongs to the step, and to its repetitions
-                self._current = ticket, BatchesAsRead(given, keeps=self._repeats)
-                yield given
+            while (current := self._fetched()) is not None:
+                ticket, batches = current
+                yielded = list(batches)  # what the loop writes into them belongs to the step, and to its repetitions
+                self._current = ticket, BatchesAsRead(yielded, keeps=self._repeats)
+                yield yielded
                 if self._current is not None and self._current[0] is ticket:
                     raise TrainingError(
                         f"no step was made with the batches of step {ticket.step}. Call session.step(), or "
@@ -133,17 +133,17 @@ class OwnLoop:
         Raises:
             ConfigError: the strategy, or an objective with phases, does not support a loss for a single step.
         """
-        if isinstance(self._given.configured, FunctionLoss):
+        if isinstance(self._loss.configured, FunctionLoss):
             self._refuse(LoopCall.own_loss)
-        if function is not None and function != self._given.configured.loss:
+        if function is not None and function != self._loss.configured.loss:
             self._refuse(LoopCall.own_loss)
-            if self._given.configured.phases:
+            if self._loss.configured.phases:
                 rule = "has phases, each with its own loss. Use step() without loss_fn."
                 raise ConfigError([Problem(key="objective", rule=rule)])
             if not callable(function):
                 raise TrainingError(f"loss_fn is a {type(function).__name__}: give a function of (model, batch).")
             self.task.run.state.mark_own_loss()
-        self._given.take(function)
+        self._loss.take(function)
 
     def _refuse(self, call: LoopCall) -> None:
         if self._compiles_step:
@@ -190,28 +190,28 @@ class OwnLoop:
             raise TrainingError(
                 f"session.{call}: the step of these batches is already done. One iteration has one step."
             )
-        found = self._fetched()
-        if found is None:
+        current = self._fetched()
+        if current is None:
             run, last = self.task.run, self.task.plan.last_step
             if run.stop_kind is not None:
                 raise stop_error(
                     run.stop_kind, f"session.{call}: the run was asked to stop ({REASONS[run.stop_kind]})."
                 )
             reason = run.stop_reason
-            why = f"all {last} steps are done" if reason is None else f"the run ends ({reason})"
-            raise TrainingError(f"session.{call}: {why}. End the loop, as `for ... in session.batches()` does.")
-        return found
+            end = f"all {last} steps are done" if reason is None else f"the run ends ({reason})"
+            raise TrainingError(f"session.{call}: {end}. End the loop, as `for ... in session.batches()` does.")
+        return current
 
     def _complete(self, batches: Sequence[Batch], outcome: StepOutcome) -> bool:
         self._current = None
         try:
-            done = self._loop.complete(batches, outcome)
-        except RollbackNeeded as found:
-            self.task.roll_back(found.step)
+            is_done = self._loop.complete(batches, outcome)
+        except RollbackNeeded as rollback:
+            self.task.roll_back(rollback.step)
             self._begin()
-            done = True
+            is_done = True
         self.task.enter("idle")
-        return done
+        return is_done
 
     def _between_steps(self, call: str, work: Callable[[], None]) -> None:
         self._refuse_between_averages(call)

@@ -89,7 +89,7 @@ def make_run_view(
         plan=plan.batch,
         num_steps=plan.num_steps,
         rate=plan.rate,
-        rates={one.name: one.rate for one in plan.optimizers},
+        rates={optimizer.name: optimizer.rate for optimizer in plan.optimizers},
         state=State(
             plan=plan.batch,
             left_out=LeftOutSteps(plan.cfg.numerics, samples_of(plan)),
@@ -179,19 +179,19 @@ def refuse_foreign(loaded: Loaded, folder: Path) -> None:
 def refuse_other_steps(step: int, ranks: Collective) -> None:
     """Raise if ranks see different checkpoints: they would train different things, or wait for ever; collective."""
     if ranks.num_ranks > 1:
-        steps = [int(one.item()) for one in ranks.gather(torch.tensor([step]))]
+        steps = [int(tensor.item()) for tensor in ranks.gather(torch.tensor([step]))]
         if len(set(steps)) > 1:
-            seen = ", ".join(f"rank {rank} that of step {step}" for rank, step in enumerate(steps))
-            raise CheckpointError(f"the ranks see different checkpoints: {seen}. The run folder is not shared by all.")
+            text = ", ".join(f"rank {rank} that of step {step}" for rank, step in enumerate(steps))
+            raise CheckpointError(f"the ranks see different checkpoints: {text}. The run folder is not shared by all.")
 
 
 def progress_of(run: Run) -> dict[str, Any]:
     """Return the progress of a run, and its skipped and repeated steps."""
     state = run.state
-    found = {"steps": state.step, "samples": state.samples, "seconds": state.seconds, **state.left_out.findings()}
+    facts = {"steps": state.step, "samples": state.samples, "seconds": state.seconds, **state.left_out.findings()}
     if state.own_loss:
-        found["own_loss"] = True
-    return found if run.cfg.numerics.on_nonfinite != "rollback" else {**found, "rollbacks": rollbacks_of(run.folder)}
+        facts["own_loss"] = True
+    return facts if run.cfg.numerics.on_nonfinite != "rollback" else {**facts, "rollbacks": rollbacks_of(run.folder)}
 
 
 def own_loss_refusal(checkpoint: Path) -> ConfigError:
@@ -211,6 +211,6 @@ def refuse_own_losses(checkpoints: Path) -> None:
     """
     with contextlib.suppress(CheckpointError):  # a damaged one is reported when it is restored
         newest = [read_manifest(checkpoints)] if (checkpoints / MANIFEST).is_file() else list_complete(checkpoints)[:1]
-        states = [meta_of(one).get("state") for one in newest]
+        states = [meta_of(checkpoint).get("state") for checkpoint in newest]
         if any(isinstance(state, dict) and state.get("own_loss") is True for state in states):
             raise own_loss_refusal(newest[0].folder)

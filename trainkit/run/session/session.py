@@ -180,18 +180,18 @@ class TaskSession:
         """
         run, checkpoints = self.run, self.run.folder / "checkpoints"
         self.enter("load")
-        there = os.path.lexists(checkpoints)  # absent before the first save of a new run
+        exists = os.path.lexists(checkpoints)  # absent before the first save of a new run
         check = partial(refuse_foreign, folder=run.folder)
-        own = newest_valid(checkpoints, report=self.warn, check=check) if there else None
-        if own is not None:
-            self._data_state = self._keeper.restore(own)
+        newest = newest_valid(checkpoints, report=self.warn, check=check) if exists else None
+        if newest is not None:
+            self._data_state = self._keeper.restore(newest)
             if run.state.own_loss and self._given_loss is None:
-                raise own_loss_refusal(own.checkpoint.folder)
-            self._evaluation_due = own.meta.get("evaluation_due") is True and bool(self.validated)
+                raise own_loss_refusal(newest.checkpoint.folder)
+            self._evaluation_due = newest.meta.get("evaluation_due") is True and bool(self.validated)
             self._scorer.recall_best(self.warn)
         elif self.cfg.init_from is not None:
             self.executor.load_state_dict(starting_weights(self.cfg, report=self.warn))
-        if there:
+        if exists:
             note_foreign(checkpoints, run.state.step, self.warn)
         refuse_other_steps(run.state.step, self.executor.local.all_ranks)
         if self._limit is not None:  # the seconds of a checkpoint are the same on every rank
@@ -207,8 +207,8 @@ class TaskSession:
             while True:
                 try:
                     self.new_loop().train()
-                except RollbackNeeded as found:
-                    self.roll_back(found.step)
+                except RollbackNeeded as rollback:
+                    self.roll_back(rollback.step)
                 else:
                     return self.finish()
 
@@ -243,10 +243,10 @@ class TaskSession:
         self._loader = loader_of(self.plan, self.executor.local.device, self.executor.assign)
         terms = self._training.objective.term_names
         self._journal = self._account.journal(self.run, self.executor.local, lambda: self._loader.wait_s, terms=terms)
-        found = self._loader.load_state(self._data_state) if self.run.state.step else None
+        note = self._loader.load_state(self._data_state) if self.run.state.step else None
         self._data_state = None
-        if found is not None:
-            self.warn(found)
+        if note is not None:
+            self.warn(note)
 
     def new_loop(self) -> TrainingLoop:
         """Return the loop from the current step to the last one."""
@@ -300,17 +300,19 @@ class TaskSession:
 
     def _triggers(self) -> list[Trigger]:
         cfg, per_epoch = self.cfg, self.plan.batch.steps_per_epoch
-        found = [Trigger(act=self.flush, next_after=every_n_steps(cfg.log_every_steps))]
+        triggers = [Trigger(act=self.flush, next_after=every_n_steps(cfg.log_every_steps))]
         if self.validated:
             act = self.save if self.plan.has_evaluator else self.evaluate
-            found += every_steps_or_epochs(act, cfg.eval.every_steps, cfg.eval.every_epochs, per_epoch)
-        found += every_steps_or_epochs(self.save, cfg.checkpoint.every_steps, cfg.checkpoint.every_epochs, per_epoch)
+            triggers += every_steps_or_epochs(act, cfg.eval.every_steps, cfg.eval.every_epochs, per_epoch)
+        triggers += every_steps_or_epochs(self.save, cfg.checkpoint.every_steps, cfg.checkpoint.every_epochs, per_epoch)
         if self.executor.local.all_ranks.num_ranks > 1 and cfg.numerics.check_replicas_every is not None:
-            found.append(Trigger(act=self._check_replicas, next_after=every_n_steps(cfg.numerics.check_replicas_every)))
-        found.append(Trigger(act=self._sync_stop_and_save, next_after=lambda step: step + self._agreement.interval))
-        later = [at_sync_points(one, self.plan.next_sync_step) for one in found[1:]]
+            triggers.append(
+                Trigger(act=self._check_replicas, next_after=every_n_steps(cfg.numerics.check_replicas_every))
+            )
+        triggers.append(Trigger(act=self._sync_stop_and_save, next_after=lambda step: step + self._agreement.interval))
+        later = [at_sync_points(trigger, self.plan.next_sync_step) for trigger in triggers[1:]]
         before, after = self._waits.triggers(self.run)
-        return [*before, found[0], *self._account.triggers(self.run, self._journal, self._scorer), *later, *after]
+        return [*before, triggers[0], *self._account.triggers(self.run, self._journal, self._scorer), *later, *after]
 
     def flush(self, *, is_last: bool = False) -> None:
         """Aggregate the steps since the last row into one row, and pass it to the callbacks; collective."""
@@ -340,11 +342,11 @@ class TaskSession:
         self.enter("evaluate")
         self._journal.pause()
         self.executor.refresh_model()
-        found = self._scorer.measure(split, dataset)
+        evaluation = self._scorer.measure(split, dataset)
         if not paused:
             self._journal.proceed()
         self.enter("callback")
-        return found.figures
+        return evaluation.figures
 
     @property
     def validated(self) -> list[str]:
@@ -374,17 +376,17 @@ class TaskSession:
         self._journal.pause()
         self._refuse_absent_folder()
         counted = {} if self._scorer.averages is None else self._scorer.averages.statistics()
-        kept = self._keeper.collect()
+        pieces = self._keeper.collect()
         if self.run.is_owner:
-            kept = {**kept, **{name: (TensorShard.whole(tensor),) for name, tensor in counted.items()}}
-        self._keeper.refuse_nonfinite(kept)
+            pieces = {**pieces, **{name: (TensorShard.whole(tensor),) for name, tensor in counted.items()}}
+        self._keeper.refuse_nonfinite(pieces)
         self._keeper.mark_saved()
         if self._limit is not None and self.run.is_owner:
             record = {"version": 1, "stop_after": self.cfg.stop_after, "lengths": self._limit.lengths}
             write_json_atomically(self.run.folder / RECORD, record)
         if self._keeper.writes_here:
             data = self._loader.state() if self._data_state is None else self._data_state
-            self._keeper.save(kept, data=data, metric=self._scorer.metric)
+            self._keeper.save(pieces, data=data, metric=self._scorer.metric)
         self._journal.proceed()
 
     def _check_replicas(self) -> None:
@@ -429,17 +431,17 @@ class TaskSession:
         """
         state = self.run.state
         self.flush(is_last=True)
-        for one in self.executor.sync():
-            state.left_out.take(one)
+        for step in self.executor.sync():
+            state.left_out.take(step)
         self.executor.refresh_model()
-        asked = self.run.stop_kind is not None
+        stopped = self.run.stop_kind is not None
         self._data_state = self._loader.state()  # statistics of averages may read the training data again
-        if not asked and self._scorer.averages is not None and self._scorer.averages.end_early():
+        if not stopped and self._scorer.averages is not None and self._scorer.averages.end_early():
             self._scorer.forget()
             self._keeper.save_again()
-        watched = (self.cfg.eval.every_steps, self.cfg.eval.every_epochs) != (None, None)
-        watched = watched or (self._limit is not None and self._limit.is_over(state.step))
-        if not asked and (watched or state.step == self.plan.num_steps):
+        is_due = (self.cfg.eval.every_steps, self.cfg.eval.every_epochs) != (None, None)
+        is_due = is_due or (self._limit is not None and self._limit.is_over(state.step))
+        if not stopped and (is_due or state.step == self.plan.num_steps):
             if self.validated:
                 self.evaluate()
             if tests := test_splits(self.parts.datasets):
@@ -458,7 +460,7 @@ class TaskSession:
 
     def progress(self) -> dict[str, Any]:
         """Return the progress of the run, as recorded in result.json."""
-        failed = {"callback_errors": found} if (found := self.callbacks.failures) else {}
-        kept = {**progress_of(self.run), **self._scorer.results(), **failed, "fingerprint": self.fingerprint}
-        said = {"changes": self.cfg.changes, "notes": list(self.run.notes)}
-        return {**kept, **{name: lines for name, lines in said.items() if lines}, **self._account.result()}
+        failed = {"callback_errors": errors} if (errors := self.callbacks.failures) else {}
+        content = {**progress_of(self.run), **self._scorer.results(), **failed, "fingerprint": self.fingerprint}
+        remarks = {"changes": self.cfg.changes, "notes": list(self.run.notes)}
+        return {**content, **{name: lines for name, lines in remarks.items() if lines}, **self._account.result()}

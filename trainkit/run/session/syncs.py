@@ -40,7 +40,7 @@ class SyncWatch:
     """
 
     def __init__(self) -> None:
-        self._found = Counter[tuple[str, int, str]]()
+        self._waits = Counter[tuple[str, int, str]]()
         self._is_done, self._entered = False, ExitStack()
 
     def triggers(self, run: Run) -> tuple[list[Trigger], list[Trigger]]:
@@ -59,11 +59,11 @@ class SyncWatch:
             warnings.filterwarnings(action, message=begin)  # type: ignore[arg-type]
         shown = warnings.showwarning
 
-        def note(message: Warning | str, *others: object) -> None:
+        def note(message: Warning | str, *details: object) -> None:
             if not str(message).startswith(_WAITS):
-                shown(message, *others)  # type: ignore[arg-type]
-            elif (place := _own_line(sys._getframe(1))) is not None:  # noqa: SLF001 - the frame at the warning
-                self._found[place] += 1
+                shown(message, *details)  # type: ignore[arg-type]
+            elif (location := _own_line(sys._getframe(1))) is not None:  # noqa: SLF001 - the frame at the warning
+                self._waits[location] += 1
 
         warnings.showwarning = note  # type: ignore[assignment]
         self._entered.callback(torch.cuda.set_sync_debug_mode, "default")
@@ -77,14 +77,14 @@ class SyncWatch:
         """Say which lines waited, on the screen and in result.json."""
         self.close()
         self._is_done = True
-        for (file, line, name), count in self._found.most_common(_MOST):
+        for (file, line, name), count in self._waits.most_common(_MOST):
             times = "" if count == 1 else f", {count} times"
-            said = (
+            text = (
                 f"{file}:{line}, in {name}: this line makes each step wait for {run.device}{times}: "
                 f"{linecache.getline(file, line).strip()}. Keep what it reads in a tensor, or read it less often."
             )
-            run.add_note(said)
-            _log.warning("%s", said)
+            run.add_note(text)
+            _log.warning("%s", text)
 
 
 def _own_line(frame: FrameType | None) -> tuple[str, int, str] | None:
