@@ -98,11 +98,7 @@ def compare(
                 beyond = beyond or step
         verdict: Verdict = "different" if beyond else "rounding" if unequal else "equal"
         yield Comparison(
-            name=name,
-            verdict=verdict,
-            error=error,
-            first_step=beyond or unequal,
-            no_gradient=name in no_gradient,
+            name=name, verdict=verdict, error=error, first_step=beyond or unequal, no_gradient=name in no_gradient
         )
 
 

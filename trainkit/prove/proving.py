@@ -302,10 +302,7 @@ def _diagnosed(
     if diffs:  # the rules are applied at the candidate's own settings
         examiner = Examiner(cfg)
     probed = examiner.probe(
-        candidate,
-        num_replicas=plan.num_replicas,
-        folder=folder.with_name(f"{folder.name}_probe"),
-        begins=is_layout,
+        candidate, num_replicas=plan.num_replicas, folder=folder.with_name(f"{folder.name}_probe"), begins=is_layout
     )
     numbers = replace(numbers, gradients=tuple(probed.comparisons), begins=probed.begins)
     if probed.differs:

@@ -41,14 +41,7 @@ from trainkit.cluster.tasks import Identity, Task
 from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
 from trainkit.numerics.generators import Untouched
 from trainkit.objectives.base import Access
-from trainkit.run.estimates.passes import (
-    evaluated_samples,
-    example_batch,
-    fake_of,
-    own_copy,
-    taking_data,
-    without_data,
-)
+from trainkit.run.estimates.passes import evaluated_samples, example_batch, fake_of, own_copy, taking_data, without_data
 from trainkit.run.planning.build import model_transforms_of
 from trainkit.run.planning.convolutions import workspace_of
 from trainkit.run.planning.memory import optimizers_of

@@ -23,13 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter
 
-from trainkit.run.estimates.fake_run import (
-    Watch,
-    group_ranks,
-    in_backward,
-    is_asked_device,
-    reduction_of,
-)
+from trainkit.run.estimates.fake_run import Watch, group_ranks, in_backward, is_asked_device, reduction_of
 from trainkit.strategies.base import GradientListener, UpdateTensors
 
 _NUMBERS: Final = count()
@@ -171,12 +165,7 @@ class Story(Watch):  # type: ignore[no-untyped-call]
         self._put_span(self._key(tensor), _span(tensor), events, adds=adds)
 
     def _put_span(
-        self,
-        key: weakref.ref[torch.UntypedStorage],
-        span: tuple[int, int],
-        events: Events,
-        *,
-        adds: bool = False,
+        self, key: weakref.ref[torch.UntypedStorage], span: tuple[int, int], events: Events, *, adds: bool = False
     ) -> None:
         """Let a range of bytes have these events."""
         start, end = span

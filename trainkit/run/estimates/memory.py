@@ -306,9 +306,4 @@ def verdict_of(plan: RunPlan, memory: DeviceMemory, hardware: Hardware | HostMem
         counts = Counter(task.device for task in plan.tasks if task.device != "cpu")
         sharers = max(counts.values(), default=1) if launch is None else 1
         needs = ((memory.peak or static.total_bytes) + CONTEXT_BYTES) * sharers
-    return Verdict(
-        needs=needs,
-        has=hardware.memory_bytes,
-        name=hardware.name,
-        is_complete=memory.peak is not None,
-    )
+    return Verdict(needs=needs, has=hardware.memory_bytes, name=hardware.name, is_complete=memory.peak is not None)

@@ -35,12 +35,7 @@ from trainkit.numerics.schedules import LearningRate, NeedsRun, Schedule, TorchS
 from trainkit.objectives.base import Objective, Supervised
 from trainkit.objectives.linear_cross_entropy import offered_by
 from trainkit.strategies.base import LossWeighting, NamedOptimizer, Numerics, Phase, PlanContext, Strategy, choice_of
-from trainkit.strategies.model_transforms import (
-    NO_TRANSFORMS,
-    ModelTransforms,
-    apply_transforms,
-    format_for,
-)
+from trainkit.strategies.model_transforms import NO_TRANSFORMS, ModelTransforms, apply_transforms, format_for
 from trainkit.strategies.shipped import names_of
 from trainkit.trained.build import build_model, build_objective, build_without_data
 from trainkit.trainer.events import Callback, Planned
@@ -380,10 +375,7 @@ def learning_rate_of(cfg: RunConfig, batch: BatchPlan, num_steps: int, base: flo
         rule = "fixes its rates by the number of steps, which stop_after leaves open. Use a schedule of trainkit."
         raise ConfigError([Problem(key="schedule._target_", value=schedule.name, rule=rule)])
     peak = scale_lr(
-        base,
-        global_size=batch.global_size,
-        reference_size=cfg.lr_scaling.reference_batch,
-        rule=cfg.lr_scaling.rule,
+        base, global_size=batch.global_size, reference_size=cfg.lr_scaling.reference_batch, rule=cfg.lr_scaling.rule
     )
     epochs = cfg.warmup.epochs
     warmup = (cfg.warmup.steps or 0) if epochs is None else round(epochs * batch.steps_per_epoch)

@@ -162,12 +162,7 @@ class EvalRunner:
         return {name: details[name] for name in names if name in details and name not in metrics}
 
     def measure(
-        self,
-        split: str,
-        dataset: Any = None,
-        *,
-        label: str | None = None,
-        more: Mapping[str, Metric] | None = None,
+        self, split: str, dataset: Any = None, *, label: str | None = None, more: Mapping[str, Metric] | None = None
     ) -> Evaluation:
         """Evaluate a split, or another dataset instead; collective.
 

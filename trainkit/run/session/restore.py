@@ -22,13 +22,7 @@ from trainkit.objectives.base import Collective
 from trainkit.run.folder.run_result import rollbacks_of
 from trainkit.run.planning.build import make_optimizer, named_optimizers
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.base import (
-    Executor,
-    GradientListener,
-    SetupRequest,
-    StepContext,
-    UpdateParams,
-)
+from trainkit.strategies.base import Executor, GradientListener, SetupRequest, StepContext, UpdateParams
 from trainkit.trained.build import meta_model
 from trainkit.trainer.checkpoint.tensors import Loaded, meta_of
 from trainkit.trainer.events import LeftOutSteps, Measure, Run, State
