@@ -312,15 +312,15 @@ def test_a_folder_that_does_not_answer_is_not_gone(tmp_path: Path, monkeypatch: 
 
 def test_a_run_that_its_disk_cannot_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_free(monkeypatch, 3 << 20)
-    refuse_small_disk(tmp_path, size=1 << 20, kept=3, steps_left=3)  # it saves three times at most
+    refuse_small_disk(tmp_path, size=1 << 20, num_kept=3, steps_left=3)  # it saves three times at most
     with pytest.raises(StorageError) as caught:
-        refuse_small_disk(tmp_path, size=1 << 20, kept=3, steps_left=9)
+        refuse_small_disk(tmp_path, size=1 << 20, num_kept=3, steps_left=9)
     rule = "has too little room for the checkpoints of this run: 4 MiB are needed (4 checkpoints of 1 MiB), 3 MiB are"
     assert rule in str(caught.value)
     # checkpoints that are there need no room again
     save(tmp_path / "checkpoints", step=1, tensors={"param/w": torch.zeros(1 << 18)}, meta={})
     set_free(monkeypatch, 1 << 20)
-    refuse_small_disk(tmp_path, size=1 << 20, kept=1, steps_left=9)
+    refuse_small_disk(tmp_path, size=1 << 20, num_kept=1, steps_left=9)
 
 
 def test_a_save_is_refused_in_its_step_and_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ from trainkit.cluster.tasks import Task
 from trainkit.errors import CheckpointError, ConfigError, HangError, LinkError, Problem, TrainingError, TrainkitError
 from trainkit.run.agent.agent import Agent, AgentSettings
 from trainkit.run.agent.failure import (
+    AT_THE_AGENT,
     AT_THE_STORE,
-    HERE,
     Failure,
     Graces,
     MemoryEvents,
@@ -339,13 +339,13 @@ CUT_OFF = RankFacts(rank=0, report=LOST)
 @pytest.mark.parametrize(
     ("facts", "graces", "wait_s"),
     [
-        ([ENDED, WAITS], HERE, 0.1),  # the error that made it end may still arrive
-        ([CUT_OFF, WAITS], HERE, 1.0),
-        ([CUT_OFF, WAITS, GONE], HERE, 10.0),  # its exit is on the way
+        ([ENDED, WAITS], AT_THE_AGENT, 0.1),  # the error that made it end may still arrive
+        ([CUT_OFF, WAITS], AT_THE_AGENT, 1.0),
+        ([CUT_OFF, WAITS, GONE], AT_THE_AGENT, 10.0),  # its exit is on the way
         ([CUT_OFF, WAITS], AT_THE_STORE, 3.0),
         ([CUT_OFF, GONE], AT_THE_STORE, 0.2),  # it writes no report any more
         ([CUT_OFF, ENDED, WAITS], AT_THE_STORE, 0.2),
-        ([CUT_OFF, ENDED], HERE, 0.0),  # no rank is left that could report
+        ([CUT_OFF, ENDED], AT_THE_AGENT, 0.0),  # no rank is left that could report
     ],
 )
 def test_a_failure_waits_for_the_one_that_caused_it(facts: list[RankFacts], graces: Graces, wait_s: float) -> None:

@@ -160,7 +160,7 @@ class Difference:
 
 def differing(step: int, expected: Tensors, actual: Tensors, allowed: Mapping[str, float]) -> Difference | None:
     """Compare the tensors of a step that have a tolerance; None if all are equal up to rounding."""
-    wrong = [name for name, most in allowed.items() if not distance(expected[name], actual[name]) <= most]
+    wrong = [name for name, tolerance in allowed.items() if not distance(expected[name], actual[name]) <= tolerance]
     actual, expected = ({name: tensors[name] for name in wrong} for tensors in (actual, expected))
     return Difference(step=step, actual=actual, expected=expected, allowed=allowed) if wrong else None
 
@@ -458,10 +458,10 @@ def _match(difference: Difference, form: str, predicted: Tensors) -> Match | Non
     for name, actual in difference.actual.items():
         if name not in predicted:
             return None
-        allowed, off = difference.allowed[name], distance(predicted[name], actual)
-        if not off <= allowed or not distance(predicted[name], difference.expected[name]) > allowed:
+        allowed, error = difference.allowed[name], distance(predicted[name], actual)
+        if not error <= allowed or not distance(predicted[name], difference.expected[name]) > allowed:
             return None
-        matches.append(Match(off / (norm(actual) or 1.0), name, difference.step, form))
+        matches.append(Match(error / (norm(actual) or 1.0), name, difference.step, form))
     return max(matches)
 
 
@@ -638,8 +638,8 @@ def differing_gradients(
         scale, epsilon = expected.scale.get(name, 0.0), torch.finfo(grad.dtype).eps
         read = 0.0 if read_from is None else 4 * epsilon * norm(read_from[f"param/{name}"]) / rate
         allowed[name] = max(ULPS * epsilon * scale, least) + read
-        off = distance(full[name], grad)
-        errors[name] = off / (scale if scale > least else least / NO_GRADIENT) if off else 0.0
+        error = distance(full[name], grad)
+        errors[name] = error / (scale if scale > least else least / NO_GRADIENT) if error else 0.0
     return differing(step, full, actual, allowed)
 
 
@@ -865,11 +865,11 @@ def ratio_of(difference: Difference, sizes: Mapping[str, int]) -> str:
     ratio = float((actual * expected).sum() / (expected * expected).sum()) if norm(expected) else math.nan
     if distance(actual, expected * ratio) <= allowed * max(abs(ratio), 1.0):
         whole = ratio if abs(ratio) >= 1 else 1 / ratio if ratio else 0.0
-        near = round(whole)
-        if not math.isclose(whole, near, rel_tol=1e-9):
+        nearest = round(whole)
+        if not math.isclose(whole, nearest, rel_tol=1e-9):
             return f"{subject} is {ratio:.6g} times that of one device"
-        axes = " and of ".join(axis for axis, size in sizes.items() if size == near > 1)
-        text = f"{near}" if abs(ratio) >= 1 or not near else f"1/{near}"
+        axes = " and of ".join(axis for axis, size in sizes.items() if size == nearest > 1)
+        text = f"{nearest}" if abs(ratio) >= 1 or not nearest else f"1/{nearest}"
         return f"{subject} is exactly {text} times that of one device" + (f", the size of {axes}" if axes else "")
     ordered = [tensor.flatten().sort().values for tensor in (actual, expected)]
     if distance(*ordered) <= allowed:

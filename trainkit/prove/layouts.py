@@ -31,7 +31,7 @@ def meshes(num_ranks: int) -> list[dict[str, int]]:
     """
     divisors = [size for size in range(num_ranks, 0, -1) if num_ranks % size == 0]
     whole = [sizes for sizes in product(divisors, repeat=len(AXES)) if prod(sizes) == num_ranks]
-    return [dict(zip(AXES, sizes, strict=True)) for sizes in sorted(whole, key=lambda some: sum(n > 1 for n in some))]
+    return [dict(zip(AXES, sizes, strict=True)) for sizes in sorted(whole, key=lambda sizes: sum(n > 1 for n in sizes))]
 
 
 def mesh_text(mesh: Mapping[str, int]) -> str:

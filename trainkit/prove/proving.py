@@ -84,7 +84,7 @@ def in_double_precision(
     work: Callable[[str], T],
     log: Callable[[str], None],
     *,
-    what: str,
+    training: str,
     tolerated: tuple[type[Exception], ...] = (RuntimeError, TypeError),
 ) -> tuple[str, T]:
     """Return fp64 and the result of a training in it, or fp32 and that in fp32 if the model does not run in fp64.
@@ -92,16 +92,16 @@ def in_double_precision(
     Args:
         work: trains in the precision that it is given.
         log: logs the start of a training.
-        what: the training, in the log.
+        training: the training, in the log.
         tolerated: errors that mean that the model does not run in fp64; those of config and data never do.
     """
     try:
-        log(f"{what} in fp64")
+        log(f"{training} in fp64")
         return "fp64", work("fp64")
     except (ConfigError, DataError):
         raise
     except tolerated as error:
-        log(f"the model does not run in fp64 ({first_line(error)}); {what} in fp32")
+        log(f"the model does not run in fp64 ({first_line(error)}); {training} in fp32")
         return "fp32", work("fp32")
 
 
@@ -200,7 +200,7 @@ class Reference:
         def trained(precision: str) -> dict[int, dict[str, Tensor]]:
             return _weights_by_step(with_precision(cfg, precision), folder / f"reference_{precision}")
 
-        precision, expected = in_double_precision(trained, log, what="reference: one_device")
+        precision, expected = in_double_precision(trained, log, training="reference: one_device")
         reference = with_precision(cfg, precision)
         return cls(
             cfg=reference,

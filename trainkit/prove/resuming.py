@@ -40,8 +40,8 @@ class Disturbance:
     """Whether its process gets a SIGKILL; a training of one process, which is this one, fails by an error."""
 
     def __str__(self) -> str:
-        how = "killed" if self.is_killed else "ended by an error"
-        return f"rank {self.rank} is {how} in {self.phase} of step {self.step + 1}"
+        cause = "killed" if self.is_killed else "ended by an error"
+        return f"rank {self.rank} is {cause} in {self.phase} of step {self.step + 1}"
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -102,15 +102,15 @@ def prove_resume(
 
         # a training of several processes reports what its model does not do as an error of a rank
         tolerated = (TrainkitError, RuntimeError, TypeError)
-        precision, expected = in_double_precision(undisturbed, log, what="undisturbed,", tolerated=tolerated)
+        precision, expected = in_double_precision(undisturbed, log, training="undisturbed,", tolerated=tolerated)
         log(f"interrupted: {disturbance}")
         _interrupt(_prepared(first.cfg, precision), folder / "interrupted", disturbance)
         (saved,) = last_weights(folder / "interrupted")
         allowed, resumed = moved_by_rounding(map(first.highest_rate, range(steps))), {}
         for number, (label, cfg) in enumerate(placements):
             log(f"resumed on {label}")
-            again = shutil.copytree(folder / "interrupted", folder / str(number))
-            weights = _last(replace(_prepared(cfg, precision), resume="auto"), again)
+            copy = shutil.copytree(folder / "interrupted", folder / str(number))
+            weights = _last(replace(_prepared(cfg, precision), resume="auto"), copy)
             is_exact = number in (0, len(points)) or cfg.numerics.reproducible
             resumed[label] = [*compare(expected, weights, allowed=allowed, exact=is_exact)]
     return ResumeProof(precision=precision, disturbance=disturbance, saved=saved, resumed=resumed)

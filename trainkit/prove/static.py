@@ -172,8 +172,8 @@ def axes_of(ranks: Sequence[int], axes: Axes, stages: Container[int] = ()) -> tu
         >>> axes_of([0, 3], Axes(pipe=4), {0, 3}), axes_of([0, 3], Axes(pipe=4))
         (('pipe',), None)
     """
-    places = [axes.coordinates(rank) for rank in ranks]
-    along = tuple(axis for axis in AXES if len({place[axis] for place in places}) > 1)
+    positions = [axes.coordinates(rank) for rank in ranks]
+    along = tuple(axis for axis in AXES if len({position[axis] for position in positions}) > 1)
     sizes = {axis: getattr(axes, axis) for axis in along}
     if "pipe" in along and stages:
         sizes["pipe"] = sum(stage in stages for stage in range(axes.pipe))
@@ -198,11 +198,11 @@ def findings(traced: Trace, one_device: Trace) -> Iterator[str]:
     data = [axis for axis in _DATA if sizes[axis] > 1]
     in_parts = {*_meeting_parts(traced)} if axes.tensor > 1 else set[str]()
     for rank, story in traced.stories.items():
-        where = f" (stage {axes.stage_of(rank)})" if axes.pipe > 1 else ""
+        suffix = f" (stage {axes.stage_of(rank)})" if axes.pipe > 1 else ""
         for name, gradient in story.gradients.items():
             events, counts = gradient.events, gradient.counts
             expected = Counter([*data, *["pipe"] * (len(holders[name]) > 1), *["tensor"] * (name in in_parts)])
-            subject = f"the gradient of {name}{where}"
+            subject = f"the gradient of {name}{suffix}"
             yield from _of_sums(subject, events, expected, axes, holders[name])
             scattered = (axes_of(event.ranks, axes) or () for event in events if event.kind == "scatter")
             if axes.shard > 1 and not any("shard" in along for along in scattered):

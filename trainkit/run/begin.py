@@ -70,23 +70,23 @@ def refuse_lack_of_room(plan: RunPlan, model: nn.Module, folder: RunFolder | Non
     if plan.is_measurement:
         return
     settings = plan.cfg.checkpoint
-    kept = settings.keep_last + settings.keep_best + int(plan.has_evaluator)
+    num_kept = settings.keep_last + settings.keep_best + int(plan.has_evaluator)
     path = folder.path if folder is not None else run_dir or Path("outputs") / plan.cfg.name
     ends = settings.export and plan.last_step == plan.num_steps
     average = average_of(plan.cfg)
     copies = 1 + bool(settings.keep_best) + (average is not None and average.export)
     exported = model_bytes(plan, model) * copies if ends else 0
     size = checkpoint_bytes(plan, model)
-    refuse_small_disk(path, size=size, kept=kept, steps_left=plan.last_step, exported=exported)
+    refuse_small_disk(path, size=size, num_kept=num_kept, steps_left=plan.last_step, exported=exported)
 
 
-def refuse_small_disk(folder: Path, *, size: int, kept: int, steps_left: int, exported: int = 0) -> None:
+def refuse_small_disk(folder: Path, *, size: int, num_kept: int, steps_left: int, exported: int = 0) -> None:
     """Refuse a run whose checkpoints do not fit on the file system of its folder, before its first step.
 
     Args:
         folder: the run folder, which may not exist yet.
         size: bytes of a checkpoint.
-        kept: number of checkpoints kept.
+        num_kept: number of checkpoints kept.
         steps_left: remaining steps, an upper bound of the checkpoints to write.
         exported: bytes of the model that is written at the end.
 
@@ -94,10 +94,10 @@ def refuse_small_disk(folder: Path, *, size: int, kept: int, steps_left: int, ex
         StorageError: there is too little space for the kept checkpoints and the one that is written in addition.
     """
     root = folder / "checkpoints"
-    there = list_complete(root) if os.path.lexists(root) else []
-    have = sum(record.num_bytes for checkpoint in there for record in checkpoint.files.values())
-    number = min(kept + 1, len(there) + steps_left)
-    needed = max(size * number - have, size) + exported
+    existing = list_complete(root) if os.path.lexists(root) else []
+    existing_bytes = sum(record.num_bytes for checkpoint in existing for record in checkpoint.files.values())
+    number = min(num_kept + 1, len(existing) + steps_left)
+    needed = max(size * number - existing_bytes, size) + exported
     free = Free.at(folder)
     if lacking(folder, 0, size) == errno.EFBIG:
         raise storage_error(root, OSError(errno.EFBIG, os.strerror(errno.EFBIG)), needed=size)
@@ -105,7 +105,7 @@ def refuse_small_disk(folder: Path, *, size: int, kept: int, steps_left: int, ex
         return
     contents = f"{number} checkpoints of {num_bytes(size)}" if number > 1 else f"a checkpoint of {num_bytes(size)}"
     contents += f", and {num_bytes(exported)} of the model at the end" if exported else ""
-    less = f", less the {num_bytes(have)} of existing ones" if have else ""
+    less = f", less the {num_bytes(existing_bytes)} of existing ones" if existing_bytes else ""
     fewer = f", {_FEWER}" if number > 1 else ""
     raise StorageError(
         f"{folder} has too little room for the checkpoints of this run: {num_bytes(needed)} are needed "
@@ -474,7 +474,7 @@ def continued(cfg: RunConfig, run: Path, checkpoints: Path) -> tuple[RunConfig, 
 _IN_PYTHON: Final = "in a config: resume_allows=["
 
 
-_OURS: Final = ("trainkit", "torch", "numpy", "safetensors", "hydra-core", "omegaconf")
+_CORE_PACKAGES: Final = ("trainkit", "torch", "numpy", "safetensors", "hydra-core", "omegaconf")
 _GIT_TIMEOUT_S: Final = 2.0
 
 
@@ -551,7 +551,7 @@ def packages(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the versions of the packages that every run uses, and of the packages of its `_target_`s."""
     modules = {target.partition(".")[0] for _, target in targets_in(values) if isinstance(target, str)}
     versions = {}
-    for name in dict.fromkeys((*_OURS, *sorted(modules))):
+    for name in dict.fromkeys((*_CORE_PACKAGES, *sorted(modules))):
         try:
             versions[name] = importlib.metadata.version(DISTRIBUTION if name == "trainkit" else name)
         except importlib.metadata.PackageNotFoundError:  # a folder on the path, or a module of another name

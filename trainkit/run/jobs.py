@@ -239,8 +239,8 @@ def _refuse_misfits(job: Job) -> None:
     objective, precision, evaluates = job.parts.objective, job.parts.precision, job.request.verb == "evaluate"
 
     def misfit(error: Exception) -> ConfigError:
-        what = "model and objective" if evaluates else "model"
-        rule = f"the samples of {job.request.split} do not fit the {what}: {named_first_line(error)}. A sample is "
+        subject = "model and objective" if evaluates else "model"
+        rule = f"the samples of {job.request.split} do not fit the {subject}: {named_first_line(error)}. A sample is "
         return ConfigError([Problem(key="data", value=job.cfg.data[TARGET], rule=f"{rule}{shape_text(samples[0])}.")])
 
     with Untouched(seed=0):

@@ -142,9 +142,9 @@ _REST_S: Final = 0.03
 _SETTINGS: Final = "settings.json"
 _LIMIT: Final = 1 << 20
 """Size limit of a record of commands, in bytes."""
-_KEPT: Final = ("argv", "notes")
+_FIRST: Final = ("argv", "notes")
 """Keys of `environment.json` that are kept of the first command."""
-_MOST: Final = 1000
+_MOST_COMMANDS: Final = 1000
 """Commands that are recorded, the latest ones."""
 
 _log = logging.getLogger(__name__)
@@ -340,8 +340,8 @@ def first_command(environment: Path) -> dict[str, Any]:
         before = read_map(environment, {"argv": list, "notes": list}, optional={"begun": dict}, limit=_LIMIT)
     except UnreadableError:
         return {}
-    begun = before.get("begun") or {name: before[name] for name in _KEPT}
-    return {"begun": {name: [value for value in begun.get(name) or () if isinstance(value, str)] for name in _KEPT}}
+    begun = before.get("begun") or {name: before[name] for name in _FIRST}
+    return {"begun": {name: [value for value in begun.get(name) or () if isinstance(value, str)] for name in _FIRST}}
 
 
 def record_settings(folder: Path, changed: Sequence[Mapping[str, Any]]) -> None:
@@ -360,6 +360,6 @@ def record_settings(folder: Path, changed: Sequence[Mapping[str, Any]]) -> None:
     steps = [step for step in before.get("continued_at") or [] if type(step) is int]
     newest = list_complete(folder / "checkpoints")[:1] if before else []  # which a command continues now
     steps += [checkpoint.step for checkpoint in newest if checkpoint.step not in steps]
-    content = {"version": 1, "settings": [*recorded.values()], "continued_at": steps[-_MOST:]}
+    content = {"version": 1, "settings": [*recorded.values()], "continued_at": steps[-_MOST_COMMANDS:]}
     with contextlib.suppress(OSError):
         write_json_atomically(folder / _SETTINGS, content)

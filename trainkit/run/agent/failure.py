@@ -248,14 +248,14 @@ class Graces:
     """For the exit of a process that has ended, which may arrive late on a busy machine."""
 
 
-HERE: Final = Graces(own=0.1, lost=1.0, exit=10.0)
+AT_THE_AGENT: Final = Graces(own=0.1, lost=1.0, exit=10.0)
 """Of an agent, which receives the exits of its ranks."""
 AT_THE_STORE: Final = Graces(own=0.2, lost=3.0, exit=0.0)
 """Of processes that report to each other through a store."""
 
 
 def first_failure(
-    facts: Collection[RankFacts], *, waited_s: float = math.inf, graces: Graces = HERE
+    facts: Collection[RankFacts], *, waited_s: float = math.inf, graces: Graces = AT_THE_AGENT
 ) -> tuple[RankFacts, Literal["failed", "hangs", "unresponsive"]] | float | None:
     """Return the rank that failed first, or seconds to wait for further facts, or None: no rank has failed.
 

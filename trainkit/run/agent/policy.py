@@ -40,7 +40,7 @@ from trainkit.run.process.heartbeat import Heartbeat, read_heartbeat
 from trainkit.run.session.auxiliary import EvaluatorEnd, report_end
 from trainkit.trainer.manifest import list_complete
 
-_OURS: Final = frozenset({"TrainkitError", "RankError"})
+_OWN_ERRORS: Final = frozenset({"TrainkitError", "RankError"})
 """Classes of trainkit's own errors, and the one that reports a dead process to a process backend."""
 _ADDRESS: Final = re.compile(r"0x[0-9a-fA-F]+")
 
@@ -89,15 +89,15 @@ def fault_of(folder: RunFolder, tasks: Iterable[Task], rank: int, *, begun_at: i
 def raised_by(folder: RunFolder, task: Task) -> RaisedError | None:
     """Return the exception of user code that a task reported; None if it reported none, or another kind of error."""
     report = read_error_report(folder.error_of(task.rank))
-    if report is None or report.is_secondary or _OURS.intersection(report.kinds):
+    if report is None or report.is_secondary or _OWN_ERRORS.intersection(report.kinds):
         return None
     text = _ADDRESS.sub("0x", f"{report.kinds[0]}: {report.message}")
     return RaisedError(task=str(task), rank=task.rank, step=report.step, text=text)
 
 
-def repeated(again: Iterable[RaisedError]) -> str | None:
+def repeated(errors: Iterable[RaisedError]) -> str | None:
     """Return why a run whose exceptions were repeated is given up; None if none was."""
-    first = min(again, key=lambda raised: raised.rank, default=None)
+    first = min(errors, key=lambda raised: raised.rank, default=None)
     if first is None:
         return None
     when = "while starting" if first.step is None else f"in step {first.step}"
@@ -133,25 +133,25 @@ class RestartPolicy:
             self.no_progress = 0
         if lost:
             return None
-        again = fault.raised & self._raised
+        repeats = fault.raised & self._raised
         self._raised |= fault.raised
         self.no_progress += 1
         early = bool(fault.raised) and fault.step is not None and fault.step <= fault.begun_at + 1
         self._early = self._early + 1 if early else 0
         if fault.step is not None:
             self._in_step[fault.step] += 1
-        if again:
-            return repeated(again)
+        if repeats:
+            return repeated(repeats)
         if self.no_progress > self.max_restarts:
-            what = f" without progress beyond the checkpoint of step {fault.reached}{remark}"
+            reason = f" without progress beyond the checkpoint of step {fault.reached}{remark}"
         elif fault.step is not None and self._in_step[fault.step] > self.max_restarts:
             count = self._in_step[fault.step]
-            what = f": {count} attempts failed in step {fault.step}, regardless of checkpoints between them"
+            reason = f": {count} attempts failed in step {fault.step}, regardless of checkpoints between them"
         elif self._early > self.max_restarts:
-            what = f": {self._early} attempts in a row raised an exception within their first two steps"
+            reason = f": {self._early} attempts in a row raised an exception within their first two steps"
         else:
             return None
-        return f"gave up after {self.max_restarts} restarts{what}"
+        return f"gave up after {self.max_restarts} restarts{reason}"
 
 
 @dataclass(slots=True)

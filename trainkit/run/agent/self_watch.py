@@ -185,7 +185,7 @@ class SelfWatch(ThreadWatch):
 
     def look(self) -> TrainkitError | None:
         """Return the error of a rank that has made no progress for too long."""
-        if is_held(self._frame()):
+        if in_debugger(self._frame()):
             self._monitor.restart()
             return None
         overdue = self._monitor.look([0])
@@ -209,7 +209,7 @@ def _other_threads(pid: int, phase: Phase) -> Mapping[int, ThreadTimes]:
     return {thread: times for thread, times in threads_of(pid, phase).items() if thread != threading.get_native_id()}
 
 
-def is_held(frame: FrameType | None) -> bool:
+def in_debugger(frame: FrameType | None) -> bool:
     """Return whether a thread at this frame waits in a debugger."""
     while frame is not None:
         if Path(frame.f_code.co_filename).name in _DEBUGGERS:

@@ -516,15 +516,15 @@ def _at_once(plan: RunPlan) -> Mapping[str, bool]:
 
 
 def _of_all_shards(
-    calls: Sequence[CollectiveCall], total: int, taken: int, *, is_staged: bool
+    calls: Sequence[CollectiveCall], total: int, num_taken: int, *, is_staged: bool
 ) -> tuple[CollectiveCall, ...]:
     """Return collectives with the number of shards in which they occur, if a step takes only some of them."""
-    if total == taken:
+    if total == num_taken:
         return tuple(calls)
     if not is_staged:
         return tuple(replace(call, times=total - 2) if call.shard == 1 else call for call in calls)
     counts = Counter(calls)  # what each shard repeats
-    return tuple(replace(call, times=total / taken) if counts[call] % taken == 0 else call for call in calls)
+    return tuple(replace(call, times=total / num_taken) if counts[call] % num_taken == 0 else call for call in calls)
 
 
 def _evaluate(executor: Executor, plan: RunPlan, batch: Any) -> None:

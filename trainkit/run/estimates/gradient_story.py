@@ -27,7 +27,7 @@ from trainkit.run.estimates.fake_run import Watch, group_ranks, in_backward, is_
 from trainkit.strategies.base import GradientListener, UpdateTensors
 
 _NUMBERS: Final = count()
-_FEW: Final = 64
+_MOST_NUMBERS: Final = 64
 """Elements of the largest tensor of losses and counts that all ranks gather, to add them up."""
 _COPIES: Final = frozenset(
     (
@@ -38,7 +38,7 @@ _COPIES: Final = frozenset(
 """Operations whose result has the elements of what they are given."""
 _FILLS: Final = frozenset(["full", "full_like", "new_full", "scalar_tensor", "ones_like", "ones", "fill"])
 
-_MADE: Final = _FILLS | {"zero", "zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty"}
+_CREATIONS: Final = _FILLS | {"zero", "zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty"}
 """Operations whose result has nothing of what they are given."""
 
 
@@ -205,7 +205,7 @@ class Story(Watch):  # type: ignore[no-untyped-call]
             if name == "allgather":  # of numbers, which are then added up
                 before = frozenset(_with_sums(self._of(next(_tensors(args[1])))))
                 for rank, tensor in zip(group_ranks(args), tensors, strict=True):
-                    if tensor.numel() <= _FEW:
+                    if tensor.numel() <= _MOST_NUMBERS:
                         self._put(tensor, before | {Event(kind="part", ranks=(rank,))})
             return
         ranks, op = reduction_of(args)
@@ -300,9 +300,9 @@ class Story(Watch):  # type: ignore[no-untyped-call]
         else:
             before = frozenset[Event]().union(*(self._of(leaf) for leaf in leaves if _is_plain(leaf)))
             for out in outs:
-                keeps = out.numel() <= 1 and base not in _MADE
+                keeps = out.numel() <= 1 and base not in _CREATIONS
                 self._put(out, before if keeps else _NONE)
-            if before and self.phase == "reduce" and base not in _MADE:
+            if before and self.phase == "reduce" and base not in _CREATIONS:
                 self.lost[base] += 1
 
     def _factor(self, base: str, operand: Any, rows: Sequence[Any]) -> Events:

@@ -188,8 +188,8 @@ def hardware_of(cfg: RunConfig, say: Say | None = None) -> Hardware | None:
     """
     if not cfg.hardware:
         return None
-    chosen: HardwareChoice = build(cfg.hardware, "hardware")
-    return chosen.here(say)
+    choice: HardwareChoice = build(cfg.hardware, "hardware")
+    return choice.here(say)
 
 
 def hardware_under(device: torch.device) -> Hardware | None:

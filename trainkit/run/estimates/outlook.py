@@ -399,12 +399,12 @@ def step_time(work: RankWork, traffic: Traffic | None, hardware: Hardware, preci
 def _computed(work: RankWork, hardware: Hardware, precision: str, share: float) -> Seconds:
     """Return the seconds of the counted operations at a share of the rates."""
     crowd = float(work.tasks_a_host if hardware.whole_host else 1)
-    least = _MEMORY.low if share < hardware.reached.high else _MEMORY.high
+    bandwidth_share = _MEMORY.low if share < hardware.reached.high else _MEMORY.high
     total = dict.fromkeys(("compute", "memory", "host"), 0.0)
     for part, count in ((work.shard, work.shards), (work.update, 1.0)):
         compute, memory = part.bound_s(hardware, precision)
         host = part.num_operations * hardware.operation_us * 1e-6
-        compute, memory = compute * crowd / share, memory * crowd / max(share, least)
+        compute, memory = compute * crowd / share, memory * crowd / max(share, bandwidth_share)
         if not hardware.whole_host:  # the host runs ahead of the device
             host = max(host - compute - memory, 0.0)
         for name, seconds in (("compute", compute), ("memory", memory), ("host", host)):

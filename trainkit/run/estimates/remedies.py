@@ -45,7 +45,7 @@ from trainkit.trained.build import meta_model
 if TYPE_CHECKING:
     from trainkit.run.estimates.fake_run import ObservedSteps
 
-MOST: Final = 3
+_MOST_REMEDIES: Final = 3
 """Number of remedies."""
 _ENOUGH_S: Final = 3.0
 """Time for planning changes after an error: the other ranks wait for its text. Those of later kinds are not named."""
@@ -92,12 +92,12 @@ def remedies_for(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[Pl
         if alone is not None:
             remedies.append(trials.with_evaluations(*alone))
     fitting = [remedy for remedy in remedies if remedy.fits]
-    if len(fitting) < MOST:
+    if len(fitting) < _MOST_REMEDIES:
         joined = trials.joined(plan)
         overrides = {remedy.overrides for remedy in remedies}
         remedies += [remedy for remedy in joined if remedy.overrides not in overrides]
         fitting = [remedy for remedy in remedies if remedy.fits]
-    return fitting[:MOST] or sorted(remedies, key=lambda remedy: remedy.needs)[:1]
+    return fitting[:_MOST_REMEDIES] or sorted(remedies, key=lambda remedy: remedy.needs)[:1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +139,8 @@ class _Trials:
             other = _planned_anew(plan, change.cfg)
             if other is None:
                 continue
-            least = verdict_of(other, least_memory(other, self.model), self.hardware)
-            if least.needs > least.has and least.needs >= below:
+            lower_bound = verdict_of(other, least_memory(other, self.model), self.hardware)
+            if lower_bound.needs > lower_bound.has and lower_bound.needs >= below:
                 continue
             verdict = self.verdict(other, evaluates=evaluates)
             fits = verdict.fits is True
@@ -222,7 +222,7 @@ def largest_savings(plan: RunPlan, model: nn.Module, *, placing: bool) -> list[t
             if kind is not _sharded:
                 break
     useful = [saving for saving in savings if saving[1] > 0]
-    return sorted(useful, key=lambda saving: (saving[0].price.startswith(_ANOTHER), -saving[1]))[:MOST]
+    return sorted(useful, key=lambda saving: (saving[0].price.startswith(_ANOTHER), -saving[1]))[:_MOST_REMEDIES]
 
 
 def _last_of_each(overrides: str) -> str:
@@ -275,9 +275,9 @@ def _sharded_over(plan: RunPlan, count: int) -> Iterator[Change]:
     price = f"{count} devices, which exchange parameters or activations in every step"
     for name, target, kind in shipped_strategies():
         if keys := kind.sharded_over(count):
-            cfg, more = _with_shards_for_all(plan, {TARGET: target, **keys})
+            cfg, batch_overrides = _with_shards_for_all(plan, {TARGET: target, **keys})
             overrides = " ".join(f"strategy.{key}={value}" for key, value in keys.items())
-            yield Change(overrides=f"strategy={name} {overrides}{more}", price=price, cfg=cfg)
+            yield Change(overrides=f"strategy={name} {overrides}{batch_overrides}", price=price, cfg=cfg)
 
 
 def _narrower(plan: RunPlan) -> Iterator[Change]:

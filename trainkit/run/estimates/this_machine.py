@@ -366,8 +366,8 @@ def _copy_rate(device: torch.device) -> float:
 
 def _operation_us(device: torch.device) -> float:
     """Return microseconds of an operation on few numbers, with autograd as in a training."""
-    few = torch.ones(16, device=device, requires_grad=True)
-    return _best_s(lambda: few * 2.0, device) * 1e6
+    numbers = torch.ones(16, device=device, requires_grad=True)
+    return _best_s(lambda: numbers * 2.0, device) * 1e6
 
 
 def _input_rate() -> float:

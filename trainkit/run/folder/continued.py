@@ -55,9 +55,9 @@ def bring_earlier_steps(folder: RunFolder, source: Path, retention: Retention) -
         root, start = source, list_complete(source)[:1]
     if not start:
         raise CheckpointError(f"{source} holds no checkpoint.")
-    step, judged, owner = start[0].step, EvaluatedIndex.read(root), folder.take()
+    step, index, owner = start[0].step, EvaluatedIndex.read(root), folder.take()
     earlier = [checkpoint for checkpoint in list_complete(root) if checkpoint.step < step]
-    candidates = [*map(judged.of, [*start, *earlier])]
+    candidates = [*map(index.of, [*start, *earlier])]
     kept = [*candidates[: retention.keep_last], *retention.ranked(candidates)[: retention.keep_best]]
     by_folder = {checkpoint.folder: checkpoint for checkpoint in kept}
     for checkpoint in sorted(by_folder.values(), key=lambda checkpoint: checkpoint.step):

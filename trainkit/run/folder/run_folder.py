@@ -280,9 +280,9 @@ class RunFolder:
         with naming(self.path):
             owner = OwnershipToken.found(self.path)
             if owner is None:
-                taken = (path for pattern in _FILES for path in sorted(self.path.glob(pattern)))
+                paths = (path for pattern in _FILES for path in sorted(self.path.glob(pattern)))
                 # Hydra opens an empty log beforehand
-                foreign = [path for path in taken if path.is_symlink() or not path.is_file() or path.stat().st_size]
+                foreign = [path for path in paths if path.is_symlink() or not path.is_file() or path.stat().st_size]
                 if foreign:
                     names = ", ".join(path.relative_to(self.path).as_posix() for path in foreign[:3])
                     rule = f"holds {names}, which a run would write, and no run has begun in it. Choose another folder."
@@ -449,7 +449,7 @@ class FencingToken:
         """
         owner = self.owner
         if owner.get("token") != self.token:
-            who = f"process {owner['pid']} on {owner['host']}" if "pid" in owner else "another process"
+            owner_text = f"process {owner['pid']} on {owner['host']}" if "pid" in owner else "another process"
             raise TrainingError(
-                f"{self.path.parent} was taken over by {who}. This group ends and writes no more to it."
+                f"{self.path.parent} was taken over by {owner_text}. This group ends and writes no more to it."
             )

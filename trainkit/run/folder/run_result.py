@@ -29,7 +29,7 @@ from trainkit.trainer.manifest import list_complete
 
 ROLLBACKS: Final = "rollbacks.json"
 """Name of the record in the run folder."""
-_MOST: Final = 1000
+_MOST_ROLLBACKS: Final = 1000
 """Number of rollbacks that are kept, the latest ones."""
 
 
@@ -55,7 +55,7 @@ def rollbacks_of(folder: Path) -> list[dict[str, int]]:
 def record_rollback(folder: Path, suspect: Suspect) -> None:
     """Add a rollback to the record."""
     rollbacks = [*rollbacks_of(folder), {"step": suspect.step, "checkpoint": suspect.checkpoint}]
-    write_json_atomically(folder / ROLLBACKS, {"rollbacks": rollbacks[-_MOST:]})
+    write_json_atomically(folder / ROLLBACKS, {"rollbacks": rollbacks[-_MOST_ROLLBACKS:]})
 
 
 def suspect_checkpoint_of(folder: Path, *, checkpoint: int) -> Suspect | None:

@@ -23,7 +23,7 @@ from trainkit.cluster.tasks import Identity
 from trainkit.config.schema import RunConfig
 from trainkit.errors import StoppedError, TrainkitError
 from trainkit.run.agent.failure import Failure, ProcessEvidence, facts_of, failure_of, is_clean
-from trainkit.run.agent.self_watch import ThreadWatch, is_held
+from trainkit.run.agent.self_watch import ThreadWatch, in_debugger
 from trainkit.run.agent.supervisor import LocalLaunch
 from trainkit.run.begin import BREAKPOINT, Result
 from trainkit.run.folder.run_folder import RunFolder
@@ -128,7 +128,7 @@ class _OtherRanks(ThreadWatch):
     def look(self) -> TrainkitError | None:
         """Return the error of a rank that has failed, at the second look: this rank may report the same failure."""
         was_known, self._is_known = self._is_known, bool(self._failed)
-        failure = None if not was_known or is_held(self._frame()) else self.failure()
+        failure = None if not was_known or in_debugger(self._frame()) else self.failure()
         return None if failure is None else failure.error()
 
     def leave(self, error: TrainkitError, stack: str) -> None:

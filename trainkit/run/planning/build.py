@@ -255,12 +255,12 @@ def make_optimizer(cfg: RunConfig, model: nn.Module) -> Callable[[Mapping[str, n
     def make(params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         if not params:
             raise ConfigError([Problem(key="model", rule="has no parameter to train.")])
-        chosen: dict[str | None, list[nn.Parameter]] = {None: [], **{name: [] for name in groups}}
+        members: dict[str | None, list[nn.Parameter]] = {None: [], **{name: [] for name in groups}}
         for name, param in params.items():
-            chosen[_group_of(name, owners[name], groups)].append(param)
+            members[_group_of(name, owners[name], groups)].append(param)
         settings: dict[str | None, dict[str, Any]] = {None: {}}
         settings.update({name: {k: v for k, v in group.items() if k != "match"} for name, group in groups.items()})
-        filled = [{"params": members, **settings[name]} for name, members in chosen.items() if members]
+        filled = [{"params": group, **settings[name]} for name, group in members.items() if group]
         optimizer: torch.optim.Optimizer = build(node, "optimizer", params=filled)
         if average is not None:
             average.attach(optimizer)

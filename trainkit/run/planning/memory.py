@@ -75,7 +75,7 @@ def memory_of(plan: RunPlan, model: nn.Module, estimate: ModelMemory | None = No
     resident = estimate.resident
     trained = sum(resident.get(name, 0) for name, param in model.named_parameters() if param.requires_grad)
     count = sum(resident.values())
-    apart = master_width * trained if precision.model_dtype is not precision.master_dtype else 0
+    masters = master_width * trained if precision.model_dtype is not precision.master_dtype else 0
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     optimizer = _optimizer_bytes(plan, model, resident, master_width)
     bucket = None
@@ -83,7 +83,7 @@ def memory_of(plan: RunPlan, model: nn.Module, estimate: ModelMemory | None = No
         bucket = (trained if plan.cfg.compile.mode == "step" else min(estimate.bucket, trained)) * master_width
     return Memory(
         num_params=sum(param.numel() for param in model.parameters()),
-        parameter_bytes=count * width + apart,
+        parameter_bytes=count * width + masters,
         buffer_bytes=buffers,
         gradient_bytes=trained * master_width,  # gradients of another dtype are added to these, then freed
         exchange_bytes=round(estimate.gradient_copies * trained) * master_width,

@@ -39,7 +39,7 @@ from trainkit.trained.build import build_model, build_objective
 
 _CHEAP: Final = 50_000_000
 """Up to this number of parameters, the model is run with data."""
-_CHEAP_MADE: Final = 1_000_000
+_CHEAP_MADE_UP: Final = 1_000_000
 """The same limit for made-up samples, whose values have no meaning."""
 _SAMPLES: Final = 4
 _HOST: Final = torch.device("cpu")
@@ -47,7 +47,7 @@ _LISTED: Final = (
     " A list of numbers becomes one tensor for each place in it: return a tensor (of a Hugging Face dataset: "
     "with_format('torch'))."
 )
-_KNOWN: Final = ("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD")
+_DENSE_OPTIMIZERS: Final = ("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD")
 """Optimizers that step with any dense gradients. They are not tried: their import takes longer than the check."""
 _GROUP: Final = re.compile(r"process group|torch\.distributed", re.IGNORECASE)
 _ELSEWHERE: Final = re.compile(r"cuda|triton|'CPU' backend|not implemented for|on CPU|no kernel", re.IGNORECASE)
@@ -97,7 +97,7 @@ def _try(plan: RunPlan, model: nn.Module, indices: Sequence[int]) -> TrainkitErr
     batch = to_device(plan.components.hooks.collate_function(samples, indices), _HOST)
     if any(task.device != _HOST.type for task in plan.tasks) and (fixed := next(immovable_in(batch), None)) is not None:
         return ConfigError([_immovable(plan, fixed)])
-    most = _CHEAP_MADE if getattr(plan.components.datasets["train"], "is_declared", False) else _CHEAP
+    most = _CHEAP_MADE_UP if getattr(plan.components.datasets["train"], "is_declared", False) else _CHEAP
     numbers = sum(param.numel() for param in model.parameters()) <= most
     trial = _Trial(plan=plan, indices=indices, samples=samples, batch=batch, numbers=numbers)
     error = trial.run(model)
@@ -126,12 +126,12 @@ def _own_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def _sparse_remedy(sparse: Sequence[str], params: Mapping[str, nn.Parameter]) -> str:
     """Return the advice for an optimizer that cannot step with the gradients of its parameters, if some are sparse."""
-    mine = [name for name in sparse if name in params]
-    if not mine:
+    names = [name for name in sparse if name in params]
+    if not names:
         return ""
-    cause = f" The gradient of {mine[0]} is sparse"
-    if len(mine) < len(params):
-        dense = next(name for name in params if name not in mine)
+    cause = f" The gradient of {names[0]} is sparse"
+    if len(names) < len(params):
+        dense = next(name for name in params if name not in names)
         cause += f", that of {dense} is not: optimizers can give each kind its own (docs/optimizers.md)"
     return (
         f"{cause}. Use optimizer=sgd or torch.optim.Adagrad with optimizer.weight_decay=0, or "
@@ -186,15 +186,15 @@ class _Trial:
             for name, buffer in model.named_buffers()
             if buffer.dtype is torch.bool or sum_problem(name, buffer, precision.master_dtype) is not None
         }
-        apart = _own_buffers(model) if self.numbers else {}
+        copies = _own_buffers(model) if self.numbers else {}
         hooks = [hook for name, module in model.named_modules() for hook in self._watching(name, module)]
         try:
             scores = scores_kept() if objective.takes_hidden else nullcontext()
             with torch.enable_grad(), scores, precision.autocast(["cpu"]) if self.numbers else nullcontext():
                 before = GeneratorStates([])
                 loss = objective.loss(model, batch)
-            after = dict(model.named_buffers()) if apart else {}
-            self.updated = tuple(name for name, buffer in apart.items() if not torch.equal(buffer, after[name]))
+            after = dict(model.named_buffers()) if copies else {}
+            self.updated = tuple(name for name, buffer in copies.items() if not torch.equal(buffer, after[name]))
             if self.numbers and isinstance(loss, Loss):
                 with torch.no_grad():
                     for metric in objective.metrics().values():  # they count the batch, as an evaluation does
@@ -243,20 +243,20 @@ class _Trial:
             for param in params.values():
                 param.grad = param.grad if param.grad is None else param.grad.to_dense()
             sparse = []
-        if not sparse and sum(param.numel() for param in params.values()) > _CHEAP_MADE:
+        if not sparse and sum(param.numel() for param in params.values()) > _CHEAP_MADE_UP:
             return None
         makers = [("optimizer", cfg.optimizer[TARGET], frozenset(params), make_optimizer(cfg, model))]
         if plan.optimizers:
             pairs = zip(plan.optimizers, named_optimizers(cfg, plan.optimizers, model), strict=True)
             makers = [(f"optimizers.{spec.name}", spec.node[TARGET], named.params, named.make) for spec, named in pairs]
         for key, target, names, make in makers:
-            mine = {name: param for name, param in params.items() if name in names}
-            if target in _KNOWN and not any(name in names for name in sparse):
+            members = {name: param for name, param in params.items() if name in names}
+            if target in _DENSE_OPTIMIZERS and not any(name in names for name in sparse):
                 continue
             try:
-                stepper = OptimizerStepper(make(mine), list(mine.values()))
-                stepper.step([param.grad for param in mine.values()], 1.0)
-                stepper.state(mine)
+                stepper = OptimizerStepper(make(members), list(members.values()))
+                stepper.step([param.grad for param in members.values()], 1.0)
+                stepper.state(members)
             except TrainkitError:
                 raise
             except Exception as error:  # noqa: BLE001 - the user's code may fail in any way
@@ -264,7 +264,7 @@ class _Trial:
                     continue
                 reason = named_first_line(error).rstrip(".")
                 rule = with_frames(f"a step with the gradients of this model raised {reason}.", error)
-                return Problem(key=f"{key}.{TARGET}", value=target, rule=rule + _sparse_remedy(sparse, mine))
+                return Problem(key=f"{key}.{TARGET}", value=target, rule=rule + _sparse_remedy(sparse, members))
         return None
 
     def _watching(self, name: str, module: nn.Module) -> Sequence[RemovableHandle]:
@@ -339,8 +339,8 @@ class _Trial:
         if not isinstance(error, IndexError) or scores is None:
             return None
         classes, ignored = scores.shape[1], self.plan.cfg.objective.get("ignore_index")
-        odd = [leaf[(leaf < 0) | (leaf >= classes)].tolist() for leaf in leaves]
-        target = next((value for values in odd for value in values if value != ignored), None)
+        invalid = [leaf[(leaf < 0) | (leaf >= classes)].tolist() for leaf in leaves]
+        target = next((value for values in invalid for value in values if value != ignored), None)
         if target is None:
             return None
         leave = f", or leave it out of the loss by objective.ignore_index={target}"

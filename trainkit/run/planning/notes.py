@@ -132,8 +132,8 @@ def _findings(shard: Shard) -> Coupling:
     if not all(bool(torch.isfinite(tensor).all()) for tensor in (*base.outputs, base.total)):
         return Coupling(not_probed="the first outputs or losses are not finite numbers")
     findings = [(subject, DRAWS) for subject in (MODEL, OBJECTIVE) if subject in base.drew]
-    again = shard.run()
-    if not _equal(base.outputs, again.outputs) or not torch.equal(base.total, again.total):
+    second = shard.run()
+    if not _equal(base.outputs, second.outputs) or not torch.equal(base.total, second.total):
         return Coupling(findings=(*findings, (_EITHER, _UNSTEADY)))
     runs = {replaced: shard.run(replaced) for replaced in _variants(shard.size)}
     if base.inputs and _equal(base.inputs, runs[frozenset(range(shard.size))].inputs):

@@ -135,7 +135,7 @@ def error_report(rank: int, error: BaseException, heartbeat: HeartbeatReading | 
         exit_code = 0 if error.code is None else error.code if isinstance(error.code, int) else 1
     elif isinstance(error, TrainkitError):
         exit_code = error.exit_code
-    ours = isinstance(error, TrainkitError) and not isinstance(error, HangError | CrashLoopError)
+    is_own = isinstance(error, TrainkitError) and not isinstance(error, HangError | CrashLoopError)
     problems = error.problems if isinstance(error, ConfigError) else ()
     return ErrorReport(
         rank=rank,
@@ -144,7 +144,7 @@ def error_report(rank: int, error: BaseException, heartbeat: HeartbeatReading | 
         traceback=mask("".join(traceback.format_exception(error)).rstrip()),
         exit_code=exit_code,
         is_secondary=is_secondary,
-        is_permanent=ours and not is_secondary,
+        is_permanent=is_own and not is_secondary,
         problems=tuple(_problem_to_json(problem) for problem in problems),
         step=None if heartbeat is None else heartbeat.step,
         phase="" if heartbeat is None else heartbeat.phase,

@@ -546,7 +546,7 @@ def facts_of_plan(plan: RunPlan, num_processes: int, rank: int) -> dict[str, Any
 
 
 def mismatches(
-    ours: Mapping[str, Any],
+    first: Mapping[str, Any],
     others: Mapping[str, Mapping[str, Any]],
     *,
     origin: str,
@@ -554,10 +554,10 @@ def mismatches(
 ) -> list[Problem]:
     """Return one problem for each key in which processes differ."""
     return [
-        Problem(key=key, value=ours.get(key), rule=f"{name} has {yaml_text(values.get(key))}. {remedy}", origin=origin)
+        Problem(key=key, value=first.get(key), rule=f"{name} has {yaml_text(values.get(key))}. {remedy}", origin=origin)
         for name, values in others.items()
-        for key in sorted({**ours, **values})
-        if ours.get(key) != values.get(key)
+        for key in sorted({**first, **values})
+        if first.get(key) != values.get(key)
     ]
 
 

@@ -170,7 +170,7 @@ class PeerWatch(ThreadWatch):
         super().__init__(interval_s=_LOOK_S, grace_s=_INTERRUPT_S)
         self._barrier, self._folder, self._report, self._explain = barrier, folder, report, explain
         self._limits = limits
-        self._asked: Pending[str] | None = None
+        self._pending: Pending[str] | None = None
         self._answered_at = time.monotonic()
         self._lost_at: float | None = None
 
@@ -203,12 +203,12 @@ class PeerWatch(ThreadWatch):
         )
         if stopped is not None:
             return f"{self._barrier.name_of(stopped)} is stopped by a signal"
-        if self._asked is None or self._asked.wait(0):  # never waits for the store: its process may be stopped
+        if self._pending is None or self._pending.wait(0):  # never waits for the store: its process may be stopped
             answer = None
-            if self._asked is not None:
+            if self._pending is not None:
                 with contextlib.suppress(RuntimeError):
-                    answer, self._answered_at = self._asked.result(), now
-            self._asked = Pending(self._published)
+                    answer, self._answered_at = self._pending.result(), now
+            self._pending = Pending(self._published)
             if answer:
                 return answer
         if now - self._answered_at > _STORE_S:

@@ -251,8 +251,8 @@ class CheckpointEvaluator:
         """
         average, model = average_of(self._plan.cfg), self._executor.local.model
         counted = statistics_of(model) if average is not None and average.counts_statistics else {}
-        there = {name for name, _ in model.named_parameters() if f"optimizer/{AVERAGE}/{name}" in loaded.tensors}
-        if average is None or not there or any(f"optimizer/{AVERAGE}/{name}" not in loaded.tensors for name in counted):
+        names = {name for name, _ in model.named_parameters() if f"optimizer/{AVERAGE}/{name}" in loaded.tensors}
+        if average is None or not names or any(f"optimizer/{AVERAGE}/{name}" not in loaded.tensors for name in counted):
             return None
         self._executor.load_state_dict(averaged_weights(loaded.tensors))
         return average

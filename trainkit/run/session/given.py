@@ -19,7 +19,7 @@ LossFunction = Callable[[nn.Module, Any], object]
 the shard; a mapping from names to such tensors, which are added up; or a `Loss`, a sum with its weight.
 """
 
-_WANTED: Final = (
+_EXPECTED: Final = (
     "a tensor of one number (the mean over the batch), a mapping from names to such tensors, or a trainkit Loss"
 )
 
@@ -103,9 +103,9 @@ def _mean(value: object, name: str | None = None) -> Tensor:
     subject = "loss_fn gives" if name is None else f"loss_fn gives as the term {name}"
     if not isinstance(value, Tensor):
         kind = "None" if value is None else f"a {type(value).__name__}"
-        raise TrainingError(f"{subject} {kind}, not {_WANTED}.")
+        raise TrainingError(f"{subject} {kind}, not {_EXPECTED}.")
     if value.dim():
-        raise TrainingError(f"{subject} a tensor of shape {tuple(value.shape)}, not {_WANTED}. Is a .mean() missing?")
+        raise TrainingError(f"{subject} a tensor of shape {tuple(value.shape)}, not {_EXPECTED}. Is a .mean() missing?")
     if not value.is_floating_point():
         raise TrainingError(f"{subject} a tensor of {value.dtype}, which has no gradient.")
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value

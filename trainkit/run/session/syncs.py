@@ -26,8 +26,8 @@ _WATCHED: Final = "cuda"
 _WAITS: Final = "called a synchronizing CUDA operation"
 """How torch's warning begins; c10/cuda/CUDAFunctions.cpp."""
 _PROTOTYPE: Final = "Synchronization debug mode is a prototype"
-_MOST: Final = 5
-_OWN: Final = f"{Path(__file__).parents[2]}{os.sep}"
+_MOST_LINES: Final = 5
+_PACKAGE: Final = f"{Path(__file__).parents[2]}{os.sep}"
 _log = logging.getLogger(__name__)
 
 
@@ -77,7 +77,7 @@ class SyncWatch:
         """Say which lines waited, on the screen and in result.json."""
         self.close()
         self._is_done = True
-        for (file, line, name), count in self._waits.most_common(_MOST):
+        for (file, line, name), count in self._waits.most_common(_MOST_LINES):
             times = "" if count == 1 else f", {count} times"
             text = (
                 f"{file}:{line}, in {name}: this line makes each step wait for {run.device}{times}: "
@@ -91,7 +91,7 @@ def _own_line(frame: FrameType | None) -> tuple[str, int, str] | None:
     """Return file, line and function of the innermost frame of the user; None if trainkit has called what waits."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_OWN):
+        if file.startswith(_PACKAGE):
             return None
         if not is_library(file):
             return file, frame.f_lineno, frame.f_code.co_name
