@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainkit.api.calls import TrainingResult
     from trainkit.api.own_loop import Session
     from trainkit.run.planning.plan import RunPlan
-    from trainkit.run.session.given import LossFunction
+    from trainkit.run.session.loop_loss import LossFunction
 
 __all__ = ["compose", "generate", "load", "session", "train"]
 
@@ -163,7 +163,7 @@ def session(
     """
     from trainkit.api import calls, own_loop  # noqa: PLC0415 - imports torch
     from trainkit.config.check import checked  # noqa: PLC0415 - imports the targets, and torch with them
-    from trainkit.run.session.given import FunctionLoss  # noqa: PLC0415 - imports torch
+    from trainkit.run.session.loop_loss import FunctionLoss  # noqa: PLC0415 - imports torch
 
     if loss is not None and objective is not None:
         raise ConfigError([Problem(key="objective", rule="is given together with loss. Give one of the two.")])

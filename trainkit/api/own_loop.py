@@ -25,7 +25,7 @@ from trainkit.objectives.base import Objective
 from trainkit.run import runner
 from trainkit.run.begin import ResumePoint, RunRequest
 from trainkit.run.planning.plan import RunPlan
-from trainkit.run.session.given import GivenLoss, LossFunction
+from trainkit.run.session.loop_loss import LoopLoss, LossFunction
 from trainkit.run.session.own_loop import OwnLoop
 from trainkit.run.signals import EXIT_CODES
 from trainkit.strategies.base import LoopCall, PlanContext, Strategy
@@ -85,7 +85,7 @@ class Session:
                     is_given=composition.is_given, check=self._check,
                 )  # fmt: skip
                 task = stack.enter_context(runner.opened(request))
-                given = GivenLoss(self._terms)
+                given = LoopLoss(self._terms)
                 session = stack.enter_context(task.opened(given))
             except ConfigError as error:
                 raise composition.with_origins(error) from error

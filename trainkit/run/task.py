@@ -34,7 +34,7 @@ from trainkit.run.process.heartbeat import Heartbeat, beats_of
 from trainkit.run.process.nccl_dumps import recorder_variables
 from trainkit.run.process.setup import variables
 from trainkit.run.session.auxiliary import findings_of, run_auxiliary
-from trainkit.run.session.given import GivenLoss
+from trainkit.run.session.loop_loss import LoopLoss
 from trainkit.run.session.session import TaskSession
 from trainkit.run.signals import StopFlag
 from trainkit.strategies.base import ignore_phase
@@ -120,11 +120,11 @@ class TaskRun:
         self.result = result
 
     @contextmanager
-    def opened(self, given_loss: GivenLoss | None = None) -> Iterator[TaskSession | None]:
+    def opened(self, loop_loss: LoopLoss | None = None) -> Iterator[TaskSession | None]:
         """Open the session of this task; at the end of the block, record the result or the error, and close it.
 
         Args:
-            given_loss: holds the loss that a loop of the user's own gives to a step; None: the trainer's own loop runs.
+            loop_loss: holds the loss that a loop of the user's own gives to a step; None: the trainer's own loop runs.
 
         Yields:
             The session, which the block trains; None for an auxiliary task, which has ended by then.
@@ -148,7 +148,7 @@ class TaskRun:
                     reporting(folder.path),
                     explain_oom(plan, task, lambda: None if self.session is None else self.step()),
                 ):
-                    session = self.session = self._open(plan, heartbeat, given_loss)
+                    session = self.session = self._open(plan, heartbeat, loop_loss)
                     self.follow(self.step)
                     if self.beats is not None:
                         self.beats.follow(self.step)
@@ -183,7 +183,7 @@ class TaskRun:
         return ending
 
     def _open(
-        self, plan: RunPlan, heartbeat: Heartbeat | BeatCounter | None, given_loss: GivenLoss | None
+        self, plan: RunPlan, heartbeat: Heartbeat | BeatCounter | None, loop_loss: LoopLoss | None
     ) -> TaskSession:
         notes: list[str] = []
         with contextlib.suppress(AbsentFileError):  # a rank that was started by hand
@@ -204,7 +204,7 @@ class TaskRun:
             on_phase=heartbeat or ignore_phase,
             within_steps=heartbeat is not None and heartbeat.within_steps,
             notes=tuple(notes),
-            given_loss=given_loss,
+            loop_loss=loop_loss,
         )
         try:
             session.restore_or_init()

@@ -11,7 +11,7 @@ from torch import Tensor
 from trainkit.data.reading.collate import BatchesAsRead
 from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.numerics.batch import Ticket
-from trainkit.run.session.given import FunctionLoss, GivenLoss, LossFunction
+from trainkit.run.session.loop_loss import FunctionLoss, LoopLoss, LossFunction
 from trainkit.run.session.session import TaskSession
 from trainkit.run.signals import REASONS, stop_error
 from trainkit.strategies.base import Batch, Executor, LoopCall, StepOutcome
@@ -29,7 +29,7 @@ class OwnLoop:
         strategy: the name of the strategy, for messages.
     """
 
-    def __init__(self, task: TaskSession, loss: GivenLoss, *, strategy: str) -> None:
+    def __init__(self, task: TaskSession, loss: LoopLoss, *, strategy: str) -> None:
         self.task, self._loss, self._name = task, loss, strategy
         self._refused = task.parts.strategy.facts_in(task.plan.context).refused_calls
         self._compiles_step = task.cfg.compile.mode == "step"

@@ -27,7 +27,7 @@ from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.account import Account
 from trainkit.run.session.checkpointer import Checkpointer, LastSave, snapshot_beside_steps
 from trainkit.run.session.evaluation import EvalRunner
-from trainkit.run.session.given import GivenLoss
+from trainkit.run.session.loop_loss import LoopLoss
 from trainkit.run.session.restore import (
     loader_of,
     make_run_view,
@@ -73,7 +73,7 @@ class TaskSession:
         on_phase: receives (phase, step) when this task begins another phase.
         within_steps: whether it also receives the phases within a step.
         notes: additional lines of the startup summary.
-        given_loss: holds the loss of a step of a user's own loop; None: the trainer's loop runs.
+        loop_loss: holds the loss of a step of a user's own loop; None: the trainer's loop runs.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class TaskSession:
         on_phase: PhaseListener,
         within_steps: bool,
         notes: tuple[str, ...] = (),
-        given_loss: GivenLoss | None = None,
+        loop_loss: LoopLoss | None = None,
     ) -> None:
         self._presence, self._check_fence = Presence(folder), check_fence
         self._stop_requested = stop_requested
@@ -99,7 +99,7 @@ class TaskSession:
         self.plan = plan.resolved(lambda: meta_model(plan.cfg))
         self._account, self._waits = Account(self.plan, identity), SyncWatch()
         self.cfg, self.parts = self.plan.cfg, self.plan.components
-        snapshot = snapshot_beside_steps(self.cfg, identity.task.device, own_loop=given_loss is not None)
+        snapshot = snapshot_beside_steps(self.cfg, identity.task.device, own_loop=loop_loss is not None)
         # With a snapshot, a GPU waits for its copies before a step changes the copied tensors.
         hears = () if snapshot is None else (snapshot.on_phase,)
         on_phase = each_of(*hears, on_phase)
@@ -109,8 +109,8 @@ class TaskSession:
         self._cleanup.callback(self._waits.close)
         strategy = self.parts.strategy
         training = make_step_context(self.plan, self.callbacks.gradient_listener())
-        self._training = training if given_loss is None else given_loss.context_of(training)
-        self.fingerprint, self._given_loss, self.logged = fingerprint(plan.cfg), given_loss, LoggedFigures()
+        self._training = training if loop_loss is None else loop_loss.context_of(training)
+        self.fingerprint, self._loop_loss, self.logged = fingerprint(plan.cfg), loop_loss, LoggedFigures()
         model = transformed_model(self.cfg, strategy, identity.task)
         on_phase("join", 0)
         in_steps = self._account.heard(on_phase if within_steps else each_of(*hears, ignore_phase))
@@ -185,7 +185,7 @@ class TaskSession:
         newest = newest_valid(checkpoints, report=self.warn, check=check) if exists else None
         if newest is not None:
             self._data_state = self._keeper.restore(newest)
-            if run.state.own_loss and self._given_loss is None:
+            if run.state.own_loss and self._loop_loss is None:
                 raise own_loss_refusal(newest.checkpoint.folder)
             self._evaluation_due = newest.meta.get("evaluation_due") is True and bool(self.validated)
             self._scorer.recall_best(self.warn)

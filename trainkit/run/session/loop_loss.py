@@ -1,4 +1,4 @@
-"""The inputs of a user's own loop for its steps: a loss, and figures for the rows of metrics."""
+"""The losses that a user's own loop gives to its steps."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _mean(value: object, name: str | None = None) -> Tensor:
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
-class GivenLoss(Objective):
+class LoopLoss(Objective):
     """The objective of the steps of a user's own loop: the configured one, unless a step gets its own loss."""
 
     runs_user_code: ClassVar[bool] = True
@@ -146,7 +146,7 @@ class GivenLoss(Objective):
 class _LoopContext(StepContext):
     """The settings of the steps of a user's own loop."""
 
-    step_loss: GivenLoss
+    step_loss: LoopLoss
 
     def loss(self, model: Model, batch: Any, step: int, shard: int) -> Loss:
         """Return the loss that the loop gives to this step, or that of the configured objective."""
