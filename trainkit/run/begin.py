@@ -216,7 +216,7 @@ class Agreement:
             yield descriptor
 
     def claim(self, folder: RunFolder, start: ResumePoint) -> dict[str, str]:
-        """Do on rank 0 what precedes the first files of a locked folder; return what the others must know of it."""
+        """Prepare a locked folder on rank 0 before its first files; return the values that the other ranks need."""
         del folder, start
         return {}
 

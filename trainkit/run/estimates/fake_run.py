@@ -100,7 +100,7 @@ class ObservedSteps:
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that are alive, by phase, and records collectives; of fake tensors and of others.
+    """Counts live storages by phase, and records collectives, of fake tensors or of others.
 
     Args:
         fakes: the mode of the fake tensors; None: all tensors have data.
@@ -126,7 +126,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stack = ExitStack()
 
     def begin(self) -> None:
-        """Forget what was recorded; what is alive stays counted."""
+        """Reset the records; live storages stay counted."""
         self.peaks.clear()
         self.collectives.clear()
         self._forwards = 0
@@ -160,7 +160,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation and count what it makes; a DTensor comes back with its local tensors."""
-        if is_asked_device(func) and isinstance(args[0], FakeTensor):  # two of three calls
+        if asks_for_device(func) and isinstance(args[0], FakeTensor):  # two of three calls
             inside = args[0].fake_mode.in_kernel_invocation
             return torch.device("meta") if inside else args[0].fake_device
         if any(issubclass(kind, DTensor) for kind in types):
@@ -180,7 +180,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def listener(self) -> GradientListener | None:
-        """What receives the gradients of updates."""
+        """The receiver of the gradients of updates; None: they are not observed."""
         return None
 
     @property
@@ -335,7 +335,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def is_asked_device(func: Any) -> bool:
+def asks_for_device(func: Any) -> bool:
     """Return whether an operation only asks for the device of a tensor."""
     return func is torch.ops.prim.device.default
 
@@ -346,7 +346,7 @@ dist.Backend.register_backend("fake_gloo", _create_fake_pg, extended_api=True, d
 
 @contextmanager
 def _alone(rank: int, num_ranks: int, backend: str) -> Iterator[None]:
-    """Be a rank of a process group without the others; the groups of this process are not seen meanwhile."""
+    """Act as one rank of a process group without the others; the groups of this process are hidden meanwhile."""
     world = SimpleNamespace(
         default_pg=None, group_count=next(_GROUP_NUMBERS), comms=[], pg_config_info=[],
         **{name: {} for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag",
@@ -381,7 +381,7 @@ _isend: Final = dist.isend
 
 
 def _keep_sent(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Send a tensor, which is alive as long as the work, as with other backends."""
+    """Send a tensor, and keep it alive as long as the work, as other backends do."""
     work = _isend(tensor, *args, **kwargs)
     return work and SimpleNamespace(wait=work.wait, sent=tensor)
 
@@ -432,7 +432,7 @@ def observe(
     chosen = shards if count == len(shards) else (*shards[: count - 1], shards[-1])
     fakes = None if has_data else FakeTensorMode(allow_non_fake_inputs=True)
     on_cpu = plan.tasks[rank].device == "cpu"
-    # all-reduces in whose place another reducer sums copy nothing
+    # all-reduces that another reducer replaces copy nothing
     summed = {variant.estimate_memory(model, plan.context).gradient_copies for variant in (strategy, observed)}
     watch = watching(
         fakes, copied=_COPIED[len(summed) > 1] if on_cpu else (), shards=len(chosen), only_inside=bool(modules)

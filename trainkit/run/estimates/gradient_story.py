@@ -1,8 +1,8 @@
-"""Read from a step without data what happens to each gradient: the sums over ranks, the factors, the division by the
-count of targets.
+"""Trace what happens to each gradient in a step without data: sums over ranks, factors, and the division by the count
+of targets.
 
 Events are attached to regions of memory. They follow a gradient through copies, views and sums of equal stories, and
-end where it is used otherwise: in a product of matrices, in a norm of a layer. Values are not read, but for numbers on
+end where it is used otherwise: in a product of matrices, in a norm of a layer. Values are not read, except numbers on
 the way from the loss.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter
 
-from trainkit.run.estimates.fake_run import Watch, group_ranks, in_backward, is_asked_device, reduction_of
+from trainkit.run.estimates.fake_run import Watch, asks_for_device, group_ranks, in_backward, reduction_of
 from trainkit.strategies.base import GradientListener, UpdateTensors
 
 _NUMBERS: Final = count()
@@ -35,11 +35,11 @@ _COPIES: Final = frozenset(
         "contiguous", "wait_tensor", "constant_pad_nd",
     )
 )  # fmt: skip
-"""Operations whose result has the elements of what they are given."""
+"""Operations whose result has the elements of their inputs."""
 _FILLS: Final = frozenset(["full", "full_like", "new_full", "scalar_tensor", "ones_like", "ones", "fill"])
 
 _CREATIONS: Final = _FILLS | {"zero", "zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty"}
-"""Operations whose result has nothing of what they are given."""
+"""Operations whose result has no element of their inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Event:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What it is, whichever call it was."""
+        """Kind, ranks, operation and factor, without the number of the call."""
         return self.kind, self.ranks, self.op, self.factor
 
 
@@ -68,7 +68,7 @@ _NONE: Final[Events] = frozenset()
 
 
 def tally(events: Iterable[Event]) -> Counter[tuple[Any, ...]]:
-    """Return how often each thing happened."""
+    """Return how often each signature occurs."""
     return Counter(event.signature for event in events)
 
 
@@ -98,7 +98,7 @@ class Story(Watch):  # type: ignore[no-untyped-call]
         """Rank -> elements that were received from it."""
         self.sent: Counter[int] = Counter()
         self.lost: Counter[str] = Counter()
-        """Operations at which the story of a summed tensor ended, in the update of which nothing is known."""
+        """Operations that lost the events of a summed tensor: nothing is known about its update."""
 
     def begin(self) -> None:
         """Forget what was recorded in earlier steps."""
@@ -109,7 +109,7 @@ class Story(Watch):  # type: ignore[no-untyped-call]
 
     @property
     def listener(self) -> GradientListener:
-        """Itself."""
+        """The watch itself."""
         return self
 
     def wants(self, step: int) -> bool:  # noqa: ARG002 - each of the few steps
@@ -126,7 +126,7 @@ class Story(Watch):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and let stories follow."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if result is NotImplemented or is_asked_device(func) or not self.is_own:
+        if result is NotImplemented or asks_for_device(func) or not self.is_own:
             return result
         if func.namespace in ("c10d", "_c10d_functional"):
             self._exchanged(func, args, result)
@@ -145,7 +145,7 @@ class Story(Watch):  # type: ignore[no-untyped-call]
         return weakref.ref(storage)
 
     def _of(self, tensor: Tensor) -> Events:
-        """Return the events that all of a tensor has; `mixed` for those of a part."""
+        """Return the events of a whole tensor, and `mixed` for each event of a part of it."""
         regions = self._regions.get(weakref.ref(tensor.untyped_storage()))
         if not regions or not tensor.numel():
             return _NONE
@@ -159,7 +159,7 @@ class Story(Watch):  # type: ignore[no-untyped-call]
         return whole | frozenset(Event(kind="mixed") for size in covered.values() if size != end - start)
 
     def _put(self, tensor: Tensor, events: Events, *, adds: bool = False) -> None:
-        """Let a tensor have these events, in addition to its own ones or instead."""
+        """Set the events of a tensor, or add them to its own."""
         if not tensor.numel() or tensor.layout is not torch.strided or tensor.is_meta:
             return
         self._put_span(self._key(tensor), _span(tensor), events, adds=adds)
@@ -167,7 +167,7 @@ class Story(Watch):  # type: ignore[no-untyped-call]
     def _put_span(
         self, key: weakref.ref[torch.UntypedStorage], span: tuple[int, int], events: Events, *, adds: bool = False
     ) -> None:
-        """Let a range of bytes have these events."""
+        """Set the events of a range of bytes, or add them."""
         start, end = span
         if not events and key not in self._regions:
             return
@@ -187,7 +187,7 @@ class Story(Watch):  # type: ignore[no-untyped-call]
             del self._regions[key]
 
     def _exchanged(self, func: Any, args: Sequence[Any], result: Any) -> None:
-        """Follow a collective."""
+        """Pass events through a collective."""
         name = func._schema.name.split("::")[1].strip("_")
         tensors = list(_tensors(args[0]))
         if name in ("send", "recv"):
@@ -224,7 +224,7 @@ class Story(Watch):  # type: ignore[no-untyped-call]
             self._put(tensor, before | event)
 
     def _put_scattered(self, source: Tensor, out: Tensor, event: Events, ranks: Sequence[int]) -> None:
-        """Let the result of a scattered sum have the stories of this rank's part, range by range."""
+        """Give the result of a reduce-scatter the events of this rank's part, range by range."""
         (start, end), (first, _) = _span(source), _span(out)
         size = (end - start) // len(ranks)
         start += size * list(ranks).index(dist.get_rank())
@@ -235,7 +235,7 @@ class Story(Watch):  # type: ignore[no-untyped-call]
                 self._put_span(self._key(out), span, events | event)
 
     def _put_chunks(self, tensors: Sequence[Tensor], num_chunks: int, out: Tensor) -> None:
-        """Let the vector that fully_shard sends have the stories of its gradients: a row of parts for each rank."""
+        """Give the vector that fully_shard sends the events of its gradients: a row of parts for each rank."""
         item, start = out.element_size(), _span(out)[0]
         sizes = [-(-tensor.shape[0] // num_chunks) * (tensor.numel() // tensor.shape[0]) * item for tensor in tensors]
         stories = [self._of(tensor) for tensor in tensors]
@@ -245,7 +245,7 @@ class Story(Watch):  # type: ignore[no-untyped-call]
                 start += size
 
     def _merged(self, stories: Sequence[Events], *, is_number: bool = False) -> Events:
-        """Return the story of a sum, or of a copy of several: all must be alike, but those of numbers."""
+        """Return the events of a sum or a concatenation: all stories must be equal, except those of numbers."""
         first = stories[0] if stories else _NONE
         if all(story == first or tally(story) == tally(first) for story in stories[1:]):
             return first
@@ -256,7 +256,7 @@ class Story(Watch):  # type: ignore[no-untyped-call]
     def _followed(  # noqa: PLR0912 - one case for each kind of operation
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """Follow an operation of this rank alone."""
+        """Pass events through an operation of this rank alone."""
         name: str = func._schema.name.split("::")[1]
         base = name.rstrip("_").removeprefix("_foreach_")
         written = list(_written(func, args, kwargs))
@@ -327,7 +327,7 @@ class Story(Watch):  # type: ignore[no-untyped-call]
     def _scaled(
         self, base: str, args: Sequence[Any], leaves: Sequence[Tensor], result: Any, written: Sequence[Tensor]
     ) -> None:
-        """Follow numbers from the loss on: the factor with which its gradient begins."""
+        """Track the factor of the loss up to backward, with which its gradient begins."""
         out = next(_tensors(result), None)
         if base in _FILLS and out is not None and out.numel() == 1 and out.is_floating_point():
             numbers = (float(value) for value in reversed(args) if isinstance(value, (int, float)))

@@ -147,7 +147,7 @@ def part_memories(
         model: the model, with or without data; unchanged.
         counter: context manager around forward and backward of a shard.
         evaluates: whether evaluations count; otherwise the steps alone.
-        observed: stands for `fake_run.observe`.
+        observed: replaces `fake_run.observe`.
     """
     from trainkit.run.estimates.fake_run import observe  # noqa: PLC0415 - imports torch's compiler: seconds
 
@@ -182,7 +182,7 @@ def _of_device(
     """Return the memory of a device whose steps were observed."""
     strategy, batch = plan.components.strategy, batch_bytes(plan)
     beside = static.frozen_bytes + static.workspace_bytes + (static.staging_bytes if static.staged_here else 0)
-    # copies of a reducer that was not observed, or of a strategy in whose place one device was
+    # copies of a reducer that was not observed, or of a strategy for which one device was observed
     copies, kept = part.memory.gradient_copies, part.memory.kept_copies
     if is_observed := bool(strategy.observed_ranks(plan.context)):
         observed = strategy.as_observed().estimate_memory(model, plan.context)
