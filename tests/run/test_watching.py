@@ -433,7 +433,7 @@ def test_a_step_that_is_counted_hides_neither_an_evaluation_nor_a_compilation() 
     assert (beats.phase, beats.step) == ("data", 7)
     beats.follow(lambda: 8)
     assert (beats.count().phase, beats.count().step) == ("data", 8)
-    assert beats.count().place == "step 8"  # it may be in any phase of the step
+    assert beats.count().position == "step 8"  # it may be in any phase of the step
 
 
 @pytest.mark.slow

@@ -406,7 +406,7 @@ def failure_of(evidence: ProcessEvidence, facts: Collection[RankFacts]) -> Failu
             text = f" exited with code {report.left_by}{when} before the training was done."
         return _failure(folder, first, evidence.name(first.rank) + text, report.traceback)
     name, heartbeat = evidence.name(first.rank), first.heartbeat
-    when = f" in {heartbeat.place}" if heartbeat else " while starting"
+    when = f" in {heartbeat.position}" if heartbeat else " while starting"
     if verdict == "failed":
         assert first.exit_code is not None
         headline = name + _of_exit(first.exit_code, when, evidence)

@@ -96,7 +96,7 @@ class HeartbeatReading:
     """Whether the steps were only counted: the phase within the step is not known, and `phase` is its first."""
 
     @property
-    def place(self) -> str:
+    def position(self) -> str:
         """The step and the phase, for a message."""
         return f"step {self.step}" if self.is_counted else f"step {self.step} ({self.phase})"
 
