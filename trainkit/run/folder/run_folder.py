@@ -133,7 +133,7 @@ _FILES: Final = (
 """Files that a run replaces, deletes or appends to by name."""
 
 
-class Below:
+class RunPath:
     """A path of a run, by its name in the folder."""
 
     def __init__(self, name: str) -> None:
@@ -186,33 +186,33 @@ class RunFolder:
                     return cls(candidate)
         raise AssertionError  # count() never ends
 
-    resolved = Below("resolved.yaml")
+    resolved = RunPath("resolved.yaml")
     """The config with every value resolved; the only input of a worker."""
-    environment = Below("environment.json")
+    environment = RunPath("environment.json")
     """Environment, packages and commit of the start of the run."""
-    result = Below("result.json")
+    result = RunPath("result.json")
     """The outcome, written once at the end."""
-    metrics = Below("metrics.jsonl")
+    metrics = RunPath("metrics.jsonl")
     """Logged metrics, one JSON object per line."""
-    log = Below("train.log")
+    log = RunPath("train.log")
     """The log of rank 0."""
-    logs = Below("logs")
+    logs = RunPath("logs")
     """The logs of the other ranks."""
-    checkpoints = Below("checkpoints")
+    checkpoints = RunPath("checkpoints")
     """The checkpoints, one folder each."""
-    evaluations = Below("evaluations.jsonl")
+    evaluations = RunPath("evaluations.jsonl")
     """Results of the evaluator of a training: one JSON object per line and checkpoint."""
-    tensorboard = Below("tensorboard")
+    tensorboard = RunPath("tensorboard")
     """TensorBoard event files."""
-    live = Below("live")
+    live = RunPath("live")
     """Heartbeats and error reports of the running attempt."""
-    trained = Below("live/trained")
+    trained = RunPath("live/trained")
     """The marker file of a training that has ended, whose result waits for its evaluator."""
-    evaluated = Below("live/evaluated.json")
+    evaluated = RunPath("live/evaluated.json")
     """The marker file about the end of the evaluator of the running attempt."""
-    nccl_dumps = Below("live/nccl_rank_")
+    nccl_dumps = RunPath("live/nccl_rank_")
     """Prefix of the paths that NCCL's flight recorder writes: `live/nccl_rank_0` of rank 0."""
-    reserve = Below(".reserve")
+    reserve = RunPath(".reserve")
     """A file that reserves space while a run is active, so that its result can be written on a full disk."""
 
     def log_of(self, rank: int) -> Path:

@@ -659,16 +659,13 @@ def _fields_left_out(parts: Components) -> list[str]:
         return []
     fields = named_fields(parts.example)
     left_out = unused_fields(parts.example, objective.input, objective.target)
-    numbers = [name for name in left_out if _is_number(fields[name])]
+    kinds = (Tensor, np.ndarray, np.generic, int, float, list)
+    numbers = [name for name in left_out if isinstance(fields[name], kinds)]
     if not numbers:
         return []
     return [
         f"not used, of each sample: {', '.join(numbers)}. objective.input=[NAME,NAME] gives the model several fields."
     ]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor | np.ndarray | np.generic | int | float | list)
 
 
 def plan_all_points(

@@ -151,8 +151,7 @@ class StoreClient:
 
     def get(self, key: str) -> bytes:
         """Return the value of a key that was set."""
-        value: bytes = self._call(lambda: self._store.get(key))
-        return value
+        return bytes(self._call(lambda: self._store.get(key)))
 
     def message(self, key: str) -> Any:
         """Return the JSON value of a key.
