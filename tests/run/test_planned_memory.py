@@ -275,7 +275,9 @@ def test_each_device_of_a_map_holds_what_its_modules_compute() -> None:
     first, second = part_memories(plan, model)
     (alone,) = parts_planned("recipe=digits", "model.hidden=[256,256]")
     assert first.static.parameter_bytes + second.static.parameter_bytes == alone.static.parameter_bytes
-    steps = [present(part.step) - part.static.staging_bytes * part.static.staged_here for part in (first, second, alone)]
+    steps = [
+        present(part.step) - part.static.staging_bytes * part.static.staged_here for part in (first, second, alone)
+    ]
     assert 0.9 * steps[2] < steps[0] + steps[1] < 1.5 * steps[2]
 
 
