@@ -65,8 +65,8 @@ def direct_names() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     requirements = [*project["dependencies"], *extras["test"]]
-    for own in [requirement for requirement in requirements if requirement.startswith("trainkit-torch[")]:
-        requirements += [name for extra in own[len("trainkit-torch[") : -1].split(",") for name in extras[extra]]
+    for group in [name for name in requirements if name.startswith("trainkit-torch[")]:
+        requirements += [name for extra in group[len("trainkit-torch[") : -1].split(",") for name in extras[extra]]
     return sorted({re.split(r"[^\w-]", requirement)[0] for requirement in requirements} - {"trainkit-torch"})
 
 
