@@ -502,11 +502,11 @@ def test_a_run_shows_what_its_steps_take(tmp_path: Path) -> None:
 def test_mfu_is_the_work_of_the_samples_over_the_peak() -> None:
     instruments = Instruments(torch.device("cpu"))
     assert "mfu" not in instruments.figures(seconds=1.0, samples=10, targets=10.0, waited_s=0.0)
-    instruments.know(CountedWork(flops_a_sample=2e9, peak_flops=1e12, launches=70))
+    instruments.set_work(CountedWork(flops_a_sample=2e9, peak_flops=1e12, launches=70))
     figures = instruments.figures(seconds=2.0, samples=400, targets=400.0, waited_s=3.0)
     assert (figures["mfu"], figures["launches"], figures["data_wait"]) == (0.4, 70.0, 1.0)
     assert instruments.overall()["samples_per_s"] == 200.0  # without the first row
-    instruments.know(CountedWork(flops_a_sample=2e9, peak_flops=1e12, launches=None))  # a compiled run
+    instruments.set_work(CountedWork(flops_a_sample=2e9, peak_flops=1e12, launches=None))  # a compiled run
     assert instruments.overall().keys() == figures.keys() - {"launches"}
 
 
@@ -517,7 +517,7 @@ def test_on_a_gpu_the_wait_for_data_is_that_of_the_device(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 200)
     instruments, heard = Instruments(torch.device("cuda", 1)), list[str]()
-    instruments.heard(lambda phase, _: heard.append(phase))("data", 0)
+    instruments.timed(lambda phase, _: heard.append(phase))("data", 0)
     assert heard == ["data"]
     figures = instruments.figures(seconds=2.5, samples=10, targets=10.0, waited_s=2.4)  # the host waited for the device
     assert (figures["data_wait"], figures["phase/forward"], figures["phase/input"]) == (0.1, 0.2, 0.1)

@@ -749,7 +749,7 @@ def test_a_file_of_the_users_in_a_checkpoint_outlives_it(root: Path, capsys: pyt
 
 def test_what_a_kill_leaves_of_this_run_is_deleted_by_the_next_save(root: Path) -> None:
     for draft in (".tmp_step_00000001", ".tmp_old_step_00000002"):
-        present(OwnershipToken.found(root.parent)).make(root / draft)
+        present(OwnershipToken.find(root.parent)).make(root / draft)
         (root / draft / "rank_00000.safetensors").write_text("half")
     put(root, 3)
     assert sorted(path.name for path in root.iterdir()) == ["index.json", "step_00000003"]
@@ -774,7 +774,7 @@ def test_a_newer_checkpoint_of_another_run_is_named_and_not_used(root: Path) -> 
 
 
 def test_a_link_to_a_folder_of_this_run_is_not_followed(root: Path, tmp_path: Path) -> None:
-    present(OwnershipToken.found(root.parent)).make(tmp_path / "moved")
+    present(OwnershipToken.find(root.parent)).make(tmp_path / "moved")
     (root / ".tmp_step_00000009").symlink_to(tmp_path / "moved")
     put(root, 1)
     assert (tmp_path / "moved" / MARK).exists()

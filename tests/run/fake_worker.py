@@ -30,7 +30,7 @@ SETTINGS = dict(pair.split("=") for pair in os.environ.get("FAKE", "").split())
 def save(folder: RunFolder, step: int) -> None:
     final = folder.checkpoints / folder_name(step)
     final.mkdir(parents=True, exist_ok=True)
-    owner = OwnershipToken.found(folder.path)
+    owner = OwnershipToken.find(folder.path)
     checkpoint = Checkpoint(folder=final, step=step, owner=None if owner is None else owner.token, files={})
     (final / "manifest.json").write_bytes(manifest_bytes(checkpoint))
 

@@ -85,7 +85,7 @@ def test_a_link_in_the_place_of_live_is_not_followed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     folder.begin()
-    owner = OwnershipToken.found(folder.path)
+    owner = OwnershipToken.find(folder.path)
     assert owner is not None
     owner.make(tmp_path / "users")
     (tmp_path / "users" / "rank_0").write_text("mine")

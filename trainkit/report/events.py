@@ -57,8 +57,8 @@ class EventFile:
         """
         with naming(folder):
             folder.mkdir(exist_ok=True)
-        place = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
-        self._path = folder / f"events.out.tfevents.{place}{suffix}"
+        stamp = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        self._path = folder / f"events.out.tfevents.{stamp}{suffix}"
         with naming(self._path):
             self._file = self._path.open("xb", buffering=0)
         self._pending = io.BytesIO()
@@ -90,17 +90,17 @@ class EventFile:
 
     def text(self, name: str, markdown: str, *, step: int) -> None:
         """Add a text, as Markdown."""
-        about = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        description = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
         tensor = TensorProto(dtype="DT_STRING", string_val=[markdown.encode()], tensor_shape=shape)
-        self.add(Summary(value=[Summary.Value(tag=name, metadata=about, tensor=tensor)]), step=step)
+        self.add(Summary(value=[Summary.Value(tag=name, metadata=description, tensor=tensor)]), step=step)
 
     def histogram(self, name: str, counts: Mapping[int, int], *, step: int) -> None:
         """Add the number of occurrences of each whole number."""
         numbers = range(min(counts), max(counts) + 1)
         total, squares = (float(sum(count * number**power for number, count in counts.items())) for power in (1, 2))
-        limits, found = [number + 0.5 for number in numbers], [counts.get(number, 0) for number in numbers]
-        self.buckets(name, limits, found, ends=(numbers[0], numbers[-1], total, squares), step=step)
+        limits, values = [number + 0.5 for number in numbers], [counts.get(number, 0) for number in numbers]
+        self.buckets(name, limits, values, ends=(numbers[0], numbers[-1], total, squares), step=step)
 
     def buckets(
         self,
@@ -166,7 +166,7 @@ def write_hparams(folder: Path, *, settings: Mapping[str, str], name: str, finis
     """
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2  # noqa: PLC0415 - for a sweep's end only
 
-    owner = OwnershipToken.found(folder.parent)
+    owner = OwnershipToken.find(folder.parent)
     suffix = f".{_HPARAMS}" if owner is None else f".{owner.token}.{_HPARAMS}"
     ours = re.compile(rf"events\.out\.tfevents\.\d+\..*\.\d+\.\d+{re.escape(suffix)}")  # as EventFile names them
     for earlier in folder.glob(f"events.out.tfevents.*{suffix}"):
@@ -182,8 +182,8 @@ def write_hparams(folder: Path, *, settings: Mapping[str, str], name: str, finis
     started = plugin_data_pb2.HParamsPluginData(session_start_info=start)
     ended = plugin_data_pb2.HParamsPluginData(session_end_info=end)
     for tag, content in ((metadata.SESSION_START_INFO_TAG, started), (metadata.SESSION_END_INFO_TAG, ended)):
-        about = metadata.create_summary_metadata(content)
-        events.add(Summary(value=[Summary.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR)]))
+        description = metadata.create_summary_metadata(content)
+        events.add(Summary(value=[Summary.Value(tag=tag, metadata=description, tensor=metadata.NULL_TENSOR)]))
     events.close()
 
 

@@ -81,11 +81,11 @@ def evaluate(
     tally, metrics = RunningMean(), {**objective.metrics(), **(more_metrics or {})}
     terms = {name: RunningMean() for name in objective.term_names}
     with evaluation_mode(local, objective) as enter:
-        for place, batch in enumerate(batches):
+        for index, batch in enumerate(batches):
             with Untouched(seed=0, devices=[local.device]):
-                enter(place * local.num_ranks + local.rank)
+                enter(index * local.num_ranks + local.rank)
                 loss = objective.loss(model, batch)
-            if num_counted is None or place < num_counted:
+            if num_counted is None or index < num_counted:
                 tally.add(loss.loss_sum, loss.weight)
                 for name, term in terms_of(objective, loss).items():
                     terms[name].add(term, loss.weight)
@@ -93,12 +93,12 @@ def evaluate(
                     metric.update(loss, batch)
             del loss  # frees the outputs before the next batch
     figures = {f"{split}/loss": tally.mean(local.data_ranks)}
-    figures.update({f"{split}/{name}": sums.mean(local.data_ranks) for name, sums in terms.items()})
+    figures |= {f"{split}/{name}": sums.mean(local.data_ranks) for name, sums in terms.items()}
     tables: dict[str, Table] = {}
     for name, metric in metrics.items():
-        numbers, more = results_of(f"{split}/{name}", metric.compute(local.data_ranks))
-        figures.update(numbers)
-        tables.update(more)
+        numbers, arrays = results_of(f"{split}/{name}", metric.compute(local.data_ranks))
+        figures |= numbers
+        tables |= arrays
     return Evaluation(figures=figures, tables=tables)
 
 
@@ -109,8 +109,8 @@ def modules_with_statistics(model: nn.Module) -> dict[str, _BatchNorm]:
         >>> list(modules_with_statistics(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
         ['1']
     """
-    found = ((name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm))
-    return {name: module for name, module in found if module.running_mean is not None}
+    modules = ((name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm))
+    return {name: module for name, module in modules if module.running_mean is not None}
 
 
 def statistics_of(model: nn.Module) -> dict[str, Tensor]:
@@ -139,34 +139,34 @@ def count_statistics(
     model = local.model
     with evaluation_mode(local, objective) as enter, torch.no_grad():
         model.train()
-        modules = {name: one for name, one in modules_with_statistics(model).items() if one.training}  # others: frozen
-        momenta = {name: module.momentum for name, module in modules.items()}
-        others = {name: one.clone() for name, one in model.named_buffers() if name not in statistics_of(model)}
-        for module in modules.values():
-            module.reset_running_stats()
-            module.momentum = None  # a mean of all batches
-        for place, batch in enumerate(batches):
-            counts = num_counted is None or place < num_counted
-            kept = {} if counts else {name: one.clone() for name, one in statistics_of(model).items()}
+        norms = {name: norm for name, norm in modules_with_statistics(model).items() if norm.training}  # others: frozen
+        momenta = {name: norm.momentum for name, norm in norms.items()}
+        others = {name: buffer.clone() for name, buffer in model.named_buffers() if name not in statistics_of(model)}
+        for norm in norms.values():
+            norm.reset_running_stats()
+            norm.momentum = None  # a mean of all batches
+        for index, batch in enumerate(batches):
+            counts = num_counted is None or index < num_counted
+            saved = {} if counts else {name: buffer.clone() for name, buffer in statistics_of(model).items()}
             with Untouched(seed=0, devices=[local.device]):
-                enter(place * local.num_ranks + local.rank)
+                enter(index * local.num_ranks + local.rank)
                 objective.loss(model, batch)
-            restore_buffers(model, others | kept)
-        for name, module in modules.items():
-            module.momentum = momenta[name]
+            restore_buffers(model, others | saved)
+        for name, norm in norms.items():
+            norm.momentum = momenta[name]
             if local.num_ranks > 1:
-                of = dict(module.named_buffers(recurse=False))
-                count, mean, var = of["num_batches_tracked"], of["running_mean"], of["running_var"]
-                here = torch.cat([count.reshape(1).double(), mean.double() * count, var.double() * count])
-                everywhere = local.data_ranks.sum(here)
+                buffers = dict(norm.named_buffers(recurse=False))
+                count, mean, var = buffers["num_batches_tracked"], buffers["running_mean"], buffers["running_var"]
+                sums = torch.cat([count.reshape(1).double(), mean.double() * count, var.double() * count])
+                everywhere = local.data_ranks.sum(sums)
                 means, variances = everywhere[1:].reshape(2, -1) / everywhere[0]
-                for buffer, found in ((mean, means), (var, variances), (count, everywhere[0])):
-                    buffer.copy_(found)
+                for buffer, value in ((mean, means), (var, variances), (count, everywhere[0])):
+                    buffer.copy_(value)
 
 
-def restore_buffers(model: nn.Module, kept: dict[str, Tensor]) -> None:
+def restore_buffers(model: nn.Module, saved: dict[str, Tensor]) -> None:
     """Restore buffers from copies, by canonical name."""
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            if name in kept:
-                buffer.copy_(kept[name])
+            if name in saved:
+                buffer.copy_(saved[name])

@@ -91,10 +91,10 @@ class LeftOutSteps:
 
     def samples_of(self, tickets: Sequence[Ticket], most: int = _MOST_SAMPLES) -> tuple[list[int], int]:
         """Return the first samples of tickets, and the number of all."""
-        found = [int(sample) for ticket in tickets for sample in self.samples_in(ticket)]
-        return found[:most], len(found)
+        samples = [int(sample) for ticket in tickets for sample in self.samples_in(ticket)]
+        return samples[:most], len(samples)
 
-    def take(self, found: LeftOut) -> None:
+    def take(self, left_out: LeftOut) -> None:
         """Count a skipped step, or request that it is trained again.
 
         Raises:
@@ -102,7 +102,7 @@ class LeftOutSteps:
                 checkpoint.
             RollbackNeeded: with `rollback`, the step was not finite for the first time.
         """
-        step, suspect, limit = found.step, self.suspect, self.settings.max_skips_in_a_row
+        step, suspect, limit = left_out.step, self.suspect, self.settings.max_skips_in_a_row
         if self.settings.on_nonfinite == "rollback":
             if suspect is None:
                 raise RollbackNeeded(step)
@@ -116,7 +116,7 @@ class LeftOutSteps:
         self.first = self.first if self.count and step == self.last + 1 else step
         self.last, self.count = step, self.count + 1
         if len(self.steps) < _MOST_STEPS:
-            samples, total = self.samples_of(found.tickets)
+            samples, total = self.samples_of(left_out.tickets)
             self.steps.append({"step": step, "samples": samples, "num_samples": total})
         if self.settings.on_nonfinite == "skip" and self.last - self.first + 1 >= limit:
             raise NonFiniteError(
@@ -136,7 +136,7 @@ class LeftOutSteps:
             return
         raise NonFiniteError(
             f"numerics.max_skipped_share={limit:g}: {self._so_far(step)}, because loss or gradient was not finite: a "
-            f"share of {self.count / step:.3g} (steps {listed((one['step'] for one in self.steps), 8, self.count)}). "
+            f"share of {self.count / step:.3g} (steps {listed((row['step'] for row in self.steps), 8, self.count)}). "
             f"{REMEDY}, see the samples under skipped_steps in result.json, or raise numerics.max_skipped_share."
         )
 
@@ -230,8 +230,8 @@ class State:
             self.retries += 1
             return False
         self.step += 1
-        for one in outcome.left_out:
-            self.left_out.take(one)
+        for left_out in outcome.left_out:
+            self.left_out.take(left_out)
         if self.left_out.count:
             self.left_out.judge_share(self.step)
         return True
@@ -247,10 +247,10 @@ class State:
     def to_json(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         counted = {name: getattr(self, name) for name in _COUNTED}
-        own: dict[str, Any] = {"own_loss": True} if self.own_loss else {}
+        optional: dict[str, Any] = {"own_loss": True} if self.own_loss else {}
         if self.lengths or self.compile_s:
-            own |= {"lengths": [*self.lengths], "compile_s": self.compile_s}
-        return {**counted, **own, "left_out": self.left_out.to_json()}
+            optional |= {"lengths": [*self.lengths], "compile_s": self.compile_s}
+        return {**counted, **optional, "left_out": self.left_out.to_json()}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore the state that `to_json` returned."""
@@ -501,13 +501,13 @@ def callback_problems(planned: Planned) -> list[Problem]:
     Args:
         planned: the run, with any key.
     """
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for name, node in planned.cfg.callbacks.items():
         kind, key = class_built_by(node), f"callbacks.{name}"
         if kind is not None and issubclass(kind, Callback) and kind.validate is not Callback.validate:
             callback: Callback = build(node, key)
-            found += callback.validate(replace(planned, key=key))
-    return found
+            problems += callback.validate(replace(planned, key=key))
+    return problems
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def parse(text: str) -> tuple[Failpoint, ...]:
         >>> parse("step=3,phase=save,action=kill")
         (Failpoint(action='kill', step=3, phase='save', marker=None, process={'RANK': 0}),)
     """
-    found = []
+    failpoints = []
     for part in filter(str.strip, text.split(";")):
         pairs = dict(pair.strip().partition("=")[::2] for pair in part.split(","))
         names = ("rank", "index", "step", "attempt", "life")
@@ -94,8 +94,8 @@ def parse(text: str) -> tuple[Failpoint, ...]:
         else:
             numbers.setdefault("rank", 0)
         process = {name.upper(): number for name, number in numbers.items()}
-        found.append(Failpoint(action=action, step=step, phase=phase, marker=marker, process=process))
-    return tuple(found)
+        failpoints.append(Failpoint(action=action, step=step, phase=phase, marker=marker, process=process))
+    return tuple(failpoints)
 
 
 ARMED: tuple[Failpoint, ...] = ()
@@ -105,10 +105,10 @@ ARMED: tuple[Failpoint, ...] = ()
 def reload(environ: Mapping[str, str]) -> None:
     """Read the failpoints: at the import, and again where the environment has changed since, as in a test."""
     global ARMED  # noqa: PLW0603 - one switch per process, read on the hot path
-    here = {name: environ.get(f"TRAINKIT_{name}", "0") for name in ("RANK", "ATTEMPT", "LIFE")}
-    here["INDEX"] = environ.get("TRAINKIT_INDEX", here["RANK"])
+    ids = {name: environ.get(f"TRAINKIT_{name}", "0") for name in ("RANK", "ATTEMPT", "LIFE")}
+    ids["INDEX"] = environ.get("TRAINKIT_INDEX", ids["RANK"])
     points = parse(environ.get(VARIABLE, ""))
-    ARMED = tuple(point for point in points if all(here[name] == str(at) for name, at in point.process.items()))
+    ARMED = tuple(point for point in points if all(ids[name] == str(value) for name, value in point.process.items()))
 
 
 reload(os.environ)
@@ -117,6 +117,6 @@ reload(os.environ)
 def hit(phase: Phase, step: int) -> None:
     """Report that a phase begins."""
     for point in ARMED:
-        now = point.phase in (None, phase) and point.step in (None, step)
-        if now and (point.marker is None or os.path.exists(point.marker)):  # noqa: PTH110 - no path is wanted
+        matches = point.phase in (None, phase) and point.step in (None, step)
+        if matches and (point.marker is None or os.path.exists(point.marker)):  # noqa: PTH110 - no path is wanted
             point.fail(phase, step)

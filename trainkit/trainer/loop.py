@@ -54,13 +54,13 @@ def every_steps_or_epochs(
         >>> [trigger.next_after(5) for trigger in every_steps_or_epochs(lambda: None, 4, 0.5, per_epoch=6)]
         [8, 6]
     """
-    found = []
+    rules = []
     if every_steps is not None:
-        found.append(every_n_steps(every_steps))
+        rules.append(every_n_steps(every_steps))
     if every_epochs is not None:
         length = every_epochs * per_epoch
-        found.append(lambda step: max(step + 1, math.ceil((math.floor(step / length + 1e-9) + 1) * length - 1e-9)))
-    return [Trigger(act=act, next_after=next_after) for next_after in found]
+        rules.append(lambda step: max(step + 1, math.ceil((math.floor(step / length + 1e-9) + 1) * length - 1e-9)))
+    return [Trigger(act=act, next_after=next_after) for next_after in rules]
 
 
 def at_sync_points(trigger: Trigger, next_sync_step: Callable[[int], int]) -> Trigger:
@@ -77,14 +77,14 @@ class TriggerSchedule:
 
     def is_due(self, act: Callable[[], None], step: int) -> bool:
         """Return whether an action is still due after a step."""
-        return any(one.act == act and due <= step for one, due in zip(self._triggers, self._due, strict=True))
+        return any(trigger.act == act and due <= step for trigger, due in zip(self._triggers, self._due, strict=True))
 
     def act(self, step: int) -> None:
         """Run the actions that are due, in order."""
-        for place, trigger in enumerate(self._triggers):
-            if step >= self._due[place]:
+        for index, trigger in enumerate(self._triggers):
+            if step >= self._due[index]:
                 trigger.act()
-                self._due[place] = trigger.next_after(step)
+                self._due[index] = trigger.next_after(step)
         self.next_step = min(self._due, default=1 << 62)
 
 
@@ -158,8 +158,8 @@ class TrainingLoop:
             self.on_acted()
         if self.interrupted is not None and (kind := self.interrupted()) is not None:
             run.request_stop(kind, kind=kind)
-        asked = run.stop_reason is not None and self.next_sync_step(state.step) == state.step
-        self.is_over = asked or state.step >= self.last_step
+        stops = run.stop_reason is not None and self.next_sync_step(state.step) == state.step
+        self.is_over = stops or state.step >= self.last_step
         return True
 
 
@@ -202,7 +202,7 @@ class StopSaveConsensus:
     def ask(self, step: int = 0, used: float = 0.0) -> StopSaveDecision:
         """Return the decision after `step` updates in `used` seconds, the same on every rank. Collective."""
         reason = self._requested()
-        own = [float(reason == known) for known in _KINDS] + [0.0, 0.0, 0.0]
+        votes = [float(reason == kind) for kind in _KINDS] + [0.0, 0.0, 0.0]
         if self._collective.rank == 0:
             per_step = (time.perf_counter() - self._exchanged_at) / self.interval
             interval = max(1, min(int(_INTERVAL_S / max(per_step, 1e-9)), 2 * self.interval))
@@ -210,10 +210,10 @@ class StopSaveConsensus:
             if self._limit is not None:
                 length = self._limit.estimate(step, used)
                 interval = min(interval, self._limit.steps_to_next(step, used, length))
-            own[-3:] = self._save_due(), interval, length
-        *asked, save, interval, length = self._collective.sum(torch.tensor(own, dtype=torch.float64)).tolist()
+            votes[-3:] = self._save_due(), interval, length
+        *counts, save, interval, length = self._collective.sum(torch.tensor(votes, dtype=torch.float64)).tolist()
         self.interval, self._exchanged_at = int(interval), time.perf_counter()
-        stop = next((known for known, count in zip(_KINDS, asked, strict=True) if count), None)
+        stop = next((kind for kind, count in zip(_KINDS, counts, strict=True) if count), None)
         return StopSaveDecision(stop=stop, save=bool(save), length=int(length))
 
 
@@ -248,31 +248,32 @@ class CallbackHooks:
 
     def with_listeners(self, on_phase: PhaseListener) -> PhaseListener:
         """Return a listener that passes each phase to the listeners of the callbacks, and then to `on_phase`."""
-        own = [found for one in self._callbacks if (found := one.phase_listener()) is not None]
-        return each_of(*own, on_phase)
+        listeners = [listener for callback in self._callbacks if (listener := callback.phase_listener()) is not None]
+        return each_of(*listeners, on_phase)
 
     def gradient_listener(self) -> GradientListener | None:
         """Return a listener that passes gradients to the listeners of the callbacks; None if no callback has one."""
-        listeners = [found for one in self._callbacks if (found := one.gradient_listener()) is not None]
+        listeners = [listener for callback in self._callbacks if (listener := callback.gradient_listener()) is not None]
         return GradientListeners(listeners) if listeners else None
 
     def rate_factor(self) -> Callable[[int], float] | None:
         """Return the product of the callbacks' factors on the learning rate; None if no callback has one."""
-        factors = [one.rate_factor for one in self._callbacks if _overrides(one, "rate_factor")]
+        factors = [callback.rate_factor for callback in self._callbacks if _overrides(callback, "rate_factor")]
         return (lambda step: math.prod(factor(step) for factor in factors)) if factors else None
 
     @property
     def change_steps(self) -> bool:
         """Whether a callback that does more than observe is called inside of a step, or after each one."""
+        acting = [callback for callback in self._callbacks if not callback.observes]
         hooks = ("phase_listener", "gradient_listener", "step_end")
-        return any(not one.observes and any(_overrides(one, hook) for hook in hooks) for one in self._callbacks)
+        return any(_overrides(callback, hook) for callback in acting for hook in hooks)
 
     def of(self, hook: str) -> list[Callable[..., Any]]:
         """Return a hook of the callbacks that override it, to call at each step.
 
         Each returns the value of the hook; None for a disabled callback.
         """
-        return [partial(self._call, one, hook) for one in self._callbacks if _overrides(one, hook)]
+        return [partial(self._call, callback, hook) for callback in self._callbacks if _overrides(callback, hook)]
 
     def log_row(self, run: Run, row: Row) -> None:
         """Log a row with the figures of the callbacks; the figures of the trainer keep their names."""
@@ -283,21 +284,21 @@ class CallbackHooks:
     def _call(self, callback: Callback, hook: str, *args: Any) -> Any:
         if id(callback) in self._left_out:
             return None
-        before, self.running = self.running, (callback, hook)
+        outer, self.running = self.running, (callback, hook)
         try:
             return getattr(callback, hook)(*args)
         except Exception as error:
-            name, said = name_of(type(callback)), f"{type(error).__name__}: {error}"
+            name, text = name_of(type(callback)), f"{type(error).__name__}: {error}"
             # An error of trainkit is an error of the run, such as a full disk or an invalid config.
             if not callback.observes or self._observers_end_run or isinstance(error, TrainkitError):
                 error.add_note(f"{CALLBACK_NOTE}{name}, hook {hook}")
                 raise
             self._left_out.add(id(callback))
-            self.failures.append({"callback": name, "hook": hook, "error": said})
-            _log.warning("the callback %s failed in %s and is disabled from now on: %s", name, hook, said)
+            self.failures.append({"callback": name, "hook": hook, "error": text})
+            _log.warning("the callback %s failed in %s and is disabled from now on: %s", name, hook, text)
             return None
         finally:
-            self.running = before
+            self.running = outer
 
 
 def _overrides(callback: Callback, hook: str) -> bool:
@@ -312,10 +313,10 @@ class GradientListeners:
 
     def wants(self, step: int) -> bool:
         """Return whether one of them wants the gradients of the step."""
-        return any(one.wants(step) for one in self._listeners)
+        return any(listener.wants(step) for listener in self._listeners)
 
     def take(self, step: int, tensors: UpdateTensors) -> None:
         """Pass the tensors to the listeners that want the step."""
-        for one in self._listeners:
-            if one.wants(step):
-                one.take(step, tensors)
+        for listener in self._listeners:
+            if listener.wants(step):
+                listener.take(step, tensors)

@@ -158,13 +158,13 @@ def read_manifest(folder: Path) -> Checkpoint:
         raise damaged(folder, f"{MANIFEST} has changed since it was written ({error})") from None
     for name, record in checkpoint.files.items():
         try:
-            found = size_of(folder / name)
+            num_bytes = size_of(folder / name)
         except AbsentFileError:
             raise damaged(folder, f"{name} is absent") from None
         except UnreadableError as error:
             raise damaged(folder, f"{name} cannot be read ({error.reason})") from None
-        if found != record.num_bytes:
-            raise damaged(folder, f"{name} has {found} bytes instead of {record.num_bytes}")
+        if num_bytes != record.num_bytes:
+            raise damaged(folder, f"{name} has {num_bytes} bytes instead of {record.num_bytes}")
     return checkpoint
 
 
@@ -192,18 +192,18 @@ def _parsed(folder: Path, content: Any) -> Checkpoint:
             raise CheckpointError(f"checkpoint {folder} names a file outside itself: {name[:80]!a}.")
         if entry["bytes"] < 0 or not _SHA256.fullmatch(entry["sha256"]):
             raise ValueError(f"it has no size and SHA-256 of {name}")
-    files = {one: FileRecord(num_bytes=of["bytes"], sha256=of["sha256"]) for one, of in content["files"].items()}
-    kept = {key: content.get(key) for key in ("step", "position", "fingerprint", "metric", "owner")}
-    return Checkpoint(folder=folder, files=files, **kept)
+    files = {name: FileRecord(num_bytes=row["bytes"], sha256=row["sha256"]) for name, row in content["files"].items()}
+    facts = {key: content.get(key) for key in ("step", "position", "fingerprint", "metric", "owner")}
+    return Checkpoint(folder=folder, files=files, **facts)
 
 
 def _own_hash(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def damaged(folder: Path, what: str) -> CheckpointError:
+def damaged(folder: Path, reason: str) -> CheckpointError:
     """Return the error of a checkpoint whose content has changed since it was written."""
-    return CheckpointError(f"checkpoint {folder} is damaged: {what}.")
+    return CheckpointError(f"checkpoint {folder} is damaged: {reason}.")
 
 
 def manifest_below(root: Path, name: str) -> Checkpoint:
@@ -244,13 +244,13 @@ def list_all(root: Path, *, foreign: bool = False) -> list[tuple[Path, Checkpoin
     Raises:
         CheckpointError: `root` is a symbolic link, or cannot be read.
     """
-    owner = OwnershipToken.found(root.parent)
+    owner = OwnershipToken.find(root.parent)
     try:
         _refuse_unreadable(root)
         folders = [path for path in root.iterdir() if _FOLDER.fullmatch(path.name)] if root.exists() else []
     except OSError as error:
         raise CheckpointError(f"the checkpoints in {root} cannot be read: {error.strerror or error}.") from None
-    found: list[tuple[Path, Checkpoint | CheckpointError]] = []
+    entries: list[tuple[Path, Checkpoint | CheckpointError]] = []
     for folder in sorted(folders, key=step_of, reverse=True):
         entry: Checkpoint | CheckpointError
         try:
@@ -258,8 +258,8 @@ def list_all(root: Path, *, foreign: bool = False) -> list[tuple[Path, Checkpoin
         except CheckpointError as error:
             entry = error
         if (isinstance(entry, Checkpoint) and owner is not None and entry.owner != owner.token) is foreign:
-            found.append((folder, entry))
-    return found
+            entries.append((folder, entry))
+    return entries
 
 
 def list_complete(root: Path) -> list[Checkpoint]:
@@ -314,19 +314,19 @@ class Retention:
         Raises:
             StorageError: the file system refuses; no checkpoint is lost.
         """
-        with naming(root), exclusive(root) as held:
+        with naming(root), exclusive(root) as has_lock:
             for folder, entry in list_all(root):
                 if step_of(folder) > step and isinstance(entry, Checkpoint) and entry.owner == owner.token:
                     set_aside(folder, f"was skipped, and the run has continued to step {step} from an older checkpoint")
             judged = EvaluatedIndex.read(root)
             newest = [judged.of(entry) for entry in list_complete(root) if entry.owner == owner.token]
-            if self.keep_last is not None and held:
-                kept = {entry.folder for entry in (*newest[: self.keep_last], *self.ranked(newest)[: self.keep_best])}
-                kept |= {entry.folder for entry in newest if entry.folder.name == judged.evaluating}
+            if self.keep_last is not None and has_lock:
+                keep = {entry.folder for entry in (*newest[: self.keep_last], *self.ranked(newest)[: self.keep_best])}
+                keep |= {entry.folder for entry in newest if entry.folder.name == judged.evaluating}
                 for entry in newest:
-                    if entry.folder not in kept:
+                    if entry.folder not in keep:
                         delete(entry, owner)
-                newest = [entry for entry in newest if entry.folder in kept]
+                newest = [entry for entry in newest if entry.folder in keep]
             self._name(root, newest)
 
     def judge(self, root: Path, judged: EvaluatedIndex) -> None:
@@ -357,8 +357,8 @@ def named_checkpoints(root: Path) -> dict[str, str | None]:
         names = read_map(root / "index.json", {name: (str, type(None)) for name in ("best", "last")})
     except AbsentFileError:
         names = {}
-    found = {name: names.get(name) or "" for name in ("best", "last")}
-    return {name: one if is_checkpoint(one) else None for name, one in found.items()}
+    folders = {name: names.get(name) or "" for name in ("best", "last")}
+    return {name: folder if is_checkpoint(folder) else None for name, folder in folders.items()}
 
 
 def owner_of_run(run: Path) -> OwnershipToken:
@@ -374,7 +374,7 @@ def owner_of_run(run: Path) -> OwnershipToken:
                 return owner
         except UnreadableError as error:
             problem = str(error).rstrip(".")
-        newest = [one.folder for one in list_complete(run / "checkpoints")[:1]]
+        newest = [checkpoint.folder for checkpoint in list_complete(run / "checkpoints")[:1]]
         start = f", or start a new run with {shell_word(setting('resume', newest[0]))}" if newest else ""
         raise CheckpointError(f"{problem}: no run writes there. Copy {MARK} from the original folder{start}.")
 
@@ -448,7 +448,7 @@ def owner_of(root: Path) -> OwnershipToken:
     The parent folder holds the token. If it does not, as in a folder with only checkpoints, the token is that of the
     checkpoints, if all belong to one run and training; else a new one, which owns no files.
     """
-    owner = OwnershipToken.found(root.parent)
+    owner = OwnershipToken.find(root.parent)
     if owner is None:
         written = {(entry.owner, entry.fingerprint) for entry in list_complete(root)}
         token = next(iter(written))[0] if len(written) == 1 else None
@@ -516,13 +516,13 @@ def _retired(folder: Path, owner: OwnershipToken) -> Path:
 
 
 def _delete(folder: Path, owner: OwnershipToken, name: str, *, proven: bool = False) -> None:
-    if left := owner.remove(folder, _WRITTEN, proven=proven):
-        kept = free_name(folder.with_name(f"{name}.aside"))
+    if foreign := owner.remove(folder, _WRITTEN, proven=proven):
+        aside = free_name(folder.with_name(f"{name}.aside"))
         with suppress(OSError):
-            folder.rename(kept)
-            unmark(kept)
-            found = ", ".join(left)
-            print_notice(f"{kept} holds the files of {name} that this run did not write; {name} is deleted: {found}.")
+            folder.rename(aside)
+            unmark(aside)
+            files = ", ".join(foreign)
+            print_notice(f"{aside} holds the files of {name} that this run did not write; {name} is deleted: {files}.")
 
 
 def unmark(folder: Path) -> None:

@@ -121,9 +121,8 @@ class PhaseClock:
         if self._events:
             torch.cuda.synchronize(self._device)
             self._fold(reached=lambda _: True)
-        found = {part: self._seconds.get(part, 0.0) for part in PARTS}
-        self._seconds = {}
-        return found
+        seconds, self._seconds = self._seconds, {}
+        return {part: seconds.get(part, 0.0) for part in PARTS}
 
 
 def wait_for(device: torch.device) -> None:
@@ -188,11 +187,11 @@ class Instruments:
         self._totals = [0.0] * 4
         """Seconds, samples, targets and seconds of waiting of all rows except the first one."""
 
-    def heard(self, on_phase: PhaseListener) -> PhaseListener:
+    def timed(self, on_phase: PhaseListener) -> PhaseListener:
         """Return a listener that passes each phase to the clock of the device, if there is one, and to `on_phase`."""
         return on_phase if self._clock is None else each_of(self._clock, on_phase)
 
-    def know(self, work: CountedWork) -> None:
+    def set_work(self, work: CountedWork) -> None:
         """Store the work of a step, from which MFU and launches are computed."""
         self._work = work
 
@@ -207,13 +206,13 @@ class Instruments:
         """
         parts = None if self._clock is None else self._clock.lap()
         waited_s = waited_s if parts is None else parts["input"]
-        now = (seconds, float(samples), targets, waited_s)
+        row = (seconds, float(samples), targets, waited_s)
         if self._rows == 1:  # the first row includes startup time: buffers, connections, kernels, compiling
             self._totals = [0.0] * 4
-        self._totals = [before + more for before, more in zip(self._totals, now, strict=True)]
+        self._totals = [before + more for before, more in zip(self._totals, row, strict=True)]
         self._rows += 1
         shares = {} if parts is None else {f"phase/{part}": min(parts[part] / seconds, 1.0) for part in PARTS}
-        return {**self._rates(*now), **shares}
+        return {**self._rates(*row), **shares}
 
     def overall(self) -> dict[str, float]:
         """Return the figures of all rows except the first one; empty without a row."""
@@ -221,16 +220,16 @@ class Instruments:
 
     def _rates(self, seconds: float, samples: float, targets: float, waited_s: float) -> dict[str, float]:
         speed, work = samples / seconds, self._work
-        found = {"samples_per_s": speed, "data_wait": min(waited_s / seconds, 1.0)}
+        rates = {"samples_per_s": speed, "data_wait": min(waited_s / seconds, 1.0)}
         if self._counts_targets:
-            found["targets_per_s"] = targets / seconds
+            rates["targets_per_s"] = targets / seconds
         if work is not None and work.peak_flops is not None:
-            found["mfu"] = speed * work.flops_a_sample / work.peak_flops
+            rates["mfu"] = speed * work.flops_a_sample / work.peak_flops
         if work is not None and work.launches is not None:
-            found["launches"] = float(work.launches)
+            rates["launches"] = float(work.launches)
         if self._clock is not None or time.monotonic() - self._memory_read >= _MEMORY_S:
             self._memory, self._memory_read = memory_of(self._device), time.monotonic()
-        return {**found, **self._memory}
+        return {**rates, **self._memory}
 
 
 def memory_of(device: torch.device) -> dict[str, float]:
@@ -245,11 +244,11 @@ def memory_of(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         allocated, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         return {"memory": float(allocated), "memory_peak": float(most)}
-    now = peak = float(peak_resident_bytes())
+    current = peak = float(peak_resident_bytes())
     with suppress(OSError):  # not every system has the file
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-        now = min(float(int(pages) * resource.getpagesize()), peak)
-    return {"memory": now, "memory_peak": peak}
+        current = min(float(int(pages) * resource.getpagesize()), peak)
+    return {"memory": current, "memory_peak": peak}
 
 
 class MetricsAccumulator:
@@ -296,9 +295,9 @@ class MetricsAccumulator:
 
     def is_sound(self) -> bool:
         """Return whether this rank has no step since the last row that `flush` would refuse; waits for the device."""
-        applied = [one for one in self._outcomes if one.status is not Status.skipped]
-        finite = all(one.loss_sum is None or bool(torch.isfinite(one.loss_sum).all()) for one in applied)
-        return finite and (self._local.num_ranks > 1 or all(float(one.weight) > 0 for one in applied))
+        applied = [outcome for outcome in self._outcomes if outcome.status is not Status.skipped]
+        finite = all(outcome.loss_sum is None or bool(torch.isfinite(outcome.loss_sum).all()) for outcome in applied)
+        return finite and (self._local.num_ranks > 1 or all(float(outcome.weight) > 0 for outcome in applied))
 
     def flush(self) -> dict[str, float] | None:
         """Aggregate the steps since the last row; None if there are none. Collective, waits for the device.
@@ -312,15 +311,15 @@ class MetricsAccumulator:
         outcomes, self._outcomes = self._outcomes, []
         if not outcomes:
             return None
-        names = ["loss", *self._terms, *dict.fromkeys(name for one in outcomes for name in one.phases)]
+        names = ["loss", *self._terms, *dict.fromkeys(name for outcome in outcomes for name in outcome.phases)]
         by_rank = [measured.cpu() for measured in self._local.data_ranks.gather(self._measured(outcomes, names))]
         # Added in the order of the ranks, so that all ranks compute the same bits.
         norms, skips, *pairs = reduce(torch.add, by_rank).tolist()
         losses, weights = pairs[:2]
-        for place, (norm, skipped, loss, weight) in enumerate(zip(norms, skips, losses, weights, strict=True)):
+        for index, (norm, skipped, loss, weight) in enumerate(zip(norms, skips, losses, weights, strict=True)):
             if (weight or not skipped) and not (weight and math.isfinite(loss) and math.isfinite(norm)):
-                ranks = [rank for rank, measured in enumerate(by_rank) if not math.isfinite(measured[2, place])]
-                raise self._refusal(outcomes[place], loss, weight, norm, ranks, later=len(outcomes) - 1 - place)
+                ranks = [rank for rank, measured in enumerate(by_rank) if not math.isfinite(measured[2, index])]
+                raise self._refusal(outcomes[index], loss, weight, norm, ranks, later=len(outcomes) - 1 - index)
         sums = zip(names, map(sum, pairs[::2]), map(sum, pairs[1::2]), strict=True)
         means = {f"train/{name}": total / count if count else math.nan for name, total, count in sums}
         return self._row(outcomes[-1], means, targets=sum(weights))
@@ -330,25 +329,25 @@ class MetricsAccumulator:
         those of a skipped step and of a phase that did not run are zero.
         """
         rows: list[list[float | Tensor]] = [
-            [0.0 if one.grad_norm is None else one.grad_norm for one in outcomes],
-            [float(one.status is Status.skipped) for one in outcomes],
+            [0.0 if outcome.grad_norm is None else outcome.grad_norm for outcome in outcomes],
+            [float(outcome.status is Status.skipped) for outcome in outcomes],
         ]
         sums: list[dict[str, tuple[Tensor | None, float | Tensor]]] = []
-        for one in outcomes:
-            of_step = {"loss": one.loss_sum, **{name: one.terms.get(name) for name in self._terms}}
-            counted = {} if one.status is Status.skipped else {name: (of_step[name], one.weight) for name in of_step}
-            sums.append({**counted, **one.phases})
+        for outcome in outcomes:
+            terms = {"loss": outcome.loss_sum, **{name: outcome.terms.get(name) for name in self._terms}}
+            parts = {} if outcome.status is Status.skipped else {name: (terms[name], outcome.weight) for name in terms}
+            sums.append({**parts, **outcome.phases})
         for name in names:
-            pairs = [found.get(name, (None, 0.0)) for found in sums]
+            pairs = [entry.get(name, (None, 0.0)) for entry in sums]
             rows += [[0.0 if total is None else total for total, _ in pairs], [weight for _, weight in pairs]]
         return torch.stack([self._placed(row) for row in rows])
 
     def _placed(self, row: Sequence[float | Tensor]) -> Tensor:
         """Return (steps,) float64 on the device."""
         placed = partial(torch.as_tensor, dtype=torch.float64, device=self._local.device)
-        if not any(isinstance(one, Tensor) for one in row):
+        if not any(isinstance(value, Tensor) for value in row):
             return placed(row)
-        return torch.stack([one if isinstance(one, Tensor) else placed(one) for one in row]).double()
+        return torch.stack([value if isinstance(value, Tensor) else placed(value) for value in row]).double()
 
     def _refusal(
         self, outcome: StepOutcome, loss_sum: float, weight: float, norm: float, ranks: list[int], *, later: int
@@ -359,16 +358,16 @@ class MetricsAccumulator:
             return ZeroWeightError(
                 f"step {step}: no sample of the global batch has a target: the loss is 0 / 0. Are all labels ignored?"
             )
-        found = f"loss is {loss_sum}" if not math.isfinite(loss_sum) else f"norm of the gradient is {norm}"
+        problem = f"loss is {loss_sum}" if not math.isfinite(loss_sum) else f"norm of the gradient is {norm}"
         if ranks and self._local.num_ranks > 1:
-            found += f" on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+            problem += f" on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
         left_out = self._run.state.left_out
         samples, count = left_out.samples_of(outcome.tickets or LeftOut.whole(self._run.plan, step).tickets)
-        of = f", of the samples {listed(samples, 8, count)}" if samples else ""
-        more = f"{later} more step{'' if later == 1 else 's'}"
-        late = f" It was read after {more}: log_every_steps=1 reads each step at once." if later else ""
+        origin = f", of the samples {listed(samples, 8, count)}" if samples else ""
+        steps = f"{later} more step{'' if later == 1 else 's'}"
+        late = f" It was read after {steps}: log_every_steps=1 reads each step at once." if later else ""
         remedy = f"{REMEDY}, or leave such steps out with numerics.on_nonfinite=skip."
-        return NonFiniteError(f"step {step}: the {found}{of}. {remedy}{late}")
+        return NonFiniteError(f"step {step}: the {problem}{origin}. {remedy}{late}")
 
     def _row(self, last: StepOutcome, means: Mapping[str, float], *, targets: float) -> dict[str, float]:
         run, state, local = self._run, self._run.state, self._local

@@ -80,7 +80,7 @@ class OwnershipToken:
         return cls(token=token)
 
     @classmethod
-    def found(cls, folder: Path) -> OwnershipToken | None:
+    def find(cls, folder: Path) -> OwnershipToken | None:
         """Read the token in a folder; None if there is no readable one."""
         try:
             return cls.read(folder)
@@ -112,7 +112,7 @@ class OwnershipToken:
 
     def owns(self, folder: Path) -> bool:
         """Return whether a path is a folder, not a link to one, with the token of this run."""
-        mark = OwnershipToken.found(folder) if _is_folder(folder) else None
+        mark = OwnershipToken.find(folder) if _is_folder(folder) else None
         return mark is not None and mark.token == self.token
 
     def remove(self, folder: Path, written: re.Pattern[str], *, proven: bool = False) -> list[str]:
@@ -134,13 +134,13 @@ class OwnershipToken:
             for path in folder.iterdir():
                 if written.fullmatch(path.name) and not _is_folder(path):
                     path.unlink()
-            left = sorted(path.name for path in folder.iterdir() if path.name != MARK)
-            if not left:
+            foreign = sorted(path.name for path in folder.iterdir() if path.name != MARK)
+            if not foreign:
                 (folder / MARK).unlink(missing_ok=True)
                 folder.rmdir()
         except OSError:
             return []
-        return left
+        return foreign
 
     def remove_tree(self, folder: Path) -> None:
         """Delete a folder with the token and all its content, written by programs that the run has started."""
@@ -223,8 +223,8 @@ def locked(path: Path) -> Iterator[int]:
     try:
         if not lock_within(descriptor, _ENDING_S, unless=lambda: owner_lives(path)):
             try:
-                held = _holder(path) or {}
-                owner = f"process {held['pid']} on {held['host']} since {held['since']}"
+                holder = _holder(path) or {}
+                owner = f"process {holder['pid']} on {holder['host']} since {holder['since']}"
             except (UnreadableError, ValueError, KeyError):  # between acquiring the lock and writing the owner
                 owner = "another process"
             raise refusal(f"in use by {owner}. Wait for it to end, or stop it.")

@@ -58,8 +58,8 @@ class TimeLimit:
             >>> limit.length(1), limit.length(7)
             (900, 40)
         """
-        place = bisect_right(self.lengths, step, key=lambda one: one[0])
-        return self.lengths[place - 1][1] if place else self.most
+        index = bisect_right(self.lengths, step, key=lambda entry: entry[0])
+        return self.lengths[index - 1][1] if index else self.most
 
     def is_over(self, step: int) -> bool:
         """Return whether the time is used up after `step` updates, before the last one of all."""
@@ -100,24 +100,24 @@ def read_record(path: Path, stop_after: str) -> Lengths:
         ConfigError: it is not a record, or one of another time.
     """
     try:
-        found = read_map(path, {"version": int, "stop_after": str, "lengths": list})
-        expect_lengths(found["lengths"])
-        if found["stop_after"] != stop_after:
-            raise ValueError(f"its time is {found['stop_after']}")
+        record = read_map(path, {"version": int, "stop_after": str, "lengths": list})
+        expect_lengths(record["lengths"])
+        if record["stop_after"] != stop_after:
+            raise ValueError(f"its time is {record['stop_after']}")
     except (AbsentFileError, UnreadableError, ValueError) as error:
         reason = error.reason if isinstance(error, UnreadableError) else error
         rule = f"is not the record of a run with stop_after={stop_after}: {reason}."
         raise ConfigError([Problem(key="stop_after_record", value=str(path), rule=rule)]) from None
-    lengths: Lengths = found["lengths"]
+    lengths: Lengths = record["lengths"]
     return lengths
 
 
 def expect_lengths(lengths: Sequence[object]) -> None:
     """Raise a ValueError unless these are estimates in the order of their steps."""
     before = -1
-    for one in lengths:
-        match one:
+    for entry in lengths:
+        match entry:
             case [int(step), int(length)] if before < step <= length:
                 before = step
             case _:
-                raise ValueError(f"{str(one)[:40]} is no step with a length")
+                raise ValueError(f"{str(entry)[:40]} is no step with a length")

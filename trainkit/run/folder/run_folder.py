@@ -278,7 +278,7 @@ class RunFolder:
         if os.path.lexists(self.resolved):
             return owner_of_run(self.path)
         with naming(self.path):
-            owner = OwnershipToken.found(self.path)
+            owner = OwnershipToken.find(self.path)
             if owner is None:
                 paths = (path for pattern in _FILES for path in sorted(self.path.glob(pattern)))
                 # Hydra opens an empty log beforehand
@@ -293,18 +293,18 @@ class RunFolder:
 
     def forget_result(self) -> None:
         """Delete the result of an earlier run, if a run has begun in the folder."""
-        if OwnershipToken.found(self.path) is not None or os.path.lexists(self.resolved):
+        if OwnershipToken.find(self.path) is not None or os.path.lexists(self.resolved):
             self.result.unlink(missing_ok=True)
 
     def discard(self) -> None:
         """Delete a folder in which a run did not begin after all; files that the run did not write are kept."""
-        owner = OwnershipToken.found(self.path)
+        owner = OwnershipToken.find(self.path)
         if owner is not None and owner.remove(self.path, _BEGUN):
             (self.path / MARK).unlink(missing_ok=True)
 
     def open_live(self) -> None:
         """Create the folder of the live state, with the token of the run; an existing one is used as it is."""
-        owner = OwnershipToken.found(self.path)
+        owner = OwnershipToken.find(self.path)
         with contextlib.suppress(FileExistsError):
             if owner is None:  # a worker started by hand
                 self.live.mkdir()

@@ -67,7 +67,7 @@ class Account:
 
     def heard(self, on_phase: PhaseListener) -> PhaseListener:
         """Return a listener that times the phases on a GPU, and passes them to `on_phase`."""
-        return self._instruments.heard(on_phase)
+        return self._instruments.timed(on_phase)
 
     def journal(
         self, run: Run, local: LocalModel, waited: Callable[[], float], *, terms: Sequence[str]
@@ -150,7 +150,7 @@ class Account:
         if run.device.type == "cpu" and outlook.hardware is not None and not outlook.hardware.whole_host:
             time = work = None  # the plan is for a GPU, and this is a trial of it
         if work is not None:
-            self._instruments.know(counted_work(work, outlook.hardware or hardware_under(run.device), plan))
+            self._instruments.set_work(counted_work(work, outlook.hardware or hardware_under(run.device), plan))
         self._planned = Figures(
             memory=self._planned_memory(), step_s=None if time is None else time.step_s, bytes_a_step=sent or None
         )

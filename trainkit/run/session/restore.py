@@ -164,7 +164,7 @@ def loader_of(
 
 def refuse_foreign(loaded: Loaded, folder: Path) -> None:
     """Refuse a checkpoint in the folder of a run that the run did not write, or whose metadata is malformed."""
-    owner = OwnershipToken.found(folder)
+    owner = OwnershipToken.find(folder)
     if owner is not None and loaded.checkpoint.owner != owner.token:
         raise CheckpointError(f"checkpoint {loaded.checkpoint.folder} was not written by this run.")
     refuse_malformed(loaded)

@@ -133,21 +133,21 @@ class Saver:
         """
         self.wait()
         pieces, aliases = self._untied(pieces)
-        own = bytes_needed(piece.tensor for parts in pieces.values() for piece in parts)
-        needed = sum(all_gather_object(own, self._ranks))
+        rank_bytes = bytes_needed(piece.tensor for parts in pieces.values() for piece in parts)
+        needed = sum(all_gather_object(rank_bytes, self._ranks))
 
         def refuse_lack_of_room() -> None:
             """All ranks share one file system: rank 0 checks it for all."""
-            asked = needed if self._is_first else 0
-            with _explained(self._root, step, needed=asked, who=self._who):
-                if (code := lacking(self._root, asked, own)) is not None:
+            required = needed if self._is_first else 0
+            with _explained(self._root, step, needed=required, who=self._who):
+                if (code := lacking(self._root, required, rank_bytes)) is not None:
                     raise OSError(code, os.strerror(code))
 
         self._agreed(refuse_lack_of_room)
         if self._background:
             copies = self._snapshot.take(_by_key(pieces))
             pieces = {
-                name: [replace(piece, tensor=copies[file_key(name, place)]) for place, piece in enumerate(parts)]
+                name: [replace(piece, tensor=copies[file_key(name, index)]) for index, piece in enumerate(parts)]
                 for name, parts in pieces.items()
             }
         folder = self._begin(step)
@@ -177,7 +177,7 @@ class Saver:
         """
         if (draft := self._pending) is not None:
             busy = torch.tensor([int(draft.thread is not None and draft.thread.is_alive())])
-            if not any(int(one) for one in self._ranks.gather(busy)):
+            if not any(int(flag) for flag in self._ranks.gather(busy)):
                 self._complete(draft)
         finished, self._finished = self._finished, []
         return finished
@@ -214,8 +214,8 @@ class Saver:
 
     def _begin(self, step: int) -> Path:
         """Make the folder that all ranks write into, on rank 0; return its path on every rank."""
-        own = self._agreed(lambda: str(begin(self._root, step, self._owner)) if self._is_first else "")
-        folder = Path(all_gather_object(own, self._ranks)[0])
+        path = self._agreed(lambda: str(begin(self._root, step, self._owner)) if self._is_first else "")
+        folder = Path(all_gather_object(path, self._ranks)[0])
 
         def refuse_unseen() -> None:
             deadline = time.monotonic() + _VISIBLE_TIMEOUT_S
@@ -294,18 +294,18 @@ class Saver:
         return result  # type: ignore[return-value] # nothing was raised
 
 
-def file_key(name: str, place: int) -> str:
+def file_key(name: str, index: int) -> str:
     """Return the key of a tensor's piece in the file of a rank with several pieces: no module name contains `#`.
 
     Example:
         >>> file_key("param/w", 0), file_key("param/w", 1)
         ('param/w', 'param/w#1')
     """
-    return name if place == 0 else f"{name}#{place}"
+    return name if index == 0 else f"{name}#{index}"
 
 
 def _by_key(pieces: ShardedState) -> dict[str, Tensor]:
-    return {file_key(name, place): piece.tensor for name, parts in pieces.items() for place, piece in enumerate(parts)}
+    return {file_key(name, index): piece.tensor for name, parts in pieces.items() for index, piece in enumerate(parts)}
 
 
 @contextmanager
@@ -322,10 +322,10 @@ def _explained(root: Path, step: int, *, needed: int | None = None, who: str = "
         yield
     except OSError as error:
         try:
-            kept = list_complete(root)
+            complete = list_complete(root)
         except OSError:
-            kept = []
-        last = f"The last complete one is {kept[0].folder}" if kept else "There is no earlier one"
+            complete = []
+        last = f"The last complete one is {complete[0].folder}" if complete else "There is no earlier one"
         why = reason_and_room(root, error, needed=needed)
         raise StorageError(
             f"the checkpoint of step {step} could not be written below {root}: {who}{why}. {last}. {remedy_of(error)}"
@@ -357,11 +357,11 @@ def write_part(draft: Path, pieces: ShardedState, *, rank: int = 0) -> dict[str,
     written = [
         (
             {"name": name, "dtype": NAMES[piece.tensor.dtype], "shape": [*piece.shape]},
-            {"file": file, **({"key": file_key(name, place)} if place else {}), "offset": [*piece.offset]},
+            {"file": file, **({"key": file_key(name, index)} if index else {}), "offset": [*piece.offset]},
             [*piece.tensor.shape],
         )
         for name, parts in pieces.items()
-        for place, piece in enumerate(parts)
+        for index, piece in enumerate(parts)
     ]
     return {"file": file, "num_bytes": record.num_bytes, "sha256": record.sha256, "tensors": written}
 
@@ -469,13 +469,13 @@ def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
     Raises:
         CheckpointError: a tensor cannot be saved.
     """
-    seen: dict[tuple[Any, ...], str] = {}
+    names: dict[tuple[Any, ...], str] = {}
     unique, tied = {}, {}
     for name, tensor in tensors.items():
         refuse_unwritable(name, tensor)
         # an XLA tensor has no address: it is never tied
         same = (tensor.data_ptr() or id(tensor), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
-        first = seen.setdefault(same, name) if tensor.numel() else name
+        first = names.setdefault(same, name) if tensor.numel() else name
         if first == name:
             unique[name] = tensor
         else:

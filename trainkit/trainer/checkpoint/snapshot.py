@@ -94,10 +94,10 @@ def _allocated(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         MemoryError: the host has too little, which CUDA calls "out of memory", as that of a device.
     """
     pinned = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "cuda" and tensor.numel()}
-    found = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in tensors.items() if name not in pinned}
+    host = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in tensors.items() if name not in pinned}
     for device in {tensor.device for tensor in pinned.values()}:
         sizes = {name: tensor.nbytes for name, tensor in pinned.items() if tensor.device == device}
-        for num_bytes, places in blocks_of(sizes):
+        for num_bytes, offsets in blocks_of(sizes):
             try:
                 with torch.cuda.device(device):  # as above: torch looks for such memory that copies no longer use
                     block = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -105,10 +105,10 @@ def _allocated(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 if "out of memory" not in str(error):
                     raise
                 raise MemoryError("the host has too little memory for the copy of a checkpoint") from error
-            for name, start in places.items():
+            for name, start in offsets.items():
                 buffer = block[start : start + sizes[name]]
-                found[name] = buffer.view(pinned[name].dtype).view(pinned[name].shape)
-    return found
+                host[name] = buffer.view(pinned[name].dtype).view(pinned[name].shape)
+    return host
 
 
 def blocks_of(sizes: Mapping[str, int]) -> Iterator[tuple[int, dict[str, int]]]:
@@ -128,15 +128,15 @@ def blocks_of(sizes: Mapping[str, int]) -> Iterator[tuple[int, dict[str, int]]]:
         name: -(-size // _ALIGNMENT) * _ALIGNMENT for name, size in sorted(sizes.items(), key=lambda item: -item[1])
     }
     while waiting:
-        largest, left = max(waiting.values()), sum(waiting.values())
+        largest, total = max(waiting.values()), sum(waiting.values())
         least = 1 << (largest - 1).bit_length()
-        block = max(least, min(max(_BLOCK, 8 * least), 1 << (left.bit_length() - 1)))
-        places, end = dict[str, int](), 0
+        block = max(least, min(max(_BLOCK, 8 * least), 1 << (total.bit_length() - 1)))
+        offsets, end = dict[str, int](), 0
         for name, size in waiting.items():
             if end + size <= block:
-                places[name], end = end, end + size
-        yield block, places
-        waiting = {name: size for name, size in waiting.items() if name not in places}
+                offsets[name], end = end, end + size
+        yield block, offsets
+        waiting = {name: size for name, size in waiting.items() if name not in offsets}
 
 
 class Snapshot:
@@ -179,19 +179,19 @@ class Snapshot:
         """
         self.wait_prepared()
         self._hold(_ALL)
-        kept = {
+        reused = {
             name: buffer for name, buffer in self.buffers.items() if name in tensors and _fits(buffer, tensors[name])
         }
-        made = _allocated({name: tensor for name, tensor in tensors.items() if name not in kept})
-        self.buffers = {name: kept[name] if name in kept else made[name] for name in tensors}
-        found: dict[tuple[Part, torch.device], list[tuple[Tensor, Tensor]]] = {}
+        allocated = _allocated({name: tensor for name, tensor in tensors.items() if name not in reused})
+        self.buffers = {name: reused[name] if name in reused else allocated[name] for name in tensors}
+        copies: dict[tuple[Part, torch.device], list[tuple[Tensor, Tensor]]] = {}
         for name, tensor in tensors.items():
             part = _PART_OF.get(name.partition("/")[0], "other")
-            found.setdefault((part, tensor.device), []).append((tensor.detach(), self.buffers[name]))
+            copies.setdefault((part, tensor.device), []).append((tensor.detach(), self.buffers[name]))
         self._copying = []
         for part in _ALL:
-            for device in {device for one, device in found if one == part}:
-                pairs = found[part, device]
+            for device in {device for kind, device in copies if kind == part}:
+                pairs = copies[part, device]
                 if (stream := self._stream_of(device)) is None:
                     for source, target in pairs:
                         target.copy_(source)
@@ -238,11 +238,11 @@ class Snapshot:
 
     def _allocate(self, tensors: dict[str, Tensor]) -> None:
         with suppress(RuntimeError, MemoryError):  # no memory: the save itself will report it
-            made = _allocated({name: tensor for name, tensor in tensors.items() if name not in self.buffers})
-            for name, buffer in made.items():
+            allocated = _allocated({name: tensor for name, tensor in tensors.items() if name not in self.buffers})
+            for name, buffer in allocated.items():
                 if tensors[name].device.type != "cuda":
                     buffer.reshape(-1).view(torch.uint8)[::_PAGE].zero_()  # write a byte of each page
-            self.buffers |= made
+            self.buffers |= allocated
 
 
 def _fits(buffer: Tensor, tensor: Tensor) -> bool:

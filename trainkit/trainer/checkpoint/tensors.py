@@ -187,11 +187,11 @@ class TensorFile:
             return cls(path, file, _scanned(file, record))
         except (ValueError, KeyError):  # the bytes differ, or the header is a crafted one
             file.close()
-            what = f"{path.name} has changed since it was written (SHA-256 differs)"
+            reason = f"{path.name} has changed since it was written (SHA-256 differs)"
         except OSError as error:
             file.close()
-            what = f"{path.name} cannot be read ({error})"
-        raise damaged(path.parent, what)
+            reason = f"{path.name} cannot be read ({error})"
+        raise damaged(path.parent, reason)
 
     @classmethod
     def opened(cls, path: Path) -> Self:
@@ -292,14 +292,14 @@ def listed(header: bytes, start: int, end: int) -> dict[str, _TensorRecord]:
     for entry in content.values():
         expect_map(entry, {"data_offsets": list, "dtype": str, "shape": list})
         entry["data_offsets"] = whole_numbers(entry["data_offsets"])  # no shape: their product may be any number
-    entries, at = dict[str, _TensorRecord](), start
+    entries, offset = dict[str, _TensorRecord](), start
     for name, entry in sorted(content.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
         (first, last), dtype, shape = entry["data_offsets"], DTYPES[entry["dtype"]], lengths_in(entry["shape"])
-        if start + first != at or last - first != math.prod(shape) * dtype.itemsize:
+        if start + first != offset or last - first != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"the bytes of {name} do not follow those before it")
-        entries[name] = _TensorRecord(dtype, shape, at, last - first)
-        at = start + last
-    if at != end:
+        entries[name] = _TensorRecord(dtype, shape, offset, last - first)
+        offset = start + last
+    if offset != end:
         raise ValueError("the tensors are not as long as the file")
     return entries
 
@@ -463,7 +463,7 @@ def newest_valid(
             report(f"{problem} Using {folder.name} instead.")
         return loaded
     # A run with a token and without an index has completed none.
-    if problems and (OwnershipToken.found(root.parent) is None or (root / "index.json").exists()):
+    if problems and (OwnershipToken.find(root.parent) is None or (root / "index.json").exists()):
         raise CheckpointError("\n".join(["no checkpoint is undamaged:", *(f"  {problem}" for problem in problems)]))
     for problem in problems:
         report(f"{problem} This run has saved no checkpoint yet: that one stays in its place, and is not used.")
@@ -520,14 +520,14 @@ class _Stored(NamedTuple):
         size = tuple(max(stop - start, 0) for start, stop in bounds)
         if len(self.pieces) == 1 and self.shape == size:
             return self.pieces[0].file.read(self.pieces[0].key)
-        found = torch.empty(size, dtype=self.dtype)
+        region = torch.empty(size, dtype=self.dtype)
         for file, key, offset, length in self.pieces:
             ends = zip(bounds, offset, length, strict=True)
             cuts = [(start, first, max(start, first), min(stop, first + long)) for (start, stop), first, long in ends]
             if all(begin < end for *_, begin, end in cuts):
-                there = tuple(slice(begin - start, end - start) for start, _, begin, end in cuts)
-                found[there] = file.read(key)[tuple(slice(begin - first, end - first) for _, first, begin, end in cuts)]
-        return found
+                part = tuple(slice(begin - start, end - start) for start, _, begin, end in cuts)
+                region[part] = file.read(key)[tuple(slice(begin - first, end - first) for _, first, begin, end in cuts)]
+        return region
 
 
 class StoredTensors(LazyStateDict):
@@ -586,17 +586,17 @@ class StoredTensors(LazyStateDict):
 
 def _entry(name: str, content: Any, files: Mapping[str, TensorFile]) -> _Stored:
     expect_map(content, {"shape": list, "dtype": str, "pieces": list})
-    listed = expect_maps(content["pieces"], {"file": str, "offset": list, "size": list}, optional={"key": str})
-    if len(listed) > _MAX_PIECES:
-        raise ValueError(f"{name} has {len(listed):,} pieces; the limit is {_MAX_PIECES:,}")
+    entries = expect_maps(content["pieces"], {"file": str, "offset": list, "size": list}, optional={"key": str})
+    if len(entries) > _MAX_PIECES:
+        raise ValueError(f"{name} has {len(entries):,} pieces; the limit is {_MAX_PIECES:,}")
     shape, dtype = lengths_in(content["shape"]), DTYPES[content["dtype"]]
     pieces = tuple(
-        _Piece(files[one["file"]], one.get("key", name), lengths_in(one["offset"]), lengths_in(one["size"]))
-        for one in listed
+        _Piece(files[piece["file"]], piece.get("key", name), lengths_in(piece["offset"]), lengths_in(piece["size"]))
+        for piece in entries
     )
     if wrong := coverage_error(shape, [(piece.offset, piece.size) for piece in pieces]):
         raise ValueError(f"{name}: {wrong}")
     for piece in pieces:
-        if (found := piece.file.kind_of(piece.key)) != (dtype, piece.size):
-            raise ValueError(f"a piece of {name} is {found}, not {(dtype, piece.size)}")
+        if (kind := piece.file.kind_of(piece.key)) != (dtype, piece.size):
+            raise ValueError(f"a piece of {name} is {kind}, not {(dtype, piece.size)}")
     return _Stored(dtype, shape, pieces)
