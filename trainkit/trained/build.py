@@ -104,8 +104,8 @@ def meta_model(cfg: RunConfig) -> nn.Module:
         ConfigError: the size of a parameter in bytes overflows 64 bits; or its constructor raised an error of its own,
             also with data.
     """
-    if (found := build_without_data(cfg)) is not None:
-        return found
+    if (model := build_without_data(cfg)) is not None:
+        return model
     try:
         return build_model(cfg)
     except TrainkitError:
@@ -147,8 +147,8 @@ def frozen_models(objective: Objective) -> Iterator[tuple[str, FrozenModel]]:
 def _teacher(folder: str, which: Which) -> nn.Module:
     """Return the model of a run for a frozen model; the last one if there is no best."""
     run = Path(folder).expanduser()
-    found = which if checkpoint_name(run, which) else "last"
-    return model_with(run_config(run), checkpoint_of(run, found).tensors)
+    chosen = which if checkpoint_name(run, which) else "last"
+    return model_with(run_config(run), checkpoint_of(run, chosen).tensors)
 
 
 def model_with(cfg: RunConfig, tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -160,10 +160,10 @@ def model_with(cfg: RunConfig, tensors: Mapping[str, Tensor]) -> nn.Module:
     precision: Precision = build(cfg.precision, "precision")
     model = converted_floats(build_model(cfg), precision.master_dtype)
     saved = model.state_dict()
-    own = {f"param/{name}": param.detach() for name, param in model.named_parameters()}
-    own |= {f"buffer/{name}": buffer.detach() for name, buffer in model.named_buffers() if name in saved}
-    refuse_mismatch({key: tuple(tensor.shape) for key, tensor in own.items()}, tensors)
-    for key, tensor in own.items():
+    targets = {f"param/{name}": param.detach() for name, param in model.named_parameters()}
+    targets |= {f"buffer/{name}": buffer.detach() for name, buffer in model.named_buffers() if name in saved}
+    refuse_mismatch({key: tuple(tensor.shape) for key, tensor in targets.items()}, tensors)
+    for key, tensor in targets.items():
         tensor.copy_(tensors[key])
     return model
 
@@ -181,13 +181,13 @@ def refuse_unknown_checkpoint(which: str) -> None:
 def checkpoint_name(run: Path, which: Which) -> str | None:
     """Return the name of the best or the last checkpoint of a run; None if there is none."""
     refuse_unknown_checkpoint(which)
-    told = None
+    recorded = None
     with suppress(UnreadableError):
-        told = read_map(run / "result.json", {}, optional={which: (str, type(None))}).get(which)
-    if not told:
+        recorded = read_map(run / "result.json", {}, optional={which: (str, type(None))}).get(which)
+    if not recorded:
         with suppress(UnreadableError):
-            told = named_checkpoints(run / "checkpoints")[which]
-    name = Path(told or "").name  # the run may have been moved since
+            recorded = named_checkpoints(run / "checkpoints")[which]
+    name = Path(recorded or "").name  # the run may have been moved since
     return name if is_checkpoint(name) else None
 
 
@@ -200,10 +200,10 @@ def checkpoint_of(run: Path, which: Which) -> Loaded:
     name = checkpoint_name(run, which)
     if name is not None:
         return load_below(run / "checkpoints", name)
-    found = newest_valid(run / "checkpoints", report=lambda _: None) if which == "last" else None
-    if found is None:
+    loaded = newest_valid(run / "checkpoints", report=lambda _: None) if which == "last" else None
+    if loaded is None:
         raise CheckpointError(f"{run} has no checkpoint named {which}.")
-    return found
+    return loaded
 
 
 def find_checkpoint(run: Path, which: Which) -> Checkpoint:

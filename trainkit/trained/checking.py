@@ -67,21 +67,21 @@ def model_inputs(objective: Objective, model: nn.Module, batch: Any) -> dict[str
         >>> {name: value.shape for name, value in model_inputs(Classification(), nn.Linear(2, 2), batch).items()}
         {'input': torch.Size([3, 2])}
     """
-    found: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     signature = inspect.signature(model.forward)
 
     def record(*args: Any, **kwargs: Any) -> Any:
         for name, value in signature.bind(*args, **kwargs).arguments.items():
             is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-            found.update(value if is_rest else {name: value})
+            inputs.update(value if is_rest else {name: value})
         raise _CalledError
 
     cause: Exception | None = None
     try:
         objective.predict(record, batch)
     except _CalledError:
-        if found and all(isinstance(value, Tensor) for value in found.values()):
-            return found
+        if inputs and all(isinstance(value, Tensor) for value in inputs.values()):
+            return inputs
     except Exception as error:  # noqa: BLE001 - an objective may fail in any way where it gets no outputs
         cause = error
     rule = (
@@ -148,7 +148,7 @@ def real_samples(cfg: RunConfig, model: nn.Module) -> Inputs:
     splits = folded(build_splits(cfg.data), cfg.cv)
     batches = batches_of(cfg, splits[next(iter(validation_splits(splits)), "train")], _NUM_SAMPLES)
     inputs = model_inputs(build(cfg.objective, "objective"), model, next(iter(batches)))
-    dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
+    dtype = next((param.dtype for param in model.parameters() if param.is_floating_point()), torch.float32)
     samples = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
     refuse_draws(model, samples)
     return samples
@@ -182,27 +182,27 @@ def refuse_draws(model: nn.Module, samples: Inputs) -> None:
             first, drew, second = _outputs(model, samples), before.moved(), _outputs(model, samples)
         except Exception:  # noqa: BLE001 - the format reports what the model does not take
             return
-    pairs = [(one, other) for one, other in zip(first, second, strict=True) if one.shape == other.shape]
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if a.shape == b.shape]
     if not drew and len(pairs) == len(first) and all(_are_equal(*pair) for pair in pairs):
         return
-    gap = max(((one.double() - other.double()).abs().max().item() for one, other in pairs if one.numel()), default=0.0)
-    does = "changes its outputs from call to call"
+    gap = max(((a.double() - b.double()).abs().max().item() for a, b in pairs if a.numel()), default=0.0)
+    fault = "changes its outputs from call to call"
     if drew:
         handles = [handle for name, module in model.named_modules() if name for handle in watch(name, module)]
         with Untouched(seed=0):
             _outputs(model, samples)
         for handle in handles:
             handle.remove()
-        does = f"draws random numbers in evaluation mode{f' (in {drawing[0]})' if drawing else ''}"
+        fault = f"draws random numbers in evaluation mode{f' (in {drawing[0]})' if drawing else ''}"
     raise NotExportableError(
-        f"the model {does}: two calls with the same {_length(samples)} real samples differ by {gap:.3g}. Draw only "
+        f"the model {fault}: two calls with the same {_length(samples)} real samples differ by {gap:.3g}. Draw only "
         "where self.training is true, or make the random numbers an input of forward."
     )
 
 
-def _are_equal(one: Tensor, other: Tensor) -> bool:
+def _are_equal(left: Tensor, right: Tensor) -> bool:
     """Return whether two tensors have the same numbers, and NaN at the same places."""
-    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+    return torch.equal(left.isnan(), right.isnan()) and torch.equal(left.nan_to_num(), right.nan_to_num())
 
 
 def refuse_difference(check: Check, model: nn.Module, samples: Inputs, folder: Path) -> None:
@@ -225,13 +225,13 @@ def refuse_difference(check: Check, model: nn.Module, samples: Inputs, folder: P
             _outputs(model, batches[-1])
         except Exception as error:
             raise NotExportableError(f"the model itself accepts no other: {named_first_line(error)}.") from error
-    theirs = _run(check, batches, folder, layers=False)
+    exported = _run(check, batches, folder, layers=False)
     exact_model = model if check.exact else copied(model).double()
-    for inputs, found in zip(batches, theirs, strict=True):
-        own, exact = _outputs(model, inputs), _outputs(exact_model, inputs if check.exact else _doubled(inputs))
-        if len(own) != len(found):
-            raise NotExportableError(f"the {check.form} export has {len(found)} outputs, and the run {len(own)}.")
-        triples = zip(own, found.values(), exact, strict=True)
+    for inputs, results in zip(batches, exported, strict=True):
+        outputs, exact = _outputs(model, inputs), _outputs(exact_model, inputs if check.exact else _doubled(inputs))
+        if len(outputs) != len(results):
+            raise NotExportableError(f"the {check.form} export has {len(results)} outputs, and the run {len(outputs)}.")
+        triples = zip(outputs, results.values(), exact, strict=True)
         if worst := next((what for triple in triples if (what := _difference(*triple, check.exact))), None):
             layer = _first_layer(check, model, exact_model, inputs, folder)
             raise NotExportableError(
@@ -249,28 +249,28 @@ def _cut(samples: Inputs, size: int, halved: Sequence[str]) -> Inputs:
 
 
 def _first_layer(check: Check, model: nn.Module, exact_model: nn.Module, inputs: Inputs, folder: Path) -> str:
-    own, exact = layers_of(model, inputs), layers_of(exact_model, inputs if check.exact else _doubled(inputs))
-    (theirs,) = _run(check, [inputs], folder, layers=True)
-    for name, value in own.items():
-        other = theirs.get(name)
+    outputs, exact = layers_of(model, inputs), layers_of(exact_model, inputs if check.exact else _doubled(inputs))
+    (exported,) = _run(check, [inputs], folder, layers=True)
+    for name, value in outputs.items():
+        other = exported.get(name)
         if other is None or other.shape != value.shape:
             continue
-        if found := _difference(value, other, exact.get(name, value), check.exact):
-            return f"The first layer that differs is {name} ({found})."
+        if difference := _difference(value, other, exact.get(name, value), check.exact):
+            return f"The first layer that differs is {name} ({difference})."
     return "No single layer differs: the difference arises between layers, or after the last one."
 
 
-def _difference(own: Tensor, other: Tensor, exact: Tensor, same_bits: bool) -> str | None:
+def _difference(original: Tensor, exported: Tensor, exact: Tensor, same_bits: bool) -> str | None:
     """Return how two outputs differ by more than allowed; None if they do not."""
-    if own.shape != other.shape:
-        return f"the shape is {tuple(other.shape)}, not {tuple(own.shape)}"
-    if _are_equal(own, other):
+    if original.shape != exported.shape:
+        return f"the shape is {tuple(exported.shape)}, not {tuple(original.shape)}"
+    if _are_equal(original, exported):
         return None
-    error = (own.double() - other.double()).abs().max().item()
-    if same_bits or not own.is_floating_point():
+    error = (original.double() - exported.double()).abs().max().item()
+    if same_bits or not original.is_floating_point():
         return f"the largest difference is {error:.3g}, and the bits must be the same"
-    rounding = (own.double() - exact.double()).abs().max().item()
-    last_place = torch.finfo(own.dtype).eps * exact.double().abs().max().item()
+    rounding = (original.double() - exact.double()).abs().max().item()
+    last_place = torch.finfo(original.dtype).eps * exact.double().abs().max().item()
     bound = _MARGIN * max(rounding, last_place)
     return None if error <= bound else f"the largest difference is {error:.3g}, and {bound:.3g} is allowed"
 
@@ -290,28 +290,28 @@ def _length(inputs: Inputs) -> int:
 
 def _run(check: Check, batches: Sequence[Inputs], folder: Path, *, layers: bool) -> list[dict[str, Tensor]]:
     """Return the outputs of the export, or of its layers, for each batch, in their order."""
-    with tempfile.TemporaryDirectory() as place:
-        files = [str(Path(place) / f"batch_{number}") for number in range(len(batches))]
+    with tempfile.TemporaryDirectory() as scratch:
+        files = [str(Path(scratch) / f"batch_{number}") for number in range(len(batches))]
         for name, inputs in zip(files, batches, strict=True):
             save_file(dict(inputs), name)
         threads = torch.get_num_threads()
         common = {"format": check.form, "folder": str(folder.absolute()), "threads": threads, **check.request}
-        run_fresh({**common, "batches": files, "order": [*batches[0]], "layers": layers}, check.form, Path(place))
-        found = (load_file(f"{name}.out") for name in files)
-        return [{name.partition(":")[2]: tensors[name] for name in sorted(tensors)} for tensors in found]
+        run_fresh({**common, "batches": files, "order": [*batches[0]], "layers": layers}, check.form, Path(scratch))
+        outputs = (load_file(f"{name}.out") for name in files)
+        return [{name.partition(":")[2]: tensors[name] for name in sorted(tensors)} for tensors in outputs]
 
 
-def run_fresh(request: Mapping[str, Any], form: str, place: Path) -> None:
+def run_fresh(request: Mapping[str, Any], form: str, folder: Path) -> None:
     """Run `fresh_process` on a request, in an empty folder: a process in which importing trainkit fails.
 
     Raises:
         NotBuiltError: the process cannot build the model.
         NotExportableError: the process has failed; the message contains the last line of its error.
     """
-    file = place / "request.json"
+    file = folder / "request.json"
     file.write_text(json.dumps(request), encoding="utf-8")
     command = [sys.executable, "-P", "-W", "ignore", str(fresh_process.__file__), str(file)]
-    done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)  # noqa: S603 - our own file
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)  # noqa: S603 - our own file
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         kind = NotBuiltError if done.returncode == fresh_process.NOT_BUILT else NotExportableError

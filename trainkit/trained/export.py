@@ -139,15 +139,15 @@ def export_run(path: Path, *, to: str, checkpoint: Which | None = None) -> Expor
             checked = replace(form, write=write_checked_weights)
             done = export_at_end(path, cfg, metrics, owner_of_run(path), form=checked)
             if result:
-                kept = {name: value for name, value in result.items() if not name.startswith("model")}
-                write_json_atomically(path / "result.json", {**kept, **done.to_result()})
+                others = {name: value for name, value in result.items() if not name.startswith("model")}
+                write_json_atomically(path / "result.json", {**others, **done.to_result()})
             return done
         trained = trained_model(path, cfg, checkpoint or "last", metrics=metrics)
         return write_export(trained, form, folder_of_format(path / "exports", to), owner_of_run(path))
 
 
 def config_of_trained(path: Path) -> RunConfig:
-    """Return the config of a run; import no class of a foreign package.
+    """Return the config of a run; import no class of a files package.
 
     Raises:
         ConfigError: it is not a run, or the package of its model is not allowed.
@@ -215,15 +215,15 @@ def write_export(
     """
     began, size, notes = time.perf_counter(), 0, list[str]()
     names = itertools.chain([folder], (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2)))
-    final = next(one for one in names if not os.path.lexists(one) or owner.owns(one))
+    final = next(path for path in names if not os.path.lexists(path) or owner.owns(path))
     if final != folder and not os.path.lexists(final):
         print_notice(f"{folder} was not written by this run: it is left where it is, and {final} is used.")
     with naming(final), _in_place_of(final, owner) as draft:
         for trained in (last, *beside):
-            place = draft if trained is last else draft / trained.which
-            if place != draft:
-                owner.make(place)
-            note, written = _write(trained, form, place)
+            target = draft if trained is last else draft / trained.which
+            if target != draft:
+                owner.make(target)
+            note, written = _write(trained, form, target)
             notes, size = [*notes, *([note] if note else [])], size + written
     seconds = time.perf_counter() - began
     return Exported(folder=final, num_bytes=size, seconds=seconds, notes=tuple(dict.fromkeys(notes)))
@@ -233,8 +233,8 @@ def _write(trained: TrainedModel, form: Format, draft: Path) -> tuple[str | None
     """Write the files of a format, the description and the card; return the note and the size of the files."""
     written = form.write(trained, draft)
     paths = sorted(path for path in draft.rglob("*") if path.is_file() and path.name != MARK)
-    found = {path.relative_to(draft).as_posix(): path for path in paths}
-    files = {name: written.files.get(name) or _record(path) for name, path in found.items()}
+    named = {path.relative_to(draft).as_posix(): path for path in paths}
+    files = {name: written.files.get(name) or _record(path) for name, path in named.items()}
     config = {
         "format": 1,
         "model": dict(trained.cfg.model),
@@ -281,12 +281,12 @@ def _delete(folder: Path, owner: OwnershipToken, final: Path) -> None:
     if not owner.owns(folder):
         return
     within = {f"{name}/": folder / name for name in _BESIDE}
-    left = [f"{prefix}{name}" for prefix, one in within.items() for name in owner.remove(one, _written_names(one))]
-    left += [name for name in owner.remove(folder, _written_names(folder)) if name not in _BESIDE]
-    if left:
-        kept = folder.rename(free_name(final.with_name(f"{final.name}.aside")))
-        said = f"holds the files of {final} that this run did not write; {final} is replaced: {', '.join(left)}."
-        print_notice(f"{kept} {said}")
+    files = [f"{prefix}{name}" for prefix, path in within.items() for name in owner.remove(path, _written_names(path))]
+    files += [name for name in owner.remove(folder, _written_names(folder)) if name not in _BESIDE]
+    if files:
+        aside = folder.rename(free_name(final.with_name(f"{final.name}.aside")))
+        text = f"holds the files of {final} that this run did not write; {final} is replaced: {', '.join(files)}."
+        print_notice(f"{aside} {text}")
 
 
 def _written_names(folder: Path) -> re.Pattern[str]:

@@ -109,7 +109,7 @@ def format_named(name: str) -> Format:
 
 def _refuse_lack_of_room(model: nn.Module, file: Path) -> None:
     """Refuse a file that holds all tensors of a model, before a library writes it whose errors name no file."""
-    refuse_full(file, bytes_needed({id(one): one for one in model.state_dict().values()}.values()))
+    refuse_full(file, bytes_needed({id(tensor): tensor for tensor in model.state_dict().values()}.values()))
 
 
 # safetensors: whole tensors under the names of the model's `state_dict`, in one file
@@ -125,7 +125,7 @@ def write_weights(trained: TrainedModel, draft: Path) -> Written:
         folder = trained.weights.checkpoint.folder
         raise CheckpointError(f"{folder} is a checkpoint of another model: {absent[0]} is missing there.")
     metas = {name: meta_of(tensors, key) for name, key in names.items()}
-    kinds = {name: (one.dtype, tuple(one.shape)) for name, one in metas.items()}
+    kinds = {name: (meta.dtype, tuple(meta.shape)) for name, meta in metas.items()}
 
     def read(name: str) -> Tensor:
         trained.working()
@@ -204,21 +204,21 @@ def _refuse_other_tensors(trained: TrainedModel, draft: Path) -> None:
         names, wrong = {*file.keys()}, ""
         for name, key in keys.items():
             trained.working()
-            own, other = tensors[key], file.get_tensor(name) if name in names else None
+            saved, other = tensors[key], file.get_tensor(name) if name in names else None
             if other is None:
                 wrong = "is missing"
-            elif (other.dtype, other.shape) != (own.dtype, own.shape) or bytes_of(other) != bytes_of(own):
+            elif (other.dtype, other.shape) != (saved.dtype, saved.shape) or bytes_of(other) != bytes_of(saved):
                 wrong = f"is {other.dtype} {tuple(other.shape)} with other numbers or of another kind"
             if wrong:
-                wrong += f"; the checkpoint has {own.dtype} {tuple(own.shape)}"
+                wrong += f"; the checkpoint has {saved.dtype} {tuple(saved.shape)}"
                 break
         else:
             name = next(iter(names - keys.keys()), "")
             wrong = "is not in the checkpoint" if name else ""
     if wrong:
         layer = name.rpartition(".")[0] or name
-        told = f"{name} {wrong}. The first layer that differs is {layer}."
-        raise NotExportableError(f"the safetensors export is refused: {told}")
+        reason = f"{name} {wrong}. The first layer that differs is {layer}."
+        raise NotExportableError(f"the safetensors export is refused: {reason}")
 
 
 def refuse_other_outputs(node: Mapping[str, Any], model: nn.Module, samples: Inputs, draft: Path) -> str:
@@ -242,7 +242,7 @@ def refuse_other_outputs(node: Mapping[str, Any], model: nn.Module, samples: Inp
     """
     targets = [str(target) for _, target in targets_in(node, ("model",))]
     if not any(root_of(target) == "trainkit" for target in targets):
-        request: dict[str, Any] = {"node": dict(node), "path": [str(Path(one).absolute()) for one in sys.path]}
+        request: dict[str, Any] = {"node": dict(node), "path": [str(Path(entry).absolute()) for entry in sys.path]}
         try:
             refuse_difference(Check(form="safetensors", exact=True, request=request), model, samples, draft)
         except NotBuiltError:
@@ -254,13 +254,13 @@ def refuse_other_outputs(node: Mapping[str, Any], model: nn.Module, samples: Inp
     hollow, example = copied(model), example_of(samples)
     for tensor in hollow.state_dict().values():
         tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as folder:
         try:
-            save_program(export_program(hollow, example), Path(place) / _PROGRAM)
+            save_program(export_program(hollow, example), Path(folder) / _PROGRAM)
         except NotExportableError as error:
             raise NotBuiltError(str(error)) from error
         prefix = "" if _plain(model, example) is model else "model."
-        request = {"format": "weights_in_program", "program": place, "prefix": prefix}
+        request = {"format": "weights_in_program", "program": folder, "prefix": prefix}
         request["positional"] = _is_positional(model, samples)
         refuse_difference(Check(form="safetensors", exact=True, request=request), model, samples, draft)
     return "the program of the model that torch.export makes"
@@ -350,8 +350,8 @@ def _plain(model: nn.Module, example: Inputs) -> nn.Module:
     """Return a model whose outputs are plain tensors: the model itself, or a wrapper that drops other objects."""
     with Untouched(seed=0), torch.no_grad():
         outputs = model(**example)
-    found = outputs if isinstance(outputs, tuple | list) else [outputs]
-    return model if all(isinstance(one, Tensor) for one in found) else _TensorsOf(model)
+    values = outputs if isinstance(outputs, tuple | list) else [outputs]
+    return model if all(isinstance(value, Tensor) for value in values) else _TensorsOf(model)
 
 
 class _TensorsOf(nn.Module):
@@ -468,7 +468,7 @@ def export_onnx(model: nn.Module, example: Inputs, draft: Path, *, free: Sequenc
                 f=str(draft / _ONNX),
                 input_names=[*example],
                 dynamo=True,
-                external_data=sum(one.nbytes for one in model.parameters()) > _LARGE,
+                external_data=sum(param.nbytes for param in model.parameters()) > _LARGE,
                 verbose=False,
             )
     except OSError:
@@ -513,10 +513,10 @@ class Transformer:
 def _write_transformer(trained: TrainedModel, draft: Path) -> Written:
     """Write `config.json` and `model.safetensors`, and check that transformers computes the same outputs as the run."""
     model = trained.model()
-    found = transformer_of(model)
+    transformer = transformer_of(model)
     samples = real_samples(trained.cfg, model)
-    _refuse_lack_of_room(found.model, draft / WEIGHTS)
-    check = found.save(draft)
+    _refuse_lack_of_room(transformer.model, draft / WEIGHTS)
+    check = transformer.save(draft)
     trained.working()
     refuse_difference(check, model, samples, draft)
     return Written()
@@ -560,20 +560,20 @@ def _gpt2(model: Gpt) -> Transformer:
         bos_token_id=None,
         eos_token_id=None,
     )
-    made = transformers.GPT2LMHeadModel(config).to(embed.tokens.weight.dtype).eval()
-    own, state = model.state_dict(), made.state_dict()
+    gpt2 = transformers.GPT2LMHeadModel(config).to(embed.tokens.weight.dtype).eval()
+    weights, state = model.state_dict(), gpt2.state_dict()
     names = {"embed.tokens": "transformer.wte", "head.norm": "transformer.ln_f", "head.output": "lm_head"}
-    for place in range(len(blocks)):
-        names |= {f"blocks.{place}.{own_name}": f"transformer.h.{place}.{name}" for own_name, name in _LAYERS.items()}
+    for index in range(len(blocks)):
+        names |= {f"blocks.{index}.{own_name}": f"transformer.h.{index}.{name}" for own_name, name in _LAYERS.items()}
     with torch.no_grad():
-        state["transformer.wpe.weight"].copy_(own["embed.positions.weight"])
+        state["transformer.wpe.weight"].copy_(weights["embed.positions.weight"])
         for own_name, name in names.items():
             for kind in ("weight", "bias"):
                 if (target := state.get(f"{name}.{kind}")) is not None:
-                    value = own.get(f"{own_name}.{kind}")
+                    value = weights.get(f"{own_name}.{kind}")
                     target.copy_(torch.zeros_like(target) if value is None else _as_gpt2(own_name, value, heads))
     shown = {own_name: name for own_name, name in names.items() if not own_name.endswith("queries_keys_values")}
-    return Transformer(model=made, exact=False, names=shown, inputs={"tokens": "input_ids"})
+    return Transformer(model=gpt2, exact=False, names=shown, inputs={"tokens": "input_ids"})
 
 
 _LAYERS: Final = {

@@ -39,13 +39,13 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 def layers_of(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
     """Return module -> its output, from its last call, in the order in which modules return."""
-    found: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             if isinstance(output, Tensor):
-                found.pop(name, None)
-                found[name] = output.detach().clone()
+                outputs.pop(name, None)
+                outputs[name] = output.detach().clone()
 
         return hook
 
@@ -56,15 +56,15 @@ def layers_of(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return outputs
 
 
 def _last_of_each_module(recorded: list[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
     """Return module -> the last value of its nodes, in the order in which modules return."""
     last: dict[str, tuple[int, int, Any]] = {}
-    for place, (path, value) in enumerate(recorded):
+    for index, (path, value) in enumerate(recorded):
         for depth, name in enumerate(path):
-            last[name] = (place, -depth, value)
+            last[name] = (index, -depth, value)
     ordered = sorted(last.items(), key=lambda item: item[1][:2])
     return {name.removeprefix("model."): value for name, (_, _, value) in ordered if name not in ("", "model")}
 
@@ -89,7 +89,7 @@ def _torch_export(folder: Path, request: Mapping[str, Any]) -> Exported:
     graph = torch.export.load(Path(request.get("program", folder)) / "model.pt2").module()
     assert isinstance(graph, fx.GraphModule)
     if "program" in request:
-        state = {f"{request['prefix']}{name}": one for name, one in load_file(folder / "model.safetensors").items()}
+        state = {f"{request['prefix']}{name}": value for name, value in load_file(folder / "model.safetensors").items()}
         names = graph.state_dict()
         if absent := [name for name in names if name not in state]:
             raise KeyError(f"the file lacks {absent[0]}")
@@ -113,8 +113,8 @@ def _onnx(folder: Path, request: Mapping[str, Any]) -> Exported:
         options.intra_op_num_threads = request["threads"]
         options.log_severity_level = 3
         session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-        given = {one.name: inputs[one.name].numpy() for one in session.get_inputs()}
-        return [torch.from_numpy(value) for value in session.run(None, given)]
+        feeds = {argument.name: inputs[argument.name].numpy() for argument in session.get_inputs()}
+        return [torch.from_numpy(value) for value in session.run(None, feeds)]
 
     def scopes(node: Any) -> tuple[str, ...]:  # the modules of a node, as the exporter of torch has recorded them
         texts = [entry.value for entry in node.metadata_props if entry.key == "pkg.torch.onnx.name_scopes"]
@@ -124,9 +124,9 @@ def _onnx(folder: Path, request: Mapping[str, Any]) -> Exported:
         model = onnx.load(folder / "model.onnx")
         names = _last_of_each_module([(scopes(node), node.output[0]) for node in model.graph.node if scopes(node)])
         del model.graph.output[:]
-        wanted = list(dict.fromkeys(names.values()))
-        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted)
-        values = dict(zip(wanted, run(model.SerializeToString(), inputs), strict=True))
+        outputs = list(dict.fromkeys(names.values()))
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
+        values = dict(zip(outputs, run(model.SerializeToString(), inputs), strict=True))
         return {module: values[name] for module, name in names.items()}
 
     return lambda inputs: run(str(folder / "model.onnx"), inputs), layers
@@ -143,8 +143,8 @@ def _huggingface(folder: Path, request: Mapping[str, Any]) -> Exported:
         return {request["inputs"].get(name, name): value for name, value in inputs.items()}
 
     def outputs(inputs: Inputs) -> list[Tensor]:
-        found = model(**renamed(inputs))
-        return [found.logits] if names else tensors_of(found)
+        output = model(**renamed(inputs))
+        return [output.logits] if names else tensors_of(output)
 
     def layers(inputs: Inputs) -> dict[str, Tensor]:
         theirs = layers_of(model, renamed(inputs))
@@ -162,10 +162,10 @@ def _weights(folder: Path, request: Mapping[str, Any]) -> Exported:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201 - read by the other process
         raise SystemExit(NOT_BUILT) from error
     state = load_file(folder / "model.safetensors")
-    dtype = next((one.dtype for one in state.values() if one.is_floating_point()), torch.float32)
+    dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
     # `to` would drop the imaginary part of complex buffers.
     model._apply(  # type: ignore[no-untyped-call] # noqa: SLF001
-        lambda one: one.to(dtype) if one.is_floating_point() else one
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
     )
     model.load_state_dict(state, strict=True)
     model.eval()
@@ -175,11 +175,11 @@ def _weights(folder: Path, request: Mapping[str, Any]) -> Exported:
 def _built(node: Any) -> Any:
     """Return the object of a node with `_target_`, after the objects inside it, without any conversion of types."""
     if isinstance(node, list):
-        return [_built(one) for one in node]
+        return [_built(item) for item in node]
     if not isinstance(node, Mapping):
         return node
-    made = {name: _built(value) for name, value in node.items()}
-    return pkgutil.resolve_name(made.pop("_target_"))(**made) if "_target_" in made else made
+    built = {name: _built(value) for name, value in node.items()}
+    return pkgutil.resolve_name(built.pop("_target_"))(**built) if "_target_" in built else built
 
 
 KINDS: Mapping[str, Callable[[Path, Mapping[str, Any]], Exported]] = {
@@ -202,9 +202,9 @@ def main(request_file: str) -> None:
         # Copies begin at a boundary of 64 bytes, as those of the run do: MKL's bits may depend on the address.
         inputs = {name: loaded[name].clone() for name in request["order"]}
         with torch.no_grad():
-            found = layers(inputs) if request["layers"] else {str(i): one for i, one in enumerate(outputs(inputs))}
-        numbered = {f"{place:06}:{name}": one.contiguous().clone() for place, (name, one) in enumerate(found.items())}
-        save_file(numbered, f"{batch}.out")
+            named: dict[Any, Tensor] = layers(inputs) if request["layers"] else dict(enumerate(outputs(inputs)))
+        keyed = {f"{index:06}:{name}": value.contiguous().clone() for index, (name, value) in enumerate(named.items())}
+        save_file(keyed, f"{batch}.out")
 
 
 if __name__ == "__main__":

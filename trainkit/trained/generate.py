@@ -79,34 +79,34 @@ def generate(
         >>> [len(tokens) for tokens in generate(model, [[1, 2], [3]], sampling=Sampling(), max_tokens=3)]
         [3, 3]
     """
-    found: list[list[int]] = [[] for _ in prompts]
+    generated: list[list[int]] = [[] for _ in prompts]
 
-    def receive(places: Sequence[int], tokens: Sequence[int]) -> None:
-        for place, token in zip(places, tokens, strict=True):
-            found[place].append(token)
-        on_tokens(places, tokens)
+    def receive(indices: Sequence[int], tokens: Sequence[int]) -> None:
+        for index, token in zip(indices, tokens, strict=True):
+            generated[index].append(token)
+        on_tokens(indices, tokens)
 
     by_transformers = hasattr(model, "generation_config") and hasattr(model, "generate")
     alone, groups = by_transformers and sampling.temperature > 0, dict[int, list[int]]()
-    for place, prompt in enumerate(prompts):
-        groups.setdefault(place if alone else len(prompt), []).append(place)
+    for index, prompt in enumerate(prompts):
+        groups.setdefault(index if alone else len(prompt), []).append(index)
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     was_training = model.training
     model.eval()
     try:
-        for places in groups.values():
-            tokens = torch.tensor([list(prompts[place]) for place in places], device=device)
-            seeds = [hash64(name_id("generate"), seed, place) for place in places]
+        for indices in groups.values():
+            tokens = torch.tensor([list(prompts[index]) for index in indices], device=device)
+            seeds = [hash64(name_id("generate"), seed, index) for index in indices]
             if by_transformers:
                 _by_transformers(
-                    model, tokens, _Streamer(places, receive), sampling, max_tokens=max_tokens, seed=seeds[0]
+                    model, tokens, _Streamer(indices, receive), sampling, max_tokens=max_tokens, seed=seeds[0]
                 )
             else:
                 for new in _by_scores(model, tokens, sampling, max_tokens, seeds):
-                    receive(places, new)
+                    receive(indices, new)
     finally:
         model.train(was_training)
-    return found
+    return generated
 
 
 def _by_scores(
@@ -131,12 +131,12 @@ def _next_scores(model: nn.Module) -> Callable[[Tensor], Tensor]:
     def scores(tokens: Tensor) -> Tensor:
         if cached is not None and cache is not None and tokens.shape[1] <= cached.context:
             return cached.extend(tokens[:, cache.length :], cache)[:, -1]
-        seen = tokens if context is None else tokens[:, -context:]  # the positions have moved: nothing cached is valid
-        outputs = scores_of(model(seen), None)
-        if not isinstance(outputs, Tensor) or outputs.dim() != 3 or outputs.shape[:2] != seen.shape:
-            got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        last = tokens if context is None else tokens[:, -context:]  # the positions have moved: nothing cached is valid
+        outputs = scores_of(model(last), None)
+        if not isinstance(outputs, Tensor) or outputs.dim() != 3 or outputs.shape[:2] != last.shape:
+            actual = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
             raise TrainingError(
-                f"{type(model).__name__} gives {got} for {tuple(seen.shape)} tokens, and a language model returns "
+                f"{type(model).__name__} gives {actual} for {tuple(last.shape)} tokens, and a language model returns "
                 "(samples, length, tokens) scores."
             )
         return outputs[:, -1]
@@ -149,8 +149,8 @@ class _Streamer:
     token, which padding follows.
     """
 
-    def __init__(self, places: Sequence[int], receive: OnTokens) -> None:
-        self._places, self._receive = dict(enumerate(places)), receive
+    def __init__(self, indices: Sequence[int], receive: OnTokens) -> None:
+        self._indices, self._receive = dict(enumerate(indices)), receive
         self._seen_prompts = False
         self.ends: set[int] = set()
         """The tokens that end a text."""
@@ -160,10 +160,10 @@ class _Streamer:
         if not self._seen_prompts:
             self._seen_prompts = True
             return
-        found = tokens.flatten().tolist()
-        self._places = {row: place for row, place in self._places.items() if found[row] not in self.ends}
-        if self._places:
-            self._receive([*self._places.values()], [found[row] for row in self._places])
+        latest = tokens.flatten().tolist()
+        self._indices = {row: index for row, index in self._indices.items() if latest[row] not in self.ends}
+        if self._indices:
+            self._receive([*self._indices.values()], [latest[row] for row in self._indices])
 
     def end(self) -> None:
         """Do nothing: the caller returns."""
@@ -235,15 +235,15 @@ class Writer:
         tokens = [list(self.data.encode(prompt)) for prompt in prompts]
         refuse(
             Problem(key="prompt", value=repr(prompt), rule="has no token of the model's vocabulary.")
-            for prompt, found in zip(prompts, tokens, strict=True)
-            if not found
+            for prompt, encoded in zip(prompts, tokens, strict=True)
+            if not encoded
         )
         return tokens
 
     def left_out(self, prompts: Sequence[str]) -> str:
         """Return the characters of prompts that the vocabulary does not have, each once."""
-        kept = {letter for tokens in self.encoded(prompts) for letter in self._decoded(tokens)}
-        return "".join(sorted({letter for prompt in prompts for letter in prompt} - kept))
+        present = {letter for tokens in self.encoded(prompts) for letter in self._decoded(tokens)}
+        return "".join(sorted({letter for prompt in prompts for letter in prompt} - present))
 
     def write(
         self,
@@ -258,17 +258,17 @@ class Writer:
         encoded = self.encoded(prompts)
         texts = [_GrowingText(self._decoded, tokens) for tokens in encoded]
 
-        def receive(places: Sequence[int], tokens: Sequence[int]) -> None:
-            for place, token in zip(places, tokens, strict=True):
-                texts[place].tokens.append(token)
-                if on_text is not None and (piece := texts[place].next_piece()):
-                    on_text(place, piece)
+        def receive(indices: Sequence[int], tokens: Sequence[int]) -> None:
+            for index, token in zip(indices, tokens, strict=True):
+                texts[index].tokens.append(token)
+                if on_text is not None and (piece := texts[index].next_piece()):
+                    on_text(index, piece)
 
         generate(self.model, encoded, sampling=sampling, max_tokens=max_tokens, seed=seed, on_tokens=receive)
-        for place, text in enumerate(texts):
+        for index, text in enumerate(texts):
             if (rest := text.next_piece(ended=True)) and on_text is not None:
-                on_text(place, rest)
-        return [one.text for one in texts]
+                on_text(index, rest)
+        return [text.text for text in texts]
 
     def _decoded(self, tokens: list[int]) -> str:
         try:

@@ -65,9 +65,9 @@ def find_trained(path: Path, which: Which) -> Trained:
     """
     refuse_unknown_checkpoint(which)
     if (path / "resolved.yaml").is_file():
-        found = find_checkpoint(path, which)
-        file = found.folder / MANIFEST
-        return Trained(path=str(path), description=file, folder=path, run=path, label=which, step=found.step)
+        checkpoint = find_checkpoint(path, which)
+        file = checkpoint.folder / MANIFEST
+        return Trained(path=str(path), description=file, folder=path, run=path, label=which, step=checkpoint.step)
     run = path.absolute().parent.parent
     if (path / MANIFEST).is_file() and (run / "resolved.yaml").is_file():
         file, step = path / MANIFEST, read_manifest(path).step
@@ -82,12 +82,12 @@ def find_trained(path: Path, which: Which) -> Trained:
             files = f"a {WEIGHTS} and the {CONFIG} or {_MODEL} that builds its model"
             rule = f"holds no model: it is neither a run, nor a checkpoint of one, nor a folder with {files}."
         raise ConfigError([Problem(key=str(path), rule=rule)])
-    above = next((one for one in folder.absolute().parents[:3] if (one / "resolved.yaml").is_file()), None)
+    enclosing = next((parent for parent in folder.absolute().parents[:3] if (parent / "resolved.yaml").is_file()), None)
     label: str = which
-    if above is not None:  # An export is replaced as a whole: nothing else is written into its folder.
-        label = "_".join([*folder.absolute().relative_to(above).parts, *(["best"] if which == "best" else [])])
-    run_of = above or _first_member(folder)
-    return Trained(path=str(folder), description=file, folder=above or folder, run=run_of, label=label)
+    if enclosing is not None:  # An export is replaced as a whole: nothing else is written into its folder.
+        label = "_".join([*folder.absolute().relative_to(enclosing).parts, *(["best"] if which == "best" else [])])
+    run_of = enclosing or _first_member(folder)
+    return Trained(path=str(folder), description=file, folder=enclosing or folder, run=run_of, label=label)
 
 
 def _first_member(folder: Path) -> Path | None:
@@ -128,18 +128,18 @@ def load_described(file: Path) -> nn.Module:
         refuse_foreign(cfg.model)
         return model_with(cfg, load(file.parent).tensors).eval()
     try:
-        more = dict.fromkeys(("weights", "tied", "files", QUANTIZED), dict)
-        described = expect_map(parse_yaml(read_text(file, limit=MAX_YAML_BYTES)), {"model": dict}, optional=more)
+        optional = dict.fromkeys(("weights", "tied", "files", QUANTIZED), dict)
+        described = expect_map(parse_yaml(read_text(file, limit=MAX_YAML_BYTES)), {"model": dict}, optional=optional)
         kinds = {"num_bytes": int, "sha256": str}
-        found = expect_map(described.get("files", {}).get(WEIGHTS, described.get("weights")), kinds)
-        if not found["sha256"]:
+        entry = expect_map(described.get("files", {}).get(WEIGHTS, described.get("weights")), kinds)
+        if not entry["sha256"]:
             raise ValueError("of the weights, there is no SHA-256")
     except ValueError as error:
         raise UnreadableError(file, str(error)) from None
     refuse_foreign(described["model"])
     with torch.random.fork_rng(devices=[]):
         model: nn.Module = build(described["model"], "model")
-    record = FileRecord(num_bytes=found["num_bytes"], sha256=found["sha256"])
+    record = FileRecord(num_bytes=entry["num_bytes"], sha256=entry["sha256"])
     weights, tied = TensorFile.verified(file.parent / WEIGHTS, record), described.get("tied", {})
     if QUANTIZED in described:
         return restored_model(file, described[QUANTIZED], model, weights)

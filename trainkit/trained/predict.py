@@ -96,16 +96,16 @@ class Parts:
     def _written(self) -> list[int]:
         """Return the chunks whose parts have their final name."""
         numbers = (int(match[1]) for name in os.listdir(self.folder) if (match := _NAME.fullmatch(name)))  # noqa: PTH208 - a million names
-        return sorted(one for one in numbers if one < self.chunks.count)
+        return sorted(number for number in numbers if number < self.chunks.count)
 
     def done(self) -> list[int]:
         """Return the chunks that are complete; a damaged part counts as absent and is written again."""
-        found = []
+        complete = []
         for chunk in self._written():
             with suppress(OSError, ValueError, EOFError):
                 if len(self._read(chunk)) == self.chunks.rows_of(chunk):
-                    found.append(chunk)
-        return found
+                    complete.append(chunk)
+        return complete
 
     def num_rows_done(self) -> int:
         """Return the rows of all parts that have their final name."""
@@ -113,8 +113,8 @@ class Parts:
 
     def _read(self, chunk: int) -> NDArray[Any]:
         """Map a part into memory; its rows are read on access."""
-        found: NDArray[Any] = npy.open_memmap(self.file(chunk), mode="r")
-        return found
+        rows: NDArray[Any] = npy.open_memmap(self.file(chunk), mode="r")
+        return rows
 
     def layout(self) -> tuple[tuple[int, ...], np.dtype[Any]]:
         """Return the shape of a row and the dtype, which all parts share.
@@ -177,11 +177,11 @@ def check_format(path: Path) -> None:
     Raises:
         ConfigError: it is such a file.
     """
-    found = path.suffix.removeprefix(".")
-    if found not in _WRITERS:
+    ending = path.suffix.removeprefix(".")
+    if ending not in _WRITERS:
         rule = "must end in .parquet, .npy or .jsonl."
         raise ConfigError([Problem(key="--out", value=str(path), rule=rule, origin="command line")])
-    if found == "parquet":
+    if ending == "parquet":
         require_packages(["pyarrow"], key="--out", extra="parquet")
 
 
@@ -202,11 +202,11 @@ def ids_of(dataset: Any) -> Iterator[int | str]:
         >>> list(ids_of(["a", "b"]))
         [0, 1]
     """
-    own = getattr(dataset, "ids", None)
-    if own is None:
+    ids = getattr(dataset, "ids", None)
+    if ids is None:
         yield from range(len(dataset))
         return
-    for value in islice(own, len(dataset)):
+    for value in islice(ids, len(dataset)):
         yield value if isinstance(value, str) else int(value)
 
 
@@ -231,10 +231,10 @@ def _write_npy(path: Path, parts: Parts, ids: Ids, name: str) -> None:
     shape, dtype = parts.layout()
     rows = parts.chunks.num_rows
     # Two passes over the ids: the first finds the longest.
-    longest = max((len(one) for one in ids() if isinstance(one, str)), default=0)
+    longest = max((len(value) for value in ids() if isinstance(value, str)), default=0)
     kind = np.dtype(f"<U{longest}") if longest else np.dtype(np.int64)
-    main, beside = files_of(path)
-    with _complete(beside) as file:
+    main, ids_file = files_of(path)
+    with _complete(ids_file) as file:
         _write_header(file, (rows,), kind)
         named = ids()
         while block := list(islice(named, 1 << 16)):
@@ -251,7 +251,7 @@ def _write_jsonl(path: Path, parts: Parts, ids: Ids, name: str) -> None:
     with _complete(path) as file:
         for content in parts.contents():
             rows = zip(islice(named, len(content)), content.tolist(), strict=True)
-            lines = (json.dumps({"id": one, name: json_value(row)}, ensure_ascii=False) for one, row in rows)
+            lines = (json.dumps({"id": row_id, name: json_value(row)}, ensure_ascii=False) for row_id, row in rows)
             file.write("".join(f"{line}\n" for line in lines).encode())
 
 
@@ -325,8 +325,8 @@ class Outputs:
         if self.kind in ("probabilities", "classes") and not objective.log_scores:
             rule = f"the outputs of {type(objective).__name__} are not scores of classes. Use logits."
         elif self.kind == "embedding" and self.name not in modules:
-            known = ", ".join(name for name in list(modules)[:12] if name)
-            rule = f"the model has no module of this name. It has {known}{' ...' if len(modules) > 13 else ''}."
+            names = ", ".join(name for name in list(modules)[:12] if name)
+            rule = f"the model has no module of this name. It has {names}{' ...' if len(modules) > 13 else ''}."
         else:
             return []
         return [Problem(key="predict.outputs", value=self.text, rule=rule)]
@@ -349,12 +349,12 @@ class OutputFunction:
 
     def __init__(self, outputs: Outputs, model: nn.Module, objective: Objective) -> None:
         self._outputs, self._model, self._objective = outputs, model, objective
-        self._kept: Any = None
+        self._recorded: Any = None
 
     def keep(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """Keep the outputs of a layer, or of the model; a forward hook."""
         del module, inputs
-        self._kept = outputs
+        self._recorded = outputs
 
     def __call__(self, batch: Any, *, num_rows: int) -> Tensor:
         """Return (num_rows, ...) on the device: float32 or float64, int64 for classes.
@@ -363,22 +363,22 @@ class OutputFunction:
             ConfigError: neither the objective nor the model has an output of the name.
             DataError: the model gives no tensor with one row per sample.
         """
-        self._kept = None
+        self._recorded = None
         try:
             scores = self._objective.predict(self._model, batch)
         except Exception:
-            if self._outputs.kind != "output" or self._kept is None:
+            if self._outputs.kind != "output" or self._recorded is None:
                 raise
             scores = None  # the model has run: what the objective makes of its outputs is not asked for
         if self._outputs.kind == "embedding":
-            scores = self._kept[0] if isinstance(self._kept, tuple) and self._kept else self._kept
+            scores = self._recorded[0] if isinstance(self._recorded, tuple) and self._recorded else self._recorded
         elif self._outputs.kind == "output":
             scores = self._named(scores)
         if not isinstance(scores, Tensor) or not scores.dim() or scores.shape[0] != num_rows:
-            found = f"a tensor of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+            actual = f"a tensor of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
             rule = "a prediction needs one row per sample. predict.outputs=output:NAME takes one of several outputs."
-            raise DataError(f"the model gives {found} for {num_rows} samples: {rule}")
-        self._kept, scores, dim = None, scores.detach(), self._objective.class_dim
+            raise DataError(f"the model gives {actual} for {num_rows} samples: {rule}")
+        self._recorded, scores, dim = None, scores.detach(), self._objective.class_dim
         if self._outputs.kind == "classes":
             return scores.argmax(dim)
         if scores.dtype in (torch.float16, torch.bfloat16):
@@ -389,14 +389,14 @@ class OutputFunction:
         """Return an output by its name or index: of what the objective predicts, or else of the model."""
         name = self._outputs.name
         key = int(name) if name.isdecimal() else name
-        known: list[str] = []
-        for outputs in (predicted, self._kept):
+        names: list[str] = []
+        for outputs in (predicted, self._recorded):
             named = named_fields(outputs)
             if key in named:
                 return named[key]
-            known += map(str, named)
-        has = f"They are {', '.join(dict.fromkeys(known))}" if known else "The model gives one tensor: use logits"
-        rule = f"neither the objective nor the model gives an output of this name. {has}."
+            names += map(str, named)
+        hint = f"They are {', '.join(dict.fromkeys(names))}" if names else "The model gives one tensor: use logits"
+        rule = f"neither the objective nor the model gives an output of this name. {hint}."
         raise ConfigError([Problem(key="predict.outputs", value=self._outputs.text, rule=rule)])
 
 
@@ -467,32 +467,32 @@ def compute_parts(
     Returns:
         Whether everything is done; False: it was asked to stop.
     """
-    mine, ranks = list(todo[local.rank :: local.num_ranks]), local.all_ranks
-    starts = [start for chunk in mine for start in parts.chunks.batches_of(chunk)]
+    assigned, ranks = list(todo[local.rank :: local.num_ranks]), local.all_ranks
+    starts = [start for chunk in assigned for start in parts.chunks.batches_of(chunk)]
     if together:
         counts = ranks.gather(torch.tensor([len(starts)]))
-        starts += [0] * (max(int(one.item()) for one in counts) - len(starts))
-    data_ranks = [int(one.item()) for one in ranks.gather(torch.tensor([local.rank]))]
+        starts += [0] * (max(int(count.item()) for count in counts) - len(starts))
+    data_ranks = [int(rank.item()) for rank in ranks.gather(torch.tensor([local.rank]))]
     writes = data_ranks.index(local.rank) == ranks.rank
 
-    def until_asked() -> Iterator[NDArray[Any]]:
-        with closing(rows(starts)) as found:
+    def until_stopped() -> Iterator[NDArray[Any]]:
+        with closing(rows(starts)) as computed:
             for _ in starts:
-                asked = is_asked_to_stop()
+                stops = is_asked_to_stop()
                 if together and ranks.num_ranks > 1:  # those of one replica stop together
-                    asked = bool(ranks.sum(torch.tensor([float(asked)])).item())
-                if asked:
+                    stops = bool(ranks.sum(torch.tensor([float(stops)])).item())
+                if stops:
                     raise _StoppedError
-                yield next(found).cpu().numpy()
+                yield next(computed).cpu().numpy()
 
-    batches = until_asked()
+    batches = until_stopped()
     try:
-        for chunk in mine:
-            own = islice(batches, len(parts.chunks.batches_of(chunk)))
+        for chunk in assigned:
+            arrays = islice(batches, len(parts.chunks.batches_of(chunk)))
             if writes:
-                parts.write(chunk, own)
+                parts.write(chunk, arrays)
             else:
-                deque(own, maxlen=0)
+                deque(arrays, maxlen=0)
         deque(batches, maxlen=0)  # those that only keep the ranks together
     except _StoppedError:
         return False
@@ -532,10 +532,9 @@ def predict(
         >>> predict(nn.Linear(2, 3), torch.zeros(5, 2)).shape
         torch.Size([5, 3])
     """
-    found = predictor(
+    return predictor(
         model, outputs=outputs, batch_size=batch_size, device=device, checkpoint=checkpoint, packages=packages
-    )
-    return found(dataset)
+    )(dataset)
 
 
 def predictor(
@@ -551,33 +550,33 @@ def predictor(
     refuse_unknown_checkpoint(checkpoint)
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigError([Problem(key="batch_size", value=batch_size, rule="must be a whole number, 1 or more.")])
-    wanted, precision = Outputs.parse(outputs), Precision()
-    objective: Objective = _AnyInputs(wanted)
+    chosen, precision = Outputs.parse(outputs), Precision()
+    objective: Objective = _AnyInputs(chosen)
     if isinstance(model, nn.Module):
-        found = model
+        module = model
     else:
         path = Path(model).expanduser()
-        found = load_model(path, checkpoint=checkpoint, packages=packages)
+        module = load_model(path, checkpoint=checkpoint, packages=packages)
         if (path / "resolved.yaml").is_file():
             with allow_packages(packages):
                 cfg = run_config(path)
                 precision, objective = build(cfg.precision, "precision"), build_objective(cfg)
-            found = precision.adapt(found)
+            module = precision.adapt(module)
         device = device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     if device is not None:
-        found = found.to(device)
-    refuse(wanted.problems(objective, found))
-    place = next((one.device for one in found.parameters()), torch.device("cpu"))
-    use_device(place)
-    if found is not model:  # by default torch rounds the products of a convolution to ten bits
-        precision.apply_globally(place.type)
-    local = LocalModel(model=found, device=place, data_ranks=LocalCollective(), precision=precision)
+        module = module.to(device)
+    refuse(chosen.problems(objective, module))
+    model_device = next((param.device for param in module.parameters()), torch.device("cpu"))
+    use_device(model_device)
+    if module is not model:  # by default torch rounds the products of a convolution to ten bits
+        precision.apply_globally(model_device.type)
+    local = LocalModel(model=module, device=model_device, data_ranks=LocalCollective(), precision=precision)
 
     def run(dataset: Any) -> Tensor:
         chunks = Chunks(num_rows=size_of(dataset), batch_size=batch_size)
-        starts, reading = range(0, chunks.num_rows, batch_size), Reading(device=place, settings=LoaderConfig())
-        rows = predicted(local, objective, wanted, dataset, reading, chunks=chunks, starts=starts)
-        return torch.cat([one.cpu() for one in rows])
+        starts, reading = range(0, chunks.num_rows, batch_size), Reading(device=model_device, settings=LoaderConfig())
+        rows = predicted(local, objective, chosen, dataset, reading, chunks=chunks, starts=starts)
+        return torch.cat([batch.cpu() for batch in rows])
 
     return run
 
@@ -596,14 +595,14 @@ class _AnyInputs(Supervised):
         Raises:
             ConfigError: the dim of the classes is needed, and not known.
         """
-        found = super().predict(model, batch)
-        if self._outputs.kind in ("probabilities", "classes") and found.dim() > 2:
+        outputs = super().predict(model, batch)
+        if self._outputs.kind in ("probabilities", "classes") and outputs.dim() > 2:
             rule = (
                 f"needs to know which dim has the classes, and the model alone, without its objective, gives "
-                f"{tuple(found.shape)}. Predict from the folder of its run, or take logits."
+                f"{tuple(outputs.shape)}. Predict from the folder of its run, or take logits."
             )
             raise ConfigError([Problem(key="outputs", value=self._outputs.kind, rule=rule)])
-        return found
+        return outputs
 
     def score(self, outputs: Any, targets: Any) -> Loss:
         """Raise an error: nothing is scored."""

@@ -112,8 +112,8 @@ def quantize_run(
         precision: Precision = build(cfg.precision, "precision")
         sized = [(model, precision, dense), (quantized.model, Precision(), quantized.tensors)]
         pair = [
-            {"num_bytes": size_of_file(tensors), **_measured(cfg, one, own, timed, (split, splits[split]))}
-            for one, own, tensors in sized
+            {"num_bytes": size_of_file(tensors), **_measured(cfg, module, policy, timed, (split, splits[split]))}
+            for module, policy, tensors in sized
         ]
         rows, share = _table(to, *pair), share_of_weights(model, quantized.layers)
         measured = {"share": share, "split": split, "original": pair[0], "result": pair[1]}
@@ -124,18 +124,18 @@ def quantize_run(
             return Written(files={WEIGHTS: write_tensors(draft / WEIGHTS, quantized.tensors)})
 
         form = Format(loading=_card(rows, share, quantized.layers, split), write=write)
-        about = replace(trained, facts={**trained.facts, QUANTIZED: description})
-        done = write_export(about, form, folder_of_format(path / "quantized", to), owner_of_run(path))
+        described = replace(trained, facts={**trained.facts, QUANTIZED: description})
+        done = write_export(described, form, folder_of_format(path / "quantized", to), owner_of_run(path))
     return QuantizedRun(folder=done.folder, rows=rows, share=share, layers=quantized.layers)
 
 
 def _inputs(cfg: RunConfig, model: nn.Module, dataset: Any, count: int) -> list[Inputs]:
     """Return the inputs of the first `count` samples of a split, in batches; float inputs in float32."""
     size, objective = min(count, _CALIBRATION_BATCH), build_objective(cfg)
-    found = [model_inputs(objective, model, one) for one in islice(batches_of(cfg, dataset, size), -(-count // size))]
+    raw = [model_inputs(objective, model, batch) for batch in islice(batches_of(cfg, dataset, size), -(-count // size))]
     return [
         {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
-        for inputs in found
+        for inputs in raw
     ]
 
 
@@ -148,15 +148,15 @@ def _measured(
     adapted = precision.adapt(model)
     local = LocalModel(model=adapted, device=CPU, data_ranks=LocalCollective(), precision=precision)
     figures = evaluate(local, build_objective(cfg), batches, split=name).figures
-    taken = {} if timed is None else latency(model, timed)
-    return {"metrics": dict(figures), "latency_s": {str(samples): seconds for samples, seconds in taken.items()}}
+    latencies = {} if timed is None else latency(model, timed)
+    return {"metrics": dict(figures), "latency_s": {str(samples): seconds for samples, seconds in latencies.items()}}
 
 
 def latency(model: nn.Module, inputs: Inputs, *, clock: Callable[[], float] = time.perf_counter) -> dict[int, float]:
     """Return the median seconds of a call with 1 and with 64 samples; if there are fewer real samples, they are
     repeated.
     """
-    found = {}
+    medians = {}
     for size in _TIMED:
         repeated = {name: value[torch.arange(size) % len(value)] for name, value in inputs.items()}
         taken: list[float] = []
@@ -167,8 +167,8 @@ def latency(model: nn.Module, inputs: Inputs, *, clock: Callable[[], float] = ti
                 start = clock()
                 model(**repeated)
                 taken.append(clock() - start)
-        found[size] = statistics.median(taken)
-    return found
+        medians[size] = statistics.median(taken)
+    return medians
 
 
 def size_of_file(tensors: Mapping[str, Tensor]) -> int:
@@ -191,7 +191,7 @@ def share_of_weights(model: nn.Module, layers: Sequence[str]) -> dict[str, float
         {'linear': 0.5, 'all': 0.3333333333333333}
     """
     modules = {name: module for name, module in model.named_modules() if name in layers or is_linear(module)}
-    sizes = {name: one.weight.numel() for name, one in modules.items() if isinstance(one.weight, Tensor)}
+    sizes = {name: module.weight.numel() for name, module in modules.items() if isinstance(module.weight, Tensor)}
     linear = {name: size for name, size in sizes.items() if is_linear(modules[name])}
     quantized = sum(size for name, size in linear.items() if name in layers)
     total = sum(parameter.numel() for parameter in model.parameters())

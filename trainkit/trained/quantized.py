@@ -121,13 +121,13 @@ def restored_model(config: Path, description: Mapping[str, Any], model: nn.Modul
     try:
         return restore(model.float().eval(), to, weights.read, description).eval()
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        now = _versions()
-        other = [f"{name} {description.get(name)}" for name, version in now.items() if description.get(name) != version]
-        said = f"{config.parent} holds no quantized form of this model: {error}."
-        if other:
-            installed = " and ".join(f"{name} {version}" for name, version in now.items())
-            said += f" It was written with {' and '.join(other)}, and {installed} are installed: quantize it again."
-        raise CheckpointError(said) from error
+        used = _versions()
+        old = [f"{name} {description.get(name)}" for name, version in used.items() if description.get(name) != version]
+        text = f"{config.parent} holds no quantized form of this model: {error}."
+        if old:
+            installed = " and ".join(f"{name} {version}" for name, version in used.items())
+            text += f" It was written with {' and '.join(old)}, and {installed} are installed: quantize it again."
+        raise CheckpointError(text) from error
 
 
 def restore(model: nn.Module, to: str, read: Read, facts: Mapping[str, Any]) -> nn.Module:
@@ -152,10 +152,10 @@ def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("torch", "torchao")}
 
 
-def _like(name: str, value: Tensor, wanted: Tensor) -> Tensor:
-    if value.shape != wanted.shape or value.dtype != wanted.dtype:
-        found = f"{value.dtype} {tuple(value.shape)}"
-        raise ValueError(f"{name} is {found}, not {wanted.dtype} {tuple(wanted.shape)}")
+def _like(name: str, value: Tensor, expected: Tensor) -> Tensor:
+    if value.shape != expected.shape or value.dtype != expected.dtype:
+        actual = f"{value.dtype} {tuple(value.shape)}"
+        raise ValueError(f"{name} is {actual}, not {expected.dtype} {tuple(expected.shape)}")
     return value
 
 
@@ -190,16 +190,16 @@ def as_linear(model: nn.Module, names: Iterable[str] | None = None) -> list[str]
     Raises:
         AttributeError, TypeError: a name is not a `Conv1D` of the model.
     """
-    found = (name for name, module in model.named_modules() if _is_transposed(module))
-    replaced = list(found if names is None else names)
+    transposed = (name for name, module in model.named_modules() if _is_transposed(module))
+    replaced = list(transposed if names is None else names)
     for name in replaced:
         module: Any = model.get_submodule(name)
         if not _is_transposed(module):
             raise TypeError(f"{name} is not a Conv1D")
-        made = nn.Linear(module.nx, module.nf, device="meta")
-        made.weight = nn.Parameter(module.weight.detach().T.contiguous(), module.weight.requires_grad)
-        made.bias = module.bias
-        model.set_submodule(name, made.train(module.training))
+        linear = nn.Linear(module.nx, module.nf, device="meta")
+        linear.weight = nn.Parameter(module.weight.detach().T.contiguous(), module.weight.requires_grad)
+        linear.bias = module.bias
+        model.set_submodule(name, linear.train(module.training))
     return replaced
 
 
@@ -259,13 +259,13 @@ def _restored_layers(model: nn.Module, to: str, read: Read, facts: Mapping[str, 
             with torch.no_grad():
                 tensor.copy_(_like(name, read(facts["tied"].get(name, name)), tensor))
             continue
-        for part, like in parts.items():
+        for part, template in parts.items():
             value = read(f"{name}.{part}")
-            parts[part] = _like(part, unpacked(value) if to == "int4_weight" and part == "qdata" else value, like)
+            parts[part] = _like(part, unpacked(value) if to == "int4_weight" and part == "qdata" else value, template)
         kind, (_, context) = type(tensor), tensor.__tensor_flatten__()
-        made = kind.__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
+        restored = kind.__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
         owner, _, last = name.rpartition(".")
-        setattr(model.get_submodule(owner), last, nn.Parameter(made, requires_grad=False))
+        setattr(model.get_submodule(owner), last, nn.Parameter(restored, requires_grad=False))
     return model
 
 
@@ -353,7 +353,7 @@ def _quantized_graph(model: nn.Module, calibration: Sequence[Inputs]) -> Quantiz
 
 def _restored_graph(model: nn.Module, read: Read, facts: Mapping[str, Any]) -> nn.Module:
     """Convert the graph of a model, and load the weights and ranges of the file into it."""
-    example = {str(name): _zeros(one["shape"], one["dtype"]) for name, one in facts["inputs"].items()}
+    example = {str(name): _zeros(spec["shape"], spec["dtype"]) for name, spec in facts["inputs"].items()}
     graph = _converted(model, [example])
     tied, ranges = facts["tied"], facts["activations"]
     for node in _activations(graph):
@@ -414,8 +414,8 @@ def _activations(graph: fx.GraphModule) -> list[fx.Node]:
 
 def _zeros(shape: Any, dtype: Any) -> Tensor:
     """Return an input of two samples; the description may have been changed by others."""
-    sound = isinstance(shape, list) and all(isinstance(one, int) and one > 0 for one in shape)
-    if not sound or math.prod(shape) > _MAX_SAMPLE:
+    is_valid = isinstance(shape, list) and all(isinstance(length, int) and length > 0 for length in shape)
+    if not is_valid or math.prod(shape) > _MAX_SAMPLE:
         raise ValueError("the shape of an input is not a list of lengths")
     kind = getattr(torch, str(dtype), None)
     if not isinstance(kind, torch.dtype):
