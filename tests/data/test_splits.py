@@ -169,7 +169,7 @@ def test_an_empty_split_is_named_and_an_iterable_dataset_shown_the_way() -> None
 
 
 def test_jobs_share_the_tensors_of_a_dataset_that_is_kept_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splits, "_KEPT", {})
+    monkeypatch.setattr(splits, "_CACHED", {})
     digits = {"_target_": "trainkit.data.Digits", "scaling": "unit"}
     assert keep_splits(digits)
     assert build_splits(digits)["val"].tensors()[0] is build_splits(dict(reversed(digits.items())))["val"].tensors()[0]

@@ -50,17 +50,17 @@ class _Mix:
         mixes = np.random.random_sample() < self.share  # noqa: NPY002 - keyed by step and shard
         drawn = np.random.beta(self.alpha, self.alpha)  # noqa: NPY002
         order = sent_to(inputs.device, torch.randperm(len(inputs)))
-        mixed, kept = self._mixed(inputs, inputs[order], targets, float(drawn) if mixes else 1.0)
-        return with_fields(batch, {names[0]: mixed, names[1]: targets * kept + targets[order] * (1 - kept)})
+        mixed, weight = self._mixed(inputs, inputs[order], targets, float(drawn) if mixes else 1.0)
+        return with_fields(batch, {names[0]: mixed, names[1]: targets * weight + targets[order] * (1 - weight)})
 
-    def _mixed(self, inputs: Tensor, others: Tensor, classes: Tensor, kept: float) -> tuple[Tensor, float]:
+    def _mixed(self, inputs: Tensor, others: Tensor, classes: Tensor, weight: float) -> tuple[Tensor, float]:
         """Return the mixed inputs, and the weight of a sample itself in them.
 
         Args:
             inputs: (samples, ...).
             others: the partner of each sample, of the same shape.
             classes: (samples, classes) probabilities, (samples, classes, ...) for masks.
-            kept: the weight that was drawn.
+            weight: the weight that was drawn.
         """
         raise NotImplementedError
 
@@ -83,9 +83,9 @@ class MixUp(_Mix):
     alpha: Annotated[float, above(0)] = 0.2
     """Parameter of the Beta distribution: small values mix little."""
 
-    def _mixed(self, inputs: Tensor, others: Tensor, classes: Tensor, kept: float) -> tuple[Tensor, float]:
+    def _mixed(self, inputs: Tensor, others: Tensor, classes: Tensor, weight: float) -> tuple[Tensor, float]:
         del classes
-        return inputs * kept + others * (1 - kept), kept
+        return inputs * weight + others * (1 - weight), weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class CutMix(_Mix):
     Source: Yun et al. 2019, arXiv:1905.04899.
     """
 
-    def _mixed(self, inputs: Tensor, others: Tensor, classes: Tensor, kept: float) -> tuple[Tensor, float]:
+    def _mixed(self, inputs: Tensor, others: Tensor, classes: Tensor, weight: float) -> tuple[Tensor, float]:
         if inputs.dim() < 3:
             raise DataError(f"CutMix cuts images (samples, ..., height, width), not {tuple(inputs.shape)}.")
         if classes.dim() > 2:
@@ -111,7 +111,7 @@ class CutMix(_Mix):
                 "probabilities. MixUp mixes the classes of each pixel."
             )
         height, width = inputs.shape[-2:]
-        side = (1 - kept) ** 0.5
+        side = (1 - weight) ** 0.5
         rows, columns = _interval(height, side), _interval(width, side)
         mixed = inputs.clone()
         mixed[..., rows, columns] = others[..., rows, columns]
@@ -152,8 +152,8 @@ class CropAndFlip:
         columns = torch.where(mirrored, columns.flip(1), columns)
         rows, columns = sent_to(device, torch.cat([rows, columns], dim=1)).split_with_sizes(images.shape[-2:], dim=1)
         samples, channels = torch.arange(len(images), device=device), torch.arange(flat.shape[1], device=device)
-        places = (samples[:, None, None, None], channels[:, None, None], rows[:, None, :, None], columns[:, None, None])
-        return with_fields(batch, {name: padded[places].view_as(images)})
+        index = (samples[:, None, None, None], channels[:, None, None], rows[:, None, :, None], columns[:, None, None])
+        return with_fields(batch, {name: padded[index].view_as(images)})
 
     def _starts(self, count: int) -> Tensor:
         """Return (count, 1) first rows or columns within the padded images; drawn on the host, keyed."""

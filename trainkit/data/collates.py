@@ -80,7 +80,7 @@ class PadSequences(_Pad):
     def _shape(self, tensors: Sequence[Tensor]) -> list[int] | None:
         if tensors[0].dim() == 0:
             return None
-        longest = max(len(one) for one in tensors)
+        longest = max(len(tensor) for tensor in tensors)
         if self.length is not None and longest > self.length:
             raise DataError(f"a sequence of length {longest} is longer than data.collate.length={self.length}.")
         return [self._rounded(self.length or longest), *tensors[0].shape[1:]]
@@ -94,7 +94,7 @@ class PadSequences(_Pad):
             )
         if (shape := self._shape(padded) if padded else None) is None:
             raise DataError("data.collate.mask needs a sequence, and a sample has none.")
-        lengths = torch.tensor([len(one) for one in padded])
+        lengths = torch.tensor([len(tensor) for tensor in padded])
         return {**batch, self.mask: (torch.arange(shape[0]) < lengths.unsqueeze(1)).long()}
 
 
@@ -114,7 +114,7 @@ class PadImages(_Pad):
     def _shape(self, tensors: Sequence[Tensor]) -> list[int] | None:
         if tensors[0].dim() < 2:
             return None
-        largest = [max(one.shape[dim] for one in tensors) for dim in (-2, -1)]
+        largest = [max(tensor.shape[dim] for tensor in tensors) for dim in (-2, -1)]
         return [*tensors[0].shape[:-2], *map(self._rounded, largest)]
 
 
@@ -160,8 +160,8 @@ class Dicts:
         columns = _columns(samples)
         unknown = [name for name in (*self.pad, *self.keep, *self.drop) if name not in columns]
         if unknown:
-            held = ", ".join(map(str, columns))
-            raise DataError(f"data.collate names {', '.join(unknown)}, and a sample has {held}.")
+            names = ", ".join(map(str, columns))
+            raise DataError(f"data.collate names {', '.join(unknown)}, and a sample has {names}.")
         return {name: self._field(name, column) for name, column in columns.items() if name not in self.drop}
 
     def _field(self, name: str, column: Sequence[Any]) -> Any:
@@ -170,7 +170,7 @@ class Dicts:
         if name not in self.pad:
             return stack(column)
         tensors = [torch.as_tensor(value) for value in column]
-        largest = [max(sizes) for sizes in zip(*(one.shape for one in tensors), strict=True)]
+        largest = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
         return _padded(tensors, largest, self.pad[name])
 
 
@@ -180,7 +180,7 @@ def _columns(samples: Sequence[Any]) -> dict[Any, list[Any]]:
     if isinstance(first, Mapping):
         return {key: [sample[key] for sample in samples] for key in first}
     if is_dataclass(first):
-        return {one.name: [getattr(sample, one.name) for sample in samples] for one in fields(first)}
+        return {field.name: [getattr(sample, field.name) for sample in samples] for field in fields(first)}
     if isinstance(first, tuple | list):
         return dict(enumerate(map(list, zip(*samples, strict=True))))
     return {None: list(samples)}
@@ -204,6 +204,6 @@ def _tensors(column: Sequence[Any]) -> list[Tensor] | None:
 def _padded(tensors: Sequence[Tensor], shape: Sequence[int], value: float) -> Tensor:
     """Return one tensor with each tensor in the first corner of its place; the rest is filled with a value."""
     batch = tensors[0].new_full((len(tensors), *shape), value)
-    for row, one in zip(batch, tensors, strict=True):
-        row[tuple(slice(0, size) for size in one.shape)] = one
+    for row, tensor in zip(batch, tensors, strict=True):
+        row[tuple(slice(0, size) for size in tensor.shape)] = tensor
     return batch

@@ -41,9 +41,9 @@ def with_defaults(cls: type, keys: Mapping[str, Any]) -> Mapping[str, Any]:
         >>> with_defaults(Declared, {"num_samples": 3})["num_samples"], with_defaults(Declared, {})["num_samples"]
         (3, None)
     """
-    own = [one for one in fields(cls) if one.init]
-    given = {one.name: one.default if one.default_factory is MISSING else one.default_factory() for one in own}
-    return {**given, **keys}
+    init = [key for key in fields(cls) if key.init]
+    values = {key.name: key.default if key.default_factory is MISSING else key.default_factory() for key in init}
+    return {**values, **keys}
 
 
 def image(generator: Generator, *shape: int) -> Tensor:

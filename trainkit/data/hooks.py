@@ -77,9 +77,9 @@ def _holds(batch: Any, count: int) -> bool:
         return True  # inputs and a vector of targets, without a walk over the structure
     leaves = tree_leaves(batch, is_leaf=lambda part: isinstance(part, list))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
-    lengths = {len(leaf) for leaf in leaves if isinstance(leaf, list)} | {len(one) for one in tensors if one.dim() == 1}
-    if lengths:
-        return count in lengths
+    sizes = {len(leaf) for leaf in leaves if isinstance(leaf, list) or (isinstance(leaf, Tensor) and leaf.dim() == 1)}
+    if sizes:
+        return count in sizes
     return not tensors or any(count in tensor.shape[:2] for tensor in tensors)
 
 
@@ -100,32 +100,32 @@ class UserTransform(_UserCode):
             DataError: the function fails, or its batch holds another number of samples.
         """
         seed = transform_key(*key)
-        place = f"shard {key[2]} of step {key[1]}"
+        where = f"shard {key[2]} of step {key[1]}"
         try:
             with Untouched(seed=seed, devices=[device]):
                 for generator in generators_of([device]):
                     generator.manual_seed(seed)
-                found = self.function(batch)
+                result = self.function(batch)
         except (TrainkitError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # a device also reports errors of kernels that were started before
         except Exception as error:
             raise DataError(
-                f"data.batch_transform={self.name} fails on {place}: {type(error).__name__}: {error}. "
+                f"data.batch_transform={self.name} fails on {where}: {type(error).__name__}: {error}. "
                 f"The batch is {shape_text(batch)}."
             ) from error
-        if not _holds(found, size):
+        if not _holds(result, size):
             raise DataError(
-                f"data.batch_transform={self.name} makes {shape_text(found)} of the {size} samples of {place}: the "
+                f"data.batch_transform={self.name} makes {shape_text(result)} of the {size} samples of {where}: the "
                 "number of samples must stay."
             )
-        return found
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserSampler(_UserCode):
     """The function of `data.sampler`: from the training split to the weight of each sample."""
 
-    _known: dict[int, NDArray[np.float64]] = field(default_factory=dict, repr=False, compare=False)
+    _cumulative: dict[int, NDArray[np.float64]] = field(default_factory=dict, repr=False, compare=False)
 
     def cumulative(self, dataset: Any) -> NDArray[np.float64]:
         """Return (samples,) float64, the sums of the weights up to each sample; the function is called once per
@@ -134,28 +134,28 @@ class UserSampler(_UserCode):
         Raises:
             DataError: the function fails, or does not give one finite weight of at least 0 for each sample.
         """
-        if id(dataset) not in self._known:
-            self._known[id(dataset)] = np.cumsum(self._weights(dataset))
-        return self._known[id(dataset)]
+        if id(dataset) not in self._cumulative:
+            self._cumulative[id(dataset)] = np.cumsum(self._weights(dataset))
+        return self._cumulative[id(dataset)]
 
     def _weights(self, dataset: Any) -> NDArray[np.float64]:
         try:
             with Untouched(seed=0):  # its random numbers are the same on every rank
-                found = np.asarray(self.function(dataset), dtype=np.float64)
+                weights = np.asarray(self.function(dataset), dtype=np.float64)
         except TrainkitError:
             raise
         except Exception as error:
             raise DataError(f"data.sampler={self.name} fails: {type(error).__name__}: {error}") from error
         count = len(dataset)
-        if found.shape != (count,):
-            wrong = f"gives weights of the shape {found.shape} for {count} samples"
-        elif not np.isfinite(found).all() or (found < 0).any():
-            index = int(np.flatnonzero(~np.isfinite(found) | (found < 0))[0])
-            wrong = f"gives sample {index} the weight {found[index]}"
-        elif not found.any():
+        if weights.shape != (count,):
+            wrong = f"gives weights of the shape {weights.shape} for {count} samples"
+        elif not np.isfinite(weights).all() or (weights < 0).any():
+            index = int(np.flatnonzero(~np.isfinite(weights) | (weights < 0))[0])
+            wrong = f"gives sample {index} the weight {weights[index]}"
+        elif not weights.any():
             wrong = "gives every sample the weight 0"
         else:
-            return found
+            return weights
         raise DataError(f"data.sampler={self.name} {wrong}: it must give each sample a weight of 0 or more.")
 
 
@@ -178,14 +178,14 @@ class WeightedOrder:
 
     def indices(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return the samples at positions [start, stop) of an epoch, (stop - start,) int64."""
-        places = np.arange(start, stop, dtype=np.uint64)
-        bits = mix64_array(np.uint64(hash64(self.seed, epoch, _DRAWING)) ^ places)
+        positions = np.arange(start, stop, dtype=np.uint64)
+        bits = mix64_array(np.uint64(hash64(self.seed, epoch, _DRAWING)) ^ positions)
         share = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
         drawn = np.searchsorted(self.cumulative, share * self.cumulative[-1], side="right")
         # A product that rounds up to the whole sum must not lead past the last sample with a weight.
         last = np.searchsorted(self.cumulative, self.cumulative[-1], side="left")
-        found: NDArray[np.int64] = np.minimum(drawn, last).astype(np.int64)
-        return found
+        samples: NDArray[np.int64] = np.minimum(drawn, last).astype(np.int64)
+        return samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,18 +206,18 @@ class DataHooks:
         Raises:
             ConfigError: something cannot be imported or built.
         """
-        given = {key: value for key, value in hooks_in(node).items() if value is not None}
+        hooks = hooks_in(node)
 
-        def made(key: str, kind: type[_Code]) -> _Code | None:
-            if key not in given:
+        def built(key: str, kind: type[_Code]) -> _Code | None:
+            if (hook := hooks.get(key)) is None:
                 return None
-            name = given[key] if isinstance(given[key], str) else str(given[key][TARGET])
-            return kind(function=build_callable(given[key], f"data.{key}"), name=name)
+            name = hook if isinstance(hook, str) else str(hook[TARGET])
+            return kind(function=build_callable(hook, f"data.{key}"), name=name)
 
         return cls(
-            collate=made("collate", UserCollate),
-            transform=made("batch_transform", UserTransform),
-            sampler=made("sampler", UserSampler),
+            collate=built("collate", UserCollate),
+            transform=built("batch_transform", UserTransform),
+            sampler=built("sampler", UserSampler),
         )
 
     def refuse_misfits(self, dataset: Any, settings: LoaderConfig) -> None:

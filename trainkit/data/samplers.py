@@ -39,8 +39,8 @@ class BalancedClasses:
                 f"data.sampler: BalancedClasses needs the class of each sample, and {type(dataset).__name__} has "
                 "none. Give it an attribute labels, with an integer per sample."
             )
-        _, place, counts = np.unique(labels, return_inverse=True, return_counts=True)
-        weights: NDArray[np.float64] = counts.astype(np.float64)[place] ** -self.power
+        _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        weights: NDArray[np.float64] = counts.astype(np.float64)[inverse] ** -self.power
         return weights
 
 
@@ -53,8 +53,8 @@ class WeightsOf:
 
     def __call__(self, dataset: Any) -> Any:
         """Return (samples,) numbers."""
-        found = getattr(dataset, self.attribute, None)
-        if found is None:
+        weights = getattr(dataset, self.attribute, None)
+        if weights is None:
             rule = f"{type(dataset).__name__} has no attribute {self.attribute}"
             raise DataError(f"data.sampler.attribute: {rule}. Add it, with a number per sample.")
-        return found() if callable(found) else found
+        return weights() if callable(weights) else weights

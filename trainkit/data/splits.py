@@ -36,7 +36,7 @@ from trainkit.errors import ConfigError, DataError, Problem, TrainkitError, name
 from trainkit.numerics.batch import SampleOrder
 from trainkit.numerics.generators import Untouched, hash64, key32, name_id
 
-_KEPT: Final[dict[str, dict[str, Any]]] = {}
+_CACHED: Final[dict[str, dict[str, Any]]] = {}
 """Data node -> its splits, cached in this process for the jobs that are forked from it."""
 
 
@@ -91,8 +91,8 @@ def build_splits(node: Mapping[str, Any]) -> dict[str, Any]:
         {'train': 1437, 'val': 360}
     """
     node = class_node(node)
-    if (kept := _KEPT.get(_name_of(node))) is not None:
-        return dict(kept)
+    if (datasets := _CACHED.get(_name_of(node))) is not None:
+        return dict(datasets)
     names = splits_of(node)
     if "train" not in names:
         rule = f"has the splits {', '.join(names) or 'none'}, and training needs one that is called train."
@@ -103,21 +103,21 @@ def build_splits(node: Mapping[str, Any]) -> dict[str, Any]:
 def build_split(node: Mapping[str, Any], split: str) -> Any:
     """Build the dataset of one split; arguments and errors are those of `build_splits`."""
     node = class_node(node)
-    if (kept := _KEPT.get(_name_of(node))) is not None:
-        return kept[split]
+    if (datasets := _CACHED.get(_name_of(node))) is not None:
+        return datasets[split]
     own_nodes = getattr(resolve_target(node["_target_"], PLACES["data"]), "node_of", None)
     part = node if own_nodes is None else own_nodes(node, split)
     takes_split = own_nodes is None and _takes_split(resolve_target(part["_target_"], PLACES["data"]))
-    given = {"split": split} if takes_split else {}
+    kwargs = {"split": split} if takes_split else {}
     # random numbers in a constructor are the same on every rank
     with Untouched(seed=key32(name_id(split))), _named(f"the {split} split of {part['_target_']} cannot be made"):
-        built = build(part, "data", **given)
+        built = build(part, "data", **kwargs)
         iterated = isinstance(built, IterableDataset) or not hasattr(built, "__getitem__")
         if iterated and hasattr(built, "__iter__") and hasattr(built, "__len__") and len(built):
             built = Stream(source=built, num_samples=len(built))
     if size_of(built) == 0:
-        more = "".join(f" {note}." for note in getattr(built, "notes", ()))
-        raise DataError(f"the {split} split of {node['_target_']} is empty: it has no samples.{more}")
+        notes = "".join(f" {note}." for note in getattr(built, "notes", ()))
+        raise DataError(f"the {split} split of {node['_target_']} is empty: it has no samples.{notes}")
     return built
 
 
@@ -136,7 +136,7 @@ def keep_splits(node: Mapping[str, Any]) -> bool:
     built = build_splits(node)
     if not all(hasattr(part, "tensors") for part in built.values()):
         return False
-    _KEPT[_name_of(node)] = built
+    _CACHED[_name_of(node)] = built
     return True
 
 
@@ -160,14 +160,14 @@ def size_of(dataset: Any) -> int:
         return len(dataset)
 
 
-def read_sample(dataset: Any, place: int) -> Any:
+def read_sample(dataset: Any, index: int) -> Any:
     """Return a sample of a dataset.
 
     Raises:
         DataError: the dataset raised an error of its own.
     """
-    with _named(f"sample {place} of {type(dataset).__name__} cannot be read"):
-        return dataset[place]
+    with _named(f"sample {index} of {type(dataset).__name__} cannot be read"):
+        return dataset[index]
 
 
 @contextmanager
@@ -249,9 +249,9 @@ def fold_of_each(
     order = SampleOrder(num_samples=num_samples, seed=hash64(seed, _DEALING)).indices(0, 0, num_samples)
     if labels is not None:
         order = order[np.argsort(labels[order], kind="stable")]
-    found = np.empty(num_samples, dtype=np.int64)
-    found[order] = np.arange(num_samples) % folds
-    return found
+    assigned = np.empty(num_samples, dtype=np.int64)
+    assigned[order] = np.arange(num_samples) % folds
+    return assigned
 
 
 def labels_of(dataset: Any) -> NDArray[np.int64] | None:
@@ -272,9 +272,9 @@ def labels_of(dataset: Any) -> NDArray[np.int64] | None:
         labels = arrays.get("target") if isinstance(arrays, Mapping) else arrays[-1]
     if labels is None or callable(labels):
         return None
-    found = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
-    fits = found.shape == (size_of(dataset),) and np.issubdtype(found.dtype, np.integer)
-    return found.astype(np.int64) if fits else None
+    classes = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
+    fits = classes.shape == (size_of(dataset),) and np.issubdtype(classes.dtype, np.integer)
+    return classes.astype(np.int64) if fits else None
 
 
 class Subset:
@@ -307,8 +307,8 @@ class Subset:
     @cached_property
     def _arrays(self) -> Any:
         """The samples of a dataset in memory, copied at the first access."""
-        places = torch.from_numpy(self._indices)
-        return with_parts(self._dataset.tensors(), lambda tensor: tensor.index_select(0, places))
+        indices = torch.from_numpy(self._indices)
+        return with_parts(self._dataset.tensors(), lambda tensor: tensor.index_select(0, indices))
 
     def __getattr__(self, name: str) -> Any:
         """Return other attributes of the dataset, such as `decode`, except attributes that read all of it.
@@ -399,9 +399,9 @@ def declared_data(
     length = train.num_samples or num_samples
     notes = []
     if length is None:
-        lost = "the steps of an epoch are" if ends else "the number of steps, and time and cost to the end, are"
+        facts = "the steps of an epoch are" if ends else "the number of steps, and time and cost to the end, are"
         notes.append(
-            f"data: {name} does not declare its length, and no data is opened: {lost} left out. --num-samples N gives "
+            f"data: {name} does not declare its length, and no data is opened: {facts} left out. --num-samples N gives "
             "it."
         )
     if train.draw is None:
@@ -410,9 +410,9 @@ def declared_data(
             "and data fit, are left out. --open-data reads the data."
         )
     splits: dict[str, Any] = {}
-    for split, one in declared.items():
-        count = one.num_samples or (length if split == "train" else None) or unknown_length
-        splits[split] = (DeclaredLength if one.draw is None else DeclaredSplit)(count, one)
+    for split, declaration in declared.items():
+        count = declaration.num_samples or (length if split == "train" else None) or unknown_length
+        splits[split] = (DeclaredLength if declaration.draw is None else DeclaredSplit)(count, declaration)
     if cv.folds is not None and train.draw is not None:
         splits = dict(folded(splits, cv))
     elif cv.folds is not None:
@@ -431,8 +431,8 @@ def _declared(node: Mapping[str, Any], split: str) -> Declared:
     if declare is None:
         return Declared()
     keys = {key: value for key, value in node.items() if key != TARGET and value != "???"}
-    found: Declared = declare(keys, split)
-    return found
+    declaration: Declared = declare(keys, split)
+    return declaration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -457,14 +457,14 @@ class Splits:
     @classmethod
     def splits(cls, node: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of the splits that a node gives."""
-        own = [name for name in ("train", "val", "test") if node.get(name) is not None]
-        return (*own, *(node.get("others") or {}))
+        names = [name for name in ("train", "val", "test") if node.get(name) is not None]
+        return (*names, *(node.get("others") or {}))
 
     @classmethod
     def node_of(cls, node: Mapping[str, Any], split: str) -> Mapping[str, Any]:
         """Return the node of the dataset of a split."""
-        found: Mapping[str, Any] = {**(node.get("others") or {}), **node}[split]
-        return found
+        part: Mapping[str, Any] = {**(node.get("others") or {}), **node}[split]
+        return part
 
     def __len__(self) -> int:
         """Return the number of training samples."""
@@ -489,23 +489,23 @@ def remarks(datasets: Iterable[Any], hooks: DataHooks | None = None) -> list[str
         hooks: the functions that `data` names in addition to its class.
     """
     datasets = [dataset for dataset in datasets if not isinstance(dataset, Stream)]  # read in one order by every rank
-    given = [getattr(dataset, "notes", ()) for dataset in datasets]
-    notes = [note for one in given if isinstance(one, tuple | list) for note in one if isinstance(note, str)]
-    functions = [] if hooks is None else [one.function for one in (hooks.collate, hooks.transform) if one is not None]
-    held = dict.fromkeys(one for root in (*datasets, *functions) for one in own_generators(root))
+    candidates = [getattr(dataset, "notes", ()) for dataset in datasets]
+    notes = [note for texts in candidates if isinstance(texts, tuple | list) for note in texts if isinstance(note, str)]
+    hooked = [] if hooks is None else [hook.function for hook in (hooks.collate, hooks.transform) if hook is not None]
+    generators = dict.fromkeys(text for root in (*datasets, *hooked) for text in unkeyed_generators(root))
     rule = (
         "that no key seeds: where samples draw from it, every worker process and rank draws the same numbers from its "
         "own copy, and a resumed run draws others. Draw from torch, random or np.random directly"
     )
-    return [*dict.fromkeys(notes), *(f"{one} {rule}" for one in held)]
+    return [*dict.fromkeys(notes), *(f"{text} {rule}" for text in generators)]
 
 
-def own_generators(root: Any) -> Iterator[str]:
+def unkeyed_generators(root: Any) -> Iterator[str]:
     """Yield the generators that an object, or the code of its class, refers to, at any depth.
 
     Example:
         >>> from torch.utils.data import RandomSampler
-        >>> list(own_generators(RandomSampler([1, 2], generator=torch.Generator())))
+        >>> list(unkeyed_generators(RandomSampler([1, 2], generator=torch.Generator())))
         ['RandomSampler holds a torch._C.Generator']
     """
     seen = {id(torch.default_generator), id(np.random.mtrand._rand), id(random._inst)}  # noqa: SLF001 - those that are keyed
@@ -520,10 +520,10 @@ def own_generators(root: Any) -> Iterator[str]:
             yield f"{name} holds a {kind.__module__}.{kind.__qualname__}"
         elif isinstance(value, FunctionType):
             named = (value.__globals__.get(variable) for variable in value.__code__.co_names)
-            queue.extend(one for one in named if isinstance(one, _GENERATORS))
+            queue.extend(referent for referent in named if isinstance(referent, _GENERATORS))
             queue.extend([value.__defaults__, value.__kwdefaults__, value.__closure__])
         else:
             queue.extend(gc.get_referents(value)[:_MOST_ITEMS])
-            methods = (one for kind in type(value).__mro__ for one in vars(kind).values())
+            methods = (item for kind in type(value).__mro__ for item in vars(kind).values())
             # what a constructor draws is the same in every process
-            queue.extend(one for one in methods if isinstance(one, FunctionType) and one.__name__ != "__init__")
+            queue.extend(item for item in methods if isinstance(item, FunctionType) and item.__name__ != "__init__")

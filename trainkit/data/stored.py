@@ -77,14 +77,14 @@ def stored_of(dataset: Any) -> Stored | None:
         DataError: the method returns something else.
     """
     order = type(dataset).__mro__
-    place = next((place for place, kind in enumerate(order) if "as_stored" in vars(kind)), None)
-    if place is None or any(name in vars(kind) for kind in order[:place] for name in _READS):
+    index = next((index for index, kind in enumerate(order) if "as_stored" in vars(kind)), None)
+    if index is None or any(name in vars(kind) for kind in order[:index] for name in _READS):
         return None
-    found = dataset.as_stored()
-    if found is not None and not isinstance(found, Stored):
+    stored = dataset.as_stored()
+    if stored is not None and not isinstance(stored, Stored):
         name = type(dataset).__name__
-        raise DataError(f"{name}.as_stored() returns a {type(found).__name__}, not a trainkit.data.stored.Stored.")
-    return found
+        raise DataError(f"{name}.as_stored() returns a {type(stored).__name__}, not a trainkit.data.stored.Stored.")
+    return stored
 
 
 def refuse_other_samples(dataset: Any, stored: Stored) -> None:
@@ -94,24 +94,24 @@ def refuse_other_samples(dataset: Any, stored: Stored) -> None:
         DataError: they differ, or one cannot be read.
     """
     with Untouched(seed=0):
-        own = collate([dataset[0]], [0])
+        sample = collate([dataset[0]], [0])
     with Untouched(seed=0):
-        found = stored.widened(collate([stored.samples[0]], [0]))
-    leaves, kind = tree_flatten(own)
-    others, other_kind = tree_flatten(found)
+        wide = stored.widened(collate([stored.samples[0]], [0]))
+    leaves, kind = tree_flatten(sample)
+    others, other_kind = tree_flatten(wide)
     if kind != other_kind or not all(map(_are_equal, leaves, others)):
         name = type(dataset).__name__
         raise DataError(
-            f"{name}.as_stored() gives {shape_text(found)} for sample 0, which is {shape_text(own)}: numbers, dtypes "
+            f"{name}.as_stored() gives {shape_text(wide)} for sample 0, which is {shape_text(sample)}: numbers, dtypes "
             "and shapes must be equal."
         )
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return bool(one == other)
-    same = one.dtype == other.dtype and one.shape == other.shape
-    return same and bool(((one == other) | (one.isnan() & other.isnan())).all())
+def _are_equal(left: Any, right: Any) -> bool:
+    if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
+        return bool(left == right)
+    same = left.dtype == right.dtype and left.shape == right.shape
+    return same and bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
 def travelling_bytes(dataset: Any, sample: Any, *, collates: bool) -> int:

@@ -51,7 +51,7 @@ def collate(samples: Sequence[Any], indices: Sequence[int]) -> Any:
     try:
         return stack(samples)
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
-        raise DataError(_first_odd_one(samples, indices, error)) from error
+        raise DataError(_collate_error(samples, indices, error)) from error
 
 
 def stack(column: Sequence[Any]) -> Any:
@@ -64,7 +64,7 @@ def stack(column: Sequence[Any]) -> Any:
         KeyError: dicts differ in their keys.
     """
     if is_dataclass(first := column[0]):
-        column = [{one.name: getattr(sample, one.name) for one in fields(sample)} for sample in column]
+        column = [{field.name: getattr(sample, field.name) for field in fields(sample)} for sample in column]
         first = column[0]
     if isinstance(first, Tensor):
         return torch.stack(tuple(column))
@@ -83,7 +83,7 @@ def stack(column: Sequence[Any]) -> Any:
     raise TypeError(f"a {type(first).__name__} cannot become part of a batch")
 
 
-def _first_odd_one(samples: Sequence[Any], indices: Sequence[int], error: Exception) -> str:
+def _collate_error(samples: Sequence[Any], indices: Sequence[int], error: Exception) -> str:
     """Find the sample that causes the error: the first one that cannot be collated alone, or together with sample 0."""
     for sample, index in zip(samples, indices, strict=True):
         try:
@@ -113,7 +113,7 @@ def shape_text(sample: Any) -> str:
     if isinstance(sample, tuple | list):
         return f"({', '.join(shape_text(part) for part in sample)})"
     if is_dataclass(sample) and not isinstance(sample, type):
-        return f"{type(sample).__name__}" + shape_text({one.name: getattr(sample, one.name) for one in fields(sample)})
+        return type(sample).__name__ + shape_text({field.name: getattr(sample, field.name) for field in fields(sample)})
     if isinstance(sample, Mapping):
         return "{" + ", ".join(f"{key}: {shape_text(part)}" for key, part in sample.items()) + "}"
     return type(sample).__name__
@@ -167,8 +167,8 @@ def with_parts(batch: Any, change: Callable[[Any], Any]) -> Any:
         return [change(part) for part in batch]
     if is_dataclass(batch) and not isinstance(batch, type):
         changed = copy.copy(batch)
-        for one in fields(batch):
-            object.__setattr__(changed, one.name, change(getattr(batch, one.name)))  # it may be frozen
+        for field in fields(batch):
+            object.__setattr__(changed, field.name, change(getattr(batch, field.name)))  # it may be frozen
         return changed
     return batch
 
@@ -179,7 +179,7 @@ def plain_parts(batch: Any) -> Collection[Tensor] | None:
     Most batches are such: of a small model, one call of a function for each part of a batch takes longer than the rest.
     """
     parts = batch if batch.__class__ is tuple else batch.values() if batch.__class__ is dict else ()
-    return parts if parts and [1 for one in parts if one.__class__ is not Tensor] == [] else None
+    return parts if parts and [1 for part in parts if part.__class__ is not Tensor] == [] else None
 
 
 def _like(batch: Any, parts: Iterable[Tensor]) -> Any:
@@ -190,7 +190,7 @@ def _like(batch: Any, parts: Iterable[Tensor]) -> Any:
 def shards_of(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """Cut a batch into its shards, as views."""
     if (parts := plain_parts(batch)) is not None:
-        rows = zip(*([part.data for part in torch.split(one, [*sizes])] for one in parts), strict=True)
+        rows = zip(*([part.data for part in torch.split(tensor, [*sizes])] for tensor in parts), strict=True)
         return [_like(batch, row) for row in rows]
     ends = accumulate(sizes)
     return [narrow(batch, end - size, size) for size, end in zip(sizes, ends, strict=True)]
@@ -256,7 +256,7 @@ def parts_of(batch: Any) -> Iterable[Any] | None:
     if isinstance(batch, Mapping):
         return batch.values()
     if is_dataclass(batch) and not isinstance(batch, type):
-        return [getattr(batch, one.name) for one in fields(batch)]
+        return [getattr(batch, field.name) for field in fields(batch)]
     return batch if isinstance(batch, tuple | list) else None
 
 
@@ -341,7 +341,7 @@ class PinnedRing:
 
     def move(self, batch: Any) -> Any:
         """Return the batch, of any structure, on the device."""
-        joint = [one for one in tensors_in(batch) if _is_plain(one) and not self._copies.is_pinned(one)]
+        joint = [tensor for tensor in tensors_in(batch) if _is_plain(tensor) and not self._copies.is_pinned(tensor)]
         moved = dict(zip(map(id, joint), self._moved(joint), strict=True))
 
         def move(tensor: Tensor) -> Tensor:
@@ -349,9 +349,9 @@ class PinnedRing:
                 return moved[id(tensor)]
             if not _is_plain(tensor):
                 return tensor.to(self._device, non_blocking=True)
-            found, event = self._copies.copy(tensor)  # it is page-locked
-            self._copies.join(found, event)
-            return found
+            copied, event = self._copies.copy(tensor)  # it is page-locked
+            self._copies.join(copied, event)
+            return copied
 
         return to_device(batch, self._device, move)
 
@@ -413,8 +413,8 @@ class BatchesAsRead(Sequence[Any]):
         self, batches: Sequence[Any], *, read_again: Callable[[], Sequence[Any]] | None = None, keeps: bool = False
     ) -> None:
         self._batches, self._read_again, self._keeps = batches, read_again, keeps
-        self._kept: list[Any] | None = None
-        self._seen: dict[int, tuple[Any, list[tuple[Tensor, int]]]] = {}
+        self._copies: list[Any] | None = None
+        self._read: dict[int, tuple[Any, list[tuple[Tensor, int]]]] = {}
         """Index -> the batch at its first access, in containers of this class, and the versions of its tensors."""
         self.were_changed = False
         """Whether a pass got a copy, because an earlier one had changed a batch."""
@@ -430,29 +430,29 @@ class BatchesAsRead(Sequence[Any]):
     @overload
     def __getitem__(self, index: slice) -> list[Any]: ...
     def __getitem__(self, index: int | slice) -> Any:
-        places = range(len(self._batches))[index]
-        return self._take(places) if isinstance(places, int) else [self._take(place) for place in places]
+        chosen = range(len(self._batches))[index]
+        return self._take(chosen) if isinstance(chosen, int) else [self._take(number) for number in chosen]
 
-    def _take(self, place: int) -> Any:
-        if place not in self._seen:
-            batch = self._batches[place]
-            if self._keeps and self._kept is None:
-                self._kept = [_copied(one) for one in self._batches]
+    def _take(self, index: int) -> Any:
+        if index not in self._read:
+            batch = self._batches[index]
+            if self._keeps and self._copies is None:
+                self._copies = [_copied(batch) for batch in self._batches]
             # `_version` has no public name
             tensors = plain_parts(batch) or _all_tensors(batch)
             versions = [(tensor, tensor._version) for tensor in tensors]  # noqa: SLF001
-            self._seen[place] = batch if tensors is batch else _mapped(batch, lambda tensor: tensor), versions
+            self._read[index] = batch if tensors is batch else _mapped(batch, lambda tensor: tensor), versions
             return batch
-        batch, versions = self._seen[place]
+        batch, versions = self._read[index]
         if all(tensor._version == version for tensor, version in versions):  # noqa: SLF001
             # a pass may have asked for the gradient of its input
             return _mapped(batch, lambda tensor: tensor.detach() if tensor.requires_grad else tensor)
         self.were_changed = True
-        if self._kept is None:
+        if self._copies is None:
             if self._read_again is None:
                 return batch
-            self._kept = list(self._read_again())
-        return _copied(self._kept[place])
+            self._copies = list(self._read_again())
+        return _copied(self._copies[index])
 
 
 def _all_tensors(batch: Any) -> Iterator[Tensor]:

@@ -21,13 +21,13 @@ _CHUNK: Final = 1 << 20
 _REMEDY: Final = "Free space there, or download the file yourself and give its path as data.path."
 
 
-def existing(path: Path, wanted: Reads = a_file, *, key: str = "data.path", remedy: str = "") -> Path:
+def existing(path: Path, kind: Reads = a_file, *, key: str = "data.path", remedy: str = "") -> Path:
     """Return the path with `~` expanded, if it is what is wanted.
 
     Raises:
         DataError: it is not; names the key and the remedy.
     """
-    if rule := wanted.rule(path):
+    if rule := kind.rule(path):
         raise DataError(f"{key}={path}: {rule}{' ' if remedy else ''}{remedy}")
     return path.expanduser()
 
@@ -114,6 +114,6 @@ def check(path: Path, sha256: str, *, origin: object) -> None:
         DataError: it is not the expected file.
     """
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != sha256:
-        raise DataError(f"{origin} is not the expected file: its SHA-256 is {found}, expected {sha256}.")
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    if actual != sha256:
+        raise DataError(f"{origin} is not the expected file: its SHA-256 is {actual}, expected {sha256}.")

@@ -198,19 +198,19 @@ class DealtOrder:
         rest = range(plan.num_shards(last_step) if last_step >= self._num_whole else 0)
         whole = [plan.shard_size(0, shard) if self._num_whole else 0 for shard in shards]
         last = [plan.shard_size(last_step, shard) if shard in rest else 0 for shard in shards]
-        begins = [0, *accumulate(self._num_whole * one + other for one, other in zip(whole, last, strict=True))]
-        self._first = np.concatenate([begin + np.arange(one) for begin, one in zip(begins, whole, strict=False)])
+        begins = [0, *accumulate(self._num_whole * full + short for full, short in zip(whole, last, strict=True))]
+        self._first = np.concatenate([begin + np.arange(size) for begin, size in zip(begins, whole, strict=False)])
         self._stride = np.repeat(whole, whole)
-        ends = [begin + self._num_whole * one for begin, one in zip(begins, whole, strict=False)]
-        self._last = np.concatenate([end + np.arange(one) for end, one in zip(ends, last, strict=True)])
+        ends = [begin + self._num_whole * size for begin, size in zip(begins, whole, strict=False)]
+        self._last = np.concatenate([end + np.arange(size) for end, size in zip(ends, last, strict=True)])
 
     def indices(self, _epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return the samples at positions [start, stop) of an epoch, (stop - start,) int64."""
         step, within = np.divmod(np.arange(start, stop), self._global_size)
-        found, is_whole = np.empty(stop - start, dtype=np.int64), step < self._num_whole
-        found[is_whole] = self._first[within[is_whole]] + step[is_whole] * self._stride[within[is_whole]]
-        found[~is_whole] = self._last[within[~is_whole]]
-        return found
+        samples, is_whole = np.empty(stop - start, dtype=np.int64), step < self._num_whole
+        samples[is_whole] = self._first[within[is_whole]] + step[is_whole] * self._stride[within[is_whole]]
+        samples[~is_whole] = self._last[within[~is_whole]]
+        return samples
 
 
 class StreamReader:
@@ -253,37 +253,37 @@ class StreamReader:
         self, epoch: int, indices: NDArray[np.int64], sizes: Sequence[int], keys: Sequence[int] | None = None
     ) -> list[Any]:
         """Return the batch of each shard; arguments are those of `Reader.read`."""
-        places: list[int] = indices.tolist()
-        keys, ends, found = places if keys is None else keys, list(accumulate(sizes)), dict[int, Any]()
+        positions: list[int] = indices.tolist()
+        keys, ends, batches = positions if keys is None else keys, list(accumulate(sizes)), dict[int, Any]()
         with Untouched(seed=0):
             # in the order of the stream, which skips the shards of other ranks
-            for start, end in sorted(zip([0, *ends], ends, strict=False), key=lambda one: places[one[0]]):
-                samples = [self._sample(epoch, index) for index in places[start:end]]
+            for start, end in sorted(zip([0, *ends], ends, strict=False), key=lambda span: positions[span[0]]):
+                samples = [self._sample(epoch, index) for index in positions[start:end]]
                 seed_host(shard_key(self._seed, epoch, keys[start]))
-                found[end] = self._collate(samples, places[start:end])
-        return [found[end] for end in ends]
+                batches[end] = self._collate(samples, positions[start:end])
+        return [batches[end] for end in ends]
 
     def _sample(self, epoch: int, index: int) -> Any:
         number = bisect_right(self._starts, index) - 1
         follows = epoch == self._epoch + 1 and len(self._stream) in self._open
         if epoch != self._epoch:
             self._epoch, self._open = epoch, {}
-        before = [at for at in self._open if at == index or (self._files is None and at < index)]
+        before = [start for start in self._open if start == index or (self._files is None and start < index)]
         if before:
-            at = before[0]
-            items = self._open.pop(at)
+            start = before[0]
+            items = self._open.pop(start)
         else:
-            at = self._starts[number]
+            start = self._starts[number]
             seed_host(sample_key(self._seed, epoch, -1 - number))
             if self._files is not None:
                 items = iter(self._files.read(self._files.files[number]))
             else:
                 self._open.clear()
                 items = self._stream.following(epoch) if follows else self._stream.from_begin(epoch)
-        for place in range(at, index + 1):
-            seed_host(sample_key(self._seed, epoch, place))
+        for position in range(start, index + 1):
+            seed_host(sample_key(self._seed, epoch, position))
             if (item := next(items, _END)) is _END:
-                raise self._ended(number, place - self._starts[number])
+                raise self._ended(number, position - self._starts[number])
         if self._files is not None and index + 1 == self._starts[number + 1]:
             if next(items, _END) is not _END:
                 rule = f"holds more than the {self._files.sizes[number]} samples of data.source.sizes."
@@ -330,9 +330,9 @@ class StreamReader:
         source = state.get("source")
         if source is None or state["epoch"] < 0:
             return "the stream has no state_dict: its position is found by skipping from the start of the epoch"
-        self._epoch, at = state["epoch"], state["position"]
-        self._open = {at: self._stream.items(self._epoch, source)}
-        return f"the stream resumes from its own state, at sample {at} of epoch {self._epoch}"
+        self._epoch, position = state["epoch"], state["position"]
+        self._open = {position: self._stream.items(self._epoch, source)}
+        return f"the stream resumes from its own state, at sample {position} of epoch {self._epoch}"
 
     def _refuse_other_cut(self, state: dict[str, Any]) -> None:
         assert self._plan is not None

@@ -95,12 +95,12 @@ class Reader(Dataset[Any]):
         Raises:
             DataError: a sample cannot be read or collated; names its index.
         """
-        places: list[int] = indices.tolist()
-        keys = places if keys is None else keys
+        ids: list[int] = indices.tolist()
+        keys = ids if keys is None else keys
         if self._collate is None:
-            return collate(self._samples(epoch, places, keys), places)
+            return collate(self._samples(epoch, ids, keys), ids)
         ranges = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-        return [self._collated(self._collate, epoch, places[part], keys[part]) for part in ranges]
+        return [self._collated(self._collate, epoch, ids[part], keys[part]) for part in ranges]
 
     def __getitem__(self, request: Request) -> Any:
         """Return the batch of a request, or the error that names a sample."""
@@ -132,17 +132,17 @@ class Reader(Dataset[Any]):
         if self._many is None:
             return self._one_by_one(indices)
         try:
-            found: Sequence[Any] = self._many(indices)
+            samples: Sequence[Any] = self._many(indices)
         except DataError:
             raise
         except Exception:  # noqa: BLE001 - reading one by one names the sample that fails
             return self._one_by_one(indices)
-        if isinstance(found, Mapping) or len(found) != len(indices):
+        if isinstance(samples, Mapping) or len(samples) != len(indices):
             raise DataError(
-                f"__getitems__ of the dataset gives a {type(found).__name__} of {len(found)} for {len(indices)} "
+                f"__getitems__ of the dataset gives a {type(samples).__name__} of {len(samples)} for {len(indices)} "
                 "indices. It must give a list with the sample of each index, as __getitem__ does."
             )
-        return found
+        return samples
 
     def _one_by_one(self, indices: Sequence[int]) -> list[Any]:
         dataset, index, samples = self._dataset, -1, []
@@ -159,8 +159,8 @@ class Reader(Dataset[Any]):
 def watched(read: Callable[[], _T]) -> tuple[_T, bool]:
     """Return the result of `read`, and whether it drew from one of the three default generators, which it seeds."""
     seed_host(0)
-    found = read()
-    return found, _drawn() != _first_drawn()
+    result = read()
+    return result, _drawn() != _first_drawn()
 
 
 def _drawn() -> tuple[float, float, int]:
@@ -204,7 +204,7 @@ def read_by_workers(reader: Reader, reading: Reading, requests: Iterable[Request
                 raise batch
             yield batch
     except RuntimeError as error:
-        ended = [f"pid {one.pid} {_ending(one.exitcode)}" for one in workers if one.exitcode is not None]
+        ended = [f"pid {worker.pid} {_ending(worker.exitcode)}" for worker in workers if worker.exitcode is not None]
         if not ended:
             raise
         raise RuntimeError(
@@ -329,23 +329,23 @@ class Source:
         make_reader = partial(Reader, read, seed=reading.seed, collate=hooks.collate)
         by_workers = gather is None and stream is None and settings.num_processes > 0
         one_by_one = make_reader(is_watched=hooks.collate is None)
-        self._here: Callable[[Iterator[Request]], Generator[Any]] = partial(_in_bursts, one_by_one)
+        self._in_process: Callable[[Iterator[Request]], Generator[Any]] = partial(_in_bursts, one_by_one)
         if stream is not None:
-            self._here = stream.ahead
+            self._in_process = stream.ahead
         elif gather is not None:
-            self._here = partial(_gathered, gather, home)
-        self.ahead = partial(read_by_workers, make_reader(), reading) if by_workers else self._here
+            self._in_process = partial(_gathered, gather, home)
+        self.ahead = partial(read_by_workers, make_reader(), reading) if by_workers else self._in_process
         """Function that yields the batch of each request, read ahead; worker processes end with its generator."""
         self.calls_own_code = not by_workers and arrays is None
         """Whether reading calls code of the dataset, or of the user, in this process."""
 
-    def now(self, request: Request) -> Any:
+    def read(self, request: Request) -> Any:
         """Return the batch of a request, read in this process.
 
         Raises:
             DataError: a sample cannot be read or collated; names its index.
         """
-        return next(self._here(iter([request])))
+        return next(self._in_process(iter([request])))
 
     def arrive(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         """Return the batch of each shard on the device; shards that were read together are views of one batch."""
@@ -363,10 +363,10 @@ def _in_bursts(reader: Reader, requests: Iterator[Request]) -> Generator[Any]:
     cost once per burst. An error is raised at the request that caused it.
     """
     for first in requests:
-        started, asked, batches, most = perf_counter(), list[Request](), list[Any](), 1
+        started, burst, batches, most = perf_counter(), list[Request](), list[Any](), 1
         with Untouched(seed=0):
             for request in chain([first], requests):
-                asked.append(request)
+                burst.append(request)
                 batches.append(reader[request])
                 if len(batches) == 1:
                     leaves = [leaf for leaf in tree_leaves(batches[0]) if isinstance(leaf, Tensor)]
@@ -377,7 +377,7 @@ def _in_bursts(reader: Reader, requests: Iterator[Request]) -> Generator[Any]:
                     break
             if reader.is_watched and not reader.draws and _drawn() != _first_drawn():
                 reader.draws = True
-                batches = [reader[request] for request in asked]
+                batches = [reader[request] for request in burst]
         for batch in batches:
             if isinstance(batch, DataError):
                 raise batch
@@ -413,15 +413,15 @@ def _checked(gather: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         if is_known:
             return gather(index)
         with Untouched(seed=0):
-            found, drew = watched(lambda: gather(index))
+            rows, drew = watched(lambda: gather(index))
         if drew:
             raise DataError(
                 "the dataset draws random numbers in gather, and random numbers of data are keyed by sample. "
                 "Use loader.cache=false, which reads samples one at a time."
             )
-        refuse_other_rows(found, len(index), "gather(indices)")
+        refuse_other_rows(rows, len(index), "gather(indices)")
         is_known = True
-        return found
+        return rows
 
     return checked
 
@@ -429,7 +429,7 @@ def _checked(gather: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 def _rows(arrays: Arrays, index: Tensor) -> Any:
     """Return rows of arrays. Torch gathers few unsigned types: they are gathered as signed ones of the same bits."""
     return with_parts(
-        arrays, lambda one: one.view(_SIGNED.get(one.dtype, one.dtype)).index_select(0, index).view(one.dtype)
+        arrays, lambda array: array.view(_SIGNED.get(array.dtype, array.dtype)).index_select(0, index).view(array.dtype)
     )
 
 
@@ -443,9 +443,9 @@ def _placed(
     """
     if widened is not None:
         row, count = widened(narrow(arrays, 0, 1)), len(next(tensors_in(arrays)))
-        if _fits(device, sum(one.nbytes for one in tensors_in(row)) * count):
+        if _fits(device, sum(tensor.nbytes for tensor in tensors_in(row)) * count):
             return widened(to_device(arrays, device)), device, None
-    if _fits(device, sum(one.nbytes for one in tensors_in(arrays))):
+    if _fits(device, sum(tensor.nbytes for tensor in tensors_in(arrays))):
         return to_device(arrays, device), device, widened
     return arrays, torch.device("cpu"), widened
 
@@ -530,7 +530,7 @@ class Loader:
         self._positions = Positions(plan, hooks.order(dataset, plan, seed=reading.seed, shuffle=settings.shuffle))
         self._shards_at, self._num_steps, self._reading = shards_at, num_steps, reading
         self._ahead: Generator[Any] | None = None
-        self._asked: deque[tuple[Ticket, list[int]]] = deque()
+        self._pending: deque[tuple[Ticket, list[int]]] = deque()
         """Tickets whose batches are being read ahead, with the sizes of their shards."""
         self._next: Any = None
         """The batch of the first of them, once it was taken."""
@@ -578,16 +578,16 @@ class Loader:
         """Return the sizes of the shards, and their batch as it was read."""
         is_again = self._last is not None and self._last[0].step == ticket.step
         if self._stream is None and not is_again:  # what is read ahead would move the state of a stream
-            is_next = self._has_next() and self._asked[0][0] == ticket
+            is_next = self._has_next() and self._pending[0][0] == ticket
             if not is_next and ticket.shards == tuple(self._shards_at(ticket.step)):
                 self._stop()
                 self._ahead = self._source.ahead(self._requests(ticket.step))
                 is_next = self._has_next()
             if is_next:
                 batch, self._next = self._next, None
-                return self._asked.popleft()[1], batch
+                return self._pending.popleft()[1], batch
         request = self._positions.request(ticket)
-        return request[2], self._source.now(request)
+        return request[2], self._source.read(request)
 
     def _has_next(self) -> bool:
         """Take the batch of the first ticket of those asked for, unless that is done already."""
@@ -602,7 +602,7 @@ class Loader:
             ticket = Ticket(later, tuple(self._shards_at(later)))
             if ticket.shards:
                 request = positions.request(ticket)
-                self._asked.append((ticket, request[2]))
+                self._pending.append((ticket, request[2]))
                 yield request
 
     def state(self) -> dict[str, Any] | None:
@@ -627,7 +627,7 @@ class Loader:
         if self._ahead is not None:
             self._ahead.close()
         self._ahead = self._next = None
-        self._asked.clear()
+        self._pending.clear()
 
 
 def num_eval_batches(num_samples: int, batch_size: int, *, rank: int = 0, num_ranks: int = 1) -> int:
@@ -677,11 +677,11 @@ class EvalBatches:
         if isinstance(dataset, Stream):
             stream = StreamReader(dataset, seed=0, collate=reading.hooks.collate_function)
         self._source = Source(dataset, replace(reading, seed=0), trains=False, stream=stream)
-        count, given = size_of(dataset), starts is not None
+        count, has_starts = size_of(dataset), starts is not None
         starts = list(range(rank * batch_size, count, num_ranks * batch_size) if starts is None else starts)
         self.num_counted = len(starts)
         """Number of this rank's own batches, which come first."""
-        if together and not given and len(starts) < num_eval_batches(count, batch_size, num_ranks=num_ranks):
+        if together and not has_starts and len(starts) < num_eval_batches(count, batch_size, num_ranks=num_ranks):
             starts.append(starts[-1] if starts else 0)
         ranges = [np.arange(start, min(start + batch_size, count)) for start in starts]
         self._requests: list[Request] = [(0, indices, [len(indices)], None) for indices in ranges]

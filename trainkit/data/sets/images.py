@@ -243,9 +243,9 @@ def _unpacked(path: Path, name: str) -> bytes:
         content = gzip.decompress(path.read_bytes())
     except (OSError, EOFError) as error:
         raise DataError(f"{path} cannot be unpacked: {error}.") from error
-    found = hashlib.sha256(content).hexdigest()
-    if found != _SHA256[name]:
-        raise DataError(f"{path} is not the expected file: unpacked, its SHA-256 is {found}, expected {_SHA256[name]}.")
+    value = hashlib.sha256(content).hexdigest()
+    if value != _SHA256[name]:
+        raise DataError(f"{path} is not the expected file: unpacked, its SHA-256 is {value}, expected {_SHA256[name]}.")
     return content
 
 
@@ -352,12 +352,12 @@ class _Images:
                     turned = Image.Image.getexif(opened).get(_ORIENTATION, 1) > 1
                     clear = opened.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in opened.info
                     kinds = (_is_deep(opened), turned, clear, getattr(opened, "is_animated", False))
-                    counts.update(place for place, holds in enumerate(kinds) if holds)
+                    counts.update(index for index, holds in enumerate(kinds) if holds)
             except Exception as error:  # noqa: BLE001 - as in `_pixels`
                 wrong.append(f"{file}: {error}")
         if wrong:
             raise DataError(f"{len(wrong)} of {len(shown)} images cannot be read: {listed(wrong, 3)}")
-        of = f"of {len(files)} images" if shown == files else f"of {len(shown)} images that were looked at"
+        scope = f"of {len(files)} images" if shown == files else f"of {len(shown)} images that were looked at"
         upright = "are turned upright" if self.exif == "apply" else "are not turned upright"
         texts = (
             "have 16 bits per pixel, of which the higher 8 are read",
@@ -365,8 +365,8 @@ class _Images:
             "are partly transparent, which is left out",
             "have several frames or pages, of which the first is read",
         )
-        found = [f"{counts[place]} {of} {text}" for place, text in enumerate(texts) if counts[place]]
-        return tuple(f"{self._where}: {note}" for note in (*self._left_out, *found))
+        remarks = [f"{counts[index]} {scope} {text}" for index, text in enumerate(texts) if counts[index]]
+        return tuple(f"{self._where}: {note}" for note in (*self._left_out, *remarks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -440,13 +440,13 @@ class ImageFolder(_Images):
             raise DataError(f"{folder} has classes that train does not have: {listed(map(repr, unknown))}.")
         files, labels, empty, left_out = list[str](), list[int](), list[str](), Counter[str]()
         for number, name in enumerate(classes):
-            found, others = images_below(folder / name) if (folder / name).is_dir() else ([], Counter[str]())
-            files += found
-            labels += [number] * len(found)
+            images, others = images_below(folder / name) if (folder / name).is_dir() else ([], Counter[str]())
+            files += images
+            labels += [number] * len(images)
             left_out += others
-            empty += [] if found else [name]
-        beside = sorted(entry.name for entry in folder.iterdir() if entry.name not in classes)
-        notes = [f"left out beside the class folders: {listed(beside)}"] if beside else []
+            empty += [] if images else [name]
+        strays = sorted(entry.name for entry in folder.iterdir() if entry.name not in classes)
+        notes = [f"left out beside the class folders: {listed(strays)}"] if strays else []
         notes += note_of_left_out(left_out)
         notes += [f"classes differ in case or blanks only: {listed(map(repr, same))}" for same in alike(classes)]
         notes += [f"there is no image of the classes {listed(map(repr, empty))}"] if empty else []

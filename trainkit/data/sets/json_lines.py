@@ -167,19 +167,19 @@ def _matching(pattern: str) -> list[str]:
     Raises:
         ConfigError: there is none.
     """
-    path, has_wildcard, found = Path(pattern).expanduser(), any(sign in pattern for sign in "*?["), [pattern]
+    path, has_wildcard, files = Path(pattern).expanduser(), any(sign in pattern for sign in "*?["), [pattern]
     if _REMOTE.match(pattern):
         fsspec = _fsspec(pattern)
         try:
-            found = sorted(file.full_name for file in fsspec.open_files(pattern, "rb")) if has_wildcard else found
+            files = sorted(file.full_name for file in fsspec.open_files(pattern, "rb")) if has_wildcard else files
         except (OSError, ValueError, ImportError) as error:
             rule = f"cannot be read: {error}."
             raise ConfigError([Problem(key="data.source.path", value=pattern, rule=rule)]) from error
     elif has_wildcard:
-        found = sorted(str(one) for one in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if one.is_file())
-    if not found or not (_REMOTE.match(pattern) or has_wildcard or path.is_file()):
+        files = sorted(map(str, filter(Path.is_file, Path(path.anchor).glob(str(path.relative_to(path.anchor))))))
+    if not files or not (_REMOTE.match(pattern) or has_wildcard or path.is_file()):
         raise ConfigError([Problem(key="data.source.path", value=pattern, rule="names no file.")])
-    return found
+    return files
 
 
 def _fsspec(file: str) -> Any:

@@ -52,8 +52,8 @@ class SparkFrame(InMemory):
         names = [name for name in table.column_names if name != self.target] if self.columns is None else self.columns
         used = [*names, *(() if self.target is None else (self.target,))]
         if lacking := [name for name in used if name not in table.column_names]:
-            known = listed(table.column_names, 20)
-            raise DataError(f"data.path={self.path} has no column {', '.join(lacking)}. Its columns are {known}.")
+            columns = listed(table.column_names, 20)
+            raise DataError(f"data.path={self.path} has no column {', '.join(lacking)}. Its columns are {columns}.")
         if not names:
             raise DataError(f"data.path={self.path} has no column for a feature beside the target {self.target}.")
         seed, share = self.split_seed, self.val_share
@@ -74,12 +74,12 @@ class SparkFrame(InMemory):
         require_packages(["pyarrow"], key="data", extra="spark")
         import pyarrow.dataset  # noqa: PLC0415 - for this class only
 
-        place, where = existing(self.path, Reads()), f"data.path={self.path}"
-        files, base = [place], place.parent
-        if place.is_dir():
-            found = (file.relative_to(place) for file in place.rglob("*.parquet"))
-            files = sorted(place / file for file in found if not any(part[0] in "_." for part in file.parts))
-            base = place
+        path, where = existing(self.path, Reads()), f"data.path={self.path}"
+        files, base = [path], path.parent
+        if path.is_dir():
+            relative = (file.relative_to(path) for file in path.rglob("*.parquet"))
+            files = sorted(path / file for file in relative if not any(part[0] in "_." for part in file.parts))
+            base = path
         if not files or any((base / log).is_dir() for log in ("_delta_log", ".hoodie")):
             why = "has a log of changes, and its files also hold rows that were deleted" if files else "has no .parquet"
             raise DataError(f"{where} {why}. Write the frame: trainkit.spark.save_frame(frame, FOLDER).")
@@ -87,8 +87,8 @@ class SparkFrame(InMemory):
             read = pyarrow.dataset.dataset(
                 [*map(str, files)], format="parquet", partitioning="hive", partition_base_dir=str(base)
             )
-            wanted = read.schema.names if self.columns is None else [*self.columns, self.target]
-            return read.to_table(columns=[name for name in read.schema.names if name in wanted])
+            used = read.schema.names if self.columns is None else [*self.columns, self.target]
+            return read.to_table(columns=[name for name in read.schema.names if name in used])
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{where} cannot be read: {first_line(error)}") from error
 

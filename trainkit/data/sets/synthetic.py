@@ -38,12 +38,12 @@ class _Generated:
     @classmethod
     def declare(cls, keys: Mapping[str, Any], split: str) -> Declared:
         """Return length and samples, without the data."""
-        given = with_defaults(cls, keys)
-        count = given["num_samples" if split == "train" else "val_samples"]
-        return Declared(num_samples=count, draw=lambda generator: cls._made_up(given, generator))
+        settings = with_defaults(cls, keys)
+        count = settings["num_samples" if split == "train" else "val_samples"]
+        return Declared(num_samples=count, draw=lambda generator: cls._example(settings, generator))
 
     @classmethod
-    def _made_up(cls, keys: Mapping[str, Any], generator: Generator) -> Any:
+    def _example(cls, keys: Mapping[str, Any], generator: Generator) -> Any:
         """Return a sample with the right structure, shapes and dtypes."""
         raise NotImplementedError
 
@@ -80,7 +80,7 @@ class Synthetic(_Generated):
     _prototypes: Tensor = field(init=False, repr=False, compare=False)
 
     @classmethod
-    def _made_up(cls, keys: Mapping[str, Any], generator: Generator) -> Any:
+    def _example(cls, keys: Mapping[str, Any], generator: Generator) -> Any:
         return image(generator, *keys["shape"]), label(generator, keys["num_classes"])
 
     def __post_init__(self) -> None:
@@ -129,7 +129,7 @@ class SyntheticTokens(_Generated, InMemory):
     """Share of tokens that are replaced by random ones."""
 
     @classmethod
-    def _made_up(cls, keys: Mapping[str, Any], generator: Generator) -> Any:
+    def _example(cls, keys: Mapping[str, Any], generator: Generator) -> Any:
         return window(generator, keys["context"], keys["vocab_size"])
 
     def __post_init__(self) -> None:
@@ -139,8 +139,8 @@ class SyntheticTokens(_Generated, InMemory):
         generator, count = self._generator(_SPLITS[self.split]), len(self)
         rows = torch.randint(self.vocab_size, (count, self.context + 1), generator=generator)
         keep = torch.rand(count, self.context + 1, generator=generator) >= self.noise
-        for place in range(1, self.context + 1):
-            rows[:, place] = torch.where(keep[:, place], (5 * rows[:, place - 1] + 3) % self.vocab_size, rows[:, place])
+        for index in range(1, self.context + 1):
+            rows[:, index] = torch.where(keep[:, index], (5 * rows[:, index - 1] + 3) % self.vocab_size, rows[:, index])
         inputs, targets = rows[:, :-1].clone(), rows[:, 1:].clone()
         if self.min_context is not None:
             lengths = torch.randint(self.min_context, self.context + 1, (count, 1), generator=generator)
@@ -173,7 +173,7 @@ class Friedman(_Generated, InMemory):
     """Standard deviation of the noise; that of the target without it is 4.9."""
 
     @classmethod
-    def _made_up(cls, _keys: Mapping[str, Any], generator: Generator) -> Any:
+    def _example(cls, _keys: Mapping[str, Any], generator: Generator) -> Any:
         return image(generator, 10), image(generator)
 
     def __post_init__(self) -> None:

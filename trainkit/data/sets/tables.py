@@ -93,12 +93,12 @@ class CsvTable(InMemory):
         table.refuse_absent(used)
         notes = list(table.notes)
         full = table.without_missing(used, notes)
-        known = full if self.reference is None else reference.without_missing(used, None)
+        train = full if self.reference is None else reference.without_missing(used, None)
         notes = [] if self.split == "val" else notes  # those of the file are notes of the training rows
         chosen = partial(rows_of_split, val_share=self.val_share, seed=self.split_seed)
-        rows, training = chosen(len(full.rows), self.split), chosen(len(known.rows), "train")
-        part = _Part(keys=self, table=full, rows=rows, known=known, training=training, notes=notes)
-        scales = {name: known.numbers(name) for name in names}
+        rows, training = chosen(len(full.rows), self.split), chosen(len(train.rows), "train")
+        part = _Part(keys=self, table=full, rows=rows, train=train, training=training, notes=notes)
+        scales = {name: train.numbers(name) for name in names}
         features = {
             name: part.texts(name) if scale is None else part.scaled(name, scale) for name, scale in scales.items()
         }
@@ -144,8 +144,8 @@ class _Table:
                 number of cells; names the first lines.
         """
         text, where = text_of(path, keys.encoding, key=key), f"{key}={path}"
-        if (at := text.find("\0")) >= 0:
-            line = text.count("\n", 0, at) + 1
+        if (offset := text.find("\0")) >= 0:
+            line = text.count("\n", 0, offset) + 1
             raise DataError(f"{where}: line {line} holds a null character. Correct it, or give data.encoding=utf-16.")
         comma = "\t" if keys.delimiter == "tab" else keys.delimiter
         rows, lines, blank = list[list[str]](), list[int](), 0
@@ -180,8 +180,8 @@ class _Table:
         if lacking := [name for name in dict.fromkeys(names) if name not in self.names]:
             comma = "\t" if self.keys.delimiter == "tab" else self.keys.delimiter
             other = next((sign for sign in ";\t|," if sign != comma and sign in "".join(self.names)), "")
-            given = "data.delimiter=tab" if other == "\t" else quoted_form(f"data.delimiter={other}")
-            remedy = f" Give the character between its cells: {given}." if other else ""
+            setting = "data.delimiter=tab" if other == "\t" else quoted_form(f"data.delimiter={other}")
+            remedy = f" Give the character between its cells: {setting}." if other else ""
             blanks = any(name.strip() in lacking and name != name.strip() for name in self.names)
             remedy += " Names have blanks at their ends: give data.strip=true." if blanks else ""
             columns = listed(self.names, 20)
@@ -201,15 +201,15 @@ class _Table:
         gaps = {name: [row for row, cell in enumerate(self.cells(name)) if cell in empty] for name in names}
         gaps = {name: rows for name, rows in gaps.items() if rows}
         counts = listed(f"{name}: {len(rows)}" for name, rows in gaps.items())
-        dropped, said, table = {row for rows in gaps.values() for row in rows}, "", self
+        dropped, note, table = {row for rows in gaps.values() for row in rows}, "", self
         if gaps and keys.on_missing == "fill" and keys.target not in gaps:
-            said = f"missing cells are filled ({counts})"
+            note = f"missing cells are filled ({counts})"
         elif gaps and keys.on_missing == "drop" and (keys.split != "all" or notes is None):
-            said = f"{len(dropped)} of {len(self.rows)} rows are left out, since a cell is missing ({counts})"
-            kept = [row for row in range(len(self.rows)) if row not in dropped]
-            if not kept:
+            note = f"{len(dropped)} of {len(self.rows)} rows are left out, since a cell is missing ({counts})"
+            rest = [row for row in range(len(self.rows)) if row not in dropped]
+            if not rest:
                 raise DataError(f"{self.where}: a cell is missing in every row ({counts}).")
-            table = replace(self, rows=[self.rows[row] for row in kept], lines=[self.lines[row] for row in kept])
+            table = replace(self, rows=[self.rows[row] for row in rest], lines=[self.lines[row] for row in rest])
         elif gaps:
             remedy = {
                 "refuse": "Correct it, or give data.on_missing=drop or data.on_missing=fill.",
@@ -218,8 +218,8 @@ class _Table:
             }[keys.on_missing]
             name = keys.target if keys.on_missing == "fill" else next(iter(gaps))
             raise self.error(gaps[name][0], name, f"is missing ({counts})", remedy)
-        if said and notes is not None:
-            notes.append(said)
+        if note and notes is not None:
+            notes.append(note)
         return table
 
     @property
@@ -250,16 +250,16 @@ class _Table:
         keys, gaps, cells = self.keys, self.gaps, self.cells(name)
         if name in keys.categories and not must_be:
             return None
-        found = [math.nan if cell in gaps else self.number(cell) for cell in cells]
-        odd = [row for row, number in enumerate(found) if number is None]
+        values = [math.nan if cell in gaps else self.number(cell) for cell in cells]
+        odd = [row for row, number in enumerate(values) if number is None]
         if not odd:
-            return np.array(found, dtype=np.float64)
-        like = [row for row in odd if _LIKE_A_NUMBER.fullmatch(cells[row].strip())]
+            return np.array(values, dtype=np.float64)
+        numeric = [row for row in odd if _LIKE_A_NUMBER.fullmatch(cells[row].strip())]
         present = sum(cell not in gaps for cell in cells)
         count = present - len(odd)
-        if not must_be and not count and not like:
+        if not must_be and not count and not numeric:
             return None
-        row = odd[0] if count or must_be else like[0]
+        row = odd[0] if count or must_be else numeric[0]
         rule = f"{cells[row]!r} is not a finite number, and {count} of {present} cells are"
         named = {"data.categories": name, "data.missing": cells[row]}
         remedies = [shlex.quote(f"{key}=[{json.dumps(text, ensure_ascii=False)}]") for key, text in named.items()]
@@ -270,8 +270,8 @@ class _Table:
 
     def cells(self, name: str) -> list[str]:
         """Return the cells of a column."""
-        place = self.names.index(name)
-        return [row[place] for row in self.rows]
+        column = self.names.index(name)
+        return [row[column] for row in self.rows]
 
     def error(self, row: int, name: str, rule: str, remedy: str) -> DataError:
         """Return the error about a cell."""
@@ -285,30 +285,30 @@ class _Part:
     keys: CsvTable
     table: _Table
     rows: NDArray[np.int64]
-    known: _Table
+    train: _Table
     """The table of the training rows."""
     training: NDArray[np.int64]
     notes: list[str]
 
     def scaled(self, name: str, scale: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return (rows, 1) of a column of numbers, which are `scale` in the known table; missing cells are 0."""
-        must_be = f"; {self.known.where} has numbers there"
-        numbers = scale if self.table is self.known else self.table.numbers(name, must_be=must_be)
+        """Return (rows, 1) of a column of numbers, which are `scale` in the table `train`; missing cells are 0."""
+        must_be = f"; {self.train.where} has numbers there"
+        numbers = scale if self.table is self.train else self.table.numbers(name, must_be=must_be)
         assert numbers is not None
         scale = scale[self.training]
         scale = scale[~np.isnan(scale)]
         if not len(scale):
-            raise DataError(f"{self.known.where}: column {name} holds no number in the training rows. Leave it out.")
+            raise DataError(f"{self.train.where}: column {name} holds no number in the training rows. Leave it out.")
         scaled = (numbers[self.rows] - scale.mean()) / (scale.std() or 1.0)
         return np.where(np.isnan(scaled), 0.0, scaled)[:, None]
 
     def texts(self, name: str) -> NDArray[np.float64]:
         """Return (rows, texts) of a column, 1 for the text of a row among those of the training rows."""
-        places, cells, gaps = self._numbered(name), self.table.cells(name), self.known.gaps
-        marks, unknown = np.zeros((len(self.rows), len(places))), []
-        for at, row in enumerate(self.rows):
-            if cells[row] in places:
-                marks[at, places[cells[row]]] = 1
+        columns, cells, gaps = self._numbered(name), self.table.cells(name), self.train.gaps
+        marks, unknown = np.zeros((len(self.rows), len(columns))), []
+        for index, row in enumerate(self.rows):
+            if cells[row] in columns:
+                marks[index, columns[cells[row]]] = 1
             elif cells[row] not in gaps:
                 unknown.append(row)
         if unknown:
@@ -341,14 +341,14 @@ class _Part:
         Raises:
             DataError: two texts differ in blanks only; names the line.
         """
-        cells = self.known.cells(name)
+        cells = self.train.cells(name)
         for same in alike(cells):
             if len({text.strip() for text in same}) < len(same):
                 odd = next(text for text in same if text != text.strip())
                 rule = f"{listed(map(repr, same))} differ in blanks only"
-                raise self.known.error(cells.index(odd), name, rule, "Correct it, or give data.strip=true.")
+                raise self.train.error(cells.index(odd), name, rule, "Correct it, or give data.strip=true.")
             if self.keys.split == "train":
                 self.notes.append(f"texts of {name} differ in case only: {listed(map(repr, same))}")
         return {
-            text: number for number, text in enumerate(sorted({cells[row] for row in self.training} - self.known.gaps))
+            text: number for number, text in enumerate(sorted({cells[row] for row in self.training} - self.train.gaps))
         }

@@ -51,9 +51,9 @@ class _Windowed:
     @classmethod
     def declare(cls, keys: Mapping[str, Any], _split: str) -> Declared:
         """Return the samples; the length is that of the files."""
-        given = with_defaults(cls, keys)
-        context, size = given["context"], given.get("vocab_size", getattr(cls, "vocab_size", None))
-        width = np.dtype(given.get("dtype", cls._stored)).itemsize
+        settings = with_defaults(cls, keys)
+        context, size = settings["context"], settings.get("vocab_size", getattr(cls, "vocab_size", None))
+        width = np.dtype(settings.get("dtype", cls._stored)).itemsize
         return Declared(draw=lambda g: window(g, context, size), stored_bytes=(context + 1) * width)
 
     def _keep(self, tokens: NDArray[Any], where: str) -> None:
@@ -101,8 +101,8 @@ class _Windowed:
     def _read_many(self, indices: Tensor) -> tuple[Tensor, ...]:
         """Return many windows as they are stored, by one indexed read: as `_read`, with an additional first dim."""
         starts = indices.numpy() * self._distance
-        places, last = starts[:, None] + np.arange(self.context + 1), len(self._tokens) - 1
-        read = self._tokens[np.minimum(places, last) if self._padded else places]
+        positions, last = starts[:, None] + np.arange(self.context + 1), len(self._tokens) - 1
+        read = self._tokens[np.minimum(positions, last) if self._padded else positions]
         tokens = torch.from_numpy(read.astype(self._dtype, copy=False))
         if not self._padded:
             return (tokens,)
@@ -169,7 +169,7 @@ class TextFile(_Tokens):
     characters: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        text = text_of(self._found(), self.encoding)
+        text = text_of(self._file(), self.encoding)
         code_points, tokens = np.unique(np.frombuffer(text.encode("utf-32-le"), dtype="<u4"), return_inverse=True)
         if self.vocab_size is not None and len(code_points) > self.vocab_size:
             raise DataError(
@@ -179,7 +179,7 @@ class TextFile(_Tokens):
         vars(self)["characters"] = "".join(map(chr, code_points))
         self._split(tokens.astype(np.uint16 if len(code_points) <= 1 << 16 else np.uint32))
 
-    def _found(self) -> Path:
+    def _file(self) -> Path:
         if self.path is not None:
             return existing(self.path)
         cached = cache_folder() / "text" / f"{self.sha256}.txt"
@@ -288,10 +288,10 @@ class TokenMemmap(_Windowed):
         self._keep(tokens, str(file))
 
     def _read(self, index: int) -> tuple[Any, ...]:
-        found = super()._read(index)
-        if self.vocab_size is not None and (largest := int(found[0].numpy().max())) >= self.vocab_size:
+        sample = super()._read(index)
+        if self.vocab_size is not None and (largest := int(sample[0].numpy().max())) >= self.vocab_size:
             raise DataError(f"sample {index} holds token {largest}, but data.vocab_size={self.vocab_size}.")
-        return found
+        return sample
 
 
 _LLM_C: Final = (20240520, 20240801)
@@ -344,19 +344,19 @@ class TextLines:
         lines = [line.removesuffix("\r") for line in text.split("\n")] if text else []
         numbers: dict[str, int] | None = None
         if self.reference is not None:
-            known = sorted(set(text_of(self.reference, self.encoding, key="data.reference")))
-            numbers = {character: number for number, character in enumerate(known)}
+            characters = sorted(set(text_of(self.reference, self.encoding, key="data.reference")))
+            numbers = {character: number for number, character in enumerate(characters)}
         rows = np.zeros((len(lines), self.context), dtype=np.uint8 if numbers is None else np.int32)
-        for place, line in enumerate(lines):
+        for index, line in enumerate(lines):
             try:
                 tokens = list(line.encode()) if numbers is None else [numbers[character] for character in line]
             except KeyError as error:
                 rule = f"has the character {error}, which {self.reference} does not have."
-                raise DataError(f"line {place + 1} of {self.path} {rule}") from None
+                raise DataError(f"line {index + 1} of {self.path} {rule}") from None
             if len(tokens) > self.context:
-                found = f"{len(tokens)} tokens, more than data.context={self.context}"
-                raise DataError(f"line {place + 1} of {self.path} has {found}. Cut it, or use a larger one.")
-            rows[place, : len(tokens)] = tokens
+                size = f"{len(tokens)} tokens, more than data.context={self.context}"
+                raise DataError(f"line {index + 1} of {self.path} has {size}. Cut it, or use a larger one.")
+            rows[index, : len(tokens)] = tokens
         vars(self).update(_rows=torch.from_numpy(rows), ids=range(1, len(lines) + 1))
 
     def __len__(self) -> int:
