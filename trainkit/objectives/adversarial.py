@@ -45,8 +45,8 @@ class Adversarial(Objective):
         """Return the discriminator's loss."""
         images = _images(batch)
         with torch.no_grad():
-            made = model(self._noise(images), "generator")
-        real, fake = model(images, "discriminator"), model(made, "discriminator")
+            generated = model(self._noise(images), "generator")
+        real, fake = model(images, "discriminator"), model(generated, "discriminator")
         return Loss(softplus(-real).sum() + softplus(fake).sum(), len(images), outputs=(real, fake))
 
     def phase_loss(self, phase: str, model: Model, batch: Any) -> Loss:
@@ -63,11 +63,11 @@ class Adversarial(Objective):
     def metrics(self) -> dict[str, Metric]:
         """Return the mean probability of being real, for both kinds of images."""
 
-        def probability(place: int, loss: Loss) -> tuple[Tensor, float]:
-            scores = loss.outputs[place]
+        def probability(index: int, loss: Loss) -> tuple[Tensor, float]:
+            scores = loss.outputs[index]
             return scores.detach().double().sigmoid().sum(), len(scores)
 
-        return {name: Mean(partial(probability, place)) for place, name in enumerate(("real", "fake"))}
+        return {name: Mean(partial(probability, index)) for index, name in enumerate(("real", "fake"))}
 
 
 def _images(batch: Any) -> Tensor:

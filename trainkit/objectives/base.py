@@ -68,8 +68,8 @@ class Loss:
     @property
     def classes(self) -> Tensor:
         """The class of each target, for metrics: of probabilities, the most likely one."""
-        found: Tensor = self.targets
-        return found.argmax(self.class_dim) if found.is_floating_point() else found
+        targets: Tensor = self.targets
+        return targets.argmax(self.class_dim) if targets.is_floating_point() else targets
 
     @classmethod
     def of_terms(
@@ -112,7 +112,7 @@ class Loss:
         return cls(reduce(add, parts), weight, None, outputs, targets, terms, counted, class_dim)
 
 
-_PARTS: Final = tuple(one.name for one in fields(Loss))
+_PARTS: Final = tuple(field.name for field in fields(Loss))
 # An output layer may return a loss, and FSDP and device maps walk through the outputs of modules.
 register_pytree_node(
     Loss,
@@ -122,20 +122,20 @@ register_pytree_node(
 )
 
 
-def found_loss(outputs: object) -> Loss:
+def loss_in(outputs: object) -> Loss:
     """Return the loss among the outputs of a model.
 
     Raises:
         TrainingError: the outputs do not hold exactly one.
     """
     leaves = tree_leaves(outputs, is_leaf=lambda leaf: isinstance(leaf, Loss))
-    found = [leaf for leaf in leaves if isinstance(leaf, Loss)]
-    if len(found) != 1:
+    losses = [leaf for leaf in leaves if isinstance(leaf, Loss)]
+    if len(losses) != 1:
         raise TrainingError(
-            f"the outputs of the model contain the result of its output_layer() {len(found)} times, and once was "
+            f"the outputs of the model contain the result of its output_layer() {len(losses)} times, and once was "
             "expected. Use objective.cross_entropy=plain."
         )
-    return found[0]
+    return losses[0]
 
 
 class Access(Enum):
@@ -279,8 +279,8 @@ class Objective(ABC):
         """Return the approximate weight of a sample; if weights are counted, the divisor of the loss is derived from
         it.
         """
-        known = self.weight_per_sample(sample)
-        return 1.0 if known is None else known
+        weight = self.weight_per_sample(sample)
+        return 1.0 if weight is None else weight
 
     @property
     def plans_exactly(self) -> bool:
@@ -338,7 +338,7 @@ class Supervised(Objective):
         """Record whether `loss_from_hidden` is as specific as `score`, so that it may replace it."""
         super().__init_subclass__(**settings)
         names = ("loss_from_hidden", "score", "loss")
-        hidden, score, loss = (next(at for at, kind in enumerate(cls.__mro__) if name in vars(kind)) for name in names)
+        hidden, score, loss = (next(i for i, kind in enumerate(cls.__mro__) if name in vars(kind)) for name in names)
         cls._has_hidden_loss = hidden <= score and cls.__mro__[loss] is Supervised
 
     def split_batch(self, batch: Any) -> tuple[Any, Any]:
@@ -353,15 +353,15 @@ class Supervised(Objective):
     def loss(self, model: Model, batch: Any) -> Loss:
         """Run the model on the inputs, several by position, and score its outputs."""
         inputs, targets = self.split_batch(batch)
-        given = inputs if isinstance(self.input, list | tuple) else (inputs,)
+        args = inputs if isinstance(self.input, list | tuple) else (inputs,)
         offered = None
         if self.takes_hidden and not torch.compiler.is_compiling():  # a graph of a whole step contains the loss
             offered = output_layer_of(model)
         if offered is None:
-            return self.score(model(*given), targets)
+            return self.score(model(*args), targets)
         with scored_inside(offered.layer, lambda hidden: self.loss_from_hidden(hidden, offered, targets)):
-            outputs = model(*given)
-        return found_loss(outputs)
+            outputs = model(*args)
+        return loss_in(outputs)
 
     @property
     def takes_hidden(self) -> bool:
@@ -395,15 +395,15 @@ class Supervised(Objective):
         uses.
         """
         why = reason_for_scores(model) if self.takes_hidden else None
-        kept = [] if why is None else [f"the loss is computed from all scores: {why}."]
-        taken, _ = parameters_of(model)
-        if not isinstance(sample, Mapping) or "labels" not in taken or "labels" not in sample:
-            return kept
-        rest = [name for name in unused_fields(sample, self.input, self.target) if name in taken]
-        if not rest:
-            return kept
-        ignored = f"this objective ignores {', '.join(rest)}: objective=own_loss passes every field."
-        return [*kept, f"{type(model).__name__} computes its own loss, and {ignored}"]
+        remarks = [] if why is None else [f"the loss is computed from all scores: {why}."]
+        names, _ = parameters_of(model)
+        if not isinstance(sample, Mapping) or "labels" not in names or "labels" not in sample:
+            return remarks
+        unused = [name for name in unused_fields(sample, self.input, self.target) if name in names]
+        if not unused:
+            return remarks
+        ignored = f"this objective ignores {', '.join(unused)}: objective=own_loss passes every field."
+        return [*remarks, f"{type(model).__name__} computes its own loss, and {ignored}"]
 
     @abstractmethod
     def score(self, outputs: Any, targets: Any) -> Loss:
@@ -414,8 +414,8 @@ def add_terms(sums: dict[str, Tensor], objective: Objective, loss: Loss) -> None
     """Add the terms of a shard's loss to sums by name, detached; nothing is read from the device."""
     terms = terms_of(objective, loss)
     for name in objective.term_names:
-        seen = terms[name].detach()
-        sums[name] = sums[name] + seen if name in sums else seen
+        term = terms[name].detach()
+        sums[name] = sums[name] + term if name in sums else term
 
 
 def terms_of(objective: Objective, loss: Loss) -> Mapping[str, Tensor]:
@@ -426,16 +426,16 @@ def terms_of(objective: Objective, loss: Loss) -> Mapping[str, Tensor]:
     """
     names, terms = objective.term_names, loss.terms or {}
     if terms.keys() != set(names):
-        given, known = (", ".join(one) or "none" for one in (terms, names))
+        actual, declared = (", ".join(keys) or "none" for keys in (terms, names))
         raise TrainingError(
-            f"{type(objective).__name__} gives the terms {given}, and its term_names are {known}: both must be the "
+            f"{type(objective).__name__} gives the terms {actual}, and its term_names are {declared}: both must be the "
             "same in every shard."
         )
     for name, term in terms.items():
         if not isinstance(term, Tensor) or term.dim():
-            found = f"a tensor of shape {tuple(term.shape)}" if isinstance(term, Tensor) else f"a {type(term).__name__}"
+            kind = f"a tensor of shape {tuple(term.shape)}" if isinstance(term, Tensor) else f"a {type(term).__name__}"
             rule = "must be a tensor of one number: its sum over the shard"
-            raise TrainingError(f"{type(objective).__name__}: the term {name} is {found}, and {rule}.")
+            raise TrainingError(f"{type(objective).__name__}: the term {name} is {kind}, and {rule}.")
     return terms
 
 
@@ -446,9 +446,9 @@ def parameters_of(model: nn.Module) -> tuple[tuple[str, ...], bool]:
         >>> parameters_of(nn.Linear(2, 2))
         (('input',), False)
     """
-    found = inspect.signature(model.forward).parameters.values()
-    by_name = tuple(one.name for one in found if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL))
-    return by_name, any(one.kind is one.VAR_KEYWORD for one in found)
+    args = inspect.signature(model.forward).parameters.values()
+    by_name = tuple(arg.name for arg in args if arg.kind not in (arg.VAR_KEYWORD, arg.VAR_POSITIONAL))
+    return by_name, any(arg.kind is arg.VAR_KEYWORD for arg in args)
 
 
 def needs_of(objective: Objective) -> frozenset[Access]:

@@ -104,7 +104,7 @@ def _fitting(scores: Tensor, targets: Tensor) -> Tensor:
         TrainingError: their shape is not that of the scores.
     """
     dtype, has_classes = targets.dtype, scores.dim() > 1
-    places = (*scores.shape[:1], *scores.shape[2:])
+    shape = (*scores.shape[:1], *scores.shape[2:])
     if dtype.is_floating_point and has_classes and targets.shape == scores.shape:
         return targets.to(scores.dtype)
     if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
@@ -113,11 +113,11 @@ def _fitting(scores: Tensor, targets: Tensor) -> Tensor:
             f"probabilities of the shape of the scores: these are {tuple(scores.shape)}, and the targets "
             f"{tuple(targets.shape)}. Convert them in the dataset, int(y), or use objective=regression."
         )
-    if not has_classes or targets.shape != places:
-        wanted = f"the classes of {tuple(scores.shape)} are {places}" if has_classes else "there is no dim of classes"
+    if not has_classes or targets.shape != shape:
+        expected = f"the classes of {tuple(scores.shape)} are {shape}" if has_classes else "there is no dim of classes"
         raise TrainingError(
             f"the model gives scores {tuple(scores.shape)} for targets {tuple(targets.shape)}: scores are (samples, "
-            f"classes, ...) and classes (samples, ...), and {wanted}."
+            f"classes, ...) and classes (samples, ...), and {expected}."
         )
     return targets.long()
 
@@ -181,15 +181,15 @@ class Classification(ScoredClasses, Supervised):
     """Also report whether the class is among the k highest scores, for each of these k (metric `top5`)."""
 
     def __post_init__(self) -> None:
-        found = []
+        problems = []
         if any(k < 2 for k in self.top_k):
             rule = "every k must be 2 or more (accuracy is k = 1 and always there)."
-            found.append(Problem(key="objective.top_k", value=self.top_k, rule=rule))
+            problems.append(Problem(key="objective.top_k", value=self.top_k, rule=rule))
         if self.class_weights is not None and (not self.class_weights or min(self.class_weights) < 0):
             rule = "needs one weight per class, none negative."
-            found.append(Problem(key="objective.class_weights", value=self.class_weights, rule=rule))
-        if found:
-            raise ConfigError(found)
+            problems.append(Problem(key="objective.class_weights", value=self.class_weights, rule=rule))
+        if problems:
+            raise ConfigError(problems)
 
     def weight_per_sample(self, sample: Any) -> float | None:
         """Return the number of classes of a sample if all count and weigh the same; else None."""
@@ -212,17 +212,17 @@ class Classification(ScoredClasses, Supervised):
 
     def metrics(self) -> dict[str, Metric]:
         """Return accuracy, the requested top-k, and the metrics of the config."""
-        own = {"accuracy": top_k(), **{f"top{k}": top_k(k) for k in self.top_k}}
-        return {**own, **fresh_metrics(self.extra_metrics)}
+        standard = {"accuracy": top_k(), **{f"top{k}": top_k(k) for k in self.top_k}}
+        return {**standard, **fresh_metrics(self.extra_metrics)}
 
     def details(self, dataset: Any, *, batch_size: int) -> Details:
         """Return a table of classes, the confusion matrix, the calibration and the worst samples."""
         names = getattr(dataset, "classes", None)
-        known = list(map(str, names)) if isinstance(names, list | tuple) else None
+        labels = list(map(str, names)) if isinstance(names, list | tuple) else None
         return Details(
             metrics={
-                "classes": PerClass(names=known),
-                "confusion": ConfusionMatrix(names=known),
+                "classes": PerClass(names=labels),
+                "confusion": ConfusionMatrix(names=labels),
                 "calibration_error": CalibrationError(),
                 WORST: Worst(batch_size=batch_size),
             }

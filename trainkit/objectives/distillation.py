@@ -131,22 +131,22 @@ class Distillation(ScoredClasses, Objective):
     def loss(self, model: Model, batch: Any) -> Loss:
         """Run both models on the inputs; (samples, classes, ...) scores, (samples, ...) int64 targets."""
         inputs, targets = split_batch(batch, self.input, self.target)
-        given = inputs if isinstance(self.input, list | tuple) else (inputs,)
-        outputs = scores_of(model(*given), self.output)
-        scores, wanted = exact(outputs), exact(scores_of(self._teacher(*given)))
-        if scores.shape != wanted.shape:
+        args = inputs if isinstance(self.input, list | tuple) else (inputs,)
+        outputs = scores_of(model(*args), self.output)
+        scores, expected = exact(outputs), exact(scores_of(self._teacher(*args)))
+        if scores.shape != expected.shape:
             raise TrainingError(
-                f"the model gives scores {tuple(scores.shape)}, and its teacher {tuple(wanted.shape)}: both need the "
+                f"the model gives scores {tuple(scores.shape)}, and its teacher {tuple(expected.shape)}: both need the "
                 "same classes."
             )
         labels = class_loss(outputs, targets, ignore_index=self.ignore_index)
         dim = self.class_dim
-        own, theirs = (functional.log_softmax(one / self.temperature, dim) for one in (scores, wanted))
+        student, soft = (functional.log_softmax(logits / self.temperature, dim) for logits in (scores, expected))
         if labels.counted is not None:  # zeros where a target is ignored add nothing
-            own, theirs = (torch.where(labels.counted.unsqueeze(dim), one, 0.0) for one in (own, theirs))
+            student, soft = (torch.where(labels.counted.unsqueeze(dim), logs, 0.0) for logs in (student, soft))
         factor = self.temperature**2 if self.temperature_squared else 1.0
         return Loss.of_terms(
-            {"labels": labels.loss_sum, "teacher": functional.kl_div(own, theirs, reduction="sum", log_target=True)},
+            {"labels": labels.loss_sum, "teacher": functional.kl_div(student, soft, reduction="sum", log_target=True)},
             labels.weight,
             factors={"labels": 1 - self.share, "teacher": self.share * factor},
             outputs=outputs,

@@ -102,7 +102,7 @@ def named_fields(batch: Any) -> Mapping[Field, Any]:
         names = getattr(batch, "_fields", ())
         return {**dict(enumerate(batch)), **dict(zip(names, batch, strict=False))}
     if is_dataclass(batch) and not isinstance(batch, type):
-        return {one.name: getattr(batch, one.name) for one in fields(batch)}
+        return {field.name: getattr(batch, field.name) for field in fields(batch)}
     return {}
 
 
@@ -113,11 +113,11 @@ def select(named: Mapping[Field, Any], field: Fields, key: str) -> Any:
         ConfigError: there is no such field.
     """
     if isinstance(field, list | tuple):
-        return tuple(select(named, one, key) for one in field)
+        return tuple(select(named, name, key) for name in field)
     if field not in named:
-        held = ", ".join(_names(named))
-        known = f"a sample has {held}." if held else "a sample is neither a tuple nor a dict nor a dataclass."
-        raise ConfigError([Problem(key=key, value=field, rule=f"there is no such field: {known}")])
+        names = ", ".join(_names(named))
+        sample = f"a sample has {names}." if names else "a sample is neither a tuple nor a dict nor a dataclass."
+        raise ConfigError([Problem(key=key, value=field, rule=f"there is no such field: {sample}")])
     return named[field]  # type: ignore[index]
 
 
@@ -145,8 +145,8 @@ def with_fields(batch: Any, values: Mapping[Field, Any]) -> Any:
     named = {**named_fields(batch), **values}
     if not isinstance(batch, tuple | list):
         return named
-    given = enumerate(getattr(batch, "_fields", range(len(batch))))
-    return tuple_like(batch, [named[name if name in values else place] for place, name in given])
+    keys = enumerate(getattr(batch, "_fields", range(len(batch))))
+    return tuple_like(batch, [named[name if name in values else index] for index, name in keys])
 
 
 def tuple_like(like: Sequence[Any], parts: Iterable[Any]) -> tuple[Any, ...]:
@@ -171,7 +171,7 @@ def unused_fields(batch: Any, input: Fields, target: Fields) -> list[str]:  # no
     if isinstance(batch, tuple | list):
         return []
     chosen = _chosen(batch, input, target)
-    used = {name for one in chosen for name in (one if isinstance(one, list | tuple) else [one])}
+    used = {name for entry in chosen for name in (entry if isinstance(entry, list | tuple) else [entry])}
     return [str(name) for name in named_fields(batch) if name not in used]
 
 
@@ -193,18 +193,18 @@ def _is_pair(batch: Any) -> bool:
     return isinstance(batch, tuple | list) and len(batch) == 2
 
 
-def _common(named: Mapping[Field, Any], names: Sequence[str], place: int, what: str, batch: Any) -> Field:
+def _common(named: Mapping[Field, Any], names: Sequence[str], index: int, what: str, batch: Any) -> Field:
     """Return the only field of a common name, or the index in a pair."""
-    found = [name for name in names if name in named]
-    if len(found) == 1:
-        return found[0]
-    if not found and _is_pair(batch):
-        return place
-    held = ", ".join(_names(named))
-    got = f"has the fields {held}" if held else f"is one {type(batch).__name__}"
-    why = f"{' and '.join(found)} may both be the {what}" if found else f"none is known as the {what}"
+    matches = [name for name in names if name in named]
+    if len(matches) == 1:
+        return matches[0]
+    if not matches and _is_pair(batch):
+        return index
+    present = ", ".join(_names(named))
+    contents = f"has the fields {present}" if present else f"is one {type(batch).__name__}"
+    why = f"{' and '.join(matches)} may both be the {what}" if matches else f"none is known as the {what}"
     raise DataError(
-        f"a sample {got}, and {why}. Name the fields: objective.input=NAME objective.target=NAME, where NAME is a "
+        f"a sample {contents}, and {why}. Name the fields: objective.input=NAME objective.target=NAME, where NAME is a "
         f"key, or an index in a tuple, from 0."
     )
 
@@ -237,18 +237,18 @@ def scores_of(outputs: Any, output: Field | None = None) -> Tensor:
         return outputs
     named = named_fields(outputs)
     names = _names(named)
-    held = f" with output{'s' if len(names) > 1 else ''} {', '.join(names)}" if names else ""
-    described = f"a {type(outputs).__name__}{held}"
+    contents = f" with output{'s' if len(names) > 1 else ''} {', '.join(names)}" if names else ""
+    described = f"a {type(outputs).__name__}{contents}"
     if output is not None:
-        found = named.get(output)
-        if not isinstance(found, Tensor):
-            what = f"that output is a {type(found).__name__}" if output in named else "there is no such output"
-            rule = f"{what}: the model returns {described}."
+        scores = named.get(output)
+        if not isinstance(scores, Tensor):
+            fault = f"that output is a {type(scores).__name__}" if output in named else "there is no such output"
+            rule = f"{fault}: the model returns {described}."
             raise ConfigError([Problem(key="objective.output", value=output, rule=rule)])
-        return found
-    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
-    if isinstance(found, Tensor):
-        return found
+        return scores
+    scores = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    if isinstance(scores, Tensor):
+        return scores
     raise TrainingError(
         f"the model returns {described}, and this objective scores a tensor, or an output with `logits`. Name the "
         "output: objective.output=NAME, a key, or an index in a tuple, from 0."
@@ -258,7 +258,7 @@ def scores_of(outputs: Any, output: Field | None = None) -> Tensor:
 def parts_of(scores: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
     """Return scores and their targets in parts along the first dimension, each of `MOST_SCORES` scores at most."""
     size = max(MOST_SCORES // max(scores[0].numel(), 1), 1) if len(scores) else 1
-    return list(zip(*(torch.split(one, size) for one in (scores, *others)), strict=True))
+    return list(zip(*(torch.split(tensor, size) for tensor in (scores, *others)), strict=True))
 
 
 def exact(scores: Tensor) -> Tensor:

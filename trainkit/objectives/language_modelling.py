@@ -73,8 +73,8 @@ class LanguageModelling(ScoredFields, Supervised):
         if not torch.is_grad_enabled():  # an evaluation: each part takes two copies in float32
             parts = parts_of(*parts[0])
         first, *others = (
-            functional.cross_entropy(exact(rows), wanted, reduction="sum", ignore_index=self.ignore_index)
-            for rows, wanted in parts
+            functional.cross_entropy(exact(rows), tokens, reduction="sum", ignore_index=self.ignore_index)
+            for rows, tokens in parts
         )
         return self._loss(torch.stack([first, *others]).sum() if others else first, outputs, targets)
 
@@ -111,9 +111,9 @@ class LanguageModelling(ScoredFields, Supervised):
 
     def validate_model(self, model: nn.Module, sample: Any) -> list[Problem]:
         """Return why the kernel of Liger cannot compute the loss of this model on this host."""
-        found = super().validate_model(model, sample)
+        problems = super().validate_model(model, sample)
         if self.cross_entropy != "liger":
-            return found
+            return problems
         if not isinstance(offered_by(model), nn.Module):
             kind = type(model).__name__
             rule = f"needs the output layer of the model, and {kind} has no output_layer(). Leave it out."
@@ -122,8 +122,8 @@ class LanguageModelling(ScoredFields, Supervised):
         elif not torch.cuda.is_available():
             rule = "runs on GPUs, and there is none here. Leave it out: the default computes in chunks everywhere."
         else:
-            return found
-        return [*found, _without_liger(rule)]
+            return problems
+        return [*problems, _without_liger(rule)]
 
     def metrics(self) -> dict[str, Metric]:
         """Return perplexity, and the metrics of the config."""

@@ -82,14 +82,14 @@ def score_rows(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         >>> round(losses.item(), 4), gradient.tolist()
         (1.3863, [[0.25, 0.25, -0.75, 0.25]])
     """
-    wide, places = _sum_dtype(scores.dtype), targets.unsqueeze(1)
+    sum_dtype, index = _sum_dtype(scores.dtype), targets.unsqueeze(1)
     largest, top = scores.max(dim=1, keepdim=True)
-    margin = largest.to(wide) - scores.gather(1, places).to(wide)
+    margin = largest.to(sum_dtype) - scores.gather(1, index).to(sum_dtype)
     shares = scores.softmax(dim=1)
-    peak = shares.gather(1, top).to(wide)
-    shares = shares.scatter_(1, places, 0.0)
-    rest = shares.sum(dim=1, keepdim=True, dtype=wide)
-    shares = shares.scatter_(1, places, -rest.to(shares.dtype))
+    peak = shares.gather(1, top).to(sum_dtype)
+    shares = shares.scatter_(1, index, 0.0)
+    rest = shares.sum(dim=1, keepdim=True, dtype=sum_dtype)
+    shares = shares.scatter_(1, index, -rest.to(shares.dtype))
     # The share of the largest score is never zero; that of an unlikely target may be.
     losses = torch.where(rest < 0.5, -torch.log1p(-rest), margin - peak.log())
     return losses.squeeze(1), shares
@@ -156,30 +156,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         """Compute chunk by chunk, with products in `dtype`."""
         ctx.only_eager = only_eager
-        wide = _sum_dtype(dtype)
+        sum_dtype = _sum_dtype(dtype)
         needed = ctx.needs_input_grad
         rows, layer = hidden.detach(), weight.detach()
-        total = torch.zeros((), dtype=wide, device=hidden.device)
+        total = torch.zeros((), dtype=sum_dtype, device=hidden.device)
         by_hidden = torch.empty_like(rows) if needed[0] else None
-        by_weight = torch.zeros_like(layer, dtype=wide) if needed[1] else None
-        by_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
+        by_weight = torch.zeros_like(layer, dtype=sum_dtype) if needed[1] else None
+        by_bias = torch.zeros_like(bias, dtype=sum_dtype) if bias is not None and needed[2] else None
         device = hidden.device.type
         with torch.autocast(device, enabled=False) if _autocasts(device) else nullcontext():
             layer, shift = layer.to(dtype), None if bias is None else bias.detach().to(dtype)
             for chunk in _chunks(rows.shape[0], layer):
-                given, counted = rows[chunk].to(dtype), counts[chunk]
-                own = targets[chunk].where(counted, 0)
-                scores = functional.linear(given, layer, shift)
-                losses, gradient = score(scores, own) if part is None else _score_part(scores, own, part)
+                inputs, counted = rows[chunk].to(dtype), counts[chunk]
+                classes = targets[chunk].where(counted, 0)
+                scores = functional.linear(inputs, layer, shift)
+                losses, gradient = score(scores, classes) if part is None else _score_part(scores, classes, part)
                 del scores
                 total += losses.where(counted, 0.0).sum()
                 factor = counted.unsqueeze(1).to(dtype)
                 if by_hidden is not None:
                     by_hidden[chunk] = (gradient @ layer) * factor
-                if by_weight is not None and wide is dtype:
-                    by_weight.addmm_(gradient.t(), given * factor)
+                if by_weight is not None and sum_dtype is dtype:
+                    by_weight.addmm_(gradient.t(), inputs * factor)
                 elif by_weight is not None:
-                    by_weight += gradient.t() @ (given * factor)
+                    by_weight += gradient.t() @ (inputs * factor)
                 if by_bias is not None:
                     by_bias += (factor.t() @ gradient).squeeze(0)
                 del gradient  # before the next chunk
@@ -193,8 +193,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         """Scale the gradients in place: a second backward pass is an error of autograd."""
-        found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(None if grad is None else grad.mul_(factor).to(dtype) for grad, dtype in found), *(None,) * 6
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(None if grad is None else grad.mul_(factor).to(dtype) for grad, dtype in pairs), *(None,) * 6
 
 
 def _score_part(scores: Tensor, targets: Tensor, part: CutVocabulary) -> tuple[Tensor, Tensor]:
@@ -202,21 +202,21 @@ def _score_part(scores: Tensor, targets: Tensor, part: CutVocabulary) -> tuple[T
 
     Every rank gets the losses of all rows, and the gradient of its own scores.
     """
-    wide, size = _sum_dtype(scores.dtype), scores.shape[1]
-    places = (targets - part.start).unsqueeze(1)
-    here = (places >= 0) & (places < size)
-    places = places.where(here, 0)
+    sum_dtype, size = _sum_dtype(scores.dtype), scores.shape[1]
+    local = (targets - part.start).unsqueeze(1)
+    inside = (local >= 0) & (local < size)
+    local = local.where(inside, 0)
     largest, top = scores.max(dim=1, keepdim=True)
     shares = scores.softmax(dim=1)
-    own_log_sum = largest.to(wide) - shares.gather(1, top).to(wide).log()
+    own_log_sum = largest.to(sum_dtype) - shares.gather(1, top).to(sum_dtype).log()
     highest = part.largest(own_log_sum.clone())
     log_sum = highest + part.total((own_log_sum - highest).exp()).log()
     shares = shares.mul_((own_log_sum - log_sum).exp())
-    shares = shares.scatter_(1, places, shares.gather(1, places).masked_fill(here, 0.0))
-    target = scores.gather(1, places).to(wide).where(here, 0.0)
-    both = part.total(torch.cat((shares.sum(dim=1, keepdim=True, dtype=wide), target), dim=1))
+    shares = shares.scatter_(1, local, shares.gather(1, local).masked_fill(inside, 0.0))
+    target = scores.gather(1, local).to(sum_dtype).where(inside, 0.0)
+    both = part.total(torch.cat((shares.sum(dim=1, keepdim=True, dtype=sum_dtype), target), dim=1))
     rest, target = both[:, :1], both[:, 1:]
-    shares = shares.scatter_(1, places, shares.gather(1, places).where(~here, -rest.to(shares.dtype)))
+    shares = shares.scatter_(1, local, shares.gather(1, local).where(~inside, -rest.to(shares.dtype)))
     losses = torch.where(rest < 0.5, -torch.log1p(-rest), log_sum - target)
     return losses.squeeze(1), shares
 
@@ -307,15 +307,15 @@ def output_layer_of(model: object) -> OutputLayer | None:
     """
     if not isinstance(model, nn.Module) or not model.training or not torch.is_grad_enabled() or _KEEPS.get():
         return None
-    found = _inspected(model)
-    is_usable = isinstance(found, OutputLayer) and product_dtype(found.layer.weight) is not torch.float16
-    return found if is_usable else None  # type: ignore[return-value]
+    layer = _inspected(model)
+    is_usable = isinstance(layer, OutputLayer) and product_dtype(layer.layer.weight) is not torch.float16
+    return layer if is_usable else None  # type: ignore[return-value]
 
 
 def reason_for_scores(model: nn.Module) -> str | None:
     """Return why the loss of a model is computed from its scores although it declares an output layer."""
-    found = _inspected(model)
-    return found if isinstance(found, str) else None
+    result = _inspected(model)
+    return result if isinstance(result, str) else None
 
 
 def _inspected(model: nn.Module) -> OutputLayer | str | None:
@@ -330,12 +330,12 @@ def _inspected(model: nn.Module) -> OutputLayer | str | None:
     part = getattr(vars(layer).get("forward"), "cut_vocabulary", None)
     if part is None and "forward" in vars(layer):
         return "its output layer has another forward"
-    known = _AROUND.get(model, ())
-    if not known or known[0]() is not layer:
-        holders = (one for one in model.modules() if any(inner is layer for inner in one.modules()))
-        known = _AROUND[model] = (ref(layer), *map(ref, holders))
+    around = _AROUND.get(model, ())
+    if not around or around[0]() is not layer:
+        holders = (module for module in model.modules() if any(inner is layer for inner in module.modules()))
+        around = _AROUND[model] = (ref(layer), *map(ref, holders))
     of_all = nn.modules.module
-    for module in filter(None, (one() for one in known)):
+    for module in filter(None, (reference() for reference in around)):
         forward = vars(module).get("forward") if module is not layer else None
         if forward is not None and not getattr(forward, "runs_once", False):
             return f"{type(module).__name__}, which holds its output layer, has another forward"
@@ -367,17 +367,17 @@ def scored_inside(layer: nn.Linear, score: Callable[[Tensor], object]) -> Iterat
     call = _CALLS.get(layer)
     if call is None:
         call = _CALLS[layer] = _Call()
-    before = vars(layer).get("forward")
+    forward = vars(layer).get("forward")
     call.score = score
     layer.forward = call.run  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
         call.score = None
-        if before is None:
+        if forward is None:
             del layer.forward
         else:
-            layer.forward = before  # type: ignore[method-assign]
+            layer.forward = forward  # type: ignore[method-assign]
 
 
 class _Call:
@@ -409,8 +409,8 @@ def offered_by(model: nn.Module) -> nn.Module | str | None:
         if name == "output_layer":
             return layer  # type: ignore[no-any-return]
         if isinstance(layer, nn.Module):
-            place = next((place for place, child in model.named_children() if child is layer), None)
-            passes_on = place is not None and _passes_on(kind, place)
+            attribute = next((key for key, child in model.named_children() if child is layer), None)
+            passes_on = attribute is not None and _passes_on(kind, attribute)
             return layer if passes_on else f"{kind.__name__} changes the output of its output layer"
     return None
 
@@ -425,32 +425,32 @@ def has_plain_loss(model: object) -> bool:
 @lru_cache
 def _passes_on(kind: Any, layer: str) -> bool:
     """Return whether `forward` calls `self.LAYER` once, and uses the result only for its loss and its `logits`."""
-    above = _forward_of(kind)
-    places = [node for node in above if _is_own(node, layer)]
-    call = above[places[0]] if len(places) == 1 else None
-    made = above[call] if isinstance(call, ast.Call) and call.func is places[0] else None
-    if not isinstance(made, ast.Assign) or not isinstance(made.targets[0], ast.Name):
+    parents = _forward_of(kind)
+    attributes = [node for node in parents if _is_self_attribute(node, layer)]
+    call = parents[attributes[0]] if len(attributes) == 1 else None
+    assignment = parents[call] if isinstance(call, ast.Call) and call.func is attributes[0] else None
+    if not isinstance(assignment, ast.Assign) or not isinstance(assignment.targets[0], ast.Name):
         return False
-    variable = made.targets[0]
-    uses = [node for node in above if isinstance(node, ast.Name) and node.id == variable.id and node is not variable]
-    return all(_is_scored(node, above) or _is_returned(node, above) for node in uses)
+    variable = assignment.targets[0]
+    uses = [node for node in parents if isinstance(node, ast.Name) and node.id == variable.id and node is not variable]
+    return all(_is_scored(node, parents) or _is_returned(node, parents) for node in uses)
 
 
 @lru_cache
 def _adds_nothing(kind: Any) -> bool:
     """Return whether `forward` assigns None or the result of its loss function to `loss`, and passes it all labels."""
-    above = _forward_of(kind)
-    for node in above:
+    parents = _forward_of(kind)
+    for node in parents:
         if isinstance(node, ast.Name) and node.id == "loss" and isinstance(node.ctx, ast.Store):
-            value = getattr(above[node], "value", None) if isinstance(above[node], ast.Assign) else None
-            is_loss = isinstance(value, ast.Call) and _is_own(value.func, "loss_function")
+            value = getattr(parents[node], "value", None) if isinstance(parents[node], ast.Assign) else None
+            is_loss = isinstance(value, ast.Call) and _is_self_attribute(value.func, "loss_function")
             if not is_loss and not (isinstance(value, ast.Constant) and value.value is None):
                 return False
-        if isinstance(node, ast.Name) and node.id == "labels" and not _is_scored(node, above):
-            over = above[node]
+        if isinstance(node, ast.Name) and node.id == "labels" and not _is_scored(node, parents):
+            over = parents[node]
             if not (isinstance(over, ast.Compare) and isinstance(over.ops[0], ast.Is | ast.IsNot)):
                 return False
-    return bool(above)
+    return bool(parents)
 
 
 def _forward_of(kind: Any) -> dict[ast.AST, ast.AST]:
@@ -462,23 +462,23 @@ def _forward_of(kind: Any) -> dict[ast.AST, ast.AST]:
     return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
 
 
-def _is_own(node: ast.AST, name: str) -> bool:
+def _is_self_attribute(node: ast.AST, name: str) -> bool:
     """Return whether a node is `self.NAME`."""
     holder = node.value if isinstance(node, ast.Attribute) and node.attr == name else None
     return isinstance(holder, ast.Name) and holder.id == "self"
 
 
-def _is_scored(node: ast.AST, above: dict[ast.AST, ast.AST]) -> bool:
+def _is_scored(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     """Return whether a variable is used as an argument of the loss function, by itself."""
-    over = above[node]
-    call = above[over] if isinstance(over, ast.keyword) else over
-    return isinstance(call, ast.Call) and _is_own(call.func, "loss_function")
+    over = parents[node]
+    call = parents[over] if isinstance(over, ast.keyword) else over
+    return isinstance(call, ast.Call) and _is_self_attribute(call.func, "loss_function")
 
 
-def _is_returned(node: ast.AST, above: dict[ast.AST, ast.AST]) -> bool:
+def _is_returned(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     """Return whether a variable is used as the result's `logits`, or in `(logits,) + ...`, the result as a tuple."""
-    over = above[node]
+    over = parents[node]
     if isinstance(over, ast.Tuple):
-        total = above[over]
+        total = parents[over]
         return isinstance(total, ast.BinOp) and isinstance(total.op, ast.Add) and total.left is over
     return isinstance(over, ast.keyword) and over.arg == "logits"

@@ -146,13 +146,13 @@ class ConfusionMatrix(Metric):
         if loss.counted is not None:
             counted &= loss.counted.flatten()
         # Ignored targets are added to the last place.
-        places = torch.where(counted, labels * size + guesses, size**2)
+        cells = torch.where(counted, labels * size + guesses, size**2)
         self._counts = self._counts.to(scores.device)
-        self._counts.index_add_(0, places, torch.ones_like(places, dtype=torch.float64))
+        self._counts.index_add_(0, cells, torch.ones_like(cells, dtype=torch.float64))
 
     def compute(self, collective: Collective) -> Result:
         """Return the table over all ranks; nothing if the number of classes is not known on any."""
-        size = max(int(one.item()) for one in collective.gather(torch.tensor([self._size])))
+        size = max(int(size.item()) for size in collective.gather(torch.tensor([self._size])))
         if not size:
             return {}
         counts = self._counts if self._size else self._counts.new_zeros(size**2 + 1)
@@ -193,9 +193,9 @@ class CalibrationError(Metric):
         sure, guesses = exact(loss.outputs.detach()).softmax(loss.class_dim).max(loss.class_dim)
         counted = torch.ones_like(sure) if loss.counted is None else loss.counted
         rows = torch.stack([torch.ones_like(sure), sure, guesses == loss.classes], dim=-1).double()
-        places = (15 * sure).ceil().long().sub(1).clamp(0, 14)
+        bins = (15 * sure).ceil().long().sub(1).clamp(0, 14)
         self._bins = self._bins.to(sure.device)
-        self._bins.index_add_(0, places.flatten(), (rows * counted.unsqueeze(-1)).flatten(0, -2))
+        self._bins.index_add_(0, bins.flatten(), (rows * counted.unsqueeze(-1)).flatten(0, -2))
 
     def compute(self, collective: Collective) -> Result:
         """Return the error over all ranks; nothing if no target counts."""
@@ -219,39 +219,39 @@ class Worst(Metric):
 
     def __init__(self, *, batch_size: int, count: int = NUM_WORST) -> None:
         self._batch_size, self._count = batch_size, count
-        self._place = 0
-        self._kept = torch.zeros(0, 6, dtype=torch.float64)  # loss, batch, offset, target, guess, probability
+        self._batch_index = 0
+        self._worst = torch.zeros(0, 6, dtype=torch.float64)  # loss, batch, offset, target, guess, probability
 
     def update(self, loss: Loss, batch: Any) -> None:
         """Keep the highest losses of this batch and of the previous ones."""
         del batch
-        place, self._place = self._place, self._place + 1
+        index, self._batch_index = self._batch_index, self._batch_index + 1
         if not _has_classes(loss):
             return
         outputs, targets = loss.outputs.detach(), loss.targets
         counted = torch.ones_like(loss.classes, dtype=torch.bool) if loss.counted is None else loss.counted
-        found = [_of_samples(*part, dim=loss.class_dim) for part in parts_of(outputs, targets, counted)]
-        losses, *others = (torch.cat(part).double() for part in zip(*found, strict=True))
+        parts = [_of_samples(*part, dim=loss.class_dim) for part in parts_of(outputs, targets, counted)]
+        losses, *others = (torch.cat(part).double() for part in zip(*parts, strict=True))
         offsets = torch.arange(len(losses), dtype=torch.float64, device=losses.device)
-        places = torch.full_like(offsets, place)
-        rows = torch.stack([losses, places, offsets, *others], dim=1)
-        rows = torch.cat([self._kept.to(losses.device), rows])
+        batches = torch.full_like(offsets, index)
+        rows = torch.stack([losses, batches, offsets, *others], dim=1)
+        rows = torch.cat([self._worst.to(losses.device), rows])
         order = rows[:, 0].nan_to_num(nan=math.inf).topk(min(self._count, len(rows))).indices
-        self._kept = rows[order]
+        self._worst = rows[order]
 
     def compute(self, collective: Collective) -> Table:
         """Return one row per sample: its index in the split, loss, target, guess and the probability of the guess."""
         rows = torch.full((self._count, 6), -math.inf, dtype=torch.float64)
-        rows[: len(self._kept)] = self._kept.cpu()
-        found = []
+        rows[: len(self._worst)] = self._worst.cpu()
+        samples = []
         for rank, part in enumerate(collective.gather(rows)):
-            for loss, place, offset, *others in part.tolist():
+            for loss, index, offset, *others in part.tolist():
                 if loss == -math.inf:  # a sample without a target, or no sample
                     continue
-                sample = (int(place) * collective.num_ranks + rank) * self._batch_size + int(offset)
-                found.append((sample, loss, *others))
-        found.sort(key=lambda row: (-row[1] if not math.isnan(row[1]) else -math.inf, row[0]))
-        return Table(columns=("sample", "loss", "target", "guess", "probability"), rows=tuple(found[: self._count]))
+                sample = (int(index) * collective.num_ranks + rank) * self._batch_size + int(offset)
+                samples.append((sample, loss, *others))
+        samples.sort(key=lambda row: (-row[1] if not math.isnan(row[1]) else -math.inf, row[0]))
+        return Table(columns=("sample", "loss", "target", "guess", "probability"), rows=tuple(samples[: self._count]))
 
 
 def _has_classes(loss: Loss) -> bool:
@@ -282,7 +282,7 @@ def _of_samples(outputs: Tensor, targets: Tensor, counted: Tensor, *, dim: int) 
     best = logs.max(dim=-1)
     chosen = (classes.gather(1, worst), best.indices.gather(1, worst), best.values.exp().gather(1, worst))
     total, count = each.where(counted, 0.0).sum(dim=1), counted.sum(dim=1)
-    return torch.where(count > 0, total / count, -math.inf), *(one.squeeze(1) for one in chosen)
+    return torch.where(count > 0, total / count, -math.inf), *(column.squeeze(1) for column in chosen)
 
 
 class TorchMetric(Metric):
@@ -304,8 +304,8 @@ class TorchMetric(Metric):
         del batch
         outputs, targets, counted = loss.outputs.detach(), loss.targets, loss.counted
         self._metric.to(outputs.device)
-        own = getattr(self._metric, "ignore_index", None)
-        if counted is not None and not counted.all() and (own is None or not (targets[~counted] == own).all()):
+        ignored = getattr(self._metric, "ignore_index", None)
+        if counted is not None and not counted.all() and (ignored is None or not (targets[~counted] == ignored).all()):
             if not counted.any():
                 return
             outputs, targets = outputs.movedim(loss.class_dim, -1)[counted], targets[counted]
@@ -324,9 +324,9 @@ class TorchMetric(Metric):
         if isinstance(value, Tensor) and value.numel() == 1:
             return float(value)
         if isinstance(value, tuple | list):  # the axes of a curve, by number
-            return {str(place): axis for place, axis in enumerate(value)}
-        found: Result = value
-        return found
+            return {str(index): axis for index, axis in enumerate(value)}
+        result: Result = value
+        return result
 
 
 def gather_ragged(tensor: Tensor, collective: Collective) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainkit.errors import DataError, Problem, TrainingError
 from trainkit.fields import cosmetic, speed
-from trainkit.objectives.base import Loss, Metric, Model, Objective, found_loss, parameters_of
+from trainkit.objectives.base import Loss, Metric, Model, Objective, loss_in, parameters_of
 from trainkit.objectives.fields import IGNORED, counted_in, named_fields, scores_of
 from trainkit.objectives.linear_cross_entropy import has_plain_loss, output_layer_of, reason_for_scores, scored_inside
 from trainkit.objectives.metrics import fresh_metrics
@@ -72,7 +72,7 @@ class ModelComputesLoss(Objective):
                 return Loss(total, counted.sum(), None, None, following, counted=counted)
 
             with scored_inside(offered.layer, scored):
-                return found_loss(self._run(model, batch))
+                return loss_in(self._run(model, batch))
         output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
         labels, logits = self._labels(batch), _part(output, "logits", 1)
         if self.shifted:
@@ -141,8 +141,8 @@ class ModelComputesLoss(Objective):
             return batch[-1]
         batch = named_fields(batch)
         if self.labels not in batch:
-            held = ", ".join(map(str, batch))
-            raise DataError(f"a batch holds {held}, and no {self.labels}. Name its targets by objective.labels.")
+            names = ", ".join(map(str, batch))
+            raise DataError(f"a batch holds {names}, and no {self.labels}. Name its targets by objective.labels.")
         return batch[self.labels]
 
 

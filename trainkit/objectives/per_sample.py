@@ -35,8 +35,8 @@ class LossPerSample(ScoredFields, Supervised):
         Raises:
             ConfigError: there is none, or no package of one's own is named.
         """
-        own = [name for name in allowed_packages() if name not in ALLOWED_PACKAGES]
-        if rule := name_problem(self.function, own):
+        packages = [name for name in allowed_packages() if name not in ALLOWED_PACKAGES]
+        if rule := name_problem(self.function, packages):
             raise ConfigError([Problem(key="objective.function", value=self.function, rule=rule)])
         _ = self._call
 
@@ -49,9 +49,9 @@ class LossPerSample(ScoredFields, Supervised):
         outputs = scores_of(outputs, self.output)
         losses = self._call(outputs, targets)
         if not isinstance(losses, Tensor) or not losses.dim() or len(losses) != len(targets):
-            given = f"a tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+            actual = f"a tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
             raise TrainingError(
-                f"{self.function} gives {given}, and {len(targets)} samples need a loss each: leave out the mean over "
+                f"{self.function} gives {actual}, and {len(targets)} samples need a loss each: leave out the mean over "
                 'the batch, reduction="none".'
             )
         total = losses.reshape(len(losses), -1).mean(1).sum()

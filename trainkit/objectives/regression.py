@@ -53,11 +53,11 @@ class Regression(ScoredFields, Supervised):
                 f"the model predicts {tuple(outputs.shape)} for targets of {tuple(targets.shape)}: "
                 "the shapes must agree."
             )
-        found = exact(outputs)
-        wanted = targets.to(found.dtype)
+        predicted = exact(outputs)
+        expected = targets.to(predicted.dtype)
         error: Callable[..., Tensor] = getattr(functional, f"{self.error}_loss")
         more = {"delta": self.delta} if self.error == "huber" else {}
-        loss_sum = error(found, wanted, reduction="sum", **more)
+        loss_sum = error(predicted, expected, reduction="sum", **more)
         return Loss(loss_sum, float(targets.numel()), None, outputs, targets)
 
     def metrics(self) -> dict[str, Metric]:

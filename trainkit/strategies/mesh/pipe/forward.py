@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from trainkit.errors import Problem, TrainingError, named_first_line
 from trainkit.numerics.generators import GeneratorStates
 from trainkit.numerics.randomness import noting_keys
-from trainkit.objectives.base import Loss, Supervised, found_loss
+from trainkit.objectives.base import Loss, Supervised, loss_in
 from trainkit.objectives.fields import split_batch
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.maps.syntax import Block
@@ -242,7 +242,7 @@ class StageModule(nn.Module):
             raise TrainingError(_OTHER_CALLS.format("it ends"))
         leaves = tree_leaves(outputs, is_leaf=lambda leaf: isinstance(leaf, Loss))  # a loss is a tree of its own
         if any(isinstance(leaf, Loss) for leaf in leaves):
-            return (found_loss(outputs).loss_sum,)
+            return (loss_in(outputs).loss_sum,)
         return tuple(leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor))
 
 
