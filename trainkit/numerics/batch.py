@@ -158,8 +158,8 @@ class BatchPlan:
 
     def batch_size(self, step: int) -> int:
         """Return the number of samples of a step."""
-        left = self.num_samples - step % self.steps_per_epoch * self.global_size  # in the epoch, from this step on
-        return left if left < self.global_size else self.global_size  # noqa: FURB136 - four times a step
+        rest = self.num_samples - step % self.steps_per_epoch * self.global_size  # in the epoch, from this step on
+        return rest if rest < self.global_size else self.global_size  # noqa: FURB136 - four times a step
 
     def num_shards(self, step: int) -> int:
         """Return the number of shards of a step."""
@@ -206,8 +206,8 @@ def shards_of_rank(num_shards: int, *, rank: int, num_ranks: int, lanes: int | N
     """
     if lanes is None:
         return tuple(range(rank, num_shards, num_ranks))
-    own = (lane for lane in lane_order(lanes) if lane % num_ranks == rank)
-    return tuple(shard for lane in own for shard in range(lane, num_shards, lanes))
+    chosen = (lane for lane in lane_order(lanes) if lane % num_ranks == rank)
+    return tuple(shard for lane in chosen for shard in range(lane, num_shards, lanes))
 
 
 def lane_order(lanes: int) -> Iterator[int]:
@@ -255,8 +255,8 @@ def resolve_batch(
     if micro_size is None:
         # Without either, the fewest shards that keep a replica busy are the fastest. A reproducible run has one shard
         # per lane, so that the shards, and with them the bits, are the same on any number of replicas.
-        wanted = lanes or num_replicas * shards_a_replica
-        shards = num_replicas * accumulation if accumulation else max(num_replicas, min(wanted, global_size))
+        fewest = lanes or num_replicas * shards_a_replica
+        shards = num_replicas * accumulation if accumulation else max(num_replicas, min(fewest, global_size))
         if shards > global_size:
             rule = f"fewer samples than the {shards} shards of a step on {num_replicas} replicas. Use {shards} or more."
             return [Problem(key=key, value=value, rule=rule)]
@@ -320,12 +320,12 @@ class Positions:
 
     def request(self, ticket: Ticket) -> Request:
         """Return the request to a reader for a ticket."""
-        indices, places = self.indices(ticket), None
+        indices, positions = self.indices(ticket), None
         sizes = [len(indices)] if len(ticket.shards) == 1 else self.sizes(ticket)
         if not isinstance(self.order, SampleOrder):
             ranges = [self.plan.shard_range(ticket.step, shard)[1:] for shard in ticket.shards]
-            places = [place for start, stop in ranges for place in range(start, stop)]
-        return self.plan.epoch(ticket.step), indices, sizes, places
+            positions = [position for start, stop in ranges for position in range(start, stop)]
+        return self.plan.epoch(ticket.step), indices, sizes, positions
 
 
 T = TypeVar("T")
@@ -399,7 +399,7 @@ class LaneSums(Generic[T]):
 
     def __init__(self, add: Callable[[T, T], T], *, num_lanes: int, num_shards: int) -> None:
         self._add, self._occupied = add, min(num_lanes, num_shards)
-        self._held: list[tuple[LaneNode, T]] = []
+        self._stack: list[tuple[LaneNode, T]] = []
 
     def push(self, node: LaneNode, part: T) -> None:
         """Add the sum of a node; nodes come left to right over the leaves of the tree, without empty ones."""
@@ -407,18 +407,18 @@ class LaneSums(Generic[T]):
             parent = LaneNode(node.first % (node.stride // 2), node.stride // 2)
             left, right = parent.children()
             if node == right:
-                if not self._held or self._held[-1][0] != left:
+                if not self._stack or self._stack[-1][0] != left:
                     break  # the left sibling is on another rank
-                part = self._add(self._held.pop()[1], part)
+                part = self._add(self._stack.pop()[1], part)
             elif right.first < self._occupied:
                 break  # the right sibling follows, or is on another rank
             node = parent
-        self._held.append((node, part))
+        self._stack.append((node, part))
 
     def take(self) -> list[T]:
         """Return the sums of the largest nodes that are complete, left to right: one if all lanes were pushed."""
-        held, self._held = self._held, []
-        return [part for _, part in held]
+        stack, self._stack = self._stack, []
+        return [part for _, part in stack]
 
 
 def sum_of_ranks(add: Callable[[T, T], T], of_ranks: Sequence[Sequence[T]], *, num_lanes: int, num_shards: int) -> T:

@@ -38,23 +38,23 @@ def constant_on(numbers: Sequence[float], dtype: torch.dtype, device: torch.devi
     if device.type == "cpu":
         return torch.tensor(numbers, dtype=dtype)
     key = tuple(numbers), dtype, device
-    found = _CONSTANTS.get(key)
-    if found is None:
-        found = sent_to(device, torch.tensor(numbers, dtype=dtype))
-        if type(found) is Tensor:  # and not one without data
-            _CONSTANTS[key] = found
-    return found
+    constant = _CONSTANTS.get(key)
+    if constant is None:
+        constant = sent_to(device, torch.tensor(numbers, dtype=dtype))
+        if type(constant) is Tensor:  # and not one without data
+            _CONSTANTS[key] = constant
+    return constant
 
 
 _CONSTANTS: Final[dict[tuple[tuple[float, ...], torch.dtype, torch.device], Tensor]] = {}
 
 
-def copied(model: nn.Module, held: dict[int, Any] | None = None) -> nn.Module:
+def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """Return a deep copy of a model, in which computed tensors have no graph: torch refuses to copy one that has.
 
     Args:
         model: the model, which does not change.
-        held: objects of the copy by the id of the original, as the memo of `copy.deepcopy`.
+        memo: objects of the copy by the id of the original, as in `copy.deepcopy`.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -62,10 +62,10 @@ def copied(model: nn.Module, held: dict[int, Any] | None = None) -> nn.Module:
         >>> copied(layer).kept.requires_grad
         False
     """
-    held = {} if held is None else held
+    memo = {} if memo is None else memo
     for value in computed_tensors(model):
-        held.setdefault(id(value), value.detach().clone())
-    return copy.deepcopy(model, held)
+        memo.setdefault(id(value), value.detach().clone())
+    return copy.deepcopy(model, memo)
 
 
 def computed_tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -79,12 +79,12 @@ GENERATORS_LOCK: Final = RLock()
 
 def generators_of(devices: Iterable[torch.device]) -> list[torch.Generator]:
     """Return torch's default generators of some devices, that of the CPU first and always."""
-    found = [torch.default_generator]
+    generators = [torch.default_generator]
     for device in devices:
         if device.type == "cuda":
             torch.cuda.init()  # type: ignore[no-untyped-call]
-            found.append(torch.cuda.default_generators[device.index or 0])
-    return found
+            generators.append(torch.cuda.default_generators[device.index or 0])
+    return generators
 
 
 def seed_host(key: int) -> None:
@@ -110,7 +110,7 @@ class GeneratorStates:
     """
 
     def __init__(self, devices: Iterable[torch.device] | None = None) -> None:
-        self._torch = [(one, one.get_state()) for one in ([] if devices is None else generators_of(devices))]
+        self._torch = [(rng, rng.get_state()) for rng in ([] if devices is None else generators_of(devices))]
         self._python, self._numpy = random.getstate(), _numpy_state()
 
     def moved(self) -> bool:
@@ -121,7 +121,7 @@ class GeneratorStates:
         return (
             host
             or bool((numpy[1] != self._numpy[1]).any())
-            or not all(torch.equal(state, one.get_state()) for one, state in self._torch)
+            or not all(torch.equal(state, rng.get_state()) for rng, state in self._torch)
         )
 
     def restore(self) -> None:
@@ -134,12 +134,12 @@ class GeneratorStates:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Set the states of `random` and NumPy inside of a `with` block."""
-        now = GeneratorStates()
+        current = GeneratorStates()
         self.restore()
         try:
             yield
         finally:
-            now.restore()
+            current.restore()
 
 
 def _numpy_state() -> Any:
@@ -169,7 +169,7 @@ class Untouched:
     def __enter__(self) -> None:
         """Take the lock, save the states and seed."""
         GENERATORS_LOCK.acquire()
-        self._torch = [(one, one.get_state()) for one in generators_of(self._devices)]
+        self._torch = [(rng, rng.get_state()) for rng in generators_of(self._devices)]
         self._python = random.getstate()
         # Replacing the generator of np.random takes 0.2 microseconds; copying its state would take 60.
         self._numpy = mtrand.get_bit_generator()

@@ -137,14 +137,14 @@ def converted_floats(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         (tensor([1001.]), torch.bfloat16)
     """
     for module in model.modules():
-        kept = {id(buffer): buffer_dtype(module, buffer, dtype) for buffer in module.buffers(recurse=False)}
-        convert = partial(_converted, dtype=param_dtype(module, dtype), kept=kept)
+        dtypes = {id(buffer): buffer_dtype(module, buffer, dtype) for buffer in module.buffers(recurse=False)}
+        convert = partial(_converted, dtype=param_dtype(module, dtype), dtypes=dtypes)
         module._apply(convert, recurse=False)  # type: ignore[no-untyped-call]  # noqa: SLF001 - what `to` calls
     return model
 
 
-def _converted(tensor: Tensor, *, dtype: torch.dtype, kept: Mapping[int, torch.dtype]) -> Tensor:
-    return tensor.to(kept.get(id(tensor), dtype)) if tensor.is_floating_point() else tensor
+def _converted(tensor: Tensor, *, dtype: torch.dtype, dtypes: Mapping[int, torch.dtype]) -> Tensor:
+    return tensor.to(dtypes.get(id(tensor), dtype)) if tensor.is_floating_point() else tensor
 
 
 def param_dtype(module: nn.Module, dtype: torch.dtype) -> torch.dtype:
@@ -168,8 +168,8 @@ def _follows(module: nn.Module, buffer: Tensor) -> bool:
     parametrizations keep of their weight.
     """
     names = [hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]  # noqa: SLF001
-    kept = (getattr(module, f"{name}_{part}") for name in names for part in ("u", "v"))
-    return isinstance(module, _BatchNorm | _SpectralNorm | _Orthogonal) or any(buffer is one for one in kept)
+    vectors = (getattr(module, f"{name}_{part}") for name in names for part in ("u", "v"))
+    return isinstance(module, _BatchNorm | _SpectralNorm | _Orthogonal) or any(buffer is vector for vector in vectors)
 
 
 def buffers_apart(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -194,7 +194,7 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
         return tree_map(converted, (args, kwargs))
 
     mixes = any(True for _ in buffers_apart(model, dtype))
-    inner = (one for one in model.modules() if any(p.is_floating_point() for p in one.parameters(recurse=False)))
+    inner = (m for m in model.modules() if any(p.is_floating_point() for p in m.parameters(recurse=False)))
     for module in {model: None, **dict.fromkeys(inner if mixes else ())}:
         module.register_forward_pre_hook(cast, with_kwargs=True)
 

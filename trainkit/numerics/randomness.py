@@ -130,12 +130,12 @@ class BlockKeys:
     @contextmanager
     def at(self, moment: Moment) -> Iterator[None]:
         """Let the forward passes inside continue from an earlier moment, as a recomputation does."""
-        now = self._state, self._counts
+        saved = self._state, self._counts
         self._state, self._counts = moment.state, dict(moment.counts)
         try:
             yield
         finally:
-            self._state, self._counts = now
+            self._state, self._counts = saved
 
     def silence(self, *, silent: bool) -> None:
         """Set whether no key is set from now on."""
@@ -288,7 +288,7 @@ class Drawing:
         """
         blocks = dict(blocks_of(model))
         name_of = {id(block): name for name, block in blocks.items()}
-        own: dict[str, Draws] = {}
+        draws: dict[str, Draws] = {}
         callers: dict[str, str] = {}
         seen: set[int] = set()
 
@@ -299,15 +299,15 @@ class Drawing:
             name = name_of.get(id(module), block)
             if name and name != block:
                 callers[name] = block
-            own[name] = max(own.get(name, Draws.nothing), _own_draws(module))
+            draws[name] = max(draws.get(name, Draws.nothing), _own_draws(module))
             for child in module.children():
                 look(child, name)
 
         look(model, "")
         return cls(
             keyed=frozenset(name for name, block in blocks.items() if not draws_nothing(block)),
-            returned=frozenset(name for name, caller in callers.items() if own[caller] is not Draws.nothing),
-            most=max(own.values()),
+            returned=frozenset(name for name, caller in callers.items() if draws[caller] is not Draws.nothing),
+            most=max(draws.values()),
         )
 
 

@@ -131,14 +131,14 @@ class Step:
             rule += " Epochs: schedule.milestones_epochs; steps: schedule.milestones_steps."
             raise ConfigError([Problem(key="schedule.milestones", value=[*self.milestones], rule=rule)])
         both = {"milestones_epochs": self.milestones_epochs, "milestones_steps": self.milestones_steps}
-        given = {name: value for name, value in both.items() if value is not None}
-        for name, value in given.items():
-            if [*value] != sorted(value) or not all(0 < at < math.inf for at in value):
+        named = {name: value for name, value in both.items() if value is not None}
+        for name, value in named.items():
+            if [*value] != sorted(value) or not all(0 < milestone < math.inf for milestone in value):
                 rule = "must be increasing, each above 0."
                 raise ConfigError([Problem(key=f"schedule.{name}", value=[*value], rule=rule)])
-        if len(given) + (self.milestones != (0.5, 0.75)) > 1:
+        if len(named) + (self.milestones != (0.5, 0.75)) > 1:
             rule = "Give one of schedule.milestones, schedule.milestones_epochs and schedule.milestones_steps."
-            raise ConfigError([Problem(key=f"schedule.{next(iter(given))}", rule=rule)])
+            raise ConfigError([Problem(key=f"schedule.{next(iter(named))}", rule=rule)])
 
     def placed(self, *, base: float, warmup_steps: int, num_steps: int, steps_per_epoch: int) -> Schedule:  # noqa: ARG002 - the signature of every placed schedule
         """Return the schedule of a run.
@@ -149,12 +149,12 @@ class Step:
         if self.milestones_epochs is None and self.milestones_steps is None:
             return self
         epochs, steps = self.milestones_epochs or (), self.milestones_steps or ()
-        after = [one - warmup_steps for one in (*steps, *(round(epoch * steps_per_epoch) for epoch in epochs))]
+        after = [step - warmup_steps for step in (*steps, *(round(epoch * steps_per_epoch) for epoch in epochs))]
         if after and after[0] < 0:
             key = "schedule.milestones_epochs" if epochs else "schedule.milestones_steps"
             rule = f"the first one is step {after[0] + warmup_steps:,}, within the warmup of {warmup_steps:,} steps."
             raise ConfigError([Problem(key=key, value=[*epochs, *steps], rule=rule)])
-        return lambda step, num_steps: self.gamma ** sum(step >= at for at in after)  # noqa: ARG005 - the same
+        return lambda step, num_steps: self.gamma ** sum(step >= milestone for milestone in after)  # noqa: ARG005 - the same
 
     def __call__(self, step: int, num_steps: int) -> float:
         """Return the factor of this step."""
@@ -395,5 +395,5 @@ def lr_points(rate: Callable[[int], float], num_steps: int, *, most: int = 600) 
     """
     last = num_steps - 1
     count = min(num_steps, most)
-    steps = [last * place // max(1, count - 1) for place in range(count)]
+    steps = [last * index // max(1, count - 1) for index in range(count)]
     return [(step, rate(step)) for step in steps]
