@@ -125,7 +125,7 @@ class AfterStep:
                 due.setdefault((count, param.device, param.dtype), []).append((slots[AVERAGE], param.detach()))
         with torch.no_grad():
             for (count, _device, _dtype), pairs in due.items():
-                averages, current = (list(one) for one in zip(*pairs, strict=True))
+                averages, current = (list(tensors) for tensors in zip(*pairs, strict=True))
                 self._mix(averages, current, count)
 
 
@@ -149,8 +149,8 @@ class Ema(Average):
 
     def mix(self) -> Mix:
         """Return torch's function: it moves the averages towards the parameters by 1 - decay."""
-        found: Mix = get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]
-        return found
+        function: Mix = get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]
+        return function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +165,8 @@ class Swa(Average):
 
     def mix(self) -> Mix:
         """Return torch's function: it makes the averages means of one more value."""
-        found: Mix = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
-        return found
+        function: Mix = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
+        return function
 
 
 def swap(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
@@ -177,7 +177,7 @@ def swap(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
     pairs = [(param, slots[AVERAGE]) for param, slots in states if isinstance(slots, dict) and AVERAGE in slots]
     with torch.no_grad():
         for param, average in pairs:
-            kept = param.detach().clone()
+            saved = param.detach().clone()
             param.copy_(average)
-            average.copy_(kept)
+            average.copy_(saved)
     return bool(pairs)

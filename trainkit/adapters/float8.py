@@ -74,27 +74,27 @@ class Float8:
         if find_spec("torchao") is None:
             rule = f"needs torchao: {install_command('quantize', 'torchao')}"
             return [Problem(key="convert", value="float8", rule=rule)]
-        found = []
+        rules = []
         if precision not in ("bf16", "bf16_mixed"):
             rule = "has no use for float8, whose results are bfloat16. Use bf16_mixed or bf16 with convert=float8."
-            found.append(("precision", precision, rule))
-        if not self.emulate and (lacking := next(filter(None, map(_lacking, devices)), None)):
+            rules.append(("precision", precision, rule))
+        if not self.emulate and (lacking := next(filter(None, map(_unsupported, devices)), None)):
             rule = (
                 f"{lacking} has no units for float8, which GPUs have from compute capability 8.9 on (L4, RTX 4090, "
                 "H100). Use convert=none, or convert.emulate=true to try the numbers."
             )
-            found.append(("convert", "float8", rule))
+            rules.append(("convert", "float8", rule))
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         rule = f"matches no linear layer. There are: {', '.join(linear) or 'none'}."
         patterns = () if self.exclude == "auto" else self.exclude
-        found += [("convert.exclude", glob, rule) for glob in patterns if not any(fnmatchcase(n, glob) for n in linear)]
+        rules += [("convert.exclude", glob, rule) for glob in patterns if not any(fnmatchcase(n, glob) for n in linear)]
         if not self.layers(model, output=output):
             rule = (
                 f"converts no layer: the model has no linear layer whose dims are multiples of {MULTIPLE}, besides "
                 "those of convert.exclude. Use convert=none."
             )
-            found.append(("convert", "float8", rule))
-        return [Problem(key=key, value=value, rule=rule) for key, value, rule in found]
+            rules.append(("convert", "float8", rule))
+        return [Problem(key=key, value=value, rule=rule) for key, value, rule in rules]
 
     def convert(self, model: nn.Module, *, output: str | None) -> nn.Module:
         """Replace layers in place; parameters and names stay.
@@ -118,12 +118,12 @@ class Float8:
         return model
 
 
-def _lacking(device: str) -> str | None:
+def _unsupported(device: str) -> str | None:
     """Return the name of a device that has no units for float8; None if it has them or is not on this host."""
     kind, _, number = device.partition(":")
     if kind != "cuda":
         return f"the {kind.upper()}"
-    place = int(number or 0)
-    if place >= torch.cuda.device_count() or torch.cuda.get_device_capability(place) >= (8, 9):
+    index = int(number or 0)
+    if index >= torch.cuda.device_count() or torch.cuda.get_device_capability(index) >= (8, 9):
         return None
-    return torch.cuda.get_device_name(place)
+    return torch.cuda.get_device_name(index)

@@ -49,8 +49,8 @@ class Ensemble(nn.Module):
 
     def spread(self, devices: Sequence[torch.device]) -> Self:
         """Put each member on a device, in turn, repeating devices if there are fewer; return the ensemble itself."""
-        for place, member in enumerate(self.members):
-            member.to(devices[place % len(devices)])
+        for index, member in enumerate(self.members):
+            member.to(devices[index % len(devices)])
         return self
 
     def forward(self, inputs: Any) -> Tensor:
@@ -70,5 +70,5 @@ def _moved(inputs: Any, param: Tensor | None) -> Any:
     if param is None:
         return inputs
     device = param.device
-    beside = device.type != "cpu"  # torch returns from an asynchronous copy to the host before its numbers have arrived
-    return tree_map(lambda value: value.to(device, non_blocking=beside) if isinstance(value, Tensor) else value, inputs)
+    is_gpu = device.type != "cpu"  # torch returns from an asynchronous copy to the host before its numbers have arrived
+    return tree_map(lambda value: value.to(device, non_blocking=is_gpu) if isinstance(value, Tensor) else value, inputs)

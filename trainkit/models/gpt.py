@@ -154,8 +154,8 @@ class Gpt(nn.Module):
         """
         start = cache.length
         hidden = self.embed(tokens, start)
-        for place, block in enumerate(self.blocks):
-            hidden = block(hidden, cache, place)
+        for index, block in enumerate(self.blocks):
+            hidden = block(hidden, cache, index)
         cache.length = start + tokens.shape[1]
         scores: Tensor = self.head(hidden)
         return scores
@@ -185,17 +185,17 @@ class KeyValueCache:
         """Number of cached tokens."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def append(self, place: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append (samples, heads, length, size) keys and values of a layer; return those of all tokens, as views."""
         samples, heads, length, size = keys.shape
-        if place not in self._layers:
+        if index not in self._layers:
             shape = (samples, heads, self.context, size)
-            self._layers[place] = (keys.new_empty(shape), values.new_empty(shape))
+            self._layers[index] = (keys.new_empty(shape), values.new_empty(shape))
         end = self.length + length
-        for held, new in zip(self._layers[place], (keys, values), strict=True):
-            held[:, :, self.length : end] = new
-        held_keys, held_values = self._layers[place]
-        return held_keys[:, :, :end], held_values[:, :, :end]
+        for cached, new in zip(self._layers[index], (keys, values), strict=True):
+            cached[:, :, self.length : end] = new
+        cached_keys, cached_values = self._layers[index]
+        return cached_keys[:, :, :end], cached_values[:, :, :end]
 
 
 class _Embedding(nn.Module):
@@ -232,8 +232,8 @@ class _Block(nn.Module):
         self.mlp = _Mlp(width, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, hidden: Tensor, cache: KeyValueCache | None = None, place: int = 0) -> Tensor:
-        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), cache, place))
+    def forward(self, hidden: Tensor, cache: KeyValueCache | None = None, index: int = 0) -> Tensor:
+        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), cache, index))
         added: Tensor = self.dropout(self.mlp(self.mlp_norm(hidden)))
         return hidden + added
 
@@ -261,7 +261,7 @@ class _Attention(nn.Module):
         """Compute attention of the positions of this rank over those of all."""
         self._cut = cut
 
-    def forward(self, hidden: Tensor, cache: KeyValueCache | None = None, place: int = 0) -> Tensor:
+    def forward(self, hidden: Tensor, cache: KeyValueCache | None = None, index: int = 0) -> Tensor:
         joined = self.queries_keys_values(hidden)
         # rows are ordered by head, so that a rank's part consists of whole heads, possibly fewer than all
         queries, keys, values = joined.unflatten(-1, (-1, 3, self.head_size)).permute(3, 0, 2, 1, 4)
@@ -272,10 +272,10 @@ class _Attention(nn.Module):
             else:
                 mixed = _attend(queries, keys, values, dropout=rate, cut=self._cut_dropout)
         else:  # new tokens see the cached ones, and those before each
-            keys, values = cache.append(place, keys, values)
+            keys, values = cache.append(index, keys, values)
             length, total = queries.shape[2], keys.shape[2]
-            seen = torch.ones(length, total, dtype=torch.bool, device=hidden.device).tril(total - length)
-            mixed = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=seen)
+            mask = torch.ones(length, total, dtype=torch.bool, device=hidden.device).tril(total - length)
+            mixed = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
         projected: Tensor = self.project(mixed.transpose(1, 2).flatten(2))
         return projected
 

@@ -67,12 +67,12 @@ class Mlp(nn.Module):
             >>> Mlp(in_features=64, hidden=[128], out_features=10).tensor_plan(2)
             {'layers.0': 'colwise', 'layers.2': 'rowwise'}
         """
-        linear = [f"layers.{place}" for place, layer in enumerate(self.layers) if isinstance(layer, nn.Linear)]
+        linear = [f"layers.{index}" for index, layer in enumerate(self.layers) if isinstance(layer, nn.Linear)]
         if any(isinstance(layer, nn.BatchNorm1d) for layer in self.layers):
             return dict.fromkeys(linear[:-1], "colwise_gathered")
         pairs = dict(zip(linear[::2], linear[1::2], strict=False))
         plan = {name: style for pair in pairs.items() for name, style in zip(pair, ("colwise", "rowwise"), strict=True)}
-        drop = [f"layers.{place}" for place, layer in enumerate(self.layers) if isinstance(layer, nn.Dropout)]
+        drop = [f"layers.{index}" for index, layer in enumerate(self.layers) if isinstance(layer, nn.Dropout)]
         return plan | dict.fromkeys(drop[: 2 * len(pairs) : 2], "dropout")  # after the first layer of each pair
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -29,35 +29,35 @@ RULES: Final[Mapping[str, tuple[type, str, Callable[[Any], bool]]]] = {
 """Setting -> its kind, the rule, and whether a number of this kind fits it."""
 
 
-def broken_settings(given: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+def broken_settings(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield name and rule of each setting that does not fit, or has no effect beside the others.
 
     Args:
-        given: the settings that were given, by name.
+        settings: the settings that were given, by name.
 
     Example:
         >>> list(broken_settings({"temperature": -1.0, "top_k": 3}))
         [('temperature', 'must be a number, 0 or more.')]
     """
-    yield from out_of_range(given)
-    if temperature_of(given) == 0:
+    yield from out_of_range(settings)
+    if temperature_of(settings) == 0:
         remedy = advice("--temperature 0.8", "temperature=0.8")
         for name in ("top_k", "top_p", "seed"):
-            if name in given:
+            if name in settings:
                 yield name, f"has no effect: the most likely token is chosen. Add {remedy}."
 
 
-def out_of_range(given: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+def out_of_range(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield name and rule of each setting that does not fit by itself."""
     for name, (kind, rule, fits) in RULES.items():
-        value = given.get(name, 1)
+        value = settings.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
             yield name, f"must be {rule}."
 
 
-def temperature_of(given: Mapping[str, Any]) -> Any:
+def temperature_of(settings: Mapping[str, Any]) -> Any:
     """Return the temperature: 1 if only the tokens to draw from are given, 0 if nothing is."""
-    return given.get("temperature", 1.0 if given.keys() & {"top_k", "top_p"} else 0.0)
+    return settings.get("temperature", 1.0 if settings.keys() & {"top_k", "top_p"} else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +79,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Refuse values out of their range: a negative temperature would draw the least likely tokens."""
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        if problems := [Problem(key=name, value=given[name], rule=rule) for name, rule in out_of_range(given)]:
+        settings = {name: value for name, value in vars(self).items() if value is not None}
+        if problems := [Problem(key=name, value=settings[name], rule=rule) for name, rule in out_of_range(settings)]:
             raise ConfigError(problems)
 
     def choose(self, scores: Tensor, generator: Generator | None = None) -> Tensor:
