@@ -164,7 +164,7 @@ def test_of_more_than_200_metrics_the_first_200_are_kept() -> None:
     rows = LoggedRows()
     for step in (1, 2):
         rows.add(json.dumps({"step": step, **{f"train/{number}": step for number in range(203)}}).encode())
-    assert [rows.curves[f"train/{number}"].seen for number in range(200)] == [2] * 200
+    assert [rows.curves[f"train/{number}"].num_points for number in range(200)] == [2] * 200
     assert (len(rows.curves), rows.left_out) == (200, {"train/200", "train/201", "train/202"})
 
 

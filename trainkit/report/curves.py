@@ -39,15 +39,15 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
     """
     if len(points) <= most:
         return list(points)
-    first, span, kept = points[0][0], points[-1][0] - points[0][0] + 1, list[Point]()
+    first, span, chosen = points[0][0], points[-1][0] - points[0][0] + 1, list[Point]()
     for _, part in itertools.groupby(points, lambda point: (point[0] - first) * (most // 4) // span):
         bucket = list(part)
-        finite = [(value, -place) for place, (_, value) in enumerate(bucket) if value is not None]
-        gap = next((place for place, (_, value) in enumerate(bucket) if value is None), None)
+        finite = [(value, -index) for index, (_, value) in enumerate(bucket) if value is not None]
+        gap = next((index for index, (_, value) in enumerate(bucket) if value is None), None)
         ends = [-min(finite)[1], -max(finite)[1]] if finite else []
-        places = {*ends, len(bucket) - 1, *([] if gap is None else [gap])}
-        kept += [bucket[place] for place in sorted(places)]
-    return kept
+        indices = {*ends, len(bucket) - 1, *([] if gap is None else [gap])}
+        chosen += [bucket[index] for index in sorted(indices)]
+    return chosen
 
 
 @dataclass(slots=True)
@@ -58,37 +58,37 @@ class Curve:
         >>> curve = Curve()
         >>> for step in range(5):
         ...     curve.add(step, step / 2)
-        >>> curve.points()[-1], curve.seen
+        >>> curve.points()[-1], curve.num_points
         ((4, 2.0), 5)
     """
 
-    seen: int = 0
+    num_points: int = 0
     """Points that were added."""
-    _kept: list[Point] = field(default_factory=list)
+    _points: list[Point] = field(default_factory=list)
 
     @property
     def last(self) -> float | None:
         """The newest value."""
-        return self._kept[-1][1] if self._kept else None
+        return self._points[-1][1] if self._points else None
 
     def add(self, step: int, value: float | None) -> None:
         """Add a point; None stands for a value that is not finite."""
-        self.seen += 1
-        self._kept.append((step, value))
-        if len(self._kept) > 2 * MAX_POINTS:
-            self._kept = thinned(self._kept, MAX_POINTS)
+        self.num_points += 1
+        self._points.append((step, value))
+        if len(self._points) > 2 * MAX_POINTS:
+            self._points = thinned(self._points, MAX_POINTS)
 
     def points(self, most: int = MAX_POINTS) -> list[Point]:
         """Return the points to show, at most `most`."""
-        return thinned(self._kept, most)
+        return thinned(self._points, most)
 
 
-def compact_curve(points: Sequence[Point], seen: int) -> dict[str, Any]:
+def compact_curve(points: Sequence[Point], num_points: int) -> dict[str, Any]:
     """Return a curve for a page: its steps as differences, its values with 7 significant digits.
 
     Args:
         points: step and value of each point, in order.
-        seen: number of points before any were left out.
+        num_points: number of points before any were left out.
 
     Example:
         >>> compact_curve([(10, 0.5), (20, 0.25), (30, None)], 3)
@@ -98,8 +98,8 @@ def compact_curve(points: Sequence[Point], seen: int) -> dict[str, Any]:
     between = [later - earlier for earlier, later in itertools.pairwise(steps)]
     values = column([value for _, value in points])
     if steps and len(set(between)) <= 1:
-        return {"seen": seen, "every": [steps[0], between[0] if between else 1, len(steps)], "y": values}
-    return {"seen": seen, "dx": [*steps[:1], *between], "y": values}
+        return {"seen": num_points, "every": [steps[0], between[0] if between else 1, len(steps)], "y": values}
+    return {"seen": num_points, "dx": [*steps[:1], *between], "y": values}
 
 
 def column(values: Sequence[float | None], *, digits: int = 7) -> list[float | int | None]:
@@ -147,9 +147,9 @@ class LoggedRows:
             if len(self.evaluations) < _MAX_MARKS:
                 self.evaluations.append(step)
         for name, value in row.items():
-            found = number(value)
-            if name not in _POSITION and (found is not None or value is None):
-                self._add_to(name, step, found)
+            figure = number(value)
+            if name not in _POSITION and (figure is not None or value is None):
+                self._add_to(name, step, figure)
 
     def _add_to(self, name: str, step: int, value: float | None) -> None:
         curve = self.curves.get(name) or self.curves.get(name[:_MAX_NAME])
@@ -230,9 +230,9 @@ class MetricsReader:
         if self._file.begins_again():
             self.rows = LoggedRows()
         try:
-            for place, line in enumerate(self._file.new(), start=1):
+            for index, line in enumerate(self._file.new(), start=1):
                 self.rows.add(line)
-                if place % _ROWS_AT_ONCE == 0:
+                if index % _ROWS_AT_ONCE == 0:
                     self._rest()
         except UnreadableError:
             self.rows.malformed += 1

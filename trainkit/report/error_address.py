@@ -65,12 +65,12 @@ def error_document(error: TrainkitError) -> ErrorDocument:
         message=str(error),
         problems=[
             ToldProblem(
-                key=one.key,
-                value=None if one.value is MISSING else yaml_text(one.shown_value),
-                rule=one.rule,
-                origin=one.origin,
+                key=problem.key,
+                value=None if problem.value is MISSING else yaml_text(problem.shown_value),
+                rule=problem.rule,
+                origin=problem.origin,
             )
-            for one in problems
+            for problem in problems
         ],
         sections=anchors(error),
     )
@@ -104,12 +104,12 @@ def section(name: str) -> str:
     Raises:
         ConfigError: there is none of this name.
     """
-    found = sections()
-    if name not in found:
-        near = closest(name, found)
+    texts = sections()
+    if name not in texts:
+        near = closest(name, texts)
         hint = f"Did you mean {PREFIX}.{near}?" if near else f"trainkit explain {PREFIX} lists them."
         raise ConfigError([Problem(key=f"{PREFIX}.{name}", rule=f"no such section. {hint}", origin="command line")])
-    return found[name]
+    return texts[name]
 
 
 def anchor_of_title(title: str) -> str:

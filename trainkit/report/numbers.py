@@ -119,4 +119,4 @@ def evenly(items: Sequence[T], most: int) -> list[T]:
     """
     if len(items) <= most:
         return list(items)
-    return [items[round(place * (len(items) - 1) / max(most - 1, 1))] for place in range(most)]
+    return [items[round(index * (len(items) - 1) / max(most - 1, 1))] for index in range(most)]

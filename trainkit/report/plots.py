@@ -62,7 +62,7 @@ class Panel:
             marker = "o" if len(line) <= 40 else ""
             values = [math.nan if value is None else value for _, value in line]
             axes.plot(
-                [place for place, _ in line],
+                [x for x, _ in line],
                 values,
                 color=colour,
                 linewidth=1.6,
@@ -70,9 +70,9 @@ class Panel:
                 marker=marker,
                 markersize=3.5,
             )
-        for (label, at), colour in zip(self.marks.items(), (ORANGE, INK), strict=False):
-            if at is not None:
-                axes.axvline(at, color=colour, linewidth=1.2, linestyle="--", label=label)
+        for (label, position), colour in zip(self.marks.items(), (ORANGE, INK), strict=False):
+            if position is not None:
+                axes.axvline(position, color=colour, linewidth=1.2, linestyle="--", label=label)
         ends = [0.0] * len(self.rows)
         for (label, widths), colour in zip(self.bars.items(), cycle(_COLOURS), strict=False):
             axes.barh(range(len(ends)), widths, left=ends, height=0.55, color=colour, label=label)
@@ -134,10 +134,10 @@ def draw_rates(path: Path, *, title: str, rates: Mapping[str, Line]) -> None:
 
 def draw_bench(path: Path, *, title: str, choices: Sequence[Mapping[str, Any]]) -> None:
     """Draw the speed of the choices that were measured, and the parts of a step."""
-    choices = [one for one in choices if one["samples_per_s"] is not None]
-    rows = [one["label"] if len(one["label"]) <= 44 else f"{one['label'][:43]}…" for one in choices]
-    speeds = {"samples/s": [one["samples_per_s"]["median"] for one in choices]}
-    parts = {name: [1e3 * one["parts_s"][name]["median"] for one in choices] for name in choices[0]["parts_s"]}
+    choices = [choice for choice in choices if choice["samples_per_s"] is not None]
+    rows = [choice["label"] if len(choice["label"]) <= 44 else f"{choice['label'][:43]}…" for choice in choices]
+    speeds = {"samples/s": [choice["samples_per_s"]["median"] for choice in choices]}
+    parts = {name: [1e3 * choice["parts_s"][name]["median"] for choice in choices] for name in choices[0]["parts_s"]}
     panels = [Panel(x="samples/s", rows=rows, bars=speeds), Panel(x="milliseconds a step", rows=rows, bars=parts)]
     draw(path, title=title, panels=panels)
 
@@ -154,8 +154,8 @@ def draw_range(
 
     The axis of the loss ends at twice the fall of the loss above its minimum, so a diverging loss leaves the plot.
     """
-    found = {"steepest": steepest, "a tenth of the minimum's rate": tenth_of_minimum}
-    marks = {f"{name}: {figure(one['lr'])}": one["lr"] for name, one in found.items() if one is not None}
+    rates = {"steepest": steepest, "a tenth of the minimum's rate": tenth_of_minimum}
+    marks = {f"{name}: {figure(rate['lr'])}": rate["lr"] for name, rate in rates.items() if rate is not None}
     lines = {name: [(point["lr"], point[name]) for point in points] for name in ("smoothed", "loss")}
     limits: tuple[float | None, float | None] = (None, None)
     if finite := [value for _, value in lines["smoothed"] if math.isfinite(value)]:
@@ -178,21 +178,21 @@ def draw_scale(
     """Draw speed-up, efficiency and cost over the replicas, with a line at the knee."""
 
     def over(value: Any) -> list[tuple[float, float]]:
-        return [(one["replicas"], value(one)) for one in predictions]
+        return [(point["replicas"], value(point)) for point in predictions]
 
-    one_s = {one["replicas"]: one["speedup"]["middle"] * one["step_s"] for one in predictions}
+    alone_s = {point["replicas"]: point["speedup"]["middle"] * point["step_s"] for point in predictions}
     speeds = {
-        "predicted": over(lambda one: one["speedup"]["middle"]),
-        "measured": [(one["replicas"], one_s[one["replicas"]] / one["measured_s"]) for one in checks],
-        "lowest": over(lambda one: one["speedup"]["low"]),
-        "highest": over(lambda one: one["speedup"]["high"]),
-        "each as much as the first": over(lambda one: one["replicas"]),
+        "predicted": over(lambda point: point["speedup"]["middle"]),
+        "measured": [(check["replicas"], alone_s[check["replicas"]] / check["measured_s"]) for check in checks],
+        "lowest": over(lambda point: point["speedup"]["low"]),
+        "highest": over(lambda point: point["speedup"]["high"]),
+        "each as much as the first": over(lambda point: point["replicas"]),
     }
     marks = {"knee": None if knee is None else knee["middle"]}
     panels = [Panel(x="replicas", y="speed-up", lines=speeds, marks=marks, log="xy")]
     for key, label in (("efficiency", "efficiency"), ("cost_per_million", "cost of a million samples")):
-        if None not in (values := [one[key] for one in predictions]):
-            line = {label: over(lambda one, key=key: one[key])}
+        if None not in (values := [point[key] for point in predictions]):
+            line = {label: over(lambda point, key=key: point[key])}
             limits = (0.0, 1.05 * max(values))
             panels.append(Panel(x="replicas", y=label, lines=line, marks=marks, log="x", limits=limits))
     draw(path, title=title, panels=panels)

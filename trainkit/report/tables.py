@@ -122,7 +122,7 @@ def _closing_rows(result: Mapping[str, Any], folder: Path) -> Iterator[tuple[str
     if skipped := len(result.get("skipped_steps") or ()) + int(result.get("skipped_steps_not_listed", 0)):
         steps = "1 step was" if skipped == 1 else f"{skipped:,} steps were"
         yield "skipped", f"{steps} left out, not finite: skipped_steps in result.json"
-    if kinds := [one.get("kind") for one in result.get("restarts") or ()]:
+    if kinds := [restart.get("kind") for restart in result.get("restarts") or ()]:
         counts = [(kinds.count(kind), words) for kind, words in _RESTARTS.items() if kind in kinds]
         parts = [f"{count:,} {words[count != 1]}" for count, words in counts]
         more = int(result.get("restarts_not_listed", 0))
@@ -133,12 +133,12 @@ def _closing_rows(result: Mapping[str, Any], folder: Path) -> Iterator[tuple[str
         yield "model", f"{Path(result['model']) / 'model.safetensors'}  {wrote}"
     else:
         yield "model", str(result.get("model_note") or "")
-    beside = result.get("evaluator") or {"status": "finished"}
-    left = beside.get("not_evaluated") or ()
-    if beside.get("status") != "finished" or left:
-        why = f"{': ' * bool(beside.get('reason'))}{beside.get('reason') or ''}"
-        missing = f"; not evaluated, and not considered for best: {', '.join(left)}" if left else ""
-        yield "evaluator", f"{beside.get('status')}{why}{missing}"
+    evaluator = result.get("evaluator") or {"status": "finished"}
+    unevaluated = evaluator.get("not_evaluated") or ()
+    if evaluator.get("status") != "finished" or unevaluated:
+        why = f"{': ' * bool(evaluator.get('reason'))}{evaluator.get('reason') or ''}"
+        missing = f"; not evaluated, and not considered for best: {', '.join(unevaluated)}" if unevaluated else ""
+        yield "evaluator", f"{evaluator.get('status')}{why}{missing}"
     yield "folder", str(folder)
     yield "page", str(folder / "report.html") if result.get("page") else ""
     if (folder / "tensorboard").is_dir():

@@ -47,16 +47,16 @@ def one_screen(text: str, limit: int) -> str:
     frames, room = [lines[start:stop] for start, stop in pairwise([*starts, end])], limit - len(message)
     of_libraries = [is_library(_FRAME.sub(r"\1", frame[0])) for frame in frames]
     # Frames of libraries go first, from the outermost on, then the others; the innermost never.
-    for place in sorted(range(len(frames) - _LAST_FRAMES), key=lambda place: not of_libraries[place]):
+    for index in sorted(range(len(frames) - _LAST_FRAMES), key=lambda index: not of_libraries[index]):
         if starts[0] + sum(map(len, frames)) + 1 <= room:
             break
-        frames[place] = []
-    found = lines[: starts[0]]
+        frames[index] = []
+    result = lines[: starts[0]]
     for is_kept, group in groupby(frames, key=bool):
         shown = [*group]
         cut = [f"  ... {len(shown)} frame{'' if len(shown) == 1 else 's'} ..."]
-        found += [line for frame in shown for line in frame] if is_kept else cut
-    return "\n".join([*(found if all(frames) else _middle_cut(found, room)), *message])
+        result += [line for frame in shown for line in frame] if is_kept else cut
+    return "\n".join([*(result if all(frames) else _middle_cut(result, room)), *message])
 
 
 def _middle_cut(lines: Sequence[str], limit: int) -> list[str]:

@@ -71,14 +71,14 @@ class Comparison:
 def comparison_page(comparison: Comparison) -> str:
     """Return the page, with the best 1,000 runs by the metric, and the curves of the best 200."""
     runs, goal = comparison.runs, comparison.goal
-    best = sorted(range(len(runs)), key=lambda place: _rank(runs[place], goal))
-    kept, drawn = sorted(best[:_MOST_RUNS]), {*best[:_MOST_DRAWN]}
-    shown = [(at, runs[place].rows) for at, place in enumerate(kept) if place in drawn]
-    data = cleaned(_document(comparison, kept))
+    best = sorted(range(len(runs)), key=lambda index: _rank(runs[index], goal))
+    chosen, drawn = sorted(best[:_MOST_RUNS]), {*best[:_MOST_DRAWN]}
+    shown = [(number, runs[index].rows) for number, index in enumerate(chosen) if index in drawn]
+    data = cleaned(_document(comparison, chosen))
     data["curves"] = [
         {
             "name": cleaned(name),
-            "runs": [{"run": at, **_curve(rows, name)} for at, rows in shown if name in rows.curves],
+            "runs": [{"run": number, **_curve(rows, name)} for number, rows in shown if name in rows.curves],
         }
         for name in _names(comparison)
     ]
@@ -94,15 +94,15 @@ def _rank(run: ComparedRun, goal: MonitoredMetric) -> tuple[bool, bool, float]:
 def _notes(comparison: Comparison) -> Iterator[str]:
     yield from comparison.notes
     number_of, metric = len(comparison.runs), comparison.goal.metric
-    for most, what in ((_MOST_RUNS, "only"), (_MOST_DRAWN, "the curves of")):
+    for most, subject in ((_MOST_RUNS, "only"), (_MOST_DRAWN, "the curves of")):
         if number_of > most:
-            yield f"Of {number_of:,} runs, {what} the {most:,} best by {metric} are shown."
+            yield f"Of {number_of:,} runs, {subject} the {most:,} best by {metric} are shown."
 
 
-def _document(comparison: Comparison, kept: Sequence[int]) -> dict[str, Any]:
-    """Return the content of the page without its curves, of the runs at the indices `kept`."""
-    ordered = sorted(comparison.differences, key=lambda one: _ORDER.index(one.tag))
-    tags = {one.key: one.tag for one in ordered}
+def _document(comparison: Comparison, chosen: Sequence[int]) -> dict[str, Any]:
+    """Return the content of the page without its curves, of the runs at the indices `chosen`."""
+    ordered = sorted(comparison.differences, key=lambda difference: _ORDER.index(difference.tag))
+    tags = {difference.key: difference.tag for difference in ordered}
     return {
         "version": 1,
         "kind": "sweep" if comparison.is_sweep else "comparison",
@@ -112,11 +112,11 @@ def _document(comparison: Comparison, kept: Sequence[int]) -> dict[str, Any]:
         "goal": asdict(comparison.goal),
         "columns": [*tags],
         "differences": [
-            {"key": one.key, "tag": one.tag, "values": [one.values[place] for place in kept]}
-            for one in ([] if comparison.is_sweep else ordered)
+            {"key": difference.key, "tag": difference.tag, "values": [difference.values[index] for index in chosen]}
+            for difference in ([] if comparison.is_sweep else ordered)
         ],
         "tags": tags,
-        "runs": [_run(comparison.runs[place], comparison.goal, tags) for place in kept],
+        "runs": [_run(comparison.runs[index], comparison.goal, tags) for index in chosen],
         "notes": [*_notes(comparison)],
     }
 
@@ -136,7 +136,7 @@ def sentence(comparison: Comparison) -> str:
     runs = comparison.runs
     names = f"{runs[0].name} and {runs[1].name}" if len(runs) == 2 else None
     whole = names or f"{'The' if comparison.is_sweep else 'These'} {len(runs)} runs"
-    matter = sum(one.tag == Tag.maths.value for one in comparison.differences)
+    matter = sum(difference.tag == Tag.maths.value for difference in comparison.differences)
     if not comparison.differences:
         return f"{whole} differ in no key."
     if not matter:
@@ -144,44 +144,44 @@ def sentence(comparison: Comparison) -> str:
     return f"{whole} differ in {matter} key{'' if matter == 1 else 's'} that can change the result."
 
 
-def _run(one: ComparedRun, goal: MonitoredMetric, columns: Mapping[str, str]) -> dict[str, Any]:
+def _run(run: ComparedRun, goal: MonitoredMetric, columns: Mapping[str, str]) -> dict[str, Any]:
     return {
-        **{name: getattr(one, name) for name in ("name", "folder", "status", "command", "steps")},
-        "faded": one.is_faded,
-        "value": number(one.metrics.get(goal.metric)),
-        "seconds": number(one.seconds),
-        "usd_s": number(one.usd_s),
-        "settings": {key: value for key, value in one.settings.items() if key in columns},
+        **{name: getattr(run, name) for name in ("name", "folder", "status", "command", "steps")},
+        "faded": run.is_faded,
+        "value": number(run.metrics.get(goal.metric)),
+        "seconds": number(run.seconds),
+        "usd_s": number(run.usd_s),
+        "settings": {key: value for key, value in run.settings.items() if key in columns},
     }
 
 
 def _names(comparison: Comparison) -> list[str]:
     """Return the metrics whose curves are shown, the monitored one and the losses first."""
     goal = comparison.goal.metric
-    known = dict.fromkeys(name for run in comparison.runs for name in run.rows.curves)
+    names = dict.fromkeys(name for run in comparison.runs for name in run.rows.curves)
     if len(comparison.runs) > _FEW:
-        known = {name: None for name in known if name in (goal, "train/loss")}
-    return sorted(known, key=lambda name: (name != goal, "loss" not in name))[:_MOST_METRICS]
+        names = {name: None for name in names if name in (goal, "train/loss")}
+    return sorted(names, key=lambda name: (name != goal, "loss" not in name))[:_MOST_METRICS]
 
 
 def _curve(rows: LoggedRows, name: str) -> dict[str, Any]:
     curve = rows.curves[name]
     points = curve.points(_POINTS)
-    found = compact_curve(points, curve.seen)
+    compact = compact_curve(points, curve.num_points)
     for unit, clock in rows.clock.items():
-        found[unit] = column(_along(points, clock.points()), digits=6)
-    return found
+        compact[unit] = column(_interpolated(points, clock.points()), digits=6)
+    return compact
 
 
-def _along(points: Sequence[Point], clock: Sequence[Point]) -> list[float]:
+def _interpolated(points: Sequence[Point], clock: Sequence[Point]) -> list[float]:
     """Return the reading of a clock at each point, interpolated between the rows that have one."""
-    found, at = [], 0
+    readings, index = [], 0
     for step, _ in points:
-        while at + 1 < len(clock) and clock[at + 1][0] <= step:
-            at += 1
-        here, value = clock[at][0], clock[at][1] or 0.0
-        if at + 1 < len(clock) and clock[at + 1][0] > here:
-            ahead, later = clock[at + 1][0], clock[at + 1][1] or 0.0
-            value += (later - value) * min(1.0, max(0.0, (step - here) / (ahead - here)))
-        found.append(value)
-    return found
+        while index + 1 < len(clock) and clock[index + 1][0] <= step:
+            index += 1
+        start, value = clock[index][0], clock[index][1] or 0.0
+        if index + 1 < len(clock) and clock[index + 1][0] > start:
+            end, later = clock[index + 1][0], clock[index + 1][1] or 0.0
+            value += (later - value) * min(1.0, max(0.0, (step - start) / (end - start)))
+        readings.append(value)
+    return readings

@@ -26,13 +26,13 @@ def ledger_page(rows: Sequence[PairedComparison], title: str) -> str:
     """
     kinds = Counter(row["answer"] if row["answer"] in ("better", "worse") else "undecided or equal" for row in rows)
     trained = duration(sum(number(row["seconds"]) or 0.0 for row in rows))
-    told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     data = {
         "version": 1,
         "kind": "ledger",
         "title": title,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "sentence": f"{len(rows):,} comparison{'' if len(rows) == 1 else 's'}: {told}. Their runs trained {trained}.",
+        "sentence": f"{len(rows):,} comparison{'' if len(rows) == 1 else 's'}: {counts}. Their runs trained {trained}.",
         "notes": [f"Only the newest {_MOST:,} are shown."] if len(rows) > _MOST else [],
         "rows": rows[: -_MOST - 1 : -1],
     }

@@ -71,15 +71,15 @@ def cleaned(data: Any, most: int = _LONGEST) -> Any:
     if isinstance(data, Mapping):
         return {cleaned(key, most): cleaned(value, most) for key, value in data.items()}
     if isinstance(data, list | tuple):
-        return [cleaned(one, most) for one in data]
+        return [cleaned(item, most) for item in data]
     if not isinstance(data, str) or data.startswith(_PICTURE):
         return data
     text = mask(data)
-    kept = text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
-    return kept if kept.isprintable() else "".join(map(_shown, kept))
+    shortened = text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+    return shortened if shortened.isprintable() else "".join(map(_printable, shortened))
 
 
-def _shown(one: str) -> str:
+def _printable(char: str) -> str:
     """Return a character, or a question mark; one that changes the direction of text stays."""
-    is_bidi = "\u200e" <= one <= "\u200f" or "\u202a" <= one <= "\u202e" or "\u2066" <= one <= "\u2069"
-    return one if one.isprintable() or one == "\n" or is_bidi else "?"
+    is_bidi = "\u200e" <= char <= "\u200f" or "\u202a" <= char <= "\u202e" or "\u2066" <= char <= "\u2069"
+    return char if char.isprintable() or char == "\n" or is_bidi else "?"

@@ -100,8 +100,8 @@ class RunFiles:
                 restarts = list(_maps_in(itertools.islice(read_lines(folder / "restarts.jsonl"), _MOST_LINES)))
         saved: list[int | None] = []
         with suppress(OSError):
-            places = itertools.islice((folder / "checkpoints").iterdir(), _MOST_FOLDERS)
-            saved += [_step_in(path.name) for path in places if (path / "manifest.json").is_file()]
+            paths = itertools.islice((folder / "checkpoints").iterdir(), _MOST_FOLDERS)
+            saved += [_step_in(path.name) for path in paths if (path / "manifest.json").is_file()]
         return cls(
             folder=folder,
             result=result,
@@ -118,11 +118,11 @@ class RunFiles:
 
 def _sound(items: Iterable[Any], kinds: Mapping[str, Kind]) -> list[dict[str, Any]]:
     """Return the items that are maps with keys of these kinds."""
-    found = []
-    for one in items:
+    maps = []
+    for item in items:
         with suppress(ValueError):
-            found.append(expect_map(one, kinds))
-    return found
+            maps.append(expect_map(item, kinds))
+    return maps
 
 
 def _maps_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
@@ -215,7 +215,7 @@ def run_page(facts: RunFacts) -> str:
     data = cleaned(run_document(facts))
     data["result"] = cleaned(list(flattened(facts.files.result)), _LONGEST_VALUE)
     data["curves"] = [
-        {"name": cleaned(name), **compact_curve(curve.points(), curve.seen)}
+        {"name": cleaned(name), **compact_curve(curve.points(), curve.num_points)}
         for name, curve in sorted(facts.rows.curves.items(), key=place)
     ]
     return make_page(data, scripts=SCRIPTS, refresh_s=_REFRESH_S if _is_active(facts) else None)
@@ -228,7 +228,7 @@ def _is_active(facts: RunFacts) -> bool:
 def run_document(facts: RunFacts) -> dict[str, Any]:
     """Return the content of the page of a run without the curves and the values of `result.json`."""
     files, cfg = facts.files, facts.cfg
-    environment = {key: one for key, one in files.environment.items() if key not in ("argv", "notes", "begun")}
+    environment = {key: value for key, value in files.environment.items() if key not in ("argv", "notes", "begun")}
     return {
         "version": 1,
         "kind": "run",
@@ -239,14 +239,14 @@ def run_document(facts: RunFacts) -> dict[str, Any]:
         "verdict": _verdict(facts),
         "best": _best(facts),
         "commands": list(_commands(files)),
-        "trust": [dict(zip(("name", "value", "detail", "good"), one, strict=True)) for one in _trust(facts)],
+        "trust": [dict(zip(("name", "value", "detail", "good"), row, strict=True)) for row in _trust(facts)],
         "marks": list(_marks(facts)),
         "plan": list(_plan(files.result)),
         "time": _time(facts),
-        "ranks": [asdict(one) for one in facts.ranks],
+        "ranks": [asdict(rank) for rank in facts.ranks],
         "worst": _worst(files.folder / "evaluations"),
         "figures": figures_of(files.folder),
-        "settings": None if files.settings is None else [_setting(one) for one in files.settings],
+        "settings": None if files.settings is None else [_setting(setting) for setting in files.settings],
         "recipe": None if cfg is None else cfg.recipe,
         "environment": [[key, value.strip('"')] for key, value in flattened(environment)],
         "notes": list(_notes(facts)),
@@ -290,8 +290,8 @@ def _best(facts: RunFacts) -> dict[str, Any] | None:
 def _commands(files: RunFiles) -> Iterator[dict[str, str]]:
     """Yield the commands that repeat and continue the run."""
     resume = printed_command("resume", [files.folder]) if files.checkpoints else None
-    found = {"repeat": repeating_command(files.environment), "continue": files.result.get("resume") or resume}
-    yield from ({"what": what, "command": command} for what, command in found.items() if command)
+    commands = {"repeat": repeating_command(files.environment), "continue": files.result.get("resume") or resume}
+    yield from ({"what": what, "command": command} for what, command in commands.items() if command)
 
 
 def _marks(facts: RunFacts) -> Iterator[dict[str, Any]]:
@@ -307,12 +307,12 @@ def _marks(facts: RunFacts) -> Iterator[dict[str, Any]]:
         yield mark("evaluation", step)
     for step in files.continued_at[-_MOST_MARKS:]:
         yield mark("restart", step, "continued by another command")
-    for one in (files.rollbacks or [])[:_MOST_MARKS]:
-        yield mark("rollback", one["step"], f"trained again from step {one['checkpoint']}")
-    for one in files.restarts[:_MOST_MARKS]:
-        at = one.get("checkpoint") if one.get("step") is None else one.get("step")
-        if isinstance(at, int):
-            yield mark("restart", at, str(one.get("cause") or ""))
+    for event in (files.rollbacks or [])[:_MOST_MARKS]:
+        yield mark("rollback", event["step"], f"trained again from step {event['checkpoint']}")
+    for event in files.restarts[:_MOST_MARKS]:
+        start = event.get("checkpoint") if event.get("step") is None else event.get("step")
+        if isinstance(start, int):
+            yield mark("restart", start, str(event.get("cause") or ""))
 
 
 _PLANNED: Final = {"memory": "peak memory", "step_s": "time of a step", "bytes_a_step": "data sent in a step"}
@@ -324,9 +324,9 @@ def _plan(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     at_end, differs = (_sound([measured.get(key)], {}) or [{}] for key in ("at_end", "per_cent"))
     sources = {"planned": plan, "measured": measured, "at_end": at_end[0], "per_cent": differs[0]}
     for key, what in _PLANNED.items():
-        found = {name: number(source.get(key)) for name, source in sources.items()}
-        if any(value is not None for value in found.values()):
-            yield {"figure": key, "what": what, **found}
+        figures = {name: number(source.get(key)) for name, source in sources.items()}
+        if any(value is not None for value in figures.values()):
+            yield {"figure": key, "what": what, **figures}
 
 
 def _time(facts: RunFacts) -> dict[str, Any]:
@@ -340,7 +340,7 @@ def _time(facts: RunFacts) -> dict[str, Any]:
     parts = [{"name": "steps", "seconds": trained - waited}, {"name": "waiting for data", "seconds": waited}]
     exported, total = number(result.get("model_seconds")) or 0.0, number(result.get("seconds_total"))
     # Only the restart of a single other task does not end the process of rank 0, whose start `seconds_total` is of.
-    has_restarted = any(one.get("kind") != "alone" for one in files.restarts)
+    has_restarted = any(restart.get("kind") != "alone" for restart in files.restarts)
     if total is None or has_restarted:
         total = None if facts.lasted is None else facts.lasted - exported
     if not result:
@@ -352,8 +352,8 @@ def _time(facts: RunFacts) -> dict[str, Any]:
     elif total is None or total < trained:
         note = "The goodput is not known: the time of all its starts was not recorded."
     else:
-        rest = f"{'restarts, ' * has_restarted}start, evaluation and saving"
-        parts += [{"name": rest, "seconds": total - trained}, {"name": "writing the model", "seconds": exported}]
+        name = f"{'restarts, ' * has_restarted}start, evaluation and saving"
+        parts += [{"name": name, "seconds": total - trained}, {"name": "writing the model", "seconds": exported}]
         total += exported
         return {"parts": parts, "goodput": trained / total if total else None, "note": ""}
     return {"parts": parts, "goodput": None, "note": note}
@@ -362,25 +362,25 @@ def _time(facts: RunFacts) -> dict[str, Any]:
 def _worst(folder: Path) -> dict[str, Any] | None:
     """Return the first evaluation with a table of the worst samples."""
     with suppress(OSError):
-        for place in sorted(itertools.islice(folder.iterdir(), _MOST_FOLDERS)):
+        for path in sorted(itertools.islice(folder.iterdir(), _MOST_FOLDERS)):
             with suppress(UnreadableError, ValueError):
                 kinds: dict[str, Kind] = {"split": str, "checkpoint": str, "tables": dict}
-                found = read_map(place / "evaluation.json", kinds, limit=_LIMIT)
-                table = expect_map(found["tables"].get(f"{found['split']}/worst"), {"columns": list, "rows": list})
+                record = read_map(path / "evaluation.json", kinds, limit=_LIMIT)
+                table = expect_map(record["tables"].get(f"{record['split']}/worst"), {"columns": list, "rows": list})
                 rows = [row for row in table["rows"] if isinstance(row, list)][:32]
                 return {
-                    "what": f"split {found['split']}, checkpoint {found['checkpoint']}",
+                    "what": f"split {record['split']}, checkpoint {record['checkpoint']}",
                     "columns": list(map(str, table["columns"][:12])),
                     "rows": [list(map(str, row[:12])) for row in rows],
-                    "picture": _picture_at(place / "worst.png"),
+                    "picture": _picture_at(path / "worst.png"),
                 }
     return None
 
 
-def _setting(one: Mapping[str, Any]) -> dict[str, str]:
-    tag = one["tag"] if one["tag"] in ("maths", "placement", "speed", "cosmetic") else "maths"
-    texts = {name: _text(one[name]) for name in ("value", "recipe")}
-    return {"key": one["key"], **texts, "set_by": one["set_by"], "tag": tag}
+def _setting(setting: Mapping[str, Any]) -> dict[str, str]:
+    tag = setting["tag"] if setting["tag"] in ("maths", "placement", "speed", "cosmetic") else "maths"
+    texts = {name: _text(setting[name]) for name in ("value", "recipe")}
+    return {"key": setting["key"], **texts, "set_by": setting["set_by"], "tag": tag}
 
 
 def _notes(facts: RunFacts) -> Iterator[str]:
@@ -410,8 +410,8 @@ def flattened(content: Any, key: str = "") -> Iterator[list[str]]:
         for name, inner in content.items():
             yield from flattened(inner, f"{key}.{name}" if key else str(name))
     elif isinstance(content, list) and any(isinstance(item, Mapping | list) for item in content):
-        for place, inner in enumerate(content):
-            yield from flattened(inner, f"{key}[{place}]")
+        for index, inner in enumerate(content):
+            yield from flattened(inner, f"{key}[{index}]")
     else:
         yield [key, _text(content)]
 
@@ -448,7 +448,7 @@ def _trust(facts: RunFacts) -> Iterator[_Item]:
         same, numbers = proved.get("same_training"), str(proved.get("same_numbers"))
         detail = f"{proved.get('date')}: same training: {same or 'not asked'}; {proved.get('command')}"
         yield name, _AGREEMENTS.get(numbers, numbers), detail, numbers != "different" and same != "no"
-    kinds = Counter(str(one.get("kind")) for one in files.restarts)
+    kinds = Counter(str(restart.get("kind")) for restart in files.restarts)
     restarts = len(files.restarts) + (number(result.get("restarts_not_listed")) or 0)
     detail = ", ".join(f"{many} {kind}" for kind, many in kinds.items()) or "every task ran from its start to its end"
     yield "restarts", count(int(restarts)), detail, None if restarts else True
@@ -467,7 +467,7 @@ def _trust(facts: RunFacts) -> Iterator[_Item]:
         yield name, "0", f"no step was left out{again}", True
     else:
         more = number(result.get("skipped_steps_not_listed"))
-        lost = sum(one["num_samples"] for one in _sound(skipped, {"num_samples": int}))
+        lost = sum(step["num_samples"] for step in _sound(skipped, {"num_samples": int}))
         steps = f"of {count(len(skipped) + int(more or 0))} steps that were not finite (skipped_steps)"
         yield name, f"{'' if more is None else 'at least '}{count(lost)}", steps, False
 
@@ -489,10 +489,10 @@ def _reproducible(environment: Mapping[str, Any], cfg: RunConfig | None) -> tupl
     if cfg.numerics.reproducible:
         return "to the bit", "numerics.reproducible=true: sums have one order on any number of replicas", True
     # The notes of the command that began the run, and of the last one that continued it.
-    notes = [note for one in (environment.get("begun") or {}, environment) for note in _texts(one.get("notes"))]
+    notes = [note for record in (environment.get("begun") or {}, environment) for note in _texts(record.get("notes"))]
     for words, (value, more) in _CUTS.items():
-        if found := next((note for note in notes if words in note), None):
-            return value, f"{found}{more}", None
+        if reason := next((note for note in notes if words in note), None):
+            return value, f"{reason}{more}", None
     detail = "numerics.reproducible=false: another number of processes, threads or devices rounds differently"
     return "to rounding", detail, None
 
@@ -514,7 +514,7 @@ def figures_of(folder: Path) -> dict[str, Any]:
             matrices[split] = _matrix(row)
             if len(matrices) >= _MOST_SPLITS:
                 break
-    confusion = [{"split": split, **one} for split, one in matrices.items() if one is not None]
+    confusion = [{"split": split, **matrix} for split, matrix in matrices.items() if matrix is not None]
     return {"confusion": confusion, "samples": samples, "layers": _layers(folder / "histograms.jsonl")}
 
 
@@ -529,10 +529,10 @@ def _matrix(row: dict[str, Any]) -> dict[str, Any] | None:
         if len(counts[-1]) != len(rows):
             return None
     classes, size = list(map(str, columns[1:])), len(rows)
-    wrong = [(counts[at][to], at, to) for at in range(size) for to in range(size) if at != to and counts[at][to] > 0]
-    wrong.sort(key=lambda one: (-one[0], one[1], one[2]))
+    wrong = [(counts[i][j], i, j) for i in range(size) for j in range(size) if i != j and counts[i][j] > 0]
+    wrong.sort(key=lambda mistake: (-mistake[0], mistake[1], mistake[2]))
     totals = [sum(line) for line in counts]
-    hits, total = math.fsum(counts[at][at] for at in range(size)), math.fsum(totals)
+    hits, total = math.fsum(counts[i][i] for i in range(size)), math.fsum(totals)
     return {
         "step": number(row.get("step")),
         "right": hits / total if total else None,
@@ -541,8 +541,8 @@ def _matrix(row: dict[str, Any]) -> dict[str, Any] | None:
         "classes": classes if size <= _MOST_CLASSES else [],
         "counts": counts if size <= _MOST_CLASSES else [],
         "mistakes": [
-            {"class": classes[at], "guess": classes[to], "count": many, "share": many / totals[at]}
-            for many, at, to in wrong[:_MOST_MISTAKES]
+            {"class": classes[i], "guess": classes[j], "count": many, "share": many / totals[i]}
+            for many, i, j in wrong[:_MOST_MISTAKES]
         ],
     }
 
@@ -553,12 +553,12 @@ def _layers(path: Path) -> dict[str, Any] | None:
     if row is None:
         return None
     for kind in ("gradients", "activations", "weights"):
-        for name, one in itertools.islice(row[kind].items() if isinstance(row.get(kind), dict) else (), _MOST_LAYERS):
-            if isinstance(one, dict):
-                quantiles = one.get("quantiles")
+        for name, layer in itertools.islice(row[kind].items() if isinstance(row.get(kind), dict) else (), _MOST_LAYERS):
+            if isinstance(layer, dict):
+                quantiles = layer.get("quantiles")
                 values = [number(value) for value in quantiles] if isinstance(quantiles, list) else []
                 low, _, middle, _, high = values if len(values) == 5 else [None] * 5
                 names = {"largest": "largest", "rms": "rms", "zeros": "zero_share", "nonfinite": "nonfinite"}
-                more = {shown: number(one.get(key)) for shown, key in names.items()}
+                more = {shown: number(layer.get(key)) for shown, key in names.items()}
                 kinds.setdefault(kind, []).append({"name": name, "low": low, "median": middle, "high": high, **more})
     return {"step": number(row.get("step")), "kinds": kinds}
