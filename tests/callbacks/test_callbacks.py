@@ -1029,7 +1029,7 @@ def test_what_backward_computes_again_counts_once(tmp_path: Path) -> None:
     for phase in ("data", "forward", "backward"):
         callback.phase_listener()(phase, 0)
         model(torch.ones(5, 2))
-    (counted,) = callback._recorder._found["activations"].values()
+    (counted,) = callback._recorder._results["activations"].values()
     assert int(counted[0][:NUM_COUNTS].sum()) == 15
 
 

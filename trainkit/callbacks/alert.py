@@ -99,27 +99,27 @@ def channels_from(environ: Mapping[str, str]) -> tuple[Channel, ...]:
     Raises:
         ConfigError: there is neither, or one cannot be used.
     """
-    found, problems = list[Channel](), list[Problem]()
+    channels, problems = list[Channel](), list[Problem]()
     if text := environ.get(COMMAND):
         try:
-            found.append(partial(call_command, shlex.split(text)))
+            channels.append(partial(call_command, shlex.split(text)))
         except ValueError as error:
             problems.append(Problem(key=COMMAND, rule=f"is not a command with arguments: {error}."))
     if url := environ.get(WEBHOOK):
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.netloc and url.isprintable() and " " not in url:
             remember(url)
-            found.append(partial(post, url))
+            channels.append(partial(post, url))
         else:
             problems.append(Problem(key=WEBHOOK, rule="must be a URL that begins with https:// or http://."))
-    if not found and not problems:
+    if not channels and not problems:
         rule = (
             f"has neither a URL nor a command to call. Set {WEBHOOK}=https://... or "
             f"{COMMAND}='PROGRAM ARGUMENTS', or leave the callback alert out."
         )
         problems.append(Problem(key="callbacks.alert", rule=rule))
     refuse(problems)
-    return tuple(found)
+    return tuple(channels)
 
 
 _log = logging.getLogger(__name__)
@@ -149,8 +149,8 @@ class Alert(Callback):
     _channels: tuple[Channel, ...] = field(default=(), init=False, repr=False)
     _threads: list[threading.Thread] = field(default_factory=list, init=False, repr=False)
     _skipped: int | None = field(default=None, init=False, repr=False)
-    _has_told_nonfinite: bool = field(default=False, init=False, repr=False)
-    _has_told_better: bool = field(default=False, init=False, repr=False)
+    _has_reported_nonfinite: bool = field(default=False, init=False, repr=False)
+    _has_reported_better: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._channels = channels_from(os.environ)
@@ -159,22 +159,22 @@ class Alert(Callback):
         """Report once that a loss is not finite, or that steps were skipped."""
         skipped, broken = run.state.skipped, not math.isfinite(row.get("train/loss", 0.0))
         before, self._skipped = self._skipped, skipped
-        if not (broken or (before is not None and skipped > before)) or self._has_told_nonfinite:
+        if not (broken or (before is not None and skipped > before)) or self._has_reported_nonfinite:
             return
-        self._has_told_nonfinite = True
+        self._has_reported_nonfinite = True
         if "nonfinite" in self.events and run.is_owner:
             what = "the training loss is not finite" if broken else f"{skipped} steps were left out, not finite"
-            self._tell(run, "nonfinite", what)
+            self._notify(run, "nonfinite", what)
 
     def eval_end(self, run: Run, metrics: Row) -> None:
         """Report once that the metric is better than the threshold."""
         watched = MonitoredMetric.of(run.cfg.eval)
         value = metrics.get(watched.metric)
-        if self.better_than is None or value is None or self._has_told_better:
+        if self.better_than is None or value is None or self._has_reported_better:
             return
-        self._has_told_better = watched.sign * value < watched.sign * self.better_than
-        if self._has_told_better and run.is_owner:
-            self._tell(run, "better", f"{watched.metric} is {figure(value)}, better than {figure(self.better_than)}")
+        self._has_reported_better = watched.sign * value < watched.sign * self.better_than
+        if self._has_reported_better and run.is_owner:
+            self._notify(run, "better", f"{watched.metric} is {figure(value)}, better than {figure(self.better_than)}")
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Wait for calls in progress, within their limit of time."""
@@ -186,19 +186,19 @@ class Alert(Callback):
         """Report how the run ended."""
         event = ending.status if ending.status in ("failed", "finished") else "stopped"
         if event in self.events:
-            at = "" if ending.steps is None else f" after {ending.steps:,} steps"
+            after = "" if ending.steps is None else f" after {ending.steps:,} steps"
             why = f": {ending.reason}" if ending.reason else ""
-            self._send(_message(ending.name, str(ending.folder), event, f"{ending.status}{at}{why}", ending.steps))
+            self._send(_message(ending.name, str(ending.folder), event, f"{ending.status}{after}{why}", ending.steps))
 
     def state(self) -> dict[str, Any]:
         """Return whether the threshold was reported."""
-        return {"better": self._has_told_better}
+        return {"better": self._has_reported_better}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore whether the threshold was reported."""
-        self._has_told_better = saved["better"]
+        self._has_reported_better = saved["better"]
 
-    def _tell(self, run: Run, event: str, text: str) -> None:
+    def _notify(self, run: Run, event: str, text: str) -> None:
         message = _message(run.cfg.name, str(run.folder), event, text, run.state.step)
         thread = threading.Thread(target=self._send, args=(message,), name="alert", daemon=True)
         thread.start()

@@ -51,9 +51,9 @@ class CompileTime:
         step, number = self._step(), str(getattr(args[0], "compile_id", "") if args else "").rpartition("/")[2]
         if step < self._first + _FIRST_STEPS or number.partition("_")[0] in ("", "0"):  # the number of a variant
             return
-        told = len(self._again) > _TOLERATED
+        has_warned = len(self._again) > _TOLERATED
         self._again.add(step)
-        if not told and len(self._again) > _TOLERATED:
+        if not has_warned and len(self._again) > _TOLERATED:
             steps = ", ".join(map(str, sorted(self._again)))
             _log.warning(
                 "compile.mode: torch.compile has compiled the same code again in steps %s, which may take longer than "
@@ -73,8 +73,8 @@ class CompileTime:
 def _reason() -> str:
     """Return torch's reason of the last recompilation, as far as this version of torch keeps it."""
     metrics = getattr(sys.modules.get("torch._dynamo.utils"), "get_compilation_metrics", None)
-    found: list[Any] = [] if metrics is None else [getattr(one, "recompile_reason", None) for one in metrics()]
-    reasons = [str(one) for one in found if one]
+    values: list[Any] = [] if metrics is None else [getattr(entry, "recompile_reason", None) for entry in metrics()]
+    reasons = [str(value) for value in values if value]
     if not reasons:
         return "TORCH_LOGS=recompiles shows its reason."
     first = reasons[-1].partition("(HINT")[0].partition("\n")[0]
@@ -110,8 +110,8 @@ class MetricsFile(Callback):
 
     def eval_tables(self, run: Run, tables: Mapping[str, Table]) -> None:
         """Add the tables of an evaluation, a line each."""
-        place = {"step": run.state.step, "epoch": run.state.epoch}
-        self._waiting["tables.jsonl"] += [{**place, "name": name, **table.to_json()} for name, table in tables.items()]
+        stamp = {"step": run.state.step, "epoch": run.state.epoch}
+        self._waiting["tables.jsonl"] += [{**stamp, "name": name, **table.to_json()} for name, table in tables.items()]
 
     def rolled_back(self, run: Run, step: int) -> None:
         """Drop the rows of the steps that are trained again."""
@@ -160,7 +160,7 @@ def _keep(run: Run) -> None:
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append rows to a file of JSON lines."""
-    content = "".join(f"{json.dumps(json_value(one))}\n" for one in rows).encode()
+    content = "".join(f"{json.dumps(json_value(row))}\n" for row in rows).encode()
     with naming(path, needed=len(content)), open_regular(path, "ab") as file:
         file.write(content)
 

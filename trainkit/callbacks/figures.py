@@ -39,7 +39,7 @@ class Confusion(Callback):
     decides_by_figures: ClassVar[bool] = True  # an evaluator beside the training gives it no tables
     details: ClassVar[tuple[str, ...]] = (TABLE,)
 
-    _has_said: bool = field(default=False, init=False, repr=False)
+    _warned: bool = field(default=False, init=False, repr=False)
 
     def validate(self, planned: Planned) -> list[Problem]:
         """Return problems: an objective without classes, and too many of them for a table."""
@@ -54,8 +54,8 @@ class Confusion(Callback):
 
     def eval_tables(self, run: Run, tables: Mapping[str, Table]) -> None:
         """Warn once if an evaluation has no matrix."""
-        if run.is_owner and not self._has_said and not any(is_confusion(name, one) for name, one in tables.items()):
-            self._has_said = True
+        if run.is_owner and not self._warned and not any(is_confusion(name, table) for name, table in tables.items()):
+            self._warned = True
             _log.warning("callbacks=[confusion] shows nothing: outputs are not (samples, classes), or have no targets.")
 
 
@@ -88,14 +88,14 @@ class SamplePictures(Callback):
     def validate(self, planned: Planned) -> list[Problem]:
         """Return problems: an objective that has no worst samples, and samples that are no images or cannot be read."""
         objective, dataset, rule = planned.objective, planned.datasets["train"], ""
-        indexed = [split for split, one in planned.datasets.items() if not hasattr(one, "__getitem__")]
+        indexed = [split for split, dataset in planned.datasets.items() if not hasattr(dataset, "__getitem__")]
         if WORST not in objective.details(dataset, batch_size=1).metrics:
             rule = f"needs the loss of each sample, and {type(objective).__name__} returns none. Leave it out."
         elif planned.sample is None or indexed:
             rule = f"reads samples by their numbers, and the split {(*indexed, 'train')[0]} is a stream. Leave it out."
         elif not images_of([shown := input_of(planned.sample, getattr(objective, "input", None))]):
-            found = tuple(shown.shape) if isinstance(shown, Tensor | np.ndarray) else type(shown).__name__
-            rule = f"needs images, (1 or 3, height, width) of 4 pixels or more, and a sample is {found}. Leave it out."
+            actual = tuple(shown.shape) if isinstance(shown, Tensor | np.ndarray) else type(shown).__name__
+            rule = f"needs images, (1 or 3, height, width) of 4 pixels or more, and a sample is {actual}. Leave it out."
         return [Problem(key=planned.key, rule=rule)] if rule else []
 
     def eval_tables(self, run: Run, tables: Mapping[str, Table]) -> None:
@@ -107,8 +107,8 @@ class SamplePictures(Callback):
             dataset = dataset_of(run, split)
             if kind != WORST or dataset is None or not table.rows:
                 continue
-            places = [int(row[0]) for row in table.rows]
-            images = images_of(inputs_at(dataset, places, run.cfg.objective.get("input")))
+            indices = [int(row[0]) for row in table.rows]
+            images = images_of(inputs_at(dataset, indices, run.cfg.objective.get("input")))
             captions = captions_of(table, getattr(dataset, "classes", None))
             path = run.folder / "plots" / f"worst_{split.replace('/', '_')}.png"
             if images:
@@ -143,32 +143,32 @@ def captioned(images: Sequence[Any], captions: Sequence[Sequence[str]]) -> NDArr
     width, height = _TILE + 8, _TILE + _CAPTION
     canvas = Image.new("RGB", (width * min(8, len(images)), height * -(-len(images) // 8)), "white")
     pen = ImageDraw.Draw(canvas)
-    for at, (one, lines) in enumerate(zip(images, captions, strict=False)):
-        pixels = grid(one[None])
+    for index, (image, lines) in enumerate(zip(images, captions, strict=False)):
+        pixels = grid(image[None])
         tile = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
-        place = (width * (at % 8), height * (at // 8))
-        canvas.paste(tile.resize((_TILE, _TILE), Image.Resampling.NEAREST), place)
+        corner = (width * (index % 8), height * (index // 8))
+        canvas.paste(tile.resize((_TILE, _TILE), Image.Resampling.NEAREST), corner)
         text = "\n".join(line if len(line) <= 17 else f"{line[:16]}…" for line in lines)
-        pen.multiline_text((place[0], place[1] + _TILE + 2), text, fill="black", font_size=11, spacing=2)
+        pen.multiline_text((corner[0], corner[1] + _TILE + 2), text, fill="black", font_size=11, spacing=2)
     return np.asarray(canvas)
 
 
 def dataset_of(run: Run, split: str) -> Any:
     """Return the dataset of a split; that of `val` for the averages' `val_ema`, None if the split does not exist."""
-    found = [name for name in run.datasets if split == name or split.startswith(f"{name}_")]
-    return run.datasets[max(found, key=len)] if found else None
+    names = [name for name in run.datasets if split == name or split.startswith(f"{name}_")]
+    return run.datasets[max(names, key=len)] if names else None
 
 
-def inputs_at(dataset: Any, places: Sequence[int], fields: Any = None) -> list[Any]:
+def inputs_at(dataset: Any, indices: Sequence[int], fields: Any = None) -> list[Any]:
     """Return the inputs of samples by their indices; no generator of the training draws meanwhile.
 
     Args:
         dataset: a dataset that can be indexed.
-        places: indices of the samples.
+        indices: indices of the samples.
         fields: input field named by the objective; None: the common names.
     """
     with Untouched(seed=0):
-        return [input_of(read_sample(dataset, place), fields) for place in places]
+        return [input_of(read_sample(dataset, index), fields) for index in indices]
 
 
 def images_of(inputs: Sequence[Any]) -> list[Any]:
@@ -178,14 +178,14 @@ def images_of(inputs: Sequence[Any]) -> list[Any]:
         >>> images_of([torch.zeros(1, 8, 8)])[0].shape, images_of([torch.zeros(8)])
         ((1, 8, 8), [])
     """
-    found = []
-    for one in inputs:
-        tensor = torch.as_tensor(one) if isinstance(one, Tensor | np.ndarray) else None
+    images = []
+    for item in inputs:
+        tensor = torch.as_tensor(item) if isinstance(item, Tensor | np.ndarray) else None
         image = None if tensor is None or tensor.dim() != 3 else next(images_in(tensor[None]), None)
         if image is None:
             return []
-        found.append(image[0].numpy())
-    return found
+        images.append(image[0].numpy())
+    return images
 
 
 def captions_of(table: Table, classes: Any) -> list[tuple[str, str, str]]:
@@ -199,9 +199,9 @@ def captions_of(table: Table, classes: Any) -> list[tuple[str, str, str]]:
     """
 
     def name(number: Any) -> str:
-        place = int(number)
-        known = isinstance(classes, list | tuple) and 0 <= place < len(classes)
-        return str(classes[place]) if known else str(place)
+        index = int(number)
+        has_name = isinstance(classes, list | tuple) and 0 <= index < len(classes)
+        return str(classes[index]) if has_name else str(index)
 
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     return [(name(row["target"]), f"guess {name(row['guess'])}", f"{100 * row['probability']:.0f} %") for row in rows]

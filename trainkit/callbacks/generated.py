@@ -64,7 +64,8 @@ class Sample(Callback):
         path = run.folder / "sample.txt"
         with naming(path, needed=len(text.encode())):
             path.write_text(text + "\n", encoding="utf-8", newline="\n")
-        sys.stdout.write(f"sample\n{_indented(text)}\n")
+        indented = "\n".join(f"  {line}" for line in text.splitlines())
+        sys.stdout.write(f"sample\n{indented}\n")
         sys.stdout.flush()
 
     def text(self, run: Run) -> str:
@@ -82,10 +83,6 @@ class Sample(Callback):
         )
         text: str = data.decode(tokens[0].tolist())
         return text
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
 
 
 _WIDTH: Final = 576
@@ -139,7 +136,7 @@ class Pictures(Callback):
         finally:
             model.train(was_training)
         if not isinstance(images, torch.Tensor) or images.ndim != 4 or images.shape[1] not in (1, 3):
-            found = tuple(images.shape) if isinstance(images, torch.Tensor) else type(images).__name__
-            rule = f"the model gives {found}, and images are (count, 1 or 3, height, width)."
+            actual = tuple(images.shape) if isinstance(images, torch.Tensor) else type(images).__name__
+            rule = f"the model gives {actual}, and images are (count, 1 or 3, height, width)."
             raise ConfigError([Problem(key="callbacks.pictures", rule=rule)])
         return images

@@ -41,7 +41,7 @@ def consumed_joules(devices: Sequence[torch.device]) -> float | None:
         return None
     try:
         pynvml.nvmlInit()
-        millijoules = sum(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle_of(pynvml, one)) for one in devices)
+        millijoules = sum(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle_of(pynvml, device)) for device in devices)
     except pynvml.NVMLError:
         return None
     return float(millijoules) / 1e3
@@ -55,8 +55,8 @@ def handle_of(pynvml: object, device: torch.device) -> object:
 
 def devices_of(run: Run) -> list[torch.device]:
     """Return the CUDA devices that this process computes on."""
-    found = {param.device for param in run.model.parameters()} | {run.device}
-    return sorted((one for one in found if one.type == "cuda"), key=str)
+    devices = {param.device for param in run.model.parameters()} | {run.device}
+    return sorted((device for device in devices if device.type == "cuda"), key=str)
 
 
 _log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Gpu(Callback):
 
         try:
             pynvml.nvmlInit()
-            self._handles = [handle_of(pynvml, one) for one in devices_of(run)]
+            self._handles = [handle_of(pynvml, device) for device in devices_of(run)]
         except pynvml.NVMLError as error:
             _log.warning("callbacks=[gpu] records nothing: NVIDIA's driver answers: %s", error)
             return

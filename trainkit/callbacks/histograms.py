@@ -63,9 +63,9 @@ def measure(tensor: Tensor) -> tuple[Tensor, Tensor]:
         finite = torch.isfinite(part)
         clean = torch.where(finite, part, 0.0)
         octaves = torch.log2(clean.abs()).mul_(_PER_OCTAVE).floor_().clamp_(_LOW * _PER_OCTAVE, _HIGH * _PER_OCTAVE - 1)
-        place = _ZERO + clean.sign() * (1 + octaves - _LOW * _PER_OCTAVE)
-        place = torch.where(finite, place, _NONFINITE).to(torch.int64)
-        sums[:NUM_COUNTS] += torch.bincount(place, minlength=NUM_COUNTS)
+        bucket = _ZERO + clean.sign() * (1 + octaves - _LOW * _PER_OCTAVE)
+        bucket = torch.where(finite, bucket, _NONFINITE).to(torch.int64)
+        sums[:NUM_COUNTS] += torch.bincount(bucket, minlength=NUM_COUNTS)
         wide = clean.double()
         sums[-2] += wide.sum()
         sums[-1] += wide.square().sum()
@@ -109,23 +109,23 @@ class Distribution:
         """
         sides = zip(reversed(self.counts[:_ZERO]), self.counts[_ZERO + 1 : _NONFINITE], strict=True)
         magnitudes = [self.counts[_ZERO], *(below + above for below, above in sides)]
-        found, place, seen = [], 0, magnitudes[0]
+        values, bucket, cumulative = [], 0, magnitudes[0]
         for share in sorted(shares):
-            while seen < share * self.num_finite and place < _SIDE:
-                place += 1
-                seen += magnitudes[place]
-            found.append(0.0 if place == 0 else 2.0 ** (_LOW + (place - 0.5) / _PER_OCTAVE))
-        return found
+            while cumulative < share * self.num_finite and bucket < _SIDE:
+                bucket += 1
+                cumulative += magnitudes[bucket]
+            values.append(0.0 if bucket == 0 else 2.0 ** (_LOW + (bucket - 0.5) / _PER_OCTAVE))
+        return values
 
     def buckets(self) -> tuple[list[float], list[int]]:
         """Return the upper limits and the counts of the buckets from the first that is not empty to the last."""
-        held = [place for place in range(_NONFINITE) if self.counts[place]]
-        if not held:
+        filled = [bucket for bucket in range(_NONFINITE) if self.counts[bucket]]
+        if not filled:
             return [], []
-        places = range(held[0], held[-1] + 1)
-        limits = [_limit(place) for place in places]
+        span = range(filled[0], filled[-1] + 1)
+        limits = [_limit(bucket) for bucket in span]
         limits[-1] = max(min(limits[-1], self.high), self.low)
-        return limits, [self.counts[place] for place in places]
+        return limits, [self.counts[bucket] for bucket in span]
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures of a line of `histograms.jsonl`; null where no value is finite.
@@ -146,13 +146,13 @@ class Distribution:
         }
 
 
-def _limit(place: int) -> float:
+def _limit(bucket: int) -> float:
     """Return the upper limit of a bucket."""
-    if place == _ZERO:
+    if bucket == _ZERO:
         return 2.0**_LOW / 2
-    if place > _ZERO:
-        return float(2.0 ** (_LOW + (place - _ZERO) / _PER_OCTAVE))
-    return float(-(2.0 ** (_LOW + (_ZERO - 1 - place) / _PER_OCTAVE)))
+    if bucket > _ZERO:
+        return float(2.0 ** (_LOW + (bucket - _ZERO) / _PER_OCTAVE))
+    return float(-(2.0 ** (_LOW + (_ZERO - 1 - bucket) / _PER_OCTAVE)))
 
 
 _log = logging.getLogger(__name__)
@@ -171,8 +171,8 @@ def observed_layers(model: nn.Module) -> dict[str, nn.Module]:
     The output layer that a language model offers is not among them: a step computes its loss without its scores.
     """
     without = offered_by(model)
-    found = {name: one for name, one in model.named_modules() if name and one is not without}
-    return {name: module for name, module in found.items() if not any(module.children())}
+    inner = {name: module for name, module in model.named_modules() if name and module is not without}
+    return {name: module for name, module in inner.items() if not any(module.children())}
 
 
 class _Recorder:
@@ -191,7 +191,7 @@ class _Recorder:
         """The step that is being recorded, counted from 0."""
         self.left_out: dict[str, str] = {}
         """Kind -> a message about layers that are not shown."""
-        self._found: dict[str, _Measured] = {}
+        self._results: dict[str, _Measured] = {}
         self._counted: Mapping[str, bool] | None = None
         self._ranks: Collective | None = None
         self._taken = False
@@ -221,12 +221,12 @@ class _Recorder:
         """Count the output of a layer; a forward hook."""
         if not self._is_forward or not isinstance(output, Tensor) or not output.is_floating_point():
             return
-        (sums, extrema), known = measure(output), self._found.setdefault("activations", {})
-        if name in known:
-            before, ends = known[name]
+        (sums, extrema), measured = measure(output), self._results.setdefault("activations", {})
+        if name in measured:
+            before, ends = measured[name]
             low, high = torch.minimum(extrema[0], ends[0]), torch.maximum(extrema[1], ends[1])
             sums, extrema = sums + before, torch.stack([low, high])
-        known[name] = sums, extrema
+        measured[name] = sums, extrema
 
     def take(self, step: int, tensors: UpdateTensors) -> None:
         """Count gradients and weights of an update before it is applied."""
@@ -235,36 +235,36 @@ class _Recorder:
         for kind, named in (("gradients", tensors.grads), ("weights", tensors.weights)):
             if kind in self._settings.kinds:
                 measured = {name: measure(named[name]) for name in self.chosen(kind, named)}
-                self._found.setdefault(kind, {}).update(measured)
+                self._results.setdefault(kind, {}).update(measured)
 
     def chosen(self, kind: str, names: Iterable[str]) -> list[str]:
         """Return the layers that match a pattern, thinned evenly if there are too many to show."""
         fitting = [name for name in names if any(fnmatchcase(name, pattern) for pattern in self._settings.layers)]
-        kept = evenly(fitting, self._settings.most_layers)
-        if len(kept) < len(fitting):
-            self.left_out[kind] = f"{len(kept)} of {len(fitting)}"
-        return kept
+        shown = evenly(fitting, self._settings.most_layers)
+        if len(shown) < len(fitting):
+            self.left_out[kind] = f"{len(shown)} of {len(fitting)}"
+        return shown
 
     def complete(self) -> dict[str, dict[str, Distribution]]:
         """Return the distributions of the step, by kind and layer; collective where ranks hold parts."""
-        found, counted, ranks, taken = self._found, self._counted, self._ranks, self._taken
+        results, counted, ranks, taken = self._results, self._counted, self._ranks, self._taken
         self.end()
         if not taken:  # the step was skipped
             return {}
         if counted is not None and ranks is not None:
-            parts = {kind: measured for kind, measured in found.items() if kind != "activations"}
-            found |= {kind: summed(measured, counted, ranks) for kind, measured in parts.items()}
+            parts = {kind: measured for kind, measured in results.items() if kind != "activations"}
+            results |= {kind: summed(measured, counted, ranks) for kind, measured in parts.items()}
         return {
-            kind: {name: Distribution.of(*pair) for name, pair in found[kind].items()}
+            kind: {name: Distribution.of(*pair) for name, pair in results[kind].items()}
             for kind in KINDS
-            if kind in found
+            if kind in results
         }
 
     def end(self) -> None:
         """Forget the step, and remove the hooks."""
         for handle in self._handles:
             handle.remove()
-        self.step, self._found, self._handles = None, {}, []
+        self.step, self._results, self._handles = None, {}, []
         self._is_forward = self._taken = False
 
 
@@ -294,7 +294,7 @@ class Histograms(Callback):
     """Parameters or layers of each kind; if there are more, this many are shown at equal distances."""
     _events: EventFolder = field(default_factory=lambda: EventFolder("histograms"), init=False, repr=False)
     _recorder: _Recorder = field(init=False, repr=False)
-    _has_said: bool = field(default=False, init=False, repr=False)
+    _warned: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._recorder = _Recorder(self)
@@ -302,20 +302,20 @@ class Histograms(Callback):
     def validate(self, planned: Planned) -> list[Problem]:
         """Return problems: gradients that no listener receives, or nothing to show."""
         strategy, compiled = planned.cfg.strategy["_target_"].rpartition(".")[2], planned.cfg.compile.mode
-        found = []
+        problems = []
         if not planned.strategy_facts.shows_gradients:
             rule = f"records gradients under one_device, device_map, mirrored and fsdp, not under {strategy}. "
-            found.append(Problem(key=planned.key, rule=f"{rule}Leave it out."))
+            problems.append(Problem(key=planned.key, rule=f"{rule}Leave it out."))
         elif compiled != "off" and planned.strategy_facts.compiles_step:
             rule = f"records no gradient with compile.mode={compiled}. Leave it out, or use compile.mode=off."
-            found.append(Problem(key=planned.key, rule=rule))
+            problems.append(Problem(key=planned.key, rule=rule))
         elif compiled != "off" and set(self.kinds) == {"activations"}:
             rule = f"shows nothing with compile.mode={compiled}: compiled layers have no hooks. Use compile.mode=off."
-            found.append(Problem(key=f"{planned.key}.kinds", value=list(self.kinds), rule=rule))
+            problems.append(Problem(key=f"{planned.key}.kinds", value=list(self.kinds), rule=rule))
         if not self.kinds:
             rule = f"is empty. Name some of {', '.join(KINDS)}, or leave the callback out."
-            found.append(Problem(key=f"{planned.key}.kinds", value=[], rule=rule))
-        return found
+            problems.append(Problem(key=f"{planned.key}.kinds", value=[], rule=rule))
+        return problems
 
     def phase_listener(self) -> PhaseListener:
         """Return the listener that starts a record."""
@@ -333,8 +333,8 @@ class Histograms(Callback):
             return
         if "activations" in self.kinds:
             if run.cfg.compile.mode == "off":
-                known = observed_layers(run.model)
-                recorder.modules = {name: known[name] for name in recorder.chosen("activations", known)}
+                layers = observed_layers(run.model)
+                recorder.modules = {name: layers[name] for name in recorder.chosen("activations", layers)}
             else:
                 _log.warning("callbacks=[histograms] leaves out activations: compiled layers have no hooks.")
         keep_until(run.folder / FILE, run.state.step)
@@ -343,9 +343,9 @@ class Histograms(Callback):
         """Write a record, if this step is one; this waits for the device."""
         if self._recorder.step is None:
             return
-        found = self._recorder.complete()
-        if found and run.is_owner:
-            self._write(run, found)
+        measured = self._recorder.complete()
+        if measured and run.is_owner:
+            self._write(run, measured)
 
     def rolled_back(self, run: Run, step: int) -> None:
         """Drop the records of the steps that are trained again."""
@@ -362,20 +362,20 @@ class Histograms(Callback):
         self._recorder.end()
         self._events.close()
 
-    def _write(self, run: Run, found: Mapping[str, Mapping[str, Distribution]]) -> None:
+    def _write(self, run: Run, measured: Mapping[str, Mapping[str, Distribution]]) -> None:
         events, step = self._events.of(run), run.state.step
-        for kind, named in found.items():
-            for name, one in named.items():
-                limits, counts = one.buckets()
+        for kind, named in measured.items():
+            for name, distribution in named.items():
+                limits, counts = distribution.buckets()
                 if limits:
-                    ends = (one.low, one.high, one.total, one.squares)
+                    ends = (distribution.low, distribution.high, distribution.total, distribution.squares)
                     events.buckets(f"{kind}/{name}", limits, counts, ends=ends, step=step)
         events.flush()
-        if not self._has_said and self._recorder.left_out:
-            self._has_said = True
-            said = ", ".join(f"{what} of {kind}" for kind, what in self._recorder.left_out.items())
-            _log.warning("callbacks=[histograms] shows %s: callbacks.histograms.most_layers is the limit.", said)
-        lines = {kind: {name: one.to_json() for name, one in named.items()} for kind, named in found.items()}
+        if not self._warned and self._recorder.left_out:
+            self._warned = True
+            text = ", ".join(f"{what} of {kind}" for kind, what in self._recorder.left_out.items())
+            _log.warning("callbacks=[histograms] shows %s: callbacks.histograms.most_layers is the limit.", text)
+        lines = {kind: {name: layer.to_json() for name, layer in named.items()} for kind, named in measured.items()}
         append_rows(run.folder / FILE, [{"step": step, **lines}])
 
 
@@ -389,9 +389,9 @@ def summed(measured: _Measured, counted: Mapping[str, bool], ranks: Collective) 
     """
     if not measured:
         return {}
-    own = [sums * float(counted[name]) for name, (sums, _) in measured.items()]
-    total = ranks.sum(torch.stack([one.cpu() for one in own]))
+    local = [sums * float(counted[name]) for name, (sums, _) in measured.items()]
+    total = ranks.sum(torch.stack([tensor.cpu() for tensor in local]))
     ends = torch.stack([extrema.cpu() for _, extrema in measured.values()])
-    gathered = torch.stack([one.cpu() for one in ranks.gather(ends)])
+    gathered = torch.stack([tensor.cpu() for tensor in ranks.gather(ends)])
     low, high = gathered[..., 0].amin(0), gathered[..., 1].amax(0)
-    return {name: (total[at], torch.stack([low[at], high[at]])) for at, name in enumerate(measured)}
+    return {name: (total[index], torch.stack([low[index], high[index]])) for index, name in enumerate(measured)}

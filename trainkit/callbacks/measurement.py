@@ -102,8 +102,8 @@ class Measurement(Callback):
         reached = value <= self.target if self.mode == "min" else value >= self.target
         if reached and self._running.until is None:
             state = run.state
-            at = {"seconds": state.seconds, "steps": state.step, "samples": state.samples, "value": value}
-            self._running.until = at
+            record = {"seconds": state.seconds, "steps": state.step, "samples": state.samples, "value": value}
+            self._running.until = record
             run.request_stop(f"{self.until} is {value:g}")
 
     def train_end(self, run: Run, result: Mapping[str, Any]) -> None:
@@ -148,15 +148,15 @@ class Measurement(Callback):
             seconds = run.state.seconds - running.trained_s
         joules = consumed_joules(devices_of(run))
         spent = math.nan if joules is None or running.joules is None else joules - running.joules
-        weights = sum(float(one) for one in running.weights)
+        weights = sum(float(weight) for weight in running.weights)
         running.figures = {"seconds": seconds, "targets": weights, "joules": spent, **running.clock.lap()}
         running.figures["steps"] = run.state.step - running.first
 
     def _gathered(self, run: Run) -> dict[str, Any]:
         """Return the figures of the measured steps over all ranks; collective."""
         names = ("seconds", "targets", "joules", *PARTS)
-        own = [self._running.figures.get(name, 0.0) for name in names]
-        rows = run.collective.gather(torch.tensor([*own, float(_peak(run))], dtype=torch.float64))
+        figures = [self._running.figures.get(name, 0.0) for name in names]
+        rows = run.collective.gather(torch.tensor([*figures, float(_peak(run))], dtype=torch.float64))
         by_rank = [row.tolist() for row in rows]
         steps = int(self._running.figures.get("steps", 0))
         samples = run.plan.samples_before(self._running.first + steps) - run.plan.samples_before(self._running.first)

@@ -16,7 +16,7 @@ from trainkit.trainer.loop import every_steps_or_epochs
 
 
 @dataclass
-class _Seen:
+class _Progress:
     best: float | None = None
     waited: int = 0
     """Evaluations since the best."""
@@ -38,7 +38,7 @@ class _Monitor(Callback):
     decides_by_figures: ClassVar[bool] = True
     _choice: ClassVar[str]
 
-    _seen: _Seen = field(default_factory=_Seen, init=False, repr=False)
+    _progress: _Progress = field(default_factory=_Progress, init=False, repr=False)
 
     def eval_end(self, run: Run, metrics: Row) -> None:
         """Compare the metric with the best, count, and decide.
@@ -46,20 +46,20 @@ class _Monitor(Callback):
         Raises:
             ConfigError: the evaluation of this split has no such metric.
         """
-        watched, seen, every = MonitoredMetric.of(run.cfg.eval), self._seen, run.cfg.eval
+        watched, progress, every = MonitoredMetric.of(run.cfg.eval), self._progress, run.cfg.eval
         figures = [figure for figure in metrics if figure.startswith(f"{watched.metric.partition('/')[0]}/")]
         if figures and watched.metric not in metrics:
             rule = f"{self._choice} compares this metric, and the evaluation returns {', '.join(figures)}."
             raise ConfigError([Problem(key="eval.metric", value=watched.metric, rule=rule)])
         due = every_steps_or_epochs(lambda: None, every.every_steps, every.every_epochs, run.plan.steps_per_epoch)
-        if not figures or not any(trigger.next_after(seen.counted) <= run.state.step for trigger in due):
+        if not figures or not any(trigger.next_after(progress.counted) <= run.state.step for trigger in due):
             return
-        seen.counted, value, best = run.state.step, metrics[watched.metric], seen.best
+        progress.counted, value, best = run.state.step, metrics[watched.metric], progress.best
         improves = best is None or watched.sign * value < watched.sign * best - self._margin(best)
         if improves and not math.isnan(value):
-            seen.best, seen.waited = value, 0
+            progress.best, progress.waited = value, 0
         else:
-            seen.waited += 1
+            progress.waited += 1
         self._decide(run, watched.metric)
 
     @abstractmethod
@@ -72,11 +72,11 @@ class _Monitor(Callback):
 
     def state(self) -> dict[str, Any]:
         """Return the best value, and what was counted since."""
-        return asdict(self._seen)
+        return asdict(self._progress)
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore the count."""
-        vars(self._seen).update(saved)
+        vars(self._progress).update(saved)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -94,7 +94,7 @@ class EarlyStop(_Monitor):
         return self.min_delta
 
     def _decide(self, run: Run, metric: str) -> None:
-        if self._seen.waited >= self.patience and run.state.step < run.num_steps:
+        if self._progress.waited >= self.patience and run.state.step < run.num_steps:
             times = "1 evaluation" if self.patience == 1 else f"{self.patience} evaluations"
             run.request_stop(f"{metric} has not improved for {times}")
 
@@ -125,17 +125,17 @@ class Plateau(_Monitor):
 
     def rate_factor(self, step: int) -> float:
         """Return the factor of the last reduction before an update."""
-        return next((factor for at, factor in reversed(self._seen.reductions) if step >= at), 1.0)
+        return next((factor for since, factor in reversed(self._progress.reductions) if step >= since), 1.0)
 
     def _margin(self, best: float) -> float:
         return self.threshold * (abs(best) if self.threshold_mode == "rel" else 1.0)
 
     def _decide(self, run: Run, metric: str) -> None:
-        seen, step = self._seen, run.state.step
-        if seen.cooldown:
-            seen.cooldown, seen.waited = seen.cooldown - 1, 0
-        if seen.waited > self.patience:
+        progress, step = self._progress, run.state.step
+        if progress.cooldown:
+            progress.cooldown, progress.waited = progress.cooldown - 1, 0
+        if progress.waited > self.patience:
             before = self.rate_factor(step)
-            seen.waited, seen.cooldown = 0, self.cooldown
+            progress.waited, progress.cooldown = 0, self.cooldown
             if (after := max(before * self.factor, self.min_factor)) < before:
-                seen.reductions.append([step, after])
+                progress.reductions.append([step, after])

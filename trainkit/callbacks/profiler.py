@@ -57,7 +57,7 @@ class KernelTimes:
             steps: recorded steps.
             on_device: whether the kernels of a CUDA device count, or the operations of the CPU.
         """
-        found = {True: 0.0, False: 0.0}
+        totals = {True: 0.0, False: 0.0}
         for event in events:
             is_kernel = event.device_type.name != "CPU"
             if is_kernel is not on_device or _COMMUNICATES.search(event.key):
@@ -67,8 +67,8 @@ class KernelTimes:
             seconds = (event.self_device_time_total if on_device else event.self_cpu_time_total) / 1e6
             if not on_device and (not event.key.startswith("aten::") or seconds < _SHORT_S * event.count):
                 continue
-            found[_MATRIX.search(event.key) is not None] += seconds
-        return cls(compute_s=found[True] / steps, memory_s=found[False] / steps)
+            totals[_MATRIX.search(event.key) is not None] += seconds
+        return cls(compute_s=totals[True] / steps, memory_s=totals[False] / steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +82,7 @@ class StepTimes:
     exchanges: tuple[float, ...]
     """Seconds of each step in the exchange, including the wait for other ranks."""
 
-    def own(self, step: int) -> float:
+    def busy_s(self, step: int) -> float:
         """Return the time of a step without exchange and waiting."""
         return self.steps[step] - self.exchanges[step]
 
@@ -122,24 +122,24 @@ def breakdown(ranks: Sequence[StepTimes], kernels: KernelTimes) -> Breakdown:
     """
     count = min(len(rank.steps) for rank in ranks)
     whole = mean(rank.steps[step] for rank in ranks for step in range(count))
-    longest = [max(rank.own(step) for rank in ranks) for step in range(count)]
-    usual = [median_low([rank.own(step) for rank in ranks]) for step in range(count)]
+    longest = [max(rank.busy_s(step) for rank in ranks) for step in range(count)]
+    usual = [median_low([rank.busy_s(step) for rank in ranks]) for step in range(count)]
     exchange = mean(min(rank.exchanges[step] for rank in ranks) for step in range(count))
-    straggler = mean(most - one for most, one in zip(longest, usual, strict=True))
+    straggler = mean(most - typical for most, typical in zip(longest, usual, strict=True))
     read = mean(median_low([rank.inputs[step] for rank in ranks]) for step in range(count))
-    left = max(whole - exchange - straggler - read, 0.0)
+    rest = max(whole - exchange - straggler - read, 0.0)
     busy = kernels.compute_s + kernels.memory_s
-    scale = min(left / busy, 1.0) if busy else 0.0  # recorded operations take longer than others
+    scale = min(rest / busy, 1.0) if busy else 0.0  # recorded operations take longer than others
     seconds = {
         "input": read,
-        "host": max(left - busy, 0.0),
+        "host": max(rest - busy, 0.0),
         "compute": kernels.compute_s * scale,
         "memory": kernels.memory_s * scale,
         "exchange": exchange,
         "straggler": straggler,
     }
     total = sum(seconds.values()) or 1.0
-    slowest = max(range(len(ranks)), key=lambda rank: sum(ranks[rank].own(step) for step in range(count)))
+    slowest = max(range(len(ranks)), key=lambda rank: sum(ranks[rank].busy_s(step) for step in range(count)))
     return Breakdown(shares={kind: value / total for kind, value in seconds.items()}, slowest=slowest)
 
 
@@ -171,12 +171,12 @@ def remedy(kind: str, cfg: RunConfig, *, device: str, is_stream: bool) -> str:
     return next(way for applies, way in ways[kind] if applies)
 
 
-def verdict(found: Breakdown, cfg: RunConfig, *, device: str, is_stream: bool) -> str:
+def verdict(split: Breakdown, cfg: RunConfig, *, device: str, is_stream: bool) -> str:
     """Return the bottleneck, its share and the key that may remove it, in one line."""
-    kind = found.bottleneck
-    where = f" (rank {found.slowest})" if kind == "straggler" else ""
+    kind = split.bottleneck
+    where = f" (rank {split.slowest})" if kind == "straggler" else ""
     key = remedy(kind, cfg, device=device, is_stream=is_stream)
-    return f"bottleneck: {kind}{where}, {share(found.shares[kind])} of a step. What may reduce it: {key}"
+    return f"bottleneck: {kind}{where}, {share(split.shares[kind])} of a step. What may reduce it: {key}"
 
 
 @dataclass
@@ -248,16 +248,16 @@ class Profiler(Callback):
         if run.is_owner and self._running.recorded and self._running.laps:
             self._conclude(run)
 
-    def _time(self, run: Run, place: int, last: int) -> None:
+    def _time(self, run: Run, index: int, last: int) -> None:
         """Time a step; a CUDA device is synchronised only before the first step and after the last, which gives the
         means of them all.
         """
         running, on_device = self._running, run.device.type == "cuda"
         running.clock.end_step()
-        if place == 0:
+        if index == 0:
             wait_for(run.device)
             running.clock.begin(run.device)
-        elif place == last or not on_device:
+        elif index == last or not on_device:
             wait_for(run.device)
             count = last if on_device else 1
             seconds = perf_counter() - running.begun
@@ -266,7 +266,7 @@ class Profiler(Callback):
         else:
             return
         running.begun = perf_counter()
-        if place == last:
+        if index == last:
             running.clock.stop()
             self._keep(run)
 
@@ -305,12 +305,12 @@ class Profiler(Callback):
 
     def _conclude(self, run: Run) -> None:
         """Print the bottleneck, and write it."""
-        ranks = [one for rank in range(run.collective.num_ranks) if (one := self._times_of(run, rank)) is not None]
-        found = breakdown(ranks, self._running.kernels)
+        ranks = [times for rank in range(run.collective.num_ranks) if (times := self._times_of(run, rank)) is not None]
+        split = breakdown(ranks, self._running.kernels)
         is_stream = isinstance(run.datasets.get("train"), Stream)
-        line = verdict(found, run.cfg, device=run.device.type, is_stream=is_stream)
+        line = verdict(split, run.cfg, device=run.device.type, is_stream=is_stream)
         path = run.folder / "profile" / "bottleneck.json"
-        content = {"bottleneck": found.bottleneck, "shares": found.shares, "slowest_rank": found.slowest, "text": line}
+        content = {"bottleneck": split.bottleneck, "shares": split.shares, "slowest_rank": split.slowest, "text": line}
         with naming(path):
             path.write_text(json.dumps(content, indent=1), encoding="utf-8")
         if not run.cfg.quiet:
@@ -321,8 +321,8 @@ class Profiler(Callback):
         if rank == run.collective.rank:
             return _times_in(self._running.laps)
         with suppress(UnreadableError, TypeError):
-            found = read_map(_file_of(run, rank), {"steps": list, "inputs": list, "exchanges": list})
-            times = StepTimes(**{name: tuple(map(float, found[name])) for name in ("steps", "inputs", "exchanges")})
+            record = read_map(_file_of(run, rank), {"steps": list, "inputs": list, "exchanges": list})
+            times = StepTimes(**{name: tuple(map(float, record[name])) for name in ("steps", "inputs", "exchanges")})
             return times if times.steps and len(times.steps) == len(times.inputs) == len(times.exchanges) else None
         return None
 

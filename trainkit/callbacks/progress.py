@@ -96,9 +96,9 @@ def terminal_parts(reading: Reading, *, step: int, width: int) -> list[tuple[str
     if _fits([part.long for part in parts], width):
         return [(part.long, part.style) for part in parts]
     for rank in range(7, 0, -1):
-        kept = [part for part in parts if part.rank <= rank]
-        if _fits([part.short for part in kept], width):
-            return [(part.short, part.style) for part in kept]
+        shown = [part for part in parts if part.rank <= rank]
+        if _fits([part.short for part in shown], width):
+            return [(part.short, part.style) for part in shown]
     return [(part.short, part.style) for part in parts if part.rank == 0]
 
 
@@ -112,9 +112,9 @@ def _parts(reading: Reading, step: int, *, names_step: bool = False) -> Iterator
         yield same(f"loss {fixed(row['train/loss'])}", "cyan", 1)
     if metric is not None:
         named = names_step and reading.metric_step not in (None, reading.step)
-        of = f" of step {count(reading.metric_step or 0)}" if named else ""
+        suffix = f" of step {count(reading.metric_step or 0)}" if named else ""
         value = fixed(metric[1])
-        yield _Part(f"{metric[0]} {value}{of}", f"{metric[0].rpartition('/')[2]} {value}", "green", 2)
+        yield _Part(f"{metric[0]} {value}{suffix}", f"{metric[0].rpartition('/')[2]} {value}", "green", 2)
     if "samples_per_s" in row:
         rate = compact(row["samples_per_s"])
         yield _Part(f"{rate} samples/s", f"{rate}/s", "", 4)
@@ -126,8 +126,8 @@ def _parts(reading: Reading, step: int, *, names_step: bool = False) -> Iterator
     if "mfu" in row:
         yield same(f"MFU {share(row['mfu'])}", "dim", 5)
     if "memory_peak" in row:
-        now, peak = (num_bytes(round(row[name])) for name in ("memory", "memory_peak"))
-        yield _Part(f"{now}, peak {peak}", now, "dim", 6)
+        used, peak = (num_bytes(round(row[name])) for name in ("memory", "memory_peak"))
+        yield _Part(f"{used}, peak {peak}", used, "dim", 6)
     if "launches" in row:
         launches = f"{count(round(row['launches']))} launches"
         yield _Part(f"{launches} a step", launches, "dim", 7)
@@ -200,8 +200,8 @@ def as_html(reading: Reading) -> dict[str, str]:
     label = f"step {reading.step} of {reading.num_steps}"
     bar = f"<progress max='1' value='{reading.done:.4f}' aria-label='{label}'></progress>"
     cells = "".join(f"<span style='margin-left:1em'>{html.escape(text)}</span>" for text in texts)
-    found = f"<div style='font-variant-numeric:tabular-nums'>{bar}{cells}</div>"
-    return {"text/plain": "  ".join(texts), "text/html": found}
+    content = f"<div style='font-variant-numeric:tabular-nums'>{bar}{cells}</div>"
+    return {"text/plain": "  ".join(texts), "text/html": content}
 
 
 def display_of_notebook() -> Display | None:
@@ -328,7 +328,7 @@ def live_line(*, every_s: float, step_now: Callable[[], int]) -> LiveLine:
     from rich.console import Console  # noqa: PLC0415 - as above
 
     log = open_log()
-    lines = None if log is None else RepeatedLine(lambda one: log.write([plain_text(one)]), every_s=every_s)
+    lines = None if log is None else RepeatedLine(lambda reading: log.write([plain_text(reading)]), every_s=every_s)
     return TerminalLine(Console(file=unrecorded(sys.stdout), highlight=False), step_now=step_now, log=lines)
 
 

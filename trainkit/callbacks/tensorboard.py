@@ -91,9 +91,9 @@ class TensorBoard(Callback):
             if (images := next(images_in(run.example), None)) is not None:
                 self._events.of(run).image("first batch", grid(images.numpy()), step=0)
         self._write(run, row)
-        for name, found in run.findings().items():
-            if isinstance(found, Mapping) and "counts" in found:
-                counts = {int(number): count for number, count in found["counts"].items()}
+        for name, finding in run.findings().items():
+            if isinstance(finding, Mapping) and "counts" in finding:
+                counts = {int(number): count for number, count in finding["counts"].items()}
                 self._events.of(run).histogram(name, counts, step=run.state.step)
 
     def eval_end(self, run: Run, metrics: Row) -> None:
