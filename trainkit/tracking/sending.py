@@ -87,14 +87,14 @@ def read_state(folder: Path, tracker: str) -> TrackingState | None:
     """
     path, kinds = path_of(folder, tracker), kinds_of(TrackingState)
     try:
-        found = read_map(path, kinds)
+        values = read_map(path, kinds)
     except AbsentFileError:
         return None
-    state = TrackingState(**{name: found[name] for name in kinds})
-    sound = [_ID.fullmatch(state.id), state.tracker == tracker, tracker in SERVICES]
-    sound += [isinstance(one, str) for one in state.artifacts]
-    sound += [isinstance(one, str | int | float) for one in state.placement.values()]
-    if not all(sound) or not all(type(step) is int for step in state.sent.values()):
+    state = TrackingState(**{name: values[name] for name in kinds})
+    checks = [_ID.fullmatch(state.id), state.tracker == tracker, tracker in SERVICES]
+    checks += [isinstance(item, str) for item in state.artifacts]
+    checks += [isinstance(item, str | int | float) for item in state.placement.values()]
+    if not all(checks) or not all(type(step) is int for step in state.sent.values()):
         raise UnreadableError(path, "it is not the state of a tracker")
     return state
 
@@ -113,16 +113,16 @@ def write_state(folder: Path, state: TrackingState) -> None:
         write_atomically(path, f"{json.dumps(asdict(state), indent=1)}\n", sync=False)
 
 
-def begun_state(folder: Path, wanted: TrackingState) -> TrackingState:
+def begun_state(folder: Path, configured: TrackingState) -> TrackingState:
     """Return the state with which a start of the run continues: it keeps the id and the sent data of earlier starts.
 
     Raises:
         UnreadableError: the state of an earlier start cannot be read.
         StorageError: the file cannot be written.
     """
-    known, state = read_state(folder, wanted.tracker), wanted
-    if known is not None:
-        state = replace(wanted, id=known.id, sent=known.sent, placement=known.placement)
+    earlier, state = read_state(folder, configured.tracker), configured
+    if earlier is not None:
+        state = replace(configured, id=earlier.id, sent=earlier.sent, placement=earlier.placement)
     write_state(folder, state)
     return state
 
@@ -138,7 +138,7 @@ def tracked_run(folder: Path, state: TrackingState) -> TrackedRun:
     except ValueError as error:
         raise UnreadableError(folder / "resolved.yaml", str(error)) from None
     values = values if isinstance(values, Mapping) else {}
-    found = read_map(folder / "environment.json", {"fingerprint": str})
+    environment = read_map(folder / "environment.json", {"fingerprint": str})
     parameters = dict(islice(_flat(values, ""), _MOST_PARAMETERS))
     if state.placement:  # a resumed run may be elsewhere, and a mixture of two placements is that of no run
         parameters = {name: value for name, value in parameters.items() if not _is_placement(name)} | state.placement
@@ -148,7 +148,7 @@ def tracked_run(folder: Path, state: TrackingState) -> TrackedRun:
         project=state.project,
         mode=state.mode,
         name=f"{values.get('name') or 'run'}/{folder.name}"[:_LONGEST_NAME],
-        fingerprint=found["fingerprint"][:64],
+        fingerprint=environment["fingerprint"][:64],
         parameters=parameters,
     )
 
@@ -157,9 +157,9 @@ def _is_placement(name: str) -> bool:
     return name.partition(".")[0] in ("strategy", "cluster")
 
 
-def _flat(values: Mapping[str, Any], above: str) -> Iterator[tuple[str, str | float | bool]]:
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str | float | bool]]:
     for name, value in values.items():
-        key = f"{above}{name}"
+        key = f"{prefix}{name}"
         if isinstance(value, Mapping):
             yield from _flat(value, f"{key}.")
         elif isinstance(value, str | bool | int | float):
@@ -239,15 +239,15 @@ class Sender:
     def _new_in(self, line: bytes) -> LoggedRow | None:
         """Return the finite numbers of a row that were not sent yet; None if there are none, or the line is no row."""
         try:
-            found = parse_json(line)
+            row = parse_json(line)
         except ValueError:
             return None
-        step, sent = number(found.get("step")) if isinstance(found, dict) else None, self.state.sent
+        step, sent = number(row.get("step")) if isinstance(row, dict) else None, self.state.sent
         if step is None or not 0 <= step < 2**53:
             return None
         room, new = len(sent) < _MOST_METRICS, dict[str, float]()
-        for key, one in found.items():
-            name, value = mask(key)[:_LONGEST_NAME], number(one)
+        for key, item in row.items():
+            name, value = mask(key)[:_LONGEST_NAME], number(item)
             if key != "step" and value is not None and (step > sent[name] if name in sent else room):
                 new[name] = value
         return (int(step), new) if new else None
@@ -287,7 +287,7 @@ class Sender:
             return
         holds_last = self._service is not None and self._service.holds_last
         last = self.state.last_step - holds_last
-        sent = {name: min(at, last) for name, at in self.state.sent.items()}
+        sent = {name: min(step, last) for name, step in self.state.sent.items()}
         write_state(self._folder, replace(self.state, sent=sent))
 
     def start(self) -> None:

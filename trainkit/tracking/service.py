@@ -77,17 +77,17 @@ class _Mlflow:
 
     def open(self, run: TrackedRun) -> None:
         client, mark = self._client, "trainkit.id"
-        found = client.get_experiment_by_name(run.project)
-        experiment = client.create_experiment(run.project) if found is None else found.experiment_id
+        existing = client.get_experiment_by_name(run.project)
+        experiment = client.create_experiment(run.project) if existing is None else existing.experiment_id
         same = client.search_runs([experiment], f"tags.`{mark}` = '{run.id}'", max_results=1)
         if same:
-            self._id, known = same[0].info.run_id, same[0].data.params
+            self._id, logged = same[0].info.run_id, same[0].data.params
             client.update_run(self._id, status="RUNNING")
         else:
             tags = {mark: run.id, "trainkit.fingerprint": run.fingerprint}
-            self._id, known = client.create_run(experiment, tags=tags, run_name=run.name).info.run_id, {}
+            self._id, logged = client.create_run(experiment, tags=tags, run_name=run.name).info.run_id, {}
         params = ((_plain(key), str(value)[:6000]) for key, value in run.parameters.items())
-        new = (self._kinds.Param(key, value) for key, value in params if key not in known)  # none is ever changed
+        new = (self._kinds.Param(key, value) for key, value in params if key not in logged)  # none is ever changed
         self._send(new, 100, lambda batch: client.log_batch(self._id, params=batch))
 
     def log(self, rows: Sequence[LoggedRow]) -> None:

@@ -57,8 +57,8 @@ class Tracker(Callback):
         """Start to send."""
         if run.is_owner:
             project, artifacts = self.project or run.cfg.name or "trainkit", list(self.artifacts)
-            wanted = TrackingState(tracker=self.tracker, project=project, mode=self.connection, artifacts=artifacts)
-            self._sending = Sender(run.folder, begun_state(run.folder, wanted))
+            state = TrackingState(tracker=self.tracker, project=project, mode=self.connection, artifacts=artifacts)
+            self._sending = Sender(run.folder, begun_state(run.folder, state))
             self._sending.start()
 
     def log(self, run: Run, row: Row) -> None:
