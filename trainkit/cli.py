@@ -62,7 +62,7 @@ def _run(arguments: Sequence[str]) -> int:
             from trainkit.report.json_output import print_json  # noqa: PLC0415
 
             print_json(error_document(error))
-        _print_error(_told(error))
+        _print_error(_error_text(error))
         return error.exit_code
     except KeyboardInterrupt:
         _print_error("stopped\n")
@@ -76,7 +76,7 @@ def _run(arguments: Sequence[str]) -> int:
 
         full = as_storage_error(error, Path("outputs"))
         if full is not None:
-            _print_error(_told(full))
+            _print_error(_error_text(full))
             return full.exit_code
         _print_error(traceback.format_exc())  # as Python prints it, but with secrets masked
         return 1
@@ -96,8 +96,8 @@ def _print_error(text: str) -> None:
 
 def _dispatch(arguments: Sequence[str]) -> int:
     # Answer help and version before anything else is checked.
-    asked = {"-h": "--help", "-V": "--version"}
-    early = [asked.get(word, word) for word in arguments]
+    options = {"-h": "--help", "-V": "--version"}
+    early = [options.get(word, word) for word in arguments]
     if "--version" in early:
         sys.stdout.write(f"trainkit {__version__}\n")
         return 0
@@ -120,9 +120,9 @@ def _dispatch(arguments: Sequence[str]) -> int:
     code_of_project = importable(call.project.code if call.project else ())
     with code_of_project, allow_packages(call.packages), with_config_dirs(call.config_dirs):
         # A wrong key is refused before the verb imports classes, together with the rules that its flags break.
-        about = VERBS[call.verb]
-        if about.composes and call.verb != "train" and (problems := call.key_problems()):
-            raise ConfigError([*(module_of(call.verb).problems(call) if about.combines else ()), *problems])
+        spec = VERBS[call.verb]
+        if spec.composes and call.verb != "train" and (problems := call.key_problems()):
+            raise ConfigError([*(module_of(call.verb).problems(call) if spec.combines else ()), *problems])
         try:
             code: int = module_of(call.verb).run(call)
         except SystemExit as error:  # of the user's code: Python would end with its code, often 0
@@ -143,7 +143,7 @@ def _show(call: Call, which: str) -> int:
     return 0
 
 
-def _told(error: TrainkitError) -> str:
+def _error_text(error: TrainkitError) -> str:
     """Return the printed text of an error: its message on one screen; on a terminal also a link to its explanation."""
     text = f"{_one_screen(error)}\n"
     if not sys.stderr.isatty():

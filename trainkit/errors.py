@@ -101,7 +101,7 @@ def _printable(text: str, *, longest: int = 400, allowed: str = "") -> str:
     text = mask(text)  # before shortening: a part of a secret would not be recognized
     if len(text) > longest:
         text = f"{text[: longest // 2]}...({len(text):,} characters)...{text[-longest // 4 :]}"
-    return "".join(one if one.isprintable() or one in allowed else ascii(one)[1:-1] for one in text)
+    return "".join(char if char.isprintable() or char in allowed else ascii(char)[1:-1] for char in text)
 
 
 def yaml_text(value: Any) -> str:
@@ -153,8 +153,8 @@ def refuse(problems: Iterable[Problem]) -> None:
     Example:
         >>> refuse([])
     """
-    if found := tuple(problems):
-        raise ConfigError(found)
+    if every := tuple(problems):
+        raise ConfigError(every)
 
 
 def together(*checks: Callable[[], object], then: Callable[[], T]) -> T:
@@ -194,8 +194,8 @@ def require_packages(packages: Iterable[str], *, key: str, extra: str) -> None:
         MissingExtraError: the first that is absent.
     """
     for package in packages:
-        found = find_spec(package)
-        if found is None or found.origin is None:  # a folder of that name in the current one is not a package
+        spec = find_spec(package)
+        if spec is None or spec.origin is None:  # a folder of that name in the current one is not a package
             raise MissingExtraError(key=key, package=package, extra=extra)
 
 
@@ -448,9 +448,9 @@ def listed(texts: Iterable[object], most: int = 5, count: int | None = None) -> 
         >>> listed("abcd", 2), listed([3, 4], 8, 30)
         ('a, b and 2 more', '3, 4 and 28 more')
     """
-    found = [str(text) for text in texts]
-    more = (count or len(found)) - min(len(found), most)
-    return f"{', '.join(found[:most])}{f' and {more} more' if more > 0 else ''}"
+    items = [str(text) for text in texts]
+    more = (count or len(items)) - min(len(items), most)
+    return f"{', '.join(items[:most])}{f' and {more} more' if more > 0 else ''}"
 
 
 def is_library(file: str) -> bool:

@@ -45,9 +45,9 @@ def packages_of(extra: str) -> tuple[str, ...]:
     import importlib.metadata  # noqa: PLC0415 - as above
 
     try:
-        found = importlib.metadata.requires(DISTRIBUTION) or ()
+        requirements = importlib.metadata.requires(DISTRIBUTION) or ()
     except importlib.metadata.PackageNotFoundError:
         return ()
     marker = re.compile(rf"""extra\s*==\s*['"]{re.escape(extra)}['"]""")
-    split = (text.partition(";") for text in found)
+    split = (text.partition(";") for text in requirements)
     return tuple(name.strip() for name, _, condition in split if marker.search(condition))

@@ -117,16 +117,16 @@ class Reads:
         if not str(path):
             return f"is empty. Name a {noun}."
         try:
-            mode = (found := Path(path).expanduser()).stat().st_mode
+            mode = (expanded := Path(path).expanduser()).stat().st_mode
         except FileNotFoundError:
-            where = "" if found.is_absolute() else f" below {Path.cwd()}"
-            rule = "is a link to nothing." if found.is_symlink() else f"there is no such {noun}{where}."
+            where = "" if expanded.is_absolute() else f" below {Path.cwd()}"
+            rule = "is a link to nothing." if expanded.is_symlink() else f"there is no such {noun}{where}."
             return None if may_be_absent else rule
         except (OSError, ValueError, RuntimeError) as error:  # no permission; a null character; no home folder
             return f"cannot be read: {getattr(error, 'strerror', None) or error}."
         what = "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "pipe or device"
         if what in noun.split(" or "):
-            return None if os.access(found, os.R_OK) else "cannot be read: Permission denied."
+            return None if os.access(expanded, os.R_OK) else "cannot be read: Permission denied."
         return f"is a {what}, and a {noun} is needed."
 
 
@@ -271,12 +271,12 @@ class Limit:
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
         """Describe the limit in a JSON Schema."""
-        found = dict(handler(schema))
+        document = dict(handler(schema))
         if math.isfinite(self.low):
-            found["exclusiveMinimum" if self.open_low else "minimum"] = self.low
+            document["exclusiveMinimum" if self.open_low else "minimum"] = self.low
         if math.isfinite(self.high):
-            found["exclusiveMaximum" if self.open_high else "maximum"] = self.high
-        return found if self.regex is None else {**found, "pattern": f"^(?:{self.regex})$"}
+            document["exclusiveMaximum" if self.open_high else "maximum"] = self.high
+        return document if self.regex is None else {**document, "pattern": f"^(?:{self.regex})$"}
 
     def broken_by(self, value: Any) -> bool:
         """Return whether a value of a fitting type breaks the limit; null and words pass.

@@ -115,9 +115,9 @@ def size_of(path: Path) -> int:
         AbsentFileError: there is no such file.
         UnreadableError: the path is a link, a directory, a pipe, a socket or a device, or cannot be inspected.
     """
-    found = _status_of(path)
-    _refuse_irregular(path, found.st_mode)
-    return found.st_size
+    status = _status_of(path)
+    _refuse_irregular(path, status.st_mode)
+    return status.st_size
 
 
 def refuse_link(folder: Path) -> None:
@@ -308,12 +308,12 @@ def _integer(text: str) -> int:
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    content = dict(pairs)
+    if len(content) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"it holds the key {_short(twice)} twice")
-    return found
+    return content
 
 
 _DECODER: Final = json.JSONDecoder(parse_int=_integer, object_pairs_hook=_unique)
@@ -368,8 +368,8 @@ def expect_map(
             if key in kinds:
                 raise ValueError(f"its key {key} is missing")
         elif not _is(content[key], kind):
-            wanted = " or ".join(dict.fromkeys(_NAMES[one] for one in (kind if isinstance(kind, tuple) else (kind,))))
-            raise ValueError(f"its key {key} is {_kind_of(content[key])}, and {wanted} was expected")
+            names = " or ".join(dict.fromkeys(_NAMES[item] for item in (kind if isinstance(kind, tuple) else (kind,))))
+            raise ValueError(f"its key {key} is {_kind_of(content[key])}, and {names} was expected")
     return content
 
 
@@ -501,7 +501,7 @@ def check_bounds(text: str) -> None:  # noqa: PLR0912 - one event after the othe
                 if isinstance(event, yaml.ScalarEvent):
                     size, depth = 1 + len(event.value) // 64, 0
             elif isinstance(event, yaml.AliasEvent):
-                if any(anchor == one for one, *_ in open_):
+                if any(anchor == outer for outer, *_ in open_):
                     raise broken(f"holds the alias *{anchor} inside its own anchor")
                 if anchor not in anchors:
                     raise broken(f"holds the alias *{anchor}, and no anchor &{anchor} before it")
@@ -602,8 +602,8 @@ def cache_folder() -> Path:
 
     Source: XDG Base Directory Specification 0.8.
     """
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (given if given.is_absolute() else Path.home() / ".cache") / "trainkit"
+    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (folder if folder.is_absolute() else Path.home() / ".cache") / "trainkit"
 
 
 _ELSEWHERE: Final = "or choose a folder on another file system (hydra.run.dir=FOLDER)"
@@ -647,17 +647,17 @@ class Free:
     @classmethod
     def at(cls, path: Path) -> Free | None:
         """Return the free space of the file system of a path, existing or not; None if unknown."""
-        for place in (path, *path.absolute().parents):
+        for folder in (path, *path.absolute().parents):
             try:
-                found = os.statvfs(place)
+                stats = os.statvfs(folder)
             except FileNotFoundError:
                 continue
             except OSError:
                 return None
-            if found.f_blocks == 0:  # some network file systems report zeros
+            if stats.f_blocks == 0:  # some network file systems report zeros
                 return None
-            files = found.f_favail if found.f_files else None
-            return cls(num_bytes=found.f_bavail * found.f_frsize, num_files=files)
+            files = stats.f_favail if stats.f_files else None
+            return cls(num_bytes=stats.f_bavail * stats.f_frsize, num_files=files)
         return None
 
     def __str__(self) -> str:
@@ -670,7 +670,7 @@ def file_in_the_way(path: Path) -> Path | None:
 
     A link to nothing or to itself exists, and no folder can take its place.
     """
-    first = next((place for place in (path, *path.parents) if os.path.lexists(place)), None)
+    first = next((parent for parent in (path, *path.parents) if os.path.lexists(parent)), None)
     return None if first is None or os.path.isdir(first) else first  # noqa: PTH112 - pathlib may raise
 
 
@@ -692,8 +692,8 @@ def num_bytes(number: int) -> str:
         ('0 B', '2 KiB', '1.5 GiB')
     """
     units = ("B", "KiB", "MiB", "GiB", "TiB")
-    place = max(0, min(len(units) - 1, (number.bit_length() - 1) // 10))
-    return f"{number / (1 << 10 * place):.3g} {units[place]}"
+    power = max(0, min(len(units) - 1, (number.bit_length() - 1) // 10))
+    return f"{number / (1 << 10 * power):.3g} {units[power]}"
 
 
 def storage_error(path: Path, error: OSError, *, needed: int | None = None, remedy: str = "") -> StorageError:
@@ -710,16 +710,16 @@ def storage_error(path: Path, error: OSError, *, needed: int | None = None, reme
 
 
 _FEW: Final = 8
-"""Files that a file system which can hold no more may hold again when a failed write was removed."""
+"""Free files of a full file system after what a failed write left there was removed; fewer count as none."""
 
 
 def reason_and_room(path: Path, error: OSError, *, needed: int | None = None) -> str:
     """Return the system's reason, with the needed and free bytes if they matter; arguments as above."""
     facts = [f"{num_bytes(needed)} are needed"] if needed is not None else []
     if error.errno in _FULL and (free := Free.at(path)) is not None:
-        # Enough bytes and hardly a file: there was none; what was removed since, or another process, gave some back.
-        few = free.num_files is not None and free.num_files < _FEW
-        had_none = few and needed is not None and needed < free.num_bytes
+        # Enough bytes and hardly a free file: the write found none, and removing what it had written freed a few.
+        few_files = free.num_files is not None and free.num_files < _FEW
+        had_none = few_files and needed is not None and needed < free.num_bytes
         facts.append(str(replace(free, num_files=0) if had_none else free))
     if error.errno == errno.EFBIG and (limit := file_limit()) is not None:
         facts.append(f"a file may have {num_bytes(limit)}")
@@ -759,7 +759,7 @@ def bytes_needed(tensors: Iterable[Tensor]) -> int:
 
 
 def lacking(root: Path, needed: int, largest_file: int) -> int | None:
-    """Return the error number that a save would raise; None if there is space, or it is unknown."""
+    """Return the error number that a save would raise; None if it fits, or the free space is unknown."""
     if (limit := file_limit()) is not None and largest_file > limit:
         return errno.EFBIG
     free = Free.at(root)
@@ -797,10 +797,10 @@ def as_storage_error(error: BaseException, root: Path) -> StorageError | None:
     if error.errno in (errno.ENOENT, errno.ENOTDIR) and not root.exists():
         path = root
     if path is None:  # the first full folder that a run writes to
-        places = (root, SHARED_MEMORY, Path(os.environ.get("TMPDIR", "/tmp")))  # noqa: S108 - only its free space is read
-        full = ((place, Free.at(place)) for place in places)
+        folders = (root, SHARED_MEMORY, Path(os.environ.get("TMPDIR", "/tmp")))  # noqa: S108 - only its free space is read
+        full = ((folder, Free.at(folder)) for folder in folders)
         path = next(
-            (place for place, free in full if free and (free.num_bytes < _LITTLE_BYTES or free.num_files == 0)), None
+            (folder for folder, free in full if free and (free.num_bytes < _LITTLE_BYTES or free.num_files == 0)), None
         )
     if path is not None:
         return storage_error(path, error)
@@ -815,10 +815,10 @@ def reporting(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        found = as_storage_error(error, root)
-        if found is None:
+        cause = as_storage_error(error, root)
+        if cause is None:
             raise
-        raise found from error
+        raise cause from error
 
 
 @contextlib.contextmanager

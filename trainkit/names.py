@@ -82,8 +82,8 @@ def lazy(package: str) -> Callable[[str], type]:
         if home is None:
             message = f"module {package!r} has no attribute {name!r}"
             raise AttributeError(message)
-        found: type = getattr(import_module(home), name)
-        return found
+        kind: type = getattr(import_module(home), name)
+        return kind
 
     return find
 
@@ -120,7 +120,7 @@ def rule_of(name: str) -> str | None:
     if name in NAMES or not name.startswith("trainkit."):
         return None
     kind = name.rpartition(".")[2]
-    near = get_close_matches(kind, _PUBLIC, n=1)
-    if not near:
+    closest = get_close_matches(kind, _PUBLIC, n=1)
+    if not closest:
         return "trainkit has no class of this name for configs."
-    return f"write {_PUBLIC[kind]}." if kind in _PUBLIC else f"there is no {kind}. Did you mean {_PUBLIC[near[0]]}?"
+    return f"write {_PUBLIC[kind]}." if kind in _PUBLIC else f"there is no {kind}. Did you mean {_PUBLIC[closest[0]]}?"

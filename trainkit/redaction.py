@@ -43,7 +43,7 @@ _SHORTEST: Final = 8
 _COMMON: Final = re.compile(r"\d+|[A-Za-z]?[a-z]{,15}|[A-Z]{,16}")
 """Numbers, and single words of at most 16 letters, which texts contain that quote no secret."""
 
-_known: set[str] = set()
+_secrets: set[str] = set()
 
 
 @lru_cache(maxsize=4096)  # a composition asks about each of its keys several times
@@ -118,17 +118,17 @@ def secrets_in(
         # logger.NAME is the name that the user gives to a node
         is_node = inner[0] in _OBSERVERS and len(inner) <= 2 and isinstance(value, Mapping)
         if (name,) in marked or (not is_node and is_secret_name(name, inner[0])):
-            if _is_given(value, references):
+            if _is_secret_value(value, references):
                 yield inner, value
         elif isinstance(value, Mapping | list | tuple):
-            below = frozenset(one[1:] for one in marked if one[0] == name and one[1:])
+            below = frozenset(mark[1:] for mark in marked if mark[0] == name and mark[1:])
             yield from secrets_in(value, inner, marks=marks, marked=below, references=references)
 
 
-def _is_given(value: Any, references: bool) -> bool:
+def _is_secret_value(value: Any, references: bool) -> bool:
     if isinstance(value, Mapping | list | tuple):
         inner = value.values() if isinstance(value, Mapping) else value
-        return any(_is_given(one, references) for one in inner)
+        return any(_is_secret_value(item, references) for item in inner)
     return value not in (None, "") and not isinstance(value, bool) and (references or variable_of(value) is None)
 
 
@@ -163,7 +163,7 @@ def remember(value: Any) -> None:
         for inner in value.values():
             remember(inner)
     elif isinstance(value, str):
-        _known.update(text for text in (value, _SCHEME.sub("", value)) if _is_distinct(text))
+        _secrets.update(text for text in (value, _SCHEME.sub("", value)) if _is_distinct(text))
         remember_passwords(value)
     elif isinstance(value, list | tuple):
         for inner in value:
@@ -172,7 +172,7 @@ def remember(value: Any) -> None:
 
 def remember_passwords(text: str) -> None:
     """Let `mask` hide the passwords of the URLs in a text, also outside of their URLs."""
-    _known.update(match[2] for match in _PASSWORD_IN_URL.finditer(text) if _is_distinct(match[2]))
+    _secrets.update(match[2] for match in _PASSWORD_IN_URL.finditer(text) if _is_distinct(match[2]))
 
 
 def has_password(text: str) -> bool:
@@ -192,7 +192,7 @@ def mask(text: str) -> str:
         >>> mask("cannot reach http://me:pw@host/x")
         'cannot reach http://me:(redacted)@host/x'
     """
-    for secret in sorted(_known, key=len, reverse=True):
+    for secret in sorted(_secrets, key=len, reverse=True):
         text = text.replace(secret, REDACTED)
     return _PASSWORD_IN_URL.sub(rf"\1{REDACTED}@", text) if "://" in text else text
 
@@ -239,12 +239,12 @@ class _MaskedStream:
 @contextlib.contextmanager
 def forgetting_secrets() -> Iterator[None]:
     """Forget, at the end of the block, the secrets that were remembered within it."""
-    before = set(_known)
+    before = set(_secrets)
     try:
         yield
     finally:
-        _known.clear()
-        _known.update(before)
+        _secrets.clear()
+        _secrets.update(before)
 
 
 @contextlib.contextmanager

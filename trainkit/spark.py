@@ -59,22 +59,22 @@ def save_frame(frame: Any, folder: str | Path) -> Path:
     total = functions.sum(functions.col("row").cast("decimal(38,0)"))
     facts = hashed.agg(functions.count("*"), total, functions.bit_xor("row")).first()
     name = hashlib.sha256(f"{frame.schema.json()} {tuple(facts)}".encode()).hexdigest()[:16]
-    place = Path(folder).expanduser().absolute() / f"{name}.parquet"
-    if place.is_dir():
-        return place
-    temporary = place.with_name(f".{name}.{os.getpid()}")
-    with naming(place.parent):
-        place.parent.mkdir(parents=True, exist_ok=True)
+    target = Path(folder).expanduser().absolute() / f"{name}.parquet"
+    if target.is_dir():
+        return target
+    temporary = target.with_name(f".{name}.{os.getpid()}")
+    with naming(target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
     try:
         frame.write.parquet(temporary.as_uri(), mode="overwrite")
-        found = dataset.dataset(str(temporary), format="parquet").count_rows()
-        if found != facts[0]:
-            raise DataError(f"{place.parent}: {found:,} of {facts[0]:,} rows are here. Do all executors share it?")
-        with naming(place):
-            temporary.rename(place)
+        num_rows = dataset.dataset(str(temporary), format="parquet").count_rows()
+        if num_rows != facts[0]:
+            raise DataError(f"{target.parent}: {num_rows:,} of {facts[0]:,} rows are here. Do all executors share it?")
+        with naming(target):
+            temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return place
+    return target
 
 
 def predict_udf(
@@ -121,8 +121,8 @@ def _loaded(path: Path, **settings: Any) -> Callable[[NDArray[Any]], NDArray[Any
     predicted = predictor(path, **settings)
 
     def predict(inputs: NDArray[Any]) -> NDArray[Any]:
-        wide = np.float32 if np.issubdtype(inputs.dtype, np.floating) else np.int64
-        found = predicted(torch.from_numpy(inputs.astype(wide)))
-        return found.numpy() if settings["outputs"] == "classes" else found.double().flatten(1).numpy()
+        dtype = np.float32 if np.issubdtype(inputs.dtype, np.floating) else np.int64
+        outputs = predicted(torch.from_numpy(inputs.astype(dtype)))
+        return outputs.numpy() if settings["outputs"] == "classes" else outputs.double().flatten(1).numpy()
 
     return predict

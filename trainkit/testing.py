@@ -132,10 +132,10 @@ def assert_resumes(
         refuse(check_names(resumed))
         train(resumed)
         exact = composed.cfg.numerics.reproducible
-        found = list(compare(last_weights(whole), last_weights(parts), exact=exact))
-    wrong = [one for one in found if one.verdict == "different"]
-    if wrong:
-        raise AssertionError(_not_resumed(wrong, len(found), steps=steps, stop=stop))
+        comparisons = list(compare(last_weights(whole), last_weights(parts), exact=exact))
+    different = [comparison for comparison in comparisons if comparison.verdict == "different"]
+    if different:
+        raise AssertionError(_not_resumed(different, len(comparisons), steps=steps, stop=stop))
 
 
 def _choice_of(strategy: str) -> list[str]:
@@ -144,12 +144,12 @@ def _choice_of(strategy: str) -> list[str]:
     return [name if "=" in name else f"strategy={name}", *keys]
 
 
-def _not_resumed(wrong: Sequence[Comparison], total: int, *, steps: int, stop: int) -> str:
-    shown = [f"  {one.name}  relative error {one.error:.2g}" for one in wrong[:_SHOWN]]
-    more = [f"  and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+def _not_resumed(different: Sequence[Comparison], total: int, *, steps: int, stop: int) -> str:
+    shown = [f"  {comparison.name}  relative error {comparison.error:.2g}" for comparison in different[:_SHOWN]]
+    more = [f"  and {len(different) - _SHOWN} more"] if len(different) > _SHOWN else []
     first = (
         f"{steps} steps without a stop and {stop} + {steps - stop} steps with a resume end with different weights: "
-        f"{len(wrong)} of {total} parameters and buffers differ"
+        f"{len(different)} of {total} parameters and buffers differ"
     )
     last = (
         "A state that changes the training is missing in the checkpoint. Keep a counter of the model in a buffer, "
