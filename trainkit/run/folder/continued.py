@@ -21,7 +21,7 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.strategies.tensor_shards import model_weights
 from trainkit.trained.build import meta_model
 from trainkit.trained.model import WEIGHTS, FileWeights
-from trainkit.trainer.checkpoint.saving import bring
+from trainkit.trainer.checkpoint.saving import adopt_checkpoint
 from trainkit.trainer.checkpoint.tensors import load, newest_valid
 from trainkit.trainer.manifest import MANIFEST, EvaluatedIndex, Retention, list_complete
 
@@ -61,7 +61,7 @@ def bring_earlier_steps(folder: RunFolder, source: Path, retention: Retention) -
     kept = [*candidates[: retention.keep_last], *retention.ranked(candidates)[: retention.keep_best]]
     by_folder = {checkpoint.folder: checkpoint for checkpoint in kept}
     for checkpoint in sorted(by_folder.values(), key=lambda checkpoint: checkpoint.step):
-        bring(checkpoint, folder.checkpoints, owner)
+        adopt_checkpoint(checkpoint, folder.checkpoints, owner)
     retention.apply(folder.checkpoints, step=step, owner=owner)  # this names the last and the best
     for name in _ROWS:
         keep_until(folder.path / name, step, source=root.parent / name)

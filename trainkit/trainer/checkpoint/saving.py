@@ -396,7 +396,7 @@ def commit(
     return _renamed(draft.folder, checkpoint, owner, confirm)
 
 
-def bring(checkpoint: Checkpoint, root: Path, owner: OwnershipToken) -> Checkpoint:
+def adopt_checkpoint(checkpoint: Checkpoint, root: Path, owner: OwnershipToken) -> Checkpoint:
     """Give a run a complete checkpoint of another run, under the token of the run that receives it.
 
     Its files are linked, which takes no room: the files of a checkpoint never change, and each run deletes only its own
