@@ -1,7 +1,7 @@
 """trainkit: one config, the same training anywhere, proven before you pay for it.
 
 What a person may import is listed here; beside it, `trainkit.testing`, `trainkit.spark` and the names for `_target_`
-(`trainkit.names`) stay when code moves. Any other module is how trainkit is made.
+(`trainkit.names`) stay when code moves. Any other module is internal.
 """
 
 from importlib import import_module

@@ -122,7 +122,7 @@ class MetricsFile(Callback):
     def state(self) -> dict[str, Any]:
         """Write the buffered rows: a run that resumes from the checkpoint has every earlier row, even after a kill.
 
-        A thread completes the checkpoint, up to a row before `checkpoint_saved` tells so.
+        A thread completes the checkpoint, up to one row before `checkpoint_saved` is called.
         """
         if self._run is not None:
             self._flush(self._run)

@@ -162,7 +162,7 @@ FILE: Final = "histograms.jsonl"
 KINDS: Final = ("gradients", "activations", "weights")
 Kind = Literal["gradients", "activations", "weights"]
 _Measured = dict[str, tuple[Tensor, Tensor]]
-"""Name -> result of `distribution.measure`."""
+"""Name -> result of `measure`."""
 
 
 def observed_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -178,7 +178,7 @@ def observed_layers(model: nn.Module) -> dict[str, nn.Module]:
 class _Recorder:
     """Records the steps that are due; keeps counts on the devices until the step is complete.
 
-    The layers have hooks in such a step alone: other steps run as if nothing looked on.
+    The layers have hooks in such a step alone; other steps run without them.
     """
 
     def __init__(self, settings: Histograms) -> None:

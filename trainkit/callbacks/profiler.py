@@ -249,8 +249,8 @@ class Profiler(Callback):
             self._conclude(run)
 
     def _time(self, run: Run, index: int, last: int) -> None:
-        """Time a step; a CUDA device is synchronised only before the first step and after the last, which gives the
-        means of them all.
+        """Time a step; a CUDA device is synchronised only before the first step and after the last, so that the lap is
+        their mean.
         """
         running, on_device = self._running, run.device.type == "cuda"
         running.clock.end_step()

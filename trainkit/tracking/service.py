@@ -67,7 +67,7 @@ class _Mlflow:
 
     def __init__(self) -> None:
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # else it tells that it makes tables
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # else it logs that it creates tables
         from mlflow import entities  # noqa: PLC0415 - an extra
         from mlflow.tracking import MlflowClient  # noqa: PLC0415 - the same
 
@@ -115,7 +115,7 @@ def _plain(name: str) -> str:
 
 
 class _Runs:
-    """What has an object for the run, which takes rows, one a call."""
+    """The common part of services whose object for a run takes one row a call."""
 
     _run: Any
     _step: int | None = None

@@ -108,7 +108,7 @@ def format_named(name: str) -> Format:
 
 
 def _refuse_lack_of_room(model: nn.Module, file: Path) -> None:
-    """Refuse a file that holds all tensors of a model, before a library writes it whose errors name no file."""
+    """Refuse a file of all tensors of a model if it does not fit; errors of the library that writes it name no file."""
     refuse_full(file, bytes_needed({id(tensor): tensor for tensor in model.state_dict().values()}.values()))
 
 

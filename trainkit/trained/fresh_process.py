@@ -85,7 +85,7 @@ class _Recorder(fx.Interpreter):
 
 
 def _torch_export(folder: Path, request: Mapping[str, Any]) -> Exported:
-    """Load a file of `torch.export.save`; with `program`, that one, with the weights of a file of weights."""
+    """Load the program of the export, or the one that `program` names, which gets the weights of the export."""
     graph = torch.export.load(Path(request.get("program", folder)) / "model.pt2").module()
     assert isinstance(graph, fx.GraphModule)
     if "program" in request:

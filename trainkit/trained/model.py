@@ -49,7 +49,7 @@ class Trained:
     folder: Path
     """Folder for evaluations: the run, or the folder of a written model outside of a run."""
     run: Path | None
-    """The run whose data and objective belong to the model; None: nobody knows them."""
+    """The run whose data and objective belong to the model; None: unknown."""
     label: str
     """Name of the weights: `last`, `best`, the name of the checkpoint, or the path of the written model in its run."""
     step: int | None = None

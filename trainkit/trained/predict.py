@@ -369,7 +369,7 @@ class OutputFunction:
         except Exception:
             if self._outputs.kind != "output" or self._recorded is None:
                 raise
-            scores = None  # the model has run: what the objective makes of its outputs is not asked for
+            scores = None  # the model has run, and its own outputs suffice
         if self._outputs.kind == "embedding":
             scores = self._recorded[0] if isinstance(self._recorded, tuple) and self._recorded else self._recorded
         elif self._outputs.kind == "output":
@@ -493,7 +493,7 @@ def compute_parts(
                 parts.write(chunk, arrays)
             else:
                 deque(arrays, maxlen=0)
-        deque(batches, maxlen=0)  # those that only keep the ranks together
+        deque(batches, maxlen=0)  # repeated batches, computed because other ranks need this one
     except _StoppedError:
         return False
     return True

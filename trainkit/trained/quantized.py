@@ -309,7 +309,7 @@ class StaticallyQuantized(nn.Module):
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """Move the tensors, and let the graph make its own where they are: it was recorded with the device of then."""
+        """Move the tensors, and let the graph create its own on their device instead of the recorded one."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = next(iter(self.graph.state_dict().values())).device
         for node in self.graph.graph.nodes:

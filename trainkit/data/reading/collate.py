@@ -136,8 +136,8 @@ def refuse_other_rows(batch: Any, count: int, source: str) -> None:
 
 
 def narrow(batch: Any, start: int, size: int) -> Any:
-    """Return a range of a batch: views, no copies. To autograd each is a tensor of its own: a model may write into its
-    inputs, also what it differentiates.
+    """Return a range of a batch: views, no copies. Autograd sees each as a separate tensor, so that a model may write
+    into its inputs, also into those that it differentiates.
 
     Example:
         >>> narrow((torch.arange(4), ["a", "b", "c", "d"]), 1, 2)

@@ -22,7 +22,7 @@ _REMEDY: Final = "Free space there, or download the file yourself and give its p
 
 
 def existing(path: Path, kind: Reads = a_file, *, key: str = "data.path", remedy: str = "") -> Path:
-    """Return the path with `~` expanded, if it is what is wanted.
+    """Return the path with `~` expanded, if it can be read and is of this kind.
 
     Raises:
         DataError: it is not; names the key and the remedy.

@@ -262,7 +262,7 @@ _BURST: Final = 16
 _BURST_BYTES: Final = 1 << 20
 """Most bytes of their batches together: they stay in the second-level cache of a processor."""
 _READ_BYTES: Final = 1 << 18
-"""The same of batches that are read sample by sample, which no plan counts."""
+"""The same limit for batches that are read sample by sample, which no plan counts."""
 _BURST_S: Final = 1e-2
 """Longest time that a step waits for batches of later steps."""
 _TAKES_STORED: Final = frozenset({"cpu", "cuda", "meta"})
@@ -590,7 +590,7 @@ class Loader:
         return request[2], self._source.read(request)
 
     def _has_next(self) -> bool:
-        """Take the batch of the first ticket of those asked for, unless that is done already."""
+        """Take the batch of the first pending ticket, unless it was taken already; return whether there is one."""
         if self._next is None and self._ahead is not None:
             self._next = next(self._ahead, None)
         return self._next is not None
