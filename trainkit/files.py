@@ -718,8 +718,8 @@ def reason_and_room(path: Path, error: OSError, *, needed: int | None = None) ->
     facts = [f"{num_bytes(needed)} are needed"] if needed is not None else []
     if error.errno in _FULL and (free := Free.at(path)) is not None:
         # Enough bytes and hardly a free file: the write found none, and removing what it had written freed a few.
-        few = free.num_files is not None and free.num_files < _FEW
-        had_none = few and needed is not None and needed < free.num_bytes
+        few_files = free.num_files is not None and free.num_files < _FEW
+        had_none = few_files and needed is not None and needed < free.num_bytes
         facts.append(str(replace(free, num_files=0) if had_none else free))
     if error.errno == errno.EFBIG and (limit := file_limit()) is not None:
         facts.append(f"a file may have {num_bytes(limit)}")
