@@ -37,7 +37,7 @@ class CompileTime:
         self.seconds = 0.0
         self._clock, self._begun = clock, 0.0
         self._step, self._first = step, step()
-        self._again: set[int] = set()
+        self._recompiled: set[int] = set()
         self._handler: Any = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
         if self._handler is not None:
             self._handler.register_start_callback(self._start)
@@ -51,10 +51,10 @@ class CompileTime:
         step, number = self._step(), str(getattr(args[0], "compile_id", "") if args else "").rpartition("/")[2]
         if step < self._first + _FIRST_STEPS or number.partition("_")[0] in ("", "0"):  # the number of a variant
             return
-        has_warned = len(self._again) > _TOLERATED
-        self._again.add(step)
-        if not has_warned and len(self._again) > _TOLERATED:
-            steps = ", ".join(map(str, sorted(self._again)))
+        has_warned = len(self._recompiled) > _TOLERATED
+        self._recompiled.add(step)
+        if not has_warned and len(self._recompiled) > _TOLERATED:
+            steps = ", ".join(map(str, sorted(self._recompiled)))
             _log.warning(
                 "compile.mode: torch.compile has compiled the same code again in steps %s, which may take longer than "
                 "it saves. %s Keep a value that changes at each step in a buffer, or use compile.mode=off.",

@@ -151,14 +151,14 @@ class _Streamer:
 
     def __init__(self, indices: Sequence[int], receive: OnTokens) -> None:
         self._indices, self._receive = dict(enumerate(indices)), receive
-        self._seen_prompts = False
+        self._has_prompts = False
         self.ends: set[int] = set()
         """The tokens that end a text."""
 
     def put(self, tokens: Tensor) -> None:
         """Receive (samples,) next tokens."""
-        if not self._seen_prompts:
-            self._seen_prompts = True
+        if not self._has_prompts:
+            self._has_prompts = True
             return
         latest = tokens.flatten().tolist()
         self._indices = {row: index for row, index in self._indices.items() if latest[row] not in self.ends}

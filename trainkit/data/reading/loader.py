@@ -74,7 +74,7 @@ class Reader(Dataset[Any]):
         self, dataset: Any, *, seed: int, collate: CollateFunction | None = None, is_watched: bool = False
     ) -> None:
         self._dataset, self._seed, self._collate, self.is_watched = dataset, seed, collate, is_watched
-        self._many = getattr(dataset, "__getitems__", None)
+        self._getitems = getattr(dataset, "__getitems__", None)
         self.draws = False
         """Whether a sample has drawn random numbers."""
 
@@ -129,10 +129,10 @@ class Reader(Dataset[Any]):
         return keyed
 
     def _unkeyed(self, indices: Sequence[int]) -> Sequence[Any]:
-        if self._many is None:
+        if self._getitems is None:
             return self._one_by_one(indices)
         try:
-            samples: Sequence[Any] = self._many(indices)
+            samples: Sequence[Any] = self._getitems(indices)
         except DataError:
             raise
         except Exception:  # noqa: BLE001 - reading one by one names the sample that fails
