@@ -54,8 +54,8 @@ def shard(number: int, *, weight: float, replica: int, phase: float = 0.0) -> Sh
 def step(number: int = 0) -> StepEvidence:
     """Three shards of 4, 3 and 2 targets, of which replica 0 computes the first and the last."""
     weights = {0: 4.0, 1: 3.0, 2: 2.0}
-    shards = tuple(shard(place + number, weight=weight, replica=place % 2) for place, weight in weights.items())
-    redrawn = tuple(shard(place, weight=weight, replica=place % 2, phase=0.7) for place, weight in weights.items())
+    shards = tuple(shard(index + number, weight=weight, replica=index % 2) for index, weight in weights.items())
+    redrawn = tuple(shard(index, weight=weight, replica=index % 2, phase=0.7) for index, weight in weights.items())
     return StepEvidence(
         step=number,
         shards=shards,
@@ -66,11 +66,9 @@ def step(number: int = 0) -> StepEvidence:
     )
 
 
-def named(
-    found: dict[str, Tensor], hypotheses: Iterable[Hypothesis], expected: dict[str, Tensor], at: int = 0
-) -> list[Cause]:
+def causes_of(actual: dict[str, Tensor], hypotheses: Iterable[Hypothesis], expected: dict[str, Tensor]) -> list[Cause]:
     matching = Matching()
-    matching.add(Difference(step=at, actual=found, expected=expected, allowed=dict.fromkeys(found, 1e-12)), hypotheses)
+    matching.add(Difference(step=0, actual=actual, expected=expected, allowed=dict.fromkeys(actual, 1e-12)), hypotheses)
     return [*matching.matches]
 
 
@@ -89,37 +87,37 @@ WRONG_GRADIENTS: dict[str, tuple[Cause, Callable[[StepEvidence], dict[str, Tenso
 def test_a_wrong_gradient_has_one_cause(fault: str) -> None:
     cause, wrong = WRONG_GRADIENTS[fault]
     evidence = step()
-    assert named(wrong(evidence), faults.gradient_hypotheses(evidence), dict(evidence.gradient)) == [cause]
+    assert causes_of(wrong(evidence), faults.gradient_hypotheses(evidence), dict(evidence.gradient)) == [cause]
 
 
 def test_a_gradient_that_no_fault_gives_is_not_explained_and_a_doubled_update_has_two_causes() -> None:
     evidence = step()
     odd, doubled = ({name: evidence.gradient[name] * factor for name in NAMES} for factor in (1.01, 2))
-    assert named(odd, faults.gradient_hypotheses(evidence), dict(evidence.gradient)) == []
+    assert causes_of(odd, faults.gradient_hypotheses(evidence), dict(evidence.gradient)) == []
     hypotheses = faults.gradient_hypotheses(evidence, rate_is_apart=False)
-    assert named(doubled, hypotheses, dict(evidence.gradient)) == [faults.COUNTED_TWICE, faults.RATE]
+    assert causes_of(doubled, hypotheses, dict(evidence.gradient)) == [faults.COUNTED_TWICE, faults.RATE]
 
 
-def matched(*steps: dict[str, Tensor]) -> list[Cause]:
+def causes_in(*steps: dict[str, Tensor]) -> list[Cause]:
     """The causes of several steps, of which each is compared with its right gradient."""
     matching = Matching()
-    for number, found in enumerate(steps):
+    for number, grads in enumerate(steps):
         evidence = step(number)
-        wrong = Difference(step=number, actual=found, expected=evidence.gradient, allowed=dict.fromkeys(found, 1e-12))
+        wrong = Difference(step=number, actual=grads, expected=evidence.gradient, allowed=dict.fromkeys(grads, 1e-12))
         matching.add(wrong, faults.gradient_hypotheses(evidence))
     return [*matching.matches]
 
 
 def test_a_cause_must_give_what_differs_in_every_step_and_drift_is_explained_by_the_first() -> None:
-    assert matched({"w": step(0).gradient["w"] * 2.0}, {"w": step(1).gradient["w"] / 3.0}) == []  # each known alone
+    assert causes_in({"w": step(0).gradient["w"] * 2.0}, {"w": step(1).gradient["w"] / 3.0}) == []  # each known alone
     first, second = combine(step(0).shards, [1 / 9, 0, 1 / 9]), combine(step(1).shards, [0.1, 0.2, 0.3])
-    assert matched(first, second) == [faults.NOT_REDUCED]
+    assert causes_in(first, second) == [faults.NOT_REDUCED]
 
 
 WRONG_BUFFERS: dict[str, tuple[Cause, Callable[[StepEvidence], dict[str, Tensor]]]] = {
     "averaged alike": (
         faults.BUFFERS_UNWEIGHTED,
-        lambda s: {"mean": sum((one.buffers["mean"] for one in s.shards), torch.zeros(4)) / 3},
+        lambda s: {"mean": sum((shard.buffers["mean"] for shard in s.shards), torch.zeros(4)) / 3},
     ),
     "rank 0": (
         faults.BUFFERS_OF_ONE,
@@ -134,7 +132,7 @@ def test_wrong_buffers_have_one_cause(fault: str) -> None:
     evidence = step()
     expected = dict(add_up(evidence.shards, evidence.buffers).buffers)
     assert int(expected["count"]) == 8
-    assert named(wrong(evidence), faults.buffer_hypotheses(evidence), expected) == [cause]
+    assert causes_of(wrong(evidence), faults.buffer_hypotheses(evidence), expected) == [cause]
 
 
 def replay() -> Replay:
@@ -181,7 +179,7 @@ def test_a_wrong_update_has_one_cause(fault: str) -> None:
     cause, wrong = WRONG_UPDATES[fault]
     evidence, again = linear_step(), replay()
     right = dict(again.step(clipped(evidence.gradient, 0.3)))
-    assert named(dict(wrong(evidence, again)), faults.update_hypotheses(evidence, again), right) == [cause]
+    assert causes_of(dict(wrong(evidence, again)), faults.update_hypotheses(evidence, again), right) == [cause]
 
 
 def test_a_replayed_step_has_the_bits_of_torch_and_leaves_the_checkpoint_as_it_was() -> None:
@@ -195,8 +193,8 @@ def test_what_is_compared_with_checkpoints_is_on_the_host(monkeypatch: pytest.Mo
     shards = PlainLoop.shards
 
     def on_second_device(loop: PlainLoop, step: int) -> Iterator[Shard]:
-        for one in shards(loop, step):
-            yield replace(one, gradient={name: There(grad) for name, grad in one.gradient.items()})
+        for shard in shards(loop, step):
+            yield replace(shard, gradient={name: There(grad) for name, grad in shard.gradient.items()})
 
     monkeypatch.setattr(PlainLoop, "shards", on_second_device)
     with SecondDevice():
@@ -210,18 +208,18 @@ def test_a_gradient_is_compared_within_the_rounding_of_its_terms() -> None:
     shards = [Shard(gradient={"w": torch.ones(2) * value}, weight=1.0, size=1) for value in (1.0, -1.0 + 1e-6)]
     expected = add_up(shards, {})
     for error, differs in ((1e-7, False), (1e-2, True)):
-        found = {"w": expected.gradient["w"] + error}
-        wrong = differing_gradients(0, expected, found, errors={}, read_from=None, rate=1.0)
+        actual = {"w": expected.gradient["w"] + error}
+        wrong = differing_gradients(0, expected, actual, errors={}, read_from=None, rate=1.0)
         assert (wrong is not None) == differs
     assert gradients_differ({"w": torch.tensor([float("nan")]), "b": torch.zeros(1)}), "no number"
 
 
 def probed(factors: dict[str, float]) -> Probed:
-    evidence, found = step(), Probed()
+    evidence, result = step(), Probed()
     wrong = {name: evidence.gradient[name] * factor for name, factor in factors.items()}
     difference = Difference(step=0, actual=wrong, expected=evidence.gradient, allowed=dict.fromkeys(wrong, 1e-12))
-    found.gradients.add(difference, faults.gradient_hypotheses(evidence))
-    return found
+    result.gradients.add(difference, faults.gradient_hypotheses(evidence))
+    return result
 
 
 def test_an_answer_names_the_rule_the_tensor_and_the_page_or_what_was_ruled_out() -> None:
@@ -238,11 +236,11 @@ def test_an_answer_names_the_rule_the_tensor_and_the_page_or_what_was_ruled_out(
 
 
 def test_all_causes_with_the_same_numbers_are_named() -> None:
-    evidence, found = step(), Probed()
+    evidence, result = step(), Probed()
     wrong = {"b": evidence.gradient["b"] * 2}
     difference = Difference(step=0, actual=wrong, expected=evidence.gradient, allowed={"b": 1e-12})
-    found.gradients.add(difference, faults.gradient_hypotheses(evidence, rate_is_apart=False))
-    lines = list(explain_probe(found))
+    result.gradients.add(difference, faults.gradient_hypotheses(evidence, rate_is_apart=False))
+    lines = list(explain_probe(result))
     assert lines[0] == "explained by one of these, which the numbers cannot distinguish:"
     assert [line.split(":")[0] for line in lines[1:]] == ["  rule 3 (gradient)", "  rule 6 (learning rate)"]
 
@@ -256,55 +254,55 @@ def test_weights_differ_by_4096_units_of_their_norm(
     times: float, differs: bool, dtype: torch.dtype, bound: float
 ) -> None:
     expected = {1: {"param/w": torch.tensor([1.0], dtype=dtype)}}
-    found = {1: {"param/w": torch.tensor([1.0 + times * bound], dtype=dtype)}}
-    (one,) = compare(expected, found)
-    assert (one.verdict, is_rounding(expected, found)) == (("different", False) if differs else ("rounding", True))
-    assert [one.verdict for one in compare(expected, found, exact=True)] == ["different"]
-    assert [one.verdict for one in compare(expected, {1: {"param/w": expected[1]["param/w"] * math.nan}})] == [
-        "different"
-    ]
+    actual = {1: {"param/w": torch.tensor([1.0 + times * bound], dtype=dtype)}}
+    (weight,) = compare(expected, actual)
+    assert (weight.verdict, is_rounding(expected, actual)) == (("different", False) if differs else ("rounding", True))
+    (weight,) = compare(expected, actual, exact=True)
+    assert weight.verdict == "different"
+    (weight,) = compare(expected, {1: {"param/w": expected[1]["param/w"] * math.nan}})
+    assert weight.verdict == "different"
 
 
 @HALF_AND_TWICE
 def test_a_weight_without_gradient_may_move_by_1e_8_of_the_rates(times: float, differs: bool) -> None:
     expected = {1: {"param/w": torch.full((1,), 1e-6)}}
-    found = {1: {"param/w": torch.full((1,), 1e-6 + times * 3e-8)}}
+    actual = {1: {"param/w": torch.full((1,), 1e-6 + times * 3e-8)}}
     allowed = moved_by_rounding([1.0, 2.0])
-    (one,) = compare(expected, found, no_gradient=frozenset({"param/w"}), allowed=allowed)
-    assert one.verdict == ("different" if differs else "rounding")
+    (weight,) = compare(expected, actual, no_gradient=frozenset({"param/w"}), allowed=allowed)
+    assert weight.verdict == ("different" if differs else "rounding")
 
 
 def gradients_differ(
-    found: dict[str, Tensor], *, read_from: dict[str, Tensor] | None = None, rate: float = 1.0
+    grads: dict[str, Tensor], *, read_from: dict[str, Tensor] | None = None, rate: float = 1.0
 ) -> bool:
     """Whether gradients differ from one of 1 for w and of 0 for b."""
-    right = {"w": torch.ones_like(found["w"]), "b": torch.zeros_like(found["b"])}
+    right = {"w": torch.ones_like(grads["w"]), "b": torch.zeros_like(grads["b"])}
     expected = add_up([Shard(gradient=right, weight=1.0, size=1)], {})
-    return differing_gradients(0, expected, found, errors={}, read_from=read_from, rate=rate) is not None
+    return differing_gradients(0, expected, grads, errors={}, read_from=read_from, rate=rate) is not None
 
 
 @HALF_AND_TWICE
 def test_a_gradient_differs_by_units_of_its_terms_of_all_or_over_the_rate(times: float, differs: bool) -> None:
-    one = torch.ones(1, dtype=torch.float64)
+    ones = torch.ones(1, dtype=torch.float64)
     assert gradients_differ({"w": torch.tensor([1 + times * 2.0**-11]), "b": torch.zeros(1)}) == differs
-    assert gradients_differ({"w": one, "b": one * times * 1e-12}) == differs
+    assert gradients_differ({"w": ones, "b": ones * times * 1e-12}) == differs
     params = {"param/w": torch.ones(1), "param/b": torch.zeros(1)}
-    found = {"w": torch.tensor([1.0 + times * (0.5 + 2.0**-11)]), "b": torch.zeros(1)}
-    assert gradients_differ(found, read_from=params, rate=2.0**-20) == differs
+    grads = {"w": torch.tensor([1.0 + times * (0.5 + 2.0**-11)]), "b": torch.zeros(1)}
+    assert gradients_differ(grads, read_from=params, rate=2.0**-20) == differs
 
 
 @HALF_AND_TWICE
 def test_a_buffer_differs_by_4096_units_of_its_norm(times: float, differs: bool) -> None:
-    found = {"mean": torch.tensor([1.0 + times * 2.0**-11])}
-    assert (faults.differing_buffers(0, {"mean": torch.ones(1)}, found) is not None) == differs
+    actual = {"mean": torch.tensor([1.0 + times * 2.0**-11])}
+    assert (faults.differing_buffers(0, {"mean": torch.ones(1)}, actual) is not None) == differs
 
 
 @HALF_AND_TWICE
 @pytest.mark.parametrize(("before", "bound"), [(1.0, 2.0**-20), (0.0, 2.0**-11 + 2.0**-20)])
 def test_an_update_differs_by_units_of_its_move(times: float, differs: bool, before: float, bound: float) -> None:
-    right, start = {"w": torch.ones(1)}, {"w": torch.full((1,), before)}
-    found = {"w": torch.tensor([1.0 + times * bound])}
-    assert (faults.differing_parameters(0, right, before=start, actual=found, skipped=()) is not None) == differs
+    expected, start = {"w": torch.ones(1)}, {"w": torch.full((1,), before)}
+    actual = {"w": torch.tensor([1.0 + times * bound])}
+    assert (faults.differing_parameters(0, expected, before=start, actual=actual, skipped=()) is not None) == differs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,7 +323,7 @@ def couples(objective: Objective) -> Sequence[tuple[str, str]]:
     model = nn.Linear(2, 1, bias=False)
     model.weight = nn.Parameter(torch.tensor([[1.0, 0.0]]))
     samples = [torch.tensor([value, 0.0]) for value in (0.0, 0.0, 1.0, 1.0)]
-    return probe(model, objective, samples, lambda given, _: torch.stack(list(given))).findings
+    return probe(model, objective, samples, lambda batch, _: torch.stack(list(batch))).findings
 
 
 @HALF_AND_TWICE

@@ -28,18 +28,18 @@ def numbers(*comparisons: Comparison, begins: Comparison | None = None) -> Numbe
 
 
 def proof(*comparisons: Comparison, **mesh: int) -> LayoutProof:
-    whole = {"replicate": 1, "shard": 1, "pipe": 1, "context": 1, "tensor": 1} | mesh
-    return LayoutProof(mesh=whole, numbers=numbers(*comparisons))
+    sizes = {"replicate": 1, "shard": 1, "pipe": 1, "context": 1, "tensor": 1} | mesh
+    return LayoutProof(mesh=sizes, numbers=numbers(*comparisons))
 
 
 def test_every_mesh_of_a_number_of_ranks_is_tried_once() -> None:
     for ranks, count in ((2, 5), (3, 5), (4, 15), (6, 25), (8, 35)):
-        assert len({tuple(one.values()) for one in meshes(ranks)}) == len(meshes(ranks)) == count
-    assert [max(one.values()) for one in meshes(4)] == [4] * 5 + [2] * 10
+        assert len({tuple(mesh.values()) for mesh in meshes(ranks)}) == len(meshes(ranks)) == count
+    assert [max(mesh.values()) for mesh in meshes(4)] == [4] * 5 + [2] * 10
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("gradient", "text"),
     [
         (EXPECTED * 2, "is exactly 2 times that of one device, the size of shard and of tensor"),
         (EXPECTED / 4, "is exactly 1/4 times that of one device, the size of replicate"),
@@ -50,10 +50,10 @@ def test_every_mesh_of_a_number_of_ranks_is_tried_once() -> None:
         (EXPECTED + torch.tensor([0.0, 0.0, 1.0]), "is no multiple of that of one device: relative error 0.27"),
     ],
 )
-def test_the_ratio_of_a_gradient_names_the_axes_of_that_size(found: Tensor, said: str) -> None:
-    different = Difference(step=1, actual={"w": found}, expected={"w": EXPECTED}, allowed={"w": 1e-12})
+def test_the_ratio_of_a_gradient_names_the_axes_of_that_size(gradient: Tensor, text: str) -> None:
+    different = Difference(step=1, actual={"w": gradient}, expected={"w": EXPECTED}, allowed={"w": 1e-12})
     sizes = {"replicate": 4, "shard": 2, "pipe": 1, "tensor": 2}
-    assert ratio_of(different, sizes) == f"gradient/w of step 2 {said}"
+    assert ratio_of(different, sizes) == f"gradient/w of step 2 {text}"
 
 
 def test_the_axis_is_that_of_all_layouts_that_differ_and_of_no_other() -> None:
@@ -70,13 +70,13 @@ def test_initial_weights_are_compared_bit_by_bit() -> None:
     assert bitwise(weights, weights).verdict == "equal"
     begins = bitwise(weights, {**weights, "v": EXPECTED + torch.tensor([1e-15, 0.0, 0.0])})
     assert (begins.name, begins.verdict) == ("initial/v", "different")
-    found = LayoutProof(mesh={"shard": 2}, numbers=numbers(RIGHT, begins=begins))
-    assert found.differs
-    assert row_of(found)["first"] == "initial/v"
+    layout = LayoutProof(mesh={"shard": 2}, numbers=numbers(RIGHT, begins=begins))
+    assert layout.differs
+    assert row_of(layout)["first"] == "initial/v"
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--layouts", "9"], "--layouts=9: must be a whole number, 2 to 8."),
         (["--layouts", "2", "--all"], "--all: has no effect with --layouts"),
@@ -89,10 +89,10 @@ def test_initial_weights_are_compared_bit_by_bit() -> None:
 )
 @pytest.mark.slow
 def test_flags_that_do_not_go_together_are_refused(
-    words: list[str], said: str, cwd: Path, capfd: pytest.CaptureFixture[str]
+    words: list[str], message: str, cwd: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["prove", *words]) == 2
-    assert said in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
 @pytest.mark.long
@@ -102,8 +102,8 @@ def test_a_sum_that_is_added_up_twice_along_tensor_is_found_and_explained(
 ) -> None:
     (cwd / "own/strategy").mkdir(parents=True)
     (cwd / "own/strategy/mesh.yaml").write_text("_target_: tests.end_to_end.wrong.Doubled\n")
-    own = ["--config-dir", "own", "--allow-package", "tests"]
-    assert main(["prove", "--layouts", "2", "--steps", "2", *own]) == 1
+    flags = ["--config-dir", "own", "--allow-package", "tests"]
+    assert main(["prove", "--layouts", "2", "--steps", "2", *flags]) == 1
     out = capfd.readouterr().out
     assert "  the axis: every layout with tensor above 1 differs, and no other\n" in out
     assert "  the first one: tensor 2, in gradient/layers.0.weight\n" in out

@@ -43,7 +43,7 @@ def one_device() -> Trace:
     return traced()
 
 
-def found(*words: str, **axes: int) -> list[str]:
+def faults(*words: str, **axes: int) -> list[str]:
     return list(findings(traced(*words, **axes), one_device()))
 
 
@@ -59,21 +59,21 @@ def found(*words: str, **axes: int) -> list[str]:
     ids=str,
 )
 def test_nothing_is_found_on_a_clean_mesh(axes: dict[str, int]) -> None:
-    assert found(**axes) == []
+    assert faults(**axes) == []
 
 
 def test_parameters_that_meet_parts_of_a_sequence_are_summed_over_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found(STREAM, tensor=2, shard=2) == []
+    assert faults(STREAM, tensor=2, shard=2) == []
     from trainkit.prove import static
 
     monkeypatch.setattr(static, "_meeting_parts", lambda _: ())
-    assert "the gradient of blocks.0.mlp_norm.weight is summed 1 times over tensor, not 0" in found(STREAM, tensor=2)
+    assert "the gradient of blocks.0.mlp_norm.weight is summed 1 times over tensor, not 0" in faults(STREAM, tensor=2)
 
 
 def test_a_missing_sum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BackendReducer, "launch", lambda self, _: self.waits.append(lambda: None))
-    assert "the gradient of head.norm.weight is summed 0 times over replicate, not 1" in found(replicate=2)
-    assert "the gradient of head.norm.weight is summed 0 times over replicate, not 1" in found(replicate=2, shard=2)
+    assert "the gradient of head.norm.weight is summed 0 times over replicate, not 1" in faults(replicate=2)
+    assert "the gradient of head.norm.weight is summed 0 times over replicate, not 1" in faults(replicate=2, shard=2)
 
 
 def test_a_doubled_sum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_a_doubled_sum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         once(self, bucket)
 
     monkeypatch.setattr(BackendReducer, "launch", twice)
-    assert "the gradient of head.norm.weight is summed 2 times over replicate, not 1" in found(replicate=2)
+    assert "the gradient of head.norm.weight is summed 2 times over replicate, not 1" in faults(replicate=2)
 
 
 def test_a_sum_that_is_divided_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,14 +96,14 @@ def test_a_sum_that_is_divided_again_is_found(monkeypatch: pytest.MonkeyPatch) -
         return grads
 
     monkeypatch.setattr(Replica, "take_grads", averaged)
-    assert "the gradient of head.norm.weight is multiplied by 0.5" in found(shard=2)
+    assert "the gradient of head.norm.weight is multiplied by 0.5" in faults(shard=2)
 
 
 def test_a_loss_that_is_divided_too_often_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     one_device()
     seed = ShardedWork._seed
     monkeypatch.setattr(ShardedWork, "_seed", lambda self, total: seed(self, total) / 2)
-    (line,) = found(shard=2)
+    (line,) = faults(shard=2)
     assert line.startswith("the loss times 0.5 begins backward, and on one device times 1")
 
 
@@ -114,14 +114,14 @@ def test_a_stage_without_its_exchange_is_found(monkeypatch: pytest.MonkeyPatch) 
         return [] if self.stage_index == 1 else usual(self, number)
 
     monkeypatch.setattr(ChunkStage, "get_bwd_send_ops", without)
-    (line,) = found(pipe=2)
+    (line,) = faults(pipe=2)
     assert line.startswith("gradients between stages 0 and 1: 0 elements are sent, and ")
 
 
 def test_a_count_that_is_not_summed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ShardedWork, "_sum_whole", lambda self, _: self._take_whole(self.weight))
-    assert "the gradient of head.norm.weight is divided 0 times by a count of targets, not 1" in found(shard=2)
-    assert "the count of targets is summed 0 times over shard, not once" in found(shard=2, replicate=2)
+    assert "the gradient of head.norm.weight is divided 0 times by a count of targets, not 1" in faults(shard=2)
+    assert "the count of targets is summed 0 times over shard, not once" in faults(shard=2, replicate=2)
 
 
 def test_a_collective_that_is_not_known_is_said_and_never_passed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_a_collective_that_is_not_known_is_said_and_never_passed(monkeypatch: py
         return _config_on(call, mesh)
 
     proofs, refused = prove_static(config, world=8)
-    by_axes = {one.axes: one for one in proofs}
+    by_axes = {proof.axes: proof for proof in proofs}
     replicate = by_axes["replicate",]
     assert replicate.unknown == "NotImplementedError: the collective all_reduce_later is not known"
     assert {"pipe=8", "tensor=8"} <= refused.keys()
@@ -146,7 +146,7 @@ def test_a_collective_that_is_not_known_is_said_and_never_passed(monkeypatch: py
 def test_every_mesh_is_judged_by_its_set_of_axes_and_its_sizes() -> None:
     proofs = [SetProof(axes=("replicate",)), SetProof(axes=("tensor",), findings=["twice"])]
     assert verdicts(proofs, {"tensor=4": "3 heads"}, 4) == {"proven": 3, "refused": 1, "wrong": 1, "unknown": 0}
-    clean = [SetProof(axes=one) for one in [("replicate",), ("shard",), ("replicate", "shard")]]
+    clean = [SetProof(axes=axes) for axes in [("replicate",), ("shard",), ("replicate", "shard")]]
     assert verdicts(clean, {}, 1024)["proven"] == 66
 
 
