@@ -56,18 +56,18 @@ def test_a_gpt_ties_its_embedding_to_its_output_and_is_cut_at_its_blocks() -> No
 
 
 def test_attention_stays_wide_inside_autocast_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+    dtypes = []
     attend = nn.functional.scaled_dot_product_attention
 
     def spy(queries: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        seen.append(queries.dtype)
+        dtypes.append(queries.dtype)
         return attend(queries, *args, **kwargs)
 
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", spy)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert Gpt(**TINY)(torch.zeros(1, 8, dtype=torch.int64)).dtype == torch.bfloat16
 
-    assert seen == [torch.float32, torch.float32]
+    assert dtypes == [torch.float32, torch.float32]
 
 
 def test_a_gpt_continues_a_text_past_its_context_and_repeats_itself_from_one_seed() -> None:

@@ -27,11 +27,11 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prove(copy: Path, cwd: Path, arguments: list[str]) -> tuple[int, str]:
     """Prove mirrored on two replicas with the sources of a copy; the exit code and what was printed."""
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    own = ["--config-dir", str(copy / "tests/support/conf"), "--allow-package", "tests"]
-    fixed = [*own, "strategy=mirrored", "strategy.replicas=2", "--steps", "3", "--same-cut"]
+    flags = ["--config-dir", str(copy / "tests/support/conf"), "--allow-package", "tests"]
+    fixed = [*flags, "strategy=mirrored", "strategy.replicas=2", "--steps", "3", "--same-cut"]
     command = quick.command("prove", *fixed, *arguments, imports="torch")
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    return done.returncode, done.stdout + done.stderr
+    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return result.returncode, result.stdout + result.stderr
 
 
 def test_ten_faults_fit_the_source() -> None:

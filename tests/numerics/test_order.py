@@ -50,9 +50,9 @@ def test_any_stretch_of_an_epoch_is_computed_alone() -> None:
 
 
 def test_the_order_of_a_huge_dataset_needs_no_memory_for_it() -> None:
-    found = SampleOrder(num_samples=10**12, seed=0).indices(5, 10**11, 10**11 + 4)
-    assert len(set(found.tolist())) == 4
-    assert found.max() < 10**12
+    indices = SampleOrder(num_samples=10**12, seed=0).indices(5, 10**11, 10**11 + 4)
+    assert len(set(indices.tolist())) == 4
+    assert indices.max() < 10**12
 
 
 def test_without_shuffle_samples_come_as_they_stand() -> None:
@@ -95,12 +95,12 @@ def test_lanes_are_visited_from_left_to_right_of_the_tree() -> None:
     assert list(lane_order(8)) == [0, 4, 2, 6, 1, 5, 3, 7]
 
 
-def sizes_of(given: dict[str, int], replicas: int, **more: Any) -> BatchSizes | list[Problem]:
+def sizes_of(values: dict[str, int], replicas: int, **more: Any) -> BatchSizes | list[Problem]:
     sizes: dict[str, Any] = {"global_size": None, "micro_size": None, "accumulation": None, "lanes": None}
-    return resolve_batch(**{**sizes, **given, **more}, num_replicas=replicas)
+    return resolve_batch(**{**sizes, **values, **more}, num_replicas=replicas)
 
 
-@pytest.mark.parametrize(("given", "replicas", "more", "expected"), [
+@pytest.mark.parametrize(("values", "replicas", "more", "expected"), [
     ({"global_size": 100}, 3, {}, BatchSizes(100, 34)),
     ({"global_size": 100}, 3, {"lanes": 8}, BatchSizes(100, 13)),
     ({"global_size": 5}, 1, {"lanes": 8}, BatchSizes(5, 1)),
@@ -112,9 +112,9 @@ def sizes_of(given: dict[str, int], replicas: int, **more: Any) -> BatchSizes | 
     ({"global_size": 5}, 2, {"shards_a_replica": 8}, BatchSizes(5, 1)),
 ])  # fmt: skip
 def test_two_of_three_sizes_give_the_third(
-    given: dict[str, int], replicas: int, more: dict[str, int], expected: BatchSizes
+    values: dict[str, int], replicas: int, more: dict[str, int], expected: BatchSizes
 ) -> None:
-    assert sizes_of(given, replicas, **more) == expected
+    assert sizes_of(values, replicas, **more) == expected
 
 
 def test_sizes_that_leave_replicas_idle_or_exceed_the_batch_are_problems() -> None:
@@ -122,9 +122,9 @@ def test_sizes_that_leave_replicas_idle_or_exceed_the_batch_are_problems() -> No
         (50, 4, "Use batch.micro_size=25"),
         (128, 1, "larger than batch.global_size=100"),
     ):
-        found = sizes_of({"global_size": 100, "micro_size": micro_size}, replicas)
-        assert isinstance(found, list)
-        assert [str(one).startswith(f"batch.micro_size={micro_size}: ") and word in str(one) for one in found] == [True]
+        problems = sizes_of({"global_size": 100, "micro_size": micro_size}, replicas)
+        assert isinstance(problems, list)
+        assert [str(p).startswith(f"batch.micro_size={micro_size}: ") and word in str(p) for p in problems] == [True]
 
 
 def test_the_sums_of_a_step_are_freed_without_a_garbage_collection() -> None:
@@ -137,7 +137,7 @@ def test_the_sums_of_a_step_are_freed_without_a_garbage_collection() -> None:
             sums.push(LaneNode(lane, 4), part)
         del part
         assert [total.tolist() for total in sums.take()] == [[6.0, 6.0]]
-        assert [one() for one in alive] == [None] * 4
+        assert [ref() for ref in alive] == [None] * 4
     finally:
         gc.enable()
 
@@ -145,10 +145,10 @@ def test_the_sums_of_a_step_are_freed_without_a_garbage_collection() -> None:
 def test_a_gpu_gets_a_constant_once_and_a_tensor_without_data_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "_CONSTANTS", {})
     monkeypatch.setattr(copies, "sent_to", lambda _device, tensor: tensor)
-    wanted = [1.0, 2.0], torch.float64, torch.device("cuda", 0)
+    arguments = [1.0, 2.0], torch.float64, torch.device("cuda", 0)
     with FakeTensorMode():
-        constant_on(*wanted)
-    first = constant_on(*wanted)
+        constant_on(*arguments)
+    first = constant_on(*arguments)
     assert (first.tolist(), first.dtype) == ([1.0, 2.0], torch.float64)
-    assert constant_on(*wanted) is first
-    assert constant_on(wanted[0], torch.float32, wanted[2]).dtype is torch.float32
+    assert constant_on(*arguments) is first
+    assert constant_on(arguments[0], torch.float32, arguments[2]).dtype is torch.float32

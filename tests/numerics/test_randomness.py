@@ -104,12 +104,12 @@ def test_generators_are_restored_after_another_use_and_a_thread_that_draws_waits
 
     def drawn_around(*, used: bool) -> list[tuple[float, ...]]:
         torch.manual_seed(3), random.seed(3), np.random.seed(3)  # noqa: NPY002
-        found = [numbers()]
+        before = [numbers()]
         if used:
             with Untouched(seed=0), Untouched(seed=1), ThreadPoolExecutor(1) as threads:
                 numbers()
                 assert not threads.submit(GENERATORS_LOCK.acquire, blocking=False).result()
-        return [*found, numbers()]
+        return [*before, numbers()]
 
     assert drawn_around(used=True) == drawn_around(used=False)
 

@@ -109,8 +109,8 @@ def test_schedulers_follow_each_other_after_a_warmup() -> None:
     node = {"_target_": f"{HOME}.SequentialLR", "schedulers": parts, "milestones": [2]}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = rates(node, num_steps=6, warmup={"steps": 2})
-    assert found == pytest.approx([0.05, 0.1, 0.05, 0.05, 0.1, 0.05])
+        lrs = rates(node, num_steps=6, warmup={"steps": 2})
+    assert lrs == pytest.approx([0.05, 0.1, 0.05, 0.05, 0.1, 0.05])
 
 
 def test_the_batch_scales_the_rates_of_torch() -> None:

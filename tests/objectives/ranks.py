@@ -12,17 +12,17 @@ import torch
 class Threaded:
     """One of several ranks, each a thread; shapes must agree, as they must in a process group."""
 
-    def __init__(self, rank: int, num_ranks: int, barrier: threading.Barrier, given: list[Any]) -> None:
+    def __init__(self, rank: int, num_ranks: int, barrier: threading.Barrier, slots: list[Any]) -> None:
         self.rank, self.num_ranks = rank, num_ranks
-        self._barrier, self._given = barrier, given
+        self._barrier, self._slots = barrier, slots
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self._given[self.rank] = tensor.clone()
+        self._slots[self.rank] = tensor.clone()
         self._barrier.wait(10)
-        found = list(self._given)
+        gathered = list(self._slots)
         self._barrier.wait(10)
-        assert len({(part.shape, part.dtype) for part in found}) == 1
-        return found
+        assert len({(part.shape, part.dtype) for part in gathered}) == 1
+        return gathered
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         assert tensor.dtype == torch.float64
@@ -31,12 +31,12 @@ class Threaded:
 
 def on_ranks(num_ranks: int, work: Callable[[Threaded], Any]) -> list[Any]:
     """What each rank's work gives."""
-    barrier, given = threading.Barrier(num_ranks), [None] * num_ranks
+    barrier, slots = threading.Barrier(num_ranks), [None] * num_ranks
     results: list[Any] = [None] * num_ranks
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(Threaded(rank, num_ranks, barrier, given))
+            results[rank] = work(Threaded(rank, num_ranks, barrier, slots))
         except Exception as error:  # noqa: BLE001 - the test looks at what comes back
             results[rank] = error
             barrier.abort()

@@ -64,17 +64,17 @@ from trainkit.trained.predict import Outputs
 from trainkit.trainer.checkpoint.tensors import load
 
 SCORES = torch.tensor([[2.0, 0.0, 1.0], [0.0, 1.0, 3.0], [1.0, 0.5, 0.0], [0.0, 0.0, 1.0]])
-FOUND, WANTED = torch.tensor([[1.0, 2.0], [3.0, 7.0]]), torch.tensor([[1.5, 2.0], [3.0, 3.0]])
+OUTPUTS, TARGETS = torch.tensor([[1.0, 2.0], [3.0, 7.0]]), torch.tensor([[1.5, 2.0], [3.0, 3.0]])
 
 
 def test_the_weight_of_a_sample_is_known_if_every_target_counts() -> None:
     mask, soft = (SCORES, torch.zeros(2, 5, dtype=torch.int64)), (SCORES, torch.full((3, 4), 1 / 3))
     assert Classification().weight_per_sample((SCORES, 1)) is None
     every = Classification(ignore_index=None)
-    assert [every.weight_per_sample(one) for one in ((SCORES, 1), mask, soft, None)] == [1, 10, 4, None]
+    assert [every.weight_per_sample(sample) for sample in ((SCORES, 1), mask, soft, None)] == [1, 10, 4, None]
     weighted = Classification(class_weights=[1, 2, 3], ignore_index=None)
     assert (weighted.weight_per_sample((SCORES, 1)), weighted.planned_weight_per_sample(None)) == (None, 1)
-    assert [Regression().weight_per_sample((FOUND[0], one)) for one in (WANTED[0], 0.5)] == [2, 1]
+    assert [Regression().weight_per_sample((OUTPUTS[0], target)) for target in (TARGETS[0], 0.5)] == [2, 1]
     assert LanguageModelling(padding=False).weight_per_sample((FULL[0], FULL[0])) == 3
     assert LanguageModelling().planned_weight_per_sample((FULL[0], PADDED[0])) == 3
 
@@ -87,8 +87,8 @@ def test_narrow_scores_are_widened_and_wide_ones_kept() -> None:
 
 @pytest.mark.parametrize("error", ["mse", "l1", "huber"])
 def test_sum_over_weight_of_a_regression_is_the_mean_of_torch(error: Any) -> None:
-    loss = Regression(error=error).score(FOUND, WANTED)
-    expected = getattr(functional, f"{error}_loss")(FOUND, WANTED)
+    loss = Regression(error=error).score(OUTPUTS, TARGETS)
+    expected = getattr(functional, f"{error}_loss")(OUTPUTS, TARGETS)
     torch.testing.assert_close(loss.loss_sum / loss.weight, expected)
     metric = Regression().metrics()["mae"]
     metric.update(loss, None)
@@ -97,7 +97,7 @@ def test_sum_over_weight_of_a_regression_is_the_mean_of_torch(error: Any) -> Non
 
 def test_what_cannot_be_scored_is_refused_all_together() -> None:
     with pytest.raises(DataError, match=r"predicts \(2, 2\) for targets of \(2,\): the shapes must agree"):
-        Regression().score(FOUND, WANTED[:, 0])
+        Regression().score(OUTPUTS, TARGETS[:, 0])
     with pytest.raises(ConfigError, match=r"objective.delta=2.0: has no effect with objective.error=mse"):
         Regression(delta=2.0)
     with pytest.raises(ConfigError, match=r"(?s)objective\.top_k=\[1\].*objective\.class_weights=\[\]"):
@@ -135,18 +135,18 @@ def test_perplexity_is_that_of_all_tokens_not_a_mean_of_ranks() -> None:
 def test_an_evaluation_copies_some_scores_at_once_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     scores, targets = torch.randn(2, 6, 8).bfloat16(), torch.arange(12).view(2, 6) % 8
     targets[1, 3:] = -100
-    whole, copied = LanguageModelling().score(scores, targets).loss_sum, list[int]()
+    expected, copied = LanguageModelling().score(scores, targets).loss_sum, list[int]()
 
-    def counted(some: torch.Tensor) -> torch.Tensor:
-        copied.append(some.numel())
-        return exact(some)
+    def counted(part: torch.Tensor) -> torch.Tensor:
+        copied.append(part.numel())
+        return exact(part)
 
     monkeypatch.setattr(language_modelling, "exact", counted)
     monkeypatch.setattr(fields, "MOST_SCORES", 40)
     with torch.no_grad():
-        found = LanguageModelling().score(scores, targets).loss_sum
+        loss_sum = LanguageModelling().score(scores, targets).loss_sum
     assert copied == [40, 40, 16]
-    torch.testing.assert_close(found, whole, rtol=1e-6, atol=0.0)  # some roundings of a float32 sum
+    torch.testing.assert_close(loss_sum, expected, rtol=1e-6, atol=0.0)  # some roundings of a float32 sum
 
 
 def test_the_worst_windows_are_the_same_from_parts_of_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,9 +157,9 @@ def test_the_worst_windows_are_the_same_from_parts_of_the_scores(monkeypatch: py
         metric.update(loss, None)
         return metric.compute(LocalCollective())
 
-    whole = worst()
+    expected = worst()
     monkeypatch.setattr(fields, "MOST_SCORES", 100)
-    assert worst() == whole
+    assert worst() == expected
 
 
 OWN_SCORES = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0))
@@ -222,10 +222,10 @@ def test_a_shard_without_a_label_adds_nothing() -> None:
 
 
 def test_a_model_with_a_loss_of_its_own_is_recognised() -> None:
-    (said,) = Classification().notes(Reporting(), SAMPLE)
-    assert "Reporting computes its own loss, and this objective ignores attention_mask" in said
-    (said,) = ModelComputesLoss().notes(Reporting(), SAMPLE)
-    assert "objective.shifted=true counts the targets exactly" in said
+    (note,) = Classification().notes(Reporting(), SAMPLE)
+    assert "Reporting computes its own loss, and this objective ignores attention_mask" in note
+    (note,) = ModelComputesLoss().notes(Reporting(), SAMPLE)
+    assert "objective.shifted=true counts the targets exactly" in note
     assert ModelComputesLoss(shifted=True).notes(Reporting(), SAMPLE) == []
 
 
@@ -279,12 +279,12 @@ def test_a_structure_that_leaves_the_fields_open_is_refused_with_the_keys_that_n
 
 
 def test_an_output_is_named_by_key_or_place() -> None:
-    one, other = torch.zeros(1), torch.ones(1)
-    assert scores_of({"a": one, "b": other}, "b") is scores_of((one, other), 1) is other
+    first, second = torch.zeros(1), torch.ones(1)
+    assert scores_of({"a": first, "b": second}, "b") is scores_of((first, second), 1) is second
     with pytest.raises(ConfigError, match=r"objective\.output=c: there is no such output: the model returns"):
-        scores_of({"a": one, "b": other}, "c")
+        scores_of({"a": first, "b": second}, "c")
     with pytest.raises(TrainingError, match=r"Name the output: objective\.output=NAME"):
-        scores_of((one, other))
+        scores_of((first, second))
 
 
 def test_fields_that_nothing_reads_are_listed() -> None:
@@ -332,8 +332,8 @@ def test_shards_add_up_to_the_mean_of_torch_over_the_batch(
     parts = [objective.score(scores[part], targets[part]) for part in (slice(0, 1), slice(1, 4))]
     torch.use_deterministic_algorithms(mode=False)
 
-    found = sum(one.loss_sum for one in parts) / sum(one.weight for one in parts)
-    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+    mean = sum(loss.loss_sum for loss in parts) / sum(loss.weight for loss in parts)
+    torch.testing.assert_close(mean, expected, rtol=1e-14, atol=0)
 
 
 def test_another_class_may_be_ignored_or_none() -> None:
@@ -347,7 +347,7 @@ def test_another_class_may_be_ignored_or_none() -> None:
         Classification(ignore_index=0).score(scores, scores.softmax(1))
 
 
-@pytest.mark.parametrize(("scores", "targets", "said"), [
+@pytest.mark.parametrize(("scores", "targets", "message"), [
     ((4, 3), torch.zeros(4, 1, dtype=torch.int64), r"\(4, 3\) for targets \(4, 1\).*of \(4, 3\) are \(4,\)\.$"),
     ((4, 5, 3), torch.zeros(4, 5, dtype=torch.int64), r"the classes of \(4, 5, 3\) are \(4, 3\)\.$"),
     ((4,), torch.zeros(4, dtype=torch.int64), r"there is no dim of classes\.$"),
@@ -355,9 +355,9 @@ def test_another_class_may_be_ignored_or_none() -> None:
     ((4, 3, 2), torch.zeros(4, 2, 3), "probabilities of the shape of the scores"),
 ])  # fmt: skip
 def test_targets_that_are_not_those_of_the_scores_are_refused(
-    scores: tuple[int, ...], targets: Tensor, said: str
+    scores: tuple[int, ...], targets: Tensor, message: str
 ) -> None:
-    with pytest.raises((DataError, TrainingError), match=said):
+    with pytest.raises((DataError, TrainingError), match=message):
         Classification().score(torch.zeros(scores), targets)
 
 
@@ -373,15 +373,15 @@ def test_hits_are_counted_over_the_targets_that_count(shape: tuple[int, ...]) ->
     counted = targets != -100
     hits, two = scores.argmax(1) == targets, (scores.topk(2, dim=1).indices == targets.unsqueeze(1)).any(1)
 
-    found = {name: value(metric, loss) for name, metric in Classification(top_k=[2]).metrics().items()}
-    assert found == {"accuracy": hits[counted].double().mean(), "top2": two[counted].double().mean()}
+    metrics = {name: value(metric, loss) for name, metric in Classification(top_k=[2]).metrics().items()}
+    assert metrics == {"accuracy": hits[counted].double().mean(), "top2": two[counted].double().mean()}
 
     details = Classification().details(None, batch_size=4).metrics
     confusion, classes, worst = (value(details[name], loss) for name in ("confusion", "classes", "worst"))
     assert sum(sum(row[1:]) for row in confusion.rows) == sum(row[-1] for row in classes.rows) == counted.sum()
-    means = [functional.cross_entropy(one[None], wanted[None]) for one, wanted in zip(scores, targets, strict=True)]
+    means = [functional.cross_entropy(score[None], target[None]) for score, target in zip(scores, targets, strict=True)]
     assert {row[0]: row[1] for row in worst.rows} == pytest.approx(
-        {place: float(mean) for place, mean in enumerate(means) if counted[place].any()}
+        {index: float(mean) for index, mean in enumerate(means) if counted[index].any()}
     )
 
 
@@ -392,9 +392,9 @@ def test_the_class_of_probabilities_is_the_most_likely_one() -> None:
     assert value(Classification().metrics()["accuracy"], loss) == 2 / 3
     details = Classification().details(None, batch_size=3).metrics
     assert value(details["confusion"], loss).rows[0] == ("0", 1.0, 1.0, 0.0)
-    each = functional.cross_entropy(scores, soft, reduction="none").tolist()
+    losses = functional.cross_entropy(scores, soft, reduction="none").tolist()
     assert [row[:2] for row in value(details["worst"], loss).rows] == [
-        (at, pytest.approx(each[at])) for at in (1, 0, 2)
+        (index, pytest.approx(losses[index])) for index in (1, 0, 2)
     ]
 
 
@@ -438,8 +438,8 @@ def test_a_teacher_teaches_where_a_target_counts_as_hinton_says(shape: tuple[int
 
     rows, labels = scores.movedim(1, -1).reshape(-1, 3), targets.flatten()
     rows, labels = rows[labels != -100], labels[labels != -100]
-    wanted = (torch.tanh(rows) / 3).softmax(1)
-    teacher = functional.kl_div((rows / 3).log_softmax(1), wanted, reduction="batchmean")
+    probabilities = (torch.tanh(rows) / 3).softmax(1)
+    teacher = functional.kl_div((rows / 3).log_softmax(1), probabilities, reduction="batchmean")
     expected = 0.3 * functional.cross_entropy(rows, labels) + 0.7 * (9 if squared else 1) * teacher
     torch.testing.assert_close(loss.loss_sum / loss.weight, expected, rtol=1e-13, atol=0)
     torch.testing.assert_close((loss.terms or {})["teacher"], teacher * len(rows))
@@ -453,19 +453,19 @@ def test_a_teacher_of_other_classes_is_refused() -> None:
 
 def test_an_ensemble_of_masks_averages_the_probabilities_of_each_pixel() -> None:
     members = [nn.Identity(), nn.Tanh()]
-    found = Ensemble(members=members, class_dim=1)(MANY_SCORES[3, 4])
+    log_probs = Ensemble(members=members, class_dim=1)(MANY_SCORES[3, 4])
     expected = (MANY_SCORES[3, 4].softmax(1) + torch.tanh(MANY_SCORES[3, 4]).softmax(1)) / 2
-    torch.testing.assert_close(found.exp(), expected)
+    torch.testing.assert_close(log_probs.exp(), expected)
 
 
 @pytest.mark.parametrize("shape", list(MANY_SCORES))
 def test_a_prediction_takes_the_classes_from_the_dim_of_the_objective(shape: tuple[int, ...]) -> None:
-    scores, found = MANY_SCORES[shape], {}
+    scores, predictions = MANY_SCORES[shape], {}
     for kind in ("classes", "probabilities"):
         with Outputs(kind=kind).of(nn.Identity(), Classification()) as function:
-            found[kind] = function((scores,), num_rows=4)
-    assert torch.equal(found["classes"], scores.argmax(1))
-    torch.testing.assert_close(found["probabilities"], scores.softmax(1))
+            predictions[kind] = function((scores,), num_rows=4)
+    assert torch.equal(predictions["classes"], scores.argmax(1))
+    torch.testing.assert_close(predictions["probabilities"], scores.softmax(1))
 
 
 UNLABELLED = ("model=net", "data._target_=tests.support.zoo.PartlyLabelled", "optimizer=sgd", "batch.global_size=16")
@@ -475,8 +475,8 @@ def evaluated(model: nn.Module, result: Any, inputs: Tensor, targets: Tensor) ->
     """Loss and accuracy of the weights of a run."""
     model = model.double().requires_grad_(requires_grad=False)
     model.load_state_dict(weights(result))
-    scores, known = model(inputs.double()), targets != -100
-    loss, hits = functional.cross_entropy(scores, targets), (scores.argmax(1) == targets)[known]
+    scores, counted = model(inputs.double()), targets != -100
+    loss, hits = functional.cross_entropy(scores, targets), (scores.argmax(1) == targets)[counted]
     return {"val/loss": float(loss), "val/accuracy": float(hits.double().mean())}
 
 
@@ -491,7 +491,7 @@ def test_padded_masks_are_evaluated_pixel_by_pixel(tmp_path: Path) -> None:
         "data.collate=trainkit.data.PadImages", "optimizer=sgd", "batch.global_size=4", "steps=6",
         "eval.batch_size=3", "batch.micro_size=2",
     )  # fmt: skip
-    images, masks = PadImages()([zoo.SeveralSizes("val")[place] for place in range(10)])
+    images, masks = PadImages()([zoo.SeveralSizes("val")[index] for index in range(10)])
     assert result["metrics"] == pytest.approx(evaluated(zoo.pixels(), result, images, masks), rel=1e-12)
 
 
@@ -542,18 +542,18 @@ def test_a_confusion_matrix_counts_the_same_on_two_ranks_as_on_one(parts: list[s
     expected = theirs("ConfusionMatrix")(FOUR_SCORES, FOUR_LABELS)
 
     for num_classes in (4, None):
-        found = on_ranks(2, evaluate(ConfusionMatrix(num_classes, names=["a", "b", "c", "d"]), parts))
-        assert found == [Table.of(expected, ["a", "b", "c", "d"])] * 2
+        tables = on_ranks(2, evaluate(ConfusionMatrix(num_classes, names=["a", "b", "c", "d"]), parts))
+        assert tables == [Table.of(expected, ["a", "b", "c", "d"])] * 2
 
 
 @needs_torchmetrics
 def test_each_class_has_its_precision_recall_and_f1() -> None:
-    (found,) = on_ranks(1, evaluate(PerClass(4), [slice(0, 50)]))
+    (table,) = on_ranks(1, evaluate(PerClass(4), [slice(0, 50)]))
 
     for column, name in enumerate(("Precision", "Recall", "F1Score"), start=1):
-        each = theirs(name, average="none")(FOUR_SCORES, FOUR_LABELS)
-        assert [row[column] for row in found.rows] == pytest.approx(each.tolist(), abs=1e-6)
-    assert [row[-1] for row in found.rows] == torch.bincount(FOUR_LABELS).tolist()
+        expected = theirs(name, average="none")(FOUR_SCORES, FOUR_LABELS)
+        assert [row[column] for row in table.rows] == pytest.approx(expected.tolist(), abs=1e-6)
+    assert [row[-1] for row in table.rows] == torch.bincount(FOUR_LABELS).tolist()
 
 
 def test_padded_places_do_not_count() -> None:
@@ -577,9 +577,9 @@ def test_what_a_metric_gives_is_a_number_or_a_table() -> None:
 def test_ragged_tensors_are_gathered_whole() -> None:
     tensors = [torch.arange(6).reshape(3, 2), torch.empty(0), torch.arange(2).reshape(1, 2)]
 
-    found = on_ranks(3, lambda collective: [t.tolist() for t in gather_ragged(tensors[collective.rank], collective)])
+    gathered = on_ranks(3, lambda collective: [t.tolist() for t in gather_ragged(tensors[collective.rank], collective)])
 
-    assert found == [[[[0, 1], [2, 3], [4, 5]], [], [[0, 1]]]] * 3
+    assert gathered == [[[[0, 1], [2, 3], [4, 5]], [], [[0, 1]]]] * 3
 
 
 INPUTS = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
@@ -606,12 +606,12 @@ def test_a_teacher_from_a_run_is_kept_whole_and_out_of_checkpoints_where_the_mod
     teacher = run(tmp_path / "teacher", *SAME, "objective=classification", "model.width=5")
     taught = ("objective=distillation", f"objective.teacher={tmp_path / 'teacher'}", "objective.share=0.8")
     alone = weights(run(tmp_path / "alone", *SAME, *taught))
-    other = run(tmp_path / "cut", *SAME, *taught, "strategy=fsdp", "strategy.replicas=2")
-    torch.testing.assert_close(weights(other), alone, rtol=1e-12, atol=1e-13)
+    cut = run(tmp_path / "cut", *SAME, *taught, "strategy=fsdp", "strategy.replicas=2")
+    torch.testing.assert_close(weights(cut), alone, rtol=1e-12, atol=1e-13)
     row = json.loads((tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()[-1])
     assert {"val/loss", "val/labels", "val/teacher", "val/accuracy"} <= row.keys()
     # It is in no checkpoint, and it has the weights at the end of its own run.
-    assert {key.rpartition("/")[2] for key in load(Path(other["last"])).tensors} == {*alone}
+    assert {key.rpartition("/")[2] for key in load(Path(cut["last"])).tensors} == {*alone}
     assert weights(teacher)["0.weight"].shape == (5, 6)
 
 
@@ -635,19 +635,19 @@ def test_a_teacher_that_is_no_run_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("terms", "said"), [
+@pytest.mark.parametrize(("terms", "message"), [
     (None, "gives the terms none, and its term_names are kl"),
     ({"kl": torch.tensor(1.0), "x": torch.tensor(1.0)}, "gives the terms kl, x, and its term_names are kl"),
     ({"kl": torch.ones(3)}, "must be a tensor of one number"), ({"kl": 1.0}, "must be a tensor of one number"),
 ])  # fmt: skip
-def test_terms_that_are_not_those_named_are_refused(terms: Any, said: str) -> None:
+def test_terms_that_are_not_those_named_are_refused(terms: Any, message: str) -> None:
     class Named(Objective):
         term_names = ("kl",)
 
         def loss(self, model: Any, batch: Any) -> Loss:
             raise NotImplementedError
 
-    with pytest.raises(TrainingError, match=said):
+    with pytest.raises(TrainingError, match=message):
         add_terms({}, Named(), Loss(torch.tensor(1.0), 1.0, terms=terms))
 
 
@@ -656,7 +656,7 @@ ROWS, FEATURES, WORDS = 37, 6, 29
 linear_cross_entropy = partial(chunked.linear_cross_entropy, few=0)
 
 
-def made(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def layer_and_targets(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Hidden states, weight, bias and targets, of which every fifth does not count."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias = (
@@ -684,27 +684,27 @@ def test_the_loss_and_its_gradients_are_those_of_all_scores(
     size: int, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunked, "CHUNK_BYTES", size)
-    hidden, weight, bias, targets = made(scale=scale)
+    hidden, weight, bias, targets = layer_and_targets(scale=scale)
 
-    found = linear_cross_entropy(hidden, weight, targets, bias=bias)
+    loss = linear_cross_entropy(hidden, weight, targets, bias=bias)
     expected = plain(hidden, weight, bias, targets)
 
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-    for one, other in zip(grads(found, hidden, weight, bias), grads(expected, hidden, weight, bias), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12 * float(other.abs().max()))
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for grad, true in zip(grads(loss, hidden, weight, bias), grads(expected, hidden, weight, bias), strict=True):
+        torch.testing.assert_close(grad, true, rtol=1e-12, atol=1e-12 * float(true.abs().max()))
 
 
 @pytest.mark.parametrize("scale", [1.0, 9.0], ids=["even", "peaked"])
 def test_in_bfloat16_gradients_are_as_exact_as_those_of_all_scores(scale: float) -> None:
-    hidden, weight, bias, targets = made(torch.bfloat16, scale=scale)
+    hidden, weight, bias, targets = layer_and_targets(torch.bfloat16, scale=scale)
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)]
-    wanted = grads(plain(exact[0], exact[1], exact[2], targets), *exact)
+    exact_grads = grads(plain(exact[0], exact[1], exact[2], targets), *exact)
 
-    found = grads(linear_cross_entropy(hidden, weight, targets, bias=bias), hidden, weight, bias)
-    before = grads(plain(hidden, weight, bias, targets), hidden, weight, bias)
+    chunk_grads = grads(linear_cross_entropy(hidden, weight, targets, bias=bias), hidden, weight, bias)
+    plain_grads = grads(plain(hidden, weight, bias, targets), hidden, weight, bias)
 
-    for one, other, true in zip(found, before, wanted, strict=True):
-        assert (one - true).norm() <= 1.2 * (other - true).norm()
+    for ours, theirs, true in zip(chunk_grads, plain_grads, exact_grads, strict=True):
+        assert (ours - true).norm() <= 1.2 * (theirs - true).norm()
 
 
 def test_a_nearly_certain_target_keeps_its_small_gradient_in_bfloat16() -> None:
@@ -726,7 +726,7 @@ def test_a_target_whose_probability_underflows_has_a_finite_loss() -> None:
 
 
 def test_a_frozen_layer_costs_no_gradient_and_targets_alone_that_do_not_count_give_zero() -> None:
-    hidden, weight, _, targets = made()
+    hidden, weight, _, targets = layer_and_targets()
     frozen = weight.detach()
 
     loss = linear_cross_entropy(hidden, frozen, targets)
@@ -831,18 +831,18 @@ def test_a_layer_that_is_not_plain_keeps_its_scores_and_the_summary_says_why(
 
 
 def test_a_hook_that_comes_later_is_called_with_scores_and_its_removal_gives_the_loss_back() -> None:
-    model, seen = gpt(), []
+    model, kinds = gpt(), []
 
     def see(_module: object, _args: object, scores: object) -> None:
-        seen.append(type(scores))
+        kinds.append(type(scores))
 
     for register in (model.head.register_forward_hook, nn.modules.module.register_module_forward_hook):
         assert INSIDE.loss(model, BATCH).outputs is None
         handle = register(see)
         INSIDE.loss(model, BATCH)
         handle.remove()
-        assert set(seen) == {torch.Tensor}
-        seen.clear()
+        assert set(kinds) == {torch.Tensor}
+        kinds.clear()
 
 
 class Doubled(LanguageModelling):
@@ -895,12 +895,12 @@ def test_a_causal_model_of_transformers_is_scored_inside_unless_it_changes_its_s
     labels = CHUNKED_TOKENS.masked_fill(CHUNKED_TOKENS < 6, -100)
     batch = {"input_ids": CHUNKED_TOKENS, "labels": labels}
 
-    for objective, given in ((ModelComputesLoss(shifted=True), batch), (INSIDE, (CHUNKED_TOKENS, labels))):
+    for objective, inputs in ((ModelComputesLoss(shifted=True), batch), (INSIDE, (CHUNKED_TOKENS, labels))):
         plain = type(objective)(**{**vars(objective), "cross_entropy": "plain"})
-        assert (objective.loss(model, given).outputs is None) == (family != "Gemma2")
-        assert objective.loss(model, given).weight == plain.loss(model, given).weight
+        assert (objective.loss(model, inputs).outputs is None) == (family != "Gemma2")
+        assert objective.loss(model, inputs).weight == plain.loss(model, inputs).weight
         torch.testing.assert_close(
-            grads_of(objective, model, given), grads_of(plain, model, given), rtol=1e-4, atol=1e-5
+            grads_of(objective, model, inputs), grads_of(plain, model, inputs), rtol=1e-4, atol=1e-5
         )
     changed = "the loss is computed from all scores: Gemma2ForCausalLM changes the output of its output layer."
     assert INSIDE.notes(model, (CHUNKED_TOKENS, CHUNKED_TOKENS)) == ([changed] if family == "Gemma2" else [])
@@ -934,9 +934,9 @@ def test_the_kernel_of_liger_gets_the_hidden_states_and_is_refused_elsewhere(mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     refused = ((None, model, "needs Liger Kernel"), (SimpleNamespace(), model, "runs on GPUs, and there is none here"),
                (SimpleNamespace(), nn.Linear(2, 2), "Linear has no output_layer()"))  # fmt: skip
-    for installed, given, word in refused:
-        monkeypatch.setattr("importlib.util.find_spec", lambda _name, found=installed: found)
-        (problem,) = liger.validate_model(given, BATCH)
+    for installed, candidate, word in refused:
+        monkeypatch.setattr("importlib.util.find_spec", lambda _name, spec=installed: spec)
+        (problem,) = liger.validate_model(candidate, BATCH)
         assert word in str(problem)
 
     functional = ModuleType("liger_kernel.transformers.functional")
