@@ -35,10 +35,10 @@ def gradients(pool: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
 def test_the_operator_has_the_bits_of_torch(args: Any, kwargs: Any, channels: int, memory_format: Any) -> None:
     inputs = torch.randn(3, channels, 9, 7).round(decimals=1).contiguous(memory_format=memory_format)  # with ties
     settings = settings_of(*args, **kwargs)
-    own = gradients(lambda leaf: torch.ops.trainkit.pool_maxima(leaf, *settings)[0], inputs)
+    ours = gradients(lambda leaf: torch.ops.trainkit.pool_maxima(leaf, *settings)[0], inputs)
     plain = gradients(lambda leaf: nn.functional.max_pool2d(leaf, *args, **kwargs), inputs)
-    for one, other in zip(own, plain, strict=True):
-        assert torch.equal(one, other)
+    for actual, expected in zip(ours, plain, strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(("channels", "memory_format"), [(3, torch.contiguous_format), (16, LAST)])
@@ -47,8 +47,8 @@ def test_the_layouts_that_the_operators_declare_are_those_of_their_results(chann
     inputs = torch.randn(3, channels, 9, 7).contiguous(memory_format=memory_format).requires_grad_()
     settings = settings_of(3, 2)
     torch.library.opcheck(torch.ops.trainkit.pool_maxima.default, (inputs, *settings))
-    outputs, places = torch.ops.trainkit.pool_maxima(inputs.detach(), *settings)
-    arguments = (torch.ones_like(outputs), places, list(inputs.shape), *settings)
+    outputs, indices = torch.ops.trainkit.pool_maxima(inputs.detach(), *settings)
+    arguments = (torch.ones_like(outputs), indices, list(inputs.shape), *settings)
     torch.library.opcheck(torch.ops.trainkit.grads_of_maxima.default, arguments)
 
 
@@ -60,9 +60,9 @@ class Pools(nn.Module):
         self.pool = nn.MaxPool2d(2)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        found = torch.max_pool2d(nn.functional.max_pool2d(self.pool(inputs), 2, stride=1), 2)
-        found = found + nn.functional.max_pool2d(found, 1, return_indices=True)[0]
-        return found.view(len(found), -1) if found.is_contiguous() else found
+        pooled = torch.max_pool2d(nn.functional.max_pool2d(self.pool(inputs), 2, stride=1), 2)
+        pooled = pooled + nn.functional.max_pool2d(pooled, 1, return_indices=True)[0]
+        return pooled.view(len(pooled), -1) if pooled.is_contiguous() else pooled
 
 
 @pytest.mark.usefixtures("fresh_graphs")
@@ -81,10 +81,10 @@ def test_pools_whose_compiled_code_is_slow_are_replaced(
         return graph
 
     inputs = torch.randn(2, 8, 17, 16).contiguous(memory_format=memory_format or torch.contiguous_format)
-    found = torch.compile(Pools(), backend=backend, fullgraph=True)(inputs)
+    outputs = torch.compile(Pools(), backend=backend, fullgraph=True)(inputs)
     assert counts == [replaced]
-    assert torch.equal(found, Pools()(inputs))
-    assert found.shape == ((2, 8 * 3 * 3) if memory_format is None else (2, 8, 3, 3))
+    assert torch.equal(outputs, Pools()(inputs))
+    assert outputs.shape == ((2, 8 * 3 * 3) if memory_format is None else (2, 8, 3, 3))
 
 
 def test_max_autotune_reports_what_the_environment_asks_for_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,11 +84,11 @@ REFUSED: list[tuple[Any, Any, list[tuple[str, str]]]] = [
 
 
 def test_what_cannot_go_together_is_refused() -> None:
-    for settings, facts, wanted in REFUSED:
-        found = [str(problem) for problem in MultiWorkerMirrored(**settings).validate(PlanContext(**facts))]
-        for said, (key, word) in zip(found, wanted, strict=True):
-            assert said.startswith(f"strategy.{key}: ")
-            assert word in said
+    for settings, facts, expected in REFUSED:
+        messages = [str(problem) for problem in MultiWorkerMirrored(**settings).validate(PlanContext(**facts))]
+        for message, (key, word) in zip(messages, expected, strict=True):
+            assert message.startswith(f"strategy.{key}: ")
+            assert word in message
 
 
 def test_a_subset_of_the_devices_is_named_in_either_spelling() -> None:
@@ -115,9 +115,9 @@ IDLE = Case(build=Idle, strategy="mirrored", settings={"replicas": 2}, global_si
 
 
 def test_parameters_without_a_gradient_are_named_with_the_setting_that_allows_them(pool: Pool) -> None:
-    (said,) = refusals_of(pool, IDLE)
-    assert "for spare.weight, spare.bias. " in said
-    assert "strategy.allow_unused=true" in said
+    (message,) = refusals_of(pool, IDLE)
+    assert "for spare.weight, spare.bias. " in message
+    assert "strategy.allow_unused=true" in message
 
 
 @pytest.mark.parametrize("reduce", ["backend", "shared_memory"])
@@ -131,8 +131,8 @@ def grouped(place: Place, places: list[tuple[int, int]]) -> list[float]:
     reducer = HierarchicalReducer(places, rank=place.rank, timeout_s=60)
     reducer.begin(packing, num_shards=4)
     reducer.add(0, [torch.full((3,), 10.0**place.rank, dtype=torch.float64)])
-    found: list[float] = reducer.finish()[0].tolist()  # type: ignore[union-attr]
-    return found
+    total: list[float] = reducer.finish()[0].tolist()  # type: ignore[union-attr]
+    return total
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,8 @@ def test_hosts_are_summed_one_by_one_and_then_together(
     together: list[int], hosts: list[int], sums: list[float], pool: Pool
 ) -> None:
     places = list(zip(together, hosts, strict=True))
-    found = pool.run("tests.strategies.test_exchanges.grouped", places, num_ranks=4, group=True)
-    assert found == [[one] * 3 for one in sums]
+    totals = pool.run("tests.strategies.test_exchanges.grouped", places, num_ranks=4, group=True)
+    assert totals == [[value] * 3 for value in sums]
 
 
 @pytest.mark.parametrize(
@@ -164,9 +164,9 @@ def test_auto_is_a_rule_that_says_why(settings: Any, ranks: tuple[int, int, bool
 
 def test_ranks_that_cannot_share_memory_all_see_why(pool: Pool) -> None:
     for size, why in ((0, "rank 1 may not open the memory"), (1 << 60, "there are no 3298534883328 MiB of memory")):
-        found = pool.run("tests.strategies.test_exchanges.hindered", size, num_ranks=2, group=True)
-        assert found[0] == found[1]
-        assert found[0].startswith(why)
+        obstacles = pool.run("tests.strategies.test_exchanges.hindered", size, num_ranks=2, group=True)
+        assert obstacles[0] == obstacles[1]
+        assert obstacles[0].startswith(why)
     assert pool.run("tests.strategies.test_exchanges.hindered", 8, num_ranks=2, group=True) == [None, None]
 
 
@@ -180,23 +180,23 @@ def hindered(place: Place, size: int) -> str | None:
 
 def test_where_a_rule_meets_an_obstacle_the_other_reducer_is_used_and_a_line_says_why() -> None:
     for num_bytes, reduce, why in ((8, "auto", None), (1 << 60, "backend", "there are no 3298534883328 MiB of memory")):
-        found, line = ReductionOptions().without_obstacle(
-            Peer(OWN, opened=host_id()), on_gpus=False, num_bytes=num_bytes
+        options, line = ReductionOptions().without_obstacle(
+            Peer(THIS_PROCESS, opened=host_id()), on_gpus=False, num_bytes=num_bytes
         )
-        assert found.reduce == reduce
+        assert options.reduce == reduce
         assert line == (why and f"strategy.reduce=auto: backend, because {why} to share gradients in.")
 
 
 def test_the_plan_counts_what_reducers_and_compression_keep_beside_the_gradients() -> None:
-    kept = {"backend": (0, 0), "ring": (0.5, 0), "shared_memory": (0.5, 0.5)}
-    found = {name: Mirrored(reduce=name, replicas=2).gradient_copies(PlanContext()) for name in kept}  # type: ignore[arg-type]
-    assert found == kept
+    expected = {"backend": (0, 0), "ring": (0.5, 0), "shared_memory": (0.5, 0.5)}
+    copies = {name: Mirrored(reduce=name, replicas=2).gradient_copies(PlanContext()) for name in expected}  # type: ignore[arg-type]
+    assert copies == expected
     assert Mirrored(compression="powersgd", replicas=2).gradient_copies(PlanContext()) == (2, 1)
     assert Mirrored(replicas=1).gradient_copies(PlanContext()) == (0, 0)
     assert Mirrored(replicas=2).gradient_copies(PlanContext(num_gpus=2)) == (0, 0)
 
 
-OWN = ProcessId.of(os.getpid())
+THIS_PROCESS = ProcessId.of(os.getpid())
 
 
 @dataclass
@@ -263,9 +263,9 @@ def test_a_running_rank_that_sends_no_gradients_is_named_after_the_timeout(
 
 
 @pytest.mark.parametrize(("peer", "numel", "text"), [
-    (Peer(OWN, host=7), 8, "rank 1 is not on the host of rank 0"),
-    (Peer(OWN, opened=0), 8, "rank 1 may not open the memory"),
-    (Peer(OWN), 1 << 50, "there are no 12884901888 MiB of memory"),
+    (Peer(THIS_PROCESS, host=7), 8, "rank 1 is not on the host of rank 0"),
+    (Peer(THIS_PROCESS, opened=0), 8, "rank 1 may not open the memory"),
+    (Peer(THIS_PROCESS), 1 << 50, "there are no 12884901888 MiB of memory"),
 ])  # fmt: skip
 def test_memory_that_cannot_be_shared_is_refused_with_what_to_use(peer: Peer, numel: int, text: str) -> None:
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
@@ -276,22 +276,22 @@ def test_memory_that_cannot_be_shared_is_refused_with_what_to_use(peer: Peer, nu
 
 def sums_of_many_steps(place: Place) -> list[float]:
     collective = GroupCollective(rank=place.rank, num_ranks=place.num_ranks, device=CPU)
-    reducer, found = SharedMemoryReducer(collective, timeout_s=60), []
+    reducer, sums = SharedMemoryReducer(collective, timeout_s=60), []
     packing = FlatBuffer([torch.Size([5])], torch.float64, CPU)
     for step in range(300):
         reducer.begin(packing, num_shards=3)
         reducer.add(0, [torch.full((5,), 10.0**place.rank * step, dtype=torch.float64)])
         (total,) = reducer.finish()
         assert total is not None
-        found.append(float(total[-1]))
+        sums.append(float(total[-1]))
         total.zero_()  # what an update does to gradients must reach no other rank
     reducer.close()
-    return found
+    return sums
 
 
 def test_no_rank_overtakes_another_in_many_steps(pool: Pool) -> None:
-    for found in pool.run("tests.strategies.test_exchanges.sums_of_many_steps", num_ranks=3, group=True):
-        assert found == [111.0 * step for step in range(300)]
+    for sums in pool.run("tests.strategies.test_exchanges.sums_of_many_steps", num_ranks=3, group=True):
+        assert sums == [111.0 * step for step in range(300)]
 
 
 def let_go_early(place: Place) -> str:
@@ -306,13 +306,13 @@ def let_go_early(place: Place) -> str:
 
 
 def test_a_rank_that_closes_its_reducer_early_ends_the_wait_of_the_other_ranks(pool: Pool) -> None:
-    said = pool.run("tests.strategies.test_exchanges.let_go_early", num_ranks=2, group=True)
-    assert said[0] == "rank 1 ended while rank 0 waited for its gradients."
+    messages = pool.run("tests.strategies.test_exchanges.let_go_early", num_ranks=2, group=True)
+    assert messages[0] == "rank 1 ended while rank 0 waited for its gradients."
 
 
 def test_shared_memory_has_no_name_anywhere() -> None:
     before = sorted(Path("/dev/shm").iterdir())
-    segment = SharedMemorySegment(Peer(OWN), numel=8, dtype=torch.float32)
+    segment = SharedMemorySegment(Peer(THIS_PROCESS), numel=8, dtype=torch.float32)
     assert sorted(Path("/dev/shm").iterdir()) == before
     segment.close()
 
@@ -347,13 +347,13 @@ def test_after_backward_the_gradients_are_alive_once(dtype: torch.dtype) -> None
     with Counting() as counting:
         for param in params:
             counting.see(param.untyped_storage())
-        own = counting.bytes
+        lasting = counting.bytes
         reducer = Alone(LAYER * 4)
         reducer.begin(packing_of(params), num_shards=3)
         for _ in range(3):
             shard(reducer, params, model(inputs).sum())
-            assert counting.bytes - own == reducer.flat.nbytes == 8 * LAYER * 4
-    assert counting.most - own < reducer.flat.nbytes + 2.5 * LAYER * dtype.itemsize, "two gradients, activations"
+            assert counting.bytes - lasting == reducer.flat.nbytes == 8 * LAYER * 4
+    assert counting.most - lasting < reducer.flat.nbytes + 2.5 * LAYER * dtype.itemsize, "two gradients, activations"
     reducer.close()
 
 
@@ -363,19 +363,19 @@ def test_gradients_of_several_shards_have_the_bits_of_sums_in_float32(bucket: in
     torch.manual_seed(0)
     model, inputs = layers(3, dtype), torch.randn(3, 4, 64, dtype=dtype)
     params, expected = list(model.parameters()), [torch.zeros(64, 64) for _ in range(3)]
-    for one in inputs:
-        for total, grad in zip(expected, torch.autograd.grad(model(one).square().sum(), params), strict=True):
+    for batch in inputs:
+        for total, grad in zip(expected, torch.autograd.grad(model(batch).square().sum(), params), strict=True):
             total.add_(grad)
     reducer, packing = Alone(bucket * 4), packing_of(params)
     for _ in range(2):  # the second step finds the sums of the first in the vector
         model.zero_grad()
         reducer.begin(packing, num_shards=3)
-        for one in inputs:
-            shard(reducer, params, model(one).square().sum())
+        for batch in inputs:
+            shard(reducer, params, model(batch).square().sum())
         reducer.finish()
         assert all(torch.equal(*pair) for pair in zip(reducer.views, expected, strict=True))
-        held = [param.grad is view for param, view in zip(params, reducer.views, strict=True)]
-        assert held == [dtype is torch.float32] * 3
+        are_views = [param.grad is view for param, view in zip(params, reducer.views, strict=True)]
+        assert are_views == [dtype is torch.float32] * 3
     reducer.close()
 
 
@@ -428,8 +428,8 @@ def test_an_interrupted_step_leaves_nothing_for_the_next() -> None:
     reducer.begin(packing, num_shards=2)
     for _ in range(2):
         shard(reducer, params, sum(param.sum() for param in params))  # type: ignore[arg-type]
-    found = reducer.finish()
-    assert [sorted(set(one.flatten().tolist())) for one in found if one is not None] == [[2.0], [2.0]]
+    sums = reducer.finish()
+    assert [sorted(set(total.flatten().tolist())) for total in sums if total is not None] == [[2.0], [2.0]]
 
 
 SIGNS = {"exchange": "x", "first layer": "0", "layer": ".", "end": "|"}
@@ -452,9 +452,9 @@ def test_thirteen_of_fourteen_exchanges_begin_while_backward_computes(
         events.append("exchange")
         launch(self, bucket)
 
-    def arrived(self: Any, place: int, param: Tensor) -> None:
-        events.append("first layer" if place < 2 else "layer")  # its bias may come first, or its weight
-        arrive(self, place, param)
+    def arrived(self: Any, index: int, param: Tensor) -> None:
+        events.append("first layer" if index < 2 else "layer")  # its bias may come first, or its weight
+        arrive(self, index, param)
 
     def ended(self: Any) -> None:
         end(self)
@@ -476,11 +476,11 @@ PARAMETERS = sum(p.numel() for p in zoo.Net().parameters())
 def counted(place: Place, case: Case) -> list[int]:
     """The elements of every all-reduce of a case."""
     sizes: list[int] = []
-    whole = dist.all_reduce
+    all_reduce = dist.all_reduce
 
     def count(tensor: Tensor, **options: Any) -> Any:
         sizes.append(tensor.numel())
-        return whole(tensor, **options)
+        return all_reduce(tensor, **options)
 
     with mock.patch.object(dist, "all_reduce", count):
         run_rank(place, case)
@@ -517,8 +517,8 @@ def reentrant(place: Place) -> str:
 
 
 def test_a_gradient_that_comes_in_two_parts_is_refused_with_what_to_do(pool: Pool) -> None:
-    for said in pool.run("tests.strategies.test_exchanges.reentrant", num_ranks=2, group=True):
-        assert "Use checkpoint(..., use_reentrant=False), or strategy.bucket_mb=0." in said
+    for message in pool.run("tests.strategies.test_exchanges.reentrant", num_ranks=2, group=True):
+        assert "Use checkpoint(..., use_reentrant=False), or strategy.bucket_mb=0." in message
 
 
 def sent_through_the_host(place: Place) -> list[float]:
@@ -527,13 +527,13 @@ def sent_through_the_host(place: Place) -> list[float]:
     reducer, flat = vector.RingReducer(collective), torch.full((3,), 7.0 + place.rank)
     with mock.patch.object(vector, "sends_from_host", return_value=True):
         reducer.sum(flat)
-    found: list[float] = flat.tolist()
-    return found
+    total: list[float] = flat.tolist()
+    return total
 
 
 def test_a_ring_of_tensors_that_gloo_cannot_send_goes_through_the_host(pool: Pool) -> None:
-    found = pool.run("tests.strategies.test_exchanges.sent_through_the_host", num_ranks=2, group=True)
-    assert found == [[15.0] * 3] * 2
+    totals = pool.run("tests.strategies.test_exchanges.sent_through_the_host", num_ranks=2, group=True)
+    assert totals == [[15.0] * 3] * 2
 
 
 def test_ranks_of_the_last_axis_are_neighbours_and_every_rank_has_coordinates_of_its_own() -> None:
@@ -551,15 +551,15 @@ def test_ranks_of_the_last_axis_are_neighbours_and_every_rank_has_coordinates_of
 def limits(place: Place) -> list[float]:
     """The seconds that each group of some of four ranks waits for them in an exchange."""
     mesh = Axes(replicate=2, tensor=2).mesh("cpu", timeout_s=7)
-    made = groups_alike([(0,), (0, 1)], Axes(replicate=2, pipe=2), rank=place.rank, timeout_s=8)
-    groups = [mesh.get_group("replicate"), mesh.get_group("tensor"), made[0, 1]]
+    stage_groups = groups_alike([(0,), (0, 1)], Axes(replicate=2, pipe=2), rank=place.rank, timeout_s=8)
+    groups = [mesh.get_group("replicate"), mesh.get_group("tensor"), stage_groups[0, 1]]
     backends = [group._get_backend(torch.device("cpu")) for group in groups]
     return [backend.options._timeout.total_seconds() for backend in backends]
 
 
 def test_groups_of_some_ranks_wait_as_long_as_the_group_of_all(pool: Pool) -> None:
-    for found in pool.run("tests.strategies.test_exchanges.limits", num_ranks=4, group=True):
-        assert found == [7.0, 7.0, 8.0]
+    for seconds in pool.run("tests.strategies.test_exchanges.limits", num_ranks=4, group=True):
+        assert seconds == [7.0, 7.0, 8.0]
 
 
 def test_an_attempt_does_not_find_the_signal_of_a_failed_exchange_of_an_earlier_one(
@@ -583,23 +583,23 @@ def gpt(**sizes: Any) -> Gpt:
 
 def test_the_plan_of_the_gpt_cuts_every_large_matrix_and_a_vocabulary_that_comes_out_even() -> None:
     fit = match_plan(gpt(), "auto", 2)
-    whole = {name for name, _ in gpt().named_parameters()} - fit.dims.keys()
-    kept = {name.rpartition(".")[0].rpartition(".")[2] for name in whole}
-    assert kept == {"positions", "attention_norm", "mlp_norm", "norm"}
+    uncut = {name for name, _ in gpt().named_parameters()} - fit.dims.keys()
+    modules = {name.rpartition(".")[0].rpartition(".")[2] for name in uncut}
+    assert modules == {"positions", "attention_norm", "mlp_norm", "norm"}
     assert fit.dims["embed.tokens.weight"] == 0
     assert not {name for name in match_plan(gpt(vocab_size=13), "auto", 2).dims if "tokens" in name}
 
 
 @pytest.mark.parametrize("pattern", ["expand", "mlp.expand", "blocks.*.mlp.expand", "type:Li*r"])
 def test_a_pattern_is_a_name_the_end_of_one_a_glob_or_a_class(pattern: str) -> None:
-    names = {one.name for one in match_plan(gpt(), {pattern: "colwise_gathered", "tokens": "rowwise"}, 2).chosen}
+    names = {choice.name for choice in match_plan(gpt(), {pattern: "colwise_gathered", "tokens": "rowwise"}, 2).chosen}
     assert names >= {"blocks.0.mlp.expand", "blocks.1.mlp.expand"}
 
 
 def test_the_first_pattern_that_names_a_module_has_it() -> None:
     fit = match_plan(gpt(), {"blocks.1.mlp.expand": "colwise_gathered", "expand": "colwise"}, 2)
-    found = {one.name: one.style.name for one in fit.chosen}
-    assert found == {"blocks.0.mlp.expand": "colwise", "blocks.1.mlp.expand": "colwise_gathered"}
+    styles = {choice.name: choice.style.name for choice in fit.chosen}
+    assert styles == {"blocks.0.mlp.expand": "colwise", "blocks.1.mlp.expand": "colwise_gathered"}
 
 
 EXPAND = "blocks.0.mlp.expand"
@@ -624,8 +624,8 @@ UNFIT: list[tuple[nn.Module, Any, str, str]] = [
 
 def test_a_plan_that_does_not_fit_the_model_is_refused() -> None:
     for model, plan, key, word in UNFIT:
-        told = [str(problem) for problem in TensorParallel(degree=2, plan=plan).validate_model(model, PlanContext())]
-        assert [one for one in told if one.startswith(f"strategy.{key}: ") and word in one], (key, told)
+        texts = [*map(str, TensorParallel(degree=2, plan=plan).validate_model(model, PlanContext()))]
+        assert [text for text in texts if text.startswith(f"strategy.{key}: ") and word in text], (key, texts)
 
 
 @pytest.mark.parametrize(("settings", "key", "word"), [
@@ -646,11 +646,11 @@ def test_an_order_of_summation_cannot_be_kept() -> None:
 
 def test_a_rank_holds_its_part_of_what_is_cut_and_of_all_rows_where_replicas_share_them_out() -> None:
     plain, sharing = TensorParallel(degree=2, replicas=2), Mesh(shard=2, tensor=2)
-    whole = sum(param.numel() for param in gpt().parameters())
+    numel = sum(param.numel() for param in gpt().parameters())
     context = PlanContext()
     whole_rows, shared_rows = plain.estimate_memory(gpt(), context), sharing.estimate_memory(gpt(), context)
-    assert sum(whole_rows.resident.values()) == (whole - 72) // 2 + 72
-    assert sum(shared_rows.resident.values()) == ((whole - 72) // 2 + 72) // 2
+    assert sum(whole_rows.resident.values()) == (numel - 72) // 2 + 72
+    assert sum(shared_rows.resident.values()) == ((numel - 72) // 2 + 72) // 2
     assert whole_rows.transient == 0 < shared_rows.transient
 
 
@@ -690,9 +690,9 @@ REFUSED_BY_FSDP: list[tuple[dict[str, Any], PlanContext, str, str]] = [
 
 def test_what_cannot_work_is_refused_with_the_remedy() -> None:
     for settings, facts, key, word in REFUSED_BY_FSDP:
-        (said,) = refusals(facts, **settings)
-        assert said.startswith(key)
-        assert word in said
+        (message,) = refusals(facts, **settings)
+        assert message.startswith(key)
+        assert word in message
     assert refusals(PlanContext(num_gpus=4), offload=True, replicas=4) == []
 
 
@@ -704,8 +704,8 @@ def test_parameters_that_cannot_be_cut_are_named() -> None:
     assert "0 has sparse gradients" in sparse
     assert "1.scale has no dims" in scale
     assert "1.empty has no elements" in empty
-    whole = TensorParallel(degree=1, replicas=2)  # which shards nothing
-    assert whole.validate_model(model, PLAIN) == []
+    replicated = TensorParallel(degree=1, replicas=2)  # which shards nothing
+    assert replicated.validate_model(model, PLAIN) == []
 
 
 def test_blocks_are_gathered_by_themselves_and_tied_weights_with_the_model() -> None:
@@ -731,9 +731,9 @@ def test_modules_of_torch_jit_are_refused_and_take_no_keys() -> None:
 def test_a_rank_holds_rows_and_gathers_a_block_and_the_next_one() -> None:
     model, strategy = deep_gpt(num_layers=3), Fsdp(replicas=4)
     memory = strategy.estimate_memory(model, PLAIN)
-    held = memory.resident
-    assert held["embed.tokens.weight"] == 3 * 8
-    assert held["blocks.0.mlp.expand.weight"] == 32 * 8 // 4
+    resident = memory.resident
+    assert resident["embed.tokens.weight"] == 3 * 8
+    assert resident["blocks.0.mlp.expand.weight"] == 32 * 8 // 4
     block, rest = 12 * 8 * 8 + 2 * 8, 11 * 8 + 4 * 8 + 8
     assert memory.transient == rest + 4 * block
     halves = Fsdp(replicas=4, replicate=2).estimate_memory(model, PLAIN).resident
@@ -793,11 +793,11 @@ def test_parts_of_gradients_go_into_the_vector_bucket_by_bucket(eight: None) -> 
         model(torch.eye(8)).sum().backward()
         assert sorted(reducer.full) == ([0, 1, 2, 3] if is_last else [])
         reducer.end_backward()
-    assert all(reducer.has_taken(place) and param.grad is None for place, param in enumerate(params))
-    whole = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
-    whole.load_state_dict({key: local_part(value) for key, value in model.state_dict().items()})
-    whole(torch.eye(8)).sum().backward()
-    for sum_, param in zip(reducer.finish(), whole.parameters(), strict=True):
+    assert all(reducer.has_taken(index) and param.grad is None for index, param in enumerate(params))
+    unsharded = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    unsharded.load_state_dict({key: local_part(value) for key, value in model.state_dict().items()})
+    unsharded(torch.eye(8)).sum().backward()
+    for sum_, param in zip(reducer.finish(), unsharded.parameters(), strict=True):
         assert sum_ is not None
         assert param.grad is not None
         torch.testing.assert_close(sum_, 2 * param.grad)
@@ -831,7 +831,7 @@ def test_each_block_is_gathered_once_a_direction_in_the_order_of_the_calls(
 ) -> None:
     order = [3, 1, 0, 2, 7, 5, 4, 6]
     events = events_of_a_step(order, monkeypatch, prefetches=prefetches)
-    gathers = [one for one in events if one.startswith("gather")]
+    gathers = [event for event in events if event.startswith("gather")]
     names = ["gather ", *(f"gather {number}" for number in order)]
     assert gathers == [*names, *names[-2:0:-1]], "the rest and the last block stay gathered"
 
@@ -847,7 +847,7 @@ def test_with_streams_a_gather_begins_while_the_block_before_computes(monkeypatc
         assert backward.index(f"gather {number}") < backward.index(f"backward {number + 1}") + 2
 
 
-def whole(model: nn.Module, ranks: GroupCollective | LocalCollective) -> Any:
+def replica_of(model: nn.Module, ranks: GroupCollective | LocalCollective) -> Any:
     """What the check reads of a whole replica."""
     owners, device = dict(model.named_parameters()), torch.device("cpu")
     return SimpleNamespace(owners=owners, parts={}, cuts={}, masters_apart=False, data_ranks=ranks, device=device)
@@ -860,28 +860,28 @@ def drift(place: Place, wrong: tuple[int, ...], name: str) -> str | None:
         with torch.no_grad():
             dict(model.named_parameters())[name].view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
     collective = GroupCollective(rank=place.rank, num_ranks=place.num_ranks, device=torch.device("cpu"))
-    return drifted_parameter(whole(model, collective))
+    return drifted_parameter(replica_of(model, collective))
 
 
-@pytest.mark.parametrize(("wrong", "name", "said"), [
+@pytest.mark.parametrize(("wrong", "name", "text"), [
     ((), "0.weight", None), ((1,), "2.bias", "the parameter 2.bias differs on rank 1 from rank 0."),
     ((0,), "0.weight", "the parameter 0.weight differs on rank 0 from rank 1."),
     ((0, 1), "0.bias", "the parameter 0.bias differs on rank 2 from rank 0."),
 ])  # fmt: skip
-def test_one_changed_bit_of_a_replica_is_found_and_named(wrong: Any, name: str, said: str | None, pool: Pool) -> None:
-    found = pool.run("tests.strategies.test_exchanges.drift", wrong, name, num_ranks=3, group=True)
-    assert found == [said] * 3
+def test_one_changed_bit_of_a_replica_is_found_and_named(wrong: Any, name: str, text: str | None, pool: Pool) -> None:
+    texts = pool.run("tests.strategies.test_exchanges.drift", wrong, name, num_ranks=3, group=True)
+    assert texts == [text] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_bits_of_every_dtype_are_hashed_by_their_place(dtype: torch.dtype) -> None:
-    one, other = torch.tensor([1, 0, 0]).to(dtype), torch.tensor([0, 1, 0]).to(dtype)
-    assert int(bits_hash(one)) != int(bits_hash(other))
-    assert (one.tolist(), other.tolist()) == ([1, 0, 0], [0, 1, 0])  # the bits of float64 are int64, without a copy
+    first, second = torch.tensor([1, 0, 0]).to(dtype), torch.tensor([0, 1, 0]).to(dtype)
+    assert int(bits_hash(first)) != int(bits_hash(second))
+    assert (first.tolist(), second.tolist()) == ([1, 0, 0], [0, 1, 0])  # the bits of float64 are int64, without a copy
 
 
 def test_parameters_on_two_devices_are_compared() -> None:
     model = zoo.Net()
     with SecondDevice():
         send(model.get_submodule("2"))
-        assert drifted_parameter(whole(model, LocalCollective())) is None
+        assert drifted_parameter(replica_of(model, LocalCollective())) is None

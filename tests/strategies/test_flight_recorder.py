@@ -43,10 +43,10 @@ def test_the_last_collectives_are_read_in_order_also_when_the_rank_is_gone(
 ) -> None:
     for number in range(100):
         ranks[0].record(WORLD, "all_reduce", torch.ones(number))
-    found = read_collectives(file_of(0))
-    assert [one.sequence for one in found] == list(range(37, 101))
-    assert str(found[-1]).startswith(f"all_reduce of (99,) float32 at {__file__}:")
-    assert str(found[-1]).endswith(", in step 3")
+    entries = read_collectives(file_of(0))
+    assert [entry.sequence for entry in entries] == list(range(37, 101))
+    assert str(entries[-1]).startswith(f"all_reduce of (99,) float32 at {__file__}:")
+    assert str(entries[-1]).endswith(", in step 3")
 
 
 def test_the_rank_that_comes_second_finds_another_collective_in_its_place(ranks: Ranks) -> None:
@@ -57,8 +57,8 @@ def test_the_rank_that_comes_second_finds_another_collective_in_its_place(ranks:
         ranks[1].record(WORLD, "all_gather", torch.ones(2))
     process = f"(pid {os.getpid()} on {socket.gethostname()})"
     first, *rest = str(caught.value).splitlines()
-    said = f"the ranks call different collectives: rank 1 {process} calls all_gather of (2,) float32 at {__file__}:"
-    assert first.startswith(said)
+    expected = f"the ranks call different collectives: rank 1 {process} calls all_gather of (2,) float32 at {__file__}:"
+    assert first.startswith(expected)
     assert f"; rank 0 {process} calls all_reduce of (5,) float32 at " in first
     assert [line.split(" at ")[0] for line in rest[:3]] == [
         "The last collectives of rank 0:", "  broadcast of (2,) float32", "  all_reduce of (5,) float32",
@@ -66,7 +66,7 @@ def test_the_rank_that_comes_second_finds_another_collective_in_its_place(ranks:
     assert len(rest) == 6
 
 
-@pytest.mark.parametrize(("name", "here", "there", "alike"), [
+@pytest.mark.parametrize(("name", "first", "second", "alike"), [
     ("all_reduce", torch.ones(2, 3), torch.ones(6), True),
     ("all_reduce", torch.ones(6), torch.ones(5), False),
     ("all_reduce", torch.ones(6), torch.ones(6).double(), False),
@@ -74,11 +74,11 @@ def test_the_rank_that_comes_second_finds_another_collective_in_its_place(ranks:
     ("scatter", torch.ones(6), None, True),
 ])  # fmt: skip
 def test_sizes_and_dtypes_are_compared_where_they_have_to_be_equal(
-    ranks: Ranks, name: str, here: torch.Tensor, there: torch.Tensor | None, alike: bool
+    ranks: Ranks, name: str, first: torch.Tensor, second: torch.Tensor | None, alike: bool
 ) -> None:
-    ranks[0].record(WORLD, name, here)
+    ranks[0].record(WORLD, name, first)
     with nullcontext() if alike else pytest.raises(CollectiveMismatchError):
-        ranks[1].record(WORLD, name, there)
+        ranks[1].record(WORLD, name, second)
 
 
 def test_a_call_of_user_code_is_none_of_trainkits(ranks: Ranks) -> None:
@@ -103,12 +103,12 @@ def test_each_group_counts_for_itself(ranks: Ranks) -> None:
 
 
 def test_a_sum_over_some_ranks_is_recorded_as_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[object] = []
-    monkeypatch.setattr(collectives, "note_exchange", lambda *_, group: found.append(group))
+    groups: list[object] = []
+    monkeypatch.setattr(collectives, "note_exchange", lambda *_, group: groups.append(group))
     monkeypatch.setattr(GroupCollective, "_exchange_all", lambda _, tensor: [tensor])
     some: Any = object()
     GroupCollective(rank=0, num_ranks=1, device=torch.device("cpu"), group=some).sum(torch.ones(1))
-    assert found == [some]
+    assert groups == [some]
 
 
 def test_an_entry_that_is_half_written_and_one_of_another_host_are_not_compared(
@@ -116,14 +116,14 @@ def test_an_entry_that_is_half_written_and_one_of_another_host_are_not_compared(
 ) -> None:
     ranks[0].record(WORLD, "all_reduce", torch.ones(5))
     content = file_of(0).read_bytes()
-    place = content.index(b"all_reduce")
+    offset = content.index(b"all_reduce")
     with file_of(0).open("r+b") as file:
-        file.seek(place)
+        file.seek(offset)
         file.write(b"X")
     ranks[1].record(WORLD, "broadcast", torch.ones(2))
     with file_of(0).open("r+b") as file:
         file.write(b"another!")
-        file.seek(place)
+        file.seek(offset)
         file.write(b"a")
     with FlightRecorder(file_of, 1, lambda: 3) as other_host:
         other_host.record(WORLD, "broadcast", torch.ones(2))

@@ -94,22 +94,22 @@ def test_rows_of_a_transposed_variable_cannot_be_cut_without_a_bit_changing() ->
 
 def exchanged(place: Place) -> tuple[Tensor, list[Tensor]]:
     """A tensor that lies by columns on rank 1 alone: rank 0's values, and those of both."""
-    own = torch.arange(6.0).reshape(2, 3) + 10 * place.rank
-    own = own.t().contiguous().t() if place.rank else own
+    tensor = torch.arange(6.0).reshape(2, 3) + 10 * place.rank
+    tensor = tensor.t().contiguous().t() if place.rank else tensor
     everyone = GroupCollective(rank=place.rank, num_ranks=2, device=CPU)
-    gathered = everyone.gather(own)
-    broadcast_values(own)
+    gathered = everyone.gather(tensor)
+    broadcast_values(tensor)
     small = torch.full((), place.rank + 7, dtype=torch.int16)  # gloo has no such numbers
     broadcast_values(small)
     assert small.item() == 7
-    return own, gathered
+    return tensor, gathered
 
 
 def test_values_are_exchanged_by_element_whatever_the_strides(pool: Pool) -> None:
-    wanted = torch.arange(6.0).reshape(2, 3)
-    for own, gathered in pool.run("tests.strategies.test_layouts.exchanged", num_ranks=2, group=True):
-        assert torch.equal(own, wanted)
-        assert torch.equal(torch.stack(gathered), torch.stack([wanted, wanted + 10]))
+    expected = torch.arange(6.0).reshape(2, 3)
+    for tensor, gathered in pool.run("tests.strategies.test_layouts.exchanged", num_ranks=2, group=True):
+        assert torch.equal(tensor, expected)
+        assert torch.equal(torch.stack(gathered), torch.stack([expected, expected + 10]))
 
 
 STEPS = 3
@@ -123,9 +123,9 @@ CASES = {
 
 def inline(_copies: ComputingCopies, compute: Any, work: Any) -> Future[Any]:
     """Compute on this thread: the second device is there for one thread alone."""
-    done = Future[Any]()
-    done.set_result(compute(work))
-    return done
+    future = Future[Any]()
+    future.set_result(compute(work))
+    return future
 
 
 @pytest.mark.slow
@@ -138,8 +138,8 @@ def test_a_step_of_central_storage_crosses_once_a_direction(base: Case, monkeypa
     monkeypatch.setattr(CentralStorage, "_copy_devices", lambda *_: ["meta"])
     settings = {"parameter_device": "cpu"}
     with SecondDevice() as device:
-        found = _Rank(None, replace(base, strategy="central_storage", settings=settings)).train().state
-    assert [key for key, tensor in expected.items() if not torch.equal(tensor, found[key])] == []
+        state = _Rank(None, replace(base, strategy="central_storage", settings=settings)).train().state
+    assert [key for key, tensor in expected.items() if not torch.equal(tensor, state[key])] == []
     vectors = [dtype for dtype in device.crossed if dtype is torch.uint8]
     assert len(vectors) == 2 * STEPS + (base.start is not None)  # a checkpoint is one more
 
@@ -154,7 +154,7 @@ def test_a_pull_and_a_push_of_a_worker_cross_once_each() -> None:
             for param in model.parameters():
                 param.data.zero_()
             worker.pull(tensors_of(model))
-            worker.push("w0/0", [None if one is None else There(one) for one in grads])
+            worker.push("w0/0", [None if grad is None else There(grad) for grad in grads])
         assert device.crossed == [torch.uint8, torch.uint8]
         farm.chief.apply(version=1, lr_factor=1.0, keys=["w0/0"])
         updated = farm.chief.state()
@@ -178,10 +178,10 @@ def test_tensors_arrive_with_their_dtypes_strides_and_sizes() -> None:
         back = moved([*there[:2], None, *there[2:]], CPU)
     assert len(device.crossed) == 2
     assert back.pop(2) is None
-    for one, other in zip(sent, back, strict=True):
-        torch.testing.assert_close(other, one.detach(), rtol=0, atol=0)
-        assert other is not None
-        assert other.stride() == torch.empty_like(one).stride()
+    for before, after in zip(sent, back, strict=True):
+        torch.testing.assert_close(after, before.detach(), rtol=0, atol=0)
+        assert after is not None
+        assert after.stride() == torch.empty_like(before).stride()
 
 
 @pytest.mark.parametrize("coalesced", [False, True])
@@ -189,11 +189,11 @@ def test_a_sparse_gradient_travels_as_indices_and_values(*, coalesced: bool) -> 
     grad = torch.sparse_coo_tensor(torch.tensor([[3, 3, 1]]), torch.randn(3, 2), (5, 2), check_invariants=True)
     grad = grad.coalesce() if coalesced else grad
     parts = iter(strided_parts(grad))
-    found = assembled(grad, parts)
-    assert (found.is_coalesced(), list(parts)) == (coalesced, [])
-    assert torch.equal(found.to_dense(), grad.to_dense())
+    rebuilt = assembled(grad, parts)
+    assert (rebuilt.is_coalesced(), list(parts)) == (coalesced, [])
+    assert torch.equal(rebuilt.to_dense(), grad.to_dense())
 
 
 def test_what_is_there_already_stays_what_it_is() -> None:
     tensors: list[Tensor | None] = [torch.ones(2), None, nn.Parameter(torch.ones(()))]
-    assert all(one is other for one, other in zip(moved(tensors, CPU), tensors, strict=True))
+    assert all(result is tensor for result, tensor in zip(moved(tensors, CPU), tensors, strict=True))

@@ -50,8 +50,8 @@ def devices(strategy: DeviceMap, model: nn.Module, facts: PlanContext = FACTS) -
 
 
 def test_names_prefixes_ranges_and_rest_name_blocks() -> None:
-    given: dict[str, int | str] = {"embed": 0, "blocks.0-1": 1, "blocks.2": 2, "rest": "cpu"}
-    assert devices(DeviceMap(map=given), gpt(tied=False)) == [
+    device_map: dict[str, int | str] = {"embed": 0, "blocks.0-1": 1, "blocks.2": 2, "rest": "cpu"}
+    assert devices(DeviceMap(map=device_map), gpt(tied=False)) == [
         ("embed", "cuda:0"), ("blocks.0-1", "cuda:1"), ("blocks.2", "cuda:2"), ("blocks.3, head", "cpu"),
     ]  # fmt: skip
     assert devices(DeviceMap(map={"blocks": "/gpu:1", "rest": 0}), gpt()) == [
@@ -89,12 +89,12 @@ REFUSED: list[tuple[Any, dict[str, Any], list[tuple[str, str]]]] = [
 
 
 def test_what_cannot_be_placed_is_refused() -> None:
-    for given, settings, wanted in REFUSED:
-        strategy = DeviceMap(map=given, **settings)
-        found = [str(one) for one in strategy.validate(FACTS) or strategy.validate_model(gpt(), FACTS)]
-        assert len(found) == len({key for key, _ in wanted}), found
-        for key, word in wanted:
-            assert [one for one in found if one.startswith(f"strategy.{key}: ") and word in one], (key, found)
+    for device_map, settings, expected in REFUSED:
+        strategy = DeviceMap(map=device_map, **settings)
+        texts = [str(problem) for problem in strategy.validate(FACTS) or strategy.validate_model(gpt(), FACTS)]
+        assert len(texts) == len({key for key, _ in expected}), texts
+        for key, word in expected:
+            assert [text for text in texts if text.startswith(f"strategy.{key}: ") and word in text], (key, texts)
 
 
 def test_processes_that_have_nothing_to_do_are_refused() -> None:
@@ -131,9 +131,9 @@ def test_a_layer_list_inside_a_top_level_child_is_cut_and_what_is_left_stays_tog
     names = ["transformer.wte.weight", "transformer.norm.weight", "transformer.norm.bias"]
     assert [name for name, _ in units[0].tensors()] == names
     assert units[0].entries == (inner, inner.wte, inner.norm)
-    given = {"transformer": 0, "transformer.h.0": 1, "head": 2}
-    assert assign(model, units, given).places == (0, 1, 2, 2)
-    assert assign(model, units, dict(reversed(given.items()))).places == (0, 1, 2, 2)
+    device_map = {"transformer": 0, "transformer.h.0": 1, "head": 2}
+    assert assign(model, units, device_map).places == (0, 1, 2, 2)
+    assert assign(model, units, dict(reversed(device_map.items()))).places == (0, 1, 2, 2)
 
 
 def test_what_the_model_itself_owns_is_placed_by_its_name() -> None:
@@ -187,12 +187,12 @@ def test_activations_are_brought_to_each_block_however_deep_they_lie() -> None:
 def test_activations_are_those_that_each_block_keeps_for_backward() -> None:
     model = nn.Sequential(nn.Linear(6, 100), nn.Tanh(), nn.Linear(100, 3, bias=False))
     shard = torch.empty(10, 6, device="meta")
-    found = [
+    sizes = [
         activation_bytes(model, blocks_of(model), lambda run: run(shard).sum(), Precision(value=value))
         for value in ("fp32", "fp64")
     ]
     # the inputs of the first; what tanh gave, which is the input of the last as well
-    assert found == [[10 * 6 * 4, 10 * 100 * 4, 0], [10 * 6 * 8, 10 * 100 * 8, 0]]
+    assert sizes == [[10 * 6 * 4, 10 * 100 * 4, 0], [10 * 6 * 8, 10 * 100 * 8, 0]]
     assert {param.device.type for param in model.parameters()} == {"cpu"}
 
 
@@ -205,8 +205,8 @@ def test_planning_finds_the_activations_of_a_model_once_for_each_size_of_a_shard
     model, sizes = nn.Sequential(nn.Linear(2, 2)), list[int]()
     model.register_forward_pre_hook(lambda _module, args: sizes.append(len(args[0])))
     facts = PlanContext(objective=Classification(), sample=(torch.zeros(2), 1), micro_size=3)
-    asked = (facts, facts, replace(facts, micro_size=5))
-    first, again, larger = (activations_of(model, blocks_of(model), one, Precision()) for one in asked)
+    contexts = (facts, facts, replace(facts, micro_size=5))
+    first, again, larger = (activations_of(model, blocks_of(model), context, Precision()) for context in contexts)
     assert first is not None
     assert larger is not None
     assert again == first < larger
@@ -217,14 +217,14 @@ def test_auto_weighs_the_activations_of_a_shard() -> None:
     narrow = [nn.Linear(8, 8, bias=False) for _ in range(4)]
     model = nn.Sequential(nn.Linear(8, 64, bias=False), nn.Linear(64, 8, bias=False), *narrow)
     alone = PlanContext(num_gpus=2)
-    known = replace(alone, micro_size=4096, objective=Classification(), sample=(torch.zeros(8), 1))
+    sampled = replace(alone, micro_size=4096, objective=Classification(), sample=(torch.zeros(8), 1))
     for strategy, first in ((DeviceMap(), "cuda:0"), (Pipeline(stages=2), 0)):
-        maps: list[Any] = [strategy.resolve(lambda: model, facts).map for facts in (alone, known)]
-        assert [list(one.values()).count(first) for one in maps] == [1, 2]
-    assert [part.modules for part in DeviceMap().describe_partition(model, known)] == ["0-1", "2-5"]
+        maps: list[Any] = [strategy.resolve(lambda: model, facts).map for facts in (alone, sampled)]
+        assert [list(device_map.values()).count(first) for device_map in maps] == [1, 2]
+    assert [part.modules for part in DeviceMap().describe_partition(model, sampled)] == ["0-1", "2-5"]
 
 
-NONE, FACTS = PlanContext(), PlanContext(num_gpus=4)
+NONE = PlanContext()
 SPLIT = {"embed": 0, "rest": 1}
 
 
@@ -286,8 +286,8 @@ def test_what_does_not_go_together_is_refused() -> None:
 
 
 def test_tied_weights_in_two_places_are_refused_and_auto_keeps_them_together() -> None:
-    (told,) = Mirrored(map=SPLIT).validate_model(gpt(), FACTS)
-    assert "put head on 0 too" in str(told)
+    (problem,) = Mirrored(map=SPLIT).validate_model(gpt(), FACTS)
+    assert "put head on 0 too" in str(problem)
     resolved = Mirrored(map="auto", replicas=2).resolve(gpt, FACTS)
     assert resolved.devices == (("cuda:0", "cuda:1"), ("cuda:2", "cuda:3"))
     assert isinstance(resolved.map, dict)

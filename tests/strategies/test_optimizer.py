@@ -1,6 +1,6 @@
 """A direct call of a kernel that ignores a changed setting, a hook or a parameter left out is caught here alone.
 
-Updates of a step: whether they are made, and how often gradients are walked for that.
+Updates of a step: whether they are by_function, and how often gradients are walked for that.
 
 So is an optimizer that needs whole parameters, has a harmless name and is given cuts of them.
 """
@@ -38,17 +38,17 @@ def stepped(
     change: Callable[[torch.optim.Optimizer], object] = lambda _: None,
 ) -> torch.Tensor:
     """Two parameters after some steps; None leaves one out of a step; the optimizer is changed after the second."""
-    params = [nn.Parameter(torch.full((3,), 1.0 + place)) for place in range(2)]
+    params = [nn.Parameter(torch.full((3,), 1.0 + index)) for index in range(2)]
     optimizer = make(params)
     stepper = OptimizerStepper(optimizer, params)
-    for step, grads in enumerate(grads_of_steps):
-        given = [None if value is None else torch.full((3,), value) for value in grads]
+    for step, values in enumerate(grads_of_steps):
+        grads = [None if value is None else torch.full((3,), value) for value in values]
         if step == 2:
             change(optimizer)
         if through_stepper:
-            stepper.step(given, 1.0)
+            stepper.step(grads, 1.0)
         else:
-            for param, grad in zip(params, given, strict=True):
+            for param, grad in zip(params, grads, strict=True):
                 param.grad = grad
             optimizer.step()
     return torch.stack([param.detach() for param in params])
@@ -151,14 +151,14 @@ def test_a_rate_that_code_of_the_run_sets_is_refused() -> None:
 @pytest.fixture
 def orders(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The orders of the norms that are taken."""
-    taken, plain = list[float](), module._norms
+    recorded, plain = list[float](), module._norms
 
     def norms(*args: object) -> torch.Tensor:
-        taken.append(args[-1])  # type: ignore[arg-type]
+        recorded.append(args[-1])  # type: ignore[arg-type]
         return plain(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "_norms", norms)
-    return taken
+    return recorded
 
 
 def updated(value: float, precision: str, max_norm: float | None) -> Status:
@@ -173,13 +173,13 @@ def updated(value: float, precision: str, max_norm: float | None) -> Status:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16_mixed"])
 @pytest.mark.parametrize(
-    ("value", "max_norm", "taken"), [(2.0, 1.0, [2.0]), (2.0, None, [torch.inf]), (1e30, 1.0, [2.0, torch.inf])]
+    ("value", "max_norm", "expected"), [(2.0, 1.0, [2.0]), (2.0, None, [torch.inf]), (1e30, 1.0, [2.0, torch.inf])]
 )
 def test_gradients_are_walked_once_to_be_judged_and_clipped(
-    value: float, max_norm: float | None, taken: list[float], precision: str, orders: list[float]
+    value: float, max_norm: float | None, expected: list[float], precision: str, orders: list[float]
 ) -> None:
     assert updated(value, precision, max_norm) is Status.applied  # the squares of 1e30 are not finite
-    assert orders == taken
+    assert orders == expected
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
@@ -250,8 +250,8 @@ WHOLE, UNTRIED = "uses whole parameters", "cannot be tried with cuts of a tensor
     (type("Tuned", (torch.optim.Muon,), {}), f"{UNTRIED} (ValueError: "), (Closing, f"{UNTRIED} (TypeError: "),
 ])  # fmt: skip
 def test_a_class_says_it_of_itself_or_is_tried_with_cuts_of_a_tensor(kind: type, text: str | None) -> None:
-    found = whole_reason(kind)
-    assert found is None if text is None else (found or "").startswith(text)
+    reason = whole_reason(kind)
+    assert reason is None if text is None else (reason or "").startswith(text)
 
 
 def test_every_optimizer_of_torch_that_is_called_elementwise_passes_the_trial() -> None:
@@ -259,7 +259,7 @@ def test_every_optimizer_of_torch_that_is_called_elementwise_passes_the_trial() 
         assert whole_reason(type("Own", (kind,), {})) is None, kind
 
 
-def made(params: Any, lr: float) -> torch.optim.Optimizer:
+def by_function(params: Any, lr: float) -> torch.optim.Optimizer:
     """Build the optimizer of a user by a function."""
     return Adam(params, lr)
 
@@ -269,7 +269,7 @@ def test_groups_and_functions_are_tried_as_the_config_sets_them(tmp_path: Path) 
     (tmp_path / "optimizer" / "own.yaml").write_text(
         f"{{_target_: {__name__}.Adam, lr: 1, scales: false, groups: {{}}}}"
     )
-    (tmp_path / "optimizer" / "made.yaml").write_text(f"{{_target_: {__name__}.made, lr: 1}}")
+    (tmp_path / "optimizer" / "by_function.yaml").write_text(f"{{_target_: {__name__}.by_function, lr: 1}}")
 
     def planned(*more: str) -> None:
         keys = ["recipe=null", "data=digits", "strategy=fsdp", "strategy.replicas=2", *more]
@@ -281,4 +281,4 @@ def test_groups_and_functions_are_tried_as_the_config_sets_them(tmp_path: Path) 
     with pytest.raises(ConfigError, match="Adam uses whole parameters, and here a rank has only parts of them"):
         planned("optimizer=own", "+optimizer.groups.b={match: ['*.bias'], scales: true}")
     with pytest.raises(ConfigError, match="The optimizer of this function uses whole parameters"):
-        planned("optimizer=made")
+        planned("optimizer=by_function")

@@ -122,10 +122,10 @@ def test_the_last_ranks_of_a_launch_without_roles_keep_the_variables() -> None:
     facts = PlanContext(launch=launch_of(4))
     assert [str(task) for task in ParameterServer().tasks(facts)] == ["chief:0", "worker:0", "worker:1", "ps:0"]
     assert [str(task) for task in ParameterServer(servers=2).tasks(facts)] == ["chief:0", "worker:0", "ps:0", "ps:1"]
-    (few,) = ParameterServer(servers=4).validate(facts)
-    assert "started 4 processes. Start 5 or more." in str(few)
-    (other,) = ParameterServer(workers=2).validate(facts)
-    assert str(other).startswith("strategy.workers=2: but torchrun started 4 processes: 3")
+    (problem,) = ParameterServer(servers=4).validate(facts)
+    assert "started 4 processes. Start 5 or more." in str(problem)
+    (problem,) = ParameterServer(workers=2).validate(facts)
+    assert str(problem).startswith("strategy.workers=2: but torchrun started 4 processes: 3")
 
 
 def test_a_launch_with_workers_in_parts_has_as_many_processes_for_each() -> None:
@@ -213,15 +213,15 @@ def ends() -> Iterator[list[Connection]]:
         link.close()
 
 
-@pytest.mark.parametrize(("wait", "said"), [
+@pytest.mark.parametrize(("wait", "message"), [
     (lambda link: link.tensors(15), "a sent 16 unexpected bytes"),
     (lambda link: link.tensors(99, {"grad": torch.zeros(2)}), "a sent 16 unexpected bytes"),
     (lambda link: link.receive(), "a sent 16 unexpected bytes"),
 ])  # fmt: skip
-def test_numbers_that_nobody_waits_for_end_the_connection(ends: list[Connection], wait: Any, said: str) -> None:
+def test_numbers_that_nobody_waits_for_end_the_connection(ends: list[Connection], wait: Any, message: str) -> None:
     ends[0].send("push", {}, {"grad": torch.zeros(4)})
     ends[1].receive()
-    with pytest.raises(LinkError, match=said):
+    with pytest.raises(LinkError, match=message):
         wait(ends[1])
     with pytest.raises(LinkError, match="b closed the connection"):
         ends[0].receive()
@@ -295,9 +295,9 @@ def test_malformed_frames_of_strangers_do_no_harm() -> None:
     model = Net()
     with serving(model, optimizer_of("adamw")) as farm:
         worker, before = farm.client(), farm.chief.state()
-        for sent in GARBAGE * 5:
+        for frame in GARBAGE * 5:
             with socket.create_connection(farm.addresses[0]) as connection, suppress(OSError):  # dropped
-                connection.sendall(sent)
+                connection.sendall(frame)
                 connection.shutdown(socket.SHUT_WR)
                 while connection.recv(4096):
                     pass
@@ -375,8 +375,8 @@ def taken(scheduler: WorkScheduler, worker: str) -> WorkItem:
     return item
 
 
-def applied(scheduler: WorkScheduler, item: WorkItem, read: int) -> PendingUpdate | None:
-    scheduler.report(item.number, item.worker, read)
+def applied(scheduler: WorkScheduler, item: WorkItem, version: int) -> PendingUpdate | None:
+    scheduler.report(item.number, item.worker, version)
     merge = scheduler.next_ready_update()
     if merge is not None:
         scheduler.merged(merge)
@@ -403,8 +403,8 @@ def test_a_dropped_gradient_is_computed_again_before_any_other_step() -> None:
 def test_a_worker_ahead_of_the_slowest_waits_for_it_unless_it_is_lost() -> None:
     scheduler = asynchronous(2, "bound", 1)
     slow = taken(scheduler, "w1")
-    for read in range(2):
-        applied(scheduler, taken(scheduler, "w0"), read)
+    for version in range(2):
+        applied(scheduler, taken(scheduler, "w0"), version)
     assert scheduler.next("w0") is None
     applied(scheduler, slow, 0)
     applied(scheduler, taken(scheduler, "w0"), 3)
@@ -438,8 +438,8 @@ def test_an_idle_worker_computes_an_outstanding_shard_again_and_the_first_result
 def test_no_more_than_the_spares_are_repeated() -> None:
     for spares, expected in ((2, [0, 1, 2, 3, 0, 1, None]), (0, [0, 1, 2, 3, None, None, None])):
         scheduler = synchronous(7, spares=spares)
-        found = [scheduler.next(f"w{index}") for index in range(7)]
-        assert [one.ticket.shards[0] if one else None for one in found] == expected
+        items = [scheduler.next(f"w{index}") for index in range(7)]
+        assert [item.ticket.shards[0] if item else None for item in items] == expected
 
 
 def test_an_overflowed_step_is_scheduled_again() -> None:
@@ -449,7 +449,7 @@ def test_an_overflowed_step_is_scheduled_again() -> None:
     merge = scheduler.next_ready_update()
     assert merge is not None
     scheduler.requeue_after_overflow(merge)
-    assert [taken(scheduler, f"w{index}").ticket for index in range(4)] == [one.ticket for one in merge.items]
+    assert [taken(scheduler, f"w{index}").ticket for index in range(4)] == [item.ticket for item in merge.items]
     assert scheduler.version == 0
 
 
@@ -461,12 +461,12 @@ class Trial:
         self.names = [f"w{index}" for index in range(num_workers)]
         self.busy: dict[str, WorkItem] = {}
         self.reads: dict[int, int] = {}
-        self.made: list[PendingUpdate] = []
+        self.updates: list[PendingUpdate] = []
 
-    def run(self, updates: int) -> None:
+    def run(self, num_updates: int) -> None:
         for name in self.names:
             self.scheduler.join(name)
-        while len(self.made) < updates:
+        while len(self.updates) < num_updates:
             self._turn()
 
     def _turn(self) -> None:
@@ -484,11 +484,12 @@ class Trial:
             self.scheduler.report(item.number, name, self.reads[item.number])
         while (merge := self.scheduler.next_ready_update()) is not None:
             self.scheduler.merged(merge)
-            self.made.append(merge)
+            self.updates.append(merge)
 
 
-def used(made: list[PendingUpdate]) -> Counter[tuple[int, int]]:
-    return Counter((one.ticket.step, shard) for merge in made for one in merge.items for shard in one.ticket.shards)
+def used(updates: list[PendingUpdate]) -> Counter[tuple[int, int]]:
+    tickets = [item.ticket for update in updates for item in update.items]
+    return Counter((ticket.step, shard) for ticket in tickets for shard in ticket.shards)
 
 
 SCHEDULERS: dict[str, Callable[[], WorkScheduler]] = {
@@ -508,10 +509,10 @@ def test_every_shard_is_used_once_an_epoch_whichever_worker_is_slow_or_dies(kind
     trial = Trial(SCHEDULERS[kind](), seed, 5)
     trial.run(20)
     every = {(step, shard) for step in range(20) for shard in range(PLAN.num_shards(step))}
-    assert used(trial.made) == Counter(dict.fromkeys(every, 1))
+    assert used(trial.updates) == Counter(dict.fromkeys(every, 1))
     if kind.startswith("replace"):
         for epoch in range(4):
-            steps = {step for step, _ in used(trial.made[5 * epoch : 5 * epoch + 5])}
+            steps = {step for step, _ in used(trial.updates[5 * epoch : 5 * epoch + 5])}
             assert steps == set(range(5 * epoch, 5 * epoch + 5))
 
 
@@ -520,25 +521,25 @@ def test_every_shard_is_used_once_an_epoch_whichever_worker_is_slow_or_dies(kind
 def test_nothing_is_lost_or_used_twice_over_a_resume(kind: str, stop: int) -> None:
     first = Trial(SCHEDULERS[kind](), 1, 5)
     first.run(stop)
-    made = first.made[:stop]
-    assert len(first.made) == stop
+    updates = first.updates[:stop]
+    assert len(first.updates) == stop
     scheduler = SCHEDULERS[kind]()
     scheduler.recall(json.loads(json.dumps(first.scheduler.remember())), stop, 20)
     second = Trial(scheduler, 2, 4)
     second.run(20 - stop)
     every = {(step, shard) for step in range(20) for shard in range(PLAN.num_shards(step))}
-    assert used([*made, *second.made]) == Counter(dict.fromkeys(every, 1))
+    assert used([*updates, *second.updates]) == Counter(dict.fromkeys(every, 1))
 
 
 def test_a_record_is_read_as_it_was_written_and_cut_where_a_checkpoint_is_continued(tmp_path: Path) -> None:
     trial = Trial(SCHEDULERS["async"](), 3, 3)
     trial.run(6)
     record = UpdateLog(tmp_path / "updates.jsonl", 0)
-    for merge in trial.made:
+    for merge in trial.updates:
         record.note(merge)
     record.close()
     lines = list(read_record(tmp_path / "updates.jsonl"))
-    assert [line.text() for line in lines] == [merge.text() for merge in trial.made]
+    assert [line.text() for line in lines] == [merge.text() for merge in trial.updates]
     UpdateLog(tmp_path / "updates.jsonl", 4).close()
     assert list(read_record(tmp_path / "updates.jsonl")) == lines[:4]
 
@@ -555,20 +556,20 @@ def test_a_damaged_record_is_named_with_its_line(tmp_path: Path) -> None:
 def test_a_replay_makes_the_same_updates_of_gradients_that_read_the_same(kind: str, workers: int) -> None:
     recorded = Trial(SCHEDULERS[kind](), 4, 4)
     recorded.run(20)
-    scheduler = ReplayScheduler(script=recorded.made)
+    scheduler = ReplayScheduler(script=recorded.updates)
     scheduler.recall({}, 0, 20)
     replayed = Trial(scheduler, 5, workers)
     replayed.run(20)
 
-    def told(made: list[PendingUpdate]) -> list[tuple[tuple[Ticket, ...], tuple[int, ...]]]:
-        return [(merge.tickets, tuple(one.version for one in merge.items)) for merge in made]
+    def inputs_of(updates: list[PendingUpdate]) -> list[tuple[tuple[Ticket, ...], tuple[int, ...]]]:
+        return [(update.tickets, tuple(item.version for item in update.items)) for update in updates]
 
-    assert told(replayed.made) == told(recorded.made)
+    assert inputs_of(replayed.updates) == inputs_of(recorded.updates)
 
 
 def test_a_replay_that_cannot_continue_raises_an_error() -> None:
     items = [WorkItem(worker=f"w{step}", ticket=Ticket(step, (0,)), version=0) for step in range(2)]
-    scheduler = ReplayScheduler(script=[PendingUpdate(version=step, items=(one,)) for step, one in enumerate(items)])
+    scheduler = ReplayScheduler(script=[PendingUpdate(version=step, items=(item,)) for step, item in enumerate(items)])
     with pytest.raises(TrainingError, match=r"cannot continue from step 1: update 1 .* computed at version 0"):
         scheduler.recall({}, 1, 3)
     scheduler.recall({}, 0, 3)
@@ -607,12 +608,12 @@ def optimizer_of(name: str) -> Callable[[Mapping[str, torch.Tensor]], torch.opti
 def gradients(model: nn.Module, seed: int, *, missing: tuple[int, ...] = ()) -> list[Tensor | None]:
     torch.manual_seed(seed)
     params = [param for param in model.parameters() if param.requires_grad]
-    return [None if place in missing else torch.randn_like(param) for place, param in enumerate(params)]
+    return [None if index in missing else torch.randn_like(param) for index, param in enumerate(params)]
 
 
-def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert sorted(found) == sorted(expected)
-    assert [key for key in found if not torch.equal(found[key], expected[key])] == []
+def equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert sorted(actual) == sorted(expected)
+    assert [key for key in actual if not torch.equal(actual[key], expected[key])] == []
 
 
 @pytest.mark.slow
@@ -630,10 +631,10 @@ def test_updates_on_servers_are_those_of_one_optimizer_bit_for_bit(optimizer: st
             worker.push("w0/0", gradients(model, step, missing=missing))
             farm.chief.apply(version=step + 1, lr_factor=1.0 + step, keys=["w0/0"])
             assert worker.pull(tensors_of(worked)) == step + 1
-        found = farm.chief.state()
+        state = farm.chief.state()
         worker.close()
     equal(state_of(worked), state_of(model))
-    equal(found, {**state_of(model), **optimizer_state(stepper.optimizer, named)})
+    equal(state, {**state_of(model), **optimizer_state(stepper.optimizer, named)})
 
 
 def updated(farm: Farm, model: nn.Module, version: int) -> dict[str, Tensor]:
@@ -658,20 +659,20 @@ def test_sums_over_lanes_have_the_bits_of_the_lane_reducer(servers: int) -> None
     model, shards = Net(), 12  # some of the 8 lanes have two
     pushed = [gradients(model, seed, missing=(2,) if seed == 3 else ()) for seed in range(shards)]
     packing = FlatBuffer([param.shape for _, param in trained(model)], torch.float32, CPU)
-    of_lane = {lane: [clones(one) for one in pushed[lane::8]] for lane in lane_order(8) if lane < shards}
+    of_lane = {lane: [clones(grads) for grads in pushed[lane::8]] for lane in lane_order(8) if lane < shards}
     reducer = DeterministicReducer(lanes=8, rank=0, num_ranks=1)
     reducer.begin(packing, num_shards=shards)
-    for lane, held in of_lane.items():
-        reducer.add(lane, lane_sum(held, 0, packing) if len(held) > 1 else held[0])
+    for lane, shard_grads in of_lane.items():
+        reducer.add(lane, lane_sum(shard_grads, 0, packing) if len(shard_grads) > 1 else shard_grads[0])
     expected = [present(total) for total in reducer.finish()]
     norms = torch.stack(torch._foreach_norm(expected, 2.0))
     with serving(model, optimizer_of("sgd"), servers=servers) as farm:
         for shard, grads in enumerate(pushed):
             farm.chief.push(f"s/{shard}", grads)
         keys = [f"s/{shard}" for shard in range(shards)]
-        found = farm.chief.sum(keys, lanes=8, checks=True, norms=True)
-        assert found.finite
-        assert torch.equal(found.norm, torch.linalg.vector_norm(norms))
+        summed = farm.chief.sum(keys, lanes=8, checks=True, norms=True)
+        assert summed.finite
+        assert torch.equal(summed.norm, torch.linalg.vector_norm(norms))
         farm.chief.apply(version=1, lr_factor=1.0)
         state = farm.chief.state()
     for (name, param), total in zip(trained(model), expected, strict=True):
@@ -682,7 +683,7 @@ CPU = torch.device("cpu")
 
 
 def clones(tensors: list[Tensor | None]) -> list[Tensor | None]:
-    return [None if one is None else one.clone() for one in tensors]
+    return [None if tensor is None else tensor.clone() for tensor in tensors]
 
 
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -709,8 +710,8 @@ def test_servers_between_two_updates_are_read_again() -> None:
         worker = farm.client()
 
         def apply(server: int) -> None:
-            asked = {"version": 1, "lr_factor": 1.0, "factor": 1.0, "buffer_factor": 1.0, "keys": ["a"]}
-            farm.chief.ask(server, {}, VariableServer.apply, **asked)  # type: ignore[arg-type]
+            request = {"version": 1, "lr_factor": 1.0, "factor": 1.0, "buffer_factor": 1.0, "keys": ["a"]}
+            farm.chief.ask(server, {}, VariableServer.apply, **request)  # type: ignore[arg-type]
 
         worker.pull(tensors_of(worked))
         farm.chief.push("a", gradients(model, 1))
@@ -736,7 +737,7 @@ def test_only_the_chief_gives_orders() -> None:
         assert farm.chief.pull(tensors_of(Net())) == 0
 
 
-ASKED = {"pull": {"version": 0, "dtype": "float32", "skip": []}, "rows": {"piece": 0, "dtype": "float32"}}
+REQUESTS = {"pull": {"version": 0, "dtype": "float32", "skip": []}, "rows": {"piece": 0, "dtype": "float32"}}
 
 
 @pytest.mark.parametrize(
@@ -757,7 +758,7 @@ ASKED = {"pull": {"version": 0, "dtype": "float32", "skip": []}, "rows": {"piece
 def test_a_request_with_a_value_of_another_type_or_size_is_refused(verb: str, wrong: dict[str, Any]) -> None:
     with serving(Net(), optimizer_of("sgd")) as farm:
         worker = farm.client("worker:3")
-        worker.links[0].send(verb, {**ASKED.get(verb, {}), **wrong}, {"rows": torch.zeros(0, dtype=torch.int64)})
+        worker.links[0].send(verb, {**REQUESTS.get(verb, {}), **wrong}, {"rows": torch.zeros(0, dtype=torch.int64)})
         (name,) = wrong or ["key"]
         with pytest.raises(TrainingError, match=f"ps:0 refuses: {name} is not "):
             worker.answer(0)
@@ -787,7 +788,7 @@ def test_servers_hold_equal_bytes_and_cut_at_most_one_variable_a_boundary(server
     assert len(shares.split) <= servers - 1
     pieces = [piece for of_server in shares.pieces for piece in of_server]
     rows = [(piece.index, row) for piece in pieces for row in range(piece.start, piece.stop)]
-    assert rows == [(place, row) for place, one in enumerate(variables) for row in range(one.num_rows)]
+    assert rows == [(index, row) for index, variable in enumerate(variables) for row in range(variable.num_rows)]
 
 
 def test_a_cut_that_an_optimizer_feels_is_refused() -> None:
@@ -805,19 +806,19 @@ def test_a_cut_that_an_optimizer_feels_is_refused() -> None:
 def test_what_is_being_sent_stays_as_it_is_while_an_update_goes_on_in_other_memory() -> None:
     model = Net()
     pieces = VariableShards(variables_of(model, torch.float32), 1).pieces[0]
-    held = ServerShard(pieces, torch.float32, stepping(optimizer_of("momentum")))
-    held.load({**state_of(model), "buffer/table": model.table}, version=3)
-    memory, lent = held.begin_read(range(4, len(pieces)), torch.float32)
+    shard = ServerShard(pieces, torch.float32, stepping(optimizer_of("momentum")))
+    shard.load({**state_of(model), "buffer/table": model.table}, version=3)
+    memory, lent = shard.begin_read(range(4, len(pieces)), torch.float32)
     before = memory.clone()
     for version in (4, 5):
-        held.update([*gradients(model, version), *[None] * 6], version=version, lr_factor=1.0)
+        shard.update([*gradients(model, version), *[None] * 6], version=version, lr_factor=1.0)
     assert torch.equal(memory, before)
     assert torch.equal(lent["0"], before[: lent["0"].numel()])
-    held.end_read(memory)
-    late, _ = held.begin_read((), torch.float32)
-    assert (late.data_ptr() != memory.data_ptr(), held.version) == (True, 5)
-    assert torch.equal(late, torch.cat([master.detach().flatten() for master in held.masters.values()]))
-    assert not torch.equal(late, before)
+    shard.end_read(memory)
+    after, _ = shard.begin_read((), torch.float32)
+    assert (after.data_ptr() != memory.data_ptr(), shard.version) == (True, 5)
+    assert torch.equal(after, torch.cat([master.detach().flatten() for master in shard.masters.values()]))
+    assert not torch.equal(after, before)
 
 
 def moved(worker: ParameterServerClient, act: Callable[[], object]) -> dict[int, int]:
@@ -900,8 +901,8 @@ def test_rows_and_values_make_the_update_of_one_optimizer_and_to_rounding_that_o
 ) -> None:
     model, dense = Table(), Table()
     steppers = {
-        one: OptimizerStepper(optimizer_of(optimizer)(dict(one.named_parameters())), list(one.parameters()))
-        for one in (model, dense)
+        net: OptimizerStepper(optimizer_of(optimizer)(dict(net.named_parameters())), list(net.parameters()))
+        for net in (model, dense)
     }
     with serving(model, optimizer_of(optimizer), servers=servers) as farm:
         for step, rows in enumerate([[3, 3, 700], [5], [999, 0, 3]]):
@@ -910,8 +911,8 @@ def test_rows_and_values_make_the_update_of_one_optimizer_and_to_rounding_that_o
             steppers[dense].step([grad.to_dense() for grad in sparse_gradients(model, rows, step)], 1.0)
             farm.chief.push("a", sparse_gradients(model, rows, step))
             farm.chief.apply(version=step + 1, lr_factor=1.0, keys=["a"])
-        found = farm.chief.state()
+        state = farm.chief.state()
         pulled = farm.chief.pull_rows(0, torch.tensor([700, 3, 3, 999]))
-    equal(found, {**state_of(model), **optimizer_state(steppers[model].optimizer, dict(model.named_parameters()))})
+    equal(state, {**state_of(model), **optimizer_state(steppers[model].optimizer, dict(model.named_parameters()))})
     torch.testing.assert_close(model.embed.weight, dense.embed.weight, rtol=1e-6, atol=0)
     assert torch.equal(pulled, model.embed.weight[[700, 3, 3, 999]])

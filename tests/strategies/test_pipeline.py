@@ -37,9 +37,9 @@ def gpt() -> nn.Module:
 
 
 def refusals(strategy: Mesh | Pipeline, model: nn.Module, sample: Any = None, **facts: Any) -> list[str]:
-    known = PlanContext(sample=sample, **facts)
-    found = [*strategy.validate(known), *strategy.access_problems(known)]
-    return [str(problem) for problem in found or strategy.validate_model(model, known)]
+    context = PlanContext(sample=sample, **facts)
+    problems = [*strategy.validate(context), *strategy.access_problems(context)]
+    return [str(problem) for problem in problems or strategy.validate_model(model, context)]
 
 
 def stages(strategy: Pipeline, model: nn.Module, sample: Any = None) -> list[str]:
@@ -55,8 +55,8 @@ def test_auto_fills_every_stage_with_runs_of_blocks_balanced_by_bytes() -> None:
 
 
 def test_a_map_names_blocks_with_their_stages_and_tied_weights_may_be_on_two() -> None:
-    given = {"embed": 0, "blocks.0-1": 0, "rest": 1}
-    assert stages(Pipeline(map=given), gpt(), TOKENS) == ["embed, blocks.0-1", "blocks.2-3, head"]
+    stage_map = {"embed": 0, "blocks.0-1": 0, "rest": 1}
+    assert stages(Pipeline(map=stage_map), gpt(), TOKENS) == ["embed, blocks.0-1", "blocks.2-3, head"]
 
 
 MAPS: list[tuple[dict[str, int | str], str, str]] = [
@@ -68,7 +68,7 @@ MAPS: list[tuple[dict[str, int | str], str, str]] = [
     ({}, "map={}", "places nothing"),
 ]
 SETTINGS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
-    *(({"map": given}, {}, f"strategy.{key}", word) for given, key, word in MAPS),
+    *(({"map": stage_map}, {}, f"strategy.{key}", word) for stage_map, key, word in MAPS),
     ({"schedule": "gpipe", "virtual_stages": 2}, {}, "strategy.virtual_stages=2", "one stage per rank"),
     ({"schedule": "interleaved", "virtual_stages": 1}, {}, "strategy.virtual_stages=1", "interleaves nothing"),
     ({}, {"numerics": Numerics(reproducible=True)}, "numerics.reproducible=true", "does not work with"),
@@ -83,11 +83,11 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
 
 def test_maps_and_settings_that_do_not_go_together_are_refused() -> None:
     for settings, facts, key, word in SETTINGS:
-        (said,) = refusals(Pipeline(**settings), gpt(), **facts)
-        assert said.startswith(f"{key}: ")
-        assert word in said
-    (said,) = refusals(Mesh(pipe=7, shard=1), gpt())
-    assert said.startswith("strategy.pipe=7: "), "each strategy names its own key"
+        (message,) = refusals(Pipeline(**settings), gpt(), **facts)
+        assert message.startswith(f"{key}: ")
+        assert word in message
+    (message,) = refusals(Mesh(pipe=7, shard=1), gpt())
+    assert message.startswith("strategy.pipe=7: "), "each strategy names its own key"
 
 
 class Branches(nn.Module):
@@ -111,9 +111,9 @@ def recorded(model: nn.Module, *shape: int) -> Program:
 
 def sent(program: Program, call: int) -> list[tuple[str, tuple[int, ...]]]:
     """Where the model meets what is sent before a call, and its shape."""
-    found = program.crossings[call]
-    assert not isinstance(found, CannotCut)
-    return [(f"{program.blocks[one.places[0][0]]} {one.places[0][1]}", one.meta.size) for one in found]
+    crossing = program.crossings[call]
+    assert not isinstance(crossing, CannotCut)
+    return [(f"{program.blocks[tensor.places[0][0]]} {tensor.places[0][1]}", tensor.meta.size) for tensor in crossing]
 
 
 def test_what_later_stages_use_is_sent_where_a_block_returns_it_or_is_given_it() -> None:
@@ -144,8 +144,8 @@ def test_code_between_blocks_computes_again_from_what_blocks_have_returned() -> 
     assert sent(recorded(Stream(in_place=False), 2, 4), 1) == [("first returned", (2, 4))]
     program = recorded(Stream(in_place=True), 2, 4)
     assert isinstance(program.crossings[1], CannotCut)  # it would write twice
-    (said,) = refusals(Pipeline(map={"first": 0, "rest": 1}), Stream(in_place=True).to("meta"), SAMPLE)
-    assert "cannot be cut before second: code after first and code after second use a tensor that no block" in said
+    (message,) = refusals(Pipeline(map={"first": 0, "rest": 1}), Stream(in_place=True).to("meta"), SAMPLE)
+    assert "cannot be cut before second: code after first and code after second use a tensor that no block" in message
 
 
 class Backwards(nn.Module):
@@ -191,15 +191,15 @@ class Numbers(Backwards):
 SAMPLE = (torch.zeros(4), 0)
 
 
-@pytest.mark.parametrize(("model", "given", "said"), [
+@pytest.mark.parametrize(("model", "stage_map", "text"), [
     (Backwards(), {"head": 0, "rest": 1}, "use {body:0,neck:1,head:1}"),
     (Twice(), {"body": 0, "neck": 1, "head": 1}, "the model runs body more than once"),
     (Borrowed(), "auto", "its own code uses first.weight after second, and every stage runs that code"),
     (Numbers(), "auto", "model: cannot be cut into stages: "),
 ])  # fmt: skip
-def test_what_a_model_does_must_fit_its_stages(model: nn.Module, given: Any, said: str) -> None:
-    (found,) = refusals(Pipeline(map=given), model.to("meta"), SAMPLE)
-    assert said in found
+def test_what_a_model_does_must_fit_its_stages(model: nn.Module, stage_map: Any, text: str) -> None:
+    (message,) = refusals(Pipeline(map=stage_map), model.to("meta"), SAMPLE)
+    assert text in message
 
 
 def test_auto_goes_by_the_order_in_which_blocks_run_and_keeps_calls_of_one_block_together() -> None:
@@ -233,36 +233,36 @@ class Stage(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
 
-    def forward(self, given: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, inputs: Tensor) -> tuple[Tensor, ...]:
         """(samples, 3) -> the same, and what has no gradient."""
-        return self.layers(given), given.detach().argmax(1)
+        return self.layers(inputs), inputs.detach().argmax(1)
 
 
 @pytest.mark.slow
 def test_gradients_of_inputs_come_first_and_each_is_computed_once() -> None:
-    stage, given = Stage(), torch.randn(2, 3, requires_grad=True)
-    torch.autograd.backward(stage(given)[0], torch.ones(2, 3))
-    assert given.grad is not None
-    expected = [given.grad, *(param.grad for param in stage.parameters())]
-    given.grad, split = None, SplitStage(stage)
+    stage, inputs = Stage(), torch.randn(2, 3, requires_grad=True)
+    torch.autograd.backward(stage(inputs)[0], torch.ones(2, 3))
+    assert inputs.grad is not None
+    expected = [inputs.grad, *(param.grad for param in stage.parameters())]
+    inputs.grad, split = None, SplitStage(stage)
     stage.zero_grad()
-    outputs, places = split(given)
-    assert not places.requires_grad
+    outputs, indices = split(inputs)
+    assert not indices.requires_grad
     with StepTrace() as first:
         torch.autograd.backward(outputs, torch.ones(2, 3))
     assert [param.grad for param in stage.parameters()] == [None] * 4
     with StepTrace() as second:
         split.weights()()
-    found = [given.grad, *(param.grad for param in stage.parameters())]
-    assert all(map(torch.equal, found, expected))  # type: ignore[arg-type]
+    grads = [inputs.grad, *(param.grad for param in stage.parameters())]
+    assert all(map(torch.equal, grads, expected))  # type: ignore[arg-type]
     assert (first.total.names["mm"], second.total.names["mm"]) == (2, 2)
 
 
 def test_of_the_first_stage_all_is_left() -> None:
-    stage, given = Stage(), torch.randn(2, 3)
+    stage, inputs = Stage(), torch.randn(2, 3)
     split = SplitStage(stage)
     with StepTrace() as first:
-        torch.autograd.backward(split(given)[0], torch.ones(2, 3))
+        torch.autograd.backward(split(inputs)[0], torch.ones(2, 3))
     assert first.total.names["mm"] == 0
     split.weights()()
     assert all(param.grad is not None for param in stage.parameters())

@@ -24,13 +24,13 @@ from trainkit.strategies.tpu import Tpu
 INSTALL = "In an environment of its own: pip install 'torch==2.9.0' 'torch_xla[tpu]==2.9.0'."
 
 
-def told(facts: PlanContext) -> list[str]:
+def problems(facts: PlanContext) -> list[str]:
     return [str(problem) for problem in Tpu().validate(facts)]
 
 
 def test_where_torch_xla_is_missing_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tpu, "find_spec", lambda _: None)
-    assert told(PlanContext()) == [f"torch_xla: strategy=tpu needs it, and it is not installed. {INSTALL}"]
+    assert problems(PlanContext()) == [f"torch_xla: strategy=tpu needs it, and it is not installed. {INSTALL}"]
 
 
 class Xla:
@@ -87,7 +87,7 @@ def test_every_step_is_handed_over_and_every_shard_is_keyed_and_spread(xla: Xla)
 
 @pytest.mark.usefixtures("xla")
 def test_what_xla_cannot_keep_is_refused() -> None:
-    order, scale = told(PlanContext(numerics=Numerics(reproducible=True), precision="fp16_mixed"))
+    order, scale = problems(PlanContext(numerics=Numerics(reproducible=True), precision="fp16_mixed"))
     assert "numerics.reproducible=true: XLA chooses the order of sums itself" in order
     assert "precision=fp16_mixed: TPUs compute in bfloat16" in scale
 
@@ -97,11 +97,11 @@ def test_another_version_and_a_host_without_a_device_are_refused(xla: Xla, monke
         raise OSError("libtpu not found")
 
     monkeypatch.setattr(xla.modules["torch_xla.runtime"], "global_runtime_device_count", none)
-    (said,) = told(PlanContext())
-    assert "finds no device (libtpu not found). On a TPU host set PJRT_DEVICE=TPU" in said
+    (problem,) = problems(PlanContext())
+    assert "finds no device (libtpu not found). On a TPU host set PJRT_DEVICE=TPU" in problem
     xla.modules["torch_xla"].__version__ = "1.13.0"
-    (said,) = told(PlanContext())
-    assert "version 1.13 does not work with torch" in said
+    (problem,) = problems(PlanContext())
+    assert "version 1.13 does not work with torch" in problem
 
 
 @pytest.mark.engine
@@ -117,5 +117,5 @@ def test_torch_xla_itself_trains_and_proves(devices: int, tmp_path: Path) -> Non
     }
     for words in (("epochs=1",), ("prove",)):
         command = [python, "-m", "trainkit", *words, "strategy=tpu", f"hydra.run.dir={tmp_path}/run"]
-        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
-        assert (done.returncode, "rounding" in done.stdout or "finished" in done.stdout) == (0, True), done.stderr
+        run = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+        assert (run.returncode, "rounding" in run.stdout or "finished" in run.stdout) == (0, True), run.stderr

@@ -33,9 +33,9 @@ CUT = StepCut(num_shards=4, num_replicas=2)
 
 
 def sent(strategy: object, context: PlanContext | None = None, cut: StepCut = CUT) -> list[tuple[str, float]]:
-    found = traffic_of(strategy, MODEL, context or PlanContext(), cut)  # type: ignore[arg-type]
-    assert found is not None
-    return [(one.how, one.num_bytes) for one in found]
+    transfers = traffic_of(strategy, MODEL, context or PlanContext(), cut)  # type: ignore[arg-type]
+    assert transfers is not None
+    return [(transfer.how, transfer.num_bytes) for transfer in transfers]
 
 
 def test_one_device_sends_nothing() -> None:
@@ -45,8 +45,8 @@ def test_one_device_sends_nothing() -> None:
 def test_each_reducer_sends_its_own_bytes_over_three_ranks() -> None:
     sizes = {"backend": 4, "ring": 4, "to_one_device": 14 / 3, "hierarchical": 14 / 3}
     for reduce, times in sizes.items():
-        ((_, found),) = sent(Mirrored(replicas=3, reduce=reduce))  # type: ignore[arg-type]
-        assert found == pytest.approx(times * SIZE), reduce
+        ((_, num_bytes),) = sent(Mirrored(replicas=3, reduce=reduce))  # type: ignore[arg-type]
+        assert num_bytes == pytest.approx(times * SIZE), reduce
 
 
 def test_two_bytes_an_element_halve_the_exchange_and_lanes_keep_it() -> None:
@@ -58,8 +58,8 @@ def test_two_bytes_an_element_halve_the_exchange_and_lanes_keep_it() -> None:
 def test_powersgd_sends_whole_gradients_first_and_thin_ones_later() -> None:
     first, later = sent(Mirrored(replicas=2, compression="powersgd", powersgd_after=7))
     assert (first, later) == (("all-reduce", 2 * SIZE), ("PowerSGD of rank 1", 2 * 150 * 4))
-    found = traffic_of(Mirrored(replicas=2, compression="powersgd", powersgd_after=7), MODEL, PlanContext(), CUT)
-    traffic = Traffic(transfers=found or (), ranks_a_host=2)
+    transfers = traffic_of(Mirrored(replicas=2, compression="powersgd", powersgd_after=7), MODEL, PlanContext(), CUT)
+    traffic = Traffic(transfers=transfers or (), ranks_a_host=2)
     assert [traffic.at(step).network_bytes() for step in (6, 7)] == [2 * SIZE, 2 * 150 * 4]
 
 
@@ -70,7 +70,7 @@ FIRST, LAST = (64 * 32 + 32) * 4, (32 * 10 + 10) * 4
 
 
 def of_each(traffic: Traffic) -> dict[tuple[str, str], float]:
-    return {(one.what, one.how): one.num_bytes for one in traffic.transfers if one.what != SUMS}
+    return {(entry.what, entry.how): entry.num_bytes for entry in traffic.transfers if entry.what != SUMS}
 
 
 @pytest.mark.slow
@@ -79,14 +79,14 @@ def test_fsdp_gathers_all_but_the_last_block_twice_a_shard_and_gloo_sums_whole_v
         ("parameters", "all-gather"): 8 * (2 * FIRST + LAST),
         ("gradients", "reduce-scatter"): 8 * 2 * (FIRST + LAST),
     }
-    kept = [*SHARDED, "strategy.replicas=2", "strategy.reshard_after_forward=false", "strategy.sync=last"]
-    assert of_each(planned(kept))["gradients", "reduce-scatter"] == 2 * (FIRST + LAST)
+    overrides = [*SHARDED, "strategy.replicas=2", "strategy.reshard_after_forward=false", "strategy.sync=last"]
+    assert of_each(planned(overrides))["gradients", "reduce-scatter"] == 2 * (FIRST + LAST)
 
 
 @pytest.mark.slow
 def test_hybrid_groups_sum_the_part_of_a_rank_between_them() -> None:
     traffic = planned([*SHARDED, "strategy.replicas=4", "strategy.replicate=2"])
-    (summed,) = [one.flows for one in traffic.transfers if (one.what, one.how) == ("gradients", "all-reduce")]
+    (summed,) = [entry.flows for entry in traffic.transfers if (entry.what, entry.how) == ("gradients", "all-reduce")]
     # each rank with its twin, once, by an all-reduce of two, with the weight
     assert summed[0, 2] == summed[2, 0] == (FIRST + LAST) / 2 + 4
     assert (0, 3) not in summed
@@ -132,10 +132,10 @@ ROW = 25 * 4
 
 def rows_sent(strategy: Strategy, lookups: Sequence[int]) -> dict[tuple[str, str], float]:
     cut = StepCut(num_shards=4, num_replicas=2, dry_run=Shown(indices=lookups))
-    found = traffic_of(strategy, TABLES, PlanContext(), cut)
-    assert found is not None
-    assert {one.note for one in found if one.what.startswith("rows")} == {AT_MOST}
-    return {(one.what, one.how): one.num_bytes for one in found}
+    transfers = traffic_of(strategy, TABLES, PlanContext(), cut)
+    assert transfers is not None
+    assert {transfer.note for transfer in transfers if transfer.what.startswith("rows")} == {AT_MOST}
+    return {(transfer.what, transfer.how): transfer.num_bytes for transfer in transfers}
 
 
 @pytest.mark.parametrize(("lookups", "rows"), [((30, 10), 80), ((600,), 1000)])
@@ -159,11 +159,11 @@ def test_workers_read_the_rows_of_each_lookup_and_push_those_of_a_work_order() -
 
 def test_an_average_sends_parameters_and_slots_in_the_last_step_of_its_window() -> None:
     cut = StepCut(num_shards=4, num_replicas=2, dry_run=Shown(averaged=3 * SIZE))
-    found = traffic_of(LocalSgd(average_every=8, local_after=3), MODEL, PlanContext(), cut)
-    traffic = Traffic(transfers=found or (), ranks_a_host=2)
-    sent = {step: traffic.at(step).network_bytes() for step in range(20)}
+    transfers = traffic_of(LocalSgd(average_every=8, local_after=3), MODEL, PlanContext(), cut)
+    traffic = Traffic(transfers=transfers or (), ranks_a_host=2)
+    sizes = {step: traffic.at(step).network_bytes() for step in range(20)}
     averages = {10: 2 * 3 * SIZE, 18: 2 * 3 * SIZE}
-    assert {step: size for step, size in sent.items() if size} == {**dict.fromkeys((0, 1, 2), 2 * SIZE), **averages}
+    assert {step: size for step, size in sizes.items() if size} == {**dict.fromkeys((0, 1, 2), 2 * SIZE), **averages}
     assert traffic.by_link() == {"within_host": 2 * 3 * SIZE / 8}
     assert traffic.mean_bytes(3, 19, rank=0) == 2 * 2 * 3 * SIZE / 16
 
@@ -186,14 +186,14 @@ def test_a_cut_block_sums_activations_twice_in_each_direction_and_once_more_wher
 
 def test_an_all_reduce_over_two_hosts_crosses_between_them_once_in_each_direction() -> None:
     context = PlanContext(launch=launch_of(4, num_local=2, num_hosts=2))
-    found = traffic_of(MultiWorkerMirrored(), MODEL, context, CUT)
-    traffic = Traffic(transfers=found or (), ranks_a_host=2)
+    transfers = traffic_of(MultiWorkerMirrored(), MODEL, context, CUT)
+    traffic = Traffic(transfers=transfers or (), ranks_a_host=2)
     assert traffic.by_link() == {"within_host": 2 * 1.5 * SIZE, "between_hosts": 2 * 1.5 * SIZE}
 
 
 def test_a_pipeline_sends_what_its_stages_return_and_its_gradient() -> None:
-    sent, *_ = planned([*SMALL, "strategy=pipeline", "batch.micro_size=8"]).transfers
-    assert (sent.how, sent.flows) == ("point to point", {(0, 1): 64 * 512 * 4, (1, 0): 64 * 512 * 4})
+    transfer, *_ = planned([*SMALL, "strategy=pipeline", "batch.micro_size=8"]).transfers
+    assert (transfer.how, transfer.flows) == ("point to point", {(0, 1): 64 * 512 * 4, (1, 0): 64 * 512 * 4})
 
 
 SMALL = ["recipe=null", "model.hidden=[512,512]", "data=synthetic", "data.num_samples=64000", "batch.global_size=64"]
@@ -235,7 +235,7 @@ MORE = {
     "lanes of parts": placed(SMALL, "fsdp", "optimizer.fused=false", LANES, replicas=4, replicate=2),
     "async": placed(SMALL, "parameter_server", mode="async"),
     "tensor_parallel, replicas": placed(GPT, "tensor_parallel", "activation_checkpointing=full", replicas=2, degree=2),
-    **{f"mesh, {one}": placed(SMALL, "mesh", replicate=2, shard=2, reduce=one) for one in get_args(Reducing)},
+    **{f"mesh, {reduce}": placed(SMALL, "mesh", replicate=2, shard=2, reduce=reduce) for reduce in get_args(Reducing)},
     "mesh, bf16": placed(SMALL, "mesh", replicate=2, shard=2, compression="bf16"),
     "mesh": placed(GPT, "mesh", shard=2, tensor=2),
     "tensor_parallel, stretches": placed(GPT, "tensor_parallel", replicas=1, degree=2, plan=STRETCHES),
@@ -248,9 +248,9 @@ def planned(overrides: list[str]) -> Traffic:
     with allow_packages(["benchmarks"]):
         plan = make_plan(trainkit.compose(overrides, config_dirs=[BENCHMARKS], packages=["benchmarks"]).cfg)
         model = meta_model(plan.cfg)
-        found = step_traffic(plan.resolved(lambda: model), model)
-    assert found is not None
-    return found
+        traffic = step_traffic(plan.resolved(lambda: model), model)
+    assert traffic is not None
+    return traffic
 
 
 OWN_NETWORK = ("unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
@@ -264,8 +264,9 @@ def wire_bytes(step: Traffic) -> float:
     A message of a ring costs about 1,000 bytes in addition to its content, including acknowledgements: measured
     with torch 2.13, an all-reduce of two ranks over the loopback device.
     """
-    ranks = [({rank for pair in one.flows for rank in pair}, one) for one in step.transfers if one.by == "network"]
-    return step.network_bytes() + sum(1000 * len(found) * one.messages for found, one in ranks)
+    network = [transfer for transfer in step.transfers if transfer.by == "network"]
+    messages = sum(transfer.messages * len({rank for pair in transfer.flows for rank in pair}) for transfer in network)
+    return step.network_bytes() + 1000 * messages
 
 
 def mean_wire_bytes(traffic: Traffic) -> float:
@@ -279,8 +280,8 @@ def loopback_bytes(overrides: list[str], folder: Path) -> float:
     quiet = ["quiet=true", "eval.every_epochs=null", "checkpoint.export=false", "callbacks=[loopback]", "logger=[]",
              "log_every_steps=1000", f"steps={last}", f"hydra.run.dir={folder}"]  # fmt: skip
     subprocess.run(quick.command(*WITH, *overrides, *quiet, within=OWN_NETWORK), capture_output=True, check=True)
-    sent = [int(line) for line in (folder / NAME).read_text().splitlines()]
-    return (sent[last - 1] - sent[first - 1]) / (last - first)
+    counters = [int(line) for line in (folder / NAME).read_text().splitlines()]
+    return (counters[last - 1] - counters[first - 1]) / (last - first)
 
 
 @pytest.mark.long
